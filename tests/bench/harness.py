@@ -1,4 +1,4 @@
-"""What the benchmarks share: the bundled trace, a flat LRU, medians of alternating runs."""
+"""Helpers of the benchmarks: the bundled trace, a flat LRU, medians of alternating runs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ sys.exit(done.returncode)
 
 @attrs.frozen
 class Measured:
-    """What a process took, from start to exit, also of CPUs, and what it wrote to stdout."""
+    """The time of a process, its CPU time, its peak memory and its output on stdout."""
 
     seconds: float
     cpu: float
@@ -55,21 +55,21 @@ class Measured:
 def measured(*command: str) -> Measured:
     """Run a process and measure it. Raises CalledProcessError if it fails."""
     program = [sys.executable, "-c", MEASURE, *command]
-    # An installed package is compiled once, whatever the environment of the tests says.
+    # Let Python write bytecode, so that an installed package is compiled only once.
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run(program, check=True, stdout=subprocess.PIPE, env=env)
     return Measured(**orjson.loads(done.stdout))
 
 
 def bundled() -> list[Request]:
-    """Return the bundled trace in memory, so that reading it is not measured."""
+    """Return the bundled trace as a list in memory, so that reading it is not measured."""
     return list(Mooncake())
 
 
 def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[float, int]:
-    """Run an `OrderedDict` LRU over the same blocks, with no idea of prefixes.
+    """Run an `OrderedDict` LRU over the same blocks, without prefixes.
 
-    Returns seconds and requests from the request at which the pool first was full.
+    Returns the seconds and the requests from the request at which the pool first was full.
     """
     order: OrderedDict[int, None] = OrderedDict()
     start, first = 0.0, -1
@@ -95,7 +95,7 @@ def flat_lru(requests: Sequence[Request], ratio: int, blocks: int) -> tuple[floa
 def cache_lru(
     requests: Sequence[Request], ratio: int, blocks: int, *, ids: bool
 ) -> tuple[float, int]:
-    """Run `KVCache` with LRU, open, commit, close; measured as `flat_lru` is."""
+    """Run `KVCache` with LRU: open, commit and close; measured like `flat_lru`."""
     size = KEY_TOKENS // ratio
     cache = KVCache(
         blocks,
@@ -120,7 +120,7 @@ def cache_lru(
 
 
 def medians(runs: int, *measures: Callable[[], float]) -> list[float]:
-    """Run the measures in turn, `runs` times; return the median of each."""
+    """Run the measures in turn, `runs` times, and return the median of each."""
     results: list[list[float]] = [[] for _ in measures]
     for _ in range(runs):
         for measure, result in zip(measures, results, strict=True):
@@ -129,7 +129,7 @@ def medians(runs: int, *measures: Callable[[], float]) -> list[float]:
 
 
 def dynamo_version() -> str:
-    """Return the version of Dynamo that is installed; without it, skip the test."""
+    """Return the version of the installed Dynamo; skip the test if there is none."""
     try:
         return metadata.version("ai-dynamo")
     except metadata.PackageNotFoundError:
@@ -137,7 +137,7 @@ def dynamo_version() -> str:
 
 
 def peer_rows(workload: Workload) -> list[bytes]:
-    """Return the requests in Dynamo's format; those without keys share nothing."""
+    """Return the requests in Dynamo's format; requests without keys get unique ones."""
     rows, fresh = [], 0
     for request in workload:
         keys = list(request.keys)
@@ -157,7 +157,7 @@ def peer_rows(workload: Workload) -> list[bytes]:
 def peer_command(
     trace: Path, report: Path, block_size: int, workers: int = 1, router: str = "round_robin"
 ) -> list[str]:
-    """Return the command that replays a trace in Dynamo, each worker with 3 M tokens."""
+    """Return the command that replays a trace in Dynamo, with 3 M tokens per worker."""
     engine = {"block_size": block_size, "num_gpu_blocks": POOL_TOKENS // block_size}
     return [
         *(sys.executable, "-m", "dynamo.replay", str(trace)),

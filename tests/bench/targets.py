@@ -1,9 +1,10 @@
-"""Print the table of speeds in `docs/reference/benchmarks.md`, for the build that is installed.
+"""Print the table of speeds in `docs/reference/benchmarks.md`, for the installed build.
 
     python tests/bench/targets.py [ROW]...
 
-Each row is a ratio in one run, or a time; medians of alternating runs. Rows that need Dynamo
-say so where it is not installed. `tox run -e targets,targets-compiled` prints both columns.
+Each row is a time, or a ratio of two times from one run; times are medians of alternating runs.
+Rows that need Dynamo print "not measured" if it is not installed. `tox run -e
+targets,targets-compiled` prints both columns.
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from kvcore_plugins.workload import Mooncake
 RUNS = 5
 LEAVES = 20_000
 SESSIONS = 710
-# What is installed, not the checkout that is the working directory.
+# The installed package, not the checkout in the working directory.
 KVCORE = [sys.executable, "-P", "-m", "kvcore"]
 
 
 def serve(requests: Sequence[Request], block_size: int, **options) -> float:
-    """Return the CPU time in which the loop serves requests that are in memory."""
+    """Return the CPU time in which the serving loop handles requests that are in memory."""
     residency, trace = options.pop("residency", False), options.get("trace")
     start = process_time()
     cache = KVCache(
@@ -72,7 +73,7 @@ def simulation(workload: str, block_size: int) -> list[str]:
 
 
 def dynamo(block_size: int, runs: int) -> str:
-    """Compare whole processes, and loops, with Dynamo's."""
+    """Compare the time of a whole process, and of its loop, with Dynamo's."""
     if find_spec("dynamo") is None:
         return "not measured: ai-dynamo is not installed"
     requests = bundled()
@@ -105,7 +106,7 @@ def lru_replay() -> str:
 
 
 def residency() -> str:
-    """Compare a run that measures how long blocks rest with one that does not."""
+    """Compare a run that measures the residency of blocks with one that does not."""
     requests, found = bundled(), []
     for block_size in (512, 16):
         off, on = medians(
@@ -118,7 +119,10 @@ def residency() -> str:
 
 
 def tracing() -> str:
-    """Compare a traced run with one that has ids, and encoding and writing the same lines."""
+    """Compare a traced run with an untraced one plus the encoding of the trace.
+
+    The untraced run has ids, and the lines of the trace are encoded and written.
+    """
     requests, found = bundled(), []
     with TemporaryDirectory() as folder:
         path, again = Path(folder, "trace.jsonl"), Path(folder, "again.jsonl")
@@ -172,7 +176,7 @@ def sessions() -> str:
 
 
 def dearest() -> str:
-    """Compare the dearest policy with `lru`, per admission and eviction."""
+    """Compare the slowest policy with `lru`, per admission and eviction."""
     taken = {
         policy.name: median(eviction_seconds(policy, LEAVES) for _ in range(3))
         for policy in POLICIES
@@ -182,7 +186,7 @@ def dearest() -> str:
 
 
 def start() -> str:
-    """Time `import kvcore` inside a process, and a whole command that says little."""
+    """Time `import kvcore` inside a process, and a whole command with little to do."""
     program = "from time import perf_counter as t; a = t(); import kvcore; print(t() - a)"
     imported, command = medians(
         RUNS,
@@ -206,7 +210,7 @@ ROWS: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def main(names: Sequence[str]) -> None:
-    """Print the rows that are named, or all."""
+    """Print the rows of these names, or all rows if there are none."""
     kind = "compiled" if find_spec("kvcore__mypyc") else "pure Python"
     print(f"| work | {kind} | took |\n|---|---|---|")
     for name in names or ROWS:

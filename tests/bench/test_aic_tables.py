@@ -1,6 +1,7 @@
-"""The step times in the package beside those that AIConfigurator composes, on held-out steps.
+"""The step times in the package, compared with AIConfigurator's on held-out steps.
 
-Run as a program it makes `kvcore/data/step_times.json.gz` and `tests/data/aic_steps.json.gz`.
+Run as a program, this file makes `kvcore/data/step_times.json.gz` and
+`tests/data/aic_steps.json.gz`.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ MODELS = (
     *(("llama-3.1-8b", 1, "fp8"), ("llama-3.1-70b", 4, "fp8"), ("qwen3-32b", 2, "fp8")),
 )
 HELD_OUT, GOLDEN = 40, 2
-"""Steps of each kind and deployment: for this benchmark, and for the tests without it."""
+"""Steps per kind and deployment: in this benchmark, and in the data of the unit tests."""
 
 
 def deployments():
-    """Yield what is in the package, if AIConfigurator has it.
+    """Yield the deployments of the package for which AIConfigurator has data.
 
-    Without vLLM's and SGLang's GEMMs in fp8 on H100, H200 and B200: as composed, 513 tokens
-    take nearly twice as long as 512, which no table of some points can say.
+    The GEMMs of vLLM and SGLang in fp8 on H100, H200 and B200 are left out: as composed, 513
+    tokens take nearly twice as long as 512, which no table of a few points can reproduce.
     """
     for (model, devices, dtype), device, engine in product(MODELS, DEVICES, ENGINES):
         if dtype == "bf16" or engine == "trtllm" or device == "l40s":
@@ -53,7 +54,8 @@ def deployments():
 def held_out(deployment, rows):
     """Return random steps as kind, prefill, decode, context, pairs and milliseconds.
 
-    Up to 16,384 prompt tokens after up to 32,768; up to 512 sequences of up to 32,768 tokens.
+    Steps have up to 16,384 prompt tokens after up to 32,768 cached ones, and up to 512
+    sequences of up to 32,768 tokens.
     """
     engine, chance = compile_engine(deployment), Random(str(deployment))
 
@@ -78,7 +80,7 @@ def held_out(deployment, rows):
 
         tokens, (sequences, length) = between(64, 8192), decoding(256)
         prompts = chance.choice([1, 1, 2]) if tokens < 4096 else 1
-        # Prompts and contexts of one length, and then those contexts of another.
+        # AIConfigurator mixes prompts and contexts of one length; correct for the contexts.
         took = engine.mixed_step_latency(prompts * tokens, sequences, tokens, 2)
         took += engine.decode_step_latency(sequences, length, 2)
         took -= engine.decode_step_latency(sequences, tokens, 2)
@@ -88,7 +90,11 @@ def held_out(deployment, rows):
 
 
 def test_tables_are_within_three_per_cent():
-    """In the median of the absolute relative errors, over all and of each group."""
+    """The median absolute relative error of the shipped step times is at most 3 %.
+
+    This holds over all held-out steps and for each kind of step, model, device, tensor
+    parallelism, engine and dtype.
+    """
     groups = defaultdict(list)
     for deployment in shipped_grids():
         names = "model", "device", "tensor_parallel", "engine"
@@ -110,7 +116,11 @@ def test_tables_are_within_three_per_cent():
 
 
 def test_a_table_is_closer_than_fits(tmp_path):
-    """Of dense models in bf16: 120 steps are fitted, 120 others judge all latency models."""
+    """A shipped table has a smaller median error than rooflines and fitted models.
+
+    For dense models in bf16: 120 steps are fitted, and all latency models are judged on 120
+    others.
+    """
     path = tmp_path / "steps.csv"
     errors = defaultdict(list)
     for name in shipped_grids():
@@ -155,7 +165,7 @@ def test_a_table_is_closer_than_fits(tmp_path):
 
 @pytest.mark.parametrize("at", [0, -1])
 def test_a_table_is_made_again(at):
-    """The same package makes the same times."""
+    """Composing a shipped table again gives the same step times, within 0.1 %."""
     deployment, grid = list(shipped_grids().items())[at]
     made = attrs.astuple(compose_steps(deployment), recurse=False)
     flat = [
@@ -166,12 +176,12 @@ def test_a_table_is_made_again(at):
 
 
 def write(path, value):
-    """Write a value as JSON in gzip, the same bytes every time."""
+    """Write a value as gzipped JSON, with the same bytes every time."""
     path.write_bytes(gzip.compress(json.dumps(value, separators=(",", ":")).encode(), mtime=0))
 
 
 def make():
-    """Make the data of the package, and of the tests."""
+    """Make the step times of the package, and the held-out steps of the tests."""
     grids, golden = [], []
     for deployment in deployments():
         try:

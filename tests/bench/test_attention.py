@@ -1,9 +1,9 @@
-"""What paging costs on a CPU: attention and store against torch on contiguous tensors.
+"""The cost of paging on a CPU: attention and store against torch on contiguous tensors.
 
 Shapes are those of a layer of Llama 3 8B. The baseline of attention is torch's function on a
-contiguous cache, called as well as it can be: the query heads that share a K/V head are rows
-of one matrix. The plain call, with `enable_gqa`, is printed beside it. What is promised is
-promised of one thread: with more, whoever else needs a core decides.
+contiguous cache, called as well as it can be: the query heads that share a K/V head are rows of
+one matrix. The plain call, with `enable_gqa`, is printed beside it. Bounds are asserted with
+one thread only: with more, the result depends on other load of the machine.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def timed(call: Callable[[], object]) -> Callable[[], float]:
 def backend(
     tokens: int, dtype: str, block: int = BLOCK, codec: Codec | None = None
 ) -> tuple[Backend, list[int]]:
-    """Return a backend with room for so many tokens, and its blocks in random order."""
+    """Return a backend with blocks for `tokens` tokens, and its blocks in random order."""
     blocks = tokens // block
     made = TorchCPU()
     made.allocate(
@@ -63,7 +63,7 @@ def backend(
 
 @pytest.fixture(params=[1, None], ids=["one thread", "all threads"])
 def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Let torch compute with so many threads."""
+    """Limit torch to the number of threads that the parameter gives."""
     usual = torch.get_num_threads()
     torch.set_num_threads(request.param or usual)
     yield
@@ -109,7 +109,7 @@ def test_decode(dtype: str) -> None:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("spec", ["int8", "fp8-e4m3", "int4", "kivi:bits=4", "kivi:bits=2"])
 def test_coded_decode(spec: str) -> None:
-    """Print what decoding blocks costs attention; nothing is promised but its error."""
+    """Attention over encoded blocks has a bounded error; its time is printed."""
     block = 128
     codec = Plugins().build("codec", spec)
     paged, order = backend(SEQUENCES * CONTEXT, "fp32", block, codec)
@@ -144,7 +144,7 @@ def test_coded_decode(spec: str) -> None:
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_store(dtype: str) -> None:
-    """Print what scattering K/V costs; nothing is promised but that it arrives."""
+    """K/V scattered into blocks is read back unchanged; the time of a store is printed."""
     paged, order = backend(STORED, dtype)
     keys, values = (torch.randn(STORED, KV_HEADS, WIDTH).to(DTYPES[dtype]) for _ in range(2))
     plan = paged.plan(RaggedBatch([order], [0], [STORED]))

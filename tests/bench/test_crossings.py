@@ -1,4 +1,4 @@
-"""The files that are entered, and the crossings between them."""
+"""The files that a command and a request enter, and the crossings between them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helpers.crossings import SMALL, way_of_command, way_of_request
 
 
 def test_crossings() -> None:
-    """Print the way of `kvcore simulate` and that of a request, with the calls by file."""
+    """Print the path of `kvcore simulate` and of one request, with the calls by file."""
     ways = {"simulate": way_of_command("simulate", SMALL), "a request": way_of_request()}
     for name, way in ways.items():
         print(f"\n{name}: {way}")

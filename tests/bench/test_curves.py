@@ -1,10 +1,11 @@
-"""One pass for all pool sizes against a replay a size by `kvcache-simulator`, same hits.
+"""LRU at all pool sizes in one pass, compared in hits and time with `kvcache-simulator`.
 
-The peer counts hits of the second half of the requests, after the first half has filled the
-pool. What the second half hits is what all hit less what the first half hits by itself. The
-sizes are those at which both mean the same: no smaller than the longest request, of which the
-peer keeps one block less than the pool has (it evicts the block it has just added, finds that
-the next one's parent is gone, and stops), and small enough for the first half to fill.
+The peer counts the hits of the second half of the requests, after the first half has filled the
+pool. These are the hits of all requests minus the hits of the first half alone. Only pool sizes
+at which both agree are compared: small enough to be filled by the first half, and no smaller
+than the longest request. Of a request longer than the pool, the peer keeps one block less than
+fits: it evicts the block that it has just added, finds the parent of the next block missing,
+and stops.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ POINTS, TIMES = 30, 50
 
 @pytest.fixture(scope="module")
 def requests():
-    """Return the bundled trace in memory, as the peer has it too."""
+    """Return the bundled trace in memory, as the peer has its trace."""
     return bundled()
 
 
 @pytest.fixture(scope="module")
 def trace(requests):
-    """Return the peer's trace: keys one after another, a token a block."""
+    """Return the peer's trace: the keys of all requests in order, with one token per block."""
     ids = [key for request in requests for key in request.keys]
     starts = [0]
     for request in requests:
@@ -60,7 +61,7 @@ def trace(requests):
 
 @pytest.fixture(scope="module")
 def sizes(requests):
-    """Return 30 sizes, from the longest request to what the first half fills."""
+    """Return 30 pool sizes, from the longest request to the size that the first half fills."""
     longest = max(len(request.keys) for request in requests)
     filled = read(requests[: len(requests) // 2]).distinct_blocks
     ratio = filled / longest
@@ -73,38 +74,41 @@ def read(requests):
 
 
 def curve(requests):
-    """Return the curve for all sizes, keys and all read from `requests`."""
+    """Return the hits of LRU at all pool sizes, from reading `requests` once."""
     return Steps(*read(requests).lru())
 
 
 def second_half(requests, sizes):
-    """Return what the second half of the requests hits, by size."""
+    """Return the hits of the second half of the requests, by size."""
     whole, first = curve(requests), curve(requests[: len(requests) // 2])
     return [whole.at(size) - first.at(size) for size in sizes]
 
 
 def seconds(work):
-    """Return how long `work` takes."""
+    """Return the seconds that `work` takes."""
     start = perf_counter()
     work()
     return perf_counter() - start
 
 
 def by_peer(trace, sizes):
-    """Return what the peer's simulator in Python hits, by size."""
+    """Return the hits of the peer's simulator in Python, by size."""
     plan = build_execution_plan(trace)
     return [simulate_policy(plan, "lru", size).hitTokens for size in sizes]
 
 
 def by_peer_in_cpp(trace, sizes):
-    """Return what the peer's simulator in C++ hits, by size."""
+    """Return the hits of the peer's simulator in C++, by size."""
     half = trace.request_count // 2
     found = run_cpp_sweep(trace, capacities=sizes, policies=["lru"], warmup_requests=half)
     return [found.results["lru", size].hitTokens for size in sizes]
 
 
 def test_in_python(requests, trace, sizes):
-    """All sizes take a 50th of what 30 take the peer's simulator in Python; same hits."""
+    """All sizes take at most 1/50 of the time of 30 in the peer's Python simulator.
+
+    The hits are equal at each of the 30 sizes.
+    """
     expected: list[int] = []
     theirs = seconds(lambda: expected.extend(by_peer(trace, sizes)))
     assert second_half(requests, sizes) == expected
@@ -117,7 +121,10 @@ def test_in_python(requests, trace, sizes):
 
 
 def test_in_cpp(requests, trace, sizes):
-    """All sizes take a 50th of what 30 take the peer's simulator in C++; same hits."""
+    """All sizes take at most 1/50 of the time of 30 in the peer's C++ simulator.
+
+    The hits are equal at each of the 30 sizes.
+    """
     try:
         ensure_cpp_simulator()
     except RuntimeError as error:
@@ -136,7 +143,7 @@ def test_in_cpp(requests, trace, sizes):
 
 
 def test_the_optimum(requests):
-    """The compiled optimum is faster a size than the one in plain Python; printed only."""
+    """Print the time of the optimum at one size, compiled and in plain Python."""
     geometry = BlockLayout("keys", KEY_TOKENS, KEY_TOKENS)
     reuse, future = read(requests), Future.read(requests, geometry)
     ours, plain = medians(

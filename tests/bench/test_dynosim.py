@@ -1,6 +1,6 @@
-"""kvcore under DynoSim's step times against DynoSim itself, which is run beside it.
+"""kvcore under DynoSim's step times against DynoSim itself, run on the same trace.
 
-The figures that `tests/golden/test_dynosim.py` takes for DynoSim's are checked here too.
+The figures that `tests/golden/test_dynosim.py` uses as DynoSim's are checked here too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from peers.dynosim import FIGURES, KEY_TOKENS, RECORDED, REUSE, serve
 from kvcore_plugins.workload import Mooncake
 
 SYNTHETIC = "KVCORE_MOONCAKE_SYNTHETIC"
-"""The variable that says where Mooncake's synthetic_trace.jsonl is: it is not shipped."""
+"""The variable with the path of Mooncake's synthetic_trace.jsonl, which is not shipped."""
 
 WITHIN, EQUAL = 1e-3, 1e-9
 
@@ -34,7 +34,10 @@ def _workload(trace: str) -> Mooncake:
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=str)
 def test_dynosim(recorded, tmp_path):
-    """Reuse, means and percentiles of TTFT, TPOT and latency are within 0.1 %, or equal."""
+    """Reuse, TTFT, TPOT and latency equal DynoSim's, or are within 0.1 % if it preempts.
+
+    The recorded figures equal those that DynoSim reports now.
+    """
     version = dynamo_version()
     workload = _workload(recorded.trace)
     trace, saved = tmp_path / "trace.jsonl", tmp_path / "report.json"
@@ -54,7 +57,7 @@ def test_dynosim(recorded, tmp_path):
         apart = ours[name] / theirs[name] - 1
         print(f"  {name:34}{theirs[name]:14.6f}{ours[name]:14.6f}{apart:+11.5%}")
     if recorded.preempts:
-        # What it would take without DynoSim's preemption: printed only.
+        # Print the figures without DynoSim's preemption.
         alone, preemptions = serve(workload, *pool, preempts=False)
         apart = ", ".join(
             f"{name} {alone[name] / theirs[name] - 1:+.2%}"

@@ -1,4 +1,4 @@
-"""What the engine costs besides computing: everything outside generator and backend."""
+"""The overhead of the engine: the time spent outside generator and backend."""
 
 from time import perf_counter
 
@@ -16,13 +16,13 @@ SEQUENCES, PROMPT, OUTPUT = 32, 64, 24
 
 
 class Timed:
-    """Adds up the seconds of calls."""
+    """A decorator that adds up the seconds of calls."""
 
     def __init__(self):
         self.seconds = 0.0
 
     def __call__(self, function):
-        """Return `function`, timed."""
+        """Return `function` with its calls timed."""
 
         def timed(*arguments, **options):
             start = perf_counter()
@@ -35,7 +35,10 @@ class Timed:
 
 
 def test_engine_overhead(monkeypatch):
-    """At batch 32, Llama-3-8B's layers, less than a tenth of the time is the engine's own."""
+    """Less than a tenth of the time at batch 32 is spent outside generator and backend.
+
+    The layer has the shapes of Llama 3 8B.
+    """
     inside = Timed()
     monkeypatch.setattr(Transformer, "forward", inside(Transformer.forward))
     monkeypatch.setattr(TorchCPU, "plan", inside(TorchCPU.plan))

@@ -1,4 +1,4 @@
-"""What miss reasons cost, against a replay of the same trace, which only checks it."""
+"""The cost of classifying misses, against a replay that only checks the same trace."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All that needs a GPU, in one command: conformance, the engine, checks, and the benchmark.
+"""All checks that need a GPU, in one command: conformance, the engine and the benchmark.
 
-It prints how near the memory's bandwidth attention, store, copy and swap come. Skipped where
-there is no GPU.
+It prints the share of the memory's bandwidth that attention, store, copy and swap reach. The
+test is skipped where there is no GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvcore.testing.gpu.__main__ import main
 
 
 def test_gpu() -> None:
-    """Every part of the command succeeds."""
+    """Every part of the GPU command succeeds."""
     reason = TorchCUDA.unavailable()
     if reason:
         pytest.skip(reason)

@@ -1,4 +1,4 @@
-"""What `import kvcore` costs."""
+"""The time of `import kvcore`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ print(perf_counter() - start)
 
 
 def test_import_time() -> None:
-    """Print the time of `import kvcore` in a fresh process; promised: under 150 ms."""
+    """Print the time of `import kvcore` in a fresh process; the target is under 150 ms."""
 
     def once() -> float:
         done = subprocess.run(

@@ -1,6 +1,6 @@
 """LRU over spans against libcachesim's LRU in C, on the same blocks of 16 tokens.
 
-libcachesim is GPL-3.0. It is a peer to measure and is imported by this file alone.
+libcachesim is GPL-3.0. It is measured as a peer and imported by this file only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What comparisons take of memory: the bundled trace, and a hundred million references."""
+"""The peak memory of comparisons: the bundled trace, and a hundred million references."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNIT = 1 if sys.platform == "darwin" else 1024
 @pytest.mark.parametrize("blocks", [187_488, 100_000_000])
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "optimum"])
 def test_peak_memory_at_block_16(eviction, blocks):
-    """One policy in blocks of 16 tokens stays under 150 MB, with 100 M blocks too."""
+    """Comparing one policy at block size 16 peaks below 150 MB, even with 100 M blocks."""
     program = [sys.executable, "-c", "from kvcore.cli.main import main; main()", "compare"]
     options = ["--eviction", eviction, "--blocks", str(blocks), "--block-size", "16"]
     measured = subprocess.run(
@@ -41,7 +41,11 @@ def test_peak_memory_at_block_16(eviction, blocks):
 
 
 def test_a_hundred_million_references(tmp_path):
-    """Of 710 sessions what is new is read, not what each turn repeats; and time is linear."""
+    """Comparing 710 sessions peaks below 600 MB, in time linear in the references.
+
+    It takes less than 4.3 times the CPU time of a quarter of the sessions: blocks that each
+    turn repeats are not read again.
+    """
     found = []
     for sessions in (SESSIONS // 4, SESSIONS):
         path = tmp_path / f"{sessions}.jsonl.gz"

@@ -1,4 +1,4 @@
-"""A full pool does not slow the cache down, and an eviction costs the same with many leaves."""
+"""The speed of a cache with a full pool, and the cost of an eviction among many leaves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POLICIES = [LRU, SLRU, LFU, Cost, ARC, S3FIFO, LRUK, TinyLFU, TailLRU, Lookahead
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_full_pool(policy: type[EvictionPolicy]) -> None:
-    """The last quarter runs at 0.7 of the speed at which the pool first was full, or more."""
+    """The last quarter of a trace has at least 0.7 of the speed of the first full quarter."""
     requests = bundled()
     quarter = len(requests) // 4
 
@@ -57,7 +57,7 @@ def test_full_pool(policy: type[EvictionPolicy]) -> None:
 def eviction_seconds(
     policy: type[EvictionPolicy], leaves: int, evictions: int = 2_000
 ) -> float:
-    """Return the seconds an eviction takes with `leaves` one-block leaves cached."""
+    """Return the seconds of one eviction with `leaves` one-block leaves cached."""
     cache = KVCache(leaves, 1, eviction=policy(), prefix=Radix(), accounting="keys")
     key = 0
 
@@ -78,7 +78,7 @@ def eviction_seconds(
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_leaves(policy: type[EvictionPolicy]) -> None:
-    """An eviction costs the same with 200 and with 20,000 leaves, within noise and log n."""
+    """An eviction among 20,000 leaves takes at most 1.6 times as long as among 200."""
     few, many = medians(
         5, lambda: eviction_seconds(policy, 200), lambda: eviction_seconds(policy, 20_000)
     )

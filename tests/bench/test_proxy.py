@@ -1,4 +1,4 @@
-"""What the proxy adds to a request, beside a proxy that does nothing but pass it on."""
+"""The latency that the proxy adds to a request, beside a proxy that only forwards."""
 
 import asyncio
 import gc
@@ -16,12 +16,12 @@ REQUESTS = 2_000
 WARM = 200
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 90
-"""Some thousand tokens."""
+"""About a thousand tokens."""
 
 
 @asynccontextmanager
 async def passing(upstream):
-    """Run the least that a proxy can be: bodies are passed on as they come."""
+    """Run a minimal proxy that forwards bodies as they come."""
     async with aiohttp.ClientSession(upstream) as session:
 
         async def forward(http):
@@ -56,10 +56,11 @@ async def timed(client, number, *, stream):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
 def test_overhead_of_a_request(stream, traced, tmp_path):
-    """One request at a time, by turns with no proxy, with the bare one, and with this one.
+    """The median latency is less than four times that of a proxy that only forwards.
 
-    All are in one process, so each adds what it costs. The bound is far above what is measured
-    on an idle machine: it is there to notice a lookup that grows.
+    Requests go one at a time, alternately to the server, to the bare proxy and to this one, all
+    in one process. The bound is far above the latency on an idle machine: it is there to notice
+    a lookup whose cost grows.
     """
 
     async def run():

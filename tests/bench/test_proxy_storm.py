@@ -6,5 +6,8 @@ from helpers.processes import bad_day
 
 
 def test_ten_thousand_requests_on_a_bad_day(tmp_path):
-    """Four servers, five kills at random moments: see `bad_day` for what must hold."""
+    """Four servers answer 10,000 requests correctly despite five kills at random moments.
+
+    `bad_day` describes what is checked.
+    """
     asyncio.run(bad_day(tmp_path, servers=4, requests=10_000, kills=5))

@@ -1,8 +1,8 @@
-"""The simulator against NVIDIA Dynamo's replay in Rust, and against its own promises.
+"""The speed and memory of the simulator, against NVIDIA Dynamo's replay and its own targets.
 
-Dynamo is a peer to measure: a process of its own, imported by nothing here. Its offline replay
-serves a trace on simulated workers, step by step. Both simulators have one worker, a pool of
-3 M tokens, 8,192 tokens and 256 sequences a step, and their own default latency model.
+Dynamo's offline replay, in Rust, serves a trace on simulated workers, step by step. It runs in
+a process of its own and is not imported. Both simulators have one worker, a pool of 3 M tokens,
+8,192 tokens and 256 sequences a step, and their own default latency model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Azure, Mooncake
 
 AZURE = "KVCORE_AZURE_TRACE"
-"""The variable that says where AzureLLMInferenceTrace_conv.csv is: it is not shipped."""
+"""The variable with the path of AzureLLMInferenceTrace_conv.csv, which is not shipped."""
 
 RUNS = 5
 TRACING_PROMISED = 1.3
@@ -65,7 +65,7 @@ def _azure() -> Source:
 def _command(workload: str, block_size: int) -> list[str]:
     """Return the command that simulates `workload` with a pool of 3 M tokens."""
     blocks = POOL_TOKENS // block_size
-    # The peer does not measure how long blocks rest.
+    # The peer does not measure the residency of blocks.
     options = ["--blocks", str(blocks), "--block-size", str(block_size), "--json"]
     options.append("--no-residency")
     return [sys.executable, "-m", "kvcore", "simulate", workload, *options]
@@ -74,9 +74,9 @@ def _command(workload: str, block_size: int) -> list[str]:
 def _loop(
     workload: Workload, block_size: int, *, ids: bool = False
 ) -> Callable[[Path | None], float]:
-    """Return what serves `workload`, held in memory, and returns the seconds it took.
+    """Return a function that serves `workload` from memory and returns the seconds it took.
 
-    It takes the path of a trace to write, or None.
+    Its parameter is the path of a trace to write, or None.
     """
     requests = list(workload)
 
@@ -112,7 +112,10 @@ def _loop(
     ids=["mooncake, block 512", "mooncake, block 16", "azure, block 16", "azure, block 512"],
 )
 def test_dynamo(source, block_size, promised, runs, request, tmp_path):
-    """It is as many times as fast as Dynamo as is promised: whole processes, and loops."""
+    """Whole processes and their loops are at least `promised` times as fast as Dynamo's.
+
+    Both complete equally many requests.
+    """
     version = dynamo_version()
     ours = source()
     trace, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
@@ -137,7 +140,7 @@ def test_dynamo(source, block_size, promised, runs, request, tmp_path):
         return result.seconds
 
     def dynamo_loop() -> float:
-        """Return what the run just measured says of itself: loading is not in it."""
+        """Return the seconds that Dynamo reports for the last run, without loading."""
         return orjson.loads(report.read_bytes())["wall_time_ms"] / 1e3
 
     whole, peer, peer_loop, inner = medians(
@@ -165,7 +168,7 @@ def test_block_size():
 
 
 def test_peak_memory_at_block_16():
-    """The bundled trace in blocks of 16 tokens stays under 200 MB."""
+    """Simulating the bundled trace in blocks of 16 tokens peaks below 200 MB."""
     result = measured(*_command("mooncake", 16))
     print(f"\nblock 16: peak {result.peak_mb:.0f} MB")
     assert result.peak_mb < 200
@@ -177,7 +180,7 @@ def test_peak_memory_at_block_16():
 def test_a_host_tier(write, memory, block_size):
     """With a host tier of 64 GiB a run takes at most 1.5 times the CPU time of one without.
 
-    Where all that is computed is written at once, twice as many blocks are stored: printed.
+    With `write=through` twice as many blocks are stored, and the time is only printed.
     """
     options = {"block_size": block_size} | ({"memory": memory} if memory else {})
 
@@ -195,11 +198,11 @@ def test_a_host_tier(write, memory, block_size):
 
 @pytest.mark.parametrize("block_size", [512, 16])
 def test_tracing(block_size, tmp_path):
-    """A traced run costs no more than was reached, and the promise is printed beside it.
+    """A traced run takes at most twice as long as its necessary work.
 
-    Promised, as for the cache alone, is 1.3 times the untraced run plus encoding and writing
-    the same dicts. What that leaves out is told in `test_tracing.py`: moving ids, and finding
-    the runs in them.
+    That is the untraced run with ids, the encoding and writing of the lines, and the search for
+    runs of ids. Printed beside it is the target of 1.3 times the untraced run without ids plus
+    encoding and writing. The docstring of `test_tracing.py` explains the difference.
     """
     workload = Mooncake()
     path = tmp_path / "trace.jsonl"
@@ -239,7 +242,7 @@ def test_tracing(block_size, tmp_path):
 
 
 def test_a_million_requests():
-    """Time grows in proportion to the requests, and memory does not grow with them."""
+    """Time grows in proportion to the requests, and peak memory does not grow with them."""
     quarter, million = (
         measured(*_command(f"zipf:requests={requests}", 16))
         for requests in (250_000, 1_000_000)

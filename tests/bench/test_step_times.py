@@ -1,6 +1,6 @@
-"""The step times of `roofline` beside those that AIConfigurator composes of measured kernels.
+"""The step times of `roofline` against AIConfigurator's, composed of measured kernels.
 
-AIConfigurator is Apache-2.0. It is a peer to measure and is imported by this file alone.
+AIConfigurator is Apache-2.0. It is measured as a peer and imported by the benchmarks only.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MODELS = {
 ENGINES = "vllm", "sglang", "trtllm"
 WIDE = {f"{of}_quant_mode": "bfloat16" for of in ("gemm", "moe", "kvcache", "fmha")}
 
-# Prompts of a step, tokens of each, and tokens before them; sequences and their contexts;
-# prompt tokens, sequences, and the length of either.
+# PREFILL: prompts of a step, tokens of each, and cached tokens before them. DECODE: sequences,
+# and the context of each. MIXED: prompt tokens, sequences, and the length of both.
 PREFILL = (
     *((1, tokens, 0) for tokens in (128, 512, 1024, 2048, 4096, 8192)),
     *((4, 512, 0), (4, 2048, 0), (16, 512, 0), (1, 2048, 6144), (1, 2048, 14336)),
@@ -75,7 +75,7 @@ def steps(composed: Any) -> Iterator[tuple[str, StepWork, float]]:
 
 
 def errors(system: str, engine_name: str, model: str, devices: int) -> list[tuple[str, float]]:
-    """Return the kinds and relative errors of the steps of a server; none if it cannot be."""
+    """Return the kinds and relative errors of a server's steps; none if it is not feasible."""
     try:
         latency = Roofline(model, DEVICES[system], tensor_parallel=devices)
     except InputError:
@@ -95,7 +95,10 @@ def errors(system: str, engine_name: str, model: str, devices: int) -> list[tupl
 
 
 def test_step_times() -> None:
-    """Half of all steps of dense models are at most 10 % off, with one set of defaults."""
+    """The median absolute error over all steps of dense models is at most 10 %.
+
+    The roofline has its default options for all of them.
+    """
     groups = defaultdict(list)
     servers = list(product(DEVICES, ENGINES, MODELS, (1, 2, 4, 8)))
     for system, engine_name, model, devices in servers:

@@ -1,4 +1,4 @@
-"""What the stores of tiers reach of plain I/O and of memcpy, checksums included."""
+"""The speed of the stores of tiers, checksums included, relative to plain I/O and memcpy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcore_plugins.tier import Disk, Host
 LEAST = 0.7
 TOTAL = 256 << 20
 CALL = 4 << 20
-"""Bytes of a call: those of a run on tensors."""
+"""Bytes of a call, as many as a run on tensors moves at once."""
 PLAIN = 1 << 20
 """Bytes of a plain call, as `dd bs=1M` makes it."""
 RUNS = 9
@@ -34,7 +34,7 @@ BLOCKS = {
 
 
 def path(size: int) -> list[StoredBlock]:
-    """Return blocks of `size` bytes in as many slots as there are."""
+    """Return blocks of `size` bytes that fill all slots."""
     chains = [b"", *(at.to_bytes(16, "little") for at in range(TOTAL // size))]
     return [StoredBlock(at, at, at, chains[at + 1], chains[at]) for at in range(TOTAL // size)]
 
@@ -48,7 +48,7 @@ def calls(size: int) -> list[tuple[int, int]]:
 def share(
     plain: Callable[[], object], ours: Callable[[], object], before: Callable[[], object]
 ) -> float:
-    """Return the median of how much of plain's speed ours has, both run in turn."""
+    """Return the median of the speed of `ours` relative to `plain`, run alternately."""
     ratios = []
     for run in range(RUNS + 1):
         took = []
@@ -57,7 +57,7 @@ def share(
             start = perf_counter()
             measure()
             took.append(perf_counter() - start)
-        if run:  # The first one has grown files and caches.
+        if run:  # The first run grows files and caches.
             ratios.append(took[0] / took[1])
     return median(ratios)
 
@@ -67,7 +67,7 @@ def nothing() -> None:
 
 
 def plain_write(file: int, data: memoryview, how: str) -> None:
-    """Write without a store."""
+    """Write the data to a file without a store."""
     for at in range(0, len(data), PLAIN):
         os.pwrite(file, data[at : at + PLAIN], at)
         if how == "synced" and (at + PLAIN) % CALL == 0:
@@ -75,7 +75,7 @@ def plain_write(file: int, data: memoryview, how: str) -> None:
 
 
 def plain_read(file: int, into: memoryview) -> None:
-    """Read without a store."""
+    """Read the data from a file without a store."""
     for at in range(0, len(into), PLAIN):
         os.preadv(file, [into[at : at + PLAIN]], at)
 
@@ -83,10 +83,10 @@ def plain_read(file: int, into: memoryview) -> None:
 @pytest.mark.parametrize("how", ["buffered", "synced", "cold"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
 def test_disk(tmp_path, block, how):
-    """Written out and loaded in order, a disk tier has 0.7 of the speed of plain I/O.
+    """A disk tier has at least 0.7 of the speed of plain I/O, writing and reading in order.
 
-    `synced`: what is written is on the disk at the end of each call; `cold`: what is read is
-    not in the page cache, as far as the kernel forgets it.
+    `synced`: data is on the disk at the end of each call; `cold`: data is not in the page cache
+    when it is read, as far as the kernel drops it.
     """
     blocks, data = path(block), memoryview(bytearray(os.urandom(TOTAL)))
     into = memoryview(bytearray(TOTAL))
@@ -122,7 +122,7 @@ def test_disk(tmp_path, block, how):
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
 def test_host(block):
-    """Written and loaded, a host tier has 0.7 of the speed of memcpy."""
+    """A host tier has at least 0.7 of the speed of memcpy, writing and reading."""
     blocks = path(block)
     total = len(blocks) * block
     data, into, plain = (memoryview(bytearray(b"x") * total) for _ in range(3))
@@ -143,10 +143,10 @@ def test_host(block):
 @pytest.mark.parametrize("how", ["in a row", "scattered"])
 @pytest.mark.parametrize(("codec", "least"), [("fp16", LEAST), ("int8", 0.4)])
 def test_a_run_on_tensors(codec, least, how):
-    """Out of the pool into a host tier and back, K/V has 0.7 of the speed of memcpy.
+    """K/V moves to a host tier and back at 0.7 or more of the speed of memcpy.
 
-    Codes lie in shorter rows, with their scales beside them. `scattered`: no two slots in a
-    row, as in a tier that has long been full.
+    For `int8` the bound is 0.4, since codes lie in shorter rows, with their scales beside them.
+    With `scattered`, no two slots are adjacent, as in a tier that has long been full.
     """
     pytest.importorskip("torch", reason="K/V lies in tensors")
     blocks, size = 64, 16

@@ -1,4 +1,4 @@
-"""What a page of a large trace costs: to build, to open, to move through, to play."""
+"""The cost of a page of a large trace: to build, to open, to move through, to play."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.harness import measured
 from helpers.browser import browsing, tab
 
 PARTS = (8, 4, 2, 1)
-"""The trace is made of a part of the requests each: an eighth first."""
+"""Divisors of the number of requests: the first trace has an eighth of them."""
 
 PROMISED_MB = 15
 SEEKS = 50
 READY_S = 120
 
-# In a file, as a browser has it; the time at which the page can be used is noted as it comes.
+# A script of the page that notes the time at which the page can be used.
 WATCH = """
 new MutationObserver(() => { window.readyAt ??= performance.now(); })
   .observe(document, { attributes: true, subtree: true, attributeFilter: ["data-ready"] });
@@ -54,13 +54,13 @@ PLAY = """() => new Promise((resolve) => {
 
 @attrs.frozen
 class Kind:
-    """A kind of trace: the requests that make a million lines, and the command for a number."""
+    """A kind of trace: the requests that make a million lines, and a command to record it."""
 
     requests: int
     command: str
 
     def record(self, requests: int, file: Path) -> None:
-        """Record that many requests."""
+        """Record a trace of that many requests."""
         words = self.command.format(requests=requests).split()
         measured(sys.executable, "-m", "kvcore", *words, "--trace", str(file))
 
@@ -71,12 +71,12 @@ SERVED = Kind(
     " --no-residency",
 )
 UNTIMED = Kind(125_000, "compare zipf:requests={requests} --eviction lru --blocks 20000")
-"""Nothing of a request but its lookup: the most requests that a million lines can have."""
+"""Requests that are only looked up: the most requests that a million lines can have."""
 
 
 @pytest.mark.parametrize("kind", [SERVED, UNTIMED], ids=["served", "untimed"])
 def test_view(kind: Kind, tmp_path: Path) -> None:
-    """A page of a million lines is below 15 MB; the rest is printed."""
+    """A page of a million lines is smaller than 15 MB; times and memory are printed."""
     trace, page = tmp_path / "trace.jsonl.gz", tmp_path / "page.html"
     costs = []
     print()
@@ -97,7 +97,7 @@ def test_view(kind: Kind, tmp_path: Path) -> None:
 
 
 def _look(file: Path) -> tuple[int, str]:
-    """Open a page; return how many lines it plays, and what was measured."""
+    """Open a page; return the number of lines that it plays, and a text of measurements."""
     with browsing() as browser, tab(browser) as opened:
         page: Any = opened.page
         page.add_init_script(WATCH)

@@ -1,4 +1,4 @@
-"""`kvcore bench`: the suites in small, what they print, refuse and find wrong."""
+"""Tests of `kvcore bench`: its suites on small inputs, their output, checks and errors."""
 
 import json
 
@@ -27,7 +27,7 @@ SMALL = ("--quick", "--dtype", "fp32")
 
 @pytest.fixture(autouse=True)
 def _few_requests(monkeypatch):
-    """Take the first of the bundled trace, and measure small memory."""
+    """Limit the suites to 120 requests and 1 MiB of memory, so that they run quickly."""
     from kvcore.bench import ceilings  # noqa: PLC0415 - needs torch
 
     monkeypatch.setattr(caches, "QUICK", 120)
@@ -35,14 +35,14 @@ def _few_requests(monkeypatch):
 
 
 def told(*arguments):
-    """Run the verb, which must succeed, and return its JSON document."""
+    """Run `kvcore bench` with `--json`, require success, and return the document."""
     done = run_here("bench", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_tensors_are_measured_and_right():
-    """Each operation has bytes, a time, a share of a ceiling, and a result that is right."""
+    """Each operation on tensors reports a time, a share of a ceiling and a correct result."""
     document = told("cpu", *SMALL, "--only", "store,copy,swap")
     assert document["wrong"] == 0
     assert [each["name"] for each in document["ceilings"]] == ["copy", "read-only sum"]
@@ -59,7 +59,7 @@ def test_tensors_are_measured_and_right():
 
 
 def test_the_document_has_these_fields():
-    """It is the one that is documented, no field more or less."""
+    """The JSON document has exactly the documented fields, in this order."""
     document = told("cpu", *SMALL, "--only", "copy")
     assert list(document) == [
         *("schema", "machine", "settings", "ceilings", "rows", "wrong", "seconds"),
@@ -74,7 +74,7 @@ def test_the_document_has_these_fields():
 
 
 def test_a_backend_that_is_wrong_is_found(monkeypatch):
-    """A check ends with exit code 1, and says what is wrong."""
+    """With `--check`, a wrong result ends with exit code 1 and is named in the output."""
     right = TorchCPU.attend
 
     def off(self, *arguments, **options):
@@ -87,7 +87,7 @@ def test_a_backend_that_is_wrong_is_found(monkeypatch):
 
 
 def test_what_raises_is_wrong_and_leaves_the_rest(monkeypatch):
-    """A case that fails is a row with the reason; the others are measured."""
+    """A case that raises becomes a row with the reason, and the other cases still run."""
     right = TorchCPU.copy_blocks
 
     def broken(self, pairs):
@@ -104,7 +104,7 @@ def test_what_raises_is_wrong_and_leaves_the_rest(monkeypatch):
 
 
 def test_reading_what_was_never_stored_is_wrong(monkeypatch):
-    """Whatever a sequence does not hold is NaN, and so is what depends on it."""
+    """A backend that reads a slot that was never stored returns NaN, which is wrong."""
     right = TorchCPU.plan
 
     def longer(self, batch):
@@ -121,7 +121,7 @@ def test_reading_what_was_never_stored_is_wrong(monkeypatch):
 
 
 def test_decisions_are_measured(tmp_path):
-    """The cache with ids and without hits the same; missing peers say so."""
+    """Suites `cache` and `sim` find no wrong result, and note each peer that is missing."""
     out = tmp_path / "bench.json"
     done = run_here("bench", "cache", "sim", "--quick", "--out", out)
     assert done.returncode == 0
@@ -135,7 +135,7 @@ def test_decisions_are_measured(tmp_path):
 
 
 def test_check_measures_no_times():
-    """Tables have no columns for them."""
+    """With `--check` the tables have a column of results and none of shares."""
     done = run_here("bench", "sim", "--check", "--quick")
     assert done.returncode == 0
     assert "result" in done.stdout
@@ -146,7 +146,10 @@ def test_check_measures_no_times():
     Plugins().get("backend", "torch-cuda").unavailable() is None, reason="there is a GPU"
 )
 def test_without_a_gpu_the_reason_is_told():
-    """It says what is missing, and what to run where; the suite is not among those run."""
+    """Without a GPU `bench gpu` exits with code 3, the reason and a command to run elsewhere.
+
+    The suite is not among the available suites.
+    """
     done = run_here("bench", "gpu")
     assert done.returncode == 3
     assert "bench gpu needs a GPU: " in done.stderr
@@ -156,7 +159,7 @@ def test_without_a_gpu_the_reason_is_told():
 
 @pytest.mark.slow
 def test_the_suite_of_a_gpu_on_another_backend():
-    """All its checks pass on the CPU."""
+    """All checks of the suite `gpu` pass with the backend `torch-cpu`."""
     arguments = ("--backend", "torch-cpu:attention=sdpa", "--check", "--quick")
     document = told("gpu", *arguments, "--dtype", "bf16", "--only", "decode,copy,swap")
     assert document["wrong"] == 0
@@ -165,13 +168,13 @@ def test_the_suite_of_a_gpu_on_another_backend():
 
 
 def test_an_unknown_suite_is_refused():
-    """From Python too it is an error that lists the suites."""
+    """`run_suites` raises InputError for an unknown suite, and the error lists the suites."""
     with pytest.raises(InputError, match="no suite 'tpu'; there are: cpu, gpu, cache, sim"):
         run_suites(["tpu"], Settings())
 
 
 def test_a_deadline_ends_a_suite():
-    """What was not begun is a row that says so."""
+    """A case that has not begun when the deadline passes is a row with that reason."""
     document = told("cpu", *SMALL, "--only", "copy", "--deadline", "0.000001")
     assert [row["note"] for row in document["rows"]] == [
         "not measured: the deadline of 1e-06 s has passed"
@@ -188,14 +191,17 @@ def test_a_deadline_ends_a_suite():
     ],
 )
 def test_what_there_is_not_is_refused(arguments, message):
-    """The error names what was asked, and what there is."""
+    """An unknown operation, dtype or suite, or a misplaced `--backend`, is an error.
+
+    The error names the wrong value and the possible ones.
+    """
     done = run_here("bench", *arguments)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def report(**fields):
-    """Return the text of the one row of a report."""
+    """Return a report with a single row that has these fields."""
     row = Row(suite="gpu", operation="copy", case="bf16", by="torch-cuda", **fields)
     result = BenchResult(machine={}, settings=Settings(), ceilings=[], rows=[row], seconds=1)
     return BenchReport(result)
@@ -214,7 +220,7 @@ def report(**fields):
     ],
 )
 def test_cells(fields, cell):
-    """Targets say whether they are reached, results whether they are right."""
+    """A cell shows whether a target is reached, or whether a result is correct."""
     found = report(**fields)
     assert cell in next(iter(found.rows))
     if "seconds" in fields:

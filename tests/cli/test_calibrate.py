@@ -1,4 +1,4 @@
-"""`kvcore calibrate`: the model it prints, its residuals, and what it refuses."""
+"""Tests of `kvcore calibrate`: the model it prints, its residuals and its errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFERENCE = (DOCS / "reference/cli.md").read_text("utf-8")
 
 @pytest.fixture
 def steps(tmp_path, monkeypatch):
-    """Make the file of the how-to, and go where it lies."""
+    """Write the file of steps of the how-to guide into the current folder; return its path."""
     monkeypatch.chdir(tmp_path)
     path = Path("steps.csv")
     path.write_text(re.search(r"```csv\n(.*?)```", HOW_TO, re.DOTALL)[1])
@@ -31,14 +31,14 @@ def steps(tmp_path, monkeypatch):
 
 
 def run(*arguments):
-    """Run the command and return what it prints; errors are raised."""
+    """Run `kvcore calibrate`, require success, and return its stdout; errors are raised."""
     result = CliRunner().invoke(calibrate, list(map(str, arguments)), catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_prints_what_the_how_to_shows(steps):
-    """Word for word, but for the spaces and rules of the tables."""
+    """The output is the one of the how-to guide, except for spaces and rules of the tables."""
 
     def words(text):
         return [line.split() for line in text.splitlines() if line.strip(" ─")]
@@ -48,14 +48,14 @@ def test_prints_what_the_how_to_shows(steps):
 
 
 def test_the_first_line_is_an_option(steps):
-    """`--latency` and a text that builds the model."""
+    """The first line is `--latency` and a text from which the plugin is built."""
     option, spec = run(steps).splitlines()[0].split()
     assert option == "--latency"
     assert Plugins().build("latency", spec).options()["step"] > 0
 
 
 def test_json_is_alone_on_stdout_and_says_its_schema(steps):
-    """The whole of stdout is one JSON document of schema 1, with the model and its fit."""
+    """With `--json` stdout is one document of schema 1, with the model and its fit."""
     document = json.loads(run(steps, "--json"))
     assert (document["schema"], document["steps"], document["rows"]) == (1, "steps.csv", 16)
     assert document["at_bound"] == []
@@ -72,7 +72,7 @@ def test_json_is_alone_on_stdout_and_says_its_schema(steps):
 
 
 def test_an_option_at_its_bound_is_told(steps):
-    """In the table and as JSON."""
+    """A fitted option at its bound is reported in the table and in the JSON document."""
     rows = steps.read_text().splitlines()
     faster = [
         f"{','.join(row.split(',')[:3])},{0.9 - i / 100}" for i, row in enumerate(rows[1:])
@@ -83,7 +83,10 @@ def test_an_option_at_its_bound_is_told(steps):
 
 
 def test_roofline_is_fitted_with_the_options_that_are_given(steps):
-    """They are in the line that `simulate` takes; shares are told in per cent."""
+    """`--latency roofline` keeps the given options and adds the fitted ones to the first line.
+
+    Fitted shares are printed in per cent.
+    """
     printed = run(steps, "--latency", "roofline:model=llama-3-8b,device=h200")
     first, *rest = printed.splitlines()
     options = "model=llama-3-8b,device=h200,tensor_parallel=4,codec=fp16,block_size=16,compute="
@@ -93,13 +96,13 @@ def test_roofline_is_fitted_with_the_options_that_are_given(steps):
 
 
 def test_an_option_that_is_fitted_cannot_be_given(steps):
-    """It would be given in vain."""
+    """A value for an option that is fitted raises InputError, since it would be ignored."""
     with pytest.raises(InputError, match=r"roofline:compute=0\.5: compute is what the steps"):
         run(steps, "--latency", "roofline:compute=0.5")
 
 
 def test_a_row_that_cannot_be_used_is_named(steps):
-    """By file, line and column."""
+    """The error for an invalid row names the file, the line and the column."""
     steps.write_text(steps.read_text().replace("512,1,", "512,one,"))
     with pytest.raises(InputError, match=r"^steps\.csv:6: decode_sequences: expected a whole"):
         run(steps)
@@ -107,7 +110,7 @@ def test_a_row_that_cannot_be_used_is_named(steps):
 
 @pytest.mark.usefixtures("steps")
 def test_is_a_verb_of_kvcore(capsys):
-    """A file that is not there ends with exit code 2, and is named."""
+    """A missing file of steps ends with exit code 2 and an error that names the file."""
     assert run_kvcore(["calibrate", "step.csv"]) == 2
     assert capsys.readouterr() == (
         "",
@@ -116,14 +119,14 @@ def test_is_a_verb_of_kvcore(capsys):
 
 
 def test_an_empty_path_is_a_usage_error():
-    """It would be the working directory."""
+    """An empty path is a usage error; it does not mean the working directory."""
     result = CliRunner().invoke(calibrate, [""])
     assert result.exit_code == 2
     assert "empty path; name a file" in result.stderr
 
 
 def test_every_json_field_is_in_the_reference(steps):
-    """Each name of the document is named in the section of the verb."""
+    """The reference of the verb names every field of the JSON document."""
     section = REFERENCE.split("## `kvcore calibrate`")[1].split("\n## ")[0]
 
     def names(value):
@@ -136,7 +139,7 @@ def test_every_json_field_is_in_the_reference(steps):
 
 
 def test_composes_steps_of_a_deployment(tmp_path, monkeypatch):
-    """`--from aic` writes a file and prints the latency model that reads it."""
+    """`--from aic` writes a file of steps and prints the latency model that reads it."""
     calls = fake_aic(monkeypatch)
     monkeypatch.chdir(tmp_path)
     deployment = ["--model", "qwen3-32b", "--device", "h200", "--tensor-parallel", "2"]
@@ -148,7 +151,7 @@ def test_composes_steps_of_a_deployment(tmp_path, monkeypatch):
 
 
 def test_a_deployment_that_cannot_be_composed_leaves_no_file(tmp_path, monkeypatch):
-    """The error names the device, and nothing is written."""
+    """An unknown device raises InputError that names it, and no file is written."""
     fake_aic(monkeypatch)
     with pytest.raises(InputError, match="device 'h1000'"):
         run("--from", "aic", "--device", "h1000", "-o", str(tmp_path / "q.csv"))
@@ -159,7 +162,7 @@ def test_a_deployment_that_cannot_be_composed_leaves_no_file(tmp_path, monkeypat
     "arguments", [["--from", "aic"], ["-o", "q.csv"], ["x", "-o", "q.csv"]]
 )
 def test_steps_are_fitted_or_composed(tmp_path, monkeypatch, arguments):
-    """Neither both, nor half of one."""
+    """`--from aic` and `-o FILE` are usage errors unless they are given together."""
     monkeypatch.chdir(tmp_path)
     Path("x").touch()
     result = CliRunner().invoke(calibrate, arguments)

@@ -1,4 +1,4 @@
-"""Commands on the trace of a cluster: those that sum up, and those that show one replica."""
+"""Tests of verbs on the trace of a cluster: those that sum it up, those that show a replica."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from kvcore.trace import read_events
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with the trace of a cluster, of which one replica fails and returns."""
+    """Return a folder with a trace of three replicas, one of which fails and recovers."""
     folder = tmp_path_factory.mktemp("cluster")
     record_cluster(folder / "c.jsonl", router="least-requests")
     return folder
 
 
 def ran(*arguments, cwd):
-    """Run a command that succeeds; return its output."""
+    """Run a verb, require success and an empty stderr, and return its stdout."""
     done = run(*arguments, cwd=cwd)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 def test_replay_has_a_row_for_each_replica(folder):
-    """The sums come first, then a table of replicas, and how requests were routed."""
+    """`replay` prints sums, then a row for each replica, then the setup with the failure.
+
+    With `--at` the JSON document has which replicas are up.
+    """
     out = ran("replay", "c.jsonl", cwd=folder)
     rows = [line.split() for line in out.splitlines()]
     assert ["FAIL", "1"] in rows
@@ -41,7 +44,7 @@ def test_replay_has_a_row_for_each_replica(folder):
 
 
 def test_many_replicas_are_no_table(tmp_path):
-    """More than sixteen are told of under --json alone."""
+    """For more than sixteen replicas `replay` has no table of them and refers to `--json`."""
     record_cluster(tmp_path / "many.jsonl", replicas=17, fail=())
     assert "--json tells of each of the 17 replicas." in ran(
         "replay", "many.jsonl", cwd=tmp_path
@@ -49,7 +52,7 @@ def test_many_replicas_are_no_table(tmp_path):
 
 
 def test_what_if_another_router(folder, tmp_path):
-    """Options of the cluster are named where they differ, and a trace of it is written."""
+    """`replay --router` names each option that differs, and exports the new trace."""
     again = tmp_path / "again.jsonl"
     asked = ("--router", "round-robin", "--replicas", 4, "--fail", "none", "--export", again)
     lines = ran("replay", "c.jsonl", *asked, cwd=folder).splitlines()
@@ -62,7 +65,7 @@ def test_what_if_another_router(folder, tmp_path):
 
 
 def test_a_planner_comes_and_goes(folder, tmp_path):
-    """`--autoscale` is asked for, and `none` takes it away again."""
+    """`replay --autoscale` adds a planner to a run, and `--autoscale none` removes it."""
     one = tmp_path / "one.jsonl"
     planned = ("--fail", "none", "--autoscale", "load:interval=0.2,start_up=0.1")
     ran("replay", "c.jsonl", *planned, "--export", one, cwd=folder)
@@ -71,7 +74,10 @@ def test_a_planner_comes_and_goes(folder, tmp_path):
 
 
 def test_explain_adds_up_and_finds_the_replica(folder):
-    """The summary has what was elsewhere; a request is found wherever it was served."""
+    """`explain` counts misses that another replica held, and finds a request in any replica.
+
+    With `--replica` the summary has no such misses.
+    """
     out = ran("explain", "c.jsonl", "--summary", cwd=folder)
     assert "30 requests in 3 replicas of 20 blocks" in " ".join(out.split())
     assert "elsewhere" in out
@@ -97,7 +103,10 @@ def test_explain_adds_up_and_finds_the_replica(folder):
     ids=lambda command: " ".join(command[:4]),
 )
 def test_what_shows_one_server_shows_a_replica(folder, tmp_path, command):
-    """With --replica it works as for a server; without, it says what to give."""
+    """A verb that shows one server requires `--replica` for the trace of a cluster.
+
+    Without it the error names the possible replicas and no file is written.
+    """
     words = [word.replace("OUT", str(tmp_path / "out")) for word in command]
     done = run(*words, cwd=folder)
     assert done.returncode == 2
@@ -110,7 +119,10 @@ def test_what_shows_one_server_shows_a_replica(folder, tmp_path, command):
 
 
 def test_requests_of_all_replicas_are_a_workload(folder, tmp_path):
-    """`export --to mooncake`, `curve` and `compare` read the requests of the whole cluster."""
+    """`export --to mooncake` and `curve` read the requests of all replicas of a cluster.
+
+    `export --to mooncake` refuses `--replica`.
+    """
     out = tmp_path / "requests.jsonl"
     run("export", "c.jsonl", "--to", "mooncake", "--out", out, cwd=folder)
     assert len(out.read_text().splitlines()) == 30
@@ -122,7 +134,7 @@ def test_requests_of_all_replicas_are_a_workload(folder, tmp_path):
 
 
 def test_one_server_is_no_replica(tmp_path):
-    """--replica is refused where the trace is of one server, or there is none."""
+    """`--replica` is an error for the trace of one server and for a workload."""
     ran("simulate", "zipf:requests=5", "--blocks", 200, "--trace", "one.jsonl", cwd=tmp_path)
     for command in (("explain", "one.jsonl", "--summary"), ("watch", "one.jsonl")):
         done = run(*command, "--replica", "0", cwd=tmp_path)
@@ -132,7 +144,7 @@ def test_one_server_is_no_replica(tmp_path):
 
 
 def test_the_folder_of_a_cluster(tmp_path):
-    """Its latencies are plotted; for a report of a replica its trace is named."""
+    """`plot` draws latencies of a cluster's folder; `report` needs its trace and a replica."""
     given = ("--replicas", 2, "--blocks", 200, "--out", "found")
     ran("simulate", "zipf:requests=5", *given, cwd=tmp_path)
     ran("plot", "found", "--kind", "latency", "-o", "l.svg", cwd=tmp_path)

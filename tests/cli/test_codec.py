@@ -1,4 +1,4 @@
-"""`--codec`: K/V is sized by it in every verb, whoever wrote it; its earlier names."""
+"""Tests of `--codec`: every verb sizes K/V by any codec, and its earlier names still work."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def kvcore_codecs():
     return [Thirds]
 '''
 BLOCK = HEADS * 2 * (3 * 16 * 128 + 5)
-"""Bytes of a block of 16 tokens of Llama 3 8B under `thirds:more=5`."""
+"""Bytes of a block of 16 tokens of Llama 3 8B with codec `thirds:more=5`."""
 
 
 @pytest.fixture
 def thirds(tmp_path, monkeypatch):
-    """Install a codec in a distribution of its own; return its text."""
+    """Install a codec in a distribution of its own, and return the text that names it."""
     site = tmp_path / "site"
     info = site / "kv_thirds-1.0.dist-info"
     info.mkdir(parents=True)
@@ -70,7 +70,7 @@ def thirds(tmp_path, monkeypatch):
 
 
 def document(*words):
-    """Run a verb with `--json`; return what it prints."""
+    """Run a verb with `--json`, require success, and return the document."""
     done = run_here(*words, "--json")
     assert (done.returncode, done.stderr) == (0, "")
     return orjson.loads(done.stdout)
@@ -83,7 +83,7 @@ def staged():
 
 
 def test_size_of_a_codec_from_elsewhere(thirds, staged):
-    """`size` counts its planes, and what it stages."""
+    """`size` counts the planes and the staged bytes of a third-party codec."""
     found = document("size", "llama-3-8b", "--codec", thirds, "--tokens", 32)
     assert found["codec"] == thirds
     assert found["kv"] == {
@@ -99,7 +99,7 @@ def test_size_of_a_codec_from_elsewhere(thirds, staged):
 
 
 def test_simulation_of_a_codec_from_elsewhere(thirds, staged, tmp_path):
-    """`--memory`, the roofline, the report and the header of the trace have it."""
+    """`--memory`, the latency model and the trace's header use a third-party codec."""
     memory = 20 * BLOCK + 2 * staged
     options = ["--codec", thirds, "--max-seqs", 2, "--trace", tmp_path / "t.jsonl"]
     found = document("simulate", SMALL, "--memory", f"{memory}B", *options)
@@ -117,7 +117,7 @@ def test_simulation_of_a_codec_from_elsewhere(thirds, staged, tmp_path):
 
 
 def test_comparisons_of_a_codec_from_elsewhere(thirds):
-    """`compare --memory` and `curve --model` size a block by it, a sweep's cells too."""
+    """`compare --memory`, `curve --model` and sweeps size blocks by a third-party codec."""
     words = [SMALL, "--eviction", "lru", "--codec", thirds]
     memory = document("compare", *words, "--memory", f"{9 * BLOCK}B")["memory"]
     assert (memory["codec"], memory["bytes_per_block"]) == (thirds, BLOCK)
@@ -131,7 +131,7 @@ def test_comparisons_of_a_codec_from_elsewhere(thirds):
 
 
 def test_instances_and_classes_are_codecs_too():
-    """In code a codec need not be installed."""
+    """In Python a codec may be an instance, a class or a function that is not installed."""
     names = {}
     exec(THIRDS, names)  # noqa: S102 - the codec above
     thirds = names["Thirds"]
@@ -144,7 +144,10 @@ def test_instances_and_classes_are_codecs_too():
 
 
 def test_a_pool_that_what_is_staged_leaves_no_room_for(thirds):
-    """The error says what is staged, and for how many sequences."""
+    """Too little memory for a block beside the staged blocks is an error with both sizes.
+
+    The error names the number of sequences and what to change.
+    """
     done = run_here("simulate", SMALL, "--codec", thirds, "--memory", "200MiB")
     assert done.returncode == 2
     assert done.stderr == (
@@ -165,7 +168,7 @@ def test_a_pool_that_what_is_staged_leaves_no_room_for(thirds):
     ],
 )
 def test_earlier_names_of_the_option(words, old):
-    """They are taken with a notice, the value beside them or after a sign."""
+    """The earlier options `--dtype` and `--kv-dtype` work and print a notice."""
     for given in ([old, "fp8"], [f"{old}=fp8"]):
         done = run_here(*words, *given, "--json")
         assert done.returncode == 0
@@ -176,13 +179,16 @@ def test_earlier_names_of_the_option(words, old):
 
 
 def test_the_dtype_of_a_run_is_no_codec():
-    """`run` has a `--dtype` of its own, and the others have none."""
+    """`--dtype` is an option of `run` that is no codec, and `simulate` has no `--dtype`."""
     assert "codec" not in run_here("run", "--dtype", "fp3").stderr
     assert run_here("simulate", SMALL, "--dtype", "bf16").returncode == 2
 
 
 def test_earlier_name_of_the_key(tmp_path):
-    """In TOML and in Python it is taken with a warning."""
+    """The earlier key `kv_dtype` works in TOML and in Python with a FutureWarning.
+
+    Given beside `codec` it raises InputError.
+    """
     (tmp_path / "c.toml").write_text('kv-dtype = "fp8"')
     notice = "option 'kv_dtype' is called 'codec' now; use that"
     with pytest.warns(FutureWarning, match=notice):
@@ -200,7 +206,7 @@ def test_earlier_name_of_the_key(tmp_path):
 
 
 def test_a_codec_whose_options_are_paths_is_not_built_from_a_trace(thirds, tmp_path):
-    """No file is opened because a trace names it."""
+    """A codec with a path option is not built from a trace, so a trace cannot open a file."""
     source = "from pathlib import Path" + THIRDS.replace("more: int", "more: Path")
     (tmp_path / "site" / "kv_thirds.py").write_text(source)
     about = {"model": {"name": "llama-3-8b", "codec": thirds}}
@@ -210,16 +216,16 @@ def test_a_codec_whose_options_are_paths_is_not_built_from_a_trace(thirds, tmp_p
 
 
 class EarlierRoofline(Roofline):
-    """Describes itself as it did before there were codecs."""
+    """A roofline that describes itself as releases without codecs did."""
 
     def options(self):
-        """Return `kv_dtype` in place of what came after it."""
+        """Return the options with `kv_dtype` in place of `codec` and `block_size`."""
         given = {**super().options(), "kv_dtype": "fp8"}
         return {name: given[name] for name in given if name not in ("codec", "block_size")}
 
 
 def test_traces_of_before_there_were_codecs(tmp_path):
-    """Their header has a `kv_dtype`; the run is made again, without a word."""
+    """A trace whose header has `kv_dtype` is replayed and run again without a warning."""
     about = {
         "model": {"name": "llama-3-8b", "kv_dtype": "fp8"},
         "device": {"name": "h100", "count": 4},

@@ -1,4 +1,4 @@
-"""`kvcore compare`: what it runs, prints, writes and refuses."""
+"""Tests of `kvcore compare`: what it runs, prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 2**20
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line and returns stdout; it must succeed."""
+    """Return a function that runs `kvcore compare`, requires success, and returns stdout."""
 
     def command(*arguments):
         code = frame.run(["compare", *arguments])
@@ -34,13 +34,16 @@ def run(capsys):
 
 @pytest.fixture
 def report(run):
-    """Return a function that runs the command line and returns its JSON."""
+    """Return a function that runs `kvcore compare --json` and returns the document."""
     return lambda *arguments: json.loads(run(*arguments, "--json"))
 
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+    """Return a function that runs a failing `kvcore compare` and returns stderr.
+
+    It requires exit code 2 and an empty stdout.
+    """
 
     def command(*arguments):
         code = frame.run(["compare", *arguments])
@@ -52,7 +55,7 @@ def refused(capsys):
 
 
 def mooncake(path, *rows):
-    """Write a file of Mooncake's format: (milliseconds, keys) a row."""
+    """Write a file of Mooncake's format from rows of (milliseconds, keys); return its path."""
     lines = [
         json.dumps(
             {
@@ -69,7 +72,7 @@ def mooncake(path, *rows):
 
 
 def test_json_has_these_fields(report):
-    """The document is the schema that is documented, no field more or less."""
+    """The JSON document has exactly the documented fields, in this order."""
     document = report(SMALL, "--eviction", "lru,optimum", "--blocks", "20")
     assert list(document) == ["schema", "workload", "count", "rows", "infinite"]
     assert list(document["workload"]) == ["name", "digest", "requests", "key_tokens", "options"]
@@ -98,7 +101,7 @@ def test_json_has_these_fields(report):
 
 
 def test_without_a_workload_it_is_the_bundled_trace(report):
-    """LRU on the bundled trace at 5,859 blocks, and what the optimum makes of it."""
+    """Without a workload the bundled trace is compared, with its known numbers of hits."""
     lru, optimum = report("--eviction", "lru,optimum", "--blocks", "5859")["rows"]
     assert (lru["requests"], lru["lookup_blocks"], lru["hit_blocks"]) == (12031, 288500, 39258)
     assert lru["hit_ratio"]["block"] == lru["hit_ratio"]["token"] == 39258 / 288500
@@ -107,7 +110,7 @@ def test_without_a_workload_it_is_the_bundled_trace(report):
 
 
 def test_the_table_is_readable(run):
-    """The table has the policies, the optimum and the infinite bound, by pool size."""
+    """The table has a row for each default policy, the optimum and the infinite cache."""
     lines = run(SMALL).splitlines()
     assert lines[0] == "zipf: 60 requests look up 360 blocks of 16 tokens (keys counting)."
     policies = [line.split()[0] for line in lines[5:13]]
@@ -116,14 +119,14 @@ def test_the_table_is_readable(run):
 
 
 def test_without_sizes_they_suit_the_workload(report):
-    """The pools are parts of what the workload would fill."""
+    """Without `--blocks` the pool sizes are derived from the workload's distinct blocks."""
     document = report(SMALL, "--eviction", "lru")
     sizes = [row["blocks"] for row in document["rows"]]
     assert sizes == default_sizes(document["infinite"]["distinct_blocks"])
 
 
 def test_a_file_is_recognised_by_its_content(report, tmp_path):
-    """A compressed file without a telling name is read as what it is."""
+    """The format of a workload file is recognised by its content, compressed or not."""
     path = mooncake(tmp_path / "plain", (0, [1, 2]), (5, [1, 2]))
     packed = tmp_path / "packed"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -134,13 +137,13 @@ def test_a_file_is_recognised_by_its_content(report, tmp_path):
 
 
 def test_what_is_given_twice_is_run_once(report):
-    """Policies and sizes may be repeated."""
+    """A policy or a pool size that is given twice is run once."""
     rows = report(SMALL, "--eviction", "lru,lru", "--blocks", "9,20,9")["rows"]
     assert [row["blocks"] for row in rows] == [9, 20]
 
 
 def test_memory_is_what_the_blocks_may_take(report):
-    """Llama 3 8B takes 128 KiB a token: 2 MiB a block of 16, as the document says."""
+    """`--memory` is divided by the bytes of a block: 2 MiB for 16 tokens of Llama 3 8B."""
     document = report(SMALL, "--eviction", "lru", "--memory", "21MiB,42MiB")
     assert [row["blocks"] for row in document["rows"]] == [10, 21]
     assert document["memory"] == {
@@ -152,21 +155,21 @@ def test_memory_is_what_the_blocks_may_take(report):
 
 
 def test_memory_is_of_the_model_codec_and_block_size_asked_for(report):
-    """Mistral 7B in fp32 takes 256 KiB a token: 1 MiB a block of 4."""
+    """`--memory` is divided by the bytes of a block of this model, codec and block size."""
     options = ["--model", "mistral-7b", "--codec", "fp32", "--block-size", "4"]
     document = report(SMALL, "--eviction", "lru", "--memory", "4MiB", *options)
     assert [(row["blocks"], row["block_size"]) for row in document["rows"]] == [(4, 4)]
 
 
 def test_the_table_says_what_memory_was_of(run):
-    """Sizes are named in bytes, and the model is stated."""
+    """With `--memory` the table names sizes in bytes and the model of a block."""
     lines = run(SMALL, "--eviction", "lru", "--memory", "40MiB").splitlines()
     assert "40 MiB" in lines[2]
     assert "A block of 16 tokens of llama-3-8b in fp16 takes 2 MiB." in lines
 
 
 def test_counting_tokens_leaves_the_optimum_out(report):
-    """The default policies of `tokens` counting are without the optimum."""
+    """With `--accounting tokens` the optimum is not among the default policies."""
     document = report(SMALL, "--accounting", "tokens", "--blocks", "20")
     assert document["count"] == "tokens"
     assert "optimum" not in {row["eviction"] for row in document["rows"]}
@@ -179,13 +182,13 @@ def test_the_seed_reaches_the_policies(report):
 
 
 def test_the_prefix_cache_can_be_chosen(report):
-    """Without a prefix cache nothing hits."""
+    """With `--prefix none` no block hits, and the document names the prefix cache."""
     document = report(SMALL, "--eviction", "lru", "--blocks", "20", "--prefix", "none")
     assert (document["infinite"]["hit_blocks"], document["prefix"]) == (0, "none")
 
 
 def test_the_table_says_which_prefix_cache_was_chosen(run):
-    """The last lines state it, the workload with its options, and the version."""
+    """The last lines state the version, the workload with its options, and the prefix cache."""
     _, _, setup = run(SMALL, "--eviction", "lru", "--prefix", "none").partition(
         "Setup: kvcore "
     )
@@ -194,21 +197,21 @@ def test_the_table_says_which_prefix_cache_was_chosen(run):
 
 
 def test_without_sharing_nothing_can_hit(run):
-    """With a prefix cache that shares nothing there is no optimum, and the reason is said."""
+    """With `--prefix none` there is no optimum, and the output states that nothing can hit."""
     out = run(SMALL, "--prefix", "none", "--blocks", "20")
     assert "optimum" not in out
     assert "With prefix cache 'none' nothing can hit." in out
 
 
 def test_the_table_says_whose_recompute_cost_it_is(run):
-    """`cost` ranks by a model and a device, which are named; other policies need none."""
+    """The output names the model and device of recompute costs if policy `cost` is compared."""
     arguments = [SMALL, "--blocks", "20", "--model", "llama-2-7b", "--eviction"]
     assert "cost: recompute cost of llama-2-7b on h100." in run(*arguments, "lru,cost")
     assert "recompute cost" not in run(*arguments, "lru")
 
 
 def test_requests_without_keys_have_no_table(run, tmp_path):
-    """Where there is nothing to look up, that is all that is printed."""
+    """For requests without keys the output only states that there is nothing to look up."""
     path = tmp_path / "azure.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n"
@@ -219,7 +222,7 @@ def test_requests_without_keys_have_no_table(run, tmp_path):
 
 
 def test_the_model_is_what_size_takes(report, tmp_path):
-    """`--model` reads a config.json, or the folder it lies in."""
+    """`--model` accepts a config.json, or the folder that contains it."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -238,7 +241,7 @@ def test_the_model_is_what_size_takes(report, tmp_path):
 
 
 def test_a_link_to_nothing_says_where_it_leads(refused, tmp_path):
-    """A workload that is a dangling link is told with what it points to."""
+    """The error for a workload that is a dangling link names the target of the link."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "nowhere")
     assert f"No such file or directory: it is a link to {tmp_path}/nowhere" in refused(
@@ -247,7 +250,7 @@ def test_a_link_to_nothing_says_where_it_leads(refused, tmp_path):
 
 
 def test_a_folder_that_may_not_be_searched_is_bad_input(refused, monkeypatch):
-    """A path whose folder cannot be searched cannot be read: that is no missing file."""
+    """A workload in a folder that cannot be searched is reported as unreadable, not missing."""
 
     def lstat(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
@@ -257,7 +260,7 @@ def test_a_folder_that_may_not_be_searched_is_bad_input(refused, monkeypatch):
 
 
 def test_a_trace_is_the_same_twice(run, tmp_path):
-    """The same command writes the same bytes."""
+    """The same command writes the same bytes of a trace each time."""
     first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
     for path in (first, second):
         run(SMALL, "--eviction", "lfu", "--blocks", "20", "--trace", str(path))
@@ -266,7 +269,7 @@ def test_a_trace_is_the_same_twice(run, tmp_path):
 
 
 def test_a_trace_can_be_compared_again(report, tmp_path):
-    """A trace is a workload too: the same requests give the same hits."""
+    """A recorded trace is a workload whose requests give the same hits as the original ones."""
     path = str(tmp_path / "trace.jsonl")
     first = report(SMALL, "--eviction", "lru", "--blocks", "20", "--trace", path)["rows"][0]
     again = report(path, "--eviction", "lru", "--blocks", "20")["rows"][0]
@@ -274,7 +277,7 @@ def test_a_trace_can_be_compared_again(report, tmp_path):
 
 
 def test_csv_has_the_rows_of_the_document(report, tmp_path):
-    """The file has a line a row, with the same numbers in full."""
+    """`--csv` writes a line for each row of the document, with the same hit ratios in full."""
     path = tmp_path / "rows.csv"
     document = report(
         SMALL, "--eviction", "lru,optimum", "--blocks", "9,20", "--csv", str(path)
@@ -287,7 +290,7 @@ def test_csv_has_the_rows_of_the_document(report, tmp_path):
 
 
 def test_a_bad_row_leaves_the_files_as_they_were(refused, tmp_path):
-    """A workload that ends in a bad row: the old CSV stays, and no trace appears."""
+    """A workload with a bad row leaves an existing CSV file unchanged and writes no trace."""
     workload = mooncake(tmp_path / "rows", (0, [1]), (5, [1]), (3, [1]))
     old = tmp_path / "rows.csv"
     old.write_text("old")
@@ -302,7 +305,7 @@ def test_a_bad_row_leaves_the_files_as_they_were(refused, tmp_path):
 
 @pytest.mark.parametrize("option", ["--csv", "--trace"])
 def test_the_workload_is_not_overwritten(refused, tmp_path, option):
-    """The file that the requests come from is no file to write to."""
+    """`--csv` and `--trace` refuse to overwrite the file of the workload."""
     path = mooncake(tmp_path / "rows", (0, [1]))
     before = path.read_bytes()
     error = refused(str(path), "--eviction", "lru", "--blocks", "9", option, str(path))
@@ -312,7 +315,7 @@ def test_the_workload_is_not_overwritten(refused, tmp_path, option):
 
 
 def test_a_key_under_two_parents_is_refused(refused, tmp_path):
-    """Of every run the first requests are checked: the error says where and what to do."""
+    """A key that follows two different keys is an error with its place and a remedy."""
     rows = str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2])))
     error = refused(rows, "--eviction", "lru")
     assert f"({rows}): request 1, number 2: key 2 stands after key 3, in an earlier" in error
@@ -329,7 +332,7 @@ def test_a_key_under_two_parents_is_refused(refused, tmp_path):
     ],
 )
 def test_every_verb_refuses_keys_under_two_parents(capsys, tmp_path, arguments):
-    """What `compare` checks of keys, other verbs that read a workload check as well."""
+    """`curve`, `simulate` and `explain` refuse a key that follows two different keys."""
     verb, *options = arguments
     rows = str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2])))
     assert frame.run([verb, rows, *options]) == 2
@@ -337,13 +340,13 @@ def test_every_verb_refuses_keys_under_two_parents(capsys, tmp_path, arguments):
 
 
 def test_chained_hashes_are_compared(run, tmp_path):
-    """Hashes of each block alone can be chained by the option that the error names."""
+    """With `chain=true` a workload whose keys are hashes of single blocks is compared."""
     rows = mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))
     assert "infinite" in run(f"mooncake:path={rows},chain=true", "--eviction", "lru")
 
 
 def test_check_looks_at_all_keys(refused, run, tmp_path, monkeypatch):
-    """`--check` also finds what lies after the requests that are checked anyway."""
+    """`--check` examines all requests, not only the first ones that are always checked."""
     monkeypatch.setattr("kvcore.workloads.base.CHECKED_REQUESTS", 1)
     arguments = [
         str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))),
@@ -355,12 +358,12 @@ def test_check_looks_at_all_keys(refused, run, tmp_path, monkeypatch):
 
 
 def test_check_passes_what_is_right(run):
-    """`--check` of a sound workload changes nothing."""
+    """`--check` accepts a workload whose keys are consistent."""
     assert "infinite" in run(SMALL, "--check", "--eviction", "lru")
 
 
 def test_numbers_of_any_length_are_refused(refused):
-    """Those that Python would not read either."""
+    """A number with more digits than Python converts is an error, not a traceback."""
     assert "several are a list" in refused("--blocks", "9" * 5000)
 
 
@@ -376,7 +379,7 @@ def test_as_a_process_json_is_alone_on_stdout():
 
 
 def test_the_older_name_of_accounting_is_taken(capsys):
-    """`--count` says on stderr what it is called now; the result is the same."""
+    """The earlier option `--count` prints a notice and has the results of `--accounting`."""
     documents = []
     for flag in ("--count", "--accounting"):
         flags = [flag, "tokens", "--eviction", "lru", "--blocks", "40", "--json"]

@@ -1,4 +1,4 @@
-"""`kvcore simulate --config`: options in TOML, and which of two that contradict wins."""
+"""Tests of `kvcore simulate --config`: options in TOML, and their order of precedence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 @pytest.fixture
 def run(capsys, tmp_path):
-    """Return a function that runs a TOML text, with flags: code, stdout, stderr."""
+    """Return a function that runs a TOML text with flags: code, stdout and stderr."""
 
     def command(toml, *flags):
         path = tmp_path / "run.toml"
@@ -29,7 +29,7 @@ def run(capsys, tmp_path):
 
 @pytest.fixture
 def document(run):
-    """Return a function that runs a TOML text and returns the JSON."""
+    """Return a function that runs a TOML text, requires success, and returns the document."""
 
     def command(toml, *flags):
         code, out, err = run(toml, *flags)
@@ -41,7 +41,10 @@ def document(run):
 
 @pytest.fixture
 def refusal(run):
-    """Return a function that returns what is wrong with a TOML text; it names the file."""
+    """Return a function that runs an invalid TOML text and returns stderr.
+
+    It requires exit code 2 and the name of the file in the error.
+    """
 
     def command(toml, *flags):
         code, out, err = run(toml, *flags)
@@ -53,7 +56,7 @@ def refusal(run):
 
 
 def test_keys_are_the_names_of_the_flags(document):
-    """With `-` or `_` in them."""
+    """The keys of the file are the names of the flags, with `-` or `_` between words."""
     toml = f'{SMALL}max-seqs = 4\nblock_size = 32\nchunked = false\nslo = "ttft=2"\n'
     found = document(toml)
     assert found["config"]["batching"]["max_seqs"] == 4
@@ -62,40 +65,40 @@ def test_keys_are_the_names_of_the_flags(document):
 
 
 def test_a_share_is_a_share_on_the_command_line_too(document):
-    """`--new-token-ratio` takes what the key of a file does."""
+    """`--new-token-ratio` and the key `new_token_ratio` give the same configuration."""
     told = document(f"{SMALL}new_token_ratio = 0.4\n")
     assert told["config"]["batching"]["new_token_ratio"] == 0.4
     assert document(SMALL, "--new-token-ratio", "0.4")["config"] == told["config"]
 
 
 def test_the_file_is_not_written_over(run, tmp_path):
-    """Not even by a trace."""
+    """`--trace` refuses to overwrite the file of `--config`."""
     code, _, err = run(SMALL, "--trace", tmp_path / "run.toml")
     assert (code, (tmp_path / "run.toml").read_text()) == (2, SMALL)
     assert "--config and --trace name the same file" in err
 
 
 def test_flags_win(document):
-    """What stands on the command line is what is run."""
+    """A flag on the command line overrides the key in the file."""
     found = document(f'{SMALL}max_seqs = 4\neviction = "fifo"\n', "--max-seqs", 7)
     assert found["config"]["batching"]["max_seqs"] == 7
     assert found["config"]["plugins"]["eviction"]["name"] == "fifo"
 
 
 def test_a_flag_wins_over_what_excludes_it(document):
-    """`--blocks` on the command line is not refused for the file's `memory`."""
+    """`--blocks` on the command line overrides `memory` in the file, which it excludes."""
     assert document(f'{SMALL}memory = "40MiB"\n', "--blocks", 33)["pool"]["blocks"] == 33
 
 
 def test_both_of_two_that_exclude_one_another_are_refused(run):
-    """In the same file they contradict."""
+    """`memory` and `blocks` in the same file are an error."""
     code, _, err = run(f'{SMALL}memory = "40MiB"\nblocks = 33\n')
     assert code == 2
     assert "both say how large the pool is" in err
 
 
 def test_a_plugin_may_be_a_table(document):
-    """Of its name and options, in types of TOML."""
+    """A plugin may be a table of its name and its options, with values of TOML types."""
     toml = """[workload]
 name = "zipf"
 requests = 9
@@ -109,7 +112,7 @@ preemptive = false
 
 
 def test_caps_and_slo_may_be_tables(document):
-    """`[batching]` and `[slo]` have the keys of their options."""
+    """The options of batching and of the SLO may be keys of `[batching]` and `[slo]`."""
     found = document(f"{SMALL}[batching]\nmax_tokens = 512\n[slo]\nttft = 1.5\ndeadline = 9\n")
     assert found["config"]["batching"]["max_tokens"] == 512
     assert found["slo"]["ttft_s"] == 1.5
@@ -117,7 +120,10 @@ def test_caps_and_slo_may_be_tables(document):
 
 
 def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
-    """Of the workload, of a plugin's files and of what is written, wherever one stands."""
+    """Paths in the file are relative to the file, not to the working directory.
+
+    This holds for the workload, a file of a plugin, and the output.
+    """
     row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     columns = "prefill_tokens,decode_sequences,context_tokens,seconds"
@@ -157,14 +163,14 @@ def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
     ],
 )
 def test_what_cannot_be_is_refused(refusal, toml, reason):
-    """The message names the file, the key, and what there is or what is nearest."""
+    """The error for an invalid key or value names the file once, the key and the reason."""
     error = refusal(toml)
     assert reason in error
     assert error.count("run.toml") == 1
 
 
 def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
-    """Bytes that are no UTF-8 are no TOML."""
+    """A file that is not UTF-8 is an error."""
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")
     assert frame.run(["simulate", "--config", str(path)]) == 2
@@ -172,7 +178,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
 
 
 def test_the_documented_file_runs(document):
-    """The example in the reference is a file that works."""
+    """The example file in the reference runs and has the options that it sets."""
     examples = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (example,) = (each for each in examples if each.startswith("# What arrives"))
     config = document(example)["config"]

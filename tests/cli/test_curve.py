@@ -1,4 +1,4 @@
-"""`kvcore curve`: what it prints, writes and refuses."""
+"""Tests of `kvcore curve`: what it prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line and returns stdout; it must succeed."""
+    """Return a function that runs `kvcore curve`, requires success, and returns stdout."""
 
     def command(*arguments):
         code = frame.run(["curve", *arguments, "--jobs", "1"])
@@ -35,7 +35,10 @@ def run(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+    """Return a function that runs a failing `kvcore curve` and returns stderr.
+
+    It requires exit code 2 and an empty stdout.
+    """
 
     def command(*arguments):
         code = frame.run(["curve", *arguments])
@@ -47,7 +50,7 @@ def refused(capsys):
 
 
 def test_the_table_has_a_row_a_size(run):
-    """Sizes, their share of the footprint, and a column a policy."""
+    """The table has a row for each pool size and a column for each policy."""
     lines = run(SMALL, "--sizes", "10,50").splitlines()
     assert lines[0].startswith("zipf: 60 requests look up 360 blocks of 16 tokens (keys")
     assert lines[2].split() == ["blocks", "of", "all", "lru", "lfu", "optimum"]
@@ -56,7 +59,7 @@ def test_the_table_has_a_row_a_size(run):
 
 
 def test_json_has_these_fields(run):
-    """The document is the schema that is documented, no field more or less."""
+    """The JSON document has exactly the documented fields, in this order."""
     document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3-8b"))
     assert list(document) == [
         "schema",
@@ -78,7 +81,7 @@ def test_json_has_these_fields(run):
 
 
 def test_the_last_point_is_the_bound(run):
-    """With a number of sizes, the last is the footprint, and hits all that can hit."""
+    """With a number of sizes, the last is the footprint, with an infinite cache's hits."""
     document = json.loads(run(SMALL, "--sizes", "5", "--json"))
     bound = document["infinite"]
     for each in document["curves"]:
@@ -88,7 +91,7 @@ def test_the_last_point_is_the_bound(run):
 
 
 def test_tokens_counting_has_no_optimum(run):
-    """Where none are named, the policies are those that the counting allows."""
+    """With `--accounting tokens` the default policies are `lru` and `lfu`."""
     document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
     assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
     assert not any(each["every_size"] for each in document["curves"])
@@ -96,14 +99,14 @@ def test_tokens_counting_has_no_optimum(run):
 
 @pytest.mark.parametrize(("name", "magic"), [("c.png", b"\x89PNG"), ("c.SVG", b"<?xml")])
 def test_out_draws_a_picture_and_prints_nothing(run, tmp_path, name, magic):
-    """The end of the name says which kind."""
+    """`--out` draws a picture in the format of its ending, and nothing is printed."""
     out = tmp_path / name
     assert run(SMALL, "--sizes", "4", "--out", str(out)) == ""
     assert out.read_bytes().startswith(magic)
 
 
 def test_out_writes_the_numbers(run, tmp_path):
-    """CSV and JSON have the same numbers; `--json` prints them as well."""
+    """`--out` writes the same numbers as CSV and JSON, and `--json` prints them as well."""
     table, document = tmp_path / "c.csv", tmp_path / "c.json"
     run(SMALL, "--sizes", "4,40", "--out", str(table))
     printed = run(SMALL, "--sizes", "4,40", "--out", str(document), "--json")
@@ -116,7 +119,7 @@ def test_out_writes_the_numbers(run, tmp_path):
 
 
 def test_a_failure_leaves_what_was_there(refused, tmp_path):
-    """A file that stood at `--out` before the run still does, and no part of a new one."""
+    """A failed run leaves the file at `--out` unchanged, and no partial file."""
     out = tmp_path / "c.csv"
     out.write_text("mine")
     refused(SMALL, "--out", str(out), "--block-size", "7")
@@ -125,7 +128,7 @@ def test_a_failure_leaves_what_was_there(refused, tmp_path):
 
 
 def test_the_workload_is_not_overwritten(refused, tmp_path):
-    """`--out` may not be the file that the requests come from."""
+    """`--out` refuses to overwrite the file of the workload."""
     path = tmp_path / "r.json"
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
     path.write_text(json.dumps(row) + "\n")
@@ -135,7 +138,7 @@ def test_the_workload_is_not_overwritten(refused, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_ctrl_c_ends_it_at_once(tmp_path):
-    """Exit code 130, one word though every process of the terminal is told, and no file."""
+    """Ctrl-C ends all processes with exit code 130 and one message, and leaves no file."""
     out = tmp_path / "c.csv"
     begun = tmp_path / "c.csv.part"
     options = ["--eviction", "lfu", "--sizes", "200", "--jobs", "2", "--out", str(out)]
@@ -147,7 +150,7 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
     ) as run:
         while not begun.exists():
             assert run.poll() is None
-        sleep(0.1)  # the file is open by now, whatever else this machine does
+        sleep(0.1)  # by now the file is open, even on a busy machine
         os.killpg(run.pid, signal.SIGINT)
         printed, told = run.communicate()
     assert (run.returncode, printed, told) == (130, b"", b"kvcore: interrupted\n")
@@ -155,11 +158,11 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
 
 
 TIER = (SMALL, "--tier", "host:memory=256MiB", "--sizes", "3")
-"""A plane of three sizes of the pool, and four of the tier."""
+"""The arguments of a plane, which has three sizes of the pool and four of the tier."""
 
 
 def test_a_plane_has_a_table_of_hits_and_one_of_what_they_save(run):
-    """A row for each size of the tier, and a column for each of the pool."""
+    """A plane has a table of hits and one of saved time, by size of tier and of pool."""
     text = run(*TIER)
     rows = [line.split("  ") for line in text.splitlines() if "%" in line and "MiB  " in line]
     assert len(rows) == 2 * 3
@@ -169,7 +172,10 @@ def test_a_plane_has_a_table_of_hits_and_one_of_what_they_save(run):
 
 @pytest.mark.parametrize("exact", [(), ("--exact",)])
 def test_json_of_a_plane_has_a_point_for_each_pair_of_sizes(run, exact):
-    """With all counts; more memory never hits less, in one pass."""
+    """The document of a plane has a point with counts for each pair of pool and tier size.
+
+    Without `--exact` a larger tier never has fewer hits.
+    """
     document = json.loads(run(*TIER, "--json", *exact))
     points = document["points"]
     assert (len(points), document["exact"]) == (12, bool(exact))
@@ -187,7 +193,7 @@ def test_json_of_a_plane_has_a_point_for_each_pair_of_sizes(run, exact):
     ("name", "magic"), [("plane.png", b"\x89PNG"), ("plane.svg", b"<?xml")]
 )
 def test_a_plane_is_drawn(run, tmp_path, name, magic):
-    """As contours, the same bytes each time."""
+    """A plane is drawn as PNG or SVG, with the same bytes each time."""
     written = [tmp_path / "one" / name, tmp_path / "two" / name]
     for path in written:
         path.parent.mkdir()
@@ -198,7 +204,7 @@ def test_a_plane_is_drawn(run, tmp_path, name, magic):
 
 
 def test_a_plane_is_written_as_rows(run, tmp_path):
-    """One a point, sizes in blocks and bytes."""
+    """The CSV of a plane has a row for each point, with sizes in blocks and in bytes."""
     path = tmp_path / "plane.csv"
     run(*TIER, "--out", str(path))
     with path.open() as file:
@@ -208,12 +214,12 @@ def test_a_plane_is_written_as_rows(run, tmp_path):
 
 
 def test_a_tier_that_is_no_ram_is_named_so(run):
-    """The head of its column is its name."""
+    """The head of the table of a plane names the tier."""
     assert "disk / pool" in run(SMALL, "--tier", "disk:memory=256MiB", "--sizes", "3")
 
 
 def test_the_tier_none_is_no_plane(run):
-    """As in other commands, `none` is a pool without a tier."""
+    """`--tier none` prints the curves of a pool without a tier."""
     assert run(SMALL, "--tier", "none") == run(SMALL)
 
 
@@ -230,5 +236,5 @@ def test_the_tier_none_is_no_plane(run):
     ],
 )
 def test_what_a_plane_cannot_be_is_refused(refused, words, fault):
-    """With what to do."""
+    """An option that a plane does not support is an error with the reason."""
     assert fault in refused(*words)

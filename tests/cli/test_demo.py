@@ -1,4 +1,4 @@
-"""`kvcore demo cache`: what it prints, for programs and for people."""
+"""Tests of `kvcore demo cache`: its JSON document, its text and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ needs_torch = pytest.mark.skipif(
 
 
 def printed(capsys, *arguments):
-    """Run `kvcore demo` and return its stdout; stderr is empty."""
+    """Run `kvcore demo`, require success and an empty stderr, and return stdout."""
     assert run(["demo", *arguments]) == 0
     out, err = capsys.readouterr()
     assert not err
@@ -25,7 +25,7 @@ def printed(capsys, *arguments):
 
 
 def refused(capsys, *arguments):
-    """Run `kvcore demo` and return its exit code and error; stdout is empty."""
+    """Run `kvcore demo`, require an empty stdout, and return the exit code and stderr."""
     code = run(["demo", *arguments])
     out, err = capsys.readouterr()
     assert not out
@@ -34,7 +34,7 @@ def refused(capsys, *arguments):
 
 @needs_torch
 def test_json_is_alone_on_stdout_and_complete(capsys):
-    """One document: options, model, tokens, and what each way came to, step by step."""
+    """The JSON document has options, model and tokens, and the counts of each cache by step."""
     document = json.loads(printed(capsys, "cache", "--json"))
     assert document["schema"] == 1
     assert (document["prompt_tokens"], document["output"]) == (10, 100)
@@ -58,7 +58,7 @@ def test_json_is_alone_on_stdout_and_complete(capsys):
 
 @needs_torch
 def test_json_has_the_worked_example(capsys):
-    """Every number of the head, unrounded."""
+    """The JSON document has all numbers of the worked example, unrounded."""
     head = json.loads(printed(capsys, "cache", "--output", "1", "--json"))["one_head"]
     assert head["scores"] == [2, 1, 0, -1]
     assert head["total"] == WORKED_EXAMPLE.total
@@ -67,7 +67,7 @@ def test_json_has_the_worked_example(capsys):
 
 @needs_torch
 def test_the_same_options_give_the_same_tokens(capsys):
-    """Only times differ from run to run; another seed is another model and prompt."""
+    """The same seed gives the same tokens, and another seed gives others."""
     first, second, other = (
         json.loads(printed(capsys, "cache", "--output", "9", "--seed", seed, "--json"))
         for seed in ("3", "3", "4")
@@ -77,7 +77,7 @@ def test_the_same_options_give_the_same_tokens(capsys):
 
 @needs_torch
 def test_people_see_counts_times_and_one_head(capsys):
-    """The outputs are equal, the counts are explained, and the example ends in 7.711."""
+    """The text states equal outputs, explains the counts, and ends the example with 7.711."""
     text = printed(capsys, "cache", "--prompt-tokens", "4", "--output", "6")
     words = " ".join(text.split())
     assert "equal in all three" in words
@@ -94,7 +94,7 @@ def test_people_see_counts_times_and_one_head(capsys):
 
 @needs_torch
 def test_lines_fit_80_columns(capsys):
-    """In a pipe nothing needs to be folded."""
+    """No line of the text is longer than 80 columns."""
     text = printed(capsys, "cache")
     assert max(map(len, text.splitlines())) <= 80
 
@@ -110,14 +110,14 @@ def test_lines_fit_80_columns(capsys):
     ],
 )
 def test_bad_numbers_are_refused(capsys, option, value, problem):
-    """With exit code 2, and nothing on stdout."""
+    """A number that is too small or no number is an error with exit code 2."""
     code, error = refused(capsys, "cache", option, value)
     assert code == 2
     assert problem in error
 
 
 def test_without_torch_it_says_what_is_missing(capsys, monkeypatch):
-    """It cannot work here: exit code 3, and what to install."""
+    """Without torch the demo ends with exit code 3 and what to install."""
     transformer = Plugins().get("generator", "transformer")
     monkeypatch.setattr(transformer, "unavailable", lambda: "needs torch: install it")
     code, error = refused(capsys, "cache")
@@ -126,12 +126,12 @@ def test_without_torch_it_says_what_is_missing(capsys, monkeypatch):
 
 
 def test_no_demo_prints_the_list(capsys):
-    """`kvcore demo` says what there is to see."""
+    """`kvcore demo` without a name prints the list of demos."""
     assert "cache  Generate the same tokens" in printed(capsys)
 
 
 def test_an_unknown_demo_is_a_usage_error(capsys):
-    """With the nearest name there is."""
+    """An unknown demo is a usage error that suggests the nearest name."""
     code, error = refused(capsys, "cahce")
     assert code == 2
     assert "cache" in error

@@ -1,4 +1,4 @@
-"""`--drafter` of `run`, `simulate`, `replay` and sweeps, and the file of accepted drafts."""
+"""Tests of `--drafter` in `run`, `simulate`, `replay` and sweeps, and of `--acceptance`."""
 
 import json
 
@@ -11,12 +11,12 @@ SMALL = "zipf:requests=20,prefixes=3,prefix_tokens=64,suffix_tokens=32,output_to
 
 
 def decisions(path):
-    """Return the lines of a trace between header and END."""
+    """Return the lines of a trace between its header and END."""
     return path.read_bytes().splitlines()[1:-1]
 
 
 def test_simulate_reports_what_came_of_drafts(tmp_path):
-    """In the table, in JSON, and in the header of the trace."""
+    """The table, the JSON document and the trace's header have the drafter or its results."""
     words = ("simulate", SMALL, "--drafter", DRAFTS)
     shown = run(*words, cwd=tmp_path).stdout
     assert "accepted," in shown
@@ -30,7 +30,7 @@ def test_simulate_reports_what_came_of_drafts(tmp_path):
 
 
 def test_from_a_file_of_options(tmp_path):
-    """TOML has it as a table or as text; `none` on the command line is none."""
+    """TOML names a drafter as a table or as text, and `--drafter none` overrides it."""
     (tmp_path / "a.toml").write_text(f'workload = "{SMALL}"\ndrafter = "{DRAFTS}"\n')
     table = (
         f'workload = "{SMALL}"\n[drafter]\nname = "acceptance"\ntokens = 3\nprobability = 0.8\n'
@@ -46,7 +46,7 @@ def test_from_a_file_of_options(tmp_path):
 
 
 def test_the_twin_of_a_run(tmp_path):
-    """What a run accepted makes a simulation take its decisions, line by line."""
+    """A simulation with the drafts that a run accepted takes the same decisions."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     shared = ("--latency", "linear", "--seed", "3", "--max-seqs", "6", "--blocks", "90")
     computed = (
@@ -69,7 +69,7 @@ def test_the_twin_of_a_run(tmp_path):
 
 
 def test_acceptance_needs_a_drafter(tmp_path):
-    """Before anything is computed, and nothing is written."""
+    """`--acceptance` without `--drafter` is an error, and nothing is written."""
     done = run("run", SMALL, "--acceptance", "a.jsonl", cwd=tmp_path)
     assert done.returncode == 2
     assert "give a --drafter, such as prompt-lookup" in done.stderr
@@ -77,7 +77,10 @@ def test_acceptance_needs_a_drafter(tmp_path):
 
 
 def test_what_if(tmp_path):
-    """A recorded run with drafts is run again to the same lines; without, or with others."""
+    """`replay` runs a trace with drafts again to the same lines.
+
+    `--drafter` removes the drafts of a trace, or adds them to one without.
+    """
     words = ("simulate", SMALL, "--drafter", DRAFTS, "--trace", "t.jsonl")
     assert run(*words, cwd=tmp_path).returncode == 0
     done = run("replay", "t.jsonl", "--export", "again.jsonl", cwd=tmp_path)
@@ -95,7 +98,7 @@ def test_what_if(tmp_path):
 
 
 def test_sweep(tmp_path):
-    """An axis, whose column is there where it is given."""
+    """A drafter is an axis of a sweep, and accepted drafts reduce the time per output token."""
     (tmp_path / "s.toml").write_text(
         f'workload = "{SMALL}"\nblocks = 500\ndrafter = ["none", "{DRAFTS}"]\n'
     )
@@ -118,7 +121,7 @@ def test_sweep(tmp_path):
     ],
 )
 def test_refused(tmp_path, words, told):
-    """With an error that says what to do."""
+    """A drafter that a run cannot use is an error with the reason."""
     done = run(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert told in done.stderr

@@ -1,4 +1,4 @@
-"""`kvcore explain`: what it explains, prints and refuses."""
+"""Tests of `kvcore explain`: what it explains and prints, and its errors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROGRAM = "from kvcore.cli.main import main; main()"
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line; it returns code, stdout and stderr."""
+    """Return a function that runs `kvcore explain`; it returns code, stdout and stderr."""
 
     def command(*arguments):
         code = frame.run(["explain", *map(str, arguments)])
@@ -39,7 +39,7 @@ def trace(tmp_path):
 
 
 def test_json_of_a_summary_is_alone_on_stdout_and_adds_up(trace):
-    """`--summary --json` prints one document; what was lost adds up to what missed."""
+    """`--summary --json` prints one document, whose losses add up to the missed tokens."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "explain", str(trace), "--summary", "--json"],
         capture_output=True,
@@ -55,7 +55,7 @@ def test_json_of_a_summary_is_alone_on_stdout_and_adds_up(trace):
 
 
 def test_json_of_a_request_adds_up(run, trace):
-    """The losses of a request are all of its tokens that did not hit."""
+    """The losses of a request add up to its missed tokens."""
     code, out, err = run(trace, "last", "--json")
     told = json.loads(out)
     assert (code, err) == (0, "")
@@ -64,7 +64,7 @@ def test_json_of_a_request_adds_up(run, trace):
 
 
 def test_a_request_is_told_in_sentences(run, trace):
-    """Without `--json` the same is a few lines: what hit, then each loss."""
+    """Without `--json` a request is explained in sentences, with its arrival and its losses."""
     code, out, _ = run(trace, "same")
     told = " ".join(out.split())
     assert code == 0
@@ -73,7 +73,7 @@ def test_a_request_is_told_in_sentences(run, trace):
 
 
 def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
-    """Without `--json` a summary has its tables, and names what decides."""
+    """Without `--json` a summary has its tables and states the rule of the optimum."""
     code, out, _ = run(SMALL, "--summary", "--blocks", 12)
     assert code == 0
     for words in ("lost ", "compulsory", "parting at token", "lost for it", "deepest first"):
@@ -81,7 +81,10 @@ def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
 
 
 def test_a_run_with_a_clock_says_who_was_not_admitted_once(run, tmp_path):
-    """The rejected and those that returned are counted; the optimum was not asked anything."""
+    """The summary of a run with a clock counts rejected and readmitted requests.
+
+    It does not mention the optimum, since no miss is due to an eviction.
+    """
     code, out, _ = run(serve(tmp_path / "served.jsonl"), "--summary")
     told = " ".join(out.split())
     assert code == 0
@@ -92,7 +95,7 @@ def test_a_run_with_a_clock_says_who_was_not_admitted_once(run, tmp_path):
 
 @pytest.mark.parametrize("asked", ["--summary", "late"])
 def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path, asked):
-    """Under a clock the optimum is that of the serial order, and the report says so."""
+    """For a run with a clock the report states that the optimum replays requests one by one."""
     requests = [
         serving.ask("early", 0, 8, keys=[1, 2]),
         serving.ask("thief", 100, 16, keys=[5, 6, 7, 8]),
@@ -108,7 +111,7 @@ def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path, asked):
     ("asked", "words"), [("--summary", "The requests have no keys"), ("3", "It has no keys")]
 )
 def test_requests_without_keys_say_so(run, tmp_path, asked, words):
-    """Where no request has a key, nothing is counted, and the report says why."""
+    """For requests without keys the report has the reason and an option, and no hits."""
     path = tmp_path / "lengths.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -120,7 +123,7 @@ def test_requests_without_keys_say_so(run, tmp_path, asked, words):
 
 
 def test_requests_that_were_never_admitted_say_so(run, tmp_path):
-    """Of a rejected request there is the reason, and no loss."""
+    """A rejected request has the reason, and a preempted one how often it was readmitted."""
     file = serve(tmp_path / "served.jsonl")
     told = " ".join(run(file, "huge")[1].split())
     assert told.endswith("was turned away: needs 9 blocks, the pool has 8.")
@@ -129,7 +132,7 @@ def test_requests_that_were_never_admitted_say_so(run, tmp_path):
 
 
 def test_a_cut_trace_is_explained_and_said_to_be_cut(run, trace):
-    """Of an unfinished trace what is there is explained, with where it ends."""
+    """A cut trace is explained up to the cut, and the report states where the file ends."""
     trace.write_bytes(trace.read_bytes()[:-100])
     code, out, _ = run(trace, "--summary")
     assert code == 0
@@ -139,7 +142,7 @@ def test_a_cut_trace_is_explained_and_said_to_be_cut(run, trace):
 
 
 def test_a_damaged_trace_exits_1_with_its_line(run, trace):
-    """A line that names a span which is gone is refused with its number; stdout stays empty."""
+    """An event of a span that is not cached ends with exit code 1 and the line of the event."""
     events = lines(trace)
     events[35]["span"] = 4
     code, out, err = run(seal(trace, events), "--summary")
@@ -148,7 +151,7 @@ def test_a_damaged_trace_exits_1_with_its_line(run, trace):
 
 
 def test_a_workload_is_replayed_first(run):
-    """A workload and a pool are explained with one command, hits as `compare` has them."""
+    """A workload is replayed with the given pool and policy, with the hits of `compare`."""
     told = json.loads(
         run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json")[1]
     )
@@ -160,7 +163,7 @@ def test_a_workload_is_replayed_first(run):
 
 
 def test_a_workload_may_count_tokens_in_other_blocks(run):
-    """Counting, block size and prefix cache are those of `compare`."""
+    """`explain` of a workload has the accounting, block size and prefix cache of `compare`."""
     arguments = (
         SMALL,
         "--summary",
@@ -178,14 +181,14 @@ def test_a_workload_may_count_tokens_in_other_blocks(run):
 
 
 def test_a_compressed_trace_is_known_as_one(run, trace):
-    """What a file is is told by its first line, compressed or not."""
+    """A compressed trace is recognised by its first line."""
     packed = trace.with_suffix(".gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
     assert run(packed, "--summary")[0] == 0
 
 
 def test_a_request_that_is_not_there_is_told_from_near_ones(run, trace):
-    """The error has the nearest id, and the first ones."""
+    """The error for an unknown request suggests the nearest id and lists the first ids."""
     code, out, err = run(trace, "firts")
     assert (code, out) == (2, "")
     assert f"'firts' is not in {trace} (did you mean 'first'?). Its 5 ids: first, " in err

@@ -1,4 +1,4 @@
-"""`kvcore export` as a user meets it: exit code, stdout, stderr and the file."""
+"""Tests of `kvcore export`: its exit code, stdout, stderr and file."""
 
 import json
 from types import SimpleNamespace
@@ -20,14 +20,14 @@ def trace(tmp_path):
 
 
 def export(capfd, *arguments):
-    """Run the verb; return its exit code, stdout and stderr."""
+    """Run `kvcore export`, and return its exit code, stdout and stderr."""
     code = run(["export", *map(str, arguments)])
     captured = capfd.readouterr()
     return code, captured.out, captured.err
 
 
 def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
-    """The file is a whole recording, which says who published."""
+    """`--to vllm` writes a complete recording that names kvcore as the engine."""
     out = tmp_path / "events.jsonl.gz"
     code, printed, err = export(capfd, trace, "--to", "vllm", "--out", out)
     report = check_recording(out)
@@ -38,7 +38,10 @@ def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
 def test_the_size_is_told_beforehand(tmp_path, capfd, monkeypatch, ending):
-    """The notice counts the token ids, and the file is about as long as it says."""
+    """The notice counts the token ids of the blocks that are exported.
+
+    The file is smaller than the estimated size, by a factor of at most 8.
+    """
     monkeypatch.setattr(exporting, "ANNOUNCED", 0)
     trace, out = tmp_path / "t.jsonl", tmp_path / f"events.{ending}"
     done = ["compare", "zipf:requests=200,prefixes=40", "--eviction", "lru", "--blocks", "300"]
@@ -53,7 +56,7 @@ def test_the_size_is_told_beforehand(tmp_path, capfd, monkeypatch, ending):
 
 
 def test_a_disk_without_room_is_refused_unless_forced(trace, tmp_path, capfd, monkeypatch):
-    """What would not fit is not begun; --force begins it all the same."""
+    """An export that does not fit on its disk is not begun, unless `--force` is given."""
     monkeypatch.setattr(exporting, "disk_usage", lambda _: SimpleNamespace(free=10))
     out = tmp_path / "events.jsonl"
     arguments = trace, "--to", "vllm", "--out", out
@@ -66,7 +69,7 @@ def test_a_disk_without_room_is_refused_unless_forced(trace, tmp_path, capfd, mo
 
 
 def test_router_events_are_lines(trace, tmp_path, capfd):
-    """Dynamo's lines check as well, numbered from 0."""
+    """`--to dynamo` writes events that are numbered from 0 and pass `check_recording`."""
     out = tmp_path / "events.jsonl"
     assert export(capfd, trace, "--to", "dynamo", "--out", out)[0] == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
@@ -75,7 +78,7 @@ def test_router_events_are_lines(trace, tmp_path, capfd):
 
 
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
-    """A trace of a Mooncake workload is exported as the rows that it came from."""
+    """`--to mooncake` writes the rows that the requests of a trace came from."""
     rows = [
         {"timestamp": 3, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]},
         {"timestamp": 9, "input_length": 512, "output_length": 0, "hash_ids": [1]},
@@ -102,7 +105,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
 
 
 def test_what_mooncake_cannot_say_is_told(tmp_path, capfd):
-    """Key sizes, fields and times that the format has no room for are named on stderr."""
+    """Key sizes, fields and times that Mooncake's format cannot hold are named on stderr."""
     trace = write(tmp_path / "t.jsonl", ask("a", "ab", tenant="x"), ask("b", "ac"))
     code, _, err = export(capfd, trace, "--to", "mooncake", "--out", tmp_path / "o")
     assert code == 0
@@ -112,7 +115,7 @@ def test_what_mooncake_cannot_say_is_told(tmp_path, capfd):
 
 
 def test_keys_of_several_sizes_are_refused(tmp_path, capfd):
-    """Two sizes of keys cannot be said in one file, and none is left."""
+    """Keys of two sizes are an error for `--to mooncake`, and no file is left."""
     trace = write(tmp_path / "t.jsonl", ask("a", "ab"), ask("b", "ac"))
     events = lines(trace)
     events[2]["key_tokens"] = 2 * BLOCK
@@ -125,7 +128,7 @@ def test_keys_of_several_sizes_are_refused(tmp_path, capfd):
 
 @pytest.mark.parametrize("kind", ["vllm", "dynamo", "mooncake"])
 def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
-    """What a trace without END says is not exported, since something is missing."""
+    """A trace without END is not exported, and no file is left."""
     trace.write_bytes(trace.read_bytes()[:-200])
     out = tmp_path / "o"
     code, printed, err = export(capfd, trace, "--to", kind, "--out", out)
@@ -145,7 +148,7 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
     ],
 )
 def test_wrong_use_is_refused(trace, tmp_path, monkeypatch, capfd, arguments, code, message):
-    """What cannot be done is told, and no file is left or changed."""
+    """Invalid arguments are errors, and no file is left or changed."""
     monkeypatch.chdir(tmp_path)
     before = trace.read_bytes()
     found, printed, err = export(capfd, *(word.format(t=trace) for word in arguments))

@@ -1,4 +1,4 @@
-"""What verbs read: standard input, pipes, and a part of a workload."""
+"""Tests of the inputs of verbs: standard input, pipes, and a part of a workload."""
 
 import io
 import json
@@ -15,12 +15,12 @@ from kvcore import files
 LINE = '{"timestamp":%d,"input_length":512,"output_length":1,"hash_ids":[%d]}\n'
 
 ROWS = "".join(LINE % (1000 * n, n % 3) for n in range(8))
-"""A request a second."""
+"""Eight requests, one per second."""
 
 
 @pytest.fixture
 def stdin(monkeypatch):
-    """Return a function that makes a text standard input."""
+    """Yield a function that replaces standard input by a text."""
 
     def give(text):
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(text.encode())))
@@ -31,7 +31,7 @@ def stdin(monkeypatch):
 
 
 def requests_of(document):
-    """Return the number of requests that a verb's document tells."""
+    """Return the number of requests in the JSON document of a verb."""
     found = document.get("requests") or document["workload"]["requests"]
     return found["admitted"] if isinstance(found, dict) else found
 
@@ -48,7 +48,7 @@ def requests_of(document):
     ],
 )
 def test_a_workload_is_read_from_stdin(stdin, line):
-    """Though it is read several times."""
+    """A workload is read from standard input, even if the verb reads it several times."""
     stdin(ROWS)
     done = run_here(*line.split())
     assert (done.returncode, done.stderr) == (0, "")
@@ -57,7 +57,10 @@ def test_a_workload_is_read_from_stdin(stdin, line):
 
 
 def test_standard_input_goes_by_its_name(stdin, tmp_path):
-    """In errors and in traces, which are the same for equal runs; no temporary file shows."""
+    """Errors and traces name standard input `-`, not a temporary file.
+
+    Traces of equal runs are equal.
+    """
     for name in ("one", "two"):
         files._copy.cache_clear()
         stdin(ROWS)
@@ -73,7 +76,7 @@ def test_standard_input_goes_by_its_name(stdin, tmp_path):
 
 
 def test_a_trace_is_read_from_stdin(stdin, tmp_path):
-    """Checked, run again, explained and exported."""
+    """`replay`, `explain` and `export` read a trace from standard input."""
     stdin(ROWS)
     assert run_here("simulate", "-", "--trace", "t.jsonl", cwd=tmp_path).returncode == 0
     for line in (
@@ -90,7 +93,7 @@ def test_a_trace_is_read_from_stdin(stdin, tmp_path):
 
 @pytest.mark.usefixtures("stdin")
 def test_a_pipe_is_read_as_a_file(tmp_path):
-    """As a shell makes one for `kvcore compare <(zcat FILE)`."""
+    """A workload is read from a pipe, such as the one of `kvcore compare <(zcat FILE)`."""
     os.mkfifo(tmp_path / "pipe")
     writer = Thread(target=(tmp_path / "pipe").write_text, args=(ROWS,))
     writer.start()
@@ -110,7 +113,7 @@ def test_a_pipe_is_read_as_a_file(tmp_path):
 )
 @pytest.mark.parametrize("verb", ["simulate", "compare", "curve", "explain", "run"])
 def test_a_part_of_a_workload_is_read(tmp_path, verb, options, requests):
-    """The first requests of those that arrive in the window, for every verb."""
+    """Every verb runs the first `--limit` requests of those that arrive in `--window`."""
     if verb == "run":
         pytest.importorskip("torch")
     (tmp_path / "w.jsonl").write_text(ROWS)
@@ -126,7 +129,7 @@ def test_a_part_of_a_workload_is_read(tmp_path, verb, options, requests):
 
 
 def test_a_part_is_an_axis_of_a_sweep(tmp_path):
-    """The table says it, and nothing of it where it is not asked for."""
+    """`limit` and `window` are axes of a sweep, and columns only if they are given."""
     (tmp_path / "w.jsonl").write_text(ROWS)
     common = "workload = 'w.jsonl'\nblocks = 100\nmode = 'compare'\n"
     for name, text in (("part", "limit = [2, 5]\nwindow = '1:'\n"), ("whole", "")):
@@ -138,7 +141,7 @@ def test_a_part_is_an_axis_of_a_sweep(tmp_path):
 
 
 def test_the_header_of_a_trace_says_which_part(tmp_path):
-    """And what ran it again finds the same requests."""
+    """The header of a trace has the window of the workload, and `replay` runs it again."""
     (tmp_path / "w.jsonl").write_text(ROWS)
     line = "simulate w.jsonl --window 2:5 --trace t.jsonl"
     assert run_here(*line.split(), cwd=tmp_path).returncode == 0
@@ -150,7 +153,7 @@ def test_the_header_of_a_trace_says_which_part(tmp_path):
 
 
 def test_an_option_of_an_earlier_release_is_told_of(tmp_path):
-    """It works, with a notice."""
+    """An option name of an earlier release works with a FutureWarning."""
     words = ("compare", "kv-events:file=none.jsonl,lookups=full")
     with pytest.warns(FutureWarning, match="'file' of workload plugin 'kv-events' is called"):
         done = run_here(*words, cwd=tmp_path)

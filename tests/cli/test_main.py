@@ -1,4 +1,4 @@
-"""The frame of the command line: verbs, exit codes, and what goes where."""
+"""Tests of the frame of the command line: verbs, exit codes, streams and signals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ main.main()
 
 @pytest.fixture
 def verb(monkeypatch):
-    """Return a function that makes `act` a verb which raises, or prints, what it is given."""
+    """Return a function that defines a verb `act`, which raises or prints its argument."""
 
     def define(outcome):
         @click.command()
@@ -92,7 +92,7 @@ def verb(monkeypatch):
 
 
 def test_verb_runs(verb, capsys):
-    """A verb gets its arguments; its output goes to stdout and the exit code is 0."""
+    """A verb receives its options, its output goes to stdout, and the exit code is 0."""
     verb("done")
     assert frame.run(["act", "--times", "2"]) == 0
     assert capsys.readouterr() == ("donedone\n", "")
@@ -102,9 +102,9 @@ def test_verb_runs(verb, capsys):
 @pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 @pytest.mark.parametrize("words", [["simulate", "zipf:requests=50"], ["sweep", "--help"]])
 def test_output_fits_any_encoding(monkeypatch, encoding, errors, words):
-    """What an encoding lacks is written in ASCII that looks alike, and nothing is raised.
+    """A character that an encoding lacks is written as similar ASCII, without an error.
 
-    In the locale C the stream escapes surrogates.
+    `surrogateescape` is the error handler of streams in the locale C.
     """
     stream = TextIOWrapper(BytesIO(), encoding, errors, write_through=True)
     monkeypatch.setattr(sys, "stdout", stream)
@@ -116,7 +116,7 @@ def test_output_fits_any_encoding(monkeypatch, encoding, errors, words):
 
 
 def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
-    """A letter that nothing looks like is told by its number."""
+    """A character without a similar one in ASCII is escaped by its number."""
     stream = TextIOWrapper(BytesIO(), "ascii", write_through=True)
     monkeypatch.setattr(sys, "stdout", stream)
     frame._prepare_streams()
@@ -126,7 +126,7 @@ def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
 
 @pytest.mark.parametrize("words", [["-h"], ["help"], ["help", "demo", "cache"], ["size", "-h"]])
 def test_help_is_there_by_its_usual_names(words, capsys):
-    """`-h` and `help` show what `--help` does."""
+    """`-h` and `help` print the help page of kvcore or of a verb."""
     assert frame.run(words) == 0
     wanted = [word for word in words if word not in ("-h", "help")]
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['kvcore', *wanted])} ")
@@ -134,7 +134,7 @@ def test_help_is_there_by_its_usual_names(words, capsys):
 
 @pytest.mark.parametrize("verb_name", frame.VERBS)
 def test_help_pages_end_with_examples_that_can_be_read(verb_name, capsys):
-    """Each verb shows how it is called, with options that it has."""
+    """The help page of each verb ends with examples that use options of the page."""
     assert frame.run([verb_name, "--help"]) == 0
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 96
@@ -161,7 +161,7 @@ def test_help_pages_end_with_examples_that_can_be_read(verb_name, capsys):
     ],
 )
 def test_a_shell_completes_verbs_options_and_plugins(monkeypatch, capsys, words, expected):
-    """As click's script for bash asks for it."""
+    """Shell completion in bash proposes verbs, options and names of plugins."""
     monkeypatch.setenv("COMP_WORDS", words)
     monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
     monkeypatch.setenv(frame.COMPLETE, "bash_complete")
@@ -172,7 +172,7 @@ def test_a_shell_completes_verbs_options_and_plugins(monkeypatch, capsys, words,
 
 
 def test_the_script_for_a_shell_is_printed(monkeypatch, capsys):
-    """`_KVCORE_COMPLETE=zsh_source kvcore` is what the shell reads at its start."""
+    """`_KVCORE_COMPLETE=zsh_source kvcore` prints the completion script of zsh."""
     monkeypatch.setenv(frame.COMPLETE, "zsh_source")
     with pytest.raises(SystemExit):
         frame.run([])
@@ -180,7 +180,7 @@ def test_the_script_for_a_shell_is_printed(monkeypatch, capsys):
 
 
 def test_ctrl_c_while_modules_load_exits_130(tmp_path):
-    """No traceback: nothing has begun that would have to be ended."""
+    """Ctrl-C while modules load exits with code 130 and no traceback."""
     (tmp_path / "orjson.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     )
@@ -196,7 +196,7 @@ def test_ctrl_c_while_modules_load_exits_130(tmp_path):
 
 
 def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
-    """As it does any process: an exception might get lost in the modules."""
+    """SIGTERM while a verb loads kills the process, since a module might catch an exception."""
     (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     program = "from kvcore.cli import main; main.VERBS['talk'] = 'talk'; main.main()"
     done = subprocess.run(
@@ -213,7 +213,7 @@ def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
 )
 def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code, word):
-    """A module that catches everything while it loads, as torch does, does not catch it."""
+    """A signal is not lost in a module that catches all exceptions on import, as torch does."""
     (tmp_path / "swallows.py").write_text(
         "import os, signal\n"
         "try:\n"
@@ -234,7 +234,7 @@ def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code,
 
 
 def test_no_verb_prints_help(verb, capsys):
-    """Without a verb there is help on stdout, with each verb's first line."""
+    """Without a verb kvcore prints its help on stdout, with a summary of each verb."""
     verb("done")
     assert frame.run([]) == 0
     out, err = capsys.readouterr()
@@ -261,7 +261,7 @@ def test_other_verbs_are_not_imported(monkeypatch, verb):
     ids=["input", "plugin", "blocks", "trace"],
 )
 def test_own_errors_are_one_message(verb, capsys, error, code):
-    """An error of kvcore's is told on stderr and exits with its own code."""
+    """An error of kvcore is one message on stderr, with the exit code of its class."""
     verb(error)
     assert frame.run(["act"]) == code
     assert capsys.readouterr() == ("", f"kvcore: error: {error}\n")
@@ -281,7 +281,7 @@ def test_own_errors_are_one_message(verb, capsys, error, code):
     ],
 )
 def test_usage_errors_exit_2(verb, capsys, arguments, message, command):
-    """A command line that cannot be read is told on stderr, with where to read on."""
+    """An invalid command line exits with code 2, the reason and the command for help."""
     verb("done")
     assert frame.run(arguments) == 2
     out, err = capsys.readouterr()
@@ -292,14 +292,14 @@ def test_usage_errors_exit_2(verb, capsys, arguments, message, command):
 
 
 def test_interrupt_exits_130(verb, capsys):
-    """Ctrl-C ends a verb without a traceback."""
+    """Ctrl-C ends a verb with exit code 130 and without a traceback."""
     verb(KeyboardInterrupt())
     assert frame.run(["act"]) == 130
     assert capsys.readouterr().err == "kvcore: interrupted\n"
 
 
 def test_sigterm_ends_as_an_interrupt_does(tmp_path):
-    """Exit code 143, one word, and no half of a file."""
+    """SIGTERM ends a verb with exit code 143 and one message, and leaves no partial file."""
     command = [sys.executable, "-c", ASKED_TO_END, "talk", str(tmp_path / "run.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (143, "")
@@ -335,14 +335,14 @@ def test_sigterm_ends_as_an_interrupt_does(tmp_path):
     ids=["full", "full-with-name", "missing", "forbidden", "bare"],
 )
 def test_system_errors_are_one_message(verb, capsys, error, message, code):
-    """What the system refuses is told with the file's name."""
+    """An error of the operating system is one message with the name of the file or stream."""
     verb(error)
     assert frame.run(["act"]) == code
     assert capsys.readouterr().err == f"kvcore: error: {message}\n"
 
 
 def test_bugs_are_not_hidden(verb):
-    """An exception that no input explains comes with its traceback."""
+    """An unexpected exception is not caught, so that its traceback is printed."""
     verb(ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         frame.run(["act"])
@@ -352,7 +352,7 @@ def test_bugs_are_not_hidden(verb):
     ("library", "kind"), [(None, "pure Python"), (object(), "compiled")], ids=["no", "yes"]
 )
 def test_version_is_the_installed_one(library, kind, monkeypatch, capsys):
-    """`--version` prints the installed version, and whether compiled code is there."""
+    """`--version` prints the installed version, and whether it is compiled."""
     monkeypatch.setattr(frame, "version", {"kvcore": "1.2.3"}.__getitem__)
     monkeypatch.setattr(util, "find_spec", {"kvcore__mypyc": library}.__getitem__)
     assert frame.run(["--version"]) == 0
@@ -360,7 +360,7 @@ def test_version_is_the_installed_one(library, kind, monkeypatch, capsys):
 
 
 def test_version_without_installation(monkeypatch, capsys):
-    """A checkout that is not installed has no version, and says how to get one."""
+    """`--version` in a checkout that is not installed is an error that names the remedy."""
     monkeypatch.setattr(frame, "version", {}.get)
     assert frame.run(["--version"]) == 3
     assert "run `pip install -e .`" in capsys.readouterr().err
@@ -368,7 +368,7 @@ def test_version_without_installation(monkeypatch, capsys):
 
 @pytest.mark.parametrize("words", [1, 100_000])
 def test_reader_that_goes_away(words):
-    """A closed pipe ends the program quietly, however much was to be written."""
+    """A closed pipe ends the program with code 141 and no message."""
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -386,7 +386,7 @@ def test_reader_that_goes_away(words):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("words", [1, 100_000])
 def test_full_disk_behind_stdout(words):
-    """Output that cannot be stored is an error with a message, not a traceback."""
+    """Output that does not fit on the disk is an error with a message, not a traceback."""
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [sys.executable, "-c", TALK, "talk", str(words)],
@@ -402,7 +402,7 @@ def test_full_disk_behind_stdout(words):
 
 @pytest.mark.parametrize("closed", ["1", "2", "0<&- 1"])
 def test_closed_streams_are_no_error(closed):
-    """Where stdout or stderr is closed, what goes there is lost, and that is all."""
+    """If stdout or stderr is closed, its output is lost and the exit code is 0."""
     command = f'"$0" -c "$1" talk 1 {closed}>&-'
     done = subprocess.run(
         ["/bin/sh", "-c", command, sys.executable, TALK], capture_output=True, check=False
@@ -411,7 +411,7 @@ def test_closed_streams_are_no_error(closed):
 
 
 def test_help_shows_whole_summaries(verb, monkeypatch, capsys):
-    """The list of verbs wraps a long first sentence instead of cutting it."""
+    """The list of verbs wraps a long summary instead of cutting it."""
     verb("done")
     sentence = f"Do {'what the test says ' * 8}to the end."
     monkeypatch.setitem(frame.ABOUT, "act", sentence)
@@ -420,7 +420,7 @@ def test_help_shows_whole_summaries(verb, monkeypatch, capsys):
 
 
 def test_main_exits_with_the_code(monkeypatch, verb):
-    """The program reads its own command line and exits with the verb's code."""
+    """`main` reads the arguments of the process and exits with the code of the verb."""
     verb(TraceError("bad"))
     monkeypatch.setattr(sys, "argv", ["kvcore", "act"])
     with pytest.raises(SystemExit) as caught:
@@ -429,13 +429,13 @@ def test_main_exits_with_the_code(monkeypatch, verb):
 
 
 def test_choices_of_a_missing_option_are_one_line():
-    """Where click has a line for each."""
+    """The error for a missing option lists its choices in one line."""
     err = run_here("export", "run.jsonl").stderr
     assert "'--to'. Choose from: vllm, dynamo, mooncake, perfetto; try" in err
 
 
 def test_the_list_of_verbs_has_their_first_sentences():
-    """What is told of a verb without importing it is how its own page begins."""
+    """The summary of each verb in `ABOUT` is the first sentence of its help page."""
     context = click.Context(frame.kvcore)
     commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.VERBS}
     told = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}

@@ -1,4 +1,4 @@
-"""What verbs print, on a terminal and in a pipe."""
+"""Tests of the output of verbs to a terminal or a pipe: tables, texts, JSON, progress."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from kvcore.errors import InputError
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is a terminal."""
+    """A stream that reports itself as a terminal."""
 
     def isatty(self):
-        """Say so."""
+        """Return True."""
         return True
 
 
 def test_json_is_the_payload_alone(capsys):
-    """Stdout has the payload, indented, and one newline; nothing is added."""
+    """`emit_json` prints the payload, indented, and one newline on stdout, and nothing else."""
     payload = {"schema": 1, "rows": [{"name": "lru", "share": None}]}
     emit_json(payload)
     out, err = capsys.readouterr()
@@ -38,14 +38,14 @@ def test_json_is_the_payload_alone(capsys):
 
 
 def test_json_without_schema_is_refused(capsys):
-    """JSON that does not say its schema is never printed."""
+    """`emit_json` raises ValueError for a payload without a schema, and prints nothing."""
     with pytest.raises(ValueError, match=r"needs a 'schema'; this has rows"):
         emit_json({"rows": []})
     assert capsys.readouterr().out == ""
 
 
 def test_table_in_a_pipe_is_never_cut(capsys, monkeypatch):
-    """In a pipe a row is one line and every cell is whole, whatever COLUMNS says."""
+    """In a pipe each row is one line and each cell is whole, whatever COLUMNS is."""
     monkeypatch.setenv("COLUMNS", "20")
     cells = ["a" * 300, "b " * 100 + "end"]
     print_table(["first", "second"], [cells])
@@ -54,13 +54,13 @@ def test_table_in_a_pipe_is_never_cut(capsys, monkeypatch):
 
 
 def test_table_prints_text_as_it_is(capsys):
-    """Brackets, colons and numbers are neither markup nor emoji nor coloured."""
+    """Brackets, colons and numbers in a cell are not read as markup, emoji or colours."""
     print_table(["run"], [["[red][9,-3] :smile:"]])
     assert "[red][9,-3] :smile:" in capsys.readouterr().out
 
 
 def test_table_aligns_numbers(capsys):
-    """Columns named as such are flush right."""
+    """The columns named in `right` are flush right."""
     print_table(["policy", "hits"], [["lru", 5], ["lfu", 12345]], right=["hits"])
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line.startswith("l")] == [
@@ -71,7 +71,7 @@ def test_table_aligns_numbers(capsys):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Return a function that makes stdout a terminal of so many columns, and returns it."""
+    """Return a function that makes stdout a terminal with a given number of columns."""
 
     def make(columns):
         stream = Terminal()
@@ -84,12 +84,12 @@ def terminal(monkeypatch):
 
 
 def printed(stream):
-    """Return the lines printed on a stream."""
+    """Return the lines that were printed to a stream."""
     return stream.getvalue().splitlines()
 
 
 def test_table_on_a_terminal_fits_it(terminal):
-    """On a terminal long cells wrap instead of running over."""
+    """On a terminal a long cell is wrapped within the width of the terminal."""
     terminal = terminal(40)
     print_table(["words"], [["word " * 30]])
     rows = [line for line in printed(terminal) if line.startswith("word ")]
@@ -100,7 +100,7 @@ def test_table_on_a_terminal_fits_it(terminal):
 @pytest.mark.parametrize("columns", [80, 60, 30, 5])
 @pytest.mark.parametrize("split", [False, True])
 def test_table_on_a_terminal_is_never_cut(terminal, columns, split):
-    """No cell loses a character, and a short one stays on one line, however narrow it is."""
+    """On a terminal of any width no cell loses a character, and a short one is not wrapped."""
     stream = terminal(columns)
     sizes = [f"{size * 1000:,}" for size in range(1, 9)]
     shares = [f"{size}2.9% (64%)" for size in range(1, 9)]
@@ -114,7 +114,7 @@ def test_table_on_a_terminal_is_never_cut(terminal, columns, split):
 
 @pytest.mark.parametrize("columns", [80, 60, 45])
 def test_wide_table_is_split(terminal, columns):
-    """A table that is too wide is several, each with the first column and no wider."""
+    """A table that is too wide is split into tables, each with the first column."""
     stream = terminal(columns)
     sizes = [f"{size}2.9% (64%)" for size in range(1, 9)]
     print_table(["eviction", *sizes], [["lru", *sizes], ["optimum", *sizes]], split=True)
@@ -131,7 +131,10 @@ def test_wide_table_is_split(terminal, columns):
 
 @pytest.mark.parametrize(("columns", "width"), [(40, 40), (120, 120), (None, 80)])
 def test_sentences_wrap(terminal, capsys, columns, width):
-    """Sentences are as wide as the terminal, 80 columns in a pipe; lines that end stay so."""
+    """Sentences wrap at the width of the terminal, or at 80 columns in a pipe.
+
+    Line ends in the text are kept.
+    """
     stream = None if columns is None else terminal(columns)
     print_text("first\n" + "word " * 60)
     first, *rest = (stream.getvalue() if stream else capsys.readouterr().out).splitlines()
@@ -142,7 +145,7 @@ def test_sentences_wrap(terminal, capsys, columns, width):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a list whose number is the time in seconds, for progress."""
+    """Return a list whose one number is the time in seconds that progress reads."""
     now = [100.0]
     monkeypatch.setattr(output, "monotonic", lambda: now[0])
     monkeypatch.delenv(output.PROGRESS_SECONDS)
@@ -150,7 +153,7 @@ def clock(monkeypatch):
 
 
 def test_progress_in_a_pipe_is_a_line_now_and_then(clock, capsys, monkeypatch):
-    """Ten seconds apart, with the time that is left; without colour, even where forced."""
+    """In a pipe progress is a line every ten seconds, with the remaining time and no colour."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress("replaying", total=2000) as advance:
         for moment, done in [(109, 400), (110, 100), (119, 400), (121, 100), (130, 1000)]:
@@ -164,7 +167,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(clock, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("every", "lines"), [("0", 0), ("2", 3)])
 def test_how_often_lines_of_progress_come_can_be_said(clock, capsys, monkeypatch, every, lines):
-    """By an environment variable, in seconds; 0 is never."""
+    """An environment variable sets the seconds between lines of progress; 0 prints none."""
     monkeypatch.setenv(output.PROGRESS_SECONDS, every)
     with progress("replaying", total=None) as advance:
         for moment in range(100, 107):
@@ -175,7 +178,7 @@ def test_how_often_lines_of_progress_come_can_be_said(clock, capsys, monkeypatch
 
 @pytest.mark.usefixtures("clock")
 def test_a_wrong_time_between_lines_is_refused(monkeypatch):
-    """With the name of the variable."""
+    """An invalid interval raises InputError that names the environment variable."""
     monkeypatch.setenv(output.PROGRESS_SECONDS, "often")
     with pytest.raises(InputError, match="KVCORE_PROGRESS_SECONDS: time 'often'"):
         progress("replaying", total=None).__enter__()
@@ -194,12 +197,12 @@ def test_a_wrong_time_between_lines_is_refused(monkeypatch):
     ],
 )
 def test_how_far_it_is_is_told(done, total, seconds, text):
-    """Few things are counted, of many a share is told, and a rate where the end is unknown."""
+    """Progress is a count of few items, a share of many, and a rate if the total is unknown."""
     assert output.done_so_far(done, total, seconds) == text
 
 
 def test_reading_a_file_is_shown_by_its_bytes(tmp_path, clock, capsys):
-    """The size of the file is the total; a file that is not there has none."""
+    """Progress of reading is a share of the file's size, or a rate if the file is missing."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4000))
     for each in (path, tmp_path / "none"):
@@ -226,7 +229,7 @@ def test_reading_a_file_is_shown_by_its_bytes(tmp_path, clock, capsys):
     ids=" ".join,
 )
 def test_readers_of_a_trace_tell_how_far_they_are(tmp_path, monkeypatch, verb):
-    """Every verb that reads a trace says what it does, and reaches the end of the file."""
+    """Each verb that reads a trace reports progress up to the end of the file."""
     path = tmp_path / "t.jsonl"
     small = ["zipf:requests=40,prefixes=8", "--eviction", "lru", "--blocks", "300"]
     assert run_here("compare", *small, "--trace", path).returncode == 0
@@ -251,7 +254,7 @@ def test_readers_of_a_trace_tell_how_far_they_are(tmp_path, monkeypatch, verb):
 
 
 def test_progress_on_a_terminal(monkeypatch, capsys):
-    """A terminal sees what is done, on stderr."""
+    """On a terminal progress is shown on stderr, with its description and count."""
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -268,13 +271,13 @@ CONTROLS = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), "\u202e", "\u2
 
 
 def controls(printed):
-    """Return the control characters in what was printed, but for line ends."""
+    """Return the control characters in a printed text, without line ends."""
     return [each for each in CONTROLS if each in printed and each != "\n"]
 
 
 @pytest.mark.parametrize("error", [False, True])
 def test_control_characters_are_printed_as_their_numbers(capsys, error):
-    """Tab and newline alone pass; the others are visible, and control nothing."""
+    """Control characters other than tab and newline are printed as their numbers."""
     echo("".join(CONTROLS), err=error)
     printed = "".join(capsys.readouterr())
     assert controls(printed) == ["\t"]
@@ -283,13 +286,13 @@ def test_control_characters_are_printed_as_their_numbers(capsys, error):
 
 
 def test_text_without_control_characters_is_printed_as_it_is():
-    """Letters of any script, signs and emoji are no control characters."""
+    """Letters of any script, signs and emoji are not escaped."""
     text = "a ü 漢 \u05d0 😀 · ▁▂▃ –"
     assert escaped(text) == text
 
 
 def test_sentences_and_tables_hold_no_control_characters(capsys):
-    """Neither cells nor headers nor sentences reach the terminal raw."""
+    """Control characters in cells, headers and sentences are printed as their numbers."""
     print_text("a\x1b[31m\x85b")
     print_table(["x\x9bm", "y"], [["\x1b]0;title\x07", "\r1"]], right=["x\x9bm"])
     printed = capsys.readouterr().out
@@ -298,7 +301,7 @@ def test_sentences_and_tables_hold_no_control_characters(capsys):
 
 
 def test_json_escapes_what_controls_a_terminal(capsys):
-    """JSON on a terminal is as harmless as a table, and parses to what it was."""
+    """JSON is printed without control characters, and parses to the payload."""
     payload = {"schema": 1, "text": "".join(CONTROLS) + "ü"}
     emit_json(payload)
     printed = capsys.readouterr().out
@@ -320,7 +323,7 @@ def test_json_escapes_what_controls_a_terminal(capsys):
     ids=" ".join,
 )
 def test_the_texts_of_a_trace_control_no_terminal(tmp_path, verb):
-    """Names, ids and reasons that a trace holds are printed without control characters."""
+    """Names, ids and options in a trace are printed without control characters."""
     path = write(tmp_path / "trace.jsonl", ask("a\x1b[31m", "ab", tenant="t\x1b[31m"))
     events = lines(path)
     events[0]["kvcore"] = "0.1.0\x1b[31m"
@@ -341,7 +344,7 @@ EVEN_TABLES = [
 
 @pytest.mark.parametrize(("headers", "rows", "right"), EVEN_TABLES)
 def test_table_in_a_pipe_is_as_rich_prints_it(capsys, monkeypatch, headers, rows, right):
-    """What is printed without rich, since it is faster, looks no different."""
+    """A table that is printed without rich, for speed, looks as rich prints it."""
     print_table(headers, rows, right=right)
     assert output._is_even([headers, *rows])
     monkeypatch.setattr(output, "_is_even", lambda _: False)
@@ -352,12 +355,12 @@ def test_table_in_a_pipe_is_as_rich_prints_it(capsys, monkeypatch, headers, rows
 
 @pytest.mark.parametrize("cell", ["漢字", "e\u0301", "two\nlines", " ahead", "tab\t", ""])
 def test_table_that_rich_prints(cell):
-    """Cells whose width is not their length, and a table of nothing, are left to rich."""
+    """Cells whose width differs from their length, and empty tables, are left to rich."""
     assert not output._is_even([[cell], [cell]])
 
 
 def test_headers_on_a_terminal_are_marked(terminal, monkeypatch):
-    """What marks a header reaches the terminal as it is; what a cell brings does not."""
+    """On a terminal headers are bold, and control characters of cells are escaped."""
     stream = terminal(80)
     monkeypatch.setenv("TERM", "xterm")
     print_table(["policy"], [["\x1b[31mlru"]])
@@ -371,7 +374,7 @@ def test_headers_on_a_terminal_are_marked(terminal, monkeypatch):
     [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)],  # noqa: S104
 )
 def test_an_address_that_other_machines_reach_is_warned_of(host, is_open, capsys):
-    """By `serve` and `route`: neither has access control."""
+    """`warn_if_open` prints a warning for an address that is no loopback, and for no other."""
     output.warn_if_open(host)
     warned = f"kvcore: {host} is no loopback: whoever reaches it can use it\n"
     assert capsys.readouterr().err == warned * is_open

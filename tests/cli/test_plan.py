@@ -1,4 +1,4 @@
-"""`kvcore plan`: what it prints, its exit codes, and what survives an interruption."""
+"""Tests of `kvcore plan`: its output, its exit codes, and its resumption after Ctrl-C."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ SMALL = (
 
 @pytest.fixture
 def planned(tmp_path):
-    """Return a function that plans in this process, with one job."""
+    """Return a function that runs `kvcore plan` in this process, with one job."""
     return lambda *words: run_here("plan", *words, "--jobs", "1", cwd=tmp_path)
 
 
 def test_it_prints_the_fleets_the_best_first_and_the_limit(planned, tmp_path):
-    """The fleet to take is that of the first row; the document is written beside."""
+    """The table lists fleets from the best one, and is followed by the limit.
+
+    The JSON document is written to the output folder.
+    """
     done = planned(*SMALL)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("zipf:requests=40,rate=4.0,prefixes=4: 40 requests to")
@@ -37,7 +40,7 @@ def test_it_prints_the_fleets_the_best_first_and_the_limit(planned, tmp_path):
 
 
 def test_json_is_the_document_that_is_written(planned, tmp_path):
-    """With all sizes as numbers."""
+    """`--json` prints the document that is written, with sizes and shares as numbers."""
     done = planned(*SMALL, "--json", "--out", "mine")
     document = json.loads(done.stdout)
     assert document == json.loads((tmp_path / "mine" / "plan.json").read_bytes())
@@ -50,7 +53,7 @@ def test_json_is_the_document_that_is_written(planned, tmp_path):
 
 
 def test_host_ram_is_searched_unless_it_is_left_out(planned):
-    """The default is a tier of 1 TiB a replica."""
+    """By default each replica has a host tier of 1 TiB; `--tier none` removes it."""
     without = json.loads(planned(*SMALL, "--json").stdout)["setup"]["tier"]
     words = [word for word in SMALL if word not in ("--tier", "none")]
     found = json.loads(planned(*words, "--json", "--out", "host").stdout)["setup"]["tier"]
@@ -58,7 +61,7 @@ def test_host_ram_is_searched_unless_it_is_left_out(planned):
 
 
 def test_no_fleet_is_exit_code_1(planned):
-    """With the limit of the best one."""
+    """If no fleet meets the SLO, the exit code is 1 and a limit is printed."""
     done = planned(*SMALL, "--slo", "ttft=0.001")
     assert done.returncode == 1
     assert "No fleet of up to 2 GPUs does." in done.stdout
@@ -80,7 +83,7 @@ def test_no_fleet_is_exit_code_1(planned):
     ],
 )
 def test_what_cannot_be_planned_is_exit_code_2(planned, words, fault):
-    """On stderr, without a traceback."""
+    """An invalid option is an error on stderr with exit code 2 and no traceback."""
     done = planned(*SMALL, *words)
     assert done.returncode == 2
     assert fault in done.stderr
@@ -89,7 +92,7 @@ def test_what_cannot_be_planned_is_exit_code_2(planned, words, fault):
 
 
 def test_a_configuration_file_may_have_its_options(planned, tmp_path):
-    """As for `simulate`; those on the command line win."""
+    """A file of `--config` may have the options of `plan`."""
     (tmp_path / "plan.toml").write_text(
         'slo = "ttft=0.2"\nreplicas = "2"\nmax_gpus = 2\ntensor_parallel = 1\ntier = ["none"]\n'
     )
@@ -99,7 +102,7 @@ def test_a_configuration_file_may_have_its_options(planned, tmp_path):
 
 
 def test_numbers_in_a_file_may_be_a_list(planned, tmp_path):
-    """Of TOML, or text as on the command line; what is no number is refused."""
+    """Several numbers in a file may be a TOML list or text; another value is an error."""
     file = tmp_path / "plan.toml"
     words = ("zipf:requests=30,rate=4", "--config", "plan.toml", "--json", "--max-gpus", "2")
     found = []
@@ -114,7 +117,10 @@ def test_numbers_in_a_file_may_be_a_list(planned, tmp_path):
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
-    """Ctrl-C after two simulations: their lines stay, and the plan is that of a whole run."""
+    """After Ctrl-C a second run keeps the journal and simulates the remaining cells only.
+
+    Its document is the one of an uninterrupted run.
+    """
     words = ("zipf:requests=250,rate=4", *SMALL[1:], "--jobs", "1", "--json")
     command = [sys.executable, "-m", "kvcore", "plan", *words, "--out", "stopped"]
     journal = tmp_path / "stopped" / "journal.jsonl"
@@ -134,7 +140,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
 
 @pytest.mark.slow
 def test_processes_find_what_one_process_does(tmp_path):
-    """However many simulate at a time."""
+    """The document is the same with one job and with two."""
     documents = {
         run_here("plan", *SMALL, "--json", "--jobs", jobs, "--out", jobs, cwd=tmp_path).stdout
         for jobs in "12"

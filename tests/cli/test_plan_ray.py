@@ -1,4 +1,4 @@
-"""`kvcore plan --executor ray`: the plan of a cluster is that of this machine."""
+"""Tests of `kvcore plan --executor ray`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WORDS = (
 
 
 def test_a_cluster_finds_what_this_process_does(tmp_path):
-    """A cluster that begins and ends with the search."""
+    """A plan that is simulated on a local Ray cluster is the one of this process."""
     ray = run_here(*WORDS, "--executor", "ray:local", "--out", "ray", cwd=tmp_path)
     assert (ray.returncode, ray.stderr) == (0, "")
     assert ray.stdout == run_here(*WORDS, "--jobs", "1", "--out", "here", cwd=tmp_path).stdout

@@ -1,4 +1,4 @@
-"""`kvcore plot`, and `--plot` of other verbs: what they draw, and what they refuse first."""
+"""Tests of `kvcore plot`, and of `--plot` of other verbs: their plots and errors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MAGIC = {"png": b"\x89PNG", "svg": b"<?xml"}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a trace `run.jsonl`, and its result in `out`."""
+    """Return a folder with a trace `run.jsonl`, and the result of the same run in `out`."""
     folder = tmp_path_factory.mktemp("plots")
     simulate(SMALL, trace=folder / "run.jsonl").write(folder / "out")
     return folder
 
 
 def drawn(*words, cwd, form="svg"):
-    """Run a command that draws `x.FORM`; return what it printed."""
+    """Run a verb that draws `x.FORM`, require success, and return its stdout."""
     done = run_here(*words, cwd=cwd)
     assert (done.returncode, done.stderr) == (0, "")
     assert (cwd / f"x.{form}").read_bytes().startswith(MAGIC[form])
@@ -34,7 +34,7 @@ def drawn(*words, cwd, form="svg"):
 
 
 def refused(*words, cwd, code=2):
-    """Run a command that is refused; return why. It leaves nothing that was not there."""
+    """Run a verb that fails with `code`, require that no file is added, and return stderr."""
     before = sorted(cwd.iterdir())
     done = run_here(*words, cwd=cwd)
     assert (done.returncode, done.stdout) == (code, "")
@@ -46,13 +46,13 @@ def refused(*words, cwd, code=2):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("form", MAGIC)
 def test_a_trace_has_plots_of_all_kinds(kind, form, folder, tmp_path):
-    """The end of the name says which form; nothing is printed."""
+    """Each kind of plot is drawn from a trace, in the format that the file's name ends with."""
     words = "plot", folder / "run.jsonl", "--kind", kind, "-o", f"x.{form}"
     assert drawn(*words, cwd=tmp_path, form=form) == ""
 
 
 def test_a_result_has_its_trace(tmp_path):
-    """What `simulate --out` writes has plots of all kinds, under the name of the folder."""
+    """Plots are drawn from the folder of `simulate --out`, under the name of its workload."""
     run_here("simulate", SMALL, "--out", "out", "--no-search", cwd=tmp_path)
     for kind in ("occupancy", "latency"):
         drawn("plot", "out", "--kind", kind, "-o", "x.svg", cwd=tmp_path)
@@ -60,7 +60,7 @@ def test_a_result_has_its_trace(tmp_path):
 
 
 def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
-    """The other kinds say what they are drawn from."""
+    """A result without a trace has a plot of latencies; another kind is an error."""
     drawn("plot", folder / "out", "--kind", "latency", "-o", "x.svg", cwd=tmp_path)
     told = refused("plot", folder / "out", "--kind", "hits", "-o", "y.svg", cwd=tmp_path)
     assert "has no trace.jsonl.gz, which --kind hits is drawn from" in told
@@ -79,27 +79,27 @@ def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
     ],
 )
 def test_what_cannot_be_drawn(words, fault, tmp_path):
-    """Exit code 2, and no file."""
+    """A missing input or an invalid option is an error with exit code 2, and draws no file."""
     traces.serve(tmp_path / "run.jsonl")
     assert fault in refused("plot", *words, cwd=tmp_path)
 
 
 def test_a_trace_is_not_overwritten(tmp_path):
-    """Its name may end like a plot's."""
+    """`plot` refuses to overwrite its trace, even if the name ends like that of a plot."""
     traces.serve(tmp_path / "x.png")
     words = "plot", "x.png", "--kind", "hits", "-o", "x.png"
     assert "x.png" in refused(*words, cwd=tmp_path)
 
 
 def test_without_a_clock_there_are_no_latencies(tmp_path):
-    """Of a trace of a replay, either."""
+    """`--kind latency` is an error for a trace without a clock."""
     traces.record(tmp_path / "run.jsonl")
     words = "plot", "run.jsonl", "--kind", "latency", "-o", "x.png"
     assert "it has no clock" in refused(*words, cwd=tmp_path)
 
 
 def test_a_cut_trace_is_drawn_up_to_the_cut(tmp_path):
-    """And told of; ages need the whole."""
+    """A cut trace is drawn up to the cut, with a notice; ages need the whole trace."""
     file = traces.serve(tmp_path / "run.jsonl")
     file.write_bytes(file.read_bytes()[:-400])
     done = run_here("plot", "run.jsonl", "--kind", "hits", "-o", "x.svg", cwd=tmp_path)
@@ -110,7 +110,7 @@ def test_a_cut_trace_is_drawn_up_to_the_cut(tmp_path):
 
 
 def test_a_damaged_trace_draws_nothing(tmp_path):
-    """What replay says of it is said."""
+    """A trace with an invalid event exits with code 1 and draws no file."""
     file = traces.serve(tmp_path / "run.jsonl")
     file.write_bytes(file.read_bytes().replace(b'"FINISH"', b'"FINISHED"'))
     words = "plot", "run.jsonl", "--kind", "hits", "-o", "x.png"
@@ -136,26 +136,26 @@ VERBS = {
 
 @pytest.fixture
 def grid(tmp_path):
-    """Return a folder with a small sweep."""
+    """Return a folder that contains the file of a small sweep."""
     (tmp_path / "grid.toml").write_text(SWEEP)
     return tmp_path
 
 
 @pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
 def test_verbs_with_a_table_draw_it_too(words, grid):
-    """The table is printed all the same."""
+    """With `--plot` a verb draws a file and prints its table as well."""
     assert "Setup: " in drawn(*words, "--plot", "x.svg", cwd=grid)
 
 
 def test_a_plane_is_drawn_too(grid):
-    """So is that of a pool and a tier."""
+    """`curve --tier` draws the plane of pool and tier sizes with `--plot`."""
     tier = ("--tier", "host:memory=1GiB", "--model", "llama-3-8b", "--sizes", "3")
     words = "curve", SMALL, *tier, "--jobs", "1", "--plot", "x.png"
     assert "host RAM / pool" in drawn(*words, cwd=grid, form="png")
 
 
 def test_the_demonstration_is_drawn_too(tmp_path):
-    """Step times and K/V, over the output."""
+    """`demo cache --plot` draws the step times and the K/V of each cache."""
     pytest.importorskip("torch")
     drawn("demo", "cache", "--output", "6", "--plot", "x.svg", cwd=tmp_path)
     found = (tmp_path / "x.svg").read_text()
@@ -165,20 +165,20 @@ def test_the_demonstration_is_drawn_too(tmp_path):
 
 @pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
 def test_a_name_that_says_no_form_is_refused_before_the_run(words, grid):
-    """Nothing is run, and nothing written."""
+    """A plot with an unknown ending is an error before the run, and no file is written."""
     assert "--plot x.gif: a name says" in refused(*words, "--plot", "x.gif", cwd=grid)
 
 
 @pytest.mark.parametrize("words", VERBS.values(), ids=VERBS)
 def test_without_matplotlib_nothing_is_run(words, grid, monkeypatch):
-    """Whoever waits for a plot hears of it at once."""
+    """Without matplotlib `--plot` exits with code 3, and nothing is run or written."""
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     told = refused(*words, "--plot", "x.png", cwd=grid, code=3)
     assert "a plot needs matplotlib" in told
 
 
 def test_a_sweep_of_two_numbers_asks_over_which(grid):
-    """Before it is run; with an answer it is drawn."""
+    """A sweep of two numeric axes needs `--plot-axis` to draw a plot."""
     (grid / "grid.toml").write_text(f"{SWEEP}block_size = [8, 16]\n")
     words = "sweep", "grid.toml", "--jobs", "1", "--plot", "x.svg"
     assert "choose one of them with --plot-axis" in refused(*words, cwd=grid)
@@ -186,7 +186,7 @@ def test_a_sweep_of_two_numbers_asks_over_which(grid):
 
 
 def test_a_failed_run_leaves_no_plot(grid):
-    """Nor does it touch one that was there."""
+    """A failed run leaves an existing plot unchanged."""
     (grid / "x.svg").write_text("mine")
     refused(*VERBS["compare"], "--plot", "x.svg", "--block-size", "7", cwd=grid)
     assert (grid / "x.svg").read_text() == "mine"
@@ -194,7 +194,7 @@ def test_a_failed_run_leaves_no_plot(grid):
 
 @pytest.mark.parametrize("verb", [("plot", "--kind", "latency"), ("report",)])
 def test_an_empty_path_is_not_the_working_directory(verb, tmp_path):
-    """A variable that is not set names no result, even where there is one."""
+    """An empty path is an error, even if the working directory holds a result."""
     (tmp_path / "summary.json").write_text("{}")
     done = run_here(*verb, "", "-o", "out.svg", cwd=tmp_path)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""`kvcore plugins`, as a process, with distributions installed in a directory of the test's."""
+"""Tests of `kvcore plugins` as a process, with distributions in a temporary directory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kvcore_eviction_policies(): return [Policy]
 
 
 def install(site, distribution, module, source, **files):
-    """Install a distribution with one entry point, named like its module, in `site`."""
+    """Install a distribution with one module and one entry point of the same name in `site`."""
     (site / f"{module}.py").write_text(source)
     info = site / f"{distribution}-1.0.dist-info"
     info.mkdir()
@@ -47,13 +47,13 @@ def install(site, distribution, module, source, **files):
 
 @pytest.fixture
 def site(tmp_path):
-    """Return a directory in which kvcore's one plugin is the eviction policy `plain`."""
+    """Return a directory in which the only plugin of kvcore is the eviction policy `plain`."""
     install(tmp_path, "kvcore", "kv_plain", HOOKS.format(name="plain", reason=None))
     return tmp_path
 
 
 def run(site, *arguments, flags=(), **environment):
-    """Run the program with the distributions of `site` in front of all others."""
+    """Run kvcore with the distributions of `site` before all others on the path."""
     path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run(
         [sys.executable, *flags, "-c", PROGRAM, *arguments],
@@ -85,7 +85,7 @@ def test_json_has_every_field(site):
 
 
 def test_table_says_why_a_plugin_is_unusable(site):
-    """The table has a row a plugin, with the reason of one that cannot work here."""
+    """The table has a row for each plugin, with the reason if it cannot be used."""
     install(site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU"))
     done = run(site, "plugins")
     assert (done.returncode, done.stderr) == (0, "")
@@ -98,20 +98,20 @@ def test_table_says_why_a_plugin_is_unusable(site):
 
 @pytest.mark.parametrize(("columns", "shown"), [(80, False), (99, False), (100, True)])
 def test_narrow_terminals_see_no_modules(monkeypatch, capsys, columns, shown):
-    """The column of modules needs a wide terminal; a pipe always has it."""
+    """The column of modules is shown on a terminal of at least 100 columns."""
     monkeypatch.setattr("kvcore.cli.plugins.terminal_width", lambda: columns)
     assert main.run(["plugins"]) == 0
     assert ("kvcore_plugins.eviction.lru" in capsys.readouterr().out) is shown
 
 
 def unusable(done):
-    """Return the names and reasons of what a listing as JSON says cannot be used."""
+    """Return the reasons of unusable plugins in a JSON listing, by name."""
     assert (done.returncode, done.stderr) == (0, "")
     return {p["name"]: p["reason"] for p in json.loads(done.stdout)["plugins"] if p["reason"]}
 
 
 def test_duplicate_names_are_listed(site):
-    """Two plugins of one name: both distributions and classes are named."""
+    """Two plugins with one name are listed as unusable, with both distributions and classes."""
     install(site, "acme", "acme_plain", HOOKS.format(name="plain", reason=None))
     assert unusable(run(site, "plugins", "--json")) == {
         "plain": "two eviction plugins are named 'plain': acme_plain.Policy of entry "
@@ -121,7 +121,7 @@ def test_duplicate_names_are_listed(site):
 
 
 def test_import_failures_are_listed(site):
-    """A broken distribution is named with its reason, and others are listed beside it."""
+    """A distribution that cannot be imported is listed with the reason, beside the others."""
     install(site, "acme", "acme_bad", "import x_that_is_not_there")
     done = run(site, "plugins")
     assert (done.returncode, done.stderr) == (0, "")
@@ -135,7 +135,7 @@ def test_import_failures_are_listed(site):
 
 
 def test_what_a_plugin_prints_is_no_result(site):
-    """Neither on import nor in a hook: it goes to stderr, and the document is whole."""
+    """Output of a plugin on import or in a hook goes to stderr, and the document is whole."""
     noisy = HOOKS.format(name="noisy", reason=None).replace(
         "return [Policy]", "print('in the hook'); return [Policy]"
     )
@@ -147,7 +147,7 @@ def test_what_a_plugin_prints_is_no_result(site):
 
 @pytest.mark.parametrize("arguments", [["--json"], []])
 def test_what_a_method_prints_is_no_result(monkeypatch, arguments):
-    """It goes to stderr while a policy works, with a table as with a document."""
+    """Output of a policy's method goes to stderr, so that tables and documents are whole."""
     victim = LRU.victim
     monkeypatch.setattr(
         LRU, "victim", lambda *args: (sys.stdout.write("noise\n"), victim(*args))[1]
@@ -161,7 +161,7 @@ def test_what_a_method_prints_is_no_result(monkeypatch, arguments):
 
 
 def test_outdated_entry_points_are_listed(site):
-    """An editable install older than its pyproject.toml has to be made again."""
+    """An editable install older than its pyproject.toml is listed, with how to reinstall it."""
     (site / "pyproject.toml").write_text(
         '[project]\nname = "acme"\n[project.entry-points.kvcore]\nacme = "acme_new"\n'
     )
@@ -173,7 +173,7 @@ def test_outdated_entry_points_are_listed(site):
 
 
 def test_checkout_that_is_not_installed_exits_3(tmp_path):
-    """A checkout on PYTHONPATH, its dependencies there, but nothing installed."""
+    """A checkout on PYTHONPATH that is not installed exits with code 3 and the remedy."""
     packages = Path(sysconfig.get_path("purelib"))
     for entry in packages.iterdir():
         if entry.suffix not in {".dist-info", ".pth"} and entry.name != "kvcore":
@@ -191,7 +191,7 @@ def test_checkout_that_is_not_installed_exits_3(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"]])
 def test_built_ins_are_listed(capsys, arguments):
-    """What comes with kvcore is in the listing, in either form."""
+    """The plugins of kvcore are listed, in the table and in the JSON document."""
     assert main.run(arguments) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in ("lru", "radix", "mooncake"))

@@ -1,4 +1,4 @@
-"""`--price` of compare, simulate, replay and explain."""
+"""Tests of `--price` of `compare`, `simulate`, `replay` and `explain`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KINDS = (
 
 
 def document(*arguments):
-    """Run a command with `--json`, and return what it prints."""
+    """Run a verb with `--json`, require success, and return the document."""
     done = run_here(*arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_compare_bills_each_row():
-    """Rows have their bills, and the document those that no pool changes."""
+    """Each row of `compare` has a bill, and the document has those that no pool changes."""
     arguments = ("compare", SMALL, "--eviction", "lru,optimum", "--blocks", "20,200")
     found = document(*arguments, "--price", "input=3,cached=0.3,write=3.75")
     assert list(found["bill"]) == BILLS
@@ -46,7 +46,7 @@ def test_compare_bills_each_row():
 
 
 def test_simulate_and_replay_agree(tmp_path):
-    """The bill of a run, of its trace, and of its trace run again are the same."""
+    """The bill of a run is the bill of its trace, and of its trace run again."""
     trace = tmp_path / "trace.jsonl"
     arguments = ("simulate", SMALL, "--blocks", "60", "--no-search", "--trace", trace)
     simulated = document(*arguments, "--price", "openai,min_tokens=0,step=1")["bill"]
@@ -68,7 +68,7 @@ def test_simulate_and_replay_agree(tmp_path):
     ],
 )
 def test_tables_have_dollars_and_prices(arguments):
-    """People are told the bills, and by which prices and rule."""
+    """The text has the bills in USD, the prices and the rule of the API."""
     done = run_here(*arguments, "--price", "deepseek")
     text = " ".join(done.stdout.split())
     assert done.returncode == 0
@@ -78,7 +78,7 @@ def test_tables_have_dollars_and_prices(arguments):
 
 
 def test_replay_prints_both_bills(tmp_path):
-    """The recorded run and the one run again, below one another."""
+    """`replay` prints the bill of the recorded run, and that of the new run below it."""
     trace = tmp_path / "trace.jsonl"
     run_here("compare", SMALL, "--eviction", "lru", "--blocks", "20", "--trace", trace)
     done = run_here("replay", trace, "--eviction", "lfu", "--price", "xai")
@@ -88,7 +88,7 @@ def test_replay_prints_both_bills(tmp_path):
 
 
 def test_explain_a_log():
-    """Of the example: what was edited, what had lapsed, what was evicted, and by how much."""
+    """`explain` of the example log has reasons of misses, and reported and expected hits."""
     found = document("explain", LOG, "--price", "anthropic", "--summary")
     lost = {reason: row["stopped"] for reason, row in found["lost"].items() if row["tokens"]}
     assert lost == {"new": 13, "edited": 4, "undetermined": 1, "lapsed": 1, "evicted": 1}
@@ -99,7 +99,7 @@ def test_explain_a_log():
 
 
 def test_list_shows_all():
-    """`--price list` prints every price, whatever else is asked."""
+    """`--price list` prints all prices, without any other argument."""
     done = run_here("explain", "--price", "list")
     assert done.returncode == 0
     assert {line.split()[0] for line in done.stdout.splitlines()[2:]} == set(PRICES)
@@ -114,14 +114,14 @@ def test_list_shows_all():
     ],
 )
 def test_wrong_use_is_refused(arguments, why):
-    """The error says what is wrong."""
+    """An unknown price or request, or an excluded option, is an error with the reason."""
     done = run_here(*arguments)
     assert done.returncode == 2
     assert why in " ".join(done.stderr.split())
 
 
 def test_nothing_is_imported_without_prices():
-    """As a process: a simulation without --price imports neither prices nor bills."""
+    """A simulation without `--price` does not import the modules of prices and bills."""
     code = (
         "import sys; from kvcore.cli.main import run; "
         f"run(['simulate', {SMALL!r}, '--no-search', '--residency']); "

@@ -1,4 +1,4 @@
-"""`--prometheus` and `--residency`: where metrics go, and what is refused."""
+"""Tests of `--prometheus` and `--residency`: where metrics are written, and their errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VERBS = {
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line: exit code, stdout, stderr."""
+    """Return a function that runs kvcore: exit code, stdout and stderr."""
 
     def command(*arguments):
         code = frame.run([str(argument) for argument in arguments])
@@ -30,7 +30,7 @@ def run(capsys):
 
 @pytest.fixture
 def loop(tmp_path):
-    """Return a file in which ten prompts of 3 blocks come round six times."""
+    """Return a file of requests in which ten prompts of 3 blocks are repeated six times."""
     rows = (
         {
             "timestamp": 1000 * number,
@@ -46,13 +46,13 @@ def loop(tmp_path):
 
 
 def families(text):
-    """Return the names of the metrics in a text that Prometheus' parser reads."""
+    """Return the names of the metrics that Prometheus' parser finds in a text."""
     return {family.name for family in text_string_to_metric_families(text)}
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_file_beside_the_document(verb, run, tmp_path):
-    """Stdout has one JSON document, the file what it says in Prometheus' words."""
+    """`--prometheus FILE` writes metrics to the file, and `--json` its document to stdout."""
     file = tmp_path / "run.prom"
     code, out, err = run(*VERBS[verb], "--json", "--prometheus", file)
     assert (code, err, json.loads(out)["schema"]) == (0, "", 1)
@@ -63,7 +63,7 @@ def test_a_file_beside_the_document(verb, run, tmp_path):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_dash_prints_the_metrics_and_nothing_else(verb, run):
-    """They can be piped."""
+    """`--prometheus -` prints the metrics on stdout, and nothing else."""
     code, out, err = run(*VERBS[verb], "--prometheus", "-")
     assert (code, err) == (0, "")
     assert all(
@@ -74,7 +74,7 @@ def test_a_dash_prints_the_metrics_and_nothing_else(verb, run):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_one_document_at_a_time_goes_to_stdout(verb, run):
-    """JSON and metrics cannot both."""
+    """`--json` and `--prometheus -` together are an error."""
     code, out, err = run(*VERBS[verb], "--json", "--prometheus", "-")
     assert (code, out) == (2, "")
     assert "--json and --prometheus -" in err
@@ -82,12 +82,12 @@ def test_one_document_at_a_time_goes_to_stdout(verb, run):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_equal_runs_have_equal_metrics(verb, run):
-    """No wall time is among them."""
+    """Equal runs print equal metrics, since no wall time is among them."""
     assert run(*VERBS[verb], "--prometheus", "-") == run(*VERBS[verb], "--prometheus", "-")
 
 
 def test_a_file_that_another_option_writes_is_refused(run, tmp_path):
-    """Before anything runs; no file is left."""
+    """The same file for `--trace` and `--prometheus` is an error before the run."""
     file = tmp_path / "same"
     code, out, err = run(*VERBS["simulate"], "--trace", file, "--prometheus", file)
     assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
@@ -95,14 +95,14 @@ def test_a_file_that_another_option_writes_is_refused(run, tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_refused_before_the_run(run, tmp_path):
-    """The error names the file."""
+    """A file in a missing folder is an error that names the file."""
     code, out, err = run(*VERBS["compare"], "--prometheus", tmp_path / "no" / "file")
     assert (code, out) == (2, "")
     assert "no/file" in err
 
 
 def test_without_the_package_nothing_runs(run, tmp_path, monkeypatch):
-    """Exit code 3, and what to install."""
+    """Without prometheus_client the exit code is 3, with what to install and no file."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     code, out, err = run(*VERBS["simulate"], "--prometheus", tmp_path / "run.prom")
     assert (code, out, list(tmp_path.iterdir())) == (3, "", [])
@@ -110,7 +110,7 @@ def test_without_the_package_nothing_runs(run, tmp_path, monkeypatch):
 
 
 def test_contiguous_memory_has_metrics_too(run):
-    """Of the run before paging, in which no block rests."""
+    """A run with contiguous allocation has metrics of latencies and none of block lifetimes."""
     code, out, _ = run(*VERBS["simulate"], "--allocation", "contiguous", "--prometheus", "-")
     assert code == 0
     assert "kvcore_time_to_first_token_seconds" in families(out)
@@ -118,7 +118,10 @@ def test_contiguous_memory_has_metrics_too(run):
 
 
 def test_residency_of_a_comparison(run, loop):
-    """A second table, and a sentence for what thrashes; the JSON has it by row and tier."""
+    """`compare --residency` prints ages at eviction and a warning for rows that thrash.
+
+    The JSON document has them by row and tier.
+    """
     command = ("compare", loop, "--eviction", "lru,mru", "--blocks", "20", "--residency")
     code, out, err = run(*command)
     assert (code, err) == (0, "")
@@ -131,7 +134,7 @@ def test_residency_of_a_comparison(run, loop):
 
 
 def test_a_simulation_says_that_it_thrashes(run, loop):
-    """Below the table of blocks at rest; one that does not says nothing."""
+    """`simulate` prints a warning and a larger pool size if the pool thrashes."""
     command = ("simulate", loop, "--block-size", "512", "--blocks")
     told = " ".join(run(*command, "20")[1].split())
     assert "THRASHING (gpu)" in told

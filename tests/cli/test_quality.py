@@ -1,4 +1,4 @@
-"""`kvcore quality`: what it prints, draws and refuses."""
+"""Tests of `kvcore quality`: what it prints and draws, and its errors."""
 
 import json
 
@@ -11,14 +11,17 @@ SMALL = ("--prompt-tokens", 64, "--tokens", 4, "--texts", 1, "--needles", 2, "--
 
 
 def told(*arguments, cwd=None):
-    """Run a small comparison, which must succeed, and return what it prints."""
+    """Run `kvcore quality` on small inputs, require success, and return stdout."""
     done = run_here("quality", *SMALL, *arguments, cwd=cwd)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
 def test_the_table_has_a_row_each():
-    """Most bytes first; the sentences name the best at a budget, and what was run."""
+    """The table has a row for each policy and budget, the largest share of bytes first.
+
+    The sentences below name the least divergence and the questions.
+    """
     text = told("--retention", "h2o,random", "--budget", "0.2,0.6")
     lines = text.splitlines()
     assert lines[0].startswith("transformer: 1 text of 64 + 4 tokens, against")
@@ -32,19 +35,19 @@ def test_the_table_has_a_row_each():
 
 
 def test_budgets_that_hold_all_tokens_are_told():
-    """They have no row of their own, and a sentence says so."""
+    """A budget that holds all tokens of a codec has no row, and a sentence states it."""
     text = told("--codec", "fp32,fp16", "--retention", "window", "--budget", "0.6")
     assert "All tokens take no more, so nothing goes: fp16 at 60%." in text
     assert text.count("60%") == 2
 
 
 def test_without_needles_there_is_no_column():
-    """No question, no answer."""
+    """With `--needles 0` the output does not mention needles."""
     assert "needle" not in told("--retention", "window", "--needles", 0).lower()
 
 
 def test_json_has_these_fields():
-    """The document is the one that is documented, no field more or less."""
+    """The JSON document has exactly the documented fields, in this order."""
     document = json.loads(told("--retention", "tova", "--budget", "0.5", "--json"))
     assert list(document) == [
         *("schema", "generator", "needle_generator", "dtype", "block_size"),
@@ -65,14 +68,14 @@ def test_json_has_these_fields():
 
 @pytest.mark.parametrize(("name", "magic"), [("q.png", b"\x89PNG"), ("q.SVG", b"<?xml")])
 def test_plot_draws_a_picture(tmp_path, name, magic):
-    """The end of the name says which kind; the table is printed all the same."""
+    """`--plot` draws a picture in the format of its ending, and the table is still printed."""
     pytest.importorskip("matplotlib")
     assert "full" in told("--retention", "window", "--plot", name, cwd=tmp_path)
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 
 def test_a_failure_leaves_no_plot(tmp_path):
-    """Neither a whole one nor a part."""
+    """A failed run leaves no plot, and no part of one."""
     pytest.importorskip("matplotlib")
     done = run_here("quality", "--retention", "h3o", "--plot", "q.svg", cwd=tmp_path)
     assert done.returncode == 2
@@ -80,7 +83,7 @@ def test_a_failure_leaves_no_plot(tmp_path):
 
 
 def test_a_text_is_read(tmp_path):
-    """The generator encodes the file, so that the seed has no say in the text."""
+    """`--text` replaces the drawn text by a file, so that `--seed` changes nothing."""
     (tmp_path / "text").write_text(" ".join(map(str, range(100))))
     given = ("--text", "text", "--generator", "transformer:seed=5", "--retention", "window")
     rows = [

@@ -1,4 +1,4 @@
-"""`kvcore record` as a process, beside an engine that loses batches, restarts and dies."""
+"""Tests of `kvcore record` as a process, on an engine that loses batches and restarts."""
 
 import json
 import os
@@ -33,7 +33,7 @@ PATIENCE = 60
 
 
 def stored(number):
-    """Return a payload: one batch, in which two blocks are stored and one removed."""
+    """Return the payload of a batch in which two blocks are stored and one is removed."""
     events = (
         BlockStored(hashes=(2 * number, 2 * number + 1), tokens=tuple(range(8)), block_size=4),
         BlockRemoved(hashes=(2 * number,)),
@@ -43,14 +43,14 @@ def stored(number):
 
 @pytest.fixture
 def engine():
-    """Return an engine at free ports."""
+    """Yield an engine that publishes at free ports."""
     with Engine() as engine:
         yield engine
 
 
 @contextmanager
 def recording(engine, out, *options, replay=True):
-    """Yield a `kvcore record` process that the engine knows of."""
+    """Yield a `kvcore record` process that is subscribed to the engine."""
     command = [sys.executable, "-m", "kvcore", "record", "--zmq", engine.address]
     if replay:
         command += ["--replay", engine.replay]
@@ -63,13 +63,16 @@ def recording(engine, out, *options, replay=True):
 
 
 def read(out):
-    """Return what a recording holds, and whether it is complete."""
+    """Return the items of a recording, and whether it is complete."""
     reader = RecordingReader(out)
     return list(reader), reader.complete
 
 
 def test_drops_are_asked_for_and_counted_once(engine, tmp_path):
-    """Batches of before, dropped and live make one stream; the report adds them up."""
+    """Batches before the subscription, dropped and live ones are recorded as one stream.
+
+    The report counts each of them once.
+    """
     out = tmp_path / "live.jsonl.gz"
     engine.publish(stored(0), heard=False)
     with recording(engine, out, "--batches", "5", "--json") as process:
@@ -89,7 +92,7 @@ def test_drops_are_asked_for_and_counted_once(engine, tmp_path):
 
 
 def test_gaps_and_garbage_are_told_and_recorded(engine, tmp_path):
-    """What is lost, no batch, or not to be decoded is in the file and on stderr."""
+    """Lost batches, invalid messages and undecodable batches are in the file and on stderr."""
     out = tmp_path / "live.jsonl"
     engine.publish(stored(0), heard=False)
     with recording(engine, out, "--batches", "1", replay=False) as process:
@@ -110,7 +113,7 @@ def test_gaps_and_garbage_are_told_and_recorded(engine, tmp_path):
 
 
 def test_a_restart_is_recorded(engine, tmp_path):
-    """A server that starts again is told, and recorded from its first batch on."""
+    """A restart of the engine is recorded, with all batches since the restart."""
     out = tmp_path / "live.jsonl"
     with recording(engine, out, "--batches", "3") as process:
         engine.publish(stored(0))
@@ -131,7 +134,7 @@ def test_a_restart_is_recorded(engine, tmp_path):
 
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_ctrl_c_ends_with_a_complete_file(engine, tmp_path):
-    """Ctrl-C ends the recording: all that was heard is there, and the exit code is 0."""
+    """Ctrl-C ends the recording with a complete file of all messages and exit code 0."""
     out = tmp_path / "live.jsonl.zst"
     with recording(engine, out) as process:
         engine.publish(stored(0))
@@ -148,7 +151,7 @@ def test_ctrl_c_ends_with_a_complete_file(engine, tmp_path):
 
 
 def test_sigterm_in_a_flood_leaves_no_hole(engine, tmp_path):
-    """Of large batches that come faster than they are written each is in the file or a gap."""
+    """After SIGTERM each large batch that was received is in the file, or counted in a gap."""
     out = tmp_path / "live.jsonl"
     large = BlockStored(hashes=(1,), tokens=tuple(range(300_000)), block_size=300_000)
     payload = encode(EventBatch(1.0, (large,)))
@@ -169,7 +172,7 @@ def test_sigterm_in_a_flood_leaves_no_hole(engine, tmp_path):
 
 
 def test_a_full_disk_leaves_what_was_written(engine, tmp_path):
-    """When the file cannot grow its `.part` stays; stderr says how much is in it."""
+    """When the file cannot grow, its `.part` stays and stderr names its number of batches."""
     out = tmp_path / "live.jsonl"
     with recording(engine, out, replay=False) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
@@ -205,7 +208,7 @@ with Subscriber(Server(address=address, replay=replay)) as it, RecordingWriter(o
 
 
 def test_a_killed_recording_is_readable(engine, tmp_path):
-    """SIGKILL leaves a file that can be read up to where it is cut, also after the next run."""
+    """SIGKILL leaves a file that is readable up to the cut, also after the next run."""
     out = tmp_path / "live.jsonl"
     for number in range(2000):
         engine.publish(stored(number), heard=False)
@@ -225,7 +228,7 @@ def test_a_killed_recording_is_readable(engine, tmp_path):
 
 
 def test_nothing_is_left_of_wrong_input(tmp_path):
-    """An address that is none is refused with exit code 2, and no file is begun."""
+    """An invalid address is an error with exit code 2, and no file is begun."""
     command = [sys.executable, "-m", "kvcore", "record", "--zmq", "5557", "-o", "x.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
@@ -236,7 +239,7 @@ def test_nothing_is_left_of_wrong_input(tmp_path):
 @pytest.mark.parametrize("older", [None, "precious"])
 @pytest.mark.parametrize("options", [[], ["--rotate", "1h", "--rotate", "1GiB"]])
 def test_silence_is_told(tmp_path, older, options):
-    """Where nothing came there is no file, an older one stays, and the exit code is 4."""
+    """If no batch arrives, no file is written or replaced, and the exit code is 4."""
     out = tmp_path / "none.jsonl"
     if older is not None:
         out.write_text(older)
@@ -251,7 +254,7 @@ def test_silence_is_told(tmp_path, older, options):
 
 
 def test_numbers_beyond_64_bits_are_reported(engine, tmp_path):
-    """Gaps of more batches than 64 bits can count are added up, by `replay` too."""
+    """Missing batches beyond 64 bits are added up by `record` and by `replay`."""
     out = tmp_path / "live.jsonl"
     with recording(engine, out, "--batches", "5", "--json", replay=False) as process:
         for number in (2**63 - 1, 0, 2**63 - 1, 0, 2**63 - 1):
@@ -264,7 +267,7 @@ def test_numbers_beyond_64_bits_are_reported(engine, tmp_path):
 
 
 def test_clears_and_unread_events_are_counted(engine, tmp_path):
-    """A clear is counted; an event that cannot be read is kept, counted and told."""
+    """Clears and unreadable events are counted, and the latter are reported on stderr."""
     out = tmp_path / "live.jsonl"
     clear = EventBatch(0.0, (AllBlocksCleared(),))
     odd = encode(clear).replace(b"AllBlocksCleared", b"AllBlocksCleaned")
@@ -279,7 +282,7 @@ def test_clears_and_unread_events_are_counted(engine, tmp_path):
 
 
 def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
-    """What `export --zmq` publishes and `record` hears is what `export --out` writes."""
+    """The batches that `export --zmq` publishes are those that `export --out` writes."""
     trace, there, here = (tmp_path / name for name in ("t.jsonl", "there.jsonl", "here.jsonl"))
     compare(Zipf(requests=60, prefixes=20), "lru", 300, trace=trace)
     export = [sys.executable, "-m", "kvcore", "export", trace, "--to", "vllm"]
@@ -297,7 +300,7 @@ def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
 
 
 def test_a_missing_trace_is_told_before_anyone_is_waited_for(tmp_path):
-    """With `--zmq`, too, a trace that is not there ends the export at once."""
+    """`export --zmq` of a missing trace ends at once, without waiting for a subscriber."""
     command = [sys.executable, "-m", "kvcore", "export", "no.jsonl", "--to", "vllm"]
     done = subprocess.run(
         [*command, "--zmq", "tcp://127.0.0.1:*"],

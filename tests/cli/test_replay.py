@@ -1,4 +1,4 @@
-"""`kvcore replay`."""
+"""Tests of `kvcore replay` of a trace: its report, its errors and its exit codes."""
 
 import json
 import subprocess
@@ -18,12 +18,12 @@ def trace(tmp_path):
 
 
 def run(*arguments):
-    """Run `kvcore replay`."""
+    """Run `kvcore replay` in this process."""
     return run_here("replay", *arguments)
 
 
 def test_json_is_alone_on_stdout(trace):
-    """As a process: `--json` prints one document with the documented fields, and no more."""
+    """As a process, `replay --json` prints one document with exactly the documented fields."""
     command = [sys.executable, "-c", PROGRAM, "replay", trace, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads(done.stdout)
@@ -41,7 +41,7 @@ def test_json_is_alone_on_stdout(trace):
 
 
 def test_a_table_for_people(trace):
-    """Without `--json` the same is a table, and a sentence says what was run."""
+    """Without `--json` the report is a table, and the setup of the run below it."""
     done = run(trace)
     table, _, setup = done.stdout.partition("\n\n")
     rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
@@ -55,7 +55,7 @@ def test_a_table_for_people(trace):
 
 
 def test_preemptions_are_told_by_kind(tmp_path):
-    """The table of a run with a clock has its preemptions; of a run without any, no row."""
+    """The table has a row for each kind of preemption, and none if there were none."""
     done = run(serve(tmp_path / "served.jsonl"))
     assert done.returncode == 0
     assert [line.split() for line in done.stdout.splitlines() if "preempted" in line] == [
@@ -66,20 +66,20 @@ def test_preemptions_are_told_by_kind(tmp_path):
 
 
 def test_the_state_at_a_time(trace):
-    """`--at` takes seconds, to the nanosecond."""
+    """`--at` accepts seconds with nanosecond resolution."""
     done = run(trace, "--json", "--at", "0.000000002")
     assert json.loads(done.stdout)["lines"] == 5
 
 
 def test_a_time_that_is_none_is_bad_usage(trace):
-    """`--at` of no number exits 2 and says what is expected."""
+    """A value of `--at` that is no number exits with code 2 and the expected form."""
     done = run(trace, "--at", "noon")
     assert (done.returncode, done.stdout) == (2, "")
     assert "'noon': expected a number of seconds" in done.stderr
 
 
 def test_a_violation_exits_1_with_file_line_and_reason(trace):
-    """A line that cannot be is told on stderr; stdout stays empty."""
+    """An impossible event exits with code 1, its line and the reason, and an empty stdout."""
     events = lines(trace)
     events[35]["span"] = 4
     done = run(seal(trace, events), "--json")
@@ -90,7 +90,7 @@ def test_a_violation_exits_1_with_file_line_and_reason(trace):
 
 
 def test_an_incomplete_file_exits_1_after_its_report(trace):
-    """Of a cut file the readable part is reported, and one message says where it is cut."""
+    """The readable part of a cut file is reported, and the error states where it is cut."""
     trace.write_bytes(trace.read_bytes()[:-100])
     done = run(trace, "--json")
     report = json.loads(done.stdout)
@@ -100,21 +100,21 @@ def test_an_incomplete_file_exits_1_after_its_report(trace):
 
 
 def test_a_missing_file_is_bad_input(tmp_path):
-    """A file that is not there exits 2."""
+    """A missing file exits with code 2 and an error that names it."""
     done = run(tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (2, "")
     assert "nowhere: No such file" in done.stderr
 
 
 def test_an_empty_path_is_bad_usage():
-    """An empty FILE is named as such, and is not taken for the working directory."""
+    """An empty FILE is a usage error; it does not mean the working directory."""
     done = run("")
     assert (done.returncode, done.stdout) == (2, "")
     assert "Invalid value for 'FILE': empty path; name a file" in done.stderr
 
 
 def test_a_workload_is_no_trace(tmp_path):
-    """A file of requests exits 1, and the error says which verb runs it."""
+    """A file of requests exits with code 1, and the error names the verb that runs it."""
     path = tmp_path / "requests.csv"
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     done = run(path)

@@ -1,4 +1,4 @@
-"""`kvcore replay` of a recording of KV events."""
+"""Tests of `kvcore replay` of a recording of KV events."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from kvcore.kv_events import RecordingWriter
 
 @pytest.fixture
 def recording(tmp_path):
-    """Return the path of a whole recording: of four blocks that were stored, one is gone."""
+    """Return the path of a complete recording: four blocks are stored and one is removed."""
     return record(
         tmp_path / "events.jsonl.gz",
         batch(stored(1, 2, 3, medium="GPU"), ts=1.0),
@@ -25,12 +25,12 @@ def recording(tmp_path):
 
 
 def run(*arguments, cwd=None):
-    """Run `kvcore replay`."""
+    """Run `kvcore replay` in this process."""
     return run_here("replay", *arguments, cwd=cwd)
 
 
 def test_a_table_for_people(recording):
-    """The table counts events and blocks; below it stands what such a stream can tell."""
+    """The table counts events and blocks, and the note below it states what events omit."""
     done = run(recording)
     table, _, tells = done.stdout.partition("\n\n")
     rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
@@ -51,7 +51,7 @@ def test_json_is_alone_on_stdout(recording):
 
 
 def test_what_is_wrong_is_told(tmp_path):
-    """Gaps, restarts, garbage and events that cannot be are rows of their own."""
+    """Gaps, restarts, garbage and impossible events have rows of their own."""
     path = tmp_path / "events.jsonl"
     with RecordingWriter(path) as writer:
         writer.batch(batch(removed(7)), 0, 0)
@@ -72,7 +72,10 @@ def test_what_is_wrong_is_told(tmp_path):
     ids=lambda options: options[0],
 )
 def test_what_needs_lookups_is_refused(recording, tmp_path, options):
-    """A recording is not run again: the error says what to do, and no file is begun."""
+    """An option that runs requests again is an error for a recording.
+
+    The error names the workload to use instead, and no file is begun.
+    """
     done = run(recording, *options, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert (
@@ -83,7 +86,7 @@ def test_what_needs_lookups_is_refused(recording, tmp_path, options):
 
 
 def test_an_incomplete_recording_exits_1_after_its_report(tmp_path):
-    """Of what a killed process left, the readable part is reported, and where it is cut."""
+    """The readable part of a cut recording is reported, and the error states the cut."""
     path = record(tmp_path / "events.jsonl", batch(stored(1)), batch(stored(2)))
     path.write_bytes(path.read_bytes()[:-10])
     done = run(path, "--json")
@@ -94,7 +97,7 @@ def test_an_incomplete_recording_exits_1_after_its_report(tmp_path):
 
 
 def test_a_damaged_line_exits_1_with_its_place(tmp_path):
-    """A line that cannot be is told with file, line and reason; stdout stays empty."""
+    """An invalid line exits with code 1, its file, line and reason, and an empty stdout."""
     path = record(tmp_path / "events.jsonl", batch(stored(1)))
     path.write_bytes(path.read_bytes().replace(b'"BATCH"', b'"BATHE"'))
     done = run(path)
@@ -103,7 +106,7 @@ def test_a_damaged_line_exits_1_with_its_place(tmp_path):
 
 
 def test_events_in_json_are_recordings_too(tmp_path):
-    """A file of Dynamo's router events is checked, however long its first line is."""
+    """A file of Dynamo's router events is checked, even if its first line is very long."""
     path = tmp_path / "router.jsonl"
     path.write_bytes(DYNAMO.replace(b'"device"', b'"' + b"d" * 100_000 + b'"'))
     report = json.loads(run(path, "--json").stdout)
@@ -111,7 +114,7 @@ def test_events_in_json_are_recordings_too(tmp_path):
 
 
 def test_a_trace_out_of_a_pipe_is_still_read(tmp_path):
-    """As a process: looking whether a file is a recording takes nothing from a pipe."""
+    """A trace in a pipe is read from its start, after the check for a recording."""
     trace = record_trace(tmp_path / "trace.jsonl")
     done = subprocess.run(
         [sys.executable, "-m", "kvcore", "replay", "/dev/stdin", "--json"],

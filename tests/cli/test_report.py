@@ -1,4 +1,4 @@
-"""`kvcore report`: results of any command become one page, and nothing else does."""
+"""Tests of `kvcore report`: it makes one page of results, and refuses other files."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ MARKUP = "</script><script>alert('x')</script><b>\"&amp;"
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Return a folder with a result of every kind, of small workloads."""
+    """Return a folder with a result of each kind, of small workloads."""
     folder = tmp_path_factory.mktemp("results")
     work = ("zipf:requests=120,rate=40", "--block-size", 16)
 
@@ -52,7 +52,7 @@ def results(tmp_path_factory):
     for table in ("sweep.csv", "sweep.json", "sweep.parquet"):
         run_here("sweep", "grid.toml", "--jobs", 1, "--out", table, cwd=folder)
         journal = (folder / "sweep.csv.journal").read_bytes()
-        (folder / "sweep.json.journal").write_bytes(journal)  # nothing is run again
+        (folder / "sweep.json.journal").write_bytes(journal)  # so that no cell is run again
         (folder / "sweep.parquet.journal").write_bytes(journal)
     fleet = ("--device", "h100", "--slo", "ttft=2", "--max-gpus", 2, "--jobs", 1)
     run_here("plan", "zipf:requests=20", *fleet, "--out", "plan", cwd=folder)
@@ -60,25 +60,25 @@ def results(tmp_path_factory):
 
 
 def told(page):
-    """Return the report that a page holds, and all its texts as one."""
+    """Return the report that a page holds, and all its texts as one string."""
     found = data_of(page, "report")
     return found, json.dumps(found, ensure_ascii=False)
 
 
 def tables(found):
-    """Return the rows of all tables of a report by their captions."""
+    """Return the rows of each table of a report, by caption."""
     parts = (part for section in found["sections"] for part in section["parts"])
     return {part["caption"]: part["rows"] for part in parts if part["kind"] == "table"}
 
 
 def charts(found):
-    """Return the charts of a report by their titles."""
+    """Return the charts of a report, by title."""
     parts = (part for section in found["sections"] for part in section["parts"])
     return {part["title"]: part for part in parts if part["kind"] in ("chart", "bars")}
 
 
 def reported(results, *names):
-    """Return what the page of some results says."""
+    """Return the report on the page of some results."""
     return told(report_page([results / name for name in names]))[0]
 
 
@@ -105,12 +105,12 @@ def reported(results, *names):
     ],
 )
 def test_results_are_recognised_by_what_they_hold(results, name, kind):
-    """Each kind of result makes a section of its own, whatever its file is called."""
+    """Each kind of result is a section with the title of its kind."""
     assert [section["title"] for section in reported(results, name)["sections"]] == [kind]
 
 
 def test_names_do_not_matter(results, tmp_path):
-    """A document under another name, even compressed, is what it is."""
+    """A document is recognised by its content, under any name and compressed or not."""
     for name, data in {
         "plan.csv": (results / "compare.json").read_bytes(),
         "sweep.json": gzip.compress((results / "compare.json").read_bytes()),
@@ -132,7 +132,7 @@ def test_names_do_not_matter(results, tmp_path):
     ],
 )
 def test_what_is_no_result_is_told_what_it_seems_to_be(results, name, seems):
-    """And no page is written."""
+    """The error for a file that is no result names what it seems to be; no page is written."""
     run = run_here("report", name, "-o", "page.html", cwd=results)
     assert (run.returncode, run.stdout) == (2, "")
     assert seems in run.stderr
@@ -155,7 +155,7 @@ def test_what_is_no_result_is_told_what_it_seems_to_be(results, name, seems):
     ],
 )
 def test_damaged_files_are_told(tmp_path, text):
-    """Whatever a file holds, the error names it and no page is written."""
+    """The error for a damaged or foreign file names the file, and no page is written."""
     (tmp_path / "it").write_bytes(text)
     run = run_here("report", "it", "-o", "page.html", cwd=tmp_path)
     assert run.returncode == 2
@@ -165,7 +165,7 @@ def test_damaged_files_are_told(tmp_path, text):
 
 @pytest.mark.parametrize("name", ["compare.json", "whatif.json", "plan/plan.json", "one.json"])
 def test_a_document_that_stops_early_is_told(results, tmp_path, name):
-    """Half of the JSON is no result."""
+    """A JSON document that is cut is an error, and no page is written."""
     whole = (results / name).read_bytes()
     (tmp_path / "half.json").write_bytes(whole[: len(whole) // 2])
     run = run_here("report", "half.json", "-o", "page.html", cwd=tmp_path)
@@ -174,7 +174,7 @@ def test_a_document_that_stops_early_is_told(results, tmp_path, name):
 
 
 def test_a_field_that_is_missing_is_told(results, tmp_path):
-    """Every field of a document without which its report would not be whole is missed."""
+    """A document without a field that the report needs is an error that names the field."""
     document = json.loads((results / "compare.json").read_bytes())
     for row in ("hit_blocks", "hit_ratio", "block_size"):
         lacking = json.loads(json.dumps(document))
@@ -188,7 +188,7 @@ def test_a_field_that_is_missing_is_told(results, tmp_path):
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "made by hand.jsonl"])
 def test_a_cut_trace_is_refused_as_replay_refuses_it(results, tmp_path, name):
-    """The page would be of a run that did not end so."""
+    """A cut trace has the exit code and the error of `replay`, and no page is written."""
     path = tmp_path / name
     if name == "trace.jsonl":
         path.write_bytes(gzip.decompress((results / "lru/trace.jsonl.gz").read_bytes()))
@@ -203,7 +203,7 @@ def test_a_cut_trace_is_refused_as_replay_refuses_it(results, tmp_path, name):
 
 
 def test_a_damaged_trace_is_refused_as_replay_refuses_it(results, tmp_path):
-    """The line is named."""
+    """A damaged trace has the exit code and the error of `replay`, and no page is written."""
     text = gzip.decompress((results / "lru/trace.jsonl.gz").read_bytes())
     (tmp_path / "bad.jsonl").write_bytes(text.replace(b'"event":"EVICT"', b'"event":"X"', 1))
     replay, run = (
@@ -215,7 +215,7 @@ def test_a_damaged_trace_is_refused_as_replay_refuses_it(results, tmp_path):
 
 
 def test_a_trace_of_calls_made_by_hand_is_reported(tmp_path):
-    """What a run of requests would have besides is left out."""
+    """A trace of single cache calls has its missed tokens, and no figures of a run."""
     found = reported(tmp_path, record(tmp_path / "hand.jsonl").name)
     captions = tables(found)
     assert "Figures of the run" not in captions
@@ -224,7 +224,7 @@ def test_a_trace_of_calls_made_by_hand_is_reported(tmp_path):
 
 @pytest.mark.parametrize("name", ["lru/summary.json", "lru/trace.jsonl.gz", "compare.json"])
 def test_results_are_not_overwritten(results, name):
-    """The page may not take the place of what it tells of, in a folder neither."""
+    """`report` refuses to overwrite a result on the page, also inside a folder."""
     before = (results / name).read_bytes()
     run = run_here("report", "lru", "compare.json", "-o", name, cwd=results)
     assert run.returncode == 2
@@ -233,7 +233,7 @@ def test_results_are_not_overwritten(results, name):
 
 
 def test_the_size_is_told_and_equal_results_make_equal_pages(results):
-    """Nothing in a page depends on when it was made."""
+    """Equal results make equal pages, and the size of a page is printed."""
     runs = [run_here("report", "lru", "-o", name, cwd=results) for name in ("a.html", "b.html")]
     assert [run.stdout for run in runs] == ["a.html: 2.01 MB\n", "b.html: 2.01 MB\n"]
     pages = [(results / name).read_bytes() for name in ("a.html", "b.html")]
@@ -241,7 +241,7 @@ def test_the_size_is_told_and_equal_results_make_equal_pages(results):
 
 
 def test_a_run_has_the_numbers_of_its_summary(results):
-    """Tables say what the terminal says; charts hold what the files hold."""
+    """The section of a run has the numbers of its summary and of its requests."""
     summary = json.loads((results / "lru/summary.json").read_bytes())
     rows = map(json.loads, (results / "lru/requests.jsonl").read_text().splitlines())
     found = reported(results, "lru")
@@ -262,7 +262,10 @@ def test_a_run_has_the_numbers_of_its_summary(results):
 
 
 def test_the_regret_of_a_trace_is_that_of_explain(results):
-    """Where prompt tokens went adds up to all of them."""
+    """The section of a trace has the hits and losses that `explain --summary` has.
+
+    All parts of the chart add up to the prompt tokens.
+    """
     explained = json.loads((results / "explain.json").read_bytes())
     found = reported(results, "lru/trace.jsonl.gz")
     (series,) = charts(found)["Where the prompt tokens went"]["series"]
@@ -284,7 +287,7 @@ def test_the_regret_of_a_trace_is_that_of_explain(results):
     ],
 )
 def test_regret_is_of_the_pool_alone(tmp_path, options, says):
-    """What tiers gave back is told beside it; without evictions there is nothing to divide."""
+    """Beside the regret are tokens of lower tiers, or a note that no miss was evicted."""
     work = ("zipf:requests=60,rate=40", "--blocks", 300, "--no-search")
     run_here("simulate", *work, *options, "--out", "run", cwd=tmp_path)
     _, text = told(report_page([tmp_path / "run"]))
@@ -292,7 +295,10 @@ def test_regret_is_of_the_pool_alone(tmp_path, options, says):
 
 
 def test_the_regret_of_a_comparison_is_the_distance_from_the_optimum(results):
-    """In blocks and in tokens; the optimum's own rows are left out."""
+    """The regret of each row is its distance from the optimum, in blocks and in tokens.
+
+    Rows of the optimum are left out.
+    """
     document = json.loads((results / "compare.json").read_bytes())
     hits = {(row["eviction"], row["blocks"]): row["hit_blocks"] for row in document["rows"]}
     rows = tables(reported(results, "compare.json"))
@@ -312,7 +318,7 @@ def test_the_regret_of_a_comparison_is_the_distance_from_the_optimum(results):
 
 
 def test_runs_stand_side_by_side(results):
-    """With the settings that differ, differences of figures, and lines in one chart."""
+    """Two runs are compared by differing settings and by figures, and share charts."""
     found = reported(results, "lru", "lfu")
     assert [section["title"] for section in found["sections"]] == [
         "Runs side by side",
@@ -336,7 +342,11 @@ def test_runs_stand_side_by_side(results):
 
 
 def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path):
-    """Lines are named after policy and result, and a size only one has is a dash."""
+    """Two comparisons share a chart and a table.
+
+    Lines are named after policy and result, and a size of only one result has dashes for the
+    other.
+    """
     other = run_here("compare", "zipf:requests=80", "--blocks", "400", "--json", cwd=results)
     (tmp_path / "other.json").write_text(other.stdout)
     found = told(report_page([results / "compare.json", tmp_path / "other.json"]))[0]
@@ -350,7 +360,7 @@ def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path)
 
 
 def test_what_needs_a_trace_is_told_with_the_command_that_makes_one(results):
-    """A document alone pretends nothing; the command runs, and its trace can be reported."""
+    """A document without a trace has no regret, and the commands that make a trace succeed."""
     for name in ("simulate.json", "whatif.json", "size.json"):
         titles = [
             part["text"]
@@ -382,7 +392,7 @@ def test_what_needs_a_trace_is_told_with_the_command_that_makes_one(results):
     ],
 )
 def test_the_command_of_a_report_makes_the_result_again(results, name, same):
-    """With the same numbers."""
+    """The command in a report makes a result with the same numbers."""
     parts = reported(results, name)["sections"][0]["parts"]
     line = next(part["text"] for part in parts if part["kind"] == "command")
     run = run_here(*shlex.split(line)[1:], cwd=results)
@@ -391,7 +401,7 @@ def test_the_command_of_a_report_makes_the_result_again(results, name, same):
 
 
 def test_the_command_of_a_run_simulates_it_again(results, tmp_path):
-    """Request by request."""
+    """The command in the report of a run simulates the same requests with the same times."""
     parts = reported(results, "lfu")["sections"][0]["parts"]
     line = next(part["text"] for part in parts if part["kind"] == "command")
     run = run_here(*shlex.split(line)[1:], cwd=tmp_path)
@@ -404,7 +414,7 @@ def test_the_command_of_a_run_simulates_it_again(results, tmp_path):
 
 
 def test_the_grid_of_a_sweep_makes_it_again(results, tmp_path):
-    """The axes are found in its rows."""
+    """The grid and the command in the report of a sweep make the same table."""
     parts = reported(results, "sweep.csv")["sections"][0]["parts"]
     grid, line = (part["text"] for part in parts if part["kind"] == "command")
     (tmp_path / "grid.toml").write_text(grid)
@@ -414,7 +424,7 @@ def test_the_grid_of_a_sweep_makes_it_again(results, tmp_path):
 
 
 def test_a_result_that_python_wrote_is_reported(tmp_path):
-    """Its summary does not say what was run, which the page says; all else is there."""
+    """A result that Python wrote is reported, with a note that its configuration is unknown."""
     kvcore.simulate("zipf:requests=30").write(tmp_path / "mine")
     found = reported(tmp_path, "mine")
     assert "TTFT, mean" in [row[0] for row in tables(found)["Figures of the run"]]
@@ -424,7 +434,7 @@ def test_a_result_that_python_wrote_is_reported(tmp_path):
 
 
 def test_a_run_that_is_too_much_says_so_first(tmp_path):
-    """As the terminal does."""
+    """The section of a saturated run begins with the warning that `simulate` prints."""
     run = run_here(
         *("simulate", "--limit", 2000, "--rate-scale", 20, "--no-search", "--block-size", 512),
         *("--out", "much"),
@@ -437,7 +447,7 @@ def test_a_run_that_is_too_much_says_so_first(tmp_path):
 
 
 def test_strings_of_results_are_no_markup(results, tmp_path):
-    """Names, options and errors of any text are data, which no parser of HTML sees."""
+    """Strings of results and the title are data on the page, never HTML."""
     document = json.loads((results / "compare.json").read_bytes())
     document["workload"]["name"] = document["rows"][0]["eviction"] = MARKUP
     (tmp_path / "c.json").write_text(json.dumps(document))

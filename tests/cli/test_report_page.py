@@ -1,4 +1,4 @@
-"""The page of a report in a real browser."""
+"""Tests of the page of `kvcore report` in a real browser."""
 
 import json
 from itertools import pairwise
@@ -33,28 +33,28 @@ def page(tmp_path_factory):
 
 
 def drawn(opened, page):
-    """Open the page, and wait until its charts are drawn."""
+    """Open the page, wait until its charts are drawn, and return the tab."""
     opened.open(page).wait_for_selector("body[data-drawn]", timeout=60_000)
     return opened
 
 
 @pytest.fixture(scope="module")
 def light(browser, page):
-    """Return the page on a laptop."""
+    """Yield the page on a laptop, in light colours."""
     with tab(browser) as opened:
         yield drawn(opened, page)
 
 
 @pytest.fixture(scope="module")
 def dark(browser, page):
-    """Return the page on a phone, in the dark."""
+    """Yield the page on a phone, in dark colours."""
     with tab(browser, NARROW, scheme="dark") as opened:
         yield drawn(opened, page)
 
 
 @pytest.mark.parametrize("kind", ["light", "dark"])
 def test_it_opens_offline_and_fits(request, kind):
-    """Without a complaint or a request; what is wider than a phone scrolls in its own box."""
+    """The page opens without requests or errors, and nothing is wider than the window."""
     opened = request.getfixturevalue(kind)
     assert (opened.complaints, opened.requests) == ([], [])
     assert opened.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -64,7 +64,7 @@ def test_it_opens_offline_and_fits(request, kind):
 
 
 def test_it_shows_what_its_data_say(light, page):
-    """Every cell of every table, and every line and bar of every chart."""
+    """Every cell of the tables and every line and bar of the charts is that of the data."""
     data = data_of(page.read_bytes(), "report")
     parts = [part for section in data["sections"] for part in section["parts"]]
     shown = light.page
@@ -88,7 +88,7 @@ def test_it_shows_what_its_data_say(light, page):
 
 
 def test_markup_in_results_stays_text(light):
-    """In titles, tables, legends, charts and the contents."""
+    """Markup in titles, tables and charts is shown as text."""
     shown = light.page
     assert shown.title() == MARKUP
     assert shown.locator("h1").text_content() == MARKUP
@@ -99,7 +99,7 @@ def test_markup_in_results_stays_text(light):
 
 
 def test_it_can_be_walked_through(light):
-    """Headings in order, contents that lead to them, and columns and rows that are named."""
+    """Headings are in order, contents link to them, and header cells have a scope."""
     shown = light.page
     levels = '[...document.querySelectorAll("h1, h2, h3")].map((each) => +each.tagName[1])'
     found = shown.evaluate(levels)
@@ -119,7 +119,7 @@ WIDTHS = """[...document.querySelectorAll(".chart svg.main-svg")].map(
 
 
 def test_charts_follow_the_window(dark):
-    """They are drawn again when it gets wider or narrower, within it."""
+    """Charts are redrawn to fit when the window gets wider or narrower."""
     shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
     before = shown.evaluate(WIDTHS)
     last = shown.locator(".chart svg.main-svg").last
@@ -132,7 +132,7 @@ def test_charts_follow_the_window(dark):
 
 @pytest.mark.slow
 def test_it_prints_in_light_colours_as_wide_as_paper(dark):
-    """Charts of a dark page are drawn again for paper, and afterwards for the screen."""
+    """A dark page prints in light colours at the width of paper, and is restored afterwards."""
     shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
     ground = "getComputedStyle(document.body).backgroundColor"
     before = shown.evaluate(ground), shown.evaluate(WIDTHS)

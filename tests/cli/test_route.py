@@ -1,4 +1,4 @@
-"""`kvcore route` as a process, and the trace that it leaves."""
+"""Tests of `kvcore route` as a process, and of the trace that it writes."""
 
 import asyncio
 import sys
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 @asynccontextmanager
 async def routing(*arguments, count=2):
-    """Run `kvcore route` with some upstreams; yield the program and these."""
+    """Yield a process of `kvcore route` and the upstream servers that it routes to."""
     servers = [await Upstream().start() for _ in range(count)]
     program = Program("route", "--port", 0, *arguments, *(each.url for each in servers))
     try:
@@ -31,7 +31,7 @@ async def routing(*arguments, count=2):
 
 
 async def ask(url, **more):
-    """Return the text of an answer."""
+    """Send a completion request and return the text of the answer."""
     async with (
         aiohttp.ClientSession(url) as client,
         client.post("/v1/completions", json=prompt(**more)) as answer,
@@ -40,7 +40,7 @@ async def ask(url, **more):
 
 
 def test_the_trace_is_whole_after_sigterm(tmp_path):
-    """What is in flight ends first; `kvcore simulate` takes the day."""
+    """After SIGTERM requests in flight end, and the trace is complete and can be simulated."""
     path = tmp_path / "day.jsonl.gz"
 
     async def scene():
@@ -66,7 +66,7 @@ def test_the_trace_is_whole_after_sigterm(tmp_path):
 
 
 def test_the_trace_can_be_read_after_sigkill(tmp_path):
-    """Up to the last second."""
+    """After SIGKILL the partial trace is readable, up to the last second."""
     path = tmp_path / "day.jsonl.gz"
 
     async def scene():
@@ -84,7 +84,10 @@ def test_the_trace_can_be_read_after_sigkill(tmp_path):
 
 
 def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
-    """Each good one is answered once or refused; nothing is left in flight."""
+    """Each valid request is answered once or refused while servers fail and return.
+
+    Afterwards no request is counted as in flight.
+    """
     path = tmp_path / "day.jsonl"
 
     async def scene():
@@ -120,7 +123,10 @@ def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
 
 
 def test_servers_of_kvcore_on_a_bad_day(tmp_path):
-    """One of two is killed; see `bad_day` for what must hold. Each starts for some seconds."""
+    """A cluster of two servers survives the kill of one; `bad_day` checks it.
+
+    Each server takes some seconds to start.
+    """
     pytest.importorskip("torch", reason="needs torch")
     asyncio.run(bad_day(tmp_path, servers=2, requests=400, kills=1))
 
@@ -138,7 +144,7 @@ def test_servers_of_kvcore_on_a_bad_day(tmp_path):
     ],
 )
 def test_wrong_options_are_refused(arguments, wrong):
-    """Before anything is listened to."""
+    """An invalid option is an error before the proxy listens."""
     run = run_here("route", *arguments)
     assert run.returncode
     assert wrong in run.stderr
@@ -146,7 +152,7 @@ def test_wrong_options_are_refused(arguments, wrong):
 
 @pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
 def test_a_missing_package_is_named(monkeypatch, capsys, package):
-    """With what needs it, and how to get it."""
+    """Without a needed package `route` exits with code 3 and how to install it."""
     monkeypatch.setitem(sys.modules, package, None)
     assert frame.run(["route", "http://127.0.0.1:1", "--port", "0"]) == 3
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvcore routers`: what it prints, draws and refuses."""
+"""Tests of `kvcore routers`: what it prints and draws, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=16,output_to
 
 @pytest.fixture
 def routers(capsys):
-    """Return a function that runs the command in this process: code, stdout, stderr."""
+    """Return a function that runs `kvcore routers`: code, stdout and stderr."""
 
     def run(*arguments):
         code = frame.run(["routers", SMALL, "--jobs", "1", *map(str, arguments)])
@@ -28,7 +28,7 @@ def routers(capsys):
 
 
 def test_all_installed_routers_are_compared(routers):
-    """If none is named; on eight servers."""
+    """By default all installed routers are compared, on eight servers."""
     code, printed, _ = routers("--json", "--blocks", 60)
     document = json.loads(printed)
     assert (code, document["schema"]) == (0, 1)
@@ -38,7 +38,7 @@ def test_all_installed_routers_are_compared(routers):
 
 
 def test_the_table_names_what_is_compared(routers):
-    """Several numbers of servers have a column, and one cache has rows."""
+    """The table has rows for each number of servers, for routers and for one shared cache."""
     code, printed, _ = routers("--replicas", "2,4", "--routers", "round-robin", "--blocks", 60)
     assert code == 0
     assert " ".join(printed.split()).startswith(
@@ -49,7 +49,10 @@ def test_the_table_names_what_is_compared(routers):
 
 
 def test_options_come_from_a_file(routers, tmp_path):
-    """Tables of unlike servers are one cluster; the command line wins."""
+    """Options come from a TOML file, in which tables of servers are one cluster.
+
+    The command line overrides them.
+    """
     path = tmp_path / "fleet.toml"
     path.write_text(
         'routers = "round-robin"\n[[replicas]]\nblocks = 50\n[[replicas]]\nblocks = 90\n'
@@ -66,7 +69,7 @@ def test_options_come_from_a_file(routers, tmp_path):
 
 
 def test_standard_input_is_read_in_this_process(tmp_path):
-    """Other processes cannot read it: more jobs are refused, and other pipes are."""
+    """Standard input is read with one job; more jobs and other pipes are errors."""
     row = '{"timestamp": %d, "input_length": 600, "output_length": 2, "hash_ids": [1, %d]}\n'
     text = "".join(row % (number, number + 2) for number in range(9))
     os.mkfifo(tmp_path / "pipe")
@@ -86,14 +89,14 @@ def test_standard_input_is_read_in_this_process(tmp_path):
 
 
 def test_a_failure_is_served(routers):
-    """By every router alike."""
+    """Failures of replicas cost no request, with any router."""
     failed = "--fail", "replica=1,at=0.1", "--fail", "replica=2,at=0.2,for=0.3"
     document = json.loads(routers("--replicas", 3, "--blocks", 60, *failed, "--json")[1])
     assert all(row["rejected"] == 0 for row in document["rows"])
 
 
 def test_a_plot_is_drawn(routers, tmp_path):
-    """Hits, times and balance over the number of servers."""
+    """`--plot` draws the routers and the shared cache over the number of servers."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "routers.svg"
     assert routers("--replicas", "2,3", "--blocks", 60, "--plot", path)[0] == 0
@@ -111,7 +114,7 @@ def test_a_plot_is_drawn(routers, tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused(routers, options, why):
-    """With what is wrong, before anything runs."""
+    """An invalid option is an error with the reason, before anything runs."""
     code, printed, told = routers(*options)
     assert (code, printed) == (2, "")
     assert why in told

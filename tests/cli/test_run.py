@@ -1,4 +1,4 @@
-"""`kvcore run`: what it computes, prints, writes and refuses."""
+"""Tests of `kvcore run`: what it computes, prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FAST = ("--latency", "linear", "--memory", "4MiB")
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line and returns stdout; it must succeed."""
+    """Return a function that runs a verb, requires success, and returns stdout."""
 
     def command(*arguments, verb="run"):
         code = frame.run([verb, *map(str, arguments)])
@@ -32,7 +32,7 @@ def run(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs what cannot be done, and returns the error and the code."""
+    """Return a function that runs a failing `kvcore run` and returns exit code and stderr."""
 
     def command(*arguments):
         code = frame.run(["run", *map(str, arguments)])
@@ -44,13 +44,13 @@ def refused(capsys):
 
 
 def between(path):
-    """Return the lines of a trace but the header and END."""
+    """Return the lines of a trace between its header and END."""
     return path.read_bytes().splitlines()[1:-1]
 
 
 @pytest.mark.slow
 def test_the_bundled_trace():
-    """As a process: the first requests of the trace, one JSON document, nothing on stderr."""
+    """As a process, `run --json` computes the bundled trace and prints one document."""
     done = subprocess.run(
         [sys.executable, "-m", "kvcore", "run", "--limit", "5", "--json"],
         capture_output=True,
@@ -70,7 +70,7 @@ def test_the_bundled_trace():
 
 
 def test_the_report_says_what_was_computed(run):
-    """Generator, backend, dtype, and which part of the workload it was."""
+    """The report names the generator, the backend, the dtype and the part of the workload."""
     printed = run(SMALL, *FAST, "--limit", 3, "--block-size", 16)
     assert printed.startswith("zipf: 3 requests to tiny on 1 x h100, in ")
     assert "Computed: transformer on torch-cpu in fp32; the first 3 requests," in printed
@@ -78,13 +78,13 @@ def test_the_report_says_what_was_computed(run):
 
 
 def test_all_requests_in_full_length(run):
-    """`--limit 0 --shrink 1` is the whole workload."""
+    """`--limit 0 --shrink 1` computes the whole workload."""
     document = json.loads(run(SMALL, *FAST, "--limit", 0, "--shrink", 1, "--json"))
     assert document["completed"] == 12
 
 
 def test_prompts_are_continued(run):
-    """Each prompt is printed with what follows; equal prompts have equal outputs."""
+    """`--prompt` prints each prompt with its output, which is equal for equal prompts."""
     document = json.loads(run("--prompt", "one two", "--prompt", "one two", "--json", *FAST))
     first, second = document["outputs"]
     assert first == second
@@ -96,7 +96,7 @@ def test_prompts_are_continued(run):
 
 
 def test_a_recording_is_simulated_alike(run, tmp_path):
-    """A trace replays, and from it the simulator makes the same decisions."""
+    """A simulation of the trace of a run makes the same decisions, line by line."""
     ran, simulated = tmp_path / "run.jsonl", tmp_path / "simulated.jsonl"
     more = ("--latency", "linear", "--blocks", 64, "--block-size", 16)
     run(SMALL, *more, "--trace", ran)
@@ -107,7 +107,7 @@ def test_a_recording_is_simulated_alike(run, tmp_path):
 
 
 def test_measured_steps_are_calibrated(run, tmp_path):
-    """Steps under the wall clock are what `calibrate` reads."""
+    """`calibrate` reads the step times that a run measures under the wall clock."""
     path = tmp_path / "steps.csv"
     printed = run(SMALL, *FAST, "--clock", "wall", "--step-times", path)
     assert "measured seconds" in printed
@@ -115,7 +115,7 @@ def test_measured_steps_are_calibrated(run, tmp_path):
 
 
 def test_options_come_from_a_file(run, tmp_path):
-    """A configuration file takes the options of `run` as well."""
+    """A configuration file may have all options of `run`."""
     path = tmp_path / "run.toml"
     path.write_text(
         f'workload = "{SMALL}"\nlimit = 2\ndtype = "fp64"\nblocks = 64\n'
@@ -128,7 +128,7 @@ def test_options_come_from_a_file(run, tmp_path):
 
 
 def test_a_file_may_set_both_kinds(run, tmp_path):
-    """What a file sets for workloads alone does not disturb prompts, nor the other way."""
+    """A file may have options for workloads and options for prompts, whichever are run."""
     path = tmp_path / "run.toml"
     path.write_text(f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n')
     assert json.loads(run("--config", path, "--json"))["completed"] == 2
@@ -137,20 +137,20 @@ def test_a_file_may_set_both_kinds(run, tmp_path):
 
 
 def test_prompts_are_unicode(refused):
-    """Bytes of a shell that are no UTF-8 are refused by name."""
+    """A prompt that is not UTF-8 is an error that names it."""
     code, error = refused("--prompt", "\udcff")
     assert (code, "prompt '\\udcff' is not UTF-8" in error) == (2, True)
 
 
 def test_too_little_memory(refused):
-    """Code 3: how much was asked for, and how many blocks would fit."""
+    """A pool that does not fit in memory exits with code 3 and an error about blocks."""
     code, error = refused("--blocks", 2**31 - 1, "--prompt", "a")
     assert code == 3
     assert "blocks" in error
 
 
 def test_without_torch(refused, monkeypatch):
-    """Code 3, with what to install."""
+    """Without torch `run` exits with code 3 and what to install."""
     reason = "needs torch: pip install 'kvcore[torch]'"
     monkeypatch.setattr(TorchCPU, "unavailable", lambda: reason)
     code, error = refused()
@@ -159,7 +159,7 @@ def test_without_torch(refused, monkeypatch):
 
 
 def test_nothing_is_left_of_a_failed_run(refused, tmp_path):
-    """A run that fails writes neither trace nor steps."""
+    """A run that fails writes no trace."""
     path = tmp_path / "run.jsonl"
     refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path)
     assert list(tmp_path.iterdir()) == []
@@ -169,7 +169,7 @@ TIER = "disk:path={},memory=16MiB,write=through,load=always,latency=0"
 
 
 def test_a_second_run_hits_what_the_first_left_on_disk(run, tmp_path):
-    """Run twice in a row, the second finds the prompts of the first in its disk tier."""
+    """A second run recovers the blocks of the first from its disk tier and loads them."""
     words = SMALL, "--seed", 1, "--tier", TIER.format(tmp_path), "--json", *FAST
     first, second = (json.loads(run(*words)) for _ in range(2))
     (disk,) = second["tiers"]
@@ -180,7 +180,10 @@ def test_a_second_run_hits_what_the_first_left_on_disk(run, tmp_path):
 
 
 def test_a_second_text_is_that_of_the_first(run, tmp_path):
-    """A text that goes on from K/V on disk is the text that it would be."""
+    """A second run that loads K/V from disk has the same output.
+
+    Another generator loads nothing.
+    """
     words = "--prompt", "the cat sat on the mat " * 20, "--tier", TIER.format(tmp_path)
     first, second = (json.loads(run(*words, "--json", *FAST)) for _ in range(2))
     assert second["outputs"] == first["outputs"]
@@ -190,6 +193,6 @@ def test_a_second_text_is_that_of_the_first(run, tmp_path):
 
 
 def test_a_tier_that_is_for_simulations_is_refused(refused):
-    """A disk without a path has no place for K/V."""
+    """A disk tier without a path is an error, since a run needs a place for K/V."""
     code, error = refused(SMALL, "--tier", "disk:memory=1MiB")[::-1]
     assert "disk:path=" in str(error) + str(code)

@@ -1,4 +1,4 @@
-"""`kvcore simulate`: what it runs, prints, writes and refuses."""
+"""Tests of `kvcore simulate`: what it runs, prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIELDS = [
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line and returns stdout; it must succeed."""
+    """Return a function that runs `kvcore simulate`, requires success, and returns stdout."""
 
     def command(*arguments):
         code = frame.run(["simulate", *map(str, arguments)])
@@ -34,13 +34,16 @@ def run(capsys):
 
 @pytest.fixture
 def report(run):
-    """Return a function that runs the command line and returns its JSON."""
+    """Return a function that runs `kvcore simulate --json` and returns the document."""
     return lambda *arguments: json.loads(run(*arguments, "--json"))
 
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+    """Return a function that runs a failing `kvcore simulate` and returns stderr.
+
+    It requires exit code 2 and an empty stdout.
+    """
 
     def command(*arguments):
         code = frame.run(["simulate", *map(str, arguments)])
@@ -52,17 +55,17 @@ def refused(capsys):
 
 
 def but_for_wall_time(document):
-    """Return a document without what differs from run to run."""
+    """Return a document without `wall_s`, which differs from run to run."""
     return {key: value for key, value in document.items() if key != "wall_s"}
 
 
 def header(path):
-    """Return the first line of a trace."""
+    """Return the header of a trace."""
     return json.loads(path.read_text().partition("\n")[0])
 
 
 def test_json_is_alone_on_stdout():
-    """As a process: one document on stdout, nothing on stderr, the same each time."""
+    """As a process, `--json` prints one document, which is the same for each run."""
     documents = []
     for _ in range(2):
         done = subprocess.run(
@@ -77,7 +80,7 @@ def test_json_is_alone_on_stdout():
 
 
 def test_json_has_these_fields(report):
-    """The document has what programs were promised, and the configuration that was run."""
+    """The document has the documented fields and the configuration of the run."""
     document = report(SMALL)
     assert set(FIELDS) < set(document)
     assert list(document["ttft_s"]) == ["mean", "p50", "p90", "p95", "p99"]
@@ -99,7 +102,7 @@ def test_json_has_these_fields(report):
 
 
 def test_the_report_names_what_was_run(run):
-    """Pool and outcome stand at the top, and all options at the end, those of plugins too."""
+    """The report begins with the pool and the outcome, and ends with all options."""
     plugins = ["--eviction", "lfu:half_life=60", "--retention", "window:tokens=32"]
     lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", *plugins).splitlines()
     assert lines[1] == "Pool: 50 blocks of 16 tokens, 800 tokens in all, 100 MiB in fp16."
@@ -124,7 +127,10 @@ def test_the_report_names_what_was_run(run):
     ],
 )
 def test_what_holds_does(run, report, rate, given, options):
-    """Each option that is found brings a queue that does not grow; the report has the same."""
+    """Each option that is proposed for a saturated run gives a run that is not saturated.
+
+    The report and `find_capacity` propose the same options.
+    """
     crowd = f"zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate={rate}"
     words = [f"--{next(iter(given)).replace('_', '-')}", *given.values()]
     first = report(crowd, *words)["saturation"]
@@ -140,20 +146,20 @@ def test_what_holds_does(run, report, rate, given, options):
 
 
 def test_what_holds_is_not_searched_for_unasked(report, run):
-    """With --no-search, and where nothing is too much."""
+    """No option is proposed with `--no-search`, or for a run that is not saturated."""
     crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=300"
     assert report(crowd, "--no-search")["saturation"]["holds"] is None
     assert "It would hold" not in run(SMALL)
 
 
 def test_a_rejected_request_is_counted_and_explained(run):
-    """What no pool of that size can hold is rejected, with the reason."""
+    """Requests that are too large for the pool are rejected, with a count and the reason."""
     out = run(SMALL, "--blocks", 5)
     assert "0 completed, 40 rejected; the first: it needs 7 blocks; the pool has 5." in out
 
 
 def test_outputs_that_are_unknown_are_told(run, tmp_path):
-    """A workload of prompts alone has no speed and no SLO, and the report says why."""
+    """A workload without outputs has no speeds and no SLO, and the report has the reason."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 0, "hash_ids": [1]}
     path = tmp_path / "mine.jsonl"
     path.write_text("".join(f"{json.dumps(row | {'timestamp': t})}\n" for t in range(3)))
@@ -163,26 +169,26 @@ def test_outputs_that_are_unknown_are_told(run, tmp_path):
 
 
 def test_without_an_slo_there_is_no_goodput(report):
-    """`--slo none` expects nothing, so nothing is met."""
+    """With `--slo none` the goodput and the share that meets the SLO are null."""
     document = report(SMALL, "--slo", "none")
     assert (document["goodput"], document["slo"]["met"]) == (None, None)
 
 
 def test_the_slo_is_in_seconds(report):
-    """Nobody meets a nanosecond; the default is Mooncake's 30 s and 0.1 s."""
+    """Times of `--slo` are seconds, and the defaults are Mooncake's 30 s and 0.1 s."""
     assert report(SMALL, "--slo", "ttft=0.000000001")["goodput"] == 0
     slo = report(SMALL)["slo"]
     assert (slo["ttft_s"], slo["tpot_s"], slo["met"]) == (30, 0.1, 1)
 
 
 def test_the_pool_is_what_the_devices_leave(report):
-    """Nine tenths of four times 80 GB, less the weights, in blocks of 2 MiB."""
+    """The default pool fills nine tenths of the devices' memory, less the weights."""
     left = 9 * 4 * 80 * 10**9 // 10 - 2 * 8_030_261_248
     assert report(SMALL)["pool"]["blocks"] == left // 2**21
 
 
 def test_memory_is_that_of_the_pool(report):
-    """40 MiB are 20 blocks in fp16, and 10 in fp32."""
+    """`--memory 40MiB` is 20 blocks in fp16, and 10 in fp32."""
     pools = [
         report(SMALL, "--memory", "40MiB", "--codec", codec)["pool"]["blocks"]
         for codec in ("fp16", "fp32")
@@ -191,7 +197,7 @@ def test_memory_is_that_of_the_pool(report):
 
 
 def test_model_device_and_devices_set_the_time_as_well(report):
-    """The roofline is that of the deployment, where it does not say otherwise."""
+    """The roofline has the model, device, number of devices and codec of the deployment."""
     where = ["--model", "llama-3-70b", "--device", "h200", "--tensor-parallel", 8]
     options = report(SMALL, *where, "--codec", "fp32")["config"]["plugins"]["latency"][
         "options"
@@ -202,14 +208,14 @@ def test_model_device_and_devices_set_the_time_as_well(report):
 
 
 def test_what_the_latency_model_says_itself_wins(report):
-    """`roofline:device=a100-80g` is timed on that, in the memory of an H100."""
+    """A device in the options of the roofline overrides `--device` for times alone."""
     document = report(SMALL, "--latency", "roofline:device=a100-80g")
     assert document["config"]["device"] == "h100"
     assert document["config"]["plugins"]["latency"]["options"]["device"] == "a100-80g"
 
 
 def test_a_model_can_be_a_file(report, tmp_path):
-    """A config.json sets memory and time, without a name that anybody knows."""
+    """`--model` accepts a config.json, which sets the bytes of a block and the times."""
     config = {
         "model_type": "llama",
         "hidden_size": 256,
@@ -229,7 +235,7 @@ def test_a_model_can_be_a_file(report, tmp_path):
 
 
 def test_the_seed_reaches_every_plugin_that_draws(report):
-    """Workload, scheduler and eviction get it, but for those that have one of their own."""
+    """`--seed` seeds workload, scheduler and eviction, unless they have a seed of their own."""
     plugins = ["--eviction", "random:seed=3", "--scheduler", "srpt"]
     config = report(SMALL, "--seed", 8, *plugins)["config"]
     assert config["workload"]["options"]["seed"] == 8
@@ -239,7 +245,7 @@ def test_the_seed_reaches_every_plugin_that_draws(report):
 
 
 def test_rate_scale_makes_requests_come_faster(report):
-    """Ten times the rate is ten times the load, as long as steps do not grow."""
+    """`--rate-scale 10` shortens the simulated time of a run to less than a fifth."""
     loads = [report(SMALL, "--rate-scale", s)["config"]["rate_scale"] for s in (1, 10)]
     assert loads == [1, 10]
     spans = [report(SMALL, "--rate-scale", scale)["simulated_s"] for scale in (1, 10)]
@@ -247,7 +253,7 @@ def test_rate_scale_makes_requests_come_faster(report):
 
 
 def test_the_caps_of_a_step_are_set(report):
-    """What goes into a step is the run's."""
+    """The options of batching set the limits of a step."""
     caps = ["--max-tokens", 64, "--max-seqs", 2, "--steps", "prefill-first", "--no-chunked"]
     assert report(SMALL, *caps, "--watermark", 0)["config"]["batching"] == {
         "max_tokens": 64,
@@ -259,14 +265,14 @@ def test_the_caps_of_a_step_are_set(report):
 
 
 def test_the_trace_replays(run, tmp_path):
-    """`kvcore replay` finds every line of it right."""
+    """`kvcore replay` accepts the trace of a simulation."""
     path = tmp_path / "run.jsonl"
     run(SMALL, "--blocks", 30, "--scheduler", "srpt", "--trace", path)
     assert frame.run(["replay", str(path), "--json"]) == 0
 
 
 def test_the_trace_says_how_to_make_it_again(run, tmp_path):
-    """Its header has the whole configuration; an equal run writes equal bytes."""
+    """The header of the trace has the whole configuration, and equal runs write equal bytes."""
     paths = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
     for path in paths:
         run(SMALL, "--blocks", 30, "--rate-scale", 2, "--seed", 5, "--trace", path)
@@ -284,7 +290,7 @@ def test_the_trace_says_how_to_make_it_again(run, tmp_path):
 
 
 def test_out_has_three_files(report, tmp_path):
-    """What is printed, a line a request, and the trace; the directory is made."""
+    """`--out` makes a folder with the summary, a line for each request, and the trace."""
     out = tmp_path / "deep" / "run"
     document = report(SMALL, "--out", out)
     assert sorted(path.name for path in out.iterdir()) == [
@@ -297,7 +303,7 @@ def test_out_has_three_files(report, tmp_path):
 
 
 def test_out_replaces_an_earlier_run(report, tmp_path):
-    """The files of the run before make way; others stay."""
+    """`--out` replaces the files of an earlier run and leaves other files."""
     (tmp_path / "notes").write_text("mine")
     report(SMALL, "--out", tmp_path)
     report("zipf:requests=7", "--out", tmp_path)
@@ -307,7 +313,7 @@ def test_out_replaces_an_earlier_run(report, tmp_path):
 
 
 def test_a_run_that_fails_leaves_nothing(refused, tmp_path):
-    """A bad row of the workload: no file, no directory, and the row is named."""
+    """A bad row of the workload is named, and no file or folder is left."""
     rows = [
         {"timestamp": t, "input_length": 5, "output_length": 1, "hash_ids": [t]} for t in (9, 1)
     ]
@@ -319,7 +325,7 @@ def test_a_run_that_fails_leaves_nothing(refused, tmp_path):
 
 
 def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
-    """What an earlier run wrote is still there, whole."""
+    """A failed run leaves the files of an earlier run unchanged."""
     report(SMALL, "--out", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     refused(SMALL, "--out", tmp_path, "--max-tokens", 1)
@@ -327,7 +333,7 @@ def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
 
 
 def test_a_directory_that_is_a_file_is_refused(refused, tmp_path):
-    """`--out` names a directory."""
+    """`--out` is an error if it is the path of a file."""
     path = tmp_path / "file"
     path.write_text("mine")
     assert "it is a file; name another one" in refused(SMALL, "--out", path)
@@ -335,7 +341,7 @@ def test_a_directory_that_is_a_file_is_refused(refused, tmp_path):
 
 
 def test_the_workload_is_not_written_over(refused, tmp_path):
-    """A trace cannot go to the file that the requests come from."""
+    """`--trace` refuses to overwrite the file of the workload."""
     row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "mine.jsonl"
     path.write_text(json.dumps(row))
@@ -344,6 +350,6 @@ def test_the_workload_is_not_written_over(refused, tmp_path):
 
 
 def test_a_workload_file_that_is_not_there_is_an_error_of_the_workload(refused):
-    """Though the block size is what is asked of it first."""
+    """A missing workload file is an error of WORKLOAD, not of the block size."""
     err = refused("kv-events:path=gone,lookups=full")
     assert err.startswith("kvcore: error: WORKLOAD: cannot read the recording gone: ")

@@ -1,4 +1,4 @@
-"""`kvcore simulate --replicas`: what it runs, prints, writes and refuses."""
+"""Tests of `kvcore simulate --replicas`: what it runs, prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ blocks = 50
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command line and returns stdout; it must succeed."""
+    """Return a function that runs `kvcore simulate`, requires success, and returns stdout."""
 
     def command(*arguments):
         code = frame.run(["simulate", SMALL, *map(str, arguments)])
@@ -41,13 +41,19 @@ def run(capsys):
 
 @pytest.fixture
 def report(run):
-    """Return a function that runs the command line and returns its JSON, but for the time."""
+    """Return a function that runs `kvcore simulate --json` and returns the document.
+
+    The wall time in it is 0.
+    """
     return lambda *arguments: {**json.loads(run(*arguments, "--json")), "wall_s": 0}
 
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs what cannot be done, with code 2, and returns the error."""
+    """Return a function that runs a failing `kvcore simulate` and returns stderr.
+
+    It requires exit code 2 and an empty stdout.
+    """
 
     def command(*arguments):
         code = frame.run(["simulate", SMALL, *map(str, arguments)])
@@ -59,7 +65,7 @@ def refused(capsys):
 
 
 def test_replicas_share_the_requests(report):
-    """Each request is served by one of them; round robin divides them evenly."""
+    """Each request is served by one replica, and round robin divides them evenly."""
     summary = report("--replicas", 4)
     assert [each["requests"] for each in summary["replicas"]] == [15] * 4
     assert summary["completed"] == 60
@@ -67,7 +73,7 @@ def test_replicas_share_the_requests(report):
 
 
 def test_python_says_the_same(report):
-    """`simulate_cluster` builds what the command builds."""
+    """`simulate_cluster` has the results of the command."""
     result = kvcore.simulate_cluster(SMALL, replicas=3, router="least-requests", blocks=200)
     summary = report("--replicas", 3, "--router", "least-requests", "--blocks", 200)
     del summary["config"]
@@ -75,12 +81,12 @@ def test_python_says_the_same(report):
 
 
 def test_one_replica_is_one_server(report):
-    """With a router or without, what is printed is that of a run without the options."""
+    """One replica with a router has the document of one server without the options."""
     assert report("--replicas", 1, "--router", "least-requests") == report()
 
 
 def test_replicas_may_be_unlike(tmp_path, report):
-    """Tables of a file give each its own options, and the rest stands above them."""
+    """Tables in a file give replicas options of their own; the keys above hold for all."""
     path = tmp_path / "fleet.toml"
     path.write_text(UNLIKE)
     summary = report("--config", path)
@@ -91,7 +97,7 @@ def test_replicas_may_be_unlike(tmp_path, report):
 
 
 def test_the_report_has_a_row_for_each_replica(run):
-    """And says what was run, how uneven it was, and what failed."""
+    """The report has a row for each replica, their imbalance and their failures."""
     failed = "--fail", "replica=1,at=0.1,for=0.5", "--fail", "replica=1,at=0.9"
     printed = run("--replicas", 3, "--tensor-parallel", 1, *failed)
     lines = printed.splitlines()
@@ -102,7 +108,7 @@ def test_the_report_has_a_row_for_each_replica(run):
 
 
 def test_files_are_written(tmp_path, run):
-    """The summary, the requests with their replica, and the trace."""
+    """`--out` and `--prometheus` write summary, requests, trace and metrics by replica."""
     out = tmp_path / "out"
     run("--replicas", 2, "--out", out, "--prometheus", tmp_path / "metrics")
     summary = orjson.loads((out / "summary.json").read_bytes())
@@ -116,7 +122,7 @@ def test_files_are_written(tmp_path, run):
 
 
 def test_the_same_command_writes_the_same(tmp_path, run):
-    """Byte for byte, trace and requests."""
+    """The same command writes the same bytes of the trace and of the requests."""
     again = [tmp_path / "a", tmp_path / "b"]
     for out in again:
         run("--replicas", 3, "--out", out, "--fail", "replica=0,at=0.2,for=0.2")
@@ -126,7 +132,7 @@ def test_the_same_command_writes_the_same(tmp_path, run):
 
 
 def test_replicas_that_would_hold_are_searched_for(capsys):
-    """Where requests queue up to the end."""
+    """For a saturated cluster the report proposes a number of replicas that is enough."""
     busy = "zipf:requests=2000,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=40"
     options = ["--tensor-parallel", "1", "--replicas", "2"]
     assert frame.run(["simulate", busy, *options]) == 0
@@ -141,7 +147,7 @@ def test_replicas_that_would_hold_are_searched_for(capsys):
 
 @pytest.mark.parametrize("replicas", [["--replicas", "2"], []])
 def test_no_number_is_searched_where_phases_are_split(capsys, replicas):
-    """The pools of the phases set it: an overload is reported, and the run has not failed."""
+    """No number of replicas is proposed for a saturated run with `--disaggregate`."""
     busy = "zipf:requests=300,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=400"
     options = ["--tensor-parallel", "1", *replicas, "--disaggregate", "prefill=1,decode=1"]
     assert frame.run(["simulate", busy, *options]) == 0
@@ -151,7 +157,7 @@ def test_no_number_is_searched_where_phases_are_split(capsys, replicas):
 
 
 def test_tiers_of_all_replicas_count(report):
-    """What was loaded is reused, besides what hit."""
+    """The reuse ratio counts hits and loaded tokens of all replicas."""
     summary = report("--replicas", 2, "--blocks", 12, "--tier", "host:memory=1GiB,load=always")
     ratio = summary["reuse_ratio"]["token"]
     assert ratio > summary["hit"]["ratio"]["token"]
@@ -160,14 +166,14 @@ def test_tiers_of_all_replicas_count(report):
 
 
 def test_the_load_is_that_of_all_replicas(report):
-    """Halved where twice as many share it; that of the one server where there is one."""
+    """The offered load is divided by the number of replicas."""
     load = {n: report("--replicas", n)["offered_load"] for n in (1, 2, 4)}
     assert load[2] == pytest.approx(load[1] / 2, rel=0.2)
     assert load[4] == pytest.approx(load[1] / 4, rel=0.2)
 
 
 def test_a_planner_is_told(run, report):
-    """How often it started or stopped a replica, and how many were up."""
+    """The report states how often the planner started or stopped a replica."""
     planner = "load:interval=0.2,start_up=0.1"
     options = "--replicas", 3, "--slo", "ttft=0.001", "--autoscale", planner
     assert report(*options)["changes"]
@@ -202,7 +208,7 @@ def test_json_has_the_options_of_the_cluster(report):
     ],
 )
 def test_what_cannot_be_is_refused(options, why, refused, tmp_path):
-    """With what to do instead; nothing is written."""
+    """An invalid option is an error with the reason, and nothing is written."""
     assert why in refused(*options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -217,13 +223,13 @@ def test_what_cannot_be_is_refused(options, why, refused, tmp_path):
     ],
 )
 def test_tables_that_cannot_be_are_refused(table, why, refused, tmp_path):
-    """The error names the file and the key."""
+    """The error for an invalid table of replicas names the file and the key."""
     path = tmp_path / "fleet.toml"
     path.write_text(f"[[replicas]]\n{table}\n")
     assert f"{path}: {why}" in refused("--config", path)
 
 
 def test_one_server_refuses_replicas():
-    """In Python `simulate` says what to call."""
+    """`simulate` in Python raises InputError for `replicas`, and names `simulate_cluster`."""
     with pytest.raises(kvcore.InputError, match=r"replicas: .* kvcore.simulate_cluster"):
         kvcore.simulate(SMALL, replicas=2)

@@ -1,4 +1,4 @@
-"""`kvcore simulate --allocation contiguous`: the same memory without paging, beside paged."""
+"""Tests of `kvcore simulate --allocation contiguous`, which runs beside paged memory."""
 
 import json
 
@@ -14,7 +14,7 @@ COMMAND = ["simulate", SMALL, "--allocation", "contiguous", "--blocks", "20"]
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs the command and returns its exit code, stdout and stderr."""
+    """Return a function that runs the command and returns exit code, stdout and stderr."""
 
     def command(*arguments):
         code = frame.run([*COMMAND, *map(str, arguments)])
@@ -24,7 +24,7 @@ def run(capsys):
 
 
 def test_both_are_run(run, capsys):
-    """JSON has the contiguous run, and the paged one as it is alone, but measured."""
+    """The document has the contiguous run, and beside it the paged run as it is alone."""
     code, out, err = run("--json", "--no-search")
     assert (code, err) == (0, "")
     contiguous = json.loads(out)
@@ -41,7 +41,7 @@ def test_both_are_run(run, capsys):
 
 
 def test_the_table_is_readable(run):
-    """The runs stand side by side, in 80 columns."""
+    """The table has both runs side by side, in 80 columns."""
     _, out, _ = run()
     text = " ".join(out.split())
     assert "320 tokens, contiguous: a request reserves its prompt and 8 tokens of" in text
@@ -51,7 +51,7 @@ def test_the_table_is_readable(run):
 
 
 def test_the_directory_has_no_trace(run, tmp_path):
-    """What can be written is: the summary of both runs, and the requests of the contiguous."""
+    """`--out` has the summary of both runs and the requests, and no trace."""
     code, *_ = run("--out", tmp_path / "out")
     assert code == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
@@ -63,7 +63,7 @@ def test_the_directory_has_no_trace(run, tmp_path):
 
 
 def test_a_trace_is_refused(run, tmp_path):
-    """Nothing can be replayed of memory without blocks, so nothing is written."""
+    """`--trace` is an error with contiguous memory, and nothing is written."""
     path = tmp_path / "trace.jsonl"
     code, out, err = run("--trace", path)
     assert (code, out) == (2, "")

@@ -1,4 +1,4 @@
-"""`kvcore size`: the figures it prints, for programs and for people."""
+"""Tests of `kvcore size`: the figures that it prints as text and as JSON."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from kvcore.plugins import Plugins
 
 
 def run(*arguments):
-    """Run the command and return what it prints; errors are raised."""
+    """Run `kvcore size`, require success, and return its stdout; errors are raised."""
     result = CliRunner().invoke(size, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def report(*arguments):
-    """Run the command with `--json` and return the document."""
+    """Run `kvcore size --json` and return the document."""
     return json.loads(run(*arguments, "--json"))
 
 
 def refused(*arguments):
-    """Run the command and return the text of the error it raises."""
+    """Run `kvcore size`, require InputError, and return its text."""
     with pytest.raises(InputError) as caught:
         run(*arguments)
     return str(caught.value)
 
 
 def test_json_is_alone_on_stdout_and_says_its_schema():
-    """The whole of stdout is one JSON document of schema 1."""
+    """With `--json` stdout is one document of schema 1."""
     assert report("llama-3-8b")["schema"] == 1
 
 
 def test_the_memory_of_a_request():
-    """Llama 3 8B at 32,768 tokens: 128 KiB a token, 4 GiB a request, 32 GiB for eight."""
+    """A request of 32,768 tokens to Llama 3 8B takes 4 GiB, and a batch of eight 32 GiB."""
     kv = report("llama-3-8b", "--tokens", "32768", "--batch", "8")["kv"]
     assert kv == {
         "bytes_per_token": 131072,
@@ -56,7 +56,7 @@ def test_the_memory_of_a_request():
 
 
 def test_what_fits_on_a_device():
-    """An H200 holds the weights, a reserve of a tenth, and whole blocks in the rest."""
+    """On an H200 the weights and a reserve of a tenth leave the rest for whole blocks."""
     fit = report("llama-3-8b", "--device", "h200", "--tokens", "32768", "--batch", "26")["fit"]
     budget = 141 * 10**9 - 14_100_000_000 - 2 * 8_030_261_248
     assert fit == {
@@ -70,7 +70,7 @@ def test_what_fits_on_a_device():
 
 
 def test_weights_that_do_not_fit_leave_no_blocks():
-    """Llama 3 70B in bf16 and a reserve exceed an H200: the budget is what is missing."""
+    """If weights and reserve exceed the device, the budget is negative and no block fits."""
     fit = report("llama-3-70b", "--device", "h200")["fit"]
     assert fit["weights_fit"] is False
     assert fit["kv_budget_bytes"] < 0
@@ -79,21 +79,21 @@ def test_weights_that_do_not_fit_leave_no_blocks():
 
 
 def test_no_speeds_where_the_weights_do_not_fit():
-    """Nothing runs there, so nothing is said of how fast."""
+    """If the weights do not fit, no speed of decode, prefill or loading is printed."""
     assert not {"decode", "prefill"} & set(report("llama-3-70b", "--device", "h200"))
     printed = run("llama-3-70b", "--device", "h200")
     assert [word for word in ("decode", "prefill", "load") if word in printed] == []
 
 
 def test_smaller_weights_leave_more_room():
-    """`--weights-dtype fp8` halves the weights, and 70B fits."""
+    """`--weights-dtype fp8` halves the weights, so that Llama 3 70B fits on an H200."""
     document = report("llama-3-70b", "--device", "h200", "--weights-dtype", "fp8")
     assert document["model"]["weight_bytes"] == 70_553_706_496
     assert document["fit"]["weights_fit"] is True
 
 
 def test_the_decode_ceiling_is_bandwidth_over_bytes_read():
-    """A step reads the weights once and the K/V of every request."""
+    """A decode step reads the weights once and the K/V of every request."""
     document = report("llama-3-8b", "--device", "h100", "--tokens", "1024", "--batch", "4")
     decode = document["decode"]
     assert decode["bytes_per_step"] == 2 * 8_030_261_248 + 4 * 1024 * 131072
@@ -102,7 +102,7 @@ def test_the_decode_ceiling_is_bandwidth_over_bytes_read():
 
 
 def test_the_prefill_floor_is_flop_over_flop_per_second():
-    """Two FLOP a parameter and token, and four a pair, layer, head and dimension."""
+    """Prefill takes 2 FLOP a parameter and token, and 4 a pair, layer, head and dimension."""
     prefill = report("llama-3-8b", "--device", "h100", "--tokens", "1000")["prefill"]
     pairs = 1000 * 1001 // 2
     assert prefill["flop"] == 2 * 8_030_261_248 * 1000 + 4 * 32 * 32 * 128 * pairs
@@ -113,7 +113,7 @@ def test_the_prefill_floor_is_flop_over_flop_per_second():
     ("codec", "bytes_per_token"), [("fp32", 262144), ("fp16", 131072), ("bf16", 131072)]
 )
 def test_the_codec_of_k_and_v(codec, bytes_per_token):
-    """K/V takes four or two bytes a number."""
+    """K/V takes four bytes a number in fp32, and two in fp16 and bf16."""
     document = report("llama-3-8b", "--codec", codec)
     assert (document["codec"], document["kv"]["bytes_per_token"]) == (codec, bytes_per_token)
 
@@ -126,7 +126,7 @@ def test_a_partial_block_counts_as_a_whole_one():
 
 
 def test_a_window_bounds_every_layer():
-    """With `--window`, sequences x window x bytes per token, however long the request."""
+    """With `--window` the K/V of a sequence is limited to that of the window."""
     arguments = ("llama-2-7b", "--tokens", "28672", "--batch", "8", "--window", "4096")
     kv = report(*arguments)["kv"]
     assert kv["window_bytes"] == 8 * 4096 * 512 * 1024
@@ -145,7 +145,7 @@ def test_a_window_bounds_every_layer():
     ],
 )
 def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
-    """`--reserve` takes a percentage of the device's memory, or bytes."""
+    """`--reserve` is a percentage of the device's memory, or a number of bytes."""
     document = report("llama-3-8b", "--device", "h100", "--reserve", reserve)
     assert document["fit"]["reserve_bytes"] == size_bytes
 
@@ -153,7 +153,7 @@ def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
 @pytest.mark.parametrize("reserve", ["some", "0.1", "10", "10,5%", "-5%"])
 @pytest.mark.parametrize("device", [[], ["--device", "h100"]])
 def test_a_reserve_that_is_neither_is_refused(reserve, device):
-    """The error says what would do; a bare number could be meant as either."""
+    """A reserve that is neither percentage nor size is an error that shows both forms."""
     assert refused("llama-3-8b", *device, "--reserve", reserve) == (
         f"reserve {reserve!r}: expected a percentage, such as 10%, or a size, such as 10GiB"
     )
@@ -170,13 +170,16 @@ def test_a_reserve_that_is_neither_is_refused(reserve, device):
     ],
 )
 def test_a_reserve_must_leave_something(reserve, problem):
-    """All of the memory, or more, is no reserve."""
+    """A reserve of all of the device's memory, or more, is an error."""
     text = refused("llama-3-8b", "--device", "h100", "--reserve", reserve)
     assert text.startswith(f"reserve {reserve!r}: {problem}")
 
 
 def test_a_config_file_is_sized(tmp_path):
-    """A path gives what the name gives, and a folder is named after itself."""
+    """A config.json has the figures of the same model in the catalogue.
+
+    The model is named after the folder.
+    """
     folder = tmp_path / "mine"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
@@ -187,7 +190,7 @@ def test_a_config_file_is_sized(tmp_path):
 
 
 def test_a_config_file_without_dtype_can_be_told(tmp_path):
-    """`--weights-dtype` stands in for what the file leaves out."""
+    """`--weights-dtype` replaces the dtype that a config.json lacks."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_3_8B, "torch_dtype": None}))
     assert "'torch_dtype' is missing" in refused(str(path))
@@ -195,7 +198,7 @@ def test_a_config_file_without_dtype_can_be_told(tmp_path):
 
 
 def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
-    """A name of the catalogue means the catalogue; another existing path is read."""
+    """A name in the catalogue is that model, even if a folder has the same name."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "mine").mkdir()
@@ -205,21 +208,21 @@ def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
 
 
 def test_an_unknown_model_is_told_names_and_files():
-    """The error names the nearest models, and the other way."""
+    """The error for an unknown model suggests near names, or the path of a config.json."""
     text = refused("lama-3-8b")
     assert "unknown model 'lama-3-8b'; did you mean llama-3-8b" in text
     assert text.endswith("or give the path of a model's config.json")
 
 
 def test_an_unknown_device_is_told_the_nearest():
-    """The error names the GPUs there are."""
+    """The error for an unknown device suggests the nearest name."""
     assert "did you mean h100" in refused("llama-3-8b", "--device", "h1000")
 
 
 @pytest.mark.parametrize("device", [[], ["--device", "h200"]])
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
 def test_counts_past_63_bits_are_usage_errors(option, device):
-    """The error names the option and its bounds."""
+    """A count beyond 63 bits is a usage error that names the option and its bound."""
     result = CliRunner().invoke(size, ["llama-3-8b", *device, option, "9" * 400])
     assert result.exit_code == 2
     assert f"'{option}': 99999" in result.stderr
@@ -228,20 +231,20 @@ def test_counts_past_63_bits_are_usage_errors(option, device):
 
 @pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
 def test_bytes_past_63_bits_are_refused(option):
-    """Counts that are fine each may be too much together."""
+    """A total of K/V beyond 2^63 bytes is an error, even if each count is valid."""
     text = refused("mixtral-8x7b", "--device", "h200", option, "1e18")
     assert text.endswith("their K/V exceeds 2^63 bytes; ask for less")
 
 
 def test_large_requests_are_sized_as_json():
-    """Ten million tokens are not too many for any number of the document."""
+    """Figures beyond 64 bits are printed as JSON numbers."""
     document = report("llama-3-8b", "--device", "h200", "--tokens", "1e7", "--batch", "1e6")
     assert document["tokens"] == 10_000_000
     assert document["prefill"]["flop"] > 2**64
 
 
 def test_the_help_lists_models_and_devices():
-    """Each by its whole name."""
+    """The help page lists every model and device by its whole name."""
     printed = run("--help").replace(",", " ").replace(".\n", " ").split()
     assert [name for name in (*MODELS, *DEVICES) if name not in printed] == []
 
@@ -259,19 +262,19 @@ def test_the_help_lists_models_and_devices():
     ],
 )
 def test_the_head_says_what_the_model_is(model, label):
-    """The kind of attention is labelled, with the heads it comes from."""
+    """The head of the output has the kind of attention, its heads, and the parameters."""
     assert label in run(model).split("quantity")[0].replace("\n", " ")
 
 
 @pytest.mark.parametrize("model", ["llama-3.1-405b", "qwen3-235b-a22b", "gpt-oss-120b"])
 def test_lines_fit_80_columns(model):
-    """The head wraps, and the table of an ordinary question is narrow enough."""
+    """No line is longer than 80 columns, for models with long heads."""
     printed = run(model, "--device", "h200", "--weights-dtype", "int4", "--tokens", "131072")
     assert max(map(len, printed.splitlines())) <= 80
 
 
 def test_the_table_is_readable_in_a_pipe():
-    """Every figure is on a line of its own, in binary and decimal units."""
+    """Each figure has a line of its own, with binary and decimal units."""
     lines = run("llama-3-8b", "--device", "h200", "--tokens", "32768").splitlines()
     table = {line.split("  ")[0].strip(): line.split() for line in lines}
     assert table["K/V of a request of 32,768 tokens"][-4:] == ["4", "GiB", "4.29", "GB"]
@@ -280,7 +283,7 @@ def test_the_table_is_readable_in_a_pipe():
 
 
 def test_mixed_weights_are_named():
-    """gpt-oss keeps its experts in MXFP4: both dtypes are printed."""
+    """The output names both dtypes of gpt-oss, whose experts are in MXFP4."""
     assert "weights in bf16, experts in mxfp4" in run("gpt-oss-20b")
 
 
@@ -288,7 +291,7 @@ REFERENCE = (Path(__file__).parents[2] / "docs/reference/size.md").read_text()
 
 
 def test_the_example_of_the_reference_is_what_is_printed():
-    """Word for word, but for the spaces and rules of the table."""
+    """The output is the example of the reference, except for spaces and rules of the table."""
     block = REFERENCE.split("```console\n$ kvcore size ")[1].split("```")[0]
     command, *expected = block.splitlines()
     printed = run(*command.split()).splitlines()
@@ -300,7 +303,7 @@ def test_the_example_of_the_reference_is_what_is_printed():
 
 
 def test_every_codec_is_in_the_reference():
-    """With the bytes of a token of Llama 3 8B, in blocks of 16."""
+    """The reference lists every codec, with the bytes of a token of Llama 3 8B."""
     table = REFERENCE.split("## Bytes of a codec")[1].split("##")[0]
     rows = [line.split("|")[1:4:2] for line in table.splitlines() if line.startswith("| `")]
     told = {
@@ -315,7 +318,7 @@ def test_every_codec_is_in_the_reference():
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_in_the_reference(name):
-    """With its parameters, its layers and the bytes of a token."""
+    """The reference lists every model, with its parameters, layers and bytes of a token."""
     model = MODELS[name]
     row = next(line for line in REFERENCE.splitlines() if line.startswith(f"| `{name}` |"))
     assert f"| {model.parameters / 1e9:.2f} B" in row
@@ -325,7 +328,7 @@ def test_every_model_is_in_the_reference(name):
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_device_is_in_the_reference(name):
-    """With all its figures; what it has not is left empty."""
+    """The reference lists every device with its figures; an unknown figure is an empty cell."""
     gpu = DEVICES[name]
     figures = (
         gpu.hbm_bytes / 1e9,
@@ -340,14 +343,14 @@ def test_every_device_is_in_the_reference(name):
 
 
 def test_every_option_and_model_type_is_in_the_reference():
-    """The tables of arguments and of understood types have no gaps."""
+    """The reference lists every option and every model type that is read."""
     options = [option for parameter in size.params for option in parameter.opts]
     assert [o for o in options if o.startswith("--") and f"| `{o}` |" not in REFERENCE] == []
     assert ", ".join(f"`{kind}`" for kind in FAMILIES) in REFERENCE
 
 
 def test_every_json_field_is_in_the_reference():
-    """Each name of the document is named in the table of fields."""
+    """The reference names every field of the JSON document."""
 
     def names(value):
         if isinstance(value, dict):

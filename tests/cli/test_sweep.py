@@ -1,4 +1,4 @@
-"""`kvcore sweep`: what it runs, prints and writes, and what survives being killed."""
+"""Tests of `kvcore sweep`: what it prints and writes, and its resumption after a kill."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ eviction = ["lru", "lfu", "fifo", "slru"]
 blocks = [1000, 3000, 5859]
 jobs = 2
 """
-"""12 cells that take longer than it takes to kill who runs them."""
+"""A sweep of 12 cells that runs long enough to be killed in between."""
 
 
 @pytest.fixture
 def sweep(tmp_path, capsys, monkeypatch):
-    """Return a function that sweeps a TOML text in this process: code, stdout, stderr."""
+    """Return a function that sweeps a TOML text in this process: code, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def invoke(toml, *flags):
@@ -43,7 +43,10 @@ def sweep(tmp_path, capsys, monkeypatch):
 
 @pytest.fixture
 def refusal(sweep, tmp_path):
-    """Return a function that returns what is wrong; it leaves nothing behind."""
+    """Return a function that runs a failing sweep and returns stderr.
+
+    It requires that no file is added.
+    """
 
     def invoke(toml, *flags, code=2):
         found, out, err = sweep(toml, *flags)
@@ -63,12 +66,12 @@ def refusal(sweep, tmp_path):
     ],
 )
 def test_what_the_file_says_of_the_run_is_refused_by_its_name(refusal, line, fault):
-    """As its axes are: no option of the command line has that value."""
+    """An invalid `jobs`, `executor` or `out` in the file is an error that names the file."""
     assert f"sweep.toml: {fault}" in refusal(f"{SMALL}{line}\n")
 
 
 def test_json_is_alone_on_stdout(tmp_path):
-    """As a process: one document, the same from a journal as from a run."""
+    """As a process, `--json` prints one document, which is the same from a finished journal."""
     (tmp_path / "sweep.toml").write_text(SMALL)
     documents = []
     for _ in range(2):
@@ -84,7 +87,7 @@ def test_json_is_alone_on_stdout(tmp_path):
 
 
 def test_the_best_policies_are_printed(sweep):
-    """A row for each workload and size, and where all rows are."""
+    """The table has a row for each workload and pool size; the last line names the file."""
     code, out, _ = sweep(SMALL, "--out", "all.csv")
     assert code == 0
     first, *lines = out.splitlines()
@@ -95,17 +98,17 @@ def test_the_best_policies_are_printed(sweep):
 
 
 def test_the_bundled_trace_hits_what_it_should(sweep):
-    """LRU hits 39,258 of its blocks in 5,859, as every way of replaying it says."""
+    """LRU hits 39,258 blocks of the bundled trace with a pool of 5,859."""
     _, out, _ = sweep('mode = "compare"\nblocks = 5859\n', "--json")
     (row,) = json.loads(out)["rows"]
     assert (row["hit_blocks"], row["lookup_blocks"]) == (39258, 288500)
 
 
 def test_what_is_left_out_is_as_in_simulate():
-    """A cell's defaults are those of the command that runs one."""
+    """The defaults of a cell are the defaults of `kvcore simulate`."""
     given = simulate.make_context("simulate", []).params
     for name in set(axes_of("simulate")) - {"workload", "block_size"}:
-        # What may be given several times is None if it is not given at all.
+        # An option that may be repeated has the value None if it is not given.
         assert getattr(RunConfig(), name) == (
             given[name] or () if name in MULTIPLE else given[name]
         )
@@ -114,13 +117,13 @@ def test_what_is_left_out_is_as_in_simulate():
 
 
 def test_there_is_a_key_for_every_axis():
-    """A file may give all that a cell has."""
+    """A file may have a key for every axis, and `out`, `jobs` and `executor`."""
     axes = {"mode", *axes_of("compare"), *axes_of("simulate")}
     assert set(sweep_keys()) == axes | {"out", "jobs", "executor"}
 
 
 def test_plugins_may_be_tables(sweep):
-    """The optimum too, which is no plugin."""
+    """A policy may be a TOML table of its name and options, and so may the optimum."""
     toml = """mode = "compare"
 workload = "zipf:requests=9"
 blocks = 9
@@ -138,7 +141,7 @@ bypass = true
 
 
 def test_paths_are_relative_to_the_file(tmp_path, capsys):
-    """Of a workload; and the results are beside the file."""
+    """The path of a workload is relative to the file, and the results are written beside it."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
     (tmp_path / "mine.jsonl").write_text(json.dumps(row))
     (tmp_path / "s.toml").write_text('mode = "compare"\nworkload = "mine.jsonl"\nblocks = 9\n')
@@ -149,7 +152,7 @@ def test_paths_are_relative_to_the_file(tmp_path, capsys):
 
 
 def test_a_simulated_sweep_has_times(sweep):
-    """Schedulers, devices and sizes, in the columns that were promised."""
+    """A sweep of simulations has a row for each cell, with latencies and goodput."""
     toml = """workload = "zipf:requests=30,prefixes=3"
 scheduler = ["fcfs", "srpt"]
 device = ["a100-80g", "h100"]
@@ -166,7 +169,7 @@ slo = ["ttft=1,tpot=0.05", "none"]
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Return the folder with the results of a long sweep that ran through."""
+    """Return the folder of results of a long sweep that was not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "whole.toml").write_text(LONG)
     done = run("whole.toml", cwd=folder)
@@ -176,7 +179,7 @@ def whole(tmp_path_factory):
 
 @pytest.mark.parametrize("kills", [[1, 3, 6], [2], [11]])
 def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
-    """SIGKILL after so many cells, then to the end: the table of one that ran through.
+    """A sweep that is killed and resumed gives the table of an uninterrupted one.
 
     No finished cell is run again.
     """
@@ -203,7 +206,7 @@ def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
 
 
 def test_a_damaged_line_of_the_journal_is_told_and_its_cell_run_again(sweep, tmp_path):
-    """The table is the one that it was."""
+    """The cell of a damaged journal line is run again, with a notice and the same table."""
     two = """mode = "compare"
 workload = "zipf:requests=9"
 eviction = ["lru", "lfu"]
@@ -227,7 +230,7 @@ jobs = 1
 
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_ctrl_c_keeps_what_is_finished(tmp_path):
-    """Exit code 130, two sentences, no traceback of any process, and no process left."""
+    """Ctrl-C exits with code 130, two messages and no traceback, and leaves no process."""
     (tmp_path / "s.toml").write_text(LONG)
     journal = tmp_path / "s-results" / "journal.jsonl"
     process = subprocess.Popen(
@@ -239,7 +242,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
     )
     wait_for(1, journal, process)
     process.send_signal(signal.SIGINT)
-    # The pipe ends when the last process that has it does.
+    # stderr is closed when the last process that inherited it ends.
     _, err = process.communicate()
     assert process.returncode == 130
     assert err.splitlines() == [
@@ -249,7 +252,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
 
 
 def test_a_worker_that_is_killed_costs_nothing(tmp_path):
-    """Its cell is begun anew; the table is that of a sweep without deaths."""
+    """The cell of a killed worker is run again, and the table is the same as without kills."""
     env = install_mortal(tmp_path / "site")
     toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
     for name in ("killed", "whole"):
@@ -261,7 +264,10 @@ def test_a_worker_that_is_killed_costs_nothing(tmp_path):
 
 
 def test_a_cell_that_kills_its_worker_fails_alone(tmp_path):
-    """After some attempts; the sweep ends with code 1 and says which, and why."""
+    """A cell that kills its worker three times fails with the reason, and the others finish.
+
+    The exit code is 1.
+    """
     env = install_mortal(tmp_path / "site")
     (tmp_path / "s.toml").write_text(SMALL.replace('"lru"', '"mortal"'))
     done = run("s.toml", "--json", cwd=tmp_path, env=env)
@@ -279,7 +285,7 @@ def test_a_cell_that_kills_its_worker_fails_alone(tmp_path):
 
 
 def test_a_sweep_that_runs_is_left_alone(tmp_path):
-    """A second one on its journal is refused, naming the process."""
+    """A second sweep on the journal of a running one is an error that names the process."""
     (tmp_path / "s.toml").write_text(LONG)
     journal = tmp_path / "s-results" / "journal.jsonl"
     process = subprocess.Popen(command("s.toml"), cwd=tmp_path, stdout=subprocess.DEVNULL)
@@ -322,7 +328,7 @@ def test_a_sweep_that_runs_is_left_alone(tmp_path):
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(refusal, toml, reason):
-    """The message names the file and the field; nothing is written."""
+    """The error for an invalid key or value names the file and the key; nothing is written."""
     assert reason in refusal(toml)
 
 
@@ -336,12 +342,12 @@ def test_what_cannot_be_is_refused_before_anything_runs(refusal, toml, reason):
     ],
 )
 def test_places_that_cannot_be_are_refused(refusal, out, reason):
-    """Before anything runs."""
+    """An invalid `--out` is an error before anything runs."""
     assert reason in refusal(SMALL, "--out", out)
 
 
 def test_the_requests_are_not_written_over(tmp_path, monkeypatch, capsys):
-    """A table cannot be the file that a workload reads."""
+    """`--out` refuses to overwrite the file of the workload."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.csv").write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n"
@@ -353,7 +359,7 @@ def test_the_requests_are_not_written_over(tmp_path, monkeypatch, capsys):
 
 
 def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path):
-    """Exit code 3."""
+    """Without a Ray cluster the exit code is 3, and the error has the command to start one."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     (tmp_path / "s.toml").write_text(SMALL)
     done = run("s.toml", "--executor", "ray:127.0.0.1:1", cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""`kvcore sweep --executor ray`: the same table from a cluster, whoever dies on the way."""
+"""Tests of `kvcore sweep --executor ray`: its table is that of one process."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
 print(ray.get_runtime_context().gcs_address, flush=True)
 input()
 """
-"""A cluster that lives until its stdin ends, and says where it is."""
+"""A program that prints the address of its Ray cluster and runs until stdin ends."""
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """Start a cluster whose workers know the policy `mortal`; return (address, environment).
+    """Start a Ray cluster that has the policy `mortal`; yield its address and environment.
 
-    Its token is its own: no other cluster is reached with it, nor this one without it.
+    Only processes with its token can connect to it, and they can connect to no other cluster.
     """
     env = install_mortal(tmp_path_factory.mktemp("cluster") / "site")
     env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token_hex(32)}
@@ -41,14 +41,17 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def sweep(cluster, tmp_path):
-    """Return a function that sweeps a TOML text on the cluster, or here, into a file."""
+    """Return a function that sweeps a TOML text on the cluster or in one process.
+
+    It returns the table.
+    """
     address, env = cluster
 
     def invoke(toml, out, executor=f"ray:{address}"):
         (tmp_path / "sweep.toml").write_text(toml)
         where = ("--executor", executor) if executor else ("--jobs", "1")
         done = run("sweep.toml", *where, "--out", out, cwd=tmp_path, env=env)
-        # What Ray itself writes of workers that died comes when it likes.
+        # Ray may write lines of its own about dead workers at any time.
         told = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
         assert (done.returncode, told) == (0, [])
         return (tmp_path / out).read_bytes()
@@ -57,7 +60,7 @@ def sweep(cluster, tmp_path):
 
 
 def test_a_cluster_gives_the_table_that_one_process_gives(sweep, tmp_path):
-    """With a workload at a path relative to the working directory, too."""
+    """A cluster gives the table of one process, also for a workload at a relative path."""
     rows = [
         {
             "timestamp": time,
@@ -73,7 +76,7 @@ def test_a_cluster_gives_the_table_that_one_process_gives(sweep, tmp_path):
 
 
 def test_routers_are_swept_on_a_cluster(sweep):
-    """Each cell a fleet of its own, alike servers or not."""
+    """A sweep of routers and fleets gives the same table on a cluster as in one process."""
     toml = """workload = "zipf:requests=60,prefixes=4"
 replicas = [2, [{blocks = 90}, {count = 2, device = "h200"}]]
 router = ["round-robin", "least-requests"]
@@ -83,7 +86,7 @@ fail = "replica=1,at=0.1,for=0.1"
 
 
 def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
-    """Its cell is begun anew; the table is that of a sweep without deaths."""
+    """The cell of a killed worker is run again, and the table is the same as without kills."""
     toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
     killed = sweep(toml, "killed.csv")
     assert (tmp_path / "seen").exists(), "a worker was killed"
@@ -92,7 +95,7 @@ def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
 
 
 def test_a_killed_sweep_on_a_cluster_gives_the_same_table(cluster, sweep, tmp_path):
-    """SIGKILL of the sweep itself, after the second cell; the cluster goes on."""
+    """A sweep on a cluster that is killed and resumed gives the table of one process."""
     address, env = cluster
     toml = SMALL.replace("requests=60", "requests=2000").replace("requests=40", "requests=900")
     (tmp_path / "sweep.toml").write_text(toml)

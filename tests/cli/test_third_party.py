@@ -1,4 +1,4 @@
-"""The example plugin, installed as a stranger would, into a fresh environment."""
+"""Tests of the example plugins, installed in a fresh environment as users would."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.network]
 
 @pytest.fixture(scope="module")
 def scripts(tmp_path_factory):
-    """Install kvcore, its kit and the example into a fresh environment; return its scripts."""
+    """Install kvcore, its kit and the examples in a fresh environment; return its scripts."""
     home = tmp_path_factory.mktemp("fresh") / "venv"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     scripts = home / ("Scripts" if os.name == "nt" else "bin")
@@ -35,7 +35,7 @@ def scripts(tmp_path_factory):
 
 
 def written(page, folder):
-    """Write the files that the how-to shows, each named in the paragraph before it."""
+    """Write the files of the how-to, each named above its block, and return their folder."""
     for name, body in re.findall(r"The file `([^`]+)`.*?```\w+\n(.*?)```", page, re.DOTALL):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,7 @@ def written(page, folder):
 
 
 def run(*command, cwd):
-    """Run a command outside the checkout, without what the test run has in its environment."""
+    """Run a command outside the checkout, without PYTHONPATH and variables of coverage."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("COV")}
     clean.pop("PYTHONPATH", None)
     return subprocess.run(
@@ -53,7 +53,7 @@ def run(*command, cwd):
 
 
 def test_it_is_found_through_its_entry_point(scripts, tmp_path):
-    """`kvcore plugins` lists the policy with the distribution it comes from."""
+    """`kvcore plugins` lists each plugin with its distribution."""
     done = run(scripts / "kvcore", "plugins", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = {p["name"]: p["distribution"] for p in json.loads(done.stdout)["plugins"]}
@@ -64,7 +64,7 @@ def test_it_is_found_through_its_entry_point(scripts, tmp_path):
 
 
 def test_it_can_be_compared_by_name(scripts, tmp_path):
-    """The command line takes the policy like a built-in one."""
+    """`kvcore compare` accepts the name of the example policy."""
     command = ["compare", "zipf:requests=200", "--eviction", "lru,deepest", "--blocks", "100"]
     done = run(scripts / "kvcore", *command, "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -72,7 +72,7 @@ def test_it_can_be_compared_by_name(scripts, tmp_path):
 
 
 def test_the_comparison_of_the_readme_needs_nothing_else(scripts, tmp_path):
-    """`kvcore compare` has the bundled trace; all of its output is compared with the README."""
+    """The comparison of the README runs on the bundled trace, with the README's numbers."""
     options = "--eviction", "lru,optimum", "--blocks", "1000,5859"
     done = run(scripts / "kvcore", "compare", *options, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -87,7 +87,7 @@ def test_the_comparison_of_the_readme_needs_nothing_else(scripts, tmp_path):
 
 @pytest.mark.parametrize("example", [EXAMPLE, RETENTION], ids=["eviction", "retention"])
 def test_the_kit_passes_on_it(scripts, tmp_path, example):
-    """The conformance kit, in three lines of its tests, passes and is not empty."""
+    """The tests of the example, which use a conformance kit, pass and are not empty."""
     tests = example / "tests"
     done = run(
         scripts / "python", "-m", "pytest", "-q", "-p", "no:cacheprovider", tests, cwd=tmp_path

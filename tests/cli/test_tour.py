@@ -1,4 +1,4 @@
-"""`kvcore tour`: the page shows what the engine did, and computes as `kvcore size` does."""
+"""Tests of `kvcore tour`: its page shows what the engine did, with sizes as `kvcore size`."""
 
 import json
 from math import exp
@@ -28,18 +28,18 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(page):
-    """Return the data that the page carries, by part."""
+    """Return the data in the page, by part."""
     return data_of(page.read_bytes(), "tour")
 
 
 def printed(capsys, *arguments):
-    """Return the document that a verb prints."""
+    """Run a verb with `--json`, require success, and return the document."""
     assert run([*arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def events(lines, name):
-    """Return the events of a name in the text of a trace."""
+    """Return the events of a given name in the text of a trace."""
     return [each for each in map(json.loads, lines.splitlines()) if each["event"] == name]
 
 
@@ -50,11 +50,11 @@ def checked(tmp_path, lines):
     return check_trace(path)
 
 
-# The command.
+# The command `kvcore tour`.
 
 
 def test_the_page_is_small_and_the_same_each_time(page, tmp_path, capsys):
-    """Equal bytes, below 3 MB; the command says how many."""
+    """The page has the same bytes each time, less than 3 MB, and its path is printed."""
     again = tmp_path / "again.html"
     assert run(["tour", "-o", str(again)]) == 0
     assert capsys.readouterr().out.startswith(f"{again}: ")
@@ -63,7 +63,7 @@ def test_the_page_is_small_and_the_same_each_time(page, tmp_path, capsys):
 
 
 def test_without_torch_it_says_so_and_writes_nothing(tmp_path, capsys, monkeypatch):
-    """It cannot work here: exit code 3, what to install, and no file, nor a part of one."""
+    """Without torch `tour` exits with code 3 and what to install, and writes no file."""
     transformer = Plugins().get("generator", "transformer")
     monkeypatch.setattr(transformer, "unavailable", lambda: "needs torch: install it")
     assert run(["tour", "-o", str(tmp_path / "tour.html")]) == 3
@@ -71,11 +71,11 @@ def test_without_torch_it_says_so_and_writes_nothing(tmp_path, capsys, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
-# What it shows is what the engine did.
+# The data of the page, compared with the engine.
 
 
 def test_the_counts_of_caching_are_those_of_the_demo(data, capsys):
-    """Part 1 and 2: projections and bytes of each step are those of `demo cache`."""
+    """In parts 1 and 2, projections and bytes of each step are those of `demo cache`."""
     part = data["caching"]
     sizes = {"--prompt-tokens": part["prompt"], "--output": part["output"]}
     options = [str(word) for pair in sizes.items() for word in pair]
@@ -88,7 +88,7 @@ def test_the_counts_of_caching_are_those_of_the_demo(data, capsys):
 
 
 def test_traces_pass_the_check(data, tmp_path):
-    """Parts 3 to 5: every trace is one that a cache can have written, to its END."""
+    """In parts 3 to 5, every trace passes `check_trace` and is complete."""
     traces = [data["sharing"]["lines"]]
     traces += [run_["lines"] for case in data["eviction"]["cases"] for run_ in case["runs"]]
     for variant in data["window"]["variants"]:
@@ -98,7 +98,7 @@ def test_traces_pass_the_check(data, tmp_path):
 
 
 def test_sharing_has_a_frame_a_line_and_a_copy(data):
-    """Part 3: each line of the trace is a step; the copy leaves the full blocks shared."""
+    """In part 3, each line of the trace is a frame, and a copy leaves full blocks shared."""
     part = data["sharing"]
     assert [frame["line"] for frame in part["frames"]] == part["lines"].splitlines()[1:-1]
     (copy,) = events(part["lines"], "COPY")
@@ -111,7 +111,7 @@ def test_sharing_has_a_frame_a_line_and_a_copy(data):
 
 @pytest.mark.parametrize(("case", "blocks"), [(0, [18, 15]), (1, [9, 17])])
 def test_each_policy_wins_once(data, case, blocks):
-    """Part 4: where LRU evicts what is asked for again it computes more, and the other way."""
+    """In part 4, LFU computes fewer blocks in the first case, and LRU in the second."""
     runs = data["eviction"]["cases"][case]["runs"]
     computed = [sum(3 - frame["hit"] for frame in each["frames"]) for each in runs]
     assert [each["policy"] for each in runs] == ["lru", "lfu"]
@@ -119,7 +119,7 @@ def test_each_policy_wins_once(data, case, blocks):
 
 
 def test_evictions_and_their_price_are_those_of_the_trace(data):
-    """Part 4: as many blocks leave as EVICT lines say; a price is a later miss of one."""
+    """In part 4, evicted blocks are those of EVICT lines, and their price is a later miss."""
     for case in data["eviction"]["cases"]:
         for each in case["runs"]:
             out = [gone for frame in each["frames"] for gone in frame["evicted"]]
@@ -133,7 +133,7 @@ def test_evictions_and_their_price_are_those_of_the_trace(data):
 
 
 def test_the_engine_forgot_what_the_frames_say(data):
-    """Part 5: the run on tensors and the cache alone drop the same blocks."""
+    """In part 5, the run on tensors and the cache alone drop the same blocks."""
 
     def drops(lines):
         return [(each["first"], each["blocks"]) for each in events(lines, "EVICT")]
@@ -149,7 +149,10 @@ def test_the_engine_forgot_what_the_frames_say(data):
 
 
 def test_what_is_forgotten_cannot_be_answered(data):
-    """Part 5: the code is known as long as its block is held; attention is a distribution."""
+    """In part 5, the model answers the code word if and only if its block is held.
+
+    Each row of attention sums to 1.
+    """
     words = data["window"]["words"]
     at = words.index("tulip") // data["window"]["block_size"]
     for variant in data["window"]["variants"]:
@@ -160,7 +163,7 @@ def test_what_is_forgotten_cannot_be_answered(data):
 
 
 def test_the_head_is_softmax_of_the_engine(data):
-    """Part 6: weights follow from q and K, and with V they give what the model computed."""
+    """In part 6, the weights are the softmax of q and K, and give the engine's output."""
     part = data["attention"]
     scores = [
         sum(q * k for q, k in zip(part["query"], key, strict=True)) / part["width"] ** 0.5
@@ -175,12 +178,12 @@ def test_the_head_is_softmax_of_the_engine(data):
     assert len(part["keys"]) == len(part["words"]) + 1
 
 
-# In a browser.
+# The page in a browser.
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_opens_without_complaints_or_requests(browser, page, scheme):
-    """In both themes, at both widths, at the first and the last steps, nothing overflows."""
+    """The page opens without errors or requests, and fits wide and narrow windows."""
     with tab(browser, WIDE, scheme=scheme) as opened:
         shown = opened.open(page)
         for width, height in (WIDE, NARROW):
@@ -188,7 +191,7 @@ def test_it_opens_without_complaints_or_requests(browser, page, scheme):
             for key in ("Home", "End"):
                 for part in PARTS:
                     shown.locator(f"#player-{part}").press(key)
-                # It is drawn once it is near.
+                # The chart is drawn when it is scrolled into view.
                 shown.locator("#growth-chart").scroll_into_view_if_needed()
                 shown.wait_for_selector("#growth-chart .main-svg")
                 assert shown.evaluate("document.documentElement.scrollWidth") <= width
@@ -196,7 +199,10 @@ def test_it_opens_without_complaints_or_requests(browser, page, scheme):
 
 
 def test_keys_step_through_all_parts(browser, page, data):
-    """Arrows step, Home and End jump, each part has a step for each thing that happened."""
+    """Arrow keys, Home and End go through the steps of each part.
+
+    The number of steps follows from the data of the part.
+    """
     counts = {
         "caching": data["caching"]["output"],
         "memory": data["caching"]["output"],
@@ -220,7 +226,7 @@ def test_keys_step_through_all_parts(browser, page, data):
 
 
 def test_space_plays_and_pauses_and_nothing_plays_by_itself(browser, page):
-    """Playing begins with a key or a click alone, and stops at the end."""
+    """Space plays a part, which stops at its end; no part plays by itself."""
     with tab(browser, WIDE) as opened:
         shown = opened.open(page)
         player = shown.locator("#player-attention")
@@ -237,7 +243,7 @@ def test_space_plays_and_pauses_and_nothing_plays_by_itself(browser, page):
 
 
 def test_cells_are_the_counts_of_each_step(browser, page, data):
-    """Part 1: computed, reused and in vain are drawn as often as they were counted."""
+    """In part 1, the computed, reused and wasted cells are as many as the data has."""
     none, _, paged = data["caching"]["caches"]
     with tab(browser, NARROW) as opened:
         shown = opened.open(page)
@@ -264,7 +270,7 @@ SIZED = [
 
 
 def test_the_calculator_is_kvcore_size(browser, page, capsys):
-    """Bytes, budget and requests that fit, to the byte, as the verb says them."""
+    """The calculator has the bytes, the budget and the number of requests of `kvcore size`."""
     with tab(browser, WIDE) as opened:
         shown = opened.open(page)
         for model, codec, device, tokens, batch in SIZED:
@@ -294,7 +300,7 @@ def test_the_calculator_is_kvcore_size(browser, page, capsys):
 
 @pytest.mark.slow
 def test_pointing_at_a_number_tells_how_it_comes_about(browser, page, data):
-    """Part 6: the cells of a column can be focused, and say their arithmetic."""
+    """In part 6, the cells of a column can be focused and show their arithmetic."""
     with tab(browser, WIDE) as opened:
         shown = opened.open(page)
         player = shown.locator("#player-attention")

@@ -1,4 +1,4 @@
-"""`kvcore validate`: tables, JSON, CSV and a plot; and what it refuses."""
+"""Tests of `kvcore validate`: its tables, JSON, CSV and plot, and its errors."""
 
 import csv
 import json
@@ -22,21 +22,21 @@ trtllm,llama-9-8b,h200,1,fp8,256,32,,5,0.01,
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
-    """Go to a folder with a file of rows."""
+    """Change into a folder with a file of measured rows, and return the folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text(ROWS)
     return tmp_path
 
 
 def run(*arguments):
-    """Run the command; return what it prints."""
+    """Run `kvcore validate`, require success, and return its stdout."""
     done = run_here("validate", *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_prints_errors_by_group_worst_rows_and_reasons():
-    """Each row of the table has its median, absolute median and 90th percentile a measure."""
+    """The output has errors by group, the worst row, and why a row was left out."""
     told = run("rows.csv")
     lines = [line.split() for line in told.splitlines()]
     assert told.startswith("rows.csv: 3 rows simulated, 1 left out.")
@@ -49,7 +49,7 @@ def test_prints_errors_by_group_worst_rows_and_reasons():
 
 
 def test_prints_what_the_how_to_shows(here):
-    """Word for word, but for the spaces and rules of the tables."""
+    """The output is the one of the how-to guide, except for spaces and rules of the tables."""
 
     def words(text):
         return [line.split() for line in text.splitlines() if line.strip(" ─")]
@@ -61,7 +61,7 @@ def test_prints_what_the_how_to_shows(here):
 
 
 def test_the_command_it_prints_simulates_that_row():
-    """With it `kvcore simulate` has the simulated figure of the row that is furthest off."""
+    """The printed command simulates the row with the largest error, with the same TPOT."""
     document = json.loads(run("rows.csv", "--json"))
     rows = [row for row in document["compared"] if "tpot_error" in row]
     worst = max(rows, key=lambda row: abs(row["tpot_error"]))
@@ -72,7 +72,7 @@ def test_the_command_it_prints_simulates_that_row():
 
 
 def test_json_is_one_document_with_every_row():
-    """Errors of all and of each group, rows that were left out by reason, and all others."""
+    """The document has errors of all rows and by group, and compared and omitted rows."""
     document = json.loads(run("rows.csv", "--json", "--by", "engine,model+device"))
     assert (document["schema"], document["source"], document["rows"]) == (1, "rows.csv", 3)
     assert document["errors"]["ttft"].keys() == {"rows", "signed", "absolute", "p90"}
@@ -90,7 +90,7 @@ def test_json_is_one_document_with_every_row():
 
 
 def test_csv_has_a_line_for_each_row(here):
-    """Measured, simulated, and the error of each measure."""
+    """`--csv` has a line for each simulated row, with the relative error of each measure."""
     run("rows.csv", "--csv", "out.csv")
     with (here / "out.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -103,7 +103,7 @@ def test_csv_has_a_line_for_each_row(here):
 
 @pytest.mark.parametrize("form", ["png", "svg"])
 def test_the_plot_is_a_picture_of_that_form(here, form):
-    """One panel for each measure, with the groups in the legend."""
+    """`-o` draws a PNG or SVG with one panel for each measure side by side."""
     pytest.importorskip("matplotlib")
     run("rows.csv", "-o", f"errors.{form}", "--by", "engine")
     picture = (here / f"errors.{form}").read_bytes()
@@ -115,7 +115,7 @@ def test_the_plot_is_a_picture_of_that_form(here, form):
 
 
 def test_only_given_options_win_over_an_engines_rules():
-    """`--like none` serves vLLM's rows by kvcore's own, so first tokens come at other times."""
+    """`--like none` simulates rows of vLLM by kvcore's own rules, so their TTFT differs."""
     alike, own = (
         json.loads(run("rows.csv", "--json", "--where", "engine=vllm", *more))
         for more in ((), ("--like", "none"))
@@ -139,7 +139,7 @@ def test_only_given_options_win_over_an_engines_rules():
     ],
 )
 def test_errors_leave_nothing_half_written(here, arguments, told):
-    """They say what is wrong; no CSV file, no plot, and the rows as they were."""
+    """An invalid argument is an error with the reason, and no file is written or changed."""
     extra = [] if "--csv" in arguments else ["--csv", "out.csv"]
     done = run_here("validate", *arguments, *extra)
     assert done.returncode in {2, 3}, done.stderr

@@ -1,4 +1,4 @@
-"""`kvcore view`: the page, its clock, windows of long traces, untrusted input, a server."""
+"""Tests of `kvcore view`: its page, clock, windows, untrusted input and server."""
 
 import errno
 import os
@@ -60,20 +60,20 @@ def folder(tmp_path_factory):
 
 
 def serve(path):
-    """Record a small server under a clock."""
+    """Record the trace of a small simulated server with a clock at `path`."""
     assert frame.run([*SERVED, "--trace", str(path)]) == 0
 
 
 @pytest.fixture(scope="module")
 def served(folder):
-    """Return the trace of a small server."""
+    """Return the trace of a small simulated server."""
     serve(folder / "served.jsonl.gz")
     return folder / "served.jsonl.gz"
 
 
 @pytest.fixture(scope="module")
 def page(browser, folder, served):
-    """Return the page of that server, opened once; it must not complain or fetch anything."""
+    """Yield the page of that server, opened once; it must log no error and fetch nothing."""
     file = folder / "served.html"
     done = run_here("view", served, "-o", file)
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def shown(page):
 
 
 def counted(trace, time):
-    """Return what `kvcore replay --at` counts, as the page writes it."""
+    """Return the counts of `kvcore replay --at`, as the page writes them."""
     report = replay(trace, time)
     ratio = report.hit["ratio"]["block"]
     pool = [f"{report.pool[name]:,}" for name in ("free", "cached", "private", "spans")]
@@ -105,7 +105,7 @@ def counted(trace, time):
 
 
 def check_counts(page, trace, begin, end):
-    """Compare the counts at ten times, in a mixed order."""
+    """Compare the counts of the page with a replay at ten times, in a mixed order."""
     for part in (0, 7, 3, 9, 1, 5, 2, 8, 4, 6):
         time = begin + (end - begin) * part // 9
         page.evaluate("(time) => kvcore.seek(time)", time)
@@ -115,7 +115,7 @@ def check_counts(page, trace, begin, end):
 
 @pytest.mark.parametrize("record", [serve, traces.record, traces.rest])
 def test_counts_are_those_of_a_replay(browser, tmp_path, record):
-    """At ten times, of runs with a clock, without one, and with tiers."""
+    """The counts of the page are those of a replay, with and without a clock or tiers."""
     trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
     record(trace)
     file.write_bytes(view_page([trace]))
@@ -126,7 +126,10 @@ def test_counts_are_those_of_a_replay(browser, tmp_path, record):
 
 
 def test_a_window_counts_like_a_replay_and_says_what_it_is(browser, served, tmp_path):
-    """The page and stderr name the lines that are there, and counts are those of the whole."""
+    """The page of a window has the counts of a replay of the whole trace.
+
+    The page and stderr name the lines of the window.
+    """
     file = tmp_path / "part.html"
     done = run_here("view", served, "-o", file, "--window", "1:2.5", "--events", "400")
     assert done.returncode == 0
@@ -146,12 +149,15 @@ def test_a_window_counts_like_a_replay_and_says_what_it_is(browser, served, tmp_
 
 
 def test_the_whole_trace_needs_no_notice(page):
-    """Nothing is left out, and nothing is said."""
+    """The page of a whole trace has no notice of lines left out."""
     assert page.locator("main > .notice").count() == 0
 
 
 def test_the_keyboard_moves_the_clock(page):
-    """Arrows go by events, page keys by hundredths, Home and End to the ends; space plays."""
+    """Arrow keys move the clock by events, page keys by hundredths, Home and End to the ends.
+
+    Space plays and pauses.
+    """
     page.evaluate("() => { document.activeElement.blur(); kvcore.seek(kvcore.begin); }")
     last = page.evaluate("() => kvcore.sides[0].playback.length - 1")
     begin = row_is(page, page.evaluate("() => kvcore.sides[0].row"))
@@ -176,7 +182,7 @@ def test_the_keyboard_moves_the_clock(page):
 
 
 def test_the_scrubber_and_a_time_that_is_typed(page):
-    """Both go to that time; what is no number changes nothing."""
+    """The scrubber and a typed time set the clock; typed text that is no number is ignored."""
     page.locator("#scrubber").fill("1000")
     until(page, "() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
     page.locator("#when").fill("1.25")
@@ -190,8 +196,8 @@ def test_the_scrubber_and_a_time_that_is_typed(page):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
 def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
-    """Nothing is cut off at the side, every control has a name, and text can be read."""
-    del page  # it has made the file
+    """The page fits its window, every control has a name, and text has enough contrast."""
+    del page  # the fixture has written the file
     with tab(browser, size, scheme=scheme) as found:
         opened = found.open(folder / "served.html")
         opened.evaluate("() => kvcore.seek(kvcore.end / 2)")
@@ -208,7 +214,7 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
 @pytest.mark.parametrize(
     ("records", "kept"),
     [
-        # Names that say what a run does, or which tier or request a line is about.
+        # Strings that select behaviour, a tier or a request cannot be any text.
         (
             [turned_away],
             {
@@ -224,7 +230,7 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
     ids=["one", "two"],
 )
 def test_no_string_of_a_trace_is_markup(browser, tmp_path, records, kept):
-    """Scripts, comments, quotes and control characters in every string field stay text."""
+    """Markup and control characters in every string of a trace are shown as text."""
     files = [tmp_path / f"{made.__name__} <img src=x onerror=alert(1)>" for made in records]
     refused = [poison(made(file)) for made, file in zip(records, files, strict=True)]
     assert set().union(*refused) == kept
@@ -247,14 +253,14 @@ def test_no_string_of_a_trace_is_markup(browser, tmp_path, records, kept):
 
 
 def test_equal_traces_give_equal_pages(served, page, folder):
-    """Byte for byte."""
+    """Equal traces give the same bytes of a page."""
     del page
     assert view_page([served]) == (folder / "served.html").read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["cut", "wrong"])
 def test_a_trace_that_is_refused_leaves_no_page(tmp_path, damage):
-    """A cut or invalid trace is told as `kvcore replay` tells it."""
+    """A cut or invalid trace has the exit code and error of `replay`, and leaves no page."""
     trace = traces.record(tmp_path / "trace.jsonl")
     raw = trace.read_bytes().splitlines(keepends=True)
     if damage == "cut":
@@ -280,7 +286,7 @@ NO_TRACES = {
 
 @pytest.mark.parametrize("what", NO_TRACES)
 def test_what_is_no_trace_is_refused(tmp_path, what):
-    """It is told to be none, and what reads it; a page is not begun."""
+    """A file that is no trace exits with code 1 and the reason, and leaves no page."""
     file = tmp_path / "requests.jsonl"
     NO_TRACES[what](file)
     done = run_here("view", file, "-o", tmp_path / "page.html")
@@ -291,7 +297,7 @@ def test_what_is_no_trace_is_refused(tmp_path, what):
 
 
 def test_a_time_that_no_page_can_show_is_refused(tmp_path):
-    """The error names the time, and how much there may be."""
+    """A trace with a time beyond 2^53 ns is an error that names the limit."""
     events = traces.lines(traces.serve(tmp_path / "run.jsonl"))
     for event in events[1:]:
         event["t"] += 2**53
@@ -305,7 +311,7 @@ def test_a_time_that_no_page_can_show_is_refused(tmp_path):
     "words", [("view", "-o"), ("report", "-o"), ("export", "--to", "perfetto", "--out")]
 )
 def test_a_name_that_is_no_unicode(words, tmp_path):
-    """A file may have any bytes in its name; what is made of it can be read as UTF-8."""
+    """A trace whose file name is not UTF-8 gives output that is valid UTF-8."""
     file = traces.serve(tmp_path / os.fsdecode(b"\xff.jsonl"))
     done = run_here(words[0], file, *words[1:], tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
@@ -313,21 +319,21 @@ def test_a_name_that_is_no_unicode(words, tmp_path):
 
 
 def test_where_to_must_be_said(served):
-    """Neither a file nor a server: the error names both."""
+    """`view` with neither `-o` nor `--serve` is a usage error that names both."""
     done = run_here("view", served)
     assert done.returncode == 2
     assert "-o FILE, or --serve" in done.stderr
 
 
 def test_a_page_does_not_overwrite_its_trace(served):
-    """The output is another file than the input."""
+    """`-o` refuses to overwrite the trace."""
     done = run_here("view", served, "-o", served)
     assert done.returncode == 2
     assert "name another file" in done.stderr
 
 
 def test_a_full_disk_leaves_no_page(served, tmp_path, monkeypatch):
-    """It is told as other verbs tell it."""
+    """A full disk exits with code 3 and the reason, and leaves no page."""
 
     def full(*_args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -341,7 +347,7 @@ def test_a_full_disk_leaves_no_page(served, tmp_path, monkeypatch):
 
 @pytest.fixture
 def server():
-    """Serve a page."""
+    """Yield a server that serves one page."""
     with PageServer(b"<!doctype html>page") as running:
         Thread(
             target=running.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
@@ -351,7 +357,7 @@ def server():
 
 
 def asked(server, path="/", method="GET", **headers):
-    """Return the status, the body and the headers of an answer."""
+    """Return the status, the body and the headers of an answer of the server."""
     connection = HTTPConnection("127.0.0.1", server.server_address[1], timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -359,7 +365,10 @@ def asked(server, path="/", method="GET", **headers):
 
 
 def test_the_server_has_one_page(server):
-    """GET of `/` is answered with it, kept from other pages; nothing else is there."""
+    """The server answers GET and HEAD of `/` with its page, and no other request.
+
+    Headers keep the page out of frames of other pages.
+    """
     status, body, headers = asked(server)
     assert (status, body) == (200, server.page)
     assert headers["X-Content-Type-Options"] == "nosniff"
@@ -373,7 +382,7 @@ def test_the_server_has_one_page(server):
 
 
 def test_a_browser_that_goes_away_is_no_error(capfd):
-    """Nothing is printed of it; of a mistake in the server there is."""
+    """A connection that a browser resets is not printed, and a bug of the server is."""
     with PageServer(b"page") as server:
         for error in (ConnectionResetError(), ZeroDivisionError()):
             try:
@@ -386,7 +395,7 @@ def test_a_browser_that_goes_away_is_no_error(capfd):
 
 
 def test_the_server_answers_its_own_name_alone(server):
-    """A name of the internet that was made to point here gets nothing."""
+    """The server refuses a request whose host name is not its own."""
     port = server.server_address[1]
     assert asked(server, Host=f"localhost:{port}")[0] == 200
     assert asked(server, Host="evil.example")[0] == 421
@@ -394,7 +403,7 @@ def test_the_server_answers_its_own_name_alone(server):
 
 
 def test_ctrl_c_ends_the_server(served, monkeypatch):
-    """Exit code 130, after the address was printed."""
+    """Ctrl-C ends `view --serve` with exit code 130, after its address is printed."""
 
     def interrupted(_self):
         raise KeyboardInterrupt
@@ -406,13 +415,13 @@ def test_ctrl_c_ends_the_server(served, monkeypatch):
 
 
 def test_a_port_that_is_taken_is_told(server):
-    """The error says what to do."""
+    """A port in use is an error that suggests `--port 0`."""
     with pytest.raises(Exception, match="--port 0 takes a free one"):
         PageServer(b"", server.server_address[1])
 
 
 def test_a_window_keeps_moments_whole(served):
-    """Where lines are cut by number, the page ends before a moment, not within it."""
+    """A window of limited length ends between two times, not among lines of one time."""
     from kvcore.pages.playback import Playback  # noqa: PLC0415
 
     times = [event.t for event in read_events(served)]
@@ -423,7 +432,7 @@ def test_a_window_keeps_moments_whole(served):
 
 @pytest.mark.slow
 def test_help_tells_each_default_once(capsys):
-    """What click says is not said again."""
+    """The help page prints each default once."""
     assert frame.run(["view", "--help"]) == 0
     told = capsys.readouterr().out
     assert "[default: 1000000; x>=1]" in " ".join(told.split())

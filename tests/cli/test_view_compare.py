@@ -1,4 +1,4 @@
-"""The page of two traces: which evictions differ, what they cost, and where it opens."""
+"""Tests of the page of two traces: differing evictions, their costs, its first view."""
 
 from itertools import islice
 
@@ -102,13 +102,13 @@ def files(folder):
 
 @pytest.fixture(scope="module")
 def sides(files):
-    """Return what the lines of both traces say."""
+    """Return both traces, read by the tests' own reader of evictions."""
     return [Told(file) for file in files]
 
 
 @pytest.fixture(scope="module")
 def page(browser, folder, files):
-    """Return the page of both, opened once; it must not complain or fetch anything."""
+    """Yield the page of both traces, opened once; it must log no error and fetch nothing."""
     file = folder / "page.html"
     file.write_bytes(view_page(files))
     with tab(browser) as found:
@@ -118,13 +118,13 @@ def page(browser, folder, files):
 
 @pytest.fixture(scope="module")
 def marks(sides):
-    """Return of both sides the rows that differ, with how many of their blocks do."""
+    """Return the rows of each side that differ, with how many of their blocks differ."""
     left, right = sides
     return [differing(left, right), differing(right, left)]
 
 
 def test_exactly_the_differing_evictions_are_marked(page, files, sides, marks):
-    """Page, band, log and Python have the rows and blocks that a count by block ids finds."""
+    """Page, band, log and `find_differences` mark the evictions that differ by block ids."""
     assert all(
         0 < len(mark) < len(side.evictions) for mark, side in zip(marks, sides, strict=True)
     )
@@ -141,7 +141,10 @@ def test_exactly_the_differing_evictions_are_marked(page, files, sides, marks):
 
 
 def test_keys_go_to_each_difference_in_one_order(page, sides, marks):
-    """`d` visits all of both sides, by time, then by requests that arrived; `D` goes back."""
+    """`d` visits the differences of both sides by time, then by arrived requests.
+
+    `D` goes back.
+    """
 
     def place(each):
         lines = sides[each[0]].lines[: each[1] + 1]
@@ -156,7 +159,7 @@ def test_keys_go_to_each_difference_in_one_order(page, sides, marks):
 
 
 def test_both_sides_step_locked_in_time(page, sides):
-    """Each step takes one line, the earliest that is left, of whichever side; then none is."""
+    """Each step moves one side to the earliest line that is left, until no line is left."""
     lines = [side.lines for side in sides]
     rows, times = [-1, -1], []
     for *now, time in page.evaluate(STEPS, sum(map(len, lines))):
@@ -170,7 +173,7 @@ def test_both_sides_step_locked_in_time(page, sides):
 
 
 def test_figures_are_those_of_the_lines(page, sides, marks):
-    """At six times: blocks evicted and differing so far, and cached by this side alone."""
+    """Evicted, differing and exclusively cached blocks are those of the lines, at six times."""
     last = sides[0].lines[-1]["t"]
     for part in (0, 5, 2, 4, 1, 3):
         time = last * part // 5
@@ -188,7 +191,10 @@ def test_figures_are_those_of_the_lines(page, sides, marks):
 
 
 def losses(side, explanation, eviction):
-    """Return what became of the blocks of an eviction: dead, and by request what it missed."""
+    """Return counts of an eviction's blocks: dead, missed by request, and policy losses.
+
+    Policy losses are misses of blocks that the optimum would have had.
+    """
     users = side.users(eviction.row)
     dead, missed, policy = 0, {}, 0
     for content in eviction.contents:
@@ -203,7 +209,7 @@ def losses(side, explanation, eviction):
 
 
 def test_stories_have_the_numbers_of_the_lines(page, files, sides):
-    """Of some evictions of `lru`: blocks, idle time, who missed them when, the optimum."""
+    """The story of an eviction has its blocks, the misses that follow, and the optimum."""
     side, explanation = sides[0], explain(files[0])
     order = list(side.admissions)
     for eviction in side.evictions[::20]:
@@ -232,12 +238,12 @@ def test_stories_have_the_numbers_of_the_lines(page, files, sides):
 
 
 def counted(number, what):
-    """Return a number and what it counts."""
+    """Return a number with its noun, which is plural unless the number is 1."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def check_pool(shown, side, explanation, row):
-    """Compare the pool by what becomes of it."""
+    """Compare the outlook of the cached blocks on the page with that of the lines."""
     users, pool = side.users(row), {DEAD: 0, LATE: 0, HELD: 0}
     for content in next(islice(side.cached(), row, None)):
         request, place = users.get(content, (None, None))
@@ -250,7 +256,7 @@ def check_pool(shown, side, explanation, row):
 
 
 def test_the_whole_story_adds_up(page, files, sides):
-    """Blocks evicted, and of those what was asked for again, are sums over all evictions."""
+    """Evicted blocks and misses in the summary are sums over all evictions."""
     side, explanation = sides[0], explain(files[0])
     told = page.evaluate(STORY, [0, side.evictions[0].row])["whole"]
     all_of = [losses(side, explanation, each) for each in side.evictions]
@@ -265,8 +271,11 @@ def test_the_whole_story_adds_up(page, files, sides):
 
 
 def test_the_page_opens_at_the_costliest_eviction(browser, folder, files, sides, page):
-    """It is the first that cost most hits of the optimum; `--at` opens elsewhere."""
-    del page  # it has made the file
+    """The page opens at the first eviction with the largest loss against the optimum.
+
+    `--at` opens it at another time.
+    """
+    del page  # the fixture has written the file
     explanations = [explain(file) for file in files]
     costs = [
         (losses(side, explanation, each)[2], -number, -each.row)
@@ -289,7 +298,7 @@ def test_the_page_opens_at_the_costliest_eviction(browser, folder, files, sides,
     [("soon", "expected a number of seconds"), ("-3", "'-3'"), ("1e99", "too large")],
 )
 def test_a_time_that_is_none_is_refused(files, tmp_path, at, said):
-    """The error says what was asked; there is no page."""
+    """An invalid `--at` is an error with the reason, and leaves no page."""
     done = run_here("view", files[0], "--at", at, "-o", tmp_path / "page.html")
     assert done.returncode == 2
     assert said in done.stderr

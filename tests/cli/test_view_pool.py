@@ -1,4 +1,4 @@
-"""The page of a trace: the pool as a map of blocks, the prefix tree, and the tiers below."""
+"""Tests of the page of a trace: the map of the pool, lives of blocks, and tiers."""
 
 import gzip
 import json
@@ -65,7 +65,7 @@ def traced(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def html(traced):
-    """Return the trace's page."""
+    """Return the path of the page of the trace."""
     path = traced.with_suffix(".html")
     path.write_bytes(view_page([traced]))
     return path
@@ -73,7 +73,7 @@ def html(traced):
 
 @pytest.fixture(scope="module")
 def page(browser, html):
-    """Return the page, open in a wide window, which must not complain to the end."""
+    """Yield the page, open in a wide window; it must log no error."""
     with tab(browser, WIDE) as shown:
         yield shown.open(html)
         assert not shown.complaints
@@ -86,7 +86,7 @@ def lines(path):
 
 
 def names(runs, block):
-    """Return whether runs have a block."""
+    """Return True if one of the runs contains the block."""
     return any(
         block in (range(first, first + count) if count > 0 else range(first, first + count, -1))
         for first, count in runs
@@ -95,7 +95,7 @@ def names(runs, block):
 
 @pytest.mark.parametrize("part", [0.0, 0.2, 0.5, 0.8, 1.0])
 def test_legend_and_tiers_are_those_of_replay(page, traced, part):
-    """The counts of the legend, and how full each tier is, are what `kvcore replay` has."""
+    """The counts of the legend and the used blocks of tiers are those of `kvcore replay`."""
     time = lines(traced)[-1]["t"] / 1e9 * part
     page.evaluate(SEEK, time)
     told = json.loads(run_here("replay", traced, "--at", f"{time:.9f}", "--json").stdout)
@@ -111,7 +111,7 @@ def test_legend_and_tiers_are_those_of_replay(page, traced, part):
 
 
 def test_every_colouring_counts_all_blocks(page, traced):
-    """However blocks are coloured, the classes of the legend are all blocks of the pool."""
+    """In each colouring the counts of the legend add up to all blocks of the pool."""
     page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
     for mode in page.evaluate("() => kvcore.colouring.modes()"):
         page.evaluate(
@@ -123,7 +123,7 @@ def test_every_colouring_counts_all_blocks(page, traced):
 
 
 def test_life_of_a_block_is_that_of_the_trace(page, traced):
-    """A card says for whom a block was allocated, and when and for whom it is evicted."""
+    """The card of a block names the requests of its allocation and of its next eviction."""
     events = lines(traced)
     at = events[len(events) // 2]["t"]
     page.evaluate(SEEK, at / 1e9)
@@ -152,7 +152,7 @@ def test_life_of_a_block_is_that_of_the_trace(page, traced):
 
 
 def test_what_a_request_has_is_lit(page, traced):
-    """The lit blocks of a running request are those of its spans, and its private ones."""
+    """The highlighted blocks of a running request are those of its spans and private ones."""
     page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
     request = page.evaluate(
         "() => kvcore.sides[0].cache.sequences.values().next().value.request"
@@ -164,7 +164,7 @@ def test_what_a_request_has_is_lit(page, traced):
 
 
 def test_keyboard_goes_from_cell_to_cell(page):
-    """The map has a cursor: what is under it is said, and the arrows do not move the clock."""
+    """Arrow keys move the cursor of the map and describe its block; the clock stays."""
     before = page.evaluate("() => kvcore.time")
     page.locator("canvas.blocks").focus()
     page.keyboard.press("Home")
@@ -176,7 +176,7 @@ def test_keyboard_goes_from_cell_to_cell(page):
 
 @pytest.mark.slow
 def test_large_pool_says_how_many_blocks_a_cell_is(browser, tmp_path):
-    """Where blocks are too many for the room, a cell is several: the panel says how many."""
+    """In a large pool a cell of the map is several blocks, and the panel states how many."""
     trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"
     run_here("simulate", "zipf:requests=20", "--blocks", "60000", "--trace", trace)
     path.write_bytes(view_page([trace]))

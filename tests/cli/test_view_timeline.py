@@ -1,4 +1,4 @@
-"""The page of a trace: the timeline, curves, events in words, and the chosen request."""
+"""Tests of the page of a trace: timeline, curves, events and the chosen request."""
 
 import re
 
@@ -50,14 +50,14 @@ def folder(tmp_path_factory):
 
 
 def overload(path):
-    """Record a simulated server that preempts."""
+    """Record the trace of a simulated server that preempts, and return its path."""
     assert frame.run([*OVERLOADED, "--trace", str(path)]) == 0
     return path
 
 
 @pytest.fixture(scope="module")
 def overloaded(folder):
-    """Return the path of the trace of a server that preempts, and of its page."""
+    """Return the paths of the trace of a server that preempts and of its page."""
     trace, page = overload(folder / "overloaded.jsonl"), folder / "overloaded.html"
     page.write_bytes(view_page([trace]))
     return trace, page
@@ -65,7 +65,7 @@ def overloaded(folder):
 
 @pytest.fixture(scope="module")
 def page(browser, overloaded):
-    """Return the page of that server, opened once; it must not complain."""
+    """Yield the page of that server, opened once; it must log no error."""
     with tab(browser) as found:
         page = found.open(overloaded[1])
         page.wait_for_selector("#curves[data-drawn]")
@@ -79,7 +79,7 @@ def page(browser, overloaded):
     [overload, traces.serve, traces.rest, traces.compact, traces.record, traces.forget],
 )
 def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, record):
-    """The page finds from its rows what Timeline.read finds from the lines."""
+    """Phases, chunks and curves of the page are those that `Timeline.read` finds."""
     trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
     record(trace)
     file.write_bytes(view_page([trace]))
@@ -109,7 +109,10 @@ def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, r
 
 
 def test_a_part_of_a_trace_has_the_curves_of_the_whole(browser, overloaded, tmp_path):
-    """Requests that arrived or were admitted before the window are counted, and so are hits."""
+    """The curves of a window have the values of the whole trace.
+
+    Requests and hits from before the window are counted.
+    """
     whole, file = Timeline.read(overloaded[0]).series, tmp_path / "part.html"
     begin, end = 4 * 10**9, 9 * 10**9
     file.write_bytes(view_page([overloaded[0]], window=Window(begin, end)))
@@ -127,7 +130,7 @@ def test_a_part_of_a_trace_has_the_curves_of_the_whole(browser, overloaded, tmp_
 
 
 def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
-    """The ratio so far and that of the last minute are those of Timeline, at each time kept."""
+    """The curves of hit ratios, in all and of the last 60 s, are those of `Timeline`."""
     curves, series = page.evaluate(CURVES), Timeline.read(overloaded[0]).series
     for name, window in (("so far", None), ("of the last 60 s", 60 * 10**9)):
         expected = dict(zip(series.time, series.hit_ratio(window), strict=True))
@@ -136,7 +139,7 @@ def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
 
 
 def test_a_click_on_a_curve_goes_to_that_time(page):
-    """The clock goes to where the curve is pressed."""
+    """A click on a curve sets the clock to that time."""
     page.evaluate("kvcore.seek(kvcore.begin)")
     curve = page.locator(".curve").first
     inside = curve.bounding_box()["width"] - 54
@@ -146,7 +149,7 @@ def test_a_click_on_a_curve_goes_to_that_time(page):
 
 
 def test_the_card_says_what_explain_prints(page, overloaded, capsys):
-    """The reasons on the page are the words of `kvcore explain`, and TTFT is the timeline's."""
+    """The card of a request has the text of `kvcore explain` and the first token's time."""
     timeline = Timeline.read(overloaded[0])
     for row in (0, 150, len(timeline.requests) - 1):
         name = timeline.requests.ids[row]
@@ -172,7 +175,7 @@ def test_the_card_says_what_explain_prints(page, overloaded, capsys):
 
 
 def test_ids_and_times_in_the_reasons_can_be_pressed(page):
-    """A request that is named gets chosen, and the clock goes to a time that is told."""
+    """A click on a request in the reasons chooses it, and one on a time sets the clock."""
     page.evaluate("kvcore.choose({ side: kvcore.sides[0], request: 250 })")
     drawn(page)
     names = page.locator("#why-0 .ref[title='Choose this request']")
@@ -186,7 +189,7 @@ def test_ids_and_times_in_the_reasons_can_be_pressed(page):
 
 
 def test_events_are_told_in_words(page, overloaded):
-    """Each kind of line has a sentence, with its number; the current one is marked."""
+    """The log has a sentence for each kind of event, and marks the current event."""
     page.select_option(".log-panel select", "all")
     kinds = {}
     for line in traces.lines(overloaded[0]):
@@ -209,7 +212,7 @@ def test_events_are_told_in_words(page, overloaded):
 
 
 def test_the_next_eviction_is_found(page, overloaded):
-    """The buttons go to the next and the previous line that the filter lets through."""
+    """The buttons go to the next and the previous event that the filter shows."""
     rows = [line["n"] for line in traces.lines(overloaded[0]) if line["event"] == "EVICT"]
     page.select_option(".log-panel select", "evictions")
     page.evaluate("kvcore.seekRow(kvcore.sides[0], 0)")
@@ -226,7 +229,7 @@ def test_the_next_eviction_is_found(page, overloaded):
 
 
 def test_keys_and_clicks_on_the_timeline(page):
-    """Arrows point at requests, Enter or a click chooses one, plus shows less time."""
+    """Arrow keys point at requests, Enter or a click chooses one, and `+` zooms in."""
     page.evaluate("kvcore.seek((kvcore.begin + kvcore.end) / 2)")
     canvas = page.locator("canvas.timeline")
     canvas.focus()
@@ -259,7 +262,10 @@ def test_keys_and_clicks_on_the_timeline(page):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
 def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
-    """Ids stay text in every panel, both sides have a card, nothing is turned or too wide."""
+    """Ids that look like markup are text in the panels of both traces.
+
+    Nothing is wider than the window, and direction marks are replaced.
+    """
     bad = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e" + 300 * "L"
     events = []
     for line in traces.lines(traces.rest(tmp_path / "plain.jsonl")):

@@ -1,4 +1,4 @@
-"""`kvcore watch`, and the same view of a run while it goes on."""
+"""Tests of `kvcore watch`, and of `--live`, which shows a run in the same way."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def recorded(tmp_path_factory):
 
 
 def times(done):
-    """Return the times of the lines that were printed."""
+    """Return the times of the printed lines."""
     return [line.split()[0] for line in done.stdout.splitlines()]
 
 
 def test_a_pipe_gets_lines(recorded):
-    """One every ten seconds of the trace and one for its end, without control characters."""
+    """In a pipe `watch` prints a line every ten seconds of the trace and one for its end."""
     done = run_here("watch", recorded)
     assert (done.returncode, done.stderr) == (0, "")
     assert times(done)[:3] == ["0:10.0", "0:20.0", "0:30.0"]
@@ -44,14 +44,14 @@ def test_a_pipe_gets_lines(recorded):
 
 
 def test_a_part_of_a_trace(recorded):
-    """Up to the time to stop at, and as often as is asked for."""
+    """`--every` sets the seconds between lines, and `--to` ends them."""
     done = run_here("watch", recorded, "--to", "12", "--every", "4", "--from", "5")
     assert done.returncode == 0
     assert times(done) == ["0:04.0", "0:08.0", "0:11.9"]
 
 
 def test_a_cut_trace_is_shown_up_to_the_cut(tmp_path, recorded):
-    """And then is an error, in the words of replay."""
+    """A cut trace is shown up to the cut, and ends with the error of `replay`."""
     path = tmp_path / "run.jsonl.gz"
     path.write_bytes(recorded.read_bytes()[:-2000])
     done = run_here("watch", path)
@@ -61,7 +61,7 @@ def test_a_cut_trace_is_shown_up_to_the_cut(tmp_path, recorded):
 
 
 def test_a_line_that_does_not_follow_is_refused(tmp_path):
-    """By its number."""
+    """An event that contradicts those before it is an error with its line."""
     path = traces.serve(tmp_path / "run.jsonl")
     lines = traces.lines(path)
     number, hit = next((n, line) for n, line in enumerate(lines, 1) if line["event"] == "HIT")
@@ -73,7 +73,7 @@ def test_a_line_that_does_not_follow_is_refused(tmp_path):
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 def test_a_trace_that_is_written_is_followed(tmp_path, monkeypatch, ending):
-    """Line by line, until its writer has ended it: also the `.part` that it is until then."""
+    """A trace is followed while it is written, even as a `.part` file, until it is closed."""
     path = tmp_path / f"run.jsonl{ending}"
     trace = Trace(path)
     cache = KVCache(8, traces.BLOCK, trace=trace, accounting="keys")
@@ -98,7 +98,7 @@ def test_a_trace_that_is_written_is_followed(tmp_path, monkeypatch, ending):
 
 
 def test_a_run_that_is_given_up_ends_the_watch(tmp_path, monkeypatch):
-    """Its trace is cut then, which is said."""
+    """If the writer discards its trace, `watch` ends with the error of a cut trace."""
     path = tmp_path / "run.jsonl"
     trace = Trace(path)
     traces.drive(KVCache(8, traces.BLOCK, eviction="lru", trace=trace))
@@ -122,14 +122,14 @@ def test_a_run_that_is_given_up_ends_the_watch(tmp_path, monkeypatch):
     ],
 )
 def test_wrong_use_is_refused(recorded, arguments, message):
-    """With what to do, and nothing is shown."""
+    """An invalid argument is an error with the reason, and nothing is shown."""
     done = run_here("watch", *(str(recorded) if word == "T" else word for word in arguments))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
 def test_a_run_is_shown_while_it_goes_on(tmp_path, recorded):
-    """On stderr; results and trace are as without, to the byte."""
+    """`--live` prints on stderr what `watch` prints of the trace, whose bytes are unchanged."""
     path = tmp_path / "run.jsonl.gz"
     done = run_here("simulate", *SMALL, "--live", "--trace", path)
     assert done.returncode == 0
@@ -138,7 +138,7 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path, recorded):
 
 
 def test_a_run_is_shown_without_a_trace(tmp_path):
-    """Which is then kept nowhere."""
+    """`--live` without `--trace` leaves the results unchanged and writes no file."""
     plain, live = (
         run_here("simulate", *SMALL, *more, cwd=tmp_path) for more in ([], ["--live"])
     )
@@ -148,7 +148,7 @@ def test_a_run_is_shown_without_a_trace(tmp_path):
 
 
 def test_blocks_that_are_not_cannot_be_shown():
-    """Memory in one piece has none."""
+    """`--live` is an error with contiguous memory, which has no blocks."""
     done = run_here("simulate", *SMALL, "--live", "--allocation", "contiguous")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--live shows blocks, which --allocation contiguous has none of" in done.stderr
@@ -157,7 +157,7 @@ def test_blocks_that_are_not_cannot_be_shown():
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")
 @pytest.mark.usefixtures("unmeasured_processes")
 def test_an_interrupt_leaves_the_terminal_as_it_was(recorded):
-    """The picture is drawn; Ctrl-C ends it with 130, and shows the cursor again."""
+    """Ctrl-C ends `watch` on a terminal with exit code 130 and shows the cursor again."""
     here, there = os.openpty()
     command = [sys.executable, "-m", "kvcore", "watch", str(recorded), "--speed", "0.001"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
@@ -178,7 +178,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(recorded):
             try:
                 if not (more := os.read(here, 1 << 16)):
                     break
-            except OSError:  # what Linux says when the other side is closed
+            except OSError:  # raised on Linux when the other side is closed
                 break
             shown += more
         assert process.wait() == 130

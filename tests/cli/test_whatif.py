@@ -1,4 +1,4 @@
-"""`kvcore replay` with something different."""
+"""Tests of `kvcore replay` with changed options, which runs a trace again."""
 
 import json
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 
 def test_both_runs_side_by_side(folder):
-    """A table has both, and the change; below it are those who gained and lost most."""
+    """The table has both runs, the changed options, and the requests that gained most hits."""
     done = run("replay", "m.jsonl.gz", "--eviction", "lfu", "--blocks", 400, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
@@ -35,7 +35,7 @@ def test_both_runs_side_by_side(folder):
 
 
 def test_a_retention_policy_comes_and_goes(folder, tmp_path):
-    """With one where none was recorded, and without the one that was: both are told."""
+    """`--retention` adds a policy to a run, and `none` removes it; the output names both."""
     exported = ("--export", str(tmp_path / "b.jsonl"))
     done = run("replay", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
     assert "retention: knorm:budget=64" in done.stdout
@@ -46,7 +46,7 @@ def test_a_retention_policy_comes_and_goes(folder, tmp_path):
 
 
 def test_json_is_alone_on_stdout(folder):
-    """`--json` prints one document: both runs with their configurations, and all changes."""
+    """`--json` prints one document of both runs, their configurations and changed requests."""
     done = run("replay", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)
     document = json.loads(done.stdout)
     assert (done.returncode, done.stderr, document["schema"]) == (0, "", 1)
@@ -63,7 +63,7 @@ def test_json_is_alone_on_stdout(folder):
 
 
 def test_the_recorded_figures_are_those_of_the_simulation(folder):
-    """What the trace tells of a run is what the run told."""
+    """The figures of a trace, and of its trace run again, are those of the simulation."""
     options = ["--blocks", 300, "--json"]
     told = json.loads(run("simulate", WORKLOAD, "--seed", 3, *options).stdout)
     again = json.loads(run("replay", "m.jsonl.gz", *options, cwd=folder).stdout)
@@ -74,7 +74,7 @@ def test_the_recorded_figures_are_those_of_the_simulation(folder):
 
 @pytest.mark.parametrize("name", ["u.jsonl", "m.jsonl.gz"])
 def test_an_export_is_the_trace_again(folder, tmp_path, name):
-    """With nothing different the new trace is the old one, byte for byte."""
+    """With no changed option the exported trace has the bytes of the recorded one."""
     done = run("replay", folder / name, "--export", tmp_path / name)
     assert done.returncode == 0
     assert "Run again as recorded: nothing was to be different." in done.stdout
@@ -82,7 +82,7 @@ def test_an_export_is_the_trace_again(folder, tmp_path, name):
 
 
 def test_an_export_can_be_asked_what_if_again(folder, tmp_path):
-    """The trace of a new run is as good as a recorded one."""
+    """An exported trace can be run again, and the earlier policy restores the first trace."""
     new, back = tmp_path / "new.jsonl.gz", tmp_path / "back.jsonl.gz"
     run("replay", folder / "m.jsonl.gz", "--eviction", "lfu", "--export", new)
     assert run("replay", new).returncode == 0
@@ -91,7 +91,7 @@ def test_an_export_can_be_asked_what_if_again(folder, tmp_path):
 
 
 def test_caps_are_those_of_simulate(folder, tmp_path):
-    """Each option of batching changes its own cap."""
+    """Options of batching, the rate and the SLO change the header of the exported trace."""
     new = tmp_path / "new.jsonl"
     caps = ["--max-tokens", 512, "--max-seqs", 4, "--steps", "prefill-first", "--no-chunked"]
     more = ["--watermark", 0.2, "--rate-scale", 2, "--slo", "ttft=1"]
@@ -110,7 +110,7 @@ def test_caps_are_those_of_simulate(folder, tmp_path):
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])
 def test_a_trace_is_a_workload(folder, verb):
-    """`trace:FILE` is the workload that was recorded, with its digest."""
+    """The workload `trace:FILE` has the requests and the results of the recorded one."""
     options = ["--eviction", "lru", "--blocks", 300, "--json"]
     named, direct = (
         json.loads(run(verb, workload, *options, cwd=folder).stdout)
@@ -139,7 +139,7 @@ def test_a_trace_is_a_workload(folder, verb):
     ],
 )
 def test_what_is_refused(folder, options, code, message):
-    """Exit code, a message that says what is wrong, nothing on stdout, no file left."""
+    """An invalid option is an error with exit code 2, an empty stdout and no file."""
     before = sorted(path.name for path in folder.iterdir())
     done = run("replay", "u.jsonl", *options, cwd=folder)
     assert (done.returncode, done.stdout) == (code, "")
@@ -148,7 +148,7 @@ def test_what_is_refused(folder, options, code, message):
 
 
 def test_a_cut_trace_exits_1(folder, tmp_path):
-    """The file is at fault; the error says what to do."""
+    """A cut trace is an error with exit code 1, and no trace is exported."""
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes((folder / "u.jsonl").read_bytes()[:-30])
     done = run("replay", cut, "--blocks", 9, "--export", tmp_path / "new.jsonl")

@@ -1,7 +1,7 @@
-"""Wrong command lines, configuration files and inputs: an exit code, and what is wrong by name.
+"""Tests that wrong command lines, options and inputs fail, and name what is wrong.
 
-Each row is a command line and a fragment of its error. `W` stands for a small workload; what
-is run is in a folder with a trace, requests, measured steps and the file of a sweep.
+Each row is a command line and a fragment of its error. `W` stands for a small workload.
+Commands run in a folder with a trace, requests, measured steps and the file of a sweep.
 """
 
 import gzip
@@ -786,12 +786,12 @@ TRACES = [
     (lambda _: [ROW], "export F --to vllm --out o", "F"),
     (lambda _: [], "export F --to mooncake --out o", "F"),
 ]
-"""What becomes of the lines of a trace in F, a command line, and a fragment of its error."""
+"""An edit of the lines of a trace in F, a command line, and a fragment of its error."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with a file of each kind."""
+    """Return a folder with a trace, requests, measured steps and the file of a sweep."""
     path = tmp_path_factory.mktemp("wrong")
     done = run_here("simulate", WORKLOAD, "--blocks", "600", "--trace", "good.jsonl", cwd=path)
     assert done.returncode == 0
@@ -802,7 +802,10 @@ def folder(tmp_path_factory):
 
 
 def refused(folder, words, codes=(2, 3)):
-    """Run a command line that must be refused, before it reports; return its error."""
+    """Run a command line that must fail with one of `codes`, and return its error.
+
+    Stdout must be empty, unless the code 1 of a partial report is allowed.
+    """
     done = run_here(*[WORKLOAD if word == "W" else word for word in words], cwd=folder)
     assert done.returncode in codes
     assert not done.stdout or 1 in codes
@@ -811,14 +814,14 @@ def refused(folder, words, codes=(2, 3)):
 
 
 def rows(table):
-    """Return the (left, right) pairs of a table in text."""
+    """Return the (left, right) pairs of the lines of a table in text."""
     lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
     return [tuple(line.rsplit(" | ", 1)) for line in lines]
 
 
 @pytest.mark.parametrize(("line", "fragment"), rows(LINES))
 def test_wrong_lines_are_refused_by_name(folder, line, fragment):
-    """The error names what is wrong; nothing is printed as if it were a result, or written."""
+    """The error for a wrong command line names what is wrong; nothing is printed or written."""
     before = set(folder.iterdir())
     assert fragment in refused(folder, shlex.split(line))
     assert set(folder.iterdir()) == before
@@ -826,7 +829,7 @@ def test_wrong_lines_are_refused_by_name(folder, line, fragment):
 
 @pytest.mark.parametrize(("config", "fragment"), rows(CONFIGS))
 def test_wrong_files_of_options_are_refused_by_name(folder, config, fragment):
-    """The error names the file, and the key or the value."""
+    """The error for a wrong configuration file names the file, and the key or the value."""
     verb, _, text = config.partition(": ")
     text = text.replace("\\n", "\n")
     own = "workload" in text
@@ -839,7 +842,7 @@ def test_wrong_files_of_options_are_refused_by_name(folder, config, fragment):
 
 @pytest.mark.parametrize(("content", "line", "fragment"), INPUTS)
 def test_wrong_inputs_are_refused_by_name(folder, content, line, fragment):
-    """The error names the file, and the line and field, or what kind of file it is."""
+    """The error for a wrong input names the file, line or field, or the format found."""
     name = "F.json" if "F.json" in line else "F"
     is_text = isinstance(content, str)
     (folder / name).write_bytes(content.encode() if is_text else content)
@@ -848,7 +851,7 @@ def test_wrong_inputs_are_refused_by_name(folder, content, line, fragment):
 
 @pytest.mark.parametrize(("edit", "line", "fragment"), TRACES)
 def test_wrong_traces_are_refused_by_name(folder, edit, line, fragment):
-    """A trace that is damaged, cut or another file is told apart from a whole one."""
+    """The error for a damaged, cut or foreign trace names the file, the line or the fault."""
     lines = (folder / "good.jsonl").read_text().splitlines()
     (folder / "F").write_text("".join(f"{each}\n" for each in edit(lines)))
     assert fragment in refused(folder, line.split(), codes=(1, 2, 3))

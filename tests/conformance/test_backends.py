@@ -19,7 +19,7 @@ CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Leave the other cores to other tests."""
+    """Limit torch to one thread, which leaves the other cores to other tests."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,12 +37,12 @@ class TestBuiltIn(BackendTests):
             pytest.skip(reason)
 
     def make(self):
-        """Build it."""
+        """Build the configured backend."""
         return Plugins().build("backend", self.spec)
 
 
 class TestByItself(TestBuiltIn):
-    """Nothing fits into the caches: sequence by sequence, head by head, in small tiles."""
+    """Every configuration, computing one sequence and one head at a time, in small tiles."""
 
     @pytest.fixture(autouse=True)
     def _narrow(self, monkeypatch):
@@ -52,7 +52,7 @@ class TestByItself(TestBuiltIn):
 
 
 class TestInOneBatch(TestBuiltIn):
-    """Everything fits: all sequences that decode are one batch, however short some are."""
+    """Every configuration, computing all sequences that decode in one batch."""
 
     @pytest.fixture(autouse=True)
     def _broad(self, monkeypatch):
@@ -61,16 +61,16 @@ class TestInOneBatch(TestBuiltIn):
 
 
 class WithTriton(BackendTests):
-    """Sequences that decode are computed by Triton's kernels."""
+    """The kit on a backend whose decoding sequences are computed by Triton's kernels."""
 
     dtypes = ("fp32", "fp16", "bf16")
 
     def make(self):
-        """Build it."""
+        """Build a backend on the CPU that decodes with Triton's kernels."""
         return TorchCPU(attention="triton")
 
     def batch(self, seed, dtype=None, **fixed):
-        """Return a random batch, in blocks that the kernels take."""
+        """Return a random batch, with a block size that the kernels support."""
         return super().batch(seed, dtype, **({"block_size": 16} | fixed))
 
 
@@ -100,17 +100,20 @@ class WithTriton(BackendTests):
     ],
 )
 def test_triton_computes_what_decodes(test, arguments):
-    """Some of the kit, which takes the interpreter long: what attends."""
+    """Triton's decoding kernels pass the attention tests of the kit.
+
+    The other tests of the kit are left out, because the interpreter is slow.
+    """
     getattr(WithTriton(), f"test_{test}")(*arguments)
 
 
 class TestPage(BackendTests):
-    """The backend that the reference page writes: six methods, and the defaults of the rest."""
+    """The backend of the reference page: six methods, and the defaults of the others."""
 
     dtypes = ("fp64", "fp32")
 
     def make(self):
-        """Take it from the page."""
+        """Build the backend from the code on the page."""
         page = Path(__file__).parents[2] / "docs/reference/backends.md"
         (source,) = re.findall(
             r"^```python\n([^`]*?\nclass Numpy.*?)^```$",

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="codecs code torch tensors")
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party_codec/kvcore_shared_exponent.py"
 PAGES = {"Truncated": "docs/reference/codecs.md", "SharedExponent": "docs/how-to/quantise.md"}
-"""Codecs that pages write, with their kits."""
+"""Codecs whose code, with that of their tests, is on a page of the docs."""
 CONFIGURATIONS = [
     "fp64",
     "fp32",
@@ -34,19 +34,19 @@ CONFIGURATIONS = [
 PRECISION = {"fp64": 53, "fp32": 24, "fp16": 11, "bf16": 8, "fp8-e4m3": 4, "fp8-e5m2": 3}
 """Significant bits of floating-point formats."""
 SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
-"""Their least numbers above 0, where rows come near them."""
+"""Smallest positive numbers of the formats in which rows come near them."""
 GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
 
 
 class TestBuiltIn(CodecTests):
-    """Every configuration in the list above: the bounds are those of the reference page."""
+    """Every configuration in the list above, within the bounds of the reference page."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
     def _configured(self, request):
         self.spec = request.param
 
     def make(self):
-        """Build it."""
+        """Build the configured codec."""
         return Plugins().build("codec", self.spec)
 
     def bound(self, part, rows):
@@ -75,7 +75,7 @@ def example():
 
 
 class TestExample(CodecTests):
-    """A third party's thirty lines."""
+    """The example of a third party's codec, of thirty lines."""
 
     codec = example().SharedExponent
     error = 1 / 127
@@ -83,7 +83,7 @@ class TestExample(CodecTests):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_codecs_of_the_pages(name):
-    """The codec of a page keeps the bound of the kit's class there, and NaN."""
+    """The codec on a page of the docs keeps the error bound of its test class, and NaN."""
     page = (ROOT / PAGES[name]).read_text("utf-8")
     fences = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     names = {"__name__": "page"}

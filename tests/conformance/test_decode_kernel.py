@@ -1,4 +1,4 @@
-"""Triton's attention of decoding sequences: any shape, in its interpreter; compilers' view."""
+"""Triton's attention of decoding sequences: any shape in its interpreter, and compilation."""
 
 import json
 import os
@@ -29,13 +29,16 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_any_length(dtype):
-    """A tile, a block, and a chunk may be full, or not, or hold one token."""
+    """Attention is right if the last tile, block or chunk is full, partly full or one token."""
     Decoding([1, 15, 16, 17, 63, 64, 65, 130], dtype=dtype).check()
 
 
 @pytest.mark.parametrize("group", [1, 8, 16, 20])
 def test_any_group(group):
-    """Query heads that share a K/V head are padded to what a matrix unit takes."""
+    """Attention is right for group sizes that are padded to the size of a matrix unit.
+
+    A group consists of the query heads that share a K/V head.
+    """
     Decoding([40, 70], group=group, kv_heads=2, dtype="fp16").check()
 
 
@@ -44,14 +47,14 @@ def test_any_group(group):
     [(80, 80, True), (96, 96, False), (128, 64, True), (256, 256, False), (8, 24, True)],
 )
 def test_any_width(width, value, together):
-    """Widths need not be powers of two, nor alike, nor what moves at once."""
+    """Keys and values may differ in width, and a width need not be a power of two."""
     made = Decoding([70, 20], head_dim=width, value_dim=value, together=together, dtype="fp16")
     made.check(scale=0.3)
 
 
 @pytest.mark.parametrize("block_size", [2, 32, 64, 128])
 def test_any_power_of_two(block_size):
-    """A tile is several blocks, or a part of one."""
+    """A block may be smaller or larger than a tile of the kernel."""
     Decoding([200, 31], block_size=block_size, dtype="fp32").check()
 
 
@@ -68,18 +71,18 @@ def test_any_power_of_two(block_size):
     ],
 )
 def test_decodes(codec, dtype):
-    """Codes become numbers in registers; what is compared is what `read` decodes."""
+    """Attention over encoded K/V equals attention over the rows that `read` decodes."""
     Decoding([70, 17], codec=codec, dtype=dtype, head_dim=80).check()
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 3), (150, 40), (64, 0), (400, 4)])
 def test_windows_and_sinks(window, sinks):
-    """A window that begins inside a block, and sinks, are two ranges; nothing else is read."""
+    """Attention with a window and sinks is right wherever the window begins in a block."""
     Decoding([300, 21, 140], dtype="fp32").check(window=window, sinks=sinks)
 
 
 def test_what_left_the_window_may_be_gone():
-    """Blocks between sinks and window are not read."""
+    """Attention does not read blocks between the sinks and the window."""
     made = Decoding([300], dtype="fp32")
     batch = RaggedBatch(made.tables, [299], [1])
     before = made.backend.attend(0, made.backend.plan(batch), made.queries, window=100, sinks=5)
@@ -93,13 +96,16 @@ def test_what_left_the_window_may_be_gone():
     [(None, {}), ("int4", {"window": 50, "sinks": 3}), ("fp8-e4m3:scale=head", {})],
 )
 def test_weighs(codec, options):
-    """The weights that tokens get, summed over the query heads, come with the output."""
+    """The output comes with the weights of the tokens, summed over the query heads."""
     made = Decoding([300, 17], kv_heads=2, codec=codec, dtype="fp16")
     made.check(weighed=True, **options)
 
 
 def test_beyond_2_to_the_31():
-    """Where a token lies is counted in 64 bits; memory that nothing touches costs nothing."""
+    """Attention reads K/V that lies beyond 2^31 numbers in the pool's memory.
+
+    Memory that is never touched costs nothing, so the pool may be that large.
+    """
     numbers = 16 * 8 * 256
     blocks = 2**31 // numbers + 8
     made = Decoding.__new__(Decoding)
@@ -122,9 +128,10 @@ def test_beyond_2_to_the_31():
 
 @pytest.mark.slow
 def test_compiles_for_gpus(tmp_path):
-    """Registers suffice, shared memory too, copies are wide, and K and V have a buffer each.
+    """Compiled kernels spill no registers, fit into shared memory and make wide copies.
 
-    Of codes, which are widened on the way to the matrix unit, some copies may be narrow.
+    K and V have a buffer each. Copies of codes, which are widened on the way to the matrix
+    unit, may be narrow.
     """
     environment = {
         name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
@@ -155,7 +162,7 @@ def test_the_engine_computes_the_same_tokens():
     """A run that preempts, evicts and shares prefixes has the tokens of torch's attention."""
 
     def served(attention):
-        """Return the texts of some requests."""
+        """Return the output tokens of four requests."""
         requests = [
             ask(n, n * 5, 9 + 5 * n % 23, 4 + 3 * n % 11, keys=[*range(1 + n % 3)])
             for n in range(4)

@@ -20,14 +20,14 @@ DRAFTERS = [
 
 
 class TestBuiltIn(DrafterTests):
-    """Every configuration in the list."""
+    """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=DRAFTERS)
     def _configured(self, request):
         self.spec = request.param
 
     def make(self):
-        """Build it."""
+        """Build the configured drafter."""
         return Plugins().build("drafter", self.spec)
 
 

@@ -23,11 +23,11 @@ class TestBuiltIn(EvictionPolicyTests):
         monkeypatch.setattr(sys.modules[Adaptive.__module__], "Plugins", lambda: PLUGINS)
 
     def make(self):
-        """Build it."""
+        """Build the configured policy."""
         return build(self.spec)
 
 
 def test_every_policy_is_in_the_list():
-    """Each registered policy is tested in at least one configuration, its default one."""
+    """Each registered policy is tested, with its default options among others."""
     assert set(Plugins().names("eviction")) <= set(POLICIES)
     assert {parse(name)[0].name for name in POLICIES} == set(Plugins().names("eviction"))

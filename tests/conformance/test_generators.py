@@ -20,7 +20,7 @@ CONFIGURATIONS = [
     "induction:heads=3,kv_heads=1,vocab_size=16,head_dim=24,temperature=30",
 ]
 
-# Made from options with defaults that need more than torch; tested where they are written.
+# Generators that need more than torch, which have tests of their own.
 ELSEWHERE = {"huggingface"}
 
 
@@ -32,17 +32,17 @@ class TestBuiltIn(GeneratorTests):
         self.spec = request.param
 
     def make(self):
-        """Build it."""
+        """Build the configured generator."""
         return Plugins().build("generator", self.spec)
 
 
 class TestSinCos(GeneratorTests):
-    """Nothing is rounded on the way: what is equal has equal bytes."""
+    """The `sincos` generator, which rounds nothing: equal logits have equal bytes."""
 
     tolerance = 0
 
     def make(self):
-        """Build it."""
+        """Build a small `sincos` generator."""
         return Plugins().build("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
 
 

@@ -14,20 +14,20 @@ FAMILIES = ["llama", "mistral-window", "qwen2-mixed", "qwen3"]
 
 
 class TestHuggingFace(GeneratorTests):
-    """A tiny model of each family."""
+    """A tiny model of each family, decoded greedily."""
 
     @pytest.fixture(autouse=True, params=FAMILIES)
     def _family(self, request):
         self.family = request.param
 
     def make(self):
-        """Build it, the same weights each time."""
+        """Build the model, with the same weights each time."""
         return HuggingFace(tiny(self.family))
 
 
 class TestSampling(GeneratorTests):
-    """Sampled, not greedy."""
+    """A tiny model that samples its tokens."""
 
     def make(self):
-        """Build it."""
+        """Build the model, with a temperature and a limit of candidates."""
         return HuggingFace(tiny("llama"), temperature=0.9, top_k=20)

@@ -16,7 +16,7 @@ CONFIGURATIONS = [
     "linear:step=0,prefill=1e-9,decode=3e-12,context=1e-12",
     "roofline",
     "roofline:tensor_parallel=1,overhead=0,compute=1,bandwidth=1",
-    # A window in all layers, in some, experts, a latent, fewer K/V heads than devices.
+    # Windows in all layers or some, experts, latent attention, fewer K/V heads than devices.
     "roofline:model=mistral-7b-v0.1,device=a100-40g,tensor_parallel=1",
     "roofline:model=gpt-oss-20b,tensor_parallel=1",
     "roofline:model=deepseek-v3,device=h200,tensor_parallel=8,codec=fp32",
@@ -37,18 +37,18 @@ class TestBuiltIn(LatencyModelTests):
         self.spec = request.param
 
     def make(self):
-        """Build it."""
+        """Build the configured latency model."""
         return Plugins().build("latency", self.spec)
 
 
 class TestInCode(LatencyModelTests):
-    """Specifications that text has no name for."""
+    """A roofline made from specifications of a model and a device instead of names."""
 
     latency = staticmethod(lambda: Roofline(MODELS["gpt2"], DEVICES["l4"], tensor_parallel=1))
 
 
 class TestTable(LatencyModelTests):
-    """A path given as text."""
+    """A table whose path is a string."""
 
     latency = staticmethod(lambda: Table(str(GRID)))
 

@@ -5,13 +5,13 @@ from kvcore_plugins.prefix import NoPrefix, Radix
 
 
 class TestRadix(PrefixIndexTests):
-    """The radix tree can do all there is to test."""
+    """The prefix cache `radix`, which shares blocks."""
 
     prefix = Radix
 
 
 class TestNone(PrefixIndexTests):
-    """Without a prefix cache there are only private blocks."""
+    """The prefix cache `none`, which has private blocks only."""
 
     prefix = NoPrefix
     shares = False

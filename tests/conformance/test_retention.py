@@ -28,7 +28,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/third_party_retention/kvcore_big
 
 
 class TestBuiltIn(RetentionPolicyTests):
-    """Every configuration in the list."""
+    """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=POLICIES)
     def _configured(self, request, monkeypatch):
@@ -37,7 +37,7 @@ class TestBuiltIn(RetentionPolicyTests):
         monkeypatch.setattr(type(self), "per_head", not self.spec.startswith("tova"))
 
     def make(self):
-        """Build it."""
+        """Build the configured policy."""
         return Plugins().build("retention", self.spec)
 
 
@@ -50,7 +50,7 @@ def example():
 
 
 class TestExample(RetentionPolicyTests):
-    """A third party's ten lines."""
+    """The example of a third party's policy, of ten lines."""
 
     retention = partial(example().BigValues, budget=64)
 

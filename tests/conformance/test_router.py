@@ -34,7 +34,7 @@ BOUNDS = {"session": 1.25, "session:bound=2,points=3": 2.0, "prefix-affinity:bou
 
 
 def test_every_router_is_here():
-    """The list has every built-in router."""
+    """Each registered router is tested in at least one configuration."""
     assert {text.partition(":")[0] for text in CONFIGURATIONS} == set(Plugins().names("router"))
 
 
@@ -48,5 +48,5 @@ class TestBuiltIn(RouterTests):
         self.bound = BOUNDS.get(self.spec)
 
     def make(self):
-        """Build it."""
+        """Build the configured router."""
         return Plugins().build("router", self.spec)

@@ -37,11 +37,11 @@ class TestBuiltIn(SchedulerTests):
         monkeypatch.setattr(type(self), "starves", STARVES[self.spec])
 
     def make(self):
-        """Build it."""
+        """Build the configured scheduler."""
         return Plugins().build("scheduler", self.spec)
 
 
 def test_every_scheduler_is_in_the_list():
-    """Each registered scheduler is tested with its default options, at least."""
+    """Each registered scheduler is tested, with its default options among others."""
     assert set(Plugins().names("scheduler")) <= set(STARVES)
     assert {parse(name)[0].name for name in STARVES} == set(Plugins().names("scheduler"))

@@ -11,13 +11,13 @@ from kvcore_plugins.tier._sealing import HEADER_BYTES
 
 
 class TestHost(TierTests):
-    """The memory of the host."""
+    """A tier in the memory of the host."""
 
     tier = Host
 
 
 class TestDisk(TierTests):
-    """A disk."""
+    """A tier on a disk."""
 
     tier = Disk
     survives = True
@@ -27,16 +27,16 @@ class TestDisk(TierTests):
         self.path = tmp_path
 
     def open(self, *size, **options):
-        """Open one in the test's directory."""
+        """Open a store in the test's directory."""
         self.tier = partial(Disk, path=self.path)
         return super().open(*size, **options)
 
     def make(self, **options):
-        """Build it, in the test's directory if bytes are at stake."""
+        """Build the tier, in the test's directory once `open` has been called."""
         return self.tier(**({"memory": 12000} | options))
 
     def pieces(self, block):
-        """Yield the header and the K/V."""
+        """Yield the header and the K/V of a block, each with a function that overwrites it."""
         for suffix, size, at in (
             ("headers", HEADER_BYTES, block.slot + 1),
             ("slots", 1000, block.slot),
@@ -54,7 +54,7 @@ class TestDisk(TierTests):
 
 
 class TestRedis(TierTests):
-    """A server of Redis or Valkey."""
+    """A tier on a server of Redis or Valkey."""
 
     tier = Redis
     survives = True
@@ -64,18 +64,18 @@ class TestRedis(TierTests):
         self.request = request
 
     def open(self, *size, **options):
-        """Open one on the test's server, which is empty."""
+        """Open a store on the test's server, which is empty."""
         url = self.request.getfixturevalue("redis_server").url
         self.request.getfixturevalue("redis_client")
         self.tier = partial(Redis, url=url)
         return super().open(*size, **options)
 
     def make(self, **options):
-        """Build it, on the test's server if bytes are at stake."""
+        """Build the tier, on the test's server once `open` has been called."""
         return self.tier(**({"memory": 12000} | options))
 
     def pieces(self, block):
-        """Yield the fields of the hash."""
+        """Yield the fields of the block's hash, each with a function that overwrites it."""
         client = self.request.getfixturevalue("redis_client")
         (name,) = client.keys("*")
         for field, data in client.hgetall(name).items():

@@ -45,7 +45,7 @@ class TestAzure(WorkloadTests):
 
 
 class TestBench(WorkloadTests):
-    """What a benchmark's clients send."""
+    """The requests of a benchmark's clients."""
 
     workload = staticmethod(lambda: Bench(requests=300, concurrency=7, spread=0.2))
 
@@ -57,7 +57,7 @@ class TestZipf(WorkloadTests):
 
 
 class TestJsonl(WorkloadTests):
-    """A trace of every field a request can have."""
+    """A trace with every field that a request can have."""
 
     workload = staticmethod(lambda: Jsonl(DATA / "requests.jsonl"))
 
@@ -67,7 +67,7 @@ class TestKvEvents(WorkloadTests):
 
     @pytest.fixture(autouse=True)
     def recording(self, tmp_path):
-        """Write it."""
+        """Write the recording."""
         batches = []
         for serial in range(40):
             prefix, own = serial % 3, 1000 + 2 * serial
@@ -78,7 +78,7 @@ class TestKvEvents(WorkloadTests):
         self.path = record(tmp_path / "events.jsonl.gz", *batches)
 
     def make(self):
-        """Return what reads it."""
+        """Return the workload that reads the recording."""
         return KvEvents(self.path, lookups="full")
 
 
@@ -87,7 +87,7 @@ class TestKvEventsWithLog(WorkloadTests):
 
     @pytest.fixture(autouse=True)
     def files(self, tmp_path):
-        """Write both."""
+        """Write the recording and the log."""
         self.path = record(tmp_path / "e.jsonl", batch(stored(1, size=4)), batch(ts=9.0))
         self.log = tmp_path / "log.jsonl"
         rows = [
@@ -97,7 +97,7 @@ class TestKvEventsWithLog(WorkloadTests):
         self.log.write_text("\n".join(rows))
 
     def make(self):
-        """Return what reads them."""
+        """Return the workload that reads the recording and the log."""
         return KvEvents(self.path, requests=self.log)
 
 
@@ -106,12 +106,12 @@ class TestRecording(WorkloadTests):
 
     @pytest.fixture(autouse=True)
     def trace(self, tmp_path):
-        """Record it."""
+        """Record the trace of a comparison."""
         self.path = tmp_path / "trace.jsonl.gz"
         compare(Zipf(requests=100, prefixes=20), "lru", 300, trace=self.path)
 
     def make(self):
-        """Return what reads it."""
+        """Return the workload that reads the trace."""
         return Recording(self.path)
 
 
@@ -120,7 +120,7 @@ class TestLMCache(WorkloadTests):
 
     @pytest.fixture(autouse=True)
     def log(self, tmp_path):
-        """Write it."""
+        """Write the log of lookups."""
         self.path = tmp_path / "lookup_hashes.jsonl"
         rows = [
             f'{{"timestamp":{1e9 + n / 5 - n % 2 / 2},"request_id":"r{n % 50}",'
@@ -131,7 +131,7 @@ class TestLMCache(WorkloadTests):
         self.path.write_text("\n".join(rows))
 
     def make(self):
-        """Return what reads it."""
+        """Return the workload that reads the log."""
         return LMCache(self.path)
 
 
@@ -146,53 +146,53 @@ CHATS = [
 
 
 class TestChat(WorkloadTests):
-    """Conversations that overlap, of equal beginnings, and requests of one turn."""
+    """Overlapping conversations with equal beginnings, and requests of one turn."""
 
     options: ClassVar = {"rate": 2, "think": 0.7, "key_tokens": 2}
 
     @pytest.fixture(autouse=True)
     def chats(self, tmp_path):
-        """Write them."""
+        """Write the conversations, one a line."""
         self.path = tmp_path / "chats.jsonl"
         self.path.write_text("".join(json.dumps(chat) + "\n" for chat in CHATS))
 
     def make(self):
-        """Return what reads them."""
+        """Return the workload that reads the conversations."""
         return Chat(self.path, **self.options)
 
 
 class TestChatArray(TestChat):
-    """The same as a JSON array, all at once, a token a byte."""
+    """The conversations as a JSON array without times, with a token per byte."""
 
     options: ClassVar = {"tokens": "bytes", "key_tokens": 16}
 
     @pytest.fixture(autouse=True)
     def chats(self, tmp_path):
-        """Write them."""
+        """Write the conversations as one array."""
         self.path = tmp_path / "chats.json"
         self.path.write_text(json.dumps(CHATS))
 
 
 class TestLengthsWithoutTimes(WorkloadTests):
-    """A table of lengths, with arrivals drawn."""
+    """A table of lengths, whose arrivals are drawn."""
 
     @pytest.fixture(autouse=True)
     def table(self, tmp_path):
-        """Write it."""
+        """Write the table."""
         self.path = tmp_path / "lengths.csv"
         self.path.write_text("input,output\n" + "".join(f"{n + 1},{n}\n" for n in range(60)))
 
     def make(self):
-        """Return what reads it."""
+        """Return the workload that reads the table."""
         return Lengths(self.path, rate=3)
 
 
 class TestBenchmark(WorkloadTests):
-    """A benchmark's result of vLLM, some requests failed."""
+    """The result of a vLLM benchmark in which some requests failed."""
 
     @pytest.fixture(autouse=True)
     def result(self, tmp_path):
-        """Write it."""
+        """Write the result."""
         self.path = tmp_path / "result.json"
         columns = {
             "input_lens": [*range(1, 61)],
@@ -203,16 +203,16 @@ class TestBenchmark(WorkloadTests):
         self.path.write_text(json.dumps({"backend": "vllm", "duration": 60.0, **columns}))
 
     def make(self):
-        """Return what reads it."""
+        """Return the workload that reads the result."""
         return Lengths(self.path)
 
 
 class TestLengths(WorkloadTests):
-    """A table as BurstGPT has it, with sessions."""
+    """A table in BurstGPT's format, with sessions."""
 
     @pytest.fixture(autouse=True)
     def table(self, tmp_path):
-        """Write it."""
+        """Write the table."""
         self.path = tmp_path / "lengths.csv"
         rows = [
             f"{n / 7},chat{n % 4},ChatGPT,{n + 1},{n % 9},{n + 1 + n % 9}" for n in range(60)
@@ -221,5 +221,5 @@ class TestLengths(WorkloadTests):
         self.path.write_text("\n".join([header, *rows]))
 
     def make(self):
-        """Return what reads it."""
+        """Return the workload that reads the table."""
         return Lengths(self.path)

@@ -1,4 +1,4 @@
-"""The page on the Python interface is what its script renders from the docstrings."""
+"""Tests that the page on the Python interface is rendered from the docstrings."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import kvcore
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "render_api.py"
 INTERNAL = {"kvcore.testing.gpu", "kvcore.cli", "kvcore.demo", "kvcore.online", "kvcore.report"}
-"""Packages that serve the command line, and are no interface for programs."""
+"""Packages that serve the command line and have no public interface."""
 
 
 @pytest.fixture(scope="module")
 def script():
-    """Return the module that renders the page."""
+    """Yield the module that renders the page."""
     spec = importlib.util.spec_from_file_location("render_api", SCRIPT)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
@@ -27,18 +27,18 @@ def script():
 
 
 def test_the_page_is_current(script):
-    """Rendering it again gives the same text."""
+    """The page is the text that the script renders from the current docstrings."""
     current = script.PAGE.read_text("utf-8") == script.render()
     assert current, f"{script.PAGE.name} is not what the docstrings say: run {script.COMMAND}"
 
 
 def test_every_public_name_has_a_docstring(script):
-    """Names, and the methods of public classes."""
+    """Every public name, and every method of a public class, has a docstring."""
     assert script.undocumented() == []
 
 
 def test_every_package_is_on_the_page(script):
-    """A new package is made public, or listed as internal."""
+    """Every package is on the page, unless it is listed as internal."""
     core = Path(kvcore.__file__).parent
     packages = {
         ".".join(("kvcore", *path.parent.relative_to(core).parts))
@@ -48,7 +48,7 @@ def test_every_package_is_on_the_page(script):
 
 
 def test_every_room_imports_what_it_lists(script):
-    """The script reads sources; this is what Python sees."""
+    """Every name that the page lists for a module is an attribute of the module."""
     for room in script.rooms():
         names = script.names_of(room)
         module = importlib.import_module(room.name)

@@ -1,4 +1,4 @@
-"""The published JSON Schemas are those of the options, and take every file that is shown."""
+"""Tests of the published JSON Schemas: they are current and accept documented files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REFERENCE = ROOT / "docs" / "reference"
 
 
 def shown(page):
-    """Return the TOML files of a page of the docs."""
+    """Return the TOML blocks of a page of the docs."""
     text = (ROOT / "docs" / page).read_text("utf-8")
     return re.findall(r"^```toml\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
 
@@ -31,7 +31,7 @@ SWEEPS = [path.read_text("utf-8") for path in sorted((ROOT / "examples").glob("*
 
 
 def test_the_published_schemas_are_current(tmp_path):
-    """Else write them again: `python docs/render_schemas.py`."""
+    """The published schemas are those that `python docs/render_schemas.py` writes."""
     SCRIPT["main"](tmp_path)
     for name in ("config.schema.json", "route.schema.json", "sweep.schema.json"):
         assert (REFERENCE / name).read_bytes() == (tmp_path / name).read_bytes()
@@ -39,19 +39,19 @@ def test_the_published_schemas_are_current(tmp_path):
 
 @pytest.mark.parametrize("make", [config_schema, route_schema, sweep_schema])
 def test_they_are_schemas(make):
-    """Of the draft that they name."""
+    """Each schema is valid by the rules of draft 2020-12."""
     jsonschema.Draft202012Validator.check_schema(json.loads(json.dumps(make())))
 
 
 @pytest.mark.parametrize("toml", shown("reference/cli.md"))
 def test_configuration_files_that_are_shown_are_valid(toml):
-    """Those of `--config`."""
+    """The files of `--config` in the CLI reference are valid."""
     jsonschema.validate(tomllib.loads(toml), config_schema())
 
 
 @pytest.mark.parametrize("toml", shown("how-to/serve.md"))
 def test_configurations_of_proxies_that_are_shown_are_valid(toml, tmp_path):
-    """And are read."""
+    """The configurations of proxies in the how-to are valid, and `RouteConfig` reads them."""
     jsonschema.validate(tomllib.loads(toml), route_schema())
     path = tmp_path / "replicas.toml"
     path.write_text(toml)
@@ -62,14 +62,14 @@ def test_configurations_of_proxies_that_are_shown_are_valid(toml, tmp_path):
     "toml", ["", "replicas = []", "replicas = [{}]", "replicas = ['a']\nrooter = 'x'"]
 )
 def test_what_proxies_refuse_is_invalid(toml):
-    """As far as a schema can tell."""
+    """A configuration that `kvcore route` refuses is invalid."""
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(tomllib.loads(toml), route_schema())
 
 
 @pytest.mark.parametrize("toml", [*SWEEPS, *shown("how-to/sweeps.md")])
 def test_sweeps_that_are_shown_are_valid(toml):
-    """Those of the examples and of the how-to."""
+    """The sweeps of the examples and of the how-to are valid."""
     jsonschema.validate(tomllib.loads(toml), sweep_schema())
 
 
@@ -91,13 +91,13 @@ def test_sweeps_that_are_shown_are_valid(toml):
     ],
 )
 def test_what_commands_refuse_is_invalid(toml):
-    """As far as a schema can tell."""
+    """A configuration that `kvcore simulate` refuses is invalid."""
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(tomllib.loads(toml), config_schema())
 
 
 def test_an_axis_may_have_a_list():
-    """Of a sweep; a key that is no axis may not."""
+    """An axis of a sweep may be a list, and a key that is no axis may not."""
     jsonschema.validate({"blocks": [1, 2], "max-seqs": 4}, sweep_schema())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({"jobs": [1, 2]}, sweep_schema())

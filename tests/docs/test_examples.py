@@ -1,4 +1,4 @@
-"""The examples run as they are, and print what they promise."""
+"""Tests that the examples run and print the documented results."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COMPOSE = EXAMPLES / "compose.py"
 
 
 def test_compose_prints_a_line_a_policy(tmp_path):
-    """`python examples/compose.py` compares three policies on the bundled trace."""
+    """`examples/compose.py` compares three policies on the bundled trace, one per line."""
     done = subprocess.run(
         [sys.executable, COMPOSE], cwd=tmp_path, capture_output=True, text=True, check=False
     )
@@ -29,7 +29,7 @@ def test_compose_prints_a_line_a_policy(tmp_path):
 
 
 def test_samples_and_beams_share_blocks(tmp_path):
-    """`python examples/parallel_sampling.py` forks, and copies where branches part."""
+    """`examples/parallel_sampling.py` prints distinct samples and beams that share blocks."""
     pytest.importorskip("torch", reason="the example computes on torch")
     done = subprocess.run(
         [sys.executable, EXAMPLES / "parallel_sampling.py"],
@@ -46,9 +46,9 @@ def test_samples_and_beams_share_blocks(tmp_path):
 
 
 def test_the_same_policy_decides_the_same_everywhere(capsys):
-    """The first places of `examples/same_decisions.py` print what README shows.
+    """`examples/same_decisions.py` prints the first lines that README shows.
 
-    Another policy has another digest. vLLM itself is for `tox -e vllm`.
+    Another policy has another digest. The line of vLLM itself is tested by `tox -e vllm`.
     """
     pytest.importorskip("torch", reason="the example computes on torch")
     example = runpy.run_path(str(EXAMPLES / "same_decisions.py"))
@@ -60,7 +60,7 @@ def test_the_same_policy_decides_the_same_everywhere(capsys):
 
 
 def test_simulate_prints_a_line_a_scheduler(tmp_path):
-    """`python examples/simulate.py` serves requests under three schedulers."""
+    """`examples/simulate.py` serves requests under three schedulers, one per line."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / "simulate.py"],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""The pages on plugins say what is so: hooks by their signatures, examples by running them."""
+"""Tests that the pages on plugins have every hook, and that their examples run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
 
 
 def signature(hook):
-    """Return a hook's literal signature, as its specification has it."""
+    """Return the name and signature of a hook, as its specification has them."""
     found = inspect.signature(getattr(hookspecs, hook))
     parameters = ", ".join(map(str, found.parameters.values()))
     return f"{hook}({parameters}) -> {found.return_annotation}"
@@ -28,32 +28,32 @@ def signature(hook):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_has_a_heading_with_its_signature(hook):
-    """Each hook is a heading of the reference, with its signature as it is."""
+    """Each hook has a heading in the reference with its signature."""
     assert f"\n### `{signature(hook)}`\n" in REFERENCE
 
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_hook_is_described_as_in_its_docstring(hook):
-    """Under its heading is what the hook's docstring says."""
+    """The text below the heading of a hook is the hook's docstring."""
     text = inspect.getdoc(getattr(hookspecs, hook))
     assert f"### `{signature(hook)}`\n\n{text}\n" in REFERENCE
 
 
 def test_no_heading_without_a_hook():
-    """The reference describes no hook that is gone."""
+    """The reference has no heading of a hook that does not exist."""
     assert sorted(re.findall(r"^### `(kvcore_\w+)\(", REFERENCE, re.MULTILINE)) == HOOKS
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind_has_a_row(kind):
-    """Each kind is in the table, with its hook and its base class."""
+    """Each kind of plugin is in the table, with its hook and its base class."""
     hook, base = KINDS[kind], base_of(kind)
     assert f"| `{kind}` | `{hook}` | `kvcore.{base.__name__}` |" in REFERENCE
 
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Install the package that the how-to writes, and return its distribution."""
+    """Install the package of the how-to, and yield its distribution."""
     files = dict(
         re.findall(r"The file `([^`]+)`.*?```\w+\n(.*?)```", HOW_TO, re.DOTALL),
     )
@@ -80,7 +80,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_how_to_makes_a_plugin_that_is_found(installed):
-    """The how-to's files make a distribution whose plugin is found and built."""
+    """The files of the how-to make a distribution whose plugin is found and built."""
     plugins = Plugins(entry_points=installed.entry_points)
     assert plugins.build("eviction", "newest:keep=512").keep == 512
     (info,) = plugins.listing()
@@ -89,7 +89,7 @@ def test_how_to_makes_a_plugin_that_is_found(installed):
 
 @pytest.mark.usefixtures("installed")
 def test_how_to_registers_in_code():
-    """The how-to's last example runs, and builds the policy without the installation."""
+    """The last example of the how-to builds the policy without an installation."""
     example = re.findall(r"```python\n(.*?)```", HOW_TO, re.DOTALL)[-1]
     names = {}
     exec(example.replace("extra=[hooks]", "extra=[hooks], entry_points=()"), names)  # noqa: S102

@@ -1,4 +1,4 @@
-"""The conformance kits pass on the plugins of the docs."""
+"""Tests that the conformance kits pass on the plugins of the docs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PAGES = {
 
 
 def test_the_kits_pass_on_the_how_tos(tmp_path):
-    """A page's snippets make one file; pytest collects the kit at its end, which passes.
+    """The snippets of each page make a file of tests in which the conformance kit passes.
 
-    All in one process, since half the time of a short one is to start it.
+    All pages run in one process of pytest, since its start takes half of a short run.
     """
     for name, page in PAGES.items():
         text = "\n".join(FENCE.findall((DOCS / page).read_text("utf-8")))

@@ -1,4 +1,4 @@
-"""Links between the pages lead to files and headings that exist."""
+"""Tests that links between pages lead to files and headings that exist."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def anchors(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
-    """A relative link names a file, and after `#` a heading of it."""
+    """Each relative link on a page leads to a file, and after `#` to a heading of it."""
     broken = []
     for link in LINK.findall(prose(page)):
         if re.match(r"\w+:", link):
@@ -48,7 +48,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_linked_from_the_index():
-    """docs/README.md lists all pages."""
+    """docs/README.md links to every page of the docs."""
     docs = ROOT / "docs"
     index = (docs / "README.md").read_text("utf-8")
     linked = {(docs / link.partition("#")[0]).resolve() for link in LINK.findall(index)}

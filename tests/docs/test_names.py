@@ -1,4 +1,4 @@
-"""Modules, names and files of the source that the pages mention exist."""
+"""Tests that modules, names and source files that the pages mention exist."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ FILE = re.compile(
     r"`((?:kvcore|kvcore_plugins|plugins|tests|examples)/[\w./]+)(?:::\w+)?`",
 )
 OWN = {"kvcore.toml"}
-"""Names of files that look like names of modules."""
+"""File names that look like module names."""
 
 UNLISTED = {"__pycache__", "__main__.py", "py.typed"}
-"""Of the core, what the map for contributors leaves out."""
+"""Files and folders of the core that the map for contributors omits."""
 
 
 def test_readme_names_every_extra():
-    """Each optional dependency of the package has its row in README's table."""
+    """README's table of extras has a row for each optional dependency of the package."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     rows = re.findall(r"^\| `(\w+)` \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(project["optional-dependencies"])
 
 
 def resolves(name):
-    """Return True if a dotted name is a module, or an attribute in one."""
+    """Return True if a dotted name is a module or an attribute in one."""
     module, rest = name, []
     while True:
         try:
@@ -45,7 +45,7 @@ def resolves(name):
     try:
         value = import_module(module)
     except ModuleNotFoundError as error:
-        if error.name.split(".")[0] != "vllm":  # it loads a module of ours
+        if error.name.split(".")[0] != "vllm":  # only vLLM may be missing
             raise
         source = Path(find_spec(module).origin).read_text("utf-8")
         return all(f"\nclass {part}(" in source for part in rest)
@@ -59,14 +59,14 @@ def resolves(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_names_exist(page):
-    """What is written as `kvcore.room.Name` can be imported."""
+    """Each name such as `kvcore.room.Name` on a page can be imported."""
     names = set(DOTTED.findall(page.read_text("utf-8"))) - OWN
     assert sorted(name for name in names if not resolves(name)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_exist(page):
-    """What is written as the path of a source file is there."""
+    """Each path of a source file on a page exists."""
     paths = set(FILE.findall(page.read_text("utf-8")))
     places = (ROOT, ROOT / "plugins")
     missing = [path for path in paths if not any((place / path).exists() for place in places)]
@@ -74,7 +74,7 @@ def test_files_exist(page):
 
 
 def test_the_map_has_every_room():
-    """The tree in the page for contributors lists the packages and modules of the core."""
+    """The tree in the page for contributors lists all packages and modules of the core."""
     text = (ROOT / "docs" / "contributing.md").read_text("utf-8")
     listed = set(re.findall(r"^[├└]── (\w+(?:/|\.py))", text, re.MULTILINE))
     core = [path for path in (ROOT / "kvcore").iterdir() if path.name not in UNLISTED]
@@ -83,7 +83,7 @@ def test_the_map_has_every_room():
 
 
 def test_new_names_in_the_changelog_exist():
-    """The right-hand column of what was renamed since the last version."""
+    """Each new name in the changelog's tables of unreleased renames can be imported."""
     text = (ROOT / "CHANGELOG.md").read_text("utf-8")
     unreleased = re.search(r"^## Unreleased\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)[1]
     new = re.findall(r"^\| .* \| (.*) \|$", unreleased, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The how-to of routers: its table of hits on the whole trace is what the command finds."""
+"""Tests that the tables in the how-to of routers are what `compare_routers` finds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PAGE = (Path(__file__).parents[2] / "docs/how-to/choose-a-router.md").read_text(
 
 
 def table(first):
-    """Return the rows of the table whose first header is `first`, by their first cells."""
+    """Return the rows of the table with the first header `first`, by their first cells."""
     lines = PAGE.partition(f"| {first} |")[2].partition("\n\n")[0].splitlines()[2:]
     rows = ([cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines)
     return {name: cells for name, *cells in rows}
 
 
-@pytest.mark.slow  # all of the bundled trace, eight times
+@pytest.mark.slow  # runs the whole bundled trace eight times
 def test_hits_by_number_of_replicas():
-    """Of each router, and of one cache of all their memory: the first column and the last."""
+    """The first and last columns of hits are those of a run of each router and shared cache."""
     shown = table("share of prompt tokens that hit")
     pattern = r"^    kvcore routers --replicas (\d+,\S+) (.*)$"
     (command,) = re.findall(pattern, PAGE, re.MULTILINE)
@@ -45,10 +45,10 @@ def test_hits_by_number_of_replicas():
     assert hits == {name: [cells[0], cells[-1]] for name, cells in shown.items()}
 
 
-@pytest.mark.slow  # all of the bundled trace, six times
+@pytest.mark.slow  # runs the whole bundled trace six times
 @pytest.mark.parametrize("view", table("`--view`"))
 def test_hits_by_what_the_router_knows(view):
-    """And the TTFT."""
+    """The hits and the TTFT for each `--view` are those of a run."""
     (row,) = compare_routers("mooncake", "prefix-affinity", 8, block_size=512, view=view).rows
     hits, ttft, _ = table("`--view`")[view]
     assert (f"{row.hit_ratio:.1%}", f"{row.ttft_mean_s * 1000:.0f} ms") == (hits, ttft)

@@ -1,4 +1,4 @@
-"""What README and docs show is what happens: their snippets run, their output is compared."""
+"""Tests that the snippets of README and docs run and print the output that is shown."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def commands(page):
     for body in blocks(page, "console"):
         for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
             line, _, output = part.partition("\n")
-            # What README's first command installs is what is being tested.
+            # README's first command installs kvcore, which the tests already have.
             command = line.rpartition("&& .venv/bin/")[2]
             if command.startswith("kvcore "):
                 found.append((command, output))
@@ -55,13 +55,13 @@ def printed_by(command, capsys):
 
 
 def assert_shown(output, printed, command):
-    """Check that each line of `output` is among those that were `printed`."""
+    """Check that each line of `output` is among the `printed` lines."""
     for line in output.splitlines():
         assert " ".join(line.split()) in printed, f"{command} does not print {line!r}"
 
 
 def name(page):
-    """Return what a test about `page` is called."""
+    """Return the id of a test of `page`."""
     return str(page.relative_to(ROOT))
 
 
@@ -82,7 +82,7 @@ WITH_FILES = [
     if page not in WITH_TESTS_OF_THEIR_OWN and not all(by_itself(c) for c, _ in commands(page))
 ]
 SHOWN: dict[str, list[tuple[str, str]]] = {}
-"""Commands that need no file, with the pages that show them and what they print there."""
+"""Commands that need no file, with the pages that show them and the output shown there."""
 for shown_on in PAGES:
     for line, result in commands(shown_on):
         if by_itself(line):
@@ -90,7 +90,7 @@ for shown_on in PAGES:
 
 
 def record_stand_in(folder):
-    """Record `events.jsonl.gz` from the example that stands in for a server."""
+    """Record `events.jsonl.gz` from the example that imitates a server."""
     example = [sys.executable, ROOT / "examples/full_reports.py", "my_requests.jsonl"]
     with running([*example, "tcp://127.0.0.1:*"], cwd=folder) as server:
         address = server.stdout.readline().split()[-1]
@@ -106,9 +106,9 @@ def record_stand_in(folder):
 
 
 def run_python(page, capsys):
-    """Run the Python blocks of a page one after the other, as a reader would type them.
+    """Run the Python blocks of a page in order and compare what they print.
 
-    What one prints is the text block right below it, if there is one.
+    The expected output of a block is the text block right below it, if there is one.
     """
     space = {"__name__": "__snippet__"}
     for number, (body, shown) in enumerate(SNIPPET.findall(page.read_text())):
@@ -119,14 +119,14 @@ def run_python(page, capsys):
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=name)
 def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
-    """The Python blocks of a page run, and print what is shown."""
+    """The Python blocks of a page run and print the output that is shown."""
     monkeypatch.chdir(tmp_path)
     run_python(page, capsys)
 
 
 @pytest.mark.parametrize("command", SHOWN)
 def test_commands_by_themselves_run(command, tmp_path, monkeypatch, capsys):
-    """A command that needs no file succeeds, and prints what each page says it prints."""
+    """A command that needs no file succeeds and prints the output that each page shows."""
     monkeypatch.chdir(tmp_path)
     printed = printed_by(command, capsys)
     for page, output in SHOWN[command]:
@@ -135,7 +135,7 @@ def test_commands_by_themselves_run(command, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("page", WITH_FILES, ids=name)
 def test_commands_with_files_run(page, tmp_path, monkeypatch, capsys):
-    """Those that write or read files do so one after the other, as a reader would type them."""
+    """The commands of a page that read or write files succeed in order, as shown."""
     monkeypatch.chdir(tmp_path)
     with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
         (tmp_path / "my_requests.jsonl").write_bytes(b"".join(islice(trace, 200)))

@@ -1,4 +1,4 @@
-"""The how-to of sweeps shows the examples and what they print; the reference has all keys."""
+"""Tests that the pages on sweeps have the examples, their output, and all keys."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def shown(language):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["sweep.toml", "sweep_timed.toml"])
 def test_the_how_to_shows_what_the_example_prints(place, tmp_path):
-    """The file as it is in `examples/`, the command, and its output."""
+    """The how-to shows the example file, a command, and the output of that command."""
     name = ("sweep.toml", "sweep_timed.toml")[place]
     text = (ROOT / "examples" / name).read_text("utf-8")
     assert shown("toml")[place] == text
@@ -43,13 +43,16 @@ def test_the_how_to_shows_what_the_example_prints(place, tmp_path):
 
 
 def test_the_reference_has_every_key():
-    """Of the file: axes and options."""
+    """The reference has every key of the file of a sweep."""
     for key in sweep_keys():
         assert f"`{key}`" in REFERENCE, key
 
 
 def test_the_reference_has_every_column():
-    """Of the results, distributions by their first and last."""
+    """The reference has every column of the results.
+
+    For a column of a distribution it has the name of the time and of the statistic.
+    """
     for column in [*RESULTS["simulate"], *RESULTS["compare"], "share_of_optimum", "pool_bytes"]:
         time, _, part = column.rpartition("_s_")
         if time and part:

@@ -1,4 +1,4 @@
-"""What the docs quote from the page of the bundled trace is what the page says, and true."""
+"""Tests that the guide on losing policies quotes the page of the bundled trace correctly."""
 
 import re
 from contextlib import redirect_stdout
@@ -19,9 +19,9 @@ QUOTE = re.compile(r"^> (.*)$", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def guide(tmp_path_factory):
-    """Run the commands of the guide, which replay the bundled trace twice: some ten seconds.
+    """Run the commands of the guide; return the folder of their files and what they print.
 
-    Return the folder of what they write, and what they print.
+    They replay the bundled trace twice, which takes some ten seconds.
     """
     folder = tmp_path_factory.mktemp("guide")
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(StringIO()) as printed:
@@ -33,12 +33,12 @@ def guide(tmp_path_factory):
 
 @pytest.fixture
 def folder(guide):
-    """Return the folder of what the commands of the guide write."""
+    """Return the folder of the files that the commands of the guide write."""
     return guide[0]
 
 
 def test_the_commands_print_what_is_shown(guide):
-    """Each line that stands below a command of the guide, in its spacing."""
+    """The commands of the guide print each line that is shown, with its spacing."""
     printed = guide[1].splitlines()
     shown = [
         line for _, output in COMMAND.findall(GUIDE.read_text()) for line in output.split("\n")
@@ -47,7 +47,7 @@ def test_the_commands_print_what_is_shown(guide):
 
 
 def test_the_page_says_what_is_quoted(browser, folder):
-    """Where it opens, each quoted sentence stands there as it is."""
+    """Each sentence that the guide quotes is on the page where the page opens."""
     with tab(browser) as found:
         page = found.open(folder / "page.html")
         said = page.evaluate("() => document.querySelector('main').textContent")
@@ -59,13 +59,13 @@ def test_the_page_says_what_is_quoted(browser, folder):
 
 
 def test_what_is_quoted_is_so(folder):
-    """The numbers of the eviction at 990 s, from the ids of blocks in the lines."""
+    """The quoted numbers of the eviction at 990 s are those of the block ids in the trace."""
     side = Told(folder / "lru.jsonl.gz")
     explanation = explain(folder / "lru.jsonl.gz")
     (eviction,) = [
         each
         for each in side.evictions
-        if each.line["for"] == 3003 and len(each.contents) == 215  # as is quoted
+        if each.line["for"] == 3003 and len(each.contents) == 215  # the quoted eviction
     ]
     line, users = eviction.line, side.users(eviction.row)
     assert (line["t"], line["age"]) == (990 * 10**9, 81 * 10**9)

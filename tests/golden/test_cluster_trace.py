@@ -1,4 +1,4 @@
-"""The trace of a small cluster: a change of its decisions, or of its lines, shows here."""
+"""The recorded trace of a small cluster, which shows any change of its decisions or lines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ DIGEST = "ec9f16e3f07d4ed0c3159edcf94d4723"
 
 
 def test_a_small_cluster(tmp_path):
-    """Three replicas, of which one fails: the number of events, and all lines after HEADER."""
+    """Three replicas, of which one fails, write the recorded events.
+
+    Compared are the number of events of each kind, and a digest of all lines between HEADER and
+    END.
+    """
     path = record_cluster(tmp_path / "trace.jsonl")
     *_, end = read_events(path)
     assert end.events == GOLDEN

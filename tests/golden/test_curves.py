@@ -1,4 +1,4 @@
-"""Curves of the bundled trace: the numbers that must come out, and replays beside them."""
+"""Hit curves of the bundled trace, against recorded numbers and against replays."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvcore_plugins.workload import Mooncake
 pytest.importorskip("numba")
 
 LONGEST = 247
-"""Blocks of the longest request: smaller pools keep its leading ones."""
+"""Blocks of the longest request; smaller pools keep its leading blocks only."""
 
 
 @pytest.fixture(scope="module")
 def curves():
-    """Return the exact curves at the sizes of the other goldens."""
+    """Return the exact curves at the sizes of the other golden tests."""
     return curve(Mooncake(), "lru,optimum,optimum:bypass=true", SIZES)
 
 
 def test_the_bounds(curves):
-    """105,710 of 288,500 blocks can hit, and 182,790 are enough for that."""
+    """On the bundled trace 105,710 of 288,500 blocks can hit, in a pool of 182,790 blocks."""
     bounds = (curves.lookup_blocks, curves.distinct_blocks, curves.hit_blocks)
     assert bounds == (288_500, 182_790, 105_710)
 
@@ -30,7 +30,7 @@ def test_the_bounds(curves):
     ("place", "expected"), [(0, LRU_KEYS), (1, MUST_ADMIT), (2, MAY_BYPASS)]
 )
 def test_the_hits(curves, place, expected):
-    """LRU, the optimum that must admit, and the one that may bypass."""
+    """The curves of LRU and of both optima go through the recorded numbers of hits."""
     assert tuple(curves.curves[place].hit_blocks) == expected
 
 
@@ -39,7 +39,10 @@ def test_the_hits(curves, place, expected):
     ("block_size", "ratio", "points"), [(512, 1, 12), (16, 32, 6)], ids=["512", "16"]
 )
 def test_one_pass_is_a_replay_at_many_sizes(block_size, ratio, points):
-    """From 60 blocks of 512 tokens, below the longest request, to all of them."""
+    """The curve of LRU equals a replay at each size.
+
+    Sizes go from 60 blocks of 512 tokens, less than the longest request, to all blocks.
+    """
     spread = (182_790 / 60) ** (1 / (points - 1))
     sizes = [round(60 * ratio * spread**step) for step in range(points)]
     assert sizes[0] < LONGEST * ratio < sizes[-1]
@@ -49,7 +52,7 @@ def test_one_pass_is_a_replay_at_many_sizes(block_size, ratio, points):
 
 
 def test_keys_counting_does_not_depend_on_the_block_size(curves):
-    """A 32nd of the block and 32 times the blocks: exactly 32 times the hits."""
+    """32 times as many blocks of a 32nd of the size hit exactly 32 times as often."""
     fine = curve(Mooncake(), "lru,optimum", [32 * size for size in SIZES], block_size=16)
     for coarse, each in zip(curves.curves, fine.curves, strict=False):
         assert each.hit_blocks == [32 * hits for hits in coarse.hit_blocks]

@@ -1,4 +1,7 @@
-"""The loop against what DynoSim has reported; `tox -e bench-dynamo` asks DynoSim again."""
+"""The serving loop against recorded reports of DynoSim.
+
+`tox -e bench-dynamo` compares the records with DynoSim itself.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ BUNDLED = [recorded for recorded in RECORDED if recorded.trace == "conversation"
 
 @pytest.mark.parametrize("recorded", [each for each in BUNDLED if not each.preempts], ids=str)
 def test_without_preemption(recorded):
-    """With options alone every mean and percentile is DynoSim's, to nine digits.
+    """Without preemptions every mean and percentile equals DynoSim's to nine digits.
 
-    The whole trace is served: DynoSim reports no more than totals.
+    The whole trace is served, because DynoSim reports totals only.
     """
     pool = recorded.blocks, recorded.block_size
     figures, preemptions = serve(Mooncake(), *pool, preempts=False)
@@ -24,7 +27,7 @@ def test_without_preemption(recorded):
 
 @pytest.mark.parametrize("recorded", [each for each in BUNDLED if each.preempts], ids=str)
 def test_with_preemption(recorded):
-    """With its preemption laid over, reuse, means and percentiles are within 0.1 % of it."""
+    """With DynoSim's preemption emulated, all figures are within 0.1 % of DynoSim's."""
     pool = recorded.blocks, recorded.block_size
     figures, preemptions = serve(Mooncake(), *pool, preempts=True)
     assert preemptions > 20

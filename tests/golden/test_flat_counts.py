@@ -1,8 +1,9 @@
-"""On requests of one key each, policies are the published algorithms: known miss counts.
+"""Known miss counts of the published algorithms, on requests of one key each.
 
-The bundled trace, flattened to 288,500 one-block requests, at 1,827 and 18,279 blocks. Each
-number is that of two independent implementations. ARC and SIEVE, which are slow, run at the
-larger size alone: at smaller ones `properties/test_queues.py` has them hit by hit.
+The bundled trace is flattened to 288,500 one-block requests and runs at 1,827 and 18,279
+blocks. Each number is that of two independent implementations. ARC and SIEVE, which are slow,
+run at the larger size only: at smaller ones `properties/test_queues.py` compares them hit by
+hit.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MISSES = {
 
 @pytest.fixture(scope="module")
 def flat():
-    """Return every block of the bundled trace as a request of its own."""
+    """Return every block of the bundled trace as a separate request."""
     keys = (key for request in Mooncake() for key in request.keys)
     return [
         Request(id=n, prompt_tokens=1, keys=[key], key_tokens=1) for n, key in enumerate(keys)
@@ -47,7 +48,7 @@ def test_flat_misses(policy, flat):
 
 
 def test_the_optimum_is_beladys(flat):
-    """Where nothing is before anything, the optimum that must admit is Belady's algorithm."""
+    """The optimum that must admit misses as often as Belady's algorithm on one-key requests."""
     future = Future.read(flat, BlockLayout("keys", 1, 1))
     hits = [Belady().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]
     assert [len(flat) - hit for hit in hits] == [217_437, 182_790]

@@ -1,4 +1,4 @@
-"""What knowing the next requests is worth on the bundled trace: from LRU to the optimum."""
+"""The value of knowing the next requests of the bundled trace: from LRU to the optimum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ WINDOWS = (0, 64, 1_000, "all")
 
 @pytest.mark.slow
 def test_the_bridge_from_lru_to_the_optimum():
-    """Told of nothing it hits what LRU hits, of all what the optimum hits, else between."""
+    """Without known requests `lookahead` hits like LRU, with all of them like the optimum.
+
+    With 64 and 1,000 known requests its hits are in between.
+    """
     found = compare(Mooncake(), [lambda n=n: Lookahead(requests=n) for n in WINDOWS], SIZES)
     hits = {
         window: [row.hit_blocks for row in found.rows if row.options["requests"] == window]

@@ -1,4 +1,4 @@
-"""Numbers of the literature that the arithmetic must give, exactly."""
+"""Published figures of K/V sizes, weights and projections, which must be exact."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 
 def layout(name, dtype="fp16"):
-    """Lay out the K/V of a well-known model."""
+    """Return the K/V layout of a well-known model."""
     return KVLayout(find_model(name), dtype)
 
 
@@ -34,12 +34,12 @@ def layout(name, dtype="fp16"):
     ],
 )
 def test_bytes_of_a_token_in_fp16(name, kib):
-    """2 (K and V) x layers x K/V heads x head dimension x 2 bytes."""
+    """A token has 2 (K and V) x layers x K/V heads x head dimension x 2 bytes."""
     assert layout(name).bytes_per_token == kib * KIB
 
 
 def test_a_token_of_deepseek_v3():
-    """Latent attention: (512 + 64) numbers in each of 61 layers, once and not twice."""
+    """A token of latent attention has (512 + 64) numbers in each of 61 layers, stored once."""
     assert layout("deepseek-v3").bytes_per_token == (512 + 64) * 61 * 2 == 70_272
 
 
@@ -61,7 +61,10 @@ def test_a_token_of_deepseek_v3():
     ],
 )
 def test_llama_2_7b_by_length_and_batch(tokens, batch, size):
-    """512 KiB a token: at 28,672 tokens one request takes more than the weights."""
+    """Requests of Llama 2 7B take 512 KiB per token, at each length and batch size.
+
+    At 28,672 tokens one request takes more than the weights.
+    """
     assert batch * layout("llama-2-7b").request_bytes(tokens) == size
 
 
@@ -78,7 +81,7 @@ def test_llama_2_7b_by_length_and_batch(tokens, batch, size):
     ],
 )
 def test_bytes_of_a_request(name, tokens, size, gigabytes):
-    """The exact bytes, and the rounded GB that is usually quoted."""
+    """A request takes these exact bytes, and rounded the GB that are usually quoted."""
     assert layout(name).request_bytes(tokens) == size
     assert float(f"{size / 1e9:.3g}") == gigabytes
 
@@ -89,31 +92,34 @@ def test_llama_3_70b_at_its_longest():
 
 
 def test_sharing_heads_saves_their_ratio():
-    """8 K/V heads in place of 64 take an eighth."""
+    """8 K/V heads instead of 64 take an eighth of the bytes."""
     shared, full = layout("llama-2-70b"), layout("llama-2-70b-mha")
     assert full.bytes_per_token == 8 * shared.bytes_per_token
 
 
 def test_a_sliding_window_stops_growth():
-    """Mistral 7B v0.1 keeps 4,096 tokens: 512 MiB from there on."""
+    """A request of Mistral 7B v0.1 stays at 512 MiB beyond its window of 4,096 tokens."""
     mistral = layout("mistral-7b-v0.1")
     assert mistral.request_bytes(4096) == 512 * MIB
     assert mistral.request_bytes(131_072) == 512 * MIB
 
 
 def test_window_memory_of_active_sequences():
-    """Sequences x window x bytes per token: 64 of 4,096 tokens of Mistral 7B are 32 GiB."""
+    """64 sequences of Mistral 7B with a window of 4,096 tokens take 32 GiB."""
     assert layout("mistral-7b").window_bytes(64, 4096) == 32 * GIB
 
 
 def test_a_prefix_of_50_tokens_takes_4_blocks_of_16():
-    """The last block is only partly filled."""
+    """A prefix of 50 tokens takes 4 blocks of 16, of which the last is partly filled."""
     assert layout("llama-3-8b").blocks_for(50) == 4
 
 
 @pytest.mark.parametrize(("name", "gib"), [("gpt-oss-20b", 12.8), ("gpt-oss-120b", 60.8)])
 def test_weights_are_the_size_of_the_checkpoint(name, gib):
-    """bf16 with MXFP4 experts: the model card's sizes, but for the experts' bf16 biases."""
+    """Weights in bf16 with MXFP4 experts have the size that the model card states.
+
+    The tolerance covers the experts' biases in bf16.
+    """
     assert find_model(name).weight_bytes / GIB == pytest.approx(gib, abs=0.1)
 
 
@@ -121,13 +127,13 @@ def test_weights_are_the_size_of_the_checkpoint(name, gib):
     ("output", "naive", "cached"), [(1, 10, 10), (100, 5_950, 109), (1_000, 509_500, 1_009)]
 )
 def test_projections_after_a_prompt_of_10_tokens(output, naive, cached):
-    """Naive generation grows with the square of what it generates, cached with its length."""
+    """Without a cache, projections grow with the square of the output; with one, linearly."""
     assert token_projections(10, output, cached=False) == naive
     assert token_projections(10, output, cached=True) == cached
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0)])
 def test_projections_of_nothing_are_refused(prompt, output):
-    """There is nothing to start from, or nothing to do; the message has both numbers."""
+    """An empty prompt or output raises InputError with both numbers."""
     with pytest.raises(InputError, match=f"{output} new tokens after a prompt of {prompt}"):
         token_projections(prompt, output, cached=True)

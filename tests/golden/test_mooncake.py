@@ -1,4 +1,4 @@
-"""Numbers that must come out of the bundled trace: 12,031 requests of a chat service."""
+"""Hits on the bundled trace, 12,031 requests of a chat service, against recorded numbers."""
 
 from __future__ import annotations
 
@@ -30,72 +30,75 @@ def hits(comparison, eviction, **options):
 
 @pytest.fixture(scope="module")
 def keys():
-    """Return LRU and the optimum in `keys` counting, a block a key."""
+    """Return a comparison of LRU and both optima in `keys` accounting, a block per key."""
     return compare(Mooncake(), ["lru", OPTIMUM, BYPASS], SIZES)
 
 
 @pytest.fixture(scope="module")
 def keys_fine():
-    """Return the same in blocks of 16 tokens and pools of as many bytes."""
+    """Return a comparison of LRU and both optima in blocks of 16 tokens, with equal bytes."""
     sizes = [32 * size for size in FINE]
     return compare(Mooncake(), ["lru", OPTIMUM, BYPASS], sizes, block_size=16)
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    """Return LRU in `tokens` counting, a block a key."""
+    """Return a comparison of LRU in `tokens` accounting, with a block per key."""
     return compare(Mooncake(), ["lru"], SIZES, accounting="tokens")
 
 
 @pytest.fixture(scope="module")
 def tokens_fine():
-    """Return LRU in `tokens` counting, in blocks of 16 tokens."""
+    """Return a comparison of LRU in `tokens` accounting, in blocks of 16 tokens."""
     sizes = [32 * size for size in FINE]
     return compare(Mooncake(), ["lru"], sizes, block_size=16, accounting="tokens")
 
 
 def test_lru_counting_keys(keys):
-    """LRU hits these blocks of 288,500."""
+    """LRU hits the recorded numbers of blocks out of 288,500 in `keys` accounting."""
     assert hits(keys, "lru") == dict(zip(SIZES, LRU_KEYS, strict=True))
     assert {row.lookup_blocks for row in keys.rows} == {288_500}
 
 
 def test_the_optimum_that_must_admit(keys):
-    """The optimum hits these blocks where a request's own must be cached."""
+    """The optimum that must admit each request hits the recorded numbers of blocks."""
     assert hits(keys, "optimum", bypass=False) == dict(zip(SIZES, MUST_ADMIT, strict=True))
 
 
 def test_the_optimum_that_may_bypass(keys):
-    """The optimum hits these blocks where none needs to be cached."""
+    """The optimum that may bypass the cache hits the recorded numbers of blocks."""
     assert hits(keys, "optimum", bypass=True) == dict(zip(SIZES, MAY_BYPASS, strict=True))
 
 
 def test_a_cache_without_bounds_counting_keys(keys):
-    """No cache hits more than 105,710 blocks, and 182,790 blocks are enough for that."""
+    """An infinite cache hits 105,710 blocks and holds 182,790 in `keys` accounting."""
     assert keys.infinite.hit_blocks == 105_710
     assert keys.infinite.distinct_blocks == 182_790
 
 
 def test_lru_counting_tokens(tokens):
-    """LRU hits these blocks of 276,491 where the last token of a prompt is computed."""
+    """LRU hits the recorded numbers of blocks out of 276,491 in `tokens` accounting.
+
+    There the last token of a prompt is always computed.
+    """
     assert hits(tokens, "lru") == dict(zip(SIZES, LRU_TOKENS, strict=True))
     assert {row.lookup_blocks for row in tokens.rows} == {276_491}
 
 
 def test_a_cache_without_bounds_counting_tokens(tokens):
-    """No cache hits more than 105,592 blocks in `tokens` counting."""
+    """An infinite cache hits 105,592 blocks in `tokens` accounting."""
     assert tokens.infinite.hit_blocks == 105_592
 
 
 def test_lru_counting_tokens_in_blocks_of_16(tokens_fine):
-    """LRU hits these blocks of 9,044,013 in blocks of 16 tokens."""
+    """LRU hits the recorded numbers of blocks out of 9,044,013 in blocks of 16 tokens."""
     assert list(hits(tokens_fine, "lru").values()) == list(LRU_TOKENS_FINE)
     assert {row.lookup_blocks for row in tokens_fine.rows} == {9_044_013}
 
 
 @pytest.mark.parametrize("eviction", ["lru", "optimum"])
 def test_keys_counting_does_not_depend_on_the_block_size(keys, keys_fine, eviction):
-    """A 32nd of the block and 32 times the blocks: exactly 32 times the hits."""
+    """32 times as many blocks of a 32nd of the size hit exactly 32 times as often."""
     coarse = {
         (32 * row.blocks, str(row.options)): 32 * row.hit_blocks
         for row in keys.rows

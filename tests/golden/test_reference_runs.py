@@ -1,9 +1,9 @@
 """Twelve small runs whose traces must not change by a byte.
 
-Two digests of each run are known: `whole`, which END holds and which is of every byte before
-it, and `events`, of the lines between HEADER and END alone. Where `whole` alone has changed,
-only the header has: a version, an option, a digest of the workload. Where `events` has
-changed, kvcore decides otherwise than it did.
+Two digests of each run are known: `whole`, which is in the END line and covers every byte
+before it, and `events`, which covers the lines between HEADER and END. If only `whole` has
+changed, the header has: a version, an option, a digest of the workload. If `events` has
+changed, kvcore decides differently.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ GOLDEN = {
 
 @attrs.frozen
 class Recorded:
-    """What is known of a trace.
+    """The digests and the contents of a trace.
 
     Attributes:
         digests: `whole` and `events`.
         counts: lines by event.
-        ways: how sequences were preempted, and the reasons for which blocks went.
+        ways: how sequences were preempted, and the reasons of evictions.
     """
 
     digests: tuple[str, str]
@@ -67,7 +67,7 @@ def digest(data):
 
 
 def read(path):
-    """Read a trace; what END says of it is true."""
+    """Read a trace, and check the digest in its END line."""
     header, *events, end = path.read_bytes().splitlines(keepends=True)
     body = b"".join(events)
     end = orjson.loads(end)
@@ -78,10 +78,10 @@ def read(path):
 
 
 def write_mixed(path):
-    """Write 150 requests that differ in all that schedulers and policies look at.
+    """Write 150 requests that differ in all fields that schedulers and policies use.
 
-    The numbers are those of a linear congruential generator, for they must be the same on
-    every machine and for ever.
+    The numbers come from a linear congruential generator, because they must be the same on
+    every machine and in every version of Python.
     """
     state = 1
 
@@ -111,7 +111,7 @@ def write_mixed(path):
 
 
 def write_chats(path):
-    """Write the first 3,000 requests of the bundled trace, in its own format."""
+    """Write the first 3,000 requests of the bundled trace, in the format of Mooncake."""
     rows = (
         {
             "timestamp": request.arrival // 1_000_000,
@@ -126,13 +126,13 @@ def write_chats(path):
 
 @pytest.fixture
 def recorded(tmp_path, monkeypatch, capsys):
-    """Return a function that runs the command line and returns what its trace is.
+    """Return a function that runs the command line and returns a summary of its trace.
 
     It runs in a directory of its own, so that paths in the header are always the same.
     """
     monkeypatch.chdir(tmp_path)
     write_mixed(tmp_path / MIXED)
-    # Without why answers ended, by which readers tell tools since this run was first recorded.
+    # Hide the stop reasons: readers did not use them when this run was first recorded.
     sessions = gzip.decompress((DATA / f"{SESSIONS}.gz").read_bytes())
     (tmp_path / SESSIONS).write_bytes(sessions.replace(b'"stop":', b'"then":'))
 
@@ -145,7 +145,7 @@ def recorded(tmp_path, monkeypatch, capsys):
 
 
 def test_lru_replays_chats(recorded, tmp_path):
-    """Untimed: LRU in 1,000 blocks of 512 tokens, counted in whole keys."""
+    """An untimed LRU in 1,000 blocks of 512 tokens, in `keys` accounting, writes its trace."""
     write_chats(tmp_path / CHATS)
     run = recorded("compare", CHATS, "--eviction", "lru", "--blocks", 1000)
     assert "capacity" in run.ways
@@ -153,7 +153,10 @@ def test_lru_replays_chats(recorded, tmp_path):
 
 
 def test_lfu_counts_tokens(recorded):
-    """Untimed: LFU with aging, in blocks of 16 tokens, the last of a prompt partial."""
+    """An untimed LFU with aging, in `tokens` accounting, writes the recorded trace.
+
+    Blocks have 16 tokens, and the last block of a prompt is partial.
+    """
     workload = "zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60"
     arguments = ("--eviction", "lfu:half_life=20", "--blocks", 300, "--block-size", 16)
     run = recorded("compare", workload, *arguments, "--accounting", "tokens")
@@ -162,7 +165,10 @@ def test_lfu_counts_tokens(recorded):
 
 
 def test_fcfs_serves_popular_prefixes(recorded):
-    """Timed: the defaults of `simulate` on Zipf-popular prefixes, in a pool that is ample."""
+    """`simulate` with defaults writes the recorded trace.
+
+    The workload has Zipf-popular prefixes, and the pool is ample.
+    """
     workload = "zipf:requests=200,prefixes=9,prefix_tokens=300,suffix_tokens=90,rate=40"
     run = recorded("simulate", workload)
     assert run.counts["HIT"]
@@ -171,7 +177,7 @@ def test_fcfs_serves_popular_prefixes(recorded):
 
 
 def test_bursts_are_prefilled_first(recorded):
-    """Timed: bursts, whole prompts in steps of their own, a share of the pool kept free."""
+    """Bursts, with whole prompts in steps of their own and a watermark, write their trace."""
     workload = "zipf:requests=160,prefixes=12,prefix_tokens=300,suffix_tokens=60,seed=7"
     run = recorded(
         "simulate",
@@ -184,7 +190,7 @@ def test_bursts_are_prefilled_first(recorded):
 
 
 def test_srpt_computes_prompts_in_chunks(recorded):
-    """Timed: the least remaining work first, in steps of 128 tokens and of 6 sequences."""
+    """`srpt` in steps of at most 128 tokens and 6 sequences writes the recorded trace."""
     caps = ("--max-tokens", 128, "--max-seqs", 6, "--blocks", 300)
     run = recorded("simulate", MIXED, "--scheduler", "srpt", *caps, "--rate-scale", 4)
     assert run.counts["COMMIT"] > run.counts["FINISH"]
@@ -194,7 +200,7 @@ def test_srpt_computes_prompts_in_chunks(recorded):
 
 
 def test_slo_keeps_what_was_promised(recorded):
-    """Timed: by deadlines, of the requests that bring one and, by default, of the others."""
+    """`slo`, with deadlines of requests and a default, writes the recorded trace."""
     scheduler = "slo:preemptive=true,ttft=0.5"
     caps = ("--max-seqs", 8, "--blocks", 200)
     run = recorded("simulate", MIXED, "--scheduler", scheduler, *caps, "--rate-scale", 3)
@@ -203,7 +209,7 @@ def test_slo_keeps_what_was_promised(recorded):
 
 
 def test_a_small_pool_preempts_in_both_ways(recorded):
-    """Timed: too few blocks for what runs, so that it pauses, or is dropped and recomputed."""
+    """A pool so small that requests are paused and recomputed writes the recorded trace."""
     scheduler = ("--scheduler", "srpt", "--eviction", "cost")
     caps = ("--blocks", 120, "--max-seqs", 6, "--watermark", 0)
     run = recorded("simulate", MIXED, *scheduler, *caps, "--rate-scale", 4)
@@ -212,28 +218,31 @@ def test_a_small_pool_preempts_in_both_ways(recorded):
 
 
 def test_sessions_go_on_when_they_were_answered(recorded):
-    """Timed, in a closed loop: agents' requests arrive when the one before them is done."""
+    """A closed loop of agents' sessions writes the recorded trace.
+
+    A request arrives when the one before it is done.
+    """
     run = recorded("simulate", SESSIONS, "--blocks", 9000)
     assert "capacity" in run.ways
     assert run.digests == GOLDEN["sessions"]
 
 
 def test_hints_outrank_recency(recorded):
-    """Timed: eviction by the priorities that requests bring, which end after a while."""
+    """Eviction by retention hints, which expire, writes the recorded trace."""
     run = recorded("simulate", MIXED, "--eviction", "priority", "--blocks", 160)
     assert "capacity" in run.ways
     assert run.digests == GOLDEN["hints"]
 
 
 def test_what_is_idle_expires(recorded):
-    """Timed: what was unused for 0.3 s is gone, though there is room; tenants take turns."""
+    """`ttl`, which evicts blocks unused for 0.3 s, with `fair` writes the recorded trace."""
     run = recorded("simulate", MIXED, "--eviction", "ttl:ttl=0.3", "--scheduler", "fair")
     assert "expired" in run.ways
     assert run.digests == GOLDEN["expiry"]
 
 
 def test_tensors_are_computed_under_the_clock_of_the_model(recorded):
-    """Computed: a tiny transformer that keeps a window, in a pool that is too small."""
+    """A tiny transformer that keeps a window, in a pool too small, writes its trace."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     workload = "zipf:requests=16,prefixes=3,prefix_tokens=64,suffix_tokens=32,rate=300"
     run = recorded(
@@ -247,7 +256,7 @@ def test_tensors_are_computed_under_the_clock_of_the_model(recorded):
 
 
 def test_forks_share_and_copy(tmp_path):
-    """Untimed: forks share blocks, copy on write, roll back, and outlive one another."""
+    """Forks that share blocks, copy on write and roll back write the recorded trace."""
     path = tmp_path / "run.jsonl"
     with Trace(path) as trace:
         cache = KVCache(16, 4, eviction=LRU(), prefix=Radix(), trace=trace)

@@ -1,4 +1,4 @@
-"""Which deployments carry the bundled trace, as `kvcore simulate` says it first."""
+"""The deployments that can carry the bundled trace, as `kvcore simulate` reports first."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from helpers.commands import run_here
 
 
 def simulated(*options):
-    """Return what `kvcore simulate` prints of the bundled trace."""
+    """Return the output of `kvcore simulate` for the bundled trace."""
     done = run_here("simulate", *options)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
@@ -15,7 +15,7 @@ def simulated(*options):
 
 @pytest.mark.slow
 def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace():
-    """A report on all requests: none rejected, no overload, 80 columns at most."""
+    """The default deployment serves all 12,031 requests, and its report fits 80 columns."""
     lines = simulated().splitlines()
     assert lines[0].startswith("mooncake: 12,031 requests to llama-3-8b on 4 x h100")
     assert "12,031 completed, none rejected." in lines
@@ -34,7 +34,10 @@ def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace():
     ],
 )
 def test_what_is_too_much_for_a_server_is_said_first(deployment, saturated):
-    """Also where the load is below 1: the queue of the run itself says so."""
+    """The report begins with SATURATED if and only if the load cannot be carried.
+
+    This includes a run whose load is below 1, but whose queue keeps growing.
+    """
     out = simulated(*deployment, "--slo", "ttft=5,tpot=0.05", "--no-search")
     assert out.startswith("SATURATED: mooncake asks for ") is saturated
     assert "told below" not in out

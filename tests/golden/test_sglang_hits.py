@@ -1,7 +1,7 @@
-"""What SGLang's radix caches hit of a production trace, request by request.
+"""The hits of SGLang's radix caches on a production trace, request by request.
 
 The figures are those of SGLang 0.5.23: `RadixCache`, and `UnifiedRadixCache` with both of its
-cores, which agree. `tox -e like-sglang` makes them anew with the package.
+cores, which agree. `tox -e like-sglang` compares them with the package.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from helpers.cache_streams import CONVERSATION, STREAMS, Ours, digest, hits_of
 
 @pytest.mark.parametrize("stream", STREAMS[CONVERSATION], ids=str)
 def test_each_request_hits_what_it_hits_in_sglang(stream):
-    """Under the rules of `--like sglang` each of 12,031 requests hits as many blocks."""
+    """Each request hits as many blocks under `--like sglang` as in SGLang."""
     ours = Ours.like("sglang", stream.blocks)
     assert digest(hits_of(stream, ours)) == STREAMS[CONVERSATION][stream]
 
@@ -21,7 +21,7 @@ def test_each_request_hits_what_it_hits_in_sglang(stream):
     ("rule", "more"), [({"prefix": "radix"}, 263), ({"eviction": "lru"}, 587)], ids=str
 )
 def test_each_rule_counts(rule, more):
-    """Without either rule the pool of 8,192 blocks hits more: the stream can tell."""
+    """Without SGLang's prefix rule or eviction rule, the pool of 8,192 blocks hits more."""
     stream = next(each for each in STREAMS[CONVERSATION] if each.blocks == 8192)
     ours = Ours.like("sglang", stream.blocks, **rule)
     assert sum(hits_of(stream, ours)) - STREAMS[CONVERSATION][stream][0] == more

@@ -1,4 +1,4 @@
-"""What hits under a clock, against what hits without one, on the bundled trace."""
+"""Hits under a clock, against hits without one, on the bundled trace."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def untimed():
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("blocks", SIZES)
 def test_a_clock_hardly_changes_what_hits(untimed, blocks, model):
-    """Served in time, as many blocks hit as one after another, within 1.5 points of all."""
+    """The hit ratio under a clock is within 1.5 points of that of an untimed replay."""
     cache = KVCache(blocks, 512, eviction=LRU(), accounting="tokens")
     simulate(Mooncake(), cache=cache, latency=MODELS[model]())
     stats = cache.stats
@@ -45,7 +45,7 @@ def test_a_clock_hardly_changes_what_hits(untimed, blocks, model):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_where_nothing_is_shared_nothing_hits(scheduler):
-    """A preempted request that finds its own blocks again has hit nothing."""
+    """Blocks that a preempted request finds again are not counted as hits."""
     requests = [
         ask(
             number,
@@ -67,7 +67,7 @@ def test_where_nothing_is_shared_nothing_hits(scheduler):
 
 
 def test_preempted_requests_count_once():
-    """What others share counts at first admission alone, however often it is repeated."""
+    """Lookups and hits of a request are counted at its first admission only."""
     shared = [7, 8, 9]
     requests = [
         ask(number, prompt=12 + number % 5, output=30, keys=shared) for number in range(40)

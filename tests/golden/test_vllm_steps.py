@@ -1,4 +1,4 @@
-"""kvcore like vLLM makes the steps that vLLM 0.33.0 made: see `vllm/README.md`."""
+"""kvcore with `--like vllm` makes the steps that vLLM 0.33.0 made: see `vllm/README.md`."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def real():
 
 @pytest.mark.parametrize("name", SERVERS)
 def test_steps_are_those_of_vllm(real, name):
-    """Requests and tokens, admissions and hits, preemptions and free blocks of every step."""
+    """Every step has vLLM's requests, tokens, admissions, hits, preemptions and free blocks."""
     assert first_difference(encode(kvcore_steps(SERVERS[name])), real[name]) is None
 
 
 def test_the_goldens_try_every_rule(real):
-    """There are preemptions and hits, and servers of every kind."""
+    """The recorded steps have preemptions and hits, from servers of all eight kinds."""
     assert SERVERS.keys() == real.keys()
     steps = [step for each in real.values() for step in decode(each["runs"])]
     preempted = sum(len(lost) for _, _, lost in steps)

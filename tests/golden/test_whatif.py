@@ -1,4 +1,4 @@
-"""The bundled trace: run again as it was recorded, it is written again byte for byte."""
+"""Runs of the bundled trace, which `whatif` repeats byte for byte."""
 
 from itertools import islice
 
@@ -11,11 +11,14 @@ from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Mooncake
 
 LRU_HITS = {3000: 18_850, 5859: 39_258}
-"""Of 288,500, by blocks of 512 in the pool, in `keys` counting; as DESIGN has them."""
+"""Hit blocks of 288,500, by blocks of 512 tokens in the pool, in `keys` accounting."""
 
 
 def test_a_comparison_again(tmp_path):
-    """At 3,000 blocks; and with 5,859 instead, it hits what a comparison with these does."""
+    """`whatif` repeats a comparison at 3,000 blocks byte for byte.
+
+    With 5,859 blocks instead, it hits as many blocks as a comparison with 5,859 blocks.
+    """
     path, again = tmp_path / "trace.jsonl.gz", tmp_path / "again.jsonl.gz"
     compare(Mooncake(), "lru", 3000, trace=path)
     found = whatif(path, export=again)
@@ -30,7 +33,7 @@ def test_a_comparison_again(tmp_path):
 
 @pytest.mark.parametrize(("scheduler", "scale"), [("fcfs", 1.0), ("srpt", 3.0)])
 def test_a_simulation_again(tmp_path, scheduler, scale):
-    """With and without overload, 4,000 requests; the default model on the default devices."""
+    """`whatif` repeats a simulation of 4,000 requests byte for byte, even under overload."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
     with Trace(path) as trace:
         simulate(

@@ -1,4 +1,4 @@
-"""A package of the name of AIConfigurator's, whose engine's times are sums."""
+"""A fake AIConfigurator package, whose engine computes latencies as sums."""
 
 from __future__ import annotations
 
@@ -7,27 +7,31 @@ from types import ModuleType
 
 
 class FakeEngine:
-    """3 ms a step, 10 us a prompt token and sequence, 1 ns a pair, 10 ns a context token."""
+    """An engine whose latencies are sums of simple terms.
+
+    A step takes 3 ms, a prompt token or a sequence 10 us, a pair of tokens 1 ns, and a context
+    token 10 ns.
+    """
 
     def predict_prefill_latency(self, prompts, length, before):
-        """Return milliseconds; `before` tokens of `length` are in the cache."""
+        """Return the milliseconds of prompts with `before` of `length` tokens in the cache."""
         tokens = length - before
         pairs = prompts * (before * tokens + tokens * (tokens + 1) // 2)
         return 3 + prompts * tokens / 100 + pairs * 1e-6
 
     def decode_step_latency(self, sequences, length, output):
-        """Return milliseconds; at the first of `output` tokens contexts are one longer."""
+        """Return the milliseconds of a step in which contexts are one token longer."""
         del output
         return 3 + sequences / 100 + sequences * (length + 1) * 1e-5
 
     def mixed_step_latency(self, tokens, sequences, length, output):
-        """Return milliseconds of prompts and contexts of one length."""
+        """Return the milliseconds of a step with prompts and contexts of one length."""
         prefill = self.predict_prefill_latency(tokens // length, length, 0)
         return prefill + self.decode_step_latency(sequences, length, output) - 3
 
 
 def fake_aic(monkeypatch):
-    """Install it; return the list of what `EngineHandle.compile` is called with."""
+    """Install the fake package, and return the list of calls of `EngineHandle.compile`."""
     calls = []
 
     class EngineHandle:

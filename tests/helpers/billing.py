@@ -1,4 +1,4 @@
-"""Requests to be billed, and an API's cache by brute force."""
+"""Requests to be billed, and a brute-force model of the cache behind an API."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ def request(id_, seconds, text, output=0):
 
 
 def requests(*rows):
-    """Return requests of (seconds, letters)."""
+    """Return requests with the arguments of `request` but the id: (seconds, letters, …)."""
     return [request(id_, *row) for id_, row in enumerate(rows)]
 
 
 def logged(id_, seconds, *blocks, **more):
-    """Return a logged request of (letters, TTL of its breakpoint in ns or None) blocks.
+    """Return a logged request of `blocks`, which are pairs of letters and a TTL.
 
-    A sentence is a letter.
+    A TTL in ns makes a block end in a breakpoint; with None it has none. Each letter counts as
+    a sentence.
     """
     text = "".join(letters for letters, _ in blocks)
     parts, end = [], 0
@@ -43,7 +44,11 @@ FIELDS = ("id", "arrival", "prompt_tokens", "output_tokens", "keys", "key_tokens
 
 
 def prefixes_read(rows, ttl, least, step):
-    """Return the tokens of each (seconds, letters) that any earlier prompt within `ttl` has."""
+    """Return the longest prefix that each prompt shares with one less than `ttl` before it.
+
+    Prompts are (seconds, letters). Prefixes have `least` tokens or more, in steps of `step`; 0
+    if none is shared.
+    """
     read = []
     for place, (now, text) in enumerate(rows):
         lengths = [
@@ -58,7 +63,7 @@ def prefixes_read(rows, ttl, least, step):
 
 
 def entries_read(rows, ttl, least):
-    """Return the tokens of each prompt that an entry has, each of which is a whole prompt."""
+    """Return the tokens that each prompt reads from entries, which are earlier prompts."""
     expiries, read = {}, []
     for now, text in rows:
         found = [each for each in expiries if text.startswith(each) and expiries[each] > now]

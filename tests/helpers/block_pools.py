@@ -1,7 +1,7 @@
-"""One stream of requests, in order, through three block pools: vLLM's, a host's, a KVCache's.
+"""One stream of requests in three block pools: vLLM's, a host's, and a KVCache's.
 
-Each evicts for the same requests, so many of which are open at a time, and gives the digest of
-what it evicts. The order of calls is that of vLLM's `KVCacheManager`.
+Each pool serves the same requests, with several open at a time, and returns the digest of its
+evictions. The order of calls is that of vLLM's `KVCacheManager`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ SIZE = 512
 """Tokens of a block, and of a key of the trace."""
 
 AHEAD = 8
-"""Requests that wait."""
+"""Number of requests that wait."""
 
 
 @attrs.define
 class Outcome:
-    """What a pool did.
+    """The decisions of a pool, and the time that it took.
 
     Attributes:
-        digest: over the keys of the blocks that it evicted, in their order.
-        evicted: how many.
-        hit, tokens: tokens that hit, and those of all prompts.
-        refused: requests that did not fit.
-        seconds: CPU time that the pool took, without making the requests.
+        digest: digest of the keys of the evicted blocks, in their order.
+        evicted: number of evicted blocks.
+        hit, tokens: number of hit tokens, and of tokens of all prompts.
+        refused: number of requests that did not fit.
+        seconds: CPU time of the pool, without making the requests.
     """
 
     digest: str = ""
@@ -46,12 +46,12 @@ class Outcome:
     seconds: float = 0.0
 
     def decisions(self):
-        """Return what must be the same in two pools."""
+        """Return the fields that must be equal in two pools: all but the time."""
         return attrs.astuple(self)[:-1]
 
 
 def conversations(requests: int | None = None) -> Iterable[Request]:
-    """Return the first requests of the bundled trace, with keys for full blocks alone.
+    """Yield the first requests of the bundled trace, with keys for full blocks alone.
 
     No prompt is of whole blocks, so no last block is computed twice, which vLLM would keep.
     Keys are the bytes of vLLM's hashes, and ids texts, since some policies hash them.
@@ -65,7 +65,7 @@ def conversations(requests: int | None = None) -> Iterable[Request]:
 def serve(pool, requests: Iterable[Request], together: int = 8) -> Outcome:
     """Serve `requests`; one that does not fit waits until the oldest have ended.
 
-    Of those that wait, a policy knows the next few.
+    A policy knows the next few requests that wait.
     """
     found, open_, waiting = Outcome(), deque(), deque()
     coming = iter(requests)
@@ -98,7 +98,7 @@ def digest(keys: Iterable[bytes]) -> str:
 
 
 def _recorded(hook, left):
-    """Return an `on_remove` that writes down the keys of what leaves."""
+    """Return an `on_remove` that appends the keys of removed spans to `left`."""
 
     def on_remove(span, reason):
         left.extend(span.keys())
@@ -118,11 +118,11 @@ class CachePool:
         self.cache.tree._on_remove = _recorded(self.cache.tree._on_remove, self.left)
 
     def prepare(self, request):
-        """Return the request."""
+        """Return the request unchanged."""
         return request
 
     def queue(self, request, now):
-        """Let a request wait."""
+        """Call `on_queued` of the policy for a request."""
         self.cache.eviction.on_queued(request, now)
 
     def open(self, request, now):
@@ -142,7 +142,7 @@ class CachePool:
 
 
 class HostPool(CachePool):
-    """An engine of a few lines, and a host."""
+    """A minimal engine whose evictions are chosen by a `PolicyHost`."""
 
     def __init__(self, eviction: str, blocks: int) -> None:
         self.left, self.hit = [], 0
@@ -152,7 +152,7 @@ class HostPool(CachePool):
         self.cache.host._on_remove = _recorded(self.cache.host._on_remove, self.left)
 
     def queue(self, request, now):
-        """Let a request wait."""
+        """Call the host for a request that waits."""
         self.cache.host.queued(request, now)
 
     def open(self, request, now):

@@ -1,4 +1,4 @@
-"""A real Chromium, without a screen."""
+"""A headless Chromium for tests."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,16 +18,16 @@ WIDE, NARROW = (1280, 900), (390, 844)
 
 
 class Tab:
-    """A page in the browser, and what went wrong in it.
+    """A page in the browser, and the errors in it.
 
     Attributes:
-        page: playwright's.
+        page: the page of playwright.
         complaints: errors of the console and of scripts, and dialogs.
-        requests: what was fetched, but for the file itself.
+        requests: URLs that were fetched from outside the page.
     """
 
     def __init__(self, page, place):
-        """Listen to `page` from now on; files are shown at a place."""
+        """Record the events of `page` from now on; files are shown at `place`."""
         self.page, self._place = page, place
         self.complaints = []
         self.requests = []
@@ -41,7 +41,7 @@ class Tab:
             page.on(event, listener)
 
     def leave(self):
-        """Listen no longer, and show nothing."""
+        """Stop recording events, and show an empty page."""
         for event, listener in self._listeners.items():
             self.page.remove_listener(event, listener)
         self.page.mouse.move(0, 0)
@@ -63,7 +63,7 @@ class Tab:
             self.requests.append(request.url)
 
     def open(self, file):
-        """Open a file, and wait until its script says that it is ready."""
+        """Open a file, and wait until its script has marked the page as ready."""
         copyfile(file, self._place)
         self.page.goto(self._place.as_uri())
         self.page.wait_for_selector("body[data-ready]", timeout=60_000)
@@ -71,9 +71,9 @@ class Tab:
 
 
 def until(page, condition, arg=None):
-    """Wait until a condition of a page holds, looked at before each frame; a minute at most.
+    """Wait until a condition holds in a page, checked before each frame, for up to a minute.
 
-    That of playwright evaluates text in the page, which the policy of a page forbids.
+    Playwright's own function evaluates text in the page, which the policy of a page forbids.
     """
     look = f"const look = () => (({condition})(arg) ? done() : requestAnimationFrame(look))"
     late = "setTimeout(() => fail(new Error('it does not come to hold')), 60000)"
@@ -81,7 +81,7 @@ def until(page, condition, arg=None):
 
 
 def drawn(page):
-    """Wait until the panels of a trace's page show its clock and its choice as they are now.
+    """Wait until the panels of a trace's page show its current clock and selection.
 
     They are drawn before the next frame, so a selector can still find what they showed before.
     """
@@ -89,24 +89,24 @@ def drawn(page):
 
 
 class Browser:
-    """A browser that is offline, with tabs that were used before.
+    """A browser that is offline, with tabs that are reused.
 
     A script that a tab has seen at the same place is not compiled again, which takes three
     quarters of the time to open a page.
 
     Attributes:
-        place: where all tabs find what they show.
+        place: the file that all tabs show.
     """
 
     def __init__(self, chromium, folder):
-        """Open no tab yet."""
+        """Create a context without tabs."""
         self.place = Path(folder) / "page.html"
         self._context = chromium.new_context(offline=True)
         self._idle = []
 
     @contextmanager
     def page(self):
-        """Return playwright's page of an empty tab; after a failure it is not used again."""
+        """Yield playwright's page of an empty tab, which is reused unless the body fails."""
         page = self._idle.pop() if self._idle else self._context.new_page()
         try:
             yield page
@@ -118,7 +118,7 @@ class Browser:
 
 @contextmanager
 def browsing():
-    """Run a browser as long as the body takes; skip the test if there is none."""
+    """Yield a browser for as long as the body runs; skip the test if none is installed."""
     program = required("chromium")
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright, TemporaryDirectory() as folder:
@@ -131,7 +131,7 @@ def browsing():
 
 @contextmanager
 def tab(browser, size=WIDE, *, scheme="light"):
-    """Return an empty tab of a size, `light` or `dark`, for as long as the body takes."""
+    """Yield an empty tab of a size, `light` or `dark`, for as long as the body runs."""
     width, height = size
     with browser.page() as page:
         page.set_viewport_size({"width": width, "height": height})

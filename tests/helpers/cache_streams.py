@@ -1,4 +1,4 @@
-"""Streams of requests for the caches of two systems, and what each of them hits of those.
+"""Streams of requests for the caches of kvcore and SGLang, and their expected hits.
 
 A block is one unit on both sides: a block of kvcore, and a token of a cache with pages of one
 token. A stream keeps several requests open, and closes the oldest for the next one.
@@ -23,10 +23,10 @@ class Stream:
 
     Attributes:
         workload: the trace, as a name with options.
-        blocks: of the pool.
-        opened: how many requests are open at a time.
-        generates: whether each generates its output before it is closed, which stays cached.
-        limit: number of first requests; None: all.
+        blocks: number of blocks in the pool.
+        opened: number of requests that are open at a time.
+        generates: whether the output of a request is generated and cached before it is closed.
+        limit: number of requests; None: all.
     """
 
     workload: str
@@ -36,11 +36,11 @@ class Stream:
     limit: int | None = None
 
     def __str__(self):
-        """Return its sizes, for the name of a test."""
+        """Return the sizes of the stream, for the name of a test."""
         return f"{self.blocks}-{self.opened}{'-generates' * self.generates}"
 
     def requests(self):
-        """Yield the requests."""
+        """Yield the requests of the workload, up to `limit`."""
         workload = Plugins().build("workload", self.workload)
         for number, request in enumerate(workload):
             if number == self.limit:
@@ -49,7 +49,7 @@ class Stream:
 
 
 def hits_of(stream, cache):
-    """Return how many blocks each request of `stream` hits in `cache`; -1: it has no room."""
+    """Return the blocks that each request of `stream` hits in `cache`; -1 if it has no room."""
     waiting, hits = deque(), []
     for request in stream.requests():
         need = -(-request.prompt_tokens // request.key_tokens)
@@ -65,17 +65,17 @@ def hits_of(stream, cache):
 
 
 def digest(hits):
-    """Return the sum of `hits` and a digest of each of them."""
+    """Return the sum and a digest of `hits`."""
     text = ",".join(map(str, hits))
     return sum(hits), sha256(text.encode()).hexdigest()[:16]
 
 
 class Ours:
-    """The cache of kvcore, with plugins as named."""
+    """A cache of kvcore with given plugins."""
 
     @classmethod
     def like(cls, engine, blocks, **options):
-        """Return the cache of a likeness, for keys of 512 tokens, with other `options`."""
+        """Return a cache like that of `engine`, for keys of 512 tokens, with `options`."""
         options = LIKENESSES[engine].options | options
         return cls(blocks, 512, options["eviction"], options["prefix"])
 
@@ -86,17 +86,17 @@ class Ours:
         )
 
     def available(self):
-        """Return how many blocks are free or can be evicted."""
+        """Return the number of blocks that are free or can be evicted."""
         return self.cache.available_blocks
 
     def open(self, request):
-        """Open a request and compute its prompt; return it, and the blocks that hit."""
+        """Open a request and compute its prompt; return its sequence and the blocks it hits."""
         seq = self.cache.open(request)
         self.cache.commit(seq, seq.tokens - seq.computed)
         return seq, seq.hit_blocks
 
     def close(self, seq, *, generates):
-        """Let a request generate, if there is room, and close it."""
+        """Close a request, after its output is generated if there is room for it."""
         more = seq.request.output_tokens - 1
         need = -(-(seq.tokens + more) // self.cache.geometry.block_size) - seq.blocks
         if generates and more > 0 and need <= self.available():
@@ -110,13 +110,13 @@ CONVERSATION = "mooncake"
 """The conversation trace that comes with kvcore."""
 
 SYNTHETIC = f"mooncake:path={os.environ.get('KVCORE_MOONCAKE_SYNTHETIC')}"
-"""Mooncake's synthetic trace, where the environment says that it is."""
+"""Mooncake's synthetic trace, at the path in an environment variable."""
 
 _KINDS = ((1, False), (16, False), (16, True))
 
 
 def _streams(workload, found):
-    """Return streams with what they hit in SGLang's caches, by pool size."""
+    """Return streams with their hits in SGLang's caches, from results by pool size."""
     return {
         Stream(workload, blocks, opened, generates): result
         for blocks, results in found.items()
@@ -166,4 +166,4 @@ STREAMS = {
         },
     ),
 }
-"""The sum and the digest of what SGLang 0.5.23 hits, by trace and stream."""
+"""The sum and the digest of the hits of SGLang 0.5.23, by trace and stream."""

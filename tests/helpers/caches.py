@@ -1,7 +1,7 @@
-"""Short ways to say what a cache goes through.
+"""Short functions to drive a cache and to read its state as text.
 
-A prompt is a text, one letter a block. Its chained keys are its prefixes: "abc" has the
-keys "a", "ab" and "abc". A span reads as the text before it, a bar, and its own: "ab|c".
+A prompt is a text, one letter a block. Its chained keys are its prefixes: "abc" has the keys
+"a", "ab" and "abc". A span is shown as the text before it, a bar, and its own text: "ab|c".
 """
 
 from copy import deepcopy
@@ -21,7 +21,7 @@ serials = count(1)
 
 
 def ask(text, tokens=None, *, key_tokens=BLOCK, **fields):
-    """Return a request for `text`; unless said otherwise its blocks are all full."""
+    """Return a request for `text`, whose blocks are all full unless `tokens` is given."""
     return Request(
         id=next(serials),
         prompt_tokens=len(text) * key_tokens if tokens is None else tokens,
@@ -42,14 +42,14 @@ def make(blocks=8, eviction=None, *, prefix=None, **options):
 
 
 def compute(cache, seq, tokens=None, now=None):
-    """Commit `tokens` more tokens of `seq`; None: all that is allocated."""
+    """Commit `tokens` more tokens of `seq`; None commits all allocated tokens."""
     cache.commit(seq, seq.tokens - seq.computed if tokens is None else tokens, now)
     cache.check_integrity()
     return seq
 
 
 def start(cache, text, tokens=None, now=None, **fields):
-    """Open a request for `text` and compute its prompt."""
+    """Open a request for `text`, compute its prompt, and return its sequence."""
     return compute(cache, cache.open(ask(text, tokens, **fields), now=now), now=now)
 
 
@@ -61,7 +61,7 @@ def serve(cache, *texts, now=None, **fields):
 
 
 def spell(span):
-    """Return a span as text: what is before it, a bar, its own."""
+    """Return a span as text: the text before it, a bar, and its own text."""
     text = span.keys()[-1]
     return f"{text[: span.start]}|{text[span.start : span.end]}"
 
@@ -83,20 +83,23 @@ def table(cache, seq):
 
 @attrs.define(slots=False, eq=False)
 class Recorded(ScoreEviction):
-    """LRU by score that keeps a list of what it is told: (what, span as text)."""
+    """LRU by score that records its callbacks as (method, span as text).
+
+    For `on_miss`, the number of hit blocks is recorded.
+    """
 
     name: ClassVar[str] = "recorded"
 
     told: list[Any] = attrs.field(init=False, factory=list)
 
     def score(self, span, now):
-        """Return when it was released."""
+        """Return the order in which the span was released."""
         del now
         return span.released_order
 
 
 def _noting(name):
-    """Return the method `name` that also notes the span, the lower one of two halves."""
+    """Return the method `name` that also records its span; for a split, the lower one."""
     original = getattr(ScoreEviction, name)
     place = 1 if name in {"on_split", "on_miss"} else 0
 
@@ -122,43 +125,43 @@ class Mortal(LRU):
     expires_spans: ClassVar[bool] = True
 
     def on_insert(self, span, now):
-        """Start its time."""
+        """Start the lifetime of `span`."""
         span.expires = now + 10
 
     def on_access(self, span, now):
-        """Start its time again."""
+        """Restart the lifetime of `span`."""
         span.expires = now + 10
 
 
 @attrs.define(slots=False, eq=False)
 class Lines(Recorder):
-    """A trace in memory: the lines, as (event, fields)."""
+    """A trace in memory, as a list of (event, fields)."""
 
     lines: list[Any] = attrs.field(factory=list)
 
     def begin(self, **fields):
-        """Note the header."""
+        """Record the header."""
         self.lines.append(("HEADER", fields))
 
     def describe(self, **fields):
-        """Note more of the header."""
+        """Add fields to the header."""
         self.lines[0][1].update(fields)
 
     def request(self, request, now):
-        """Note that a request arrived."""
+        """Record the arrival of a request."""
         del now
         self.lines.append(("REQUEST", {"id": request.id}))
 
     def write(self, line):
-        """Note an event."""
-        # Arrays are the cache's own and go on changing: written down is what they are now.
+        """Record an event."""
+        # The cache goes on changing its arrays: record copies.
         fields = {name: deepcopy(field) for name, field in line.items()}
         event = fields.pop("event")
         del fields["n"], fields["t"]
         self.lines.append((event, fields))
 
     def events(self):
-        """Return the names of the events, HEADER and REQUEST left out."""
+        """Return the names of the events other than HEADER and REQUEST."""
         return [event for event, _ in self.lines if event not in {"HEADER", "REQUEST"}]
 
     def of(self, event):

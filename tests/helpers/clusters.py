@@ -1,4 +1,4 @@
-"""Clusters of small servers, served and checked; routers for tests."""
+"""Functions that serve and check clusters of small servers, and routers for tests."""
 
 from io import BytesIO
 from random import Random
@@ -21,13 +21,13 @@ from kvcore.trace.cluster import ClusterTrace
 
 @attrs.define(eq=False)
 class Longest(Router):
-    """Sends a prompt to where most of it is cached; keeps what it saw of each request."""
+    """A router by the longest cached prefix, which records the replicas that it saw."""
 
     name: ClassVar[str] = "longest"
     saw: dict[Any, list[Any]] = attrs.field(factory=dict, init=False)
 
     def route(self, request, replicas, now):
-        """Note what is seen of all replicas; the least busy of the best goes."""
+        """Record all replicas, and return the least busy of those that cache the most."""
         self.saw.setdefault(request.id, []).append(
             (now, [(each.number, each.hit_tokens, round(each.usage, 9)) for each in replicas])
         )
@@ -39,7 +39,7 @@ class Longest(Router):
 
 @attrs.define(eq=False)
 class Lot(Router):
-    """Draws lots, by the id of a request; turns away one in `refuses`."""
+    """A router that draws replicas by the id of a request, and refuses one in `refuses`."""
 
     name: ClassVar[str] = "lot"
     uses_hits: ClassVar[bool] = False
@@ -55,11 +55,11 @@ class Lot(Router):
 
 @attrs.frozen
 class ClusterRun:
-    """What became of some requests.
+    """The result and the trace of a served cluster.
 
     Attributes:
-        result: of the cluster.
-        trace: the bytes of its trace; None without one.
+        result: the result of the simulation.
+        trace: the bytes of the trace; None without one.
     """
 
     result: Any
@@ -67,12 +67,12 @@ class ClusterRun:
 
     @property
     def lines(self):
-        """The lines of the trace, between HEADER and END."""
+        """The lines of the trace between HEADER and END, as dicts."""
         return [orjson.loads(line) for line in self.trace.splitlines()[1:-1]]
 
     @property
     def body(self):
-        """The bytes of those lines."""
+        """The lines of the trace between HEADER and END, as bytes."""
         return self.trace.splitlines()[1:-1]
 
     def of(self, event):
@@ -104,10 +104,10 @@ def serve_cluster(
     planner=None,
     **batching,
 ):
-    """Serve `requests` with alike replicas; check that nothing is lost.
+    """Serve `requests` with equal replicas, and check that no block is lost.
 
-    `view` is a view or its text, `scheduler` a name or what makes one; `failures` are texts
-    or failures; a block has 64 bytes. `split` is the text of split phases.
+    `view` is a view or its text; `scheduler` is a name or a function that makes one; `failures`
+    are texts or failures; a block has 64 bytes. `split` is the text of split phases.
     """
     phases = None
     if split is not None:
@@ -157,7 +157,7 @@ def serve_cluster(
     if merged is not None:
         merged._trace.close()
     for lives in result.lives:
-        # Blocks of growth that is only counted are nobody's when a replica fails.
+        # Without a trace, growth is only counted, and a failed replica does not return it.
         for life in lives if trace else lives[-1:]:
             life.cache.check_integrity()
         last = lives[-1].cache
@@ -167,7 +167,7 @@ def serve_cluster(
 
 
 def serve_server(server, replicas=2, *, scheduler="fcfs", latency=Bent, **options):
-    """Serve the requests of a random server (`helpers.serving.Server`) with several of it."""
+    """Serve the requests of a `helpers.serving.Server` with several replicas of it."""
     given = server.options | options
     return serve_cluster(
         server.requests,
@@ -182,12 +182,12 @@ def serve_server(server, replicas=2, *, scheduler="fcfs", latency=Bent, **option
 
 @attrs.define(eq=False)
 class Fewest(Router):
-    """Sends a request to where the fewest are; asks what is cached, and does not mind it."""
+    """A router by the fewest requests, which receives cache hits but does not use them."""
 
     name: ClassVar[str] = "fewest"
 
     def cost(self, request, replica):
-        """Return the requests there."""
+        """Return the number of requests on a replica."""
         del request
         return replica.requests
 
@@ -196,9 +196,10 @@ ZIPF = "zipf:requests=30,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tok
 
 
 def record_cluster(path, **options):
-    """Record three replicas with pools too small, of which one fails and returns; return path.
+    """Record a cluster of three replicas, one of which fails and recovers; return `path`.
 
-    Its blocks leave, its requests are served again elsewhere, and its router sees all.
+    Its pools are too small, so blocks are evicted; the requests of the failed replica are
+    served again elsewhere, and the router's view is exact.
     """
     given = {"replicas": 3, "router": Fewest, "view": "exact", "blocks": 20}
     given |= {"tensor_parallel": 1, "fail": "replica=1,at=0.3,for=0.1"}

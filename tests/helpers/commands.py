@@ -1,4 +1,4 @@
-"""Commands: of `kvcore` in this process, and of others beside a test."""
+"""Functions that run `kvcore` in this process, and other programs beside a test."""
 
 from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from io import BytesIO, TextIOWrapper
@@ -9,7 +9,7 @@ from kvcore.cli import main as frame
 
 
 def run_here(*arguments, cwd=None):
-    """Run a command line in the folder `cwd`; return what `subprocess.run` would, as text.
+    """Run `kvcore` in the folder `cwd`; return a CompletedProcess with its output as text.
 
     In this process that takes a tenth of the time of a process of its own.
     """
@@ -24,9 +24,9 @@ def run_here(*arguments, cwd=None):
 
 @contextmanager
 def running(command, **options):
-    """Run a process of another program, in text, until it ends; kill it if the body fails.
+    """Yield a process of another program, in text mode; kill it if the body fails.
 
-    `Popen` alone would wait for ever then.
+    `Popen` alone would wait for its end, for ever.
     """
     with Popen(command, stdout=PIPE, stderr=PIPE, text=True, **options) as process:
         try:

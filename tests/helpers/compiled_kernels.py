@@ -1,7 +1,7 @@
-"""Compile the decode kernel for GPUs that need not be there; print what came of it as JSON.
+"""A program that compiles decode kernels for absent GPUs and prints results as JSON.
 
-Run as a process of its own, without TRITON_INTERPRET: how kernels are made is settled when
-they are decorated.
+Run it in a process of its own, without TRITON_INTERPRET: whether kernels are compiled or
+interpreted is fixed when they are decorated.
 """
 
 import json
@@ -25,7 +25,7 @@ WARP = 32
 
 
 def compiled(capability, stored, computed, kernel=decode.attend_chunks, **given):
-    """Compile a kernel; `given` are its constants, but for those that follow."""
+    """Compile a kernel, and return its resources; `given` replaces default constants."""
     warps, width = given.pop("warps", 2), given.get("width", 128)
     grids = given.pop("grids", None)
     constants = {
@@ -69,7 +69,7 @@ def compiled(capability, stored, computed, kernel=decode.attend_chunks, **given)
 
 
 def spilled(ptx):
-    """Return the bytes of registers that an assembler spills: of several, the one that can."""
+    """Return the bytes of registers that the first assembler that accepts `ptx` spills."""
     target = re.search(r"\.target (\w+)", ptx).group(1)
     programs = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""The config.json of a well-known model, for tests that read or change one."""
+"""The config.json of Llama 3 8B, for tests that read or change one."""
 
 LLAMA_3_8B = {
     "model_type": "llama",

@@ -1,9 +1,9 @@
-"""Count the files of kvcore that a command enters, and the way of one request through them.
+"""Counts of function calls, and of crossings between files, of a command or a request.
 
-What is counted are calls of functions in files under the two packages. Class bodies, and all
-that happens while a module is imported, are not; constructors, which attrs writes for most
-classes, functions of other packages, code without a file, and what finds modules to import are
-looked through.
+Calls of functions in files under the two packages are counted. Not counted are class bodies,
+and everything that runs while a module is imported. Ignored as if they were absent are
+constructors, which attrs writes for most classes, functions of other packages, code without a
+file, and files that find modules to import.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from kvcore import KVCache, Request
 from kvcore.cli import main as frame
 
 IMPORTING = ("lazy.py", "distributions.py")
-"""Files of the package `kvcore` that do for it what `importlib` does."""
+"""Files of the package `kvcore` that find and import modules."""
 
 ROOTS = tuple(str(Path(root.__file__).parent) + os.sep for root in (kvcore, kvcore_plugins))
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
@@ -29,11 +29,11 @@ SERVED, MEASURED = 12, 8
 
 
 class Way:
-    """What was called while `record` was active.
+    """The calls while `record` was active.
 
     Attributes:
-        calls: how many functions were.
-        crossings: how often the next thing to run, by call or return, was in another file.
+        calls: number of function calls.
+        crossings: number of calls and returns that led to another file.
         files: calls by file.
     """
 
@@ -44,12 +44,12 @@ class Way:
         self._importing = 0
 
     def __str__(self):
-        """Return the three counts as a text."""
+        """Return the numbers of calls, crossings and files as a text."""
         return f"{self.calls} calls, {self.crossings} crossings, {len(self.files)} files"
 
     @contextmanager
     def record(self):
-        """Count the calls of what runs inside."""
+        """Count the calls in the body."""
         self.start()
         try:
             yield
@@ -57,7 +57,7 @@ class Way:
             sys.setprofile(None)
 
     def start(self):
-        """Count the calls of what runs from now on."""
+        """Count calls from now on."""
         self._stack = [
             caller.frame.f_code.co_filename
             for caller in reversed(inspect.stack(0))
@@ -86,7 +86,7 @@ class Way:
 
 
 def _is_ours(code):
-    """Return True if `code` is of a function in a file under the two packages."""
+    """Return True if `code` is a function of a file under the two packages."""
     # Bodies of modules and classes have no fast local variables.
     is_function = code.co_flags & inspect.CO_OPTIMIZED
     file = code.co_filename
@@ -95,7 +95,7 @@ def _is_ours(code):
 
 
 def way_of_command(*arguments):
-    """Return the way of a command line, which must succeed; what it prints is dropped."""
+    """Return the way of a command line, which must succeed; its output is dropped."""
     way = Way()
     with redirect_stdout(StringIO()), way.record():
         code = frame.run(arguments)
@@ -106,11 +106,11 @@ def way_of_command(*arguments):
 
 
 def way_of_request():
-    """Return the way of one request in a simulation that has served others like it.
+    """Return the way of one request in a simulation that has served similar ones.
 
-    Requests come one by one, long after one another, so that what happens from when one is
-    read to when the next one is read is all that happens for a request: its prompt hits a
-    prefix, its rest is prefilled, and its tokens are generated.
+    Requests come one by one, long after one another, so all calls between reading one request
+    and reading the next are those for that request: its prompt hits a prefix, its rest is
+    prefilled, and its tokens are generated.
     """
     way = Way()
     shared = PREFIX // BLOCK

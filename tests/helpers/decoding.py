@@ -1,4 +1,4 @@
-"""Sequences that decode by Triton's kernels, in its interpreter, against float64."""
+"""Sequences that decode by Triton's interpreted kernels, compared with float64."""
 
 from math import inf, nan, sqrt
 
@@ -15,11 +15,11 @@ TOLERANCES = {"fp32": 4e-6, "fp16": 3e-3, "bf16": 2e-2}
 class Decoding:
     """Sequences that decode, in a pool that is NaN where nothing is stored.
 
-    The first and the last block of the pool are in use, of one sequence.
+    The first sequence uses the first and the last block of the pool.
     """
 
     def __init__(self, lengths, *, group=4, codec=None, spare=3, **fields):
-        """Store K/V of all tokens but the last, and plan the last."""
+        """Store K/V of all tokens, and draw random queries of the last tokens."""
         sizes = {"block_size": 16, "kv_heads": 1, "head_dim": 64} | fields
         sizes.setdefault("value_dim", sizes["head_dim"])
         held = [-(-length // sizes["block_size"]) for length in lengths]
@@ -45,7 +45,7 @@ class Decoding:
         self.queries = queries.to(dtype)
 
     def check(self, *, window=None, sinks=0, scale=None, weighed=False):
-        """Compare with attention in float64 over what `read` returns."""
+        """Compare attention with that in float64 over the K/V that `read` returns."""
         contexts = [length - 1 for length in self.lengths]
         plan = self.backend.plan(RaggedBatch(self.tables, contexts, [1] * len(contexts)))
         options = {"window": window, "sinks": sinks, "scale": scale}

@@ -1,4 +1,4 @@
-"""Drafters for tests: one that knows what the exact generator says, and is wrong at times."""
+"""A drafter that predicts the tokens of the generator `Exact`, with some errors."""
 
 from hashlib import blake2b
 from typing import ClassVar
@@ -10,19 +10,19 @@ from kvcore.engine import TokenDrafter
 
 
 def coin(*parts):
-    """Return a number in [0, 100) for all of `parts`."""
+    """Return a number in [0, 100) drawn by a hash of `parts`."""
     text = " ".join(map(str, parts)).encode()
     return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") % 100
 
 
 @attrs.define(slots=False, eq=False)
 class Knowing(TokenDrafter):
-    """Draft the digests that the generator `Exact` draws, but for some of them.
+    """A drafter of the digests that the generator `Exact` draws, some of them wrong.
 
     Options:
-        tokens: drafts a step.
-        right: of 100 drafts, how many are what comes.
-        silent: of 100 steps, in how many nothing is drafted.
+        tokens: number of drafts per step.
+        right: percentage of drafts that are right.
+        silent: percentage of steps in which nothing is drafted.
     """
 
     name: ClassVar[str] = "knowing"
@@ -32,7 +32,7 @@ class Knowing(TokenDrafter):
     silent: int = attrs.field(default=10)
 
     def draft(self, tokens, most):
-        """Return the digests of what is known and drafted."""
+        """Return up to `most` drafts, of which some are wrong; at times none."""
         text, drafts = list(tokens), []
         if coin("silent", len(text), text[-1]) < self.silent:
             return drafts

@@ -1,7 +1,7 @@
-"""A generator and a backend in plain Python that forget nothing: what was read is exact.
+"""A generator and a backend in plain Python, whose outputs depend on every slot read.
 
-K/V of a token is its id. Attention returns all ids that a row may attend to, so the next
-token, their digest, tells whether each of them was read from the right slot.
+K/V of a token is its id. Attention returns all ids that a row may attend to, so the next token,
+their digest, depends on whether each of them was read from the right slot.
 """
 
 from array import array
@@ -49,7 +49,7 @@ def digest(tokens):
 
 @attrs.define(slots=False, eq=False)
 class Exact(Generator):
-    """Draws the digest of all tokens that its last layer reads."""
+    """A generator that draws the digest of all tokens that its last layer reads."""
 
     name: ClassVar[str] = "exact"
 
@@ -57,21 +57,21 @@ class Exact(Generator):
 
     @property
     def spec(self):
-        """Two layers of one number."""
+        """A model of two layers, with one number for K/V."""
         return SPEC
 
     @property
     def vocabulary(self):
-        """A prime."""
+        """The size of the vocabulary, a prime."""
         return VOCABULARY
 
     @property
     def eos_token_ids(self):
-        """Two of the tokens."""
+        """The two tokens that end a text."""
         return frozenset(ENDS)
 
     def forward(self, batch, attend):
-        """Read all there is, in both layers."""
+        """Attend in both layers, and return the next token of each output row."""
         attend(0, batch.token_ids, batch.token_ids, batch.token_ids)
         negative = [-token for token in batch.token_ids]
         seen = attend(1, batch.token_ids, batch.token_ids, negative)
@@ -83,21 +83,21 @@ class Exact(Generator):
         return drawn
 
     def next(self, tokens):
-        """Return the digest, or with `ending` in so many of 100 cases an end."""
+        """Return an end in `ending` of 100 cases, and else the digest of `tokens`."""
         token = digest(tokens)
         return ENDS[len(tokens) % 2] if token % 100 < self.ending else token
 
 
 @attrs.define(slots=False, eq=False)
 class Slots(Backend):
-    """Keeps a key and a value a slot. What was not stored since it was allocated is None."""
+    """A backend that keeps a key and a value per slot; None in slots never stored."""
 
     name: ClassVar[str] = "slots"
 
     slots: list[Any] = attrs.field(init=False, factory=list)
 
     def allocate(self, layout):
-        """Make the slots."""
+        """Create empty slots."""
         if layout.dtype != "fp32":
             msg = f"slots: no {layout.dtype}; take fp32"
             raise InputError(msg)
@@ -108,11 +108,11 @@ class Slots(Backend):
         return [[None] * self.layout.block_size for _ in range(self.layout.blocks)]
 
     def tensor(self, data, dtype=None):
-        """Return it as it is."""
+        """Return `data` unchanged."""
         return data
 
     def plan(self, batch):
-        """Forget what lies in the slots that the step is to fill."""
+        """Empty the slots that the step will fill, and return the batch."""
         assert all(
             len(table) * self.layout.block_size - length - context
             in range(self.layout.block_size)
@@ -126,7 +126,7 @@ class Slots(Backend):
         return batch
 
     def _new(self, batch):
-        """Yield the slot of each row."""
+        """Yield the block and the place of each new token."""
         size = self.layout.block_size
         for table, context, length in zip(
             batch.block_tables, batch.contexts, batch.lengths, strict=True
@@ -135,14 +135,14 @@ class Slots(Backend):
                 yield table[position // size], position % size
 
     def store(self, layer, plan, keys, values):
-        """Fill the slots."""
+        """Store keys and values in the slots of the new tokens."""
         slots = list(self._new(plan))
         assert len(set(slots)) == len(slots) == plan.total_tokens
         for (block, place), key, value in zip(slots, keys, values, strict=True):
             self.slots[layer][block][place] = key, value
 
     def attend(self, layer, plan, queries, *, scale=None, window=None, sinks=0):
-        """Return keys, and of how many each row may attend to; all must have been stored."""
+        """Return the keys, and the number that each row attends to; all must be stored."""
         outputs = []
         for table, context, length in zip(
             plan.block_tables, plan.contexts, plan.lengths, strict=True
@@ -154,16 +154,16 @@ class Slots(Backend):
         return outputs
 
     def layer_blocks(self, layer):
-        """Return the slots, whose keys and values lie together."""
+        """Return the slots of a layer, twice: keys and values lie together."""
         return self.slots[layer], self.slots[layer]
 
     def read(self, layer, table, tokens):
-        """Return the keys and the values."""
+        """Return the keys and the values of the first `tokens` slots of a table."""
         slots = [pair for block in table for pair in self.slots[layer][block]][:tokens]
         return [key for key, _ in slots], [value for _, value in slots]
 
     def read_blocks(self, blocks, into):
-        """Write keys and values down, as integers of 4 bytes; what was not stored is 0."""
+        """Write keys and values into a buffer, as integers of 4 bytes; 0 for empty slots."""
         numbers = [
             0 if pair is None else pair[half] + (1, -1)[half]
             for block in blocks
@@ -174,7 +174,7 @@ class Slots(Backend):
         into.cast("B")[:] = array("i", numbers).tobytes()
 
     def write_blocks(self, blocks, data):
-        """Read them again."""
+        """Fill blocks from the integers that `read_blocks` has written."""
         numbers = iter(array("i", bytes(data)))
         for block in blocks:
             for layer in self.slots:
@@ -182,23 +182,23 @@ class Slots(Backend):
                 layer[block] = [(key - 1, value + 1) if key else None for key, value in pairs]
 
     def swap_out(self, blocks):
-        """Return their slots."""
+        """Return copies of the slots of `blocks`."""
         return [[list(layer[block]) for block in blocks] for layer in self.slots]
 
     def swap_in(self, host, blocks):
-        """Put them back."""
+        """Restore the slots that `swap_out` returned."""
         for layer, content in zip(self.slots, host, strict=True):
             for block, slots in zip(blocks, content, strict=True):
                 layer[block] = list(slots)
 
     def copy_blocks(self, pairs):
-        """Copy them."""
+        """Copy the slots of each source block to its target."""
         for layer in self.slots:
             for source, target in pairs:
                 layer[target] = list(layer[source])
 
     def fill(self, value, blocks=None):
-        """Forget everything."""
+        """Empty all slots, or those of `blocks`."""
         for layer in self.slots:
             for block in range(self.layout.blocks) if blocks is None else blocks:
                 layer[block] = [None] * self.layout.block_size
@@ -232,7 +232,7 @@ def compute(
     drafter=None,
     **batching,
 ):
-    """Serve `requests` on tensors, as `serving.serve` simulates it; return the same."""
+    """Serve `requests` on tensors with the options of `serving.serve`, and return the same."""
     out = BytesIO()
     writer = Trace(out)
     cache = KVCache(
@@ -270,5 +270,5 @@ def compute(
 
 
 def decided(trace):
-    """Return the lines of a trace between the header, which names the executor, and END."""
+    """Return the lines of a trace between HEADER, which names the executor, and END."""
     return trace.splitlines()[1:-1]

@@ -1,6 +1,7 @@
-"""An engine's end of the wire, written from the protocol: PUB live, ROUTER to send again.
+"""An engine that publishes KV events by ZeroMQ, written from the protocol.
 
-What it publishes can be lost on the way, and it can die and start again at its addresses.
+It publishes by PUB, and replays batches by ROUTER. Batches can be lost on the way, and the
+engine can die and start again at its addresses.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ END = b"\xff" * 8
 
 
 def number(sequence):
-    """Return a batch's number as it is sent."""
+    """Return the number of a batch in the bytes of the protocol."""
     return sequence.to_bytes(8, "big")
 
 
 def unbind(socket, address):
-    """Unbind, and wait until the address is free."""
+    """Unbind `socket`, and wait until the address is free."""
     monitor = socket.get_monitor_socket(zmq.EVENT_CLOSED)
     socket.unbind(address)
     assert monitor.poll(PATIENCE_MS), f"{address} is still bound"
@@ -28,7 +29,7 @@ def unbind(socket, address):
 
 
 class Engine:
-    """Publishes numbered payloads; `buffer` of them can be had again.
+    """An engine that publishes numbered payloads, and can replay the last `buffer` of them.
 
     `replay_frames` is 4, or 3 as in servers that leave the topic out.
     """
@@ -52,7 +53,7 @@ class Engine:
         self.start()
 
     def start(self):
-        """Bind, with nothing published."""
+        """Bind the sockets, and begin again with number 0 and nothing to replay."""
         self.kept, self.next = [], 0
         self.pub = self.context.socket(zmq.XPUB)
         self.pub.bind(self.address)
@@ -68,7 +69,7 @@ class Engine:
         self.thread.start()
 
     def die(self):
-        """Unbind, and forget."""
+        """Stop the thread, and unbind the sockets."""
         self.stopper.send(b"")
         self.thread.join()
         self.stopper.close(linger=0)
@@ -78,17 +79,17 @@ class Engine:
             socket.close(linger=0)
 
     def restart(self):
-        """Die, and start again."""
+        """Die, and start again at the same addresses."""
         self.die()
         self.start()
 
     def wait(self):
-        """Wait until someone subscribes."""
+        """Wait for a subscriber."""
         assert self.pub.poll(PATIENCE_MS), "nobody subscribed"
         assert self.pub.recv().startswith(b"\x01")
 
     def publish(self, payload, *, heard=True):
-        """Keep a batch, and send it if it is to be heard."""
+        """Keep a batch for replays, and send it unless it is to be lost."""
         frame = number(self.next)
         self.next += 1
         self.kept = [*self.kept, (self.topic, frame, payload)][-self.buffer :]
@@ -96,7 +97,7 @@ class Engine:
             self.pub.send_multipart([self.topic, frame, payload])
 
     def answer(self, router, stopper):
-        """Answer replays until stopped: what the thread does."""
+        """Answer requests for replays until stopped; runs in a thread."""
         poller = zmq.Poller()
         poller.register(router, zmq.POLLIN)
         poller.register(stopper, zmq.POLLIN)
@@ -111,11 +112,11 @@ class Engine:
         stopper.close(linger=0)
 
     def __enter__(self):
-        """Return itself."""
+        """Return the engine."""
         return self
 
     def __exit__(self, *_):
-        """Unbind for good."""
+        """Stop the engine for good."""
         self.die()
         if self.own:
             self.context.term()

@@ -1,4 +1,4 @@
-"""Packages of real engines, without their dependencies; as a program: installs those named."""
+"""Stand-ins for dependencies of engines; as a program, it installs engines without them."""
 
 import os
 import subprocess
@@ -18,14 +18,14 @@ def required(package):
 
 
 def stand_in(*modules, package=None):
-    """Let imports of `modules`, and of what lies in them, find empty modules.
+    """Make imports of `modules`, and of modules inside them, return empty modules.
 
-    Every name of such a module is an empty class. For what is not called, and for what needs
-    a GPU or a server.
+    Every name of such a module is an empty class. Use it for modules that are not called, or
+    that need a GPU or a server.
 
     Args:
         modules: names of the modules.
-        package: an engine's package whose files find empty modules for all that lacks.
+        package: an engine's package whose files import empty modules for all missing ones.
     """
     sys.meta_path.insert(0, _Unused(modules))
     if package is not None:
@@ -47,7 +47,7 @@ class _Anything(type):
 
 
 def _empty(name):
-    """Return an empty class, whose instances decorate what they are called with."""
+    """Return an empty class, whose instances return their first argument when called."""
     return _Anything(
         name,
         (),
@@ -59,21 +59,21 @@ def _empty(name):
 
 
 class _Unused(MetaPathFinder, Loader):
-    """Finds empty modules for those not called."""
+    """A finder that returns empty modules for unused ones."""
 
     def __init__(self, modules):
         self.modules = modules
 
     def find_spec(self, name, path=None, target=None):
-        """Return the empty module, if `name` is one of them or lies in one."""
+        """Return an empty module if `name` is an unused module or lies in one."""
         known = any(name == each or name.startswith(f"{each}.") for each in self.modules)
         return ModuleSpec(name, self, is_package=True) if known else None
 
     def create_module(self, spec):
-        """Leave it to Python."""
+        """Return None, so that Python creates the module."""
 
     def exec_module(self, module):
-        """Give the module a class for every name that is asked for."""
+        """Give the module an empty class for every name that is read."""
 
         def __getattr__(name):  # noqa: N807 - the hook of a module
             if name.startswith("__"):
@@ -84,10 +84,10 @@ class _Unused(MetaPathFinder, Loader):
 
 
 class _Missing(_Unused):
-    """The same for all that is not installed, where a file of an engine imports it."""
+    """A finder that returns empty modules for what an engine imports and is not installed."""
 
     def find_spec(self, name, path=None, target=None):
-        """Return the empty module, if a file of the engine asks for it."""
+        """Return an empty module if a file of the engine imports `name`."""
         frame = sys._getframe(1)
         while frame is not None and "importlib" in frame.f_code.co_filename:
             frame = frame.f_back
@@ -99,7 +99,7 @@ class _Missing(_Unused):
 
 
 def install(requirement):
-    """Install a package without its dependencies; raise if there is one and that fails."""
+    """Install a package without dependencies; raise if that fails and the index has it."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", requirement]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
     said = done.stderr.strip() if done.returncode else "installed"

@@ -1,4 +1,4 @@
-"""What a trace caches and evicts, from nothing but the ids of blocks in its lines."""
+"""Cached and evicted contents of a trace, derived from the block ids in its lines alone."""
 
 from collections import Counter
 
@@ -7,7 +7,7 @@ from helpers import traces
 
 
 def blocks_of(runs):
-    """Yield the blocks of runs `[first, count]`; below zero, they are counted down."""
+    """Yield the blocks of runs `[first, count]`; a negative count runs downwards."""
     for first, count in runs:
         way = 1 if count > 0 else -1
         yield from range(first, first + count, way)
@@ -15,7 +15,7 @@ def blocks_of(runs):
 
 @attrs.frozen
 class Eviction:
-    """An EVICT line of scope `cache`: its number, the content that it took, the line itself."""
+    """An EVICT line of scope `cache`: its number, the evicted contents, and the line itself."""
 
     row: int
     contents: list
@@ -23,24 +23,24 @@ class Eviction:
 
 
 class Told:
-    """What the lines of a trace say of contents: pairs of a key, and which of its blocks.
+    """The contents of blocks in a trace, each a pair of a key and the block's place in the key.
 
     Attributes:
-        lines: of the trace.
-        evictions: in their order.
-        admissions: number of the first HIT or MISS of each request, in their order.
-        lookup, hit: how many blocks each request looked up and hit then.
+        lines: lines of the trace.
+        evictions: evictions in their order.
+        admissions: number of the first HIT or MISS line of each request, in their order.
+        lookup, hit: number of blocks that each request looked up and hit at its admission.
     """
 
     def __init__(self, path):
-        """Read a trace."""
+        """Read the trace at `path`."""
         self.lines = traces.lines(path)
         header = self.lines[0]
         self.size = header["block_size"]
         self.ratio = header["key_tokens"] // self.size
         self.whole = header["count"] == "keys"
         self.keys, self.lookup, self.hit, self.admissions = {}, {}, {}, {}
-        self._users = {}  # by how many requests are still to come
+        self._users = {}  # by the number of requests that are still to come
         self.evictions = []
         for _ in self.cached(self.evictions.append):
             pass
@@ -50,14 +50,14 @@ class Told:
         return [(key, part) for key in self.keys[request] for part in range(self.ratio)]
 
     def cached(self, evicted=id):
-        """Yield the contents that are cached after each line; `evicted` gets evictions."""
+        """Yield the cached contents after each line; `evicted` is called for each eviction."""
         owner, table, content = {}, {}, {}
         for number, line in enumerate(self.lines):
             kind = line["event"]
             if kind == "REQUEST":
                 self.keys[line["id"]] = line["keys"]
                 blocks = len(line["keys"]) * self.ratio
-                # The last token is always computed, but where whole keys are counted.
+                # The last token is always computed, except in the accounting of keys.
                 last = blocks if self.whole else (line["prompt"] - 1) // self.size
                 self.lookup[line["id"]] = min(last, blocks)
             elif kind in ("HIT", "MISS"):
@@ -78,7 +78,7 @@ class Told:
             yield content.values()
 
     def users(self, row):
-        """Return of each content the first request after a row that looks it up, and where."""
+        """Return, by content, the next request after a row that looks it up, and where."""
         later = [request for request, admitted in self.admissions.items() if admitted > row]
         if len(later) not in self._users:
             users = self._users[len(later)] = {}
@@ -90,7 +90,10 @@ class Told:
 
 
 def differing(left, right):
-    """Return rows of `left`: how many blocks of each `right` did not evict for its request."""
+    """Return by row of `left` the number of blocks that `right` did not evict there.
+
+    An eviction of `right` counts if it is of the same content, for the same request.
+    """
     theirs = Counter(
         (each.line["for"], content) for each in right.evictions for content in each.contents
     )

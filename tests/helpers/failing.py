@@ -1,4 +1,4 @@
-"""Policies that fail, in a module of their own: other processes have to import them."""
+"""Policies that fail, in a module of their own, so that other processes can import them."""
 
 import os
 from typing import ClassVar
@@ -10,12 +10,12 @@ from kvcore_plugins.eviction import LRU
 
 @attrs.define(slots=False, eq=False)
 class Failing(LRU):
-    """A policy that fails."""
+    """A policy whose `victim` raises."""
 
     name: ClassVar[str] = "failing"
 
     def victim(self, now):
-        """Fail."""
+        """Raise ValueError."""
         msg = "no idea"
         raise ValueError(msg)
 
@@ -27,5 +27,5 @@ class Deadly(LRU):
     name: ClassVar[str] = "deadly"
 
     def victim(self, now):
-        """End it."""
+        """Exit the process with code 7."""
         os._exit(7)

@@ -1,4 +1,4 @@
-"""Eviction policies for the tests of prefix caches: each checks or disturbs them in one way."""
+"""Eviction policies for tests of prefix caches: one expires spans, one records callbacks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LIFETIME_NS = 10
 
 
 class ExpiringPolicy(Oldest):
-    """Lets spans expire `LIFETIME_NS` after they were stored or hit."""
+    """A policy whose spans expire `LIFETIME_NS` after they were stored or hit."""
 
     name: ClassVar[str] = "expiring"
     expires_spans: ClassVar[bool] = True
@@ -37,7 +37,7 @@ class BookkeepingPolicy(Oldest):
     name: ClassVar[str] = "bookkeeping"
 
     def attach(self, blocks: int, block_size: int) -> None:
-        """Create empty books."""
+        """Create empty records."""
         super().attach(blocks, block_size)
         self.sizes: Counter[Span] = Counter()
         self.pinned: set[Span] = set()

@@ -1,7 +1,7 @@
-"""Attention over a text that forgets tokens: plain tensors, one list of tokens a head.
+"""A reference of attention over a text that drops tokens, with a list of tokens per head.
 
-Nothing here knows of blocks. Masses and weights come from whole matrices, and what stays is
-found by sorting.
+It has plain tensors and no blocks. Attention masses and weights are computed from whole
+matrices, and the tokens to keep are found by sorting.
 """
 
 import attrs
@@ -18,8 +18,8 @@ class Head:
     Attributes:
         at: positions in the text.
         keys, values: K and V as computed.
-        mass: attention that each token has got.
-        seen_at: where attention sees the tokens; `at` unless positions are rebased.
+        mass: sum of the attention weights of each token.
+        seen_at: positions where attention sees the tokens; `at` unless they are rebased.
     """
 
     at: torch.Tensor
@@ -37,16 +37,16 @@ class Head:
         self.mass = torch.cat((self.mass, torch.zeros(len(at), dtype=torch.float64)))
 
     def only(self, keep):
-        """Forget all tokens but those of some rows."""
+        """Keep only the tokens in the rows `keep`."""
         for name in ("at", "keys", "values", "mass", "seen_at"):
             setattr(self, name, getattr(self, name)[keep])
 
 
 class Forgetful:
-    """A text computed alone, with nothing shared, which forgets when it is told to."""
+    """A text that is computed alone, with nothing shared, and can drop tokens."""
 
     def __init__(self, generator, text, hit=0):
-        """Begin with `hit` tokens, computed at once; what they attend to does not count."""
+        """Begin with `hit` computed tokens; what they attend to is not counted as mass."""
         spec = generator.spec
         self.generator, self.windows = generator, spec.windows
         self.text = Text(list(text.tokens), text.prompt, text.seed)
@@ -69,7 +69,7 @@ class Forgetful:
         return [head for layer in self.heads for head in layer]
 
     def fork(self, seed):
-        """Return a copy that goes on by itself."""
+        """Return a copy that continues by itself."""
         child = Forgetful(self.generator, self.text)
         child.text.seed, child.text.computed = seed, self.text.computed
         child.heads = [[attrs.evolve(head) for head in layer] for layer in self.heads]
@@ -77,7 +77,7 @@ class Forgetful:
         return child
 
     def step(self, count):
-        """Compute `count` more tokens; return logits if it draws, else nothing."""
+        """Compute `count` more tokens, and return the generator's logits."""
         at = torch.arange(self.text.computed, self.text.computed + count)
 
         def attend(layer, queries, keys, values, **_how):
@@ -98,7 +98,7 @@ class Forgetful:
         return self.generator.seen
 
     def weights(self, layer, head, queries, at):
-        """Return what queries at `at`, `[n, heads, width]`, attend to, `[heads, n, tokens]`."""
+        """Return the weights, `[heads, n, tokens]`, of queries, `[n, heads, width]`."""
         keys = self.turned(layer, head)
         scores = torch.einsum("nhd,td->hnt", queries, keys) / queries.shape[2] ** 0.5
         hidden = head.seen_at > at[:, None]
@@ -107,7 +107,7 @@ class Forgetful:
         return scores.masked_fill(hidden, -torch.inf).softmax(2).nan_to_num(0)
 
     def turned(self, layer, head):
-        """Return the keys of a head, rotated to where attention sees them."""
+        """Return the keys of a head, rotated to the positions where attention sees them."""
         shift = head.seen_at - head.at
         if not shift.any():
             return head.keys
@@ -118,12 +118,12 @@ class Forgetful:
         return torch.cat((both.real, both.imag), 1)
 
     def forget(self, positions):
-        """Forget the tokens at these positions in all heads."""
+        """Drop the tokens at `positions` in all heads."""
         for head in self.all_heads:
             head.only([row for row, at in enumerate(head.at.tolist()) if at not in positions])
 
     def compact(self, policy, seq, count):
-        """Keep `count` tokens in each head, by the scores of `policy`."""
+        """Keep the `count` best tokens in each head, by the scores of `policy`."""
         now = self.text.computed
         for layer, heads in enumerate(self.heads):
             (scores,) = policy.score(self.held(layer, policy.reads, seq))
@@ -145,7 +145,7 @@ class Forgetful:
                     head.seen_at = torch.arange(now - count, now)
 
     def held(self, layer, reads, seq):
-        """Return what a policy reads of a layer, its tokens in the order of the text."""
+        """Return the tokens of a layer as a policy reads them, in the order of the text."""
         heads = self.heads[layer]
         at = torch.tensor(self.asked[-reads.queries :])
         queries = self.queries[layer][len(self.queries[layer]) - len(at) :]

@@ -1,4 +1,4 @@
-"""Streams through SGLang's caches and through a KVCache: what hits, and what leaves."""
+"""Hits and evictions of streams in SGLang's caches and in a KVCache."""
 
 import attrs
 from helpers.cache_streams import Ours, hits_of
@@ -8,7 +8,7 @@ from kvcore.trace.fields import EvictionDigest
 
 
 def _digest(hits, keys):
-    """Return what is compared: all hits, how many blocks left, and a digest of these."""
+    """Return the compared values: all hits, the number of victims, and a digest of these."""
     evictions = EvictionDigest()
     for key in keys:
         evictions.add(key if isinstance(key, int) else repr(key).encode())
@@ -17,7 +17,7 @@ def _digest(hits, keys):
 
 @attrs.define
 class _Evicted:
-    """Takes the place of the statistics of a tree, and keeps the keys of what leaves."""
+    """A replacement for the statistics of a tree that keeps the keys of evicted blocks."""
 
     keys: list = attrs.field(factory=list)
 
@@ -28,23 +28,23 @@ class _Evicted:
         """Do nothing."""
 
     def on_evict(self, span, blocks, now, reason):
-        """Keep the keys."""
+        """Append the keys of evicted blocks, the deepest first."""
         self.keys += reversed(span.keys())
 
 
 def in_kvcore(stream, eviction):
-    """Return what `stream` hits and evicts in the model of SGLang's cache."""
+    """Return hits and evictions of `stream` in the model of SGLang's cache."""
     ours = Ours.like("sglang", stream.blocks, eviction=eviction)
     evicted = ours.cache.tree.residency = _Evicted()
     return _digest(hits_of(stream, ours), evicted.keys)
 
 
 def in_sglang(stream, core, eviction="lru", config=None):
-    """Return what it hits and evicts in SGLang's own cache, under a policy of SGLang's name."""
+    """Return hits and evictions in SGLang's own cache, under a policy of SGLang."""
     theirs = Theirs(stream.blocks, core, eviction, config)
     return _digest(hits_of(stream, theirs), theirs.evicted)
 
 
 def hosted(stream, core, eviction, **config):
-    """Return the same under a policy of kvcore."""
+    """Return hits and evictions in SGLang's own cache, under a policy of kvcore."""
     return in_sglang(stream, core, "kvcore", {"eviction": eviction, **config})

@@ -66,7 +66,7 @@ CACHE = cache_argument(LlamaForCausalLM)
 def tiny(family, seed=0, dtype=torch.float64):
     """Return a model of `family` with weights large enough to make varied texts."""
     torch.manual_seed(seed)
-    # A model that a generator converts keeps its config: give each one its own.
+    # A model that a generator converts keeps its config, so each gets a copy.
     config = deepcopy(FAMILIES[family])
     model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def tiny(family, seed=0, dtype=torch.float64):
 
 
 def prompt(length, seed=0):
-    """Return a prompt of so many random tokens, none of them padding, `[1, length]`."""
+    """Return a prompt of `length` random tokens without padding, `[1, length]`."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (1, length), generator=generator)
 
@@ -91,14 +91,14 @@ def padded(*lengths):
 
 
 class Poisoned(TorchCPU):
-    """A pool that is NaN until something is stored: what is read by mistake shows."""
+    """A pool that is NaN until tokens are stored, so that wrong reads show."""
 
     def allocate(self, layout):
-        """Allocate and poison."""
+        """Allocate the pool and fill it with NaN."""
         super().allocate(layout)
         self.fill(float("nan"))
 
 
 def paged_cache(blocks=64, block_size=4):
-    """Return a paged cache in poisoned blocks."""
+    """Return a paged cache whose blocks are NaN at first."""
     return PagedCache(KVCache(blocks, block_size, ids=True), Poisoned())

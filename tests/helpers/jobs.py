@@ -1,7 +1,7 @@
-"""Short ways to say what a scheduler goes through.
+"""Short functions to drive a scheduler in tests.
 
-Time is counted in steps of the toy server. A prompt takes one step unless said otherwise, at
-whose end the first token is there; each other token takes one more.
+Time is counted in steps of the toy server. A prompt takes one step, unless it is longer than
+`PROMPT`, and has its first token at the end; each other token takes one more step.
 """
 
 from kvcore import Job, Request
@@ -33,7 +33,10 @@ def job(request, serial=1):
 
 
 def serve(scheduler, requests, *, what="admitted", max_seqs=1):
-    """Serve `requests` one at a time; return their names, in order of what happened."""
+    """Serve `requests`, and return their names in the order of calls of `what`.
+
+    `max_seqs` of them run at a time.
+    """
     calls = watched(scheduler)
     ToyServer(scheduler, max_seqs, 10**5).run(requests)
     return "".join(name for method, _, name in calls if method == what)

@@ -1,4 +1,4 @@
-"""KV events for tests: batches as engines send them, and strategies for any of them."""
+"""KV events for tests: batches as engines send them, and hypothesis strategies."""
 
 import msgspec
 import orjson
@@ -94,18 +94,18 @@ PAYLOADS = {
 
 
 def stored(*hashes, parent=None, size=1, **fields):
-    """Return a run of blocks; the tokens of each are its hash, so often."""
+    """Return a stored run of blocks; each has its hash as all of its `size` tokens."""
     tokens = tuple(value for value in hashes for _ in range(size))
     return BlockStored(hashes=hashes, parent=parent, tokens=tokens, block_size=size, **fields)
 
 
 def removed(*hashes, **fields):
-    """Return a removal."""
+    """Return a removal of blocks."""
     return BlockRemoved(hashes=hashes, **fields)
 
 
 def batch(*events, ts=0.0, **fields):
-    """Return a batch of vLLM's."""
+    """Return a batch in vLLM's format."""
     return EventBatch(ts, events, **fields)
 
 
@@ -118,7 +118,7 @@ def record(path, *batches, **about):
 
 
 def wire_payload(batch):
-    """Return a batch as bytes; of formats that kvcore does not write, as their engines do."""
+    """Return a batch as bytes, in formats that kvcore cannot write too."""
     match batch.format:
         case "trtllm":
             return orjson.dumps(_polled(batch))
@@ -234,7 +234,7 @@ def engine_events(more=extras):
 
 @st.composite
 def wire_arrays(draw):
-    """Draw an event as older engines pack it, cut anywhere behind what it must have."""
+    """Draw an event as older engines pack it, cut anywhere after the required fields."""
     group, kind, window = draw(maybe | counts), draw(maybe | texts), draw(maybe | counts)
     tail = [draw(maybe | st.lists(texts, max_size=1)), group, kind, window]
     if draw(st.booleans()) and group is not None:

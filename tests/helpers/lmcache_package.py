@@ -1,4 +1,4 @@
-"""LMCache's own back ends on CPU memory, and the same accesses in a cache of kvcore."""
+"""LMCache's own back ends on CPU memory, and a KVCache that replays the same accesses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers.engines import required, stand_in
 required("lmcache")
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
-# What LMCache imports on the way to its back ends, and these do not call.
+# LMCache imports these packages with its back ends, which do not call them.
 stand_in("aiofile", "cpuinfo", "cryptography", "nixl", "psutil")
 
 from lmcache.utils import CacheEngineKey  # noqa: E402
@@ -37,7 +37,7 @@ from kvcore_lmcache import register  # noqa: E402
 from kvcore_plugins.eviction import ARC  # noqa: E402
 
 CHUNK = 4096
-"""Bytes of a chunk, which is as little as LMCache's allocator gives."""
+"""Bytes of a chunk: the least that LMCache's allocator gives."""
 
 SHAPE = torch.Size([2, 1, CHUNK // 16, 8])
 """Keys and values of one layer, in LMCache's order."""
@@ -49,7 +49,7 @@ def key_of(chunk):
 
 
 def digest(chunks):
-    """Return the digest of chunks that were evicted."""
+    """Return the digest of evicted chunks."""
     return sha256(b"".join(chunk.to_bytes(16) for chunk in chunks)).hexdigest()
 
 
@@ -57,9 +57,9 @@ class CPU:
     """LMCache's CPU back end of `chunks` chunks.
 
     Attributes:
-        evicted: the chunks that have left, in order.
-        hits: how many chunks were hit.
-        open: the chunks of requests that are open, which they have pinned.
+        evicted: the evicted chunks, in order.
+        hits: number of chunks that were hit.
+        open: the chunks that each open request has pinned.
     """
 
     def __init__(self, policy, chunks):
@@ -75,15 +75,15 @@ class CPU:
         self.open = []
 
     def add_kv_op(self, op_type, key):
-        """Note what leaves."""
+        """Record an evicted chunk."""
         if op_type is OpType.EVICT:
             self.evicted.append(key)
 
     def close(self):
-        """Do nothing: the back end closes who counts for it."""
+        """Do nothing; the back end closes its message sender."""
 
     def serve(self, chunks, *, together=1, batch=False):
-        """Look a prompt up, and store what has not been hit; `together` prompts are open.
+        """Look up a prompt and store its missing chunks, with up to `together` open prompts.
 
         In a `batch`, room is made for all of it first, as LMCache's engine does.
         """
@@ -107,7 +107,7 @@ class CPU:
                 self.store(key)
 
     def store(self, *keys):
-        """Store chunks, as far as there is room."""
+        """Store as many chunks as there is room for."""
         self.now += 1
         data = [self.backend.allocate(SHAPE, torch.uint8, busy_loop=False) for _ in keys]
         data = [each for each in data if each is not None]
@@ -117,7 +117,7 @@ class CPU:
 
 
 class Replay:
-    """The same accesses, each a request of one chunk, in a `KVCache`."""
+    """A `KVCache` that serves the same accesses, each as a request of one chunk."""
 
     def __init__(self, policy, chunks):
         self.evicted, self.hits, self.now, self.turn = [], 0, 0, 0
@@ -134,7 +134,7 @@ class Replay:
         self.cache = KVCache(chunks, 1, eviction=policy, prefix=prefix, accounting="keys")
 
     def serve(self, chunks):
-        """Hit the cached start of a prompt from its end on, and store the rest."""
+        """Hit the cached start of a prompt, the last chunk first, and store the rest."""
         cached = [self.cached(each) for each in chunks]
         hits = next((n for n, each in enumerate(cached) if not each), len(chunks))
         self.now += 1
@@ -165,16 +165,16 @@ class Replay:
 
 
 class LateARC(ARC):
-    """Hears of a miss when the room for it has been made, as a policy in LMCache does."""
+    """ARC that handles a miss after the room for it is made, as a policy in LMCache does."""
 
     missed = None
 
     def on_miss(self, request, hit_blocks, now):
-        """Remember the miss."""
+        """Keep the miss for `on_insert`."""
         self.missed = request, hit_blocks, now
 
     def on_insert(self, span, now):
-        """Hear of it."""
+        """Handle the miss, and then the new span."""
         super().on_miss(*self.missed)
         super().on_insert(span, now)
 
@@ -184,7 +184,7 @@ class _Served:
 
     Attributes:
         entries: the mapping that its policy has made.
-        evicted: the chunks that have left, in order.
+        evicted: the evicted chunks, in order.
     """
 
     def __init__(self):
@@ -205,14 +205,14 @@ class _Served:
         self.loop.close()
 
     def use(self, chunk):
-        """Read a chunk, or store it."""
+        """Read a chunk if it is stored; store it otherwise."""
         if self.backend.contains(key_of(chunk)):
             self.backend.get_blocking(key_of(chunk)).ref_count_down()
         else:
             self.put(chunk)
 
     def data(self, chunks):
-        """Return memory of the data of chunks."""
+        """Return memory objects for the data of chunks."""
         return [self.memory.allocate(SHAPE, torch.uint8) for _ in chunks]
 
 
@@ -231,7 +231,7 @@ class Disk(_Served):
         self.policy, self.entries = self.backend.cache_policy, self.backend.dict
 
     def __exit__(self, *error):
-        """Stop what it does."""
+        """Close the back end, and stop the loop."""
         self.backend.close()
         super().__exit__(*error)
 
@@ -273,7 +273,7 @@ class Nixl(_Served):
         self.policy, self.entries = self.backend.cache_policy, self.backend.key_dict
 
     def put(self, *chunks):
-        """Store chunks, and wait until they are."""
+        """Store chunks, and wait until they are stored."""
         keys, data = [*map(key_of, chunks)], self.data(chunks)
         self.backend.batched_submit_put_task(keys, data)
         for each in data:

@@ -1,4 +1,4 @@
-"""Servers and proxies as processes, and servers in this one, for tests."""
+"""Servers and proxies for tests, as processes or in a thread of this one."""
 
 import asyncio
 import os
@@ -21,19 +21,19 @@ READY_SECONDS = 60
 
 
 def free_port():
-    """Return a port that nobody listens at."""
+    """Return a free port of the loopback address."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
 
 
 class ServerProcess:
-    """A `kvcore serve` of its own process, which answers when it is made."""
+    """`kvcore serve` in a process of its own, which may not be ready yet."""
 
     def __init__(self, *options, port=None):
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        # The kernels of torch would run on all CPUs in each of several servers.
+        # Without this the kernels of torch run on all CPUs in each of several servers.
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "kvcore", "serve", "--port", str(self.port)]
         self.process = subprocess.Popen(
@@ -50,19 +50,19 @@ class ServerProcess:
         return self
 
     def kill(self):
-        """End it at once."""
+        """Kill the process."""
         self.process.kill()
         self.process.communicate()
 
     def stop(self):
-        """End it as an operator does; return its exit code and what it printed."""
+        """Send SIGTERM to the process; return its exit code and its output."""
         self.process.send_signal(signal.SIGTERM)
         printed, _ = self.process.communicate(timeout=READY_SECONDS)
         return self.process.returncode, printed
 
 
 def wait_for(url, process):
-    """Wait until `url` answers with success."""
+    """Wait until `url` responds with status 200."""
     until = time.monotonic() + READY_SECONDS
     while time.monotonic() < until:
         if process.poll() is not None:
@@ -78,7 +78,7 @@ def wait_for(url, process):
 
 
 def parts(block_size=16, **options):
-    """Return the parts of a small model."""
+    """Return the engine parts of a small model."""
     config = RunConfig.of(
         "run",
         workload=PromptWorkload((), block_size),

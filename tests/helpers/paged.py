@@ -1,4 +1,4 @@
-"""A generator driven over a KVCache and a backend by hand: no loop, no clock."""
+"""A generator that is driven step by step over a KVCache and a backend, without a clock."""
 
 from functools import cache
 from itertools import count
@@ -17,18 +17,18 @@ NAN = float("nan")
 
 
 class Watched(Transformer):
-    """Keeps the logits of the last step."""
+    """A transformer that keeps the logits of the last step."""
 
     seen = None
 
     def logits(self, step, attend):
-        """Keep and return them."""
+        """Return the logits, and keep them in `seen`."""
         self.seen = super().logits(step, attend)
         return self.seen
 
 
 class Paged:
-    """Texts in a cache, by sequence; every block is poisoned before somebody gets it."""
+    """Texts in a cache, by sequence, with every block filled with NaN at allocation."""
 
     def __init__(self, generator, blocks, block_size, retention=None):
         spec = generator.spec
@@ -70,7 +70,7 @@ class Paged:
         return self._admitted(self.cache.open(request, first), Text(list(prompt), seed=seed))
 
     def recompute(self, seq):
-        """Close a sequence, and open it again with what it has generated."""
+        """Close a sequence, and open it again with the tokens that it has generated."""
         text = self.texts[seq]
         self.close(seq)
         text.computed = 0
@@ -89,7 +89,7 @@ class Paged:
         del self.texts[seq]
 
     def step(self, counts):
-        """Compute so many more tokens of each sequence; return what is drawn of each.
+        """Compute the given numbers of tokens; return the drawn token of each sequence.
 
         A sequence for which there is no room is left out.
         """
@@ -125,16 +125,16 @@ class Paged:
         return dict(zip(counts, drawn, strict=True))
 
     def run(self, *seqs, output):
-        """Step until each has so many tokens of output."""
+        """Step until each sequence has `output` tokens of output."""
         while left := [s for s in seqs if self.output(s) < output]:
             assert self.step({seq: self.texts[seq].left for seq in left})
 
     def output(self, seq):
-        """Return how many tokens a sequence has generated."""
+        """Return the number of tokens that a sequence has generated."""
         return len(self.texts[seq].tokens) - self.texts[seq].prompt
 
     def kept(self, seq):
-        """Return K and V of a sequence in each layer, as they lie in its blocks."""
+        """Return K and V of a sequence in each layer, in the order of its blocks."""
         table, tokens = self.cache.block_table(seq), seq.held
         return [
             self.backend.read(layer, table, tokens)
@@ -148,7 +148,7 @@ class Paged:
         return seq
 
     def _room(self, seq, tokens):
-        """Say whether there is a place for so many more tokens, made now if need be."""
+        """Return True if there is room for `tokens` more tokens, extending if needed."""
         missing = seq.computed + tokens - seq.tokens
         if missing <= 0:
             return True
@@ -174,7 +174,7 @@ class Paged:
 
 @cache
 def uncached(generator, tokens, prompt, seed=0):
-    """Return the logits after a tuple of tokens, computed at once, and what is drawn."""
+    """Return the logits after all tokens, computed at once, and the drawn token."""
     step = next_batch([Text(list(tokens), prompt, seed)], [len(tokens)])
     (drawn,) = generator.forward(step, DenseCache().attend([0], [len(tokens)]))
     return generator.seen[0], drawn
@@ -182,6 +182,6 @@ def uncached(generator, tokens, prompt, seed=0):
 
 @cache
 def loaded_model(spec):
-    """Return a transformer of options `spec` as text, watched and loaded in fp64."""
+    """Return a `Watched` transformer with the options `spec`, loaded in fp64."""
     (parsed,) = parse(f"transformer:{spec}")
     return loaded(instantiate(Watched, parsed.options))

@@ -1,4 +1,4 @@
-"""What a page holds, without a browser."""
+"""The data in the bytes of a page, read without a browser."""
 
 import gzip
 import json

@@ -1,7 +1,7 @@
-"""Every configuration of an eviction policy under test: a new policy is one line here.
+"""All configurations of eviction policies under test: add a new policy in one line.
 
-The text is what a user would write. The value makes the same policy at block level; None
-says that it has no score, so that there is nothing to compare it with block by block.
+A key is the text that a user would write. A value makes the same policy at block level; None
+means that the policy has no score, and cannot be compared block by block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`kvcore serve` and `kvcore route` as processes, and a day on which a server is killed."""
+"""`kvcore serve` and `kvcore route` as processes, and a test in which servers are killed."""
 
 import asyncio
 import re
@@ -24,11 +24,11 @@ concurrency = 64
 """
 
 MOST_MEMORY = 250 << 20
-"""Bytes that the proxy may have; 60 MB are Python, aiohttp and kvcore."""
+"""Most bytes of the proxy's memory; 60 MB are Python, aiohttp and kvcore."""
 
 
 class Program:
-    """A process that listens; `told` is what it has said on stderr."""
+    """A process that listens on a port; `told` is its output on stderr."""
 
     def __init__(self, *arguments):
         self._command = (sys.executable, "-m", "kvcore", *map(str, arguments))
@@ -36,7 +36,7 @@ class Program:
         self.told = b""
 
     async def start(self):
-        """Start it, and wait until it listens; the second time at the same port."""
+        """Start the process and wait until it listens; after the first time at its old port."""
         again = ("--port", self.url.rpartition(":")[2]) if self.url else ()
         self.process = await asyncio.create_subprocess_exec(
             *self._command, *again, stderr=asyncio.subprocess.PIPE
@@ -53,14 +53,14 @@ class Program:
         return self
 
     async def kill(self):
-        """End it at once."""
+        """Kill the process."""
         if self.process.returncode is None:
             self.process.kill()
         await self.process.wait()
         await self._listening
 
     async def stop(self):
-        """Ask it to end; return its exit code."""
+        """Terminate the process, and return its exit code."""
         if self.process.returncode is None:
             self.process.terminate()
         code = await self.process.wait()
@@ -68,7 +68,7 @@ class Program:
         return code
 
     def memory(self):
-        """Return the bytes that it has in memory."""
+        """Return the resident memory of the process in bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * 4096
 
     async def _listen(self):
@@ -77,11 +77,11 @@ class Program:
 
 
 async def bad_day(folder, servers, requests, kills):
-    """Send requests through so many servers while some are killed and restarted.
+    """Send requests through a proxy while servers are killed and restarted.
 
-    And while other clients misbehave. Each request is answered once, or refused before its
-    first token; the proxy's memory is bounded; each server ends with 0, which it does only if
-    its cache is whole and no sequence is left in it. Prints what happened.
+    Other clients misbehave meanwhile. Each request is answered once, or refused before its
+    first token; the proxy's memory is bounded; each server exits with 0, which it does only if
+    its cache is whole and no sequence is left in it. Prints the counts.
     """
     random, sent = Random(1), 0
     moments = sorted(random.sample(range(requests // 10, requests * 9 // 10), kills))
@@ -133,7 +133,7 @@ async def bad_day(folder, servers, requests, kills):
 
 
 async def settled(url):
-    """Wait until the proxy has nothing in flight."""
+    """Wait until the proxy has no request in flight."""
     async with asyncio.timeout(30), aiohttp.ClientSession(url) as client:
         while True:
             async with client.get("/metrics") as answer:

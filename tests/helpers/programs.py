@@ -1,4 +1,4 @@
-"""Programs that tests start; as a program: installs Debian's packages of those that lack."""
+"""Programs that tests start; as a program, it installs missing ones from Debian's packages."""
 
 import os
 import shutil
@@ -11,21 +11,21 @@ PROGRAMS = {
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
     "redis-server": ("redis-server", "valkey-server"),
 }
-"""The names that each may have, by Debian's package."""
+"""The possible names of each program, by Debian's package."""
 
 
 def find(package):
-    """Return the path of a program; None if there is none."""
+    """Return the path of a program; None if it is not installed."""
     return next(filter(None, map(shutil.which, PROGRAMS[package])), None)
 
 
 def required(package):
-    """Return the path of a program; skip the test if there is none."""
+    """Return the path of a program; skip the test if it is not installed."""
     return find(package) or pytest.skip(f"none of {', '.join(PROGRAMS[package])} is installed")
 
 
 def install(package):
-    """Install a package if that is needed and possible; say what was done."""
+    """Install a package if that is needed and possible; return a text on the outcome."""
     if found := find(package):
         return f"there is {found}"
     if not shutil.which("apt-get") or os.geteuid():

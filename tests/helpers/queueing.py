@@ -1,6 +1,7 @@
-"""Poisson arrivals at servers of one seat, and means within their confidence intervals.
+"""Poisson arrivals at servers of one slot, and a check of means against theory.
 
-A job's output is its service time, a token a microsecond, and its prompt a single token.
+A job's output is its service time, with a token per microsecond, and its prompt is a single
+token.
 """
 
 from math import ceil, exp, sqrt
@@ -13,7 +14,7 @@ from helpers.serving import ask
 REQUESTS = 20_000
 LOAD = 0.7
 TOKENS = 1000
-"""Mean output: so fine-grained that a step matters less than the interval is wide."""
+"""Mean output tokens: so many that the length of a step is small against the interval."""
 
 SERVICE = TOKENS * 1000
 """Mean service time, ns."""
@@ -25,7 +26,7 @@ STUDENT_T = 3.883
 
 @attrs.frozen
 class Service:
-    """A distribution of service times with mean 1: how to draw it, and its density."""
+    """A distribution of service times with mean 1: a function to draw it, and its density."""
 
     draw: object
     density: object
@@ -38,7 +39,7 @@ FIXED = Service(lambda _: 1, None, 1)
 
 
 def arrivals(service, *, seed=1, load=LOAD, servers=1):
-    """Yield requests whose work is `load` times what the servers can do."""
+    """Yield requests whose work is `load` of the capacity of the servers."""
     random, now = Random(seed), 0.0
     for number in range(REQUESTS):
         now += random.expovariate(load * servers / SERVICE)
@@ -47,11 +48,11 @@ def arrivals(service, *, seed=1, load=LOAD, servers=1):
 
 
 def check(samples, expected):
-    """Check a mean (in service times) against theory, and that the interval says something.
+    """Check that a mean (in service times) equals theory within a narrow interval.
 
-    The tolerance is the run's own: a 99.9 % confidence interval of the mean from 20 batch
-    means, by Student's t with 19 degrees of freedom. So a right simulator fails once in a
-    thousand seeds; the seed is fixed.
+    The tolerance is a 99.9 % confidence interval of the mean from 20 batch means of the run, by
+    Student's t with 19 degrees of freedom. A right simulator fails for one seed in a thousand;
+    the seed is fixed. The interval must be narrower than a quarter of the mean.
     """
     size = len(samples) // BATCHES
     means = [mean(samples[i * size : (i + 1) * size]) for i in range(BATCHES)]

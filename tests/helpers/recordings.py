@@ -1,4 +1,4 @@
-"""Small runs, recorded: a replay without a clock, and a simulation in steps of 10 ns."""
+"""Recordings of small runs: a replay without a clock, and a simulation in steps of 10 ns."""
 
 from helpers.schedulers import scheduler_of
 from helpers.serving import BLOCK, Even, Tally
@@ -13,11 +13,11 @@ from kvcore_plugins.eviction import LRU
 
 
 class Here:
-    """The latency models of these tests, as plugins with names."""
+    """The latency models of these tests, as a plugin."""
 
     @hookimpl
     def kvcore_latency_models(self):
-        """Return them."""
+        """Return the latency models."""
         return [Even, Tally]
 
 
@@ -25,7 +25,7 @@ PLUGINS = Plugins(extra=[Here()])
 
 
 def untimed(path, texts, blocks=4, **cache):
-    """Record a replay of one request for each text, a letter a block; all come at once."""
+    """Record a replay of a request per text, with a block per letter, all arriving at once."""
     with Trace(path) as trace:
         cache = KVCache(blocks, 4, eviction=LRU(), accounting="keys", trace=trace, **cache)
         replay([ask_for(place, text) for place, text in enumerate(texts)], cache)
@@ -33,7 +33,7 @@ def untimed(path, texts, blocks=4, **cache):
 
 
 def timed(path, requests, *, blocks=100, latency=None, header=None, **options):
-    """Record a simulation by FCFS, whose steps take 10 ns."""
+    """Record a simulation by FCFS with steps of 10 ns, and return the path."""
     caps = Batching(**{"watermark": 0} | options.pop("batching", {}))
     with Trace(path, seed=5, **header or {}) as trace:
         simulate(
@@ -48,5 +48,5 @@ def timed(path, requests, *, blocks=100, latency=None, header=None, **options):
 
 
 def ended(path):
-    """Return when each request of a trace finished (ns)."""
+    """Return by request the time (ns) at which it finished."""
     return {e["request"]: e["t"] for e in lines(path) if e["event"] == "FINISH"}

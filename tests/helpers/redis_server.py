@@ -15,15 +15,15 @@ START_S = 20
 
 
 class Server:
-    """A server on a free port of loopback, with nothing on disk; it can be stopped and started.
+    """A server on a free port of loopback, without persistence, that can be restarted.
 
     Attributes:
-        port: its port.
-        url: of its database 0.
+        port: the port of the server.
+        url: the URL of its database 0.
     """
 
     def __init__(self, folder):
-        """Choose the port; skip the test if there is no program."""
+        """Choose the port; skip the test if no server is installed."""
         self._program = required("redis-server")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -33,7 +33,7 @@ class Server:
         self._process = None
 
     def start(self, **config):
-        """Start it; wait until it answers."""
+        """Start the server, and wait until it answers."""
         options = {"port": self.port, "bind": "127.0.0.1", "save": "", "dir": self._folder}
         command = [self._program]
         for name, value in (options | config).items():
@@ -44,14 +44,14 @@ class Server:
             client.ping()
 
     def stop(self):
-        """Stop it; what it held is gone."""
+        """Stop the server; its data is lost."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def client(self, **options):
-        """Return a client that waits for a server that is about to start."""
+        """Return a client that retries until a starting server answers."""
         redis = pytest.importorskip("redis")
         retry = redis.retry.Retry(redis.backoff.ConstantBackoff(0.02), 50 * START_S)
         return redis.Redis.from_url(self.url, retry=retry, **options)
@@ -59,7 +59,7 @@ class Server:
 
 @contextmanager
 def running(**config):
-    """Run a server as long as the body takes; skip the test if there is none."""
+    """Yield a server for as long as the body runs; skip the test if none is installed."""
     with TemporaryDirectory() as folder:
         server = Server(folder)
         try:
@@ -71,9 +71,10 @@ def running(**config):
 
 @contextmanager
 def answering(answer, *, greets=True):
-    """Run a server that greets as Redis does, and answers each command with these bytes.
+    """Yield the URL of a server that answers each command with `answer`.
 
-    None: it never answers. Yields its URL and the names of the commands it was sent.
+    Also yields the list of the names of the commands that it received. With `greets` it answers
+    greetings as Redis does; if `answer` is None it answers nothing else.
     """
 
     class Handler(socketserver.StreamRequestHandler):

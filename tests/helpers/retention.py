@@ -1,4 +1,4 @@
-"""Retention policies of every kind, each made anew: one instance serves one cache."""
+"""Functions that make retention policies of every kind: one instance serves one cache."""
 
 from functools import partial
 from typing import ClassVar
@@ -12,26 +12,26 @@ from kvcore_plugins.retention import Window
 
 
 class Budget(ScoreRetention):
-    """Says how many tokens stay, as every policy that scores tokens, and never which."""
+    """A policy with a number of tokens to keep, but without scores of tokens."""
 
     name: ClassVar[str] = "budget"
 
     def score(self, held):
-        """Refuse: nothing is scored where there are no tensors."""
+        """Raise NotImplementedError: without tensors no token is scored."""
         msg = f"asked for the scores of {held}"
         raise NotImplementedError(msg)
 
 
 @attrs.define(slots=False, eq=False)
 class Eager(RetentionPolicy):
-    """Keeps some tokens whenever there are more, in the midst of a prompt too."""
+    """A policy that keeps a few tokens as soon as there are more, even within a prompt."""
 
     name: ClassVar[str] = "eager"
 
     tokens: int = 4
 
     def keeps(self, seq):
-        """Return how many."""
+        """Return the number of tokens to keep."""
         del seq
         return self.tokens
 
@@ -50,4 +50,4 @@ budgets = st.builds(
 )
 compactions = budgets | st.builds(partial, st.just(Eager), st.sampled_from((1, 3, 4, 9, 20)))
 retentions = windows | compactions
-"""Functions that make a policy: of ranges, of budgets, and both."""
+"""Strategies for functions that make a policy: of ranges, of budgets, or of either."""

@@ -1,4 +1,4 @@
-"""Schedulers that servers are tried with: the built-in ones, and some that do odd things."""
+"""Schedulers for tests of servers: the built-in ones, and some with unusual behaviour."""
 
 from random import Random
 from typing import ClassVar
@@ -11,50 +11,50 @@ from kvcore.serving import StepPlan
 
 @attrs.define(slots=False, eq=False)
 class Urgent(Scheduler):
-    """Preemptive, by the priority of requests; many are equal."""
+    """A preemptive scheduler by the priority of requests, many of which are equal."""
 
     name: ClassVar[str] = "urgent"
 
     preemptive: bool = True
 
     def priority(self, job, now):
-        """Return it; 0 goes first."""
+        """Return the priority of the request; 0 goes first."""
         del now
         return job.request.priority
 
 
 @attrs.define(slots=False, eq=False)
 class Latest(Scheduler):
-    """Preemptive: who came last goes first."""
+    """A preemptive scheduler that runs the latest arrival first."""
 
     name: ClassVar[str] = "latest"
 
     preemptive: bool = True
 
     def priority(self, job, now):
-        """Return the order of arrival, backwards."""
+        """Return the order of arrival, reversed."""
         del now
         return -job.serial
 
 
 @attrs.define(slots=False, eq=False)
 class Impatient(Scheduler):
-    """Who has waited for 300 ns goes last."""
+    """A scheduler by output length that puts jobs last once they have waited for 300 ns."""
 
     name: ClassVar[str] = "impatient"
 
     def priority(self, job, now):
-        """Return whether it has, then its output."""
+        """Return whether the job has waited for more than 300 ns, then its output tokens."""
         return now > job.arrival + 300, job.request.output_tokens
 
     def changes_at(self, job, now):
-        """Return when it has."""
+        """Return the time at which the job will have waited for that long."""
         return job.arrival + 301 if now <= job.arrival + 300 else None
 
 
 @attrs.define(slots=False, eq=False)
 class Planning(Scheduler):
-    """Plans for itself: what hits goes first, and in a crowd whoever came last is paused."""
+    """A scheduler that overrides `plan`: most hits first; when crowded it pauses a job."""
 
     name: ClassVar[str] = "planning"
 
@@ -64,7 +64,7 @@ class Planning(Scheduler):
         return job.serial
 
     def plan(self, state):
-        """Sort by what would hit."""
+        """Order waiting jobs by their hits; when crowded pause the last running job."""
         hits = {job: state.server.probe(job.request, state.now) for job in state.waiting}
         crowd = len(hits) > 3 and len(state.running) > 2
         order = sorted(hits, key=lambda job: (-hits[job], job.serial))
@@ -73,7 +73,7 @@ class Planning(Scheduler):
 
 @attrs.define(slots=False, eq=False)
 class Fickle(Planning):
-    """Pauses and offers at random, the paused ones too; the same in every run."""
+    """A scheduler that pauses and offers jobs at random, by a fixed seed."""
 
     name: ClassVar[str] = "fickle"
 
@@ -81,7 +81,7 @@ class Fickle(Planning):
     plans: int = 0
 
     def plan(self, state):
-        """Draw who is paused, and the order of all that are offered seats."""
+        """Draw the jobs to pause, and the order of all jobs to admit, paused ones included."""
         self.plans += 1
         waiting = list(state.waiting)
         pause = [job for job in state.running if waiting and self.random.random() < 0.3]
@@ -113,5 +113,5 @@ _PLUGINS = Plugins()
 
 
 def scheduler_of(spec):
-    """Return a new scheduler."""
+    """Return a new scheduler by its name and options."""
     return STAND_INS[spec]() if spec in STAND_INS else _PLUGINS.build("scheduler", spec)

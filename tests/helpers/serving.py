@@ -1,4 +1,4 @@
-"""Short ways to say what a server goes through, and random servers to try things on.
+"""Functions that serve requests by simulation, and strategies for random servers.
 
 Steps take nanoseconds here, and a block is 4 tokens.
 """
@@ -26,19 +26,22 @@ STEP = 10
 
 @attrs.define(slots=False, eq=False)
 class Even(LatencyModel):
-    """Every step takes 10 ns."""
+    """A latency model in which every step takes 10 ns."""
 
     name: ClassVar[str] = "even"
 
     def pieces(self, work):
-        """Return one flat line."""
+        """Return one flat piece."""
         del work
         return [(STEP * 1000, 0)]
 
 
 @attrs.define(slots=False, eq=False)
 class Bent(LatencyModel):
-    """Three lines, each the longest somewhere; a step takes a few ns, never a whole number."""
+    """A latency model of three pieces, each the longest for some steps.
+
+    A step takes a few ns, never a whole number.
+    """
 
     name: ClassVar[str] = "bent"
 
@@ -46,11 +49,11 @@ class Bent(LatencyModel):
 
     @property
     def windows(self):
-        """The windows it was made with."""
+        """The attention windows of the model."""
         return self.reach
 
     def pieces(self, work):
-        """Return the lines, with a slope for each window."""
+        """Return the three pieces, with a slope for each window."""
         cost = 300 * work.prefill + sum(work.attended_pairs) + 50 * work.decode
         lines = ((1_000 + cost, 7), (4_000 + 100 * work.prefill, 19), (9_000, 3))
         return [(a, *(b for _ in work.context)) for a, b in lines]
@@ -58,7 +61,7 @@ class Bent(LatencyModel):
 
 @attrs.define(slots=False, eq=False)
 class Single(Bent):
-    """The same times, of which nothing may be foreseen."""
+    """The latencies of `Bent`, but computed step by step, without jumps."""
 
     name: ClassVar[str] = "single"
     jumps: ClassVar[bool] = False
@@ -66,13 +69,16 @@ class Single(Bent):
 
 @attrs.define(slots=False, eq=False)
 class Tally(LatencyModel):
-    """A generated token takes a microsecond, one of a prompt a picosecond: time tells both."""
+    """A latency model whose times show the numbers of prompt and of output tokens.
+
+    A generated token takes a microsecond, and a prompt token a picosecond.
+    """
 
     name: ClassVar[str] = "tally"
     TOKEN: ClassVar[int] = 10**6
 
     def pieces(self, work):
-        """Return one flat line."""
+        """Return one flat piece."""
         return [(work.prefill + self.TOKEN * work.decode, 0)]
 
 
@@ -80,28 +86,28 @@ SLOT = 64
 """Bytes of a block."""
 
 RATES = ("640GB", "64GB", "6400GB", "1GB")
-"""Bytes a second at which a block takes 0.1 ns, 1 ns, 0.01 ns and 64 ns."""
+"""Bandwidths at which a block takes 0.1 ns, 1 ns, 0.01 ns and 64 ns."""
 
 TIER_EVICTIONS = [name for name in POLICIES if "," not in name]
-"""In the text of a tier, a policy has one option at most."""
+"""Policies for the text of a tier, where a policy can have only one option."""
 
 EVICTIONS = (*POLICIES, "lfu:half_life=1e-6", "ttl:ttl=3e-7")
 
 
 def ask(name, at=0, prompt=BLOCK, output=1, **fields):
-    """Return a request that shares nothing; it arrives at `at` ns."""
+    """Return a request with a prompt of its own, which arrives at `at` ns."""
     fields = {"key_tokens": BLOCK} | fields
     return Request(id=name, arrival=at, prompt_tokens=prompt, output_tokens=output, **fields)
 
 
 @attrs.frozen
 class Run:
-    """What became of some requests.
+    """The result and the trace of served requests.
 
     Attributes:
-        result: of the simulation.
-        trace: the bytes of its trace; None without one.
-        rows: a dict for each request that finished, by id: its times (ns) and numbers.
+        result: the result of the simulation.
+        trace: the bytes of the trace; None without one.
+        rows: a dict for each finished request, by id: its times (ns) and numbers.
     """
 
     result: Any
@@ -110,12 +116,12 @@ class Run:
 
     @property
     def lines(self):
-        """The lines of the trace, between HEADER and END."""
+        """The lines of the trace between HEADER and END, as dicts."""
         return [orjson.loads(line) for line in self.trace.splitlines()[1:-1]]
 
     @property
     def rejected(self):
-        """Why each request was rejected that was, by id."""
+        """The reasons of the rejected requests, by id."""
         log = self.result.log
         return {log.ids[row]: why for row, why in log.reasons.items()}
 
@@ -124,7 +130,7 @@ class Run:
         return [(line["t"], line["request"]) for line in self.lines if line["event"] == event]
 
     def story(self, *events):
-        """Return "time EVENT request" for each line of `events`; none: of all there are."""
+        """Return "time EVENT request" for each line of `events`, or for all lines."""
         names = {
             line["seq"]: line["request"]
             for line in self.lines
@@ -140,7 +146,7 @@ class Run:
         return told
 
     def sum(self, column):
-        """Return the sum of a column."""
+        """Return the sum of a column over all finished requests."""
         return sum(row[column] for row in self.rows.values())
 
 
@@ -168,9 +174,9 @@ def serve(
     drafter=None,
     **batching,
 ):
-    """Serve `requests`; check that nothing is lost. Without more words: FCFS, LRU, `Even`.
+    """Serve `requests`, and check that no block is lost; by default FCFS, LRU and `Even`.
 
-    `tiers` are texts; a block has 64 bytes unless it is said.
+    `tiers` are texts; a block has 64 bytes unless `slot_bytes` is given.
     """
     out = BytesIO()
     writer = Trace(out, mode="model") if trace else None
@@ -215,7 +221,7 @@ def serve(
 
 @attrs.frozen
 class Server:
-    """A server and what it is to serve, as data."""
+    """The options of a server and its requests."""
 
     requests: list[Request]
     eviction: str
@@ -224,7 +230,7 @@ class Server:
     tiers: tuple[str, ...] = ()
 
     def run(self, scheduler, **options):
-        """Serve the requests with a new scheduler of this name, and all else new."""
+        """Serve the requests with a new scheduler of this name, and new other parts."""
         options = {"latency": Bent(reach=self.windows)} | options
         return serve(
             self.requests,
@@ -237,7 +243,7 @@ class Server:
 
 
 def random_server(draw):
-    """Make a server with `draw(low, high)`: a pool that is small for what comes at once."""
+    """Make a server by `draw(low, high)`, with a small pool for the requests at one time."""
 
     def one_of(*values):
         return values[draw(0, len(values) - 1)]
@@ -281,7 +287,7 @@ RULES = {
 
 
 def random_ruled_server(draw):
-    """Make a server as `random_server` does, with rules of its own, all or only one."""
+    """Make a server as `random_server` does, with random `RULES`: all of them, or one."""
     server = random_server(draw)
     names, alone = list(RULES), draw(0, len(RULES))
     rules = {
@@ -295,7 +301,7 @@ def random_ruled_server(draw):
 
 
 def _requests(draw, count, key_tokens, followers):
-    """Make requests; about `followers` in 5 of them come after another."""
+    """Make requests; about `followers` in 5 of them follow an earlier one."""
     requests: list[Request] = []
     longest, spread = (8, 30, 90)[draw(0, 2)], (3, 30, 300)[draw(0, 2)]
     now, hinted = 0, draw(0, 2) == 2
@@ -330,7 +336,7 @@ def _requests(draw, count, key_tokens, followers):
 
 
 def _hints(draw, prompt):
-    """Return hints; about half of them pin, the others share a part, or demote."""
+    """Return hints: about half of them pin; the others share a part of the prompt or demote."""
     if draw(0, 1):
         return Hints(pin=draw(1, 900))
     share = True if draw(0, 1) else draw(0, prompt)
@@ -338,7 +344,7 @@ def _hints(draw, prompt):
 
 
 def _keys(draw, number, prompt, output, key_tokens):
-    """Return keys of a prompt, which begins as others do, and of what it generates."""
+    """Return keys of a prompt, whose start is shared with others, and of its output."""
     generated = draw(0, 3) == 3
     full = prompt // key_tokens
     count = full if generated else -(-prompt // key_tokens)
@@ -349,7 +355,7 @@ def _keys(draw, number, prompt, output, key_tokens):
 
 
 def random_tiers(draw):
-    """Make the texts of one or two tiers, as small and as slow as the servers above."""
+    """Make the texts of one or two tiers that are small and slow for random servers."""
 
     def one_of(*values):
         return values[draw(0, len(values) - 1)]
@@ -366,12 +372,12 @@ def random_tiers(draw):
 
 
 def early(request, prefetch):
-    """Return `request` with another hint for a prefetch."""
+    """Return `request` with `prefetch` as its hint for a prefetch."""
     return attrs.evolve(request, hints=attrs.evolve(request.hints, prefetch=prefetch))
 
 
 def random_tiered_server(draw):
-    """Make a server as `random_server` does, with tiers, and with prompts that share more."""
+    """Make a server as `random_server` does, with tiers and longer shared prefixes."""
     server = random_server(draw)
     requests = []
     for request in server.requests:
@@ -386,7 +392,7 @@ def random_tiered_server(draw):
 
 
 def random_talks(draw):
-    """Make a server with tiers for conversations that come back, most of them announced."""
+    """Make a server with tiers for conversations, most of which announce their next turn."""
     server = random_tiered_server(draw)
     size, unit = server.options["block_size"], server.options["key_tokens"]
     requests: list[Request] = []
@@ -422,7 +428,7 @@ def _drawn(draw, make=random_server):
 
 
 def tiered_servers():
-    """Draw a server with tiers, likewise."""
+    """Return a strategy for servers with tiers, as `servers` does."""
     seeds = st.integers(0, 2**32)
     return _drawn(random_tiered_server) | seeds.map(
         lambda seed: random_tiered_server(Random(seed).randint)
@@ -430,7 +436,7 @@ def tiered_servers():
 
 
 def ruled_servers():
-    """Draw a server with rules of its own, likewise."""
+    """Return a strategy for servers with random rules, as `servers` does."""
     seeds = st.integers(0, 2**32)
     return _drawn(random_ruled_server) | seeds.map(
         lambda seed: random_ruled_server(Random(seed).randint)
@@ -438,12 +444,15 @@ def ruled_servers():
 
 
 def talks():
-    """Draw a server of conversations, likewise."""
+    """Return a strategy for servers of conversations, as `servers` does."""
     seeds = st.integers(0, 2**32)
     return _drawn(random_talks) | seeds.map(lambda seed: random_talks(Random(seed).randint))
 
 
 def servers():
-    """Draw a server: half of them by hypothesis, which shrinks; half at random, for breadth."""
+    """Return a strategy for servers.
+
+    Half of them are drawn by hypothesis, which can shrink them; half at random, for breadth.
+    """
     seeds = st.integers(0, 2**32)
     return _drawn() | seeds.map(lambda seed: random_server(Random(seed).randint))

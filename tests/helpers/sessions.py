@@ -1,8 +1,8 @@
-"""Sessions of coding agents in the format of WEKA, as many as a benchmark wants.
+"""Synthetic sessions of coding agents in the format of WEKA, for benchmarks.
 
-Their shape is that of 40 recorded ones: 75 turns in a session, each of which sends the 1,900
-keys of 64 tokens again that it has by then, with some sixty new ones; now and then an agent
-forgets most of what it had.
+Their shape is that of 40 recorded ones: a session has 75 turns, each of which sends the 1,900
+keys of 64 tokens that it has by then again, with some sixty new ones; at times an agent drops
+most of its context.
 """
 
 import gzip
@@ -12,7 +12,7 @@ TURNS = 75
 
 
 def write_sessions(path, sessions, seed=0):
-    """Write `sessions` sessions to a file of that name, compressed; return their keys.
+    """Write `sessions` sessions to a gzip file; return the number of references to keys.
 
     A session is 135,000 references to some 5,000 keys, and its line 700 kB.
     """

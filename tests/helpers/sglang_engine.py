@@ -1,7 +1,7 @@
 """SGLang's radix caches and queue order, imported without a GPU and without its server.
 
-SGLang is installed without its dependencies. What its caches never call, and modules that need
-a GPU or a server, are stood in for by empty ones.
+SGLang is installed without its dependencies. Modules that its caches never call, or that need a
+GPU or a server, are replaced by empty ones.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import warnings
 from array import array
 from types import SimpleNamespace
 
-warnings.simplefilter("ignore")  # of packages that are not ours
+warnings.simplefilter("ignore")  # warnings of other packages
 
-# Before any of the empty modules: these ask what is installed.
+# These look for installed packages, so they are imported before there are empty modules.
 import torch  # noqa: E402
 import torch._dynamo  # noqa: E402
 import torch._inductor.compile_fx  # noqa: E402
@@ -22,9 +22,9 @@ from helpers.engines import stand_in  # noqa: E402
 
 from kvcore.cache.layout import GENERATED  # noqa: E402
 
-# Waiting prefixes are renewed every 32 passes, which asks for the settings of a server.
+# To refresh the prefixes of waiting requests, SGLang would read the settings of a server.
 os.environ["SGLANG_ENABLE_WAITING_PREFIX_REFRESH"] = "0"
-# What SGLang imports on the way to its caches, and these do not call.
+# SGLang imports these packages with its caches, which do not call them.
 stand_in(
     "IPython",
     "compressed_tensors",
@@ -58,7 +58,7 @@ from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache  # noqa: 
 
 
 class _Slots:
-    """An allocator that counts."""
+    """An allocator that only counts free slots."""
 
     page_size = 1
     device = torch.device("cpu")
@@ -67,21 +67,21 @@ class _Slots:
         self.size = self.left = size
 
     def available_size(self):
-        """Return how many are free."""
+        """Return the number of free slots."""
         return self.left
 
     def free_segment(self, values, *, start_pos=0):
-        """Free as many as there are values."""
+        """Free as many slots as there are values."""
         self.left += len(values)
 
     free = free_segment
 
     def mamba_full_cache_donor(self):
-        """Return None: there are no states."""
+        """Return None: there are no Mamba states."""
 
 
 class Asking:
-    """A request as SGLang's caches see it."""
+    """A request with the attributes that SGLang's caches read."""
 
     session = None
 
@@ -91,23 +91,23 @@ class Asking:
         self.output_ids = []
 
     def finished(self):
-        """Return True: it is asked at the end."""
+        """Return True: this is only called at the end."""
         return True
 
 
 class Theirs:
-    """A radix cache of SGLang with pages of one token, a block each.
+    """A radix cache of SGLang with pages of one token, which are a block each.
 
-    Calls are those of its scheduler: match and lock, evict, insert once computed, match and
-    lock what is cached now, and at the end insert once more and unlock.
+    Calls are those of SGLang's scheduler: match and lock the prompt, evict, insert the computed
+    prompt, match and lock it again, and at the end insert once more and unlock.
 
     Attributes:
-        evicted: keys of what has left, tail first; not known of the core in Rust.
-        host: that of a policy of kvcore; None: SGLang's own decides.
+        evicted: keys of the evicted blocks, tail first; empty with the core in Rust.
+        host: the host of a policy of kvcore; None with SGLang's own policy.
     """
 
     def __init__(self, blocks, core, eviction="lru", config=None):
-        """Create a cache: `radix`, or the unified one by its core, `python` or `rust`."""
+        """Create a `radix` cache, or a unified one with the core `python` or `rust`."""
         self.slots = _Slots(blocks)
         params = CacheInitParams(
             disable=False,
@@ -138,11 +138,11 @@ class Theirs:
                 self.host.chain = self._chain
 
     def _chain(self, _parent, tokens, _page_size):
-        """Return the keys of tokens, in place of new ones."""
+        """Return the keys of tokens, in place of keys chained by the host."""
         return [self.keys[token] for token in tokens]
 
     def _observe(self, tree, method):
-        """Keep the keys of what leaves."""
+        """Record the keys of evicted nodes."""
         remove = getattr(tree, method)
 
         def observed(node):
@@ -152,7 +152,7 @@ class Theirs:
         setattr(tree, method, observed)
 
     def available(self):
-        """Return how many blocks are free or can be evicted."""
+        """Return the number of blocks that are free or can be evicted."""
         return self.slots.left + self.cache.evictable_size()
 
     def _tokens(self, keys):
@@ -163,7 +163,7 @@ class Theirs:
         return tokens
 
     def _serve(self, asking):
-        """Say for whom the next calls are, as a checkpoint of a request does."""
+        """Set the request of the next calls, as a checkpoint of a request does."""
         if self.host is not None:
             self.host.request = asking
 
@@ -174,14 +174,14 @@ class Theirs:
         self.slots.left -= blocks
 
     def match(self, tokens, limit=None, asking=None):
-        """Return the match of a prompt; it is renewed, and a node split at its end."""
+        """Return the match of a prompt, which counts as a use and splits a node at its end."""
         key = RadixKey(tokens, limit=limit)
         return self.cache.match_prefix(MatchPrefixParams(key=key, req=asking))
 
     def insert(self, tokens, protected, asking, inserted=0):
         """Insert computed tokens; free those that were cached besides the protected ones.
 
-        `inserted`: how many of them `asking` has inserted before.
+        `inserted` is the number of tokens that `asking` has inserted before.
         """
         values = torch.zeros(len(tokens), dtype=torch.int64)
         params = InsertParams(
@@ -193,7 +193,7 @@ class Theirs:
             self.slots.left += result.prefix_len - protected
 
     def open(self, request):
-        """Open a request and compute its prompt; return it, and the blocks that hit."""
+        """Open a request and compute its prompt; return its state and the number of hits."""
         size = request.key_tokens
         tokens = self._tokens(request.keys)[: request.prompt_tokens // size]
         limit = (request.prompt_tokens - 1) // size
@@ -210,7 +210,7 @@ class Theirs:
         return [request, asking, tokens, blocks, lock], hit
 
     def close(self, opened, *, generates):
-        """Let a request generate, if there is room, and close it."""
+        """Close a request, after its output is generated if there is room for it."""
         request, asking, tokens, blocks, lock = opened
         size, prompt = request.key_tokens, tokens
         length = request.prompt_tokens + request.output_tokens - 1
@@ -230,7 +230,7 @@ class Theirs:
 
 
 def waiting(theirs, request):
-    """Return a request as SGLang's scheduler has it in its queue."""
+    """Return a request in the form of SGLang's queue."""
     return SimpleNamespace(
         rid=request.id,
         origin_input_ids=theirs._tokens(request.keys),
@@ -243,7 +243,7 @@ def waiting(theirs, request):
 
 
 def order(theirs, requests):
-    """Return the ids of `requests` in the order in which `lpm` serves them."""
+    """Return the ids of `requests` in the order of SGLang's policy `lpm`."""
     policy = SchedulePolicy(
         "lpm",
         theirs.cache,

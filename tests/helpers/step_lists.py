@@ -1,6 +1,7 @@
-"""Step lists: what each step of a server computes; servers to compare; a compact file of them.
+"""Step lists, which record what each step computes, to compare kvcore with vLLM.
 
-Two schedulers are compared by the step lists that they have for the same server.
+Two schedulers are compared by their step lists for the same server. A compact file keeps the
+step lists of some servers.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ from kvcore_plugins.workload import Mooncake
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm" / "steps.jsonl.xz"
 
 SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
-"""Random servers whose step lists are kept: of all kinds, without duplicates."""
+"""Seeds of the random servers in `GOLDEN`: all kinds of servers, without duplicate blocks."""
 
 STEP_NS = 20_000_000
 """Nanoseconds of a step, whatever it computes."""
 
 FREE_STEPS = 256
-"""Steps whose numbers of free blocks share a checksum in a file."""
+"""Number of steps whose numbers of free blocks share a checksum in a file."""
 
 
 @attrs.frozen
 class Step:
-    """What one step computes.
+    """The contents of one step.
 
     Attributes:
-        tokens: tokens that are scheduled, by request.
-        admitted: tokens that hit at the admission, by request that this plan admits.
-        preempted: requests that lose their blocks in this plan, sorted.
-        free: blocks that are free or evictable when it begins and those before it are over.
+        tokens: scheduled tokens by request.
+        admitted: tokens that hit at the admission, by request that this step admits.
+        preempted: requests that lose their blocks in this step, sorted.
+        free: free or evictable blocks when the step begins and those before it have ended.
     """
 
     tokens: dict[int, int]
@@ -58,16 +59,16 @@ class Step:
 
 @attrs.frozen(kw_only=True)
 class Server:
-    """A server, and the requests that it is given.
+    """A server and its requests.
 
     Attributes:
-        name: what it is called in a file.
-        blocks: blocks of the pool as vLLM counts them, with the one that is never used.
+        name: the name of the server in a file.
+        blocks: number of blocks as vLLM counts them, with one that is never used.
         block_size: tokens of a block.
         requests: the requests, with numbers from 0 on as ids.
         max_tokens, max_seqs, chunked, watermark: as in `Batching`.
-        lag: 1 where a step is planned while the one before it runs, else 0.
-        by_priority: whether the most urgent request goes first; else the first to come.
+        lag: 1 if a step is planned while the one before it runs, else 0.
+        by_priority: whether requests run by priority; else in the order of arrival.
         options: other options of `Batching`, by name.
     """
 
@@ -98,7 +99,7 @@ def conversation(blocks: int, block_size: int, lag: int, requests: int = 600) ->
 def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
     """Return a server under load, whose requests share prefixes of each other.
 
-    Only what `random` promises to keep is used, so that a seed means the same everywhere.
+    Only `Random.random` is used, whose numbers are the same in every version of Python.
     """
     rng = Random(seed)
 
@@ -116,7 +117,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
     outputs = 16 << below(6)
     if not chunked:
         outputs = min(outputs, max_tokens // 4)
-    # So many steps apart that seats or tokens are about to run out, or far too close.
+    # Steps between arrivals, from far beyond the capacity of the server to just within it.
     apart = outputs / max_seqs * (0.2 + rng.random())
     whole = rng.random() < 1 / 16  # some prompts end where a block does
     made: list[Request] = []
@@ -136,7 +137,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
         keys += range(fresh, fresh + full - len(keys))
         fresh += full
         prompts.append(keys)
-        # Every other request comes with the one before it, or at any nanosecond.
+        # A third of the requests arrive together with the one before them.
         if rng.random() < 2 / 3:
             arrival += int(rng.random() * 3 * apart * STEP_NS)
         made.append(
@@ -167,7 +168,7 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
 
 
 class StepRecorder(SimulatedExecutor):
-    """Runs steps that all take the same time, and records what is in them."""
+    """An executor whose steps all take the same time, and that records their contents."""
 
     def __init__(self, cache: KVCache) -> None:
         super().__init__(Linear(step=STEP_NS / NS_PER_S, prefill=0, decode=0, context=0))
@@ -180,7 +181,7 @@ class StepRecorder(SimulatedExecutor):
     def run(
         self, work: StepWork, chunks: Iterable[tuple[Job, int]], decoding: Iterable[Job]
     ) -> StepResult:
-        """Record the step."""
+        """Record the step and return its result."""
         seen = self._seen
         chunks = list(chunks)
         preempted = []
@@ -204,7 +205,7 @@ class StepRecorder(SimulatedExecutor):
 
 
 def kvcore_steps(server: Server) -> list[Step]:
-    """Return what kvcore does for `server` with `like="vllm"`."""
+    """Return the steps of kvcore for `server` with `like="vllm"`."""
     config = RunConfig.of(
         like="vllm",
         scheduler="priority" if server.by_priority else "fcfs",
@@ -237,18 +238,18 @@ def kvcore_steps(server: Server) -> list[Step]:
 
 
 def golden_servers() -> list[Server]:
-    """Return the servers whose step lists are kept."""
+    """Return the servers whose step lists are in the file `GOLDEN`."""
     pools = ((1024, 512), (400, 512), (16_384, 16))
     traces = [conversation(*pool, lag) for pool in pools for lag in (0, 1)]
     return [*traces, *map(random_server, SEEDS)]
 
 
 def encode(steps: Iterable[Step]) -> dict[str, Any]:
-    """Return a step list as plain values: runs of equal steps, each by what is new in it.
+    """Return a step list as plain values: runs of equal steps, each as a difference.
 
-    A run is [steps, [request, tokens, …] that changed, [request, hit, …], [preempted, …]];
-    0 tokens are those of a request that is not in the step any more. Free blocks are no more
-    than a checksum of every `FREE_STEPS` steps.
+    A run is [steps, [request, tokens, …] that changed, [request, hit, …], [preempted, …]]; 0
+    tokens are those of a request that is not in the step any more. Of the numbers of free
+    blocks only a checksum per `FREE_STEPS` steps is kept.
     """
     runs: list[list[Any]] = []
     frees: list[int] = []
@@ -269,7 +270,7 @@ def encode(steps: Iterable[Step]) -> dict[str, Any]:
 def decode(
     runs: Iterable[Sequence[Any]],
 ) -> list[tuple[dict[int, int], dict[int, int], list[int]]]:
-    """Return tokens, admissions and preempted requests of each step of `runs`."""
+    """Return the tokens, admissions and preempted requests of each step of `runs`."""
     steps: list[tuple[dict[int, int], dict[int, int], list[int]]] = []
     tokens: dict[int, int] = {}
     for count, changed, admitted, preempted in runs:
@@ -283,9 +284,9 @@ def decode(
 def first_difference(
     ours: dict[str, Any], theirs: dict[str, Any]
 ) -> tuple[int, str, int] | None:
-    """Return where two encoded lists differ first, and how; None: nowhere.
+    """Return the first difference of two encoded lists; None if they are equal.
 
-    That is the last step up to which all is the same, what follows, and the last step that
+    It is the number of equal steps before the difference, a description, and the last step that
     can be the first to differ.
     """
     found: tuple[int, str, int] | None = None
@@ -302,13 +303,13 @@ def first_difference(
 
 
 def write(path: Path, servers: dict[str, dict[str, Any]]) -> None:
-    """Write encoded step lists by name of their server, a line each, compressed."""
+    """Write encoded step lists by the name of their server, one per line, compressed."""
     lines = (orjson.dumps({"server": name, **each}) for name, each in servers.items())
     path.write_bytes(lzma.compress(b"\n".join(lines), preset=9 | lzma.PRESET_EXTREME))
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the encoded step lists of a file by name of their server."""
+    """Return the encoded step lists in a file by the name of their server."""
     lines = map(orjson.loads, lzma.decompress(path.read_bytes()).splitlines())
     return {each.pop("server"): each for each in lines}
 

@@ -1,6 +1,6 @@
-"""Clients of all kinds at once, and what each of them got."""
+"""Good and rude HTTP clients that run at once, with checks of the responses."""
 
-# ruff: noqa: ARG001 - the rude ones have the same arguments
+# ruff: noqa: ARG001 - rude clients have the same parameters
 
 import asyncio
 import json
@@ -11,17 +11,17 @@ from random import Random
 import aiohttp
 
 GOOD = ("whole", "stream")
-"""Clients that send a request and read its answer."""
+"""Clients that send a request and read the response."""
 
 RUDE = ("leave", "malformed", "huge headers", "slow", "half")
-"""Clients that go away, or send what is no request."""
+"""Clients that disconnect early, or send an invalid request."""
 
 
 async def storm(url, requests, *, at_once=16, seed=0, rude=0.1, body=None, client_seconds=60):
-    """Send `requests` good requests, and a share of rude ones; return what came of the good.
+    """Send `requests` good requests and some rude ones; count the outcomes of the good.
 
-    Each of them is `answered` (all of it, once), `refused` (503, and nothing of an answer), or
-    `cut`: its stream had begun, and ended with an error. Anything else fails.
+    An outcome is `answered` (all of it, once), `refused` (503, without any output) or `cut`
+    (its stream had begun, and ended with an error). Anything else fails.
     """
     random = Random(seed)
     found, free = Counter(), asyncio.Semaphore(at_once)
@@ -50,13 +50,13 @@ async def storm(url, requests, *, at_once=16, seed=0, rude=0.1, body=None, clien
 
 
 def text(number):
-    """Return the body of a completion whose prompt begins as some others do."""
+    """Return the body of a completion; some bodies share the start of their prompt."""
     prompt = f"document {number % 7} says that {'and ' * (number % 5)} {number}"
     return {"model": "tiny", "prompt": prompt, "max_tokens": 2 + number % 3}
 
 
 async def good(session, body, kind):
-    """Send a request; return what came of it."""
+    """Send a request, check its response, and return the outcome."""
     body = {**body, "stream": kind == "stream"}
     async with session.post("/v1/completions", json=body) as answer:
         data = await answer.text()
@@ -78,7 +78,7 @@ async def good(session, body, kind):
 
 
 async def leave(session, url):
-    """Send a request, and go away before its answer, or within it."""
+    """Send a request, and disconnect before or while it is answered."""
     with suppress(TimeoutError):
         async with (
             asyncio.timeout(0.02),
@@ -89,7 +89,7 @@ async def leave(session, url):
 
 
 async def malformed(session, url):
-    """Send what is no JSON, or no prompt."""
+    """Send bodies that are not JSON or have no valid prompt."""
     for data in (b"{", b"[1, 2]", b'{"prompt": 3}', b'{"prompt": "\xff"}'):
         headers = {"Content-Type": "application/json"}
         async with session.post("/v1/completions", data=data, headers=headers) as answer:
@@ -102,7 +102,7 @@ async def huge_headers(session, url):
 
 
 async def slow(session, url):
-    """Send headers, and nothing of the body that they announce."""
+    """Send headers, and no byte of the body that they announce."""
     head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     await _raw(url, head + b"Content-Length: 100\r\n\r\n")
 
@@ -122,7 +122,7 @@ RUDENESS = {
 
 
 async def _raw(url, data):
-    """Send bytes, wait a little for an answer, and go away."""
+    """Send bytes, wait a little for a response, and disconnect."""
     host, port = url.removeprefix("http://").split(":")
     with suppress(OSError, TimeoutError):
         reader, writer = await asyncio.open_connection(host, int(port))

@@ -1,4 +1,7 @@
-"""What tests of sweeps share: small files of them, the command, and a policy that kills."""
+"""Helpers for tests of sweeps: a small file, the command, and a policy that kills.
+
+The policy kills its own process.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def kvcore_eviction_policies():
 
 
 def install_mortal(folder):
-    """Install the policy `mortal` into `folder`; return the environment that finds it."""
+    """Install the policy `mortal` into `folder`; return an environment that imports it."""
     folder.mkdir()
     (folder / "mortal.py").write_text(MORTAL)
     info = folder / "mortal-1.dist-info"
@@ -56,7 +59,7 @@ def install_mortal(folder):
 
 
 def suicide():
-    """Return the work of a process that kills itself with each task."""
+    """Return a task function that sends the signal `task` to its own process."""
     return lambda task: os.kill(os.getpid(), task)
 
 
@@ -73,13 +76,13 @@ def run(*arguments, cwd, env=None):
 
 
 def wait_for(cells, journal, process):
-    """Wait until a journal has so many cells, or the process that writes it has ended."""
+    """Wait until a journal has `cells` cells, or the process that writes it has ended."""
     while finished(journal) < cells and process.poll() is None:
         sleep(0.002)
 
 
 def finished(journal):
-    """Return how many cells a journal has."""
+    """Return the number of cells in a journal."""
     try:
         return journal.read_bytes().count(b'"cell":')
     except FileNotFoundError:

@@ -1,8 +1,9 @@
-"""A program that is killed while it writes into a disk tier: `tier_kills.py HOW DIRECTORY`.
+"""A program that is killed while it writes into a disk tier.
 
-`all` kills a process at each call that writes, before, amid and after it, and prints what the
-next process finds; `on` writes until it is killed, and prints a line a round; `runs` kills a
-run on tensors at every few calls, and prints what the next run does.
+Run it by `tier_kills.py HOW DIRECTORY`. HOW `all` kills a process before, amid and after each
+call that writes, and prints the blocks that the next process recovers; `on` writes until it is
+killed, and prints a line a round; `runs` kills a run on tensors at every second call, and
+prints the outcome of the next run.
 """
 
 import json
@@ -25,7 +26,7 @@ OPTIONS = {"blocks": 40, "max_seqs": 2}
 
 
 def sessions():
-    """Return requests of three users who come back twice with what they had said, and more."""
+    """Return requests of three users with three turns each, every turn longer than the last."""
     found = []
     for turn in range(3):
         for user in range(3):
@@ -35,23 +36,23 @@ def sessions():
 
 
 def tier(name, **options):
-    """Return a tier that is used whenever it can be."""
+    """Return the text of a tier that is always used for loads."""
     options = {"memory": 400 * SLOT, "latency": 0, "load": "always"} | options
     return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
 
 
 def disk_tier(path, **options):
-    """Return a disk tier in a directory."""
+    """Return the text of a disk tier in the directory `path`."""
     return tier("disk", path=path, **options)
 
 
 def store(folder):
-    """Open the tier of a directory."""
+    """Return a context manager that opens the disk tier of a directory."""
     return closing(Disk(path=folder, memory=SLOTS * SIZE).open(SLOTS, SIZE, b"model"))
 
 
 def die_at(call, part=0):
-    """Let this process die at a call that writes, after `part` halves of it."""
+    """Kill this process at write call number `call`, after `part` halves of the data."""
     whole, calls = disk._write, 0
 
     def dying(file, data, at):
@@ -66,7 +67,7 @@ def die_at(call, part=0):
 
 
 def is_killed(work):
-    """Return whether a process of its own that does this work was killed."""
+    """Return True if a forked process that runs `work` is killed."""
     child = os.fork()
     if not child:
         work()
@@ -75,7 +76,7 @@ def is_killed(work):
 
 
 def write_over(folder, call, part):
-    """Write over half of the slots, and die amid."""
+    """Overwrite half of the slots, and die at a call."""
     with store(folder) as opened:
         die_at(call, part)
         write(opened, blocks([2, 3, 6, 7], text=1))
@@ -83,7 +84,7 @@ def write_over(folder, call, part):
 
 
 def killed_at(folder, call, part):
-    """Return what is found after a kill there; None if there is no such call."""
+    """Return the blocks recovered after a kill at `call`; None if there is no such call."""
     with store(folder) as tier:
         write(tier, blocks(range(SLOTS)))
     if not is_killed(lambda: write_over(folder, call, part)):
@@ -95,7 +96,7 @@ def killed_at(folder, call, part):
 
 
 def run_killed_at(folder, call):
-    """Return what the next run does; None if there is no such call."""
+    """Return the outcome of the run after a kill; None if there is no such call."""
 
     def work():
         die_at(call, call % 3)

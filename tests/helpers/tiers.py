@@ -1,4 +1,4 @@
-"""Blocks for the stores of tiers, whose bytes follow from their chain."""
+"""Blocks for the stores of tiers, whose bytes are drawn from the chain of the block."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ SIZE = 3000
 
 
 def blocks(slots, *, text=0):
-    """Return the first blocks of a prompt, in these slots."""
+    """Return the first blocks of a prompt, placed in `slots`."""
     chains = [b"", *(b"%8d%8d" % (text, at) for at in range(len(slots)))]
     return [
         StoredBlock(slot, at, f"{text}-{at}", chains[at + 1], chains[at])
@@ -17,17 +17,17 @@ def blocks(slots, *, text=0):
 
 
 def data(path):
-    """Return the bytes of blocks."""
+    """Return the expected bytes of blocks."""
     return b"".join(Random(block.chain).randbytes(SIZE) for block in path)
 
 
 def write(store, path):
-    """Write blocks."""
+    """Write blocks with their expected bytes."""
     store.write(path, memoryview(data(path)))
 
 
 def read(store, path):
-    """Return how many of the first blocks are right; check that they are."""
+    """Return the number of leading blocks read as valid, and check their bytes."""
     into = memoryview(bytearray(SIZE * len(path)))
     right = store.read(path, into)
     assert into[: right * SIZE] == data(path[:right]), "wrong K/V are given for right"

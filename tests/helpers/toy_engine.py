@@ -1,4 +1,4 @@
-"""An engine that owns its blocks, keeps duplicates, and is recorded."""
+"""An engine that owns its blocks, keeps duplicates, and records its decisions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 4
 
 @attrs.define(eq=False)
 class Job:
-    """A request that runs: its blocks, and how many of them can be hit."""
+    """A running request, its blocks, and the number of them that are stored."""
 
     request: Request
     keys: list[Key]
@@ -28,12 +28,12 @@ class Job:
 
 
 class ToyEngine:
-    """Serves requests with a hosted policy, and tells a recorder.
+    """An engine that evicts by a hosted policy and records its decisions.
 
     Blocks are numbers. Two requests that compute the same at once leave two blocks of one key.
-    `early` blocks are evicted besides those that are needed. The digest is the engine's own:
-    of every key whose last block was evicted. What follows a lost block is lost with it, until
-    it is hit again.
+    `early` more blocks are evicted than are needed. The digest is computed by the engine
+    itself, from every key whose last block was evicted. Blocks below a lost block are lost with
+    it, until they are hit again.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ToyEngine:
         return True
 
     def compute(self, name: int | str, now: int) -> None:
-        """Compute the prompt of a request that runs: all its full blocks can be hit."""
+        """Compute the prompt of a running request, and store its full blocks."""
         job = self.jobs[name]
         self._store(job, (job.request.prompt_tokens + job.output) // self._size, now)
         self.recorder.committed(name, blocks=job.stored, now=now)
@@ -128,7 +128,7 @@ class ToyEngine:
         return job
 
     def lose(self, key: Key, now: int) -> None:
-        """Lose a block of `key`, if nothing uses it or what follows it."""
+        """Lose a block of `key`, unless it or a block below it is in use."""
         below = [other for other in self._parents if key in self._path(other)]
         blocks = [block for other in below for block in self.blocks_of.get(other, ())]
         if any(block in self.host and self._in_use(block) for block in blocks):
@@ -173,7 +173,7 @@ class ToyEngine:
         return key
 
     def _store(self, job: Job, upto: int, now: int) -> None:
-        """Store the blocks of a job up to position `upto`: each is a block of its own."""
+        """Store the blocks of a job up to position `upto`, duplicates included."""
         for place in range(job.stored, min(upto, len(job.keys))):
             block, key = job.blocks[place], job.keys[place]
             parent = job.blocks[place - 1] if place else None
@@ -186,7 +186,7 @@ class ToyEngine:
 
 
 def random_request(rng: Random, name: int) -> Request:
-    """Return a request of one of a few families of prompts, which part in random places."""
+    """Return a request of one of three families of prompts, which diverge at random places."""
     blocks = rng.randint(0, 7)
     family, part, variant = rng.randrange(3), rng.randint(0, 7), rng.randrange(3)
     keys = [
@@ -197,10 +197,10 @@ def random_request(rng: Random, name: int) -> Request:
     return Request(id=name, prompt_tokens=tokens, output_tokens=100, keys=keys, key_tokens=SIZE)
 
 
-def drive(  # noqa: C901 - one step of a server, told from top to bottom
+def drive(  # noqa: C901 - one step of a server, from top to bottom
     engine: ToyEngine, rng: Random, steps: int, *, loses: bool
 ) -> None:
-    """Let `engine` serve random requests, preempt some, and lose blocks if it `loses` any."""
+    """Serve random requests, preempt some, and lose blocks if `loses` is set."""
     now, waiting, preempted = 1000, list[Request](), list[Job]()
     for name in range(steps):
         now += rng.randrange(100)

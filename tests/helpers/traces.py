@@ -1,7 +1,7 @@
-"""Traces for tests: written by hand or recorded from a cache, taken apart, sealed again.
+"""Traces for tests: written by hand or recorded from a cache, read, and sealed again.
 
-A prompt is a text, one letter a block of 4 tokens, as in `caches`; here its keys are ints,
-since a trace holds no others.
+A prompt is a text, one letter a block of 4 tokens, as in `caches`; its keys are ints, since a
+trace holds no others.
 """
 
 from hashlib import blake2b
@@ -32,12 +32,12 @@ CACHE = {
 
 
 def key(text):
-    """Return the chained key of the block in which `text`, at most 7 letters, ends."""
+    """Return the chained key of the block in which `text`, of up to 7 letters, ends."""
     return int.from_bytes(text.encode(), "big")
 
 
 def ask(name, text, tokens=None, **fields):
-    """Return a request called `name` for `text`; unless said otherwise its blocks are full."""
+    """Return a request called `name` for `text`, with full blocks unless `tokens` is given."""
     return Request(
         id=name,
         prompt_tokens=len(text) * BLOCK if tokens is None else tokens,
@@ -48,7 +48,7 @@ def ask(name, text, tokens=None, **fields):
 
 
 def write(path, *events, **cache):
-    """Write a trace of `events`: a request, or the name and fields of a line; one ns each."""
+    """Write a trace of `events`, one per ns: a request, or the name and fields of a line."""
     with Trace(path) as trace:
         trace.begin(**CACHE | cache)
         for now, event in enumerate(events):
@@ -60,7 +60,7 @@ def write(path, *events, **cache):
 
 
 def record(path, blocks=8):
-    """Record a small run of a real cache, with every event a call that succeeds can cause."""
+    """Record a small run of a real cache with every event that successful calls can cause."""
     with Trace(path) as trace:
         cache = KVCache(blocks, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         drive(cache)
@@ -68,7 +68,7 @@ def record(path, blocks=8):
 
 
 def drive(cache):
-    """Let `cache` do a bit of everything; time goes on by a nanosecond a step."""
+    """Drive `cache` through all of its methods, with one nanosecond per step."""
     first = cache.open(ask("first", "abc", 13), 5, 1)
     cache.commit(first, 4, 2)
     cache.extend(first, 8, 3)
@@ -94,7 +94,7 @@ def drive(cache):
 
 
 def forget(path):
-    """Record sequences that forget: shared blocks, their own, after a fork, until closed."""
+    """Record sequences that drop blocks by a window: shared ones, own ones, after a fork."""
     with Trace(path) as trace:
         window = Window(tokens=5)
         cache = KVCache(
@@ -117,7 +117,7 @@ def forget(path):
 
 
 def serve(path):
-    """Record what a server with a clock does to a few requests, by the words it has for it."""
+    """Record all events of a server with a clock, for a few requests."""
     with Trace(path, mode="model") as trace:
         cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         long, short = ask("long", "abc", output_tokens=6), ask("short", "abx", output_tokens=1)
@@ -151,7 +151,7 @@ def serve(path):
 
 
 def compact(path):
-    """Record two requests under a clock that are compacted: in a prompt, after it, decoding."""
+    """Record two requests with a clock that are compacted within and after their prompts."""
     with Trace(path, mode="model") as trace:
         cache = KVCache(
             9, BLOCK, eviction=LRU(), prefix=Radix(), retention=Window(tokens=99), trace=trace
@@ -195,7 +195,7 @@ TIERS = (
 
 
 def rest(path, tiers=TIERS, requests=None, blocks=8, mode="model"):
-    """Record a server whose blocks go down two tiers, come up from both, and are swapped."""
+    """Record a server whose blocks move to two tiers and back, and are swapped."""
     if requests is None:
         requests = [
             ask("a", "abcd", output_tokens=1, arrival=0),
@@ -220,7 +220,7 @@ def lines(path):
 
 
 def seal(path, events):
-    """Write `events` as a trace whose numbers, counts and digest are right again."""
+    """Write `events` as a trace with correct numbers, counts and digest."""
     body = [dict(event, n=n) for n, event in enumerate(events) if event["event"] != "END"]
     data = b"".join(orjson.dumps(event) + b"\n" for event in body)
     counts = {}

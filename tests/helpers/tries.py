@@ -1,4 +1,4 @@
-"""Prompts of a small tree: a text a prompt, whose letters are keys of some blocks each."""
+"""Prompts of a small tree, as texts whose letters are keys of some blocks each."""
 
 from kvcore import KVCache, Request
 from kvcore.analysis import replay
@@ -7,7 +7,7 @@ from kvcore_plugins.prefix import Radix
 
 
 def requests(texts, ratio=1, key=str):
-    """Return a request a text; its keys are `key` of its prefixes, of `ratio` tokens each."""
+    """Return a request per text; its keys are `key` of its prefixes, of `ratio` tokens each."""
     return [
         Request(
             id=number,
@@ -25,7 +25,7 @@ def number(text):
 
 
 def replayed_hits(served, ratio, blocks):
-    """Return what LRU hits when each of `served` is opened, committed and closed in turn."""
+    """Return the hits of LRU when each of `served` is opened, committed and closed in turn."""
     cache = KVCache(
         blocks, 1, eviction=LRU(), prefix=Radix(), accounting="keys", key_tokens=ratio
     )

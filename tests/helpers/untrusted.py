@@ -1,4 +1,4 @@
-"""Traces whose every string is markup, as somebody who is no friend may send them."""
+"""Traces in which every string is malicious markup."""
 
 from functools import cache
 
@@ -27,10 +27,10 @@ EVIL = (
 
 
 def poison(path):
-    """Put `EVIL` into every string of a trace, as far as that leaves it valid.
+    """Put `EVIL` into every string of a trace that may be any text.
 
-    Which strings may be any text is read from the types of its lines. Returns those that the
-    check of a trace refuses: values, and (event, field).
+    The types of its lines say which strings these are. Returns the values, and the places
+    (event, field), that the check of a trace refuses to accept as `EVIL`.
     """
     poisoner = Poisoner()
     poisoner.run(path)
@@ -38,18 +38,18 @@ def poison(path):
 
 
 class Poisoner:
-    """Renames strings one by one, and fills fields that a line leaves out.
+    """Puts `EVIL` into strings, one by one, and into fields that a line leaves out.
 
     Attributes:
-        refused: values and places, as (event, field), where a check wants something else.
+        refused: values, and places (event, field), for which the trace is not valid.
     """
 
     def __init__(self):
-        """Rename nothing yet."""
+        """Start without any renamed string."""
         self.refused, self.seen, self.names = set(), set(), {}
 
     def run(self, path):
-        """Poison a trace, and write it again."""
+        """Poison the trace at `path`, and write it again."""
         found = lines(path)
         self.each(found, self.renamed)
         for value in sorted(self.seen):
@@ -68,7 +68,7 @@ class Poisoner:
         seal(path, found)
 
     def each(self, found, change, places=None):
-        """Return lines with their fields, or those of some places, changed."""
+        """Return lines with all fields changed, or only those at `places`."""
         made = []
         for line in found:
             values = {
@@ -82,7 +82,7 @@ class Poisoner:
         return made
 
     def renamed(self, kind, value):
-        """Return a value of a type with every string of it renamed that may be any text."""
+        """Return a value of type `kind` with all renamed strings replaced."""
         if isinstance(kind, Metadata):
             value = self.renamed(kind.type, value)
         elif isinstance(kind, UnionType):
@@ -103,16 +103,16 @@ class Poisoner:
 
 
 def fields(line):
-    """Return event, name and type of each field that its line may have.
+    """Return event, name and type of each field that a line may have.
 
-    None of END: that counts events and has a digest, and both must be right.
+    END has none: it counts events and has a digest, and both must be right.
     """
     return fields_of(_struct_of(line))
 
 
 @cache
 def fields_of(struct):
-    """Return them by the struct of a line."""
+    """Return event, name and type of each field of the struct of a line."""
     found = () if struct is End else msgspec.structs.fields(struct)
     return [(struct.__name__, each.encode_name, type_info(each.type)) for each in found]
 
@@ -123,7 +123,7 @@ def is_free(kind):
 
 
 def filled(kind, value):
-    """Return a value of a type with a text where one may be and none is; None: nowhere."""
+    """Return a value of type `kind` with a text wherever one fits; None if none fits."""
     if isinstance(kind, Metadata):
         return filled(kind.type, value)
     if isinstance(kind, UnionType):
@@ -149,7 +149,7 @@ def filled(kind, value):
 
 
 def valid(path, found):
-    """Write lines as a trace, and return True if it could have happened."""
+    """Write lines as a trace, and return True if the trace is valid and complete."""
     try:
         return check_trace(seal(path, found)).complete
     except TraceError:
@@ -157,7 +157,7 @@ def valid(path, found):
 
 
 def turned_away(path):
-    """Record tiers, and a request that is too large."""
+    """Record a run with tiers, and with a request that is rejected as too large."""
     first, *others = lines(rest(path))
     huge = {"id": "huge", "prompt": 400, "output": 1, "keys": [], "key_tokens": 4}
     why = {"request": "huge", "why": "too large"}
@@ -166,7 +166,7 @@ def turned_away(path):
 
 
 def recovered(path):
-    """Write a run on tensors that found a block in a tier, and did nothing."""
+    """Write a run on tensors that only recovers a block from a tier."""
     header = lines(rest(path))[0]
     tier = header["tiers"][1]
     tier["recovered"] = 1

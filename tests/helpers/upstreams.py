@@ -1,4 +1,4 @@
-"""Servers of an API that do as they are told, behind a proxy in the same process."""
+"""Servers of an API with scripted responses, behind a proxy in the same process."""
 
 import asyncio
 import json
@@ -14,15 +14,15 @@ WORDS = ("one", "two", "three")
 
 
 class Upstream:
-    """A server that answers as its `script` says, which a test may change at any time.
+    """A server that responds by its `script`, which a test may change at any time.
 
     Attributes:
-        script: what it does with a completion: `answer`, `die` before or `break` within its
-            answer, `wait` until `gate` is set, be `busy` (503), `fail` (500), talk `nonsense`,
-            or `flood` the client.
-        healthy: whether it says so.
-        calls: bodies of the completions that came; `headers` of each.
-        left: completions whose client went away.
+        script: the response to a completion: `answer`, `die` before or `break` within the
+            answer, `pause` within or `wait` before it until `gate` is set, `busy` (503), `fail`
+            (500), `nonsense` (invalid JSON), or `flood` (an endless stream).
+        healthy: whether `/health` responds with 200; else with 503.
+        calls: bodies of the received completions; `headers` of each.
+        left: number of completions whose client disconnected.
     """
 
     def __init__(self):
@@ -33,11 +33,11 @@ class Upstream:
 
     @property
     def url(self):
-        """Where it is."""
+        """The URL of the server."""
         return f"http://127.0.0.1:{self.port}"
 
     async def start(self):
-        """Listen, at the same port as before."""
+        """Listen, after a stop at the same port again."""
         app = web.Application(client_max_size=1 << 26)
         for path in ("/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._complete)
@@ -52,7 +52,7 @@ class Upstream:
         return self
 
     async def stop(self):
-        """Cut all connections, and listen no more."""
+        """Cut all connections, and stop listening."""
         server = self._runner.server
         for connection in server.connections if server else ():
             if connection.transport is not None:
@@ -119,19 +119,19 @@ class Upstream:
 
 
 async def _cut(http):
-    """End the connection; the handler is cancelled by that."""
+    """Abort the connection, and wait until the handler is cancelled by that."""
     http.transport.abort()
     await asyncio.Event().wait()
 
 
 def event(document):
-    """Return an event of a stream."""
+    """Return a document as an event of a stream."""
     return f"data: {json.dumps(document)}\n\n".encode()
 
 
 @asynccontextmanager
 async def routed(servers=2, **options):
-    """Run upstreams (or take these) and a proxy before them; yield it, them and a client."""
+    """Yield a proxy, its upstreams (`servers`, or as many new ones) and a client."""
     upstreams = servers
     if isinstance(servers, int):
         upstreams = [await Upstream().start() for _ in range(servers)]
@@ -152,7 +152,7 @@ async def routed(servers=2, **options):
 
 
 async def until(true, seconds=10):
-    """Let others run until a condition holds; fail after some seconds."""
+    """Wait until `true()` holds; fail after some seconds."""
     async with asyncio.timeout(seconds):
         while not true():  # noqa: ASYNC110 - what is waited for has no event
             await asyncio.sleep(0.005)

@@ -1,7 +1,7 @@
-"""The real vLLM without a model: its scheduler, driven in virtual time, and its cache manager.
+"""vLLM's scheduler without a model, driven in virtual time, and its cache manager.
 
-vLLM is installed without its dependencies. What its scheduler never calls, and modules that
-need a GPU or a server, are stood in for by empty ones.
+vLLM is installed without its dependencies. Modules that its scheduler never calls, or that need
+a GPU or a server, are replaced by empty ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from helpers.engines import stand_in
 from helpers.step_lists import STEP_NS, Server, Step
 
-# What vLLM imports on the way to its scheduler, and this does not call.
+# vLLM imports these packages with its scheduler, which does not call them.
 stand_in(
     "cbor2",
     "cloudpickle",
@@ -43,17 +43,18 @@ from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.request import RequestStatus as Status  # noqa: E402
 
 LONG = 1 << 20
-"""Tokens of the longest sequence where a server sets no limit."""
+"""Tokens of the longest sequence if a server sets no limit."""
 
 
 @attrs.frozen
 class Run:
-    """What vLLM did.
+    """The record of a run of vLLM.
 
     Attributes:
-        steps: its steps.
-        duplicates: the steps in which a block was cached whose content was cached already.
-        over: preemptions of requests whose last token was on the way, which no step lists.
+        steps: the steps of vLLM.
+        duplicates: numbers of the steps that cached a block whose content was cached already.
+        over: number of preemptions of requests whose last token was being computed; no step
+            lists them.
     """
 
     steps: list[Step]
@@ -64,13 +65,13 @@ class Run:
 def run(server: Server, scheduler: type | None = None) -> Run:
     """Serve the requests of `server` by vLLM's scheduler, in steps of `STEP_NS`.
 
-    `scheduler` is another class for it.
+    `scheduler` is another class to use instead.
     """
     return Driver(server, scheduler).run()
 
 
 def full_attention(blocks: int, block_size: int) -> KVCacheConfig:
-    """Return a pool of blocks of one group, as a model with full attention has it."""
+    """Return the config of a pool with one group of blocks for full attention."""
     attention = FullAttentionSpec(
         block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float16
     )
@@ -82,27 +83,27 @@ def full_attention(blocks: int, block_size: int) -> KVCacheConfig:
 
 
 def cache_manager(blocks: int, block_size: int, **options) -> KVCacheManager:
-    """Return vLLM's cache manager for such a pool, one block of which is never used."""
+    """Return vLLM's cache manager for a pool with full attention; it never uses one block."""
     layers = full_attention(blocks, block_size)
     return KVCacheManager(layers, LONG, block_size, block_size, **options)
 
 
 class Hashes(BlockHashToBlockMap):
-    """The cached blocks by their hash; counts the second ones."""
+    """A map of cached blocks by hash that counts blocks with a hash already in it."""
 
     duplicates = 0
 
     def insert(self, key, block):
-        """Insert a block."""
+        """Insert a block, and count it if its hash is in the map."""
         self.duplicates += self.get_one_block(key) is not None
         super().insert(key, block)
 
 
 class Driver:
-    """Gives requests to a scheduler, and a token for each to its plans, as an engine does.
+    """A driver that sends requests to a scheduler, and answers each plan with tokens.
 
-    An asynchronous engine keeps two plans: one runs while the other is made. Whatever a plan
-    computes, a step takes the same time; an empty one takes none.
+    An asynchronous engine keeps two plans: one runs while the other is made. A step takes the
+    same time, whatever its plan computes; an empty one takes none.
     """
 
     def __init__(self, server, kind=None):
@@ -117,9 +118,9 @@ class Driver:
         self.steps, self.duplicates, self.over = [], [], 0
 
     def run(self):
-        """Serve all requests."""
+        """Serve all requests, and return the record."""
         plans, depth = deque(), 1 + self.server.lag
-        now = idle = 0  # idle: when what has been planned will have run
+        now = idle = 0  # idle: when the plans made so far will have run
         while True:
             while self.arrivals and self.arrivals[0].arrival <= now:
                 self.scheduler.add_request(make_request(self.arrivals.popleft(), self.server))
@@ -140,9 +141,10 @@ class Driver:
                 self.correct()
 
     def correct(self):
-        """Correct the record of the plan made last by what the step before it has ended.
+        """Correct the latest recorded step, now that the step before it has ended.
 
-        Who has lost its blocks with its last token on the way is over, and starts no more.
+        A request that was preempted while its last token was computed is finished, and not
+        preempted.
         """
         step, known = self.steps[-1], self.scheduler.requests
         lost = [each for each in step.preempted if _name(each) in known]
@@ -151,12 +153,12 @@ class Driver:
         self.steps[-1] = attrs.evolve(step, preempted=lost, free=free)
 
     def plan(self):
-        """Make and record a plan; return it with the tokens that a model would answer."""
+        """Make and record a plan; return it with the tokens that a model would return."""
         scheduler, before = self.scheduler, self.hashes.duplicates
         running = scheduler.running.copy()
         plan = scheduler.schedule()
         tokens = plan.num_scheduled_tokens
-        # Those of an empty plan are told of the next one.
+        # Preemptions of an empty plan are recorded with the next plan.
         self.lost += [
             int(each.request_id) for each in running if each.status == Status.PREEMPTED
         ]
@@ -179,14 +181,14 @@ class Driver:
 
 
 def make_scheduler(server, kind=None, **caching):
-    """Return a scheduler of vLLM, or of a class of its kind, with the options of `server`."""
+    """Return a scheduler of vLLM, or of the class `kind`, with the options of `server`."""
     longest = server.options.get("max_model_len") or LONG
     options = {
         "scheduler_reserve_full_isl": server.options.get("reserve") != "first-chunk",
         "long_prefill_token_threshold": server.options.get("max_chunk") or 0,
     }
     scheduling = SchedulerConfig(
-        # Without chunks it must fit a step; the scheduler asks the model.
+        # Without chunks this may not exceed a step; the scheduler reads it from the model.
         max_model_len=longest if server.chunked else server.max_tokens,
         is_encoder_decoder=False,
         max_num_batched_tokens=server.max_tokens,
@@ -204,7 +206,7 @@ def make_scheduler(server, kind=None, **caching):
         scheduler_config=scheduling, cache_config=caching, device_config=DeviceConfig("cpu")
     )
     caching.num_gpu_blocks = server.blocks
-    # In place of the files of a model: what the scheduler asks of it.
+    # The attributes of a model that the scheduler reads.
     config.model_config = SimpleNamespace(
         max_model_len=longest,
         runner_type="generate",
@@ -222,7 +224,7 @@ def make_scheduler(server, kind=None, **caching):
 
 
 def make_request(request, server):
-    """Return `request` for vLLM: its tokens mean nothing, its blocks have the same keys."""
+    """Return `request` for vLLM, with meaningless tokens and hashes by its keys."""
 
     def hashes(job):
         done, full = len(job.block_hashes), job.num_tokens // server.block_size
@@ -240,12 +242,12 @@ def make_request(request, server):
 
 
 def _name(number):
-    """Return the id of a request; as texts they have the order of numbers, as equals do."""
+    """Return the id of a request as a text that sorts as its number."""
     return f"{number:06}"
 
 
 def _hash(request, block, block_size):
-    """Return the hash of a block: of its key and its place under it, or of its own."""
+    """Return the hash of a block by its key, or by its request if it exceeds the prompt."""
     if (block + 1) * block_size > request.prompt_tokens:
         text = b"%d of %d" % (block, request.id)
     else:

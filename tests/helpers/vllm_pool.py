@@ -1,4 +1,4 @@
-"""vLLM's own block pool, in its own order or in that of a hosted policy."""
+"""vLLM's own block pool, with its own LRU or with a hosted policy."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ from kvcore_vllm.block_pool import host_blocks
 
 
 class _Tokens:
-    """The tokens of a prompt, of which nothing but their number is ever asked."""
+    """The tokens of a prompt, of which only their number is read."""
 
     def __init__(self, count):
         self.count = count
 
     def __len__(self):
-        """Return their number."""
+        """Return the number of tokens."""
         return self.count
 
     def copy(self):
-        """Return them."""
+        """Return the same object."""
         return self
 
 
 class VllmPool:
-    """vLLM's cache manager with a pool of `blocks`, besides the one that it never uses.
+    """vLLM's cache manager with a pool of `blocks` blocks and one that it never uses.
 
     Args:
-        eviction: a policy; None: vLLM's own order.
-        blocks: blocks of the pool.
-        trace: where to record.
-        watched: whether what leaves is written down, which takes time.
+        eviction: a policy; None: vLLM's own LRU.
+        blocks: number of blocks in the pool.
+        trace: path of a recording; None: no recording.
+        watched: whether evictions are recorded in `left`, which takes time.
 
     Attributes:
         manager: vLLM's cache manager.
-        host: the host of the policy; None: vLLM's own order.
-        left: keys of the cached blocks that were evicted, in their order.
-        hit: tokens that hit.
+        host: the host of the policy; None: vLLM's own LRU.
+        left: keys of the evicted blocks, in their order.
+        hit: number of tokens that hit.
     """
 
     def __init__(self, eviction, blocks, *, trace=None, watched=True) -> None:
@@ -68,7 +68,7 @@ class VllmPool:
         pool._remove_cached_block_hashes = removed
 
     def prepare(self, request):
-        """Return the request as vLLM has it; its tokens mean nothing."""
+        """Return the request in vLLM's form, with meaningless tokens."""
         return Request(
             request_id=request.id,
             prompt_token_ids=_Tokens(request.prompt_tokens),
@@ -78,7 +78,7 @@ class VllmPool:
         )
 
     def queue(self, request, now):
-        """Let a request wait; where nothing is hosted, nobody asks."""
+        """Call the hosted policy, if any, for a request that waits."""
         self.now = now
         if self.host is not None:
             self.manager.queued(request)

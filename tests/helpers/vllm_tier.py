@@ -1,4 +1,4 @@
-"""vLLM's own CPU tier, in its own order or in that of a hosted policy."""
+"""vLLM's own CPU tier, with its own LRU or with a hosted policy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from inspect import signature
 from itertools import islice
 
 import attrs
-from helpers import vllm_engine  # noqa: F401 - what vLLM imports on the way
+from helpers import vllm_engine  # noqa: F401 - stands in for packages that vLLM imports
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, make_offload_key
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
@@ -23,13 +23,14 @@ SIZE = 512
 """Tokens of a chunk, and of a key of the trace."""
 
 SAYS_FOR_WHOM = "req_context" in signature(CachePolicy.insert).parameters
-"""Whether this release of vLLM says for which request a chunk is stored."""
+"""Whether this release of vLLM passes the request for which a chunk is stored."""
 
 
 def conversations(requests=None):
-    """Return the first requests of the bundled trace that have a full chunk, with those keys.
+    """Yield the first requests of the bundled trace that have a full chunk.
 
-    Ids are text, as vLLM's are: some policies hash them.
+    Their keys are those of full chunks. Their ids are texts, as vLLM's are: some policies hash
+    them.
     """
     for request in islice(Mooncake(), requests):
         keys = request.keys[: request.prompt_tokens // SIZE]
@@ -38,13 +39,13 @@ def conversations(requests=None):
 
 
 def offload_key(key, group=0):
-    """Return what vLLM calls a chunk."""
+    """Return vLLM's key of a chunk."""
     return make_offload_key(key.to_bytes(32, "big"), group)
 
 
 @attrs.define
 class Outcome:
-    """What a tier did: the digest of what it evicted, in order, how many, and hits."""
+    """The decisions of a tier: digest and number of evictions in order, hits and refusals."""
 
     digest: str = ""
     evicted: int = 0
@@ -53,7 +54,7 @@ class Outcome:
 
 
 class VllmTier:
-    """vLLM's manager of a CPU tier. `eviction` None is its own `lru`, else a policy's text."""
+    """vLLM's manager of a CPU tier, with the policy `eviction`; None: vLLM's `native` one."""
 
     def __init__(self, eviction, blocks, monkeypatch, native="lru"):
         self.now = 0
@@ -66,11 +67,11 @@ class VllmTier:
 
     @property
     def policy(self):
-        """The object that decides."""
+        """The policy object of the manager."""
         return self.manager._policy
 
     def context(self, request):
-        """Return what vLLM knows of a request, which begins."""
+        """Return vLLM's context of a request, which begins."""
         context = ReqContext(req_id=request.id)
         for place, key in enumerate(request.keys, 1):
             context.set_offload_key_position(key, place * SIZE)
@@ -78,9 +79,9 @@ class VllmTier:
         return context
 
     def open(self, request, *, loads=False):
-        """Offer all chunks of a request; return its context, what hit and what left.
+        """Offer all chunks of a request; return its context, its hits and the victims.
 
-        With `loads` it loads what hits, and offers the rest.
+        With `loads` the hit chunks are loaded, and only the others offered.
         """
         self.now, manager, keys = request.arrival, self.manager, request.keys
         context, hit = self.context(request), 0
@@ -103,9 +104,9 @@ class VllmTier:
 
 
 class _Replayed:
-    """A cache of kvcore, or of a host, that a policy decides in.
+    """A `KVCache` or a `HostedCache` whose evictions are recorded.
 
-    Serves requests as the tier does: each is offered all chunks of its prompt at once.
+    It serves requests as the tier does: all chunks of a prompt are offered at once.
     """
 
     def __init__(self, eviction, make):
@@ -114,7 +115,7 @@ class _Replayed:
         self.now = 0
 
     def open(self, request):
-        """Serve a request; return its handle, what hit and what left."""
+        """Serve a request; return its handle, its hits and the victims."""
         self.now = request.arrival
         opened = self.cache.open(request, None, self.now)
         self.cache.commit(opened, opened.tokens - opened.computed, self.now)
@@ -128,7 +129,7 @@ class _Replayed:
 
 
 def cache_tier(eviction, blocks):
-    """Return a `KVCache` whose spans are one block each."""
+    """Return a `KVCache` with spans of one block."""
     return _Replayed(
         eviction,
         lambda policy: KVCache(
@@ -139,12 +140,12 @@ def cache_tier(eviction, blocks):
 
 
 def host_tier(eviction, blocks):
-    """Return a host of the policy alone."""
+    """Return a `HostedCache` of the policy."""
     return _Replayed(eviction, lambda policy: HostedCache(policy, blocks, SIZE, None))
 
 
 def serve(tier, requests, together=1, **options):
-    """Serve `requests`, so many together; return the outcome."""
+    """Serve `requests` with up to `together` open at a time; return the outcome."""
     outcome, digest, opened = Outcome(), sha256(), deque()
     for request in requests:
         handle, hit, left = tier.open(request, **options)

@@ -1,12 +1,12 @@
-"""kvcore under the step times of DynoSim, with DynoSim's rules of preemption laid over it.
+"""kvcore under the step times of DynoSim, with DynoSim's rules of preemption added.
 
 DynoSim is the offline replay of NVIDIA Dynamo 1.2.1 (`python -m dynamo.replay`): it simulates
 an engine with step times of its own. Its rules were read in its sources, `lib/mocker` and
-`lib/kvbm-logical`, and measured beside it. As long as it preempts nobody, they are options of
-kvcore: `RULES`. What it does under preemption no engine does; it is repeated here alone.
-Not repeated are two rules that change next to nothing: a prompt that is cached to its last
-block is hit whole, so that nothing of it is computed; and the last token of a text, which no
-step computes, has a slot.
+`lib/kvbm-logical`, and confirmed by measurements. As long as it preempts no request, they are
+options of kvcore: `RULES`. Its behaviour under preemption is that of no engine, and is
+reproduced only here. Two rules with hardly any effect are not reproduced: a prompt that is
+cached to its last block is hit completely, so that none of it is computed; and the last token
+of a text, which no step computes, has a slot.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ FIGURES = tuple(
 
 @attrs.frozen
 class Recorded:
-    """What DynoSim has reported of a trace of Mooncake, served by one worker.
+    """The report of DynoSim on a trace of Mooncake, served by one worker.
 
     Attributes:
         trace: `conversation`, which is bundled, or `synthetic`.
-        blocks, block_size: of its pool.
-        preempts: whether it preempts; kvcore is then within 0.1 %, and equal where not.
+        blocks, block_size: the size of the worker's pool.
+        preempts: whether DynoSim preempts; then kvcore is within 0.1 %, otherwise equal.
         report: reused tokens as a share of all prompt tokens, and times in ms.
     """
 
@@ -83,12 +83,12 @@ def prefill_ms(tokens: int) -> float:
 
 
 def decode_ms(held: float) -> float:
-    """Return DynoSim's time for giving tokens, by the share of all blocks that is held."""
+    """Return DynoSim's time for generating tokens, by the share of all blocks in use."""
     return max(-25.74 * held**2 + 54.01 * held + 5.74, 1.0)
 
 
 class EmptyServerTimes(LatencyModel):
-    """DynoSim's time of a step in an empty server, for schedulers that ask."""
+    """DynoSim's time of a step in an empty server, for schedulers that need an estimate."""
 
     name = "dynosim"
 
@@ -98,7 +98,7 @@ class EmptyServerTimes(LatencyModel):
 
 
 class DynoSimExecutor:
-    """Gives steps DynoSim's times, which depend on blocks held and on means of the prompts."""
+    """An executor with DynoSim's step times, by blocks in use and means of the prompts."""
 
     name = "dynosim"
     mode = "model"
@@ -112,9 +112,9 @@ class DynoSimExecutor:
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
     ) -> StepResult:
-        """Return the time of the prompts, then that of the tokens given, each in whole ns.
+        """Return the time of prompts plus that of generated tokens, each in whole ns.
 
-        A step that completes no prompt and decodes nothing gives no token.
+        A step that completes no prompt and decodes nothing generates no token.
         """
         del decoding
         prompts = [
@@ -124,7 +124,7 @@ class DynoSimExecutor:
         ]
         took = 0
         if prompts:
-            # It counts prompts times the difference of two means, which are whole tokens.
+            # DynoSim computes prompts times the difference of two means, in whole tokens.
             before, after = (sum(ends) // len(prompts) for ends in zip(*prompts, strict=True))
             took = round(prefill_ms(len(prompts) * (after - before)) * NS_PER_MS)
         if work.decode or any(job.computed + tokens == job.target for job, tokens in chunks):
@@ -134,11 +134,11 @@ class DynoSimExecutor:
 
 
 class DynoSimBatcher(Batcher):
-    """Preempts as DynoSim does.
+    """A batcher that preempts by DynoSim's rules.
 
     Attributes:
-        hits: the most prompt tokens that each job hit in any of its admissions: what DynoSim
-            reports as reused, though a preempted job hits what it has computed itself.
+        hits: the most prompt tokens that each job hit in any of its admissions. DynoSim
+            reports these as reused, though a preempted job hits blocks of its own.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -153,7 +153,7 @@ class DynoSimBatcher(Batcher):
             if not self.running:
                 return False
             self._recompute(self._last(now), now, job)
-            self._budget = budget  # nobody gets the tokens of the preempted
+            self._budget = budget  # no job gets the tokens of the preempted one
         self.hits[job] = max(self.hits.get(job, 0), job.computed)
         return True
 
@@ -163,24 +163,24 @@ class DynoSimBatcher(Batcher):
         return next(reversed(self.running))
 
     def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Put `job` before all that wait, whoever came first."""
+        """Put `job` before all waiting jobs, whatever their order of arrival."""
         self._fronts[job] = -1 - sum(other.recomputes for other in self._fronts)
         super()._recompute(job, now, requester)
 
     def _rank(self, job: Job, now: int) -> None:
-        """Rank by order of arrival all but the preempted."""
+        """Rank jobs by arrival, except those that were preempted."""
         del now
         job.rank = self._fronts.get(job, 0)
 
     def _allot(self, job: Job, now: int) -> None:
-        """Let a prompt's blocks be hit that a chunk fills in part."""
+        """Make the blocks of a prompt shareable that a chunk fills in part."""
         planned = len(self.chunks)
         super()._allot(job, now)
         for _, tokens in self.chunks[planned:]:
             self._publish_begun(job, job.computed + tokens, now)
 
     def _has_blocks(self, job: Job, tokens: int, now: int) -> bool:
-        """Let blocks be hit that `job` took in vain: they were too few for its chunk."""
+        """Make blocks shareable that `job` took although they are too few for its chunk."""
         seq, size = job.seq, self._cache.geometry.block_size
         assert seq is not None
         there = (seq.blocks + self._cache.available_blocks) * size
@@ -201,9 +201,10 @@ class DynoSimBatcher(Batcher):
 def serve(
     requests: Iterable[Request], blocks: int, block_size: int, *, preempts: bool
 ) -> tuple[dict[str, float], int]:
-    """Serve requests under DynoSim's step times; return its figures, and the preemptions.
+    """Serve requests under DynoSim's step times; return its figures and the preemptions.
 
-    `preempts` says whether its preemption is laid over kvcore's; `RULES` hold in any case.
+    With `preempts`, jobs are preempted by DynoSim's rules instead of kvcore's; `RULES` apply in
+    any case.
     """
     cache = KVCache(
         blocks,

@@ -20,7 +20,7 @@ if find_spec("sglang") is None:
 
 from helpers.sglang_engine import Theirs, order
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the package
 
 CORES = ("radix", "python", "rust")
 QUEUES = 60
@@ -29,7 +29,7 @@ TOKENS = 600
 
 
 def ask(draw, number, stems):
-    """Return a request that begins as some of `stems` do, a key a token."""
+    """Return a request that begins with a part of one of `stems`, with a key per token."""
     stem = stems[draw.randrange(len(stems))]
     shared = stem[: draw.randint(0, len(stem))]
     keys = [*shared, *((number, place) for place in range(draw.randint(1, TOKENS // 2)))]
@@ -39,7 +39,7 @@ def ask(draw, number, stems):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("stream", STREAMS[CONVERSATION], ids=str)
 def test_the_goldens_are_those_of_the_package(stream, core):
-    """Each of the three caches hits what the tests without SGLang have of it."""
+    """Each of SGLang's three caches has the recorded hits of the golden tests."""
     assert digest(hits_of(stream, Theirs(stream.blocks, core))) == STREAMS[CONVERSATION][stream]
 
 
@@ -47,14 +47,14 @@ def test_the_goldens_are_those_of_the_package(stream, core):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("stream", STREAMS[SYNTHETIC], ids=str)
 def test_a_trace_held_out_hits_the_same(stream, core):
-    """Requests of the synthetic trace hit what they hit in each of the three caches."""
+    """SGLang's three caches hit the same as kvcore on the synthetic trace of Mooncake."""
     found = digest(hits_of(stream, Theirs(stream.blocks, core)))
     assert found == STREAMS[SYNTHETIC][stream]
     assert found == digest(hits_of(stream, Ours.like("sglang", stream.blocks)))
 
 
 class _Server:
-    """What `lpm` asks for: hits in a cache."""
+    """The state of a server that `lpm` reads: the hits of a prompt in a cache."""
 
     def __init__(self, cache):
         self.probe = cache.probe
@@ -62,7 +62,10 @@ class _Server:
 
 @pytest.mark.parametrize("seed", range(QUEUES))
 def test_a_queue_is_ordered_alike(seed):
-    """Queues of 2 to 200 requests on equal caches have the order of SGLang's `lpm`."""
+    """`lpm` orders a queue as SGLang does, given equal caches.
+
+    Queues have 23 to 150 waiting requests, on both sides of SGLang's limit of 128.
+    """
     draw = Random(seed)
     stems = [[("stem", name, place) for place in range(TOKENS)] for name in range(12)]
     requests = [ask(draw, number, stems) for number in range(draw.choice((30, 128, 129, 200)))]

@@ -1,8 +1,8 @@
 """vLLM's real scheduler and cache manager beside kvcore like vLLM: the same steps.
 
-`tox -e like-vllm` runs this with the installed package. `KVCORE_LIKE_SERVERS` says for how
-many random servers, and `KVCORE_LIKE_FIRST` from which seed on, so that it can run in parts;
-`KVCORE_LIKE_WRITE=1` writes the goldens anew.
+`tox -e like-vllm` runs this with the installed package. `KVCORE_LIKE_SERVERS` is the number of
+random servers, and `KVCORE_LIKE_FIRST` the first seed, so that it can run in parts;
+`KVCORE_LIKE_WRITE=1` writes the golden file again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from helpers.step_lists import (
     write,
 )
 
-with catch_warnings(action="ignore"):  # of what vLLM imports
+with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from helpers import vllm_engine
 
 FIRST = int(os.environ.get("KVCORE_LIKE_FIRST", "1000"))
@@ -43,10 +43,10 @@ OPTIONS = (
 
 
 def compare(servers):
-    """Run both on `servers`; return what was counted, and what differs beside duplicates.
+    """Run both on `servers`; return counts, and differences that duplicates do not explain.
 
     vLLM keeps a block twice if two requests compute it: the last one of a prompt of whole
-    blocks, which is never hit. From there on the two may differ.
+    blocks, which is never hit. From that step on the two may differ.
     """
     counts, wrong = Counter(), []
     for server in servers:
@@ -88,7 +88,7 @@ def test_random_servers():
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_options_that_are_not_vllm_s_defaults(options):
-    """The same with an option of each side that means the same."""
+    """Steps are those of vLLM if an option of vLLM and its equivalent in kvcore are set."""
     numbers = range(FIRST, FIRST + max(1, SERVERS // 10))
     servers = [random_server(number, **options) for number in numbers]
     if "max_chunk" in options:
@@ -102,7 +102,7 @@ def apart(server):
     """Return `server` with requests that share nothing.
 
     Prompts of which each gets a small part of a step are computed side by side, so that vLLM
-    would have all blocks twice that two of them share.
+    would have two copies of all blocks that two of them share.
     """
     requests = [
         attrs.evolve(each, keys=[(each.id << 20) + place for place in range(len(each.keys))])
@@ -113,7 +113,7 @@ def apart(server):
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_difference_would_be_seen(lag):
-    """With a rule of kvcore in place of one of vLLM's the steps are others."""
+    """Replacing one of vLLM's rules by one of kvcore's changes the steps."""
     server = conversation(400, 512, lag)
     real = encode(vllm_engine.run(server).steps)
     other = attrs.evolve(server, options={"commit": "computed"})

@@ -1,4 +1,4 @@
-"""vLLM's own engine loop and schedulers record the steps that a device ran, and their times."""
+"""Schedulers in vLLM's own engine loop record the steps that a device ran, and their times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcore.serving.calibration import fit_latency, read_steps
 from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_plugins.latency import Linear, Roofline
 
-with catch_warnings(action="ignore"):  # of what vLLM imports
+with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from helpers import vllm_engine
     from vllm.config import SchedulerConfig
     from vllm.v1.engine.core import EngineCore
@@ -31,7 +31,7 @@ HOST = 0.0005
 
 
 HOUR_NS = 3600 * NS_PER_S
-"""From one burst of requests to the next: the server is idle in between."""
+"""Time between two bursts of requests, in which the server is idle."""
 
 
 @attrs.frozen
@@ -44,10 +44,11 @@ class Ran:
 
 
 class Device:
-    """Takes the place of vLLM's executor: runs steps in order, on a clock of its own.
+    """A replacement of vLLM's executor that runs steps in order, on a clock of its own.
 
-    It knows of a sequence what a model runner knows: which tokens it has, and how many of them
-    are computed. A step takes what `latency` says, and time passes while its output is awaited.
+    It has the state of a model runner: the tokens of each sequence, and how many of them are
+    computed. The duration of a step is that of `latency`, and time passes while its output is
+    awaited.
     """
 
     def __init__(self, latency):
@@ -58,7 +59,7 @@ class Device:
         self.lengths, self.computed, self.generated = {}, {}, set()
 
     def execute_model(self, plan, *, non_block):
-        """Launch a step; its tokens come from `sample_tokens`."""
+        """Launch a step; `sample_tokens` returns its tokens."""
         self.now += HOST
         done = Future()
         if not plan.num_scheduled_tokens:
@@ -75,7 +76,7 @@ class Device:
         return done
 
     def sample_tokens(self, grammar, *, non_block=False):
-        """Return the output of the step launched last, or what waits for it."""
+        """Return the output of the step launched last, or a future of it."""
         return self._launched if non_block else self._launched.result()
 
     def _work(self, plan):
@@ -110,7 +111,7 @@ class Device:
 
 
 class _Awaited(Future):
-    """The output of a step: whoever waits for it has the time at which it is there."""
+    """The output of a step; waiting for it sets the clock to the end of the step."""
 
     def __init__(self, device, end, output):
         super().__init__()
@@ -124,7 +125,7 @@ class _Awaited(Future):
 
 
 def engine(scheduler, device, *, ahead):
-    """Return vLLM's engine core around a scheduler; without a model, it is not started."""
+    """Return vLLM's engine core around a scheduler; it has no model and is not started."""
     core = object.__new__(EngineCore)
     core.scheduler, core.model_executor = scheduler, device
     core.vllm_config, core.log_stats = scheduler.vllm_config, False
@@ -137,7 +138,7 @@ def engine(scheduler, device, *, ahead):
 
 
 def record(server, latency, path, monkeypatch, *, ahead):
-    """Serve `server` on a device; return what the device ran, and what is in the file."""
+    """Serve `server` on a device; return the steps that ran, and the steps in the file."""
     kind = "TimedAsyncScheduler" if ahead else "TimedScheduler"
     dotted = f"kvcore.serving.vllm_steps.{kind}"
     monkeypatch.setattr(
@@ -172,10 +173,10 @@ def record(server, latency, path, monkeypatch, *, ahead):
 def test_the_file_has_the_steps_that_the_device_ran_without_a_pause(
     tmp_path, monkeypatch, ahead, seed
 ):
-    """Each with its work and its time; the first ones and those after idle time are missing.
+    """The file has the work and the time of each step that followed another without a pause.
 
-    What a host takes to plan and launch is in the time of a step, unless it is done while the
-    step before runs.
+    The first steps and those after idle time are missing. The time that the host takes to plan
+    and launch is part of a step's time, unless the step before runs meanwhile.
     """
     latency = Linear(step=0.01, prefill=1e-5, decode=2e-5, context=1e-8)
     server = random_server(seed)
@@ -194,7 +195,7 @@ def test_the_file_has_the_steps_that_the_device_ran_without_a_pause(
 
 
 def test_a_host_that_is_slower_than_the_device_sets_the_time(tmp_path, monkeypatch):
-    """Also under asynchronous scheduling: tokens come no faster than steps are planned."""
+    """A host slower than the device sets the time, even with asynchronous scheduling."""
     monkeypatch.setattr(f"{__name__}.HOST", 0.05)
     server, path = random_server(3), tmp_path / "steps.csv"
     ran, found = record(server, Linear(), path, monkeypatch, ahead=True)
@@ -204,7 +205,10 @@ def test_a_host_that_is_slower_than_the_device_sets_the_time(tmp_path, monkeypat
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 def test_calibrate_finds_the_constants_of_the_device(tmp_path, monkeypatch, ahead):
-    """Those of a roofline; a host that works between two steps is in that of the layers."""
+    """Fitting a recorded file finds the constants of the device's roofline.
+
+    The time of a host that works between two steps is in the overhead of the layers.
+    """
     device = Roofline(
         "llama-3-8b", "h100", tensor_parallel=1, compute=0.6, bandwidth=0.7, layer_overhead=6e-5
     )

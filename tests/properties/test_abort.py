@@ -1,4 +1,4 @@
-"""Requests that are aborted at any time leave nothing behind, and a trace that replays."""
+"""Requests that are aborted at any time leave no blocks, and a trace that replays."""
 
 import tempfile
 from collections import Counter
@@ -23,10 +23,10 @@ SCHEDULERS = ("fcfs", "srpt", "urgent", "latest", "planning", "fair")
 
 
 class ImpatientLoop(ServingLoop):
-    """A loop whose clients leave by chance, before a turn begins.
+    """A loop that aborts jobs at random, before a turn begins.
 
     Attributes:
-        aborted: how many did, by the stage of their jobs; and `late` those that had to wait.
+        aborted: the number of aborts by stage of the job; `late` if the abort had to wait.
     """
 
     def __init__(self, seed, *parts, **options):
@@ -34,7 +34,7 @@ class ImpatientLoop(ServingLoop):
         super().__init__(*parts, **options)
 
     def begin(self):
-        """Let some jobs end, then begin."""
+        """Abort some jobs at random, then begin the turn."""
         for job in [*self.batcher.running, *self.batcher.waiting]:
             if self.random.random() < 0.1:
                 stage = job.stage
@@ -43,7 +43,7 @@ class ImpatientLoop(ServingLoop):
 
 
 def run(server, scheduler, seed):
-    """Serve with clients that leave; check the cache and the trace; return what was aborted."""
+    """Serve with random aborts, check cache and trace, and return the aborts by stage."""
     options = server.options | {"watermark": 0}
     blocks, size, keys = (options.pop(n) for n in ("blocks", "block_size", "key_tokens"))
     with tempfile.TemporaryDirectory() as folder:
@@ -80,14 +80,14 @@ def run(server, scheduler, seed):
 
 @given(servers() | tiered_servers(), st.sampled_from(SCHEDULERS), st.integers(0, 99))
 def test_aborted_requests_leave_nothing_behind(server, scheduler, seed):
-    """Whatever a job does when it is aborted, each request ends once, and no block is lost."""
+    """Each request ends exactly once and no block is lost, whatever the stage of its abort."""
     if server.requests:
         run(server, scheduler, seed)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "prefill", "decode", "paused", "late loading"])
 def test_each_stage_is_aborted(stage):
-    """The property is of every stage that a job can be in."""
+    """Random servers abort jobs in every stage, so that the property covers them all."""
     stages = Counter()
     for seed in range(400):
         server = random_tiered_server(Random(seed).randint)

@@ -1,4 +1,4 @@
-"""An API's cache against brute force; bills add up, and hits never cost."""
+"""The cache of an API against brute force, and properties of its bills."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def reads(rows, price):
 
 @given(rows=ROWS, rule=RULES)
 def test_any_prefix_is_read_within_its_ttl(rows, rule):
-    """Without breakpoints: the longest whole steps of a prompt that an earlier one has."""
+    """Without breakpoints, a prompt reads the whole steps shared with an earlier one."""
     price = PriceModel(**FIGURES, **rule)
     least = max(rule["min_tokens"], 1)
     expected = prefixes_read(rows, rule["ttl"], least, 1)
@@ -42,7 +42,7 @@ def test_any_prefix_is_read_within_its_ttl(rows, rule):
 
 @given(rows=ROWS, rule=RULES)
 def test_entries_are_read_within_their_ttl(rows, rule):
-    """With breakpoints at the ends of prompts: the longest earlier prompt that this extends."""
+    """With breakpoints at prompt ends, a prompt reads the longest earlier one it extends."""
     price = PriceModel(**FIGURES, **rule | {"step": 1}, breakpoints=4)
     assert reads(rows, price) == entries_read(rows, rule["ttl"], rule["min_tokens"])
 
@@ -64,7 +64,10 @@ def test_every_token_is_billed_once(rows, rule, breakpoints):
 
 @given(rows=ROWS, rule=RULES, hits=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9))))
 def test_more_hits_never_cost_more(rows, rule, hits):
-    """Where reading is cheaper than writing, a cache that hits more in each request is too."""
+    """A cache that hits at least as much in each request costs no more.
+
+    Reading is cheaper than writing here.
+    """
     price = PriceModel(**FIGURES, **rule)
     pairs = [
         (request(n, now, text), sorted(min(hit, len(text)) for hit in pair))
@@ -80,7 +83,7 @@ def test_more_hits_never_cost_more(rows, rule, hits):
 
 @given(rows=ROWS, rule=RULES, breakpoints=st.integers(0, 1))
 def test_a_longer_ttl_reads_no_less(rows, rule, breakpoints):
-    """What lives longer is read at least as often, by either rule."""
+    """A longer time to live never reduces the tokens that are read, with either rule."""
     short, long = (
         sum(reads(rows, PriceModel(**FIGURES, **rule | {"ttl": ttl}, breakpoints=breakpoints)))
         for ttl in (rule["ttl"], 2 * rule["ttl"])

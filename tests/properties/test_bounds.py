@@ -1,4 +1,4 @@
-"""What no policy can hit more than, and what all must hit."""
+"""Bounds on the hits of every policy: the optimum, no shared block, a pool for all blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LASTING = [name for name in POLICIES if not build(name).expires_spans]
 
 @attrs.define(slots=False, eq=False)
 class Prompts(Workload):
-    """A request a text, one a second; the letters are keys of 3 tokens."""
+    """A workload with a request per text, one a second; each letter is a key of 3 tokens."""
 
     name: ClassVar[str] = "prompts"
     key_tokens: ClassVar[int] = 3
@@ -64,7 +64,7 @@ def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=26), pool=st.integers(1, 30))
 @settings(max_examples=30, deadline=None)
 def test_where_nothing_is_shared_nothing_hits(lengths, pool):
-    """Requests without a common block: 0 hits, whatever the policy."""
+    """Requests without a common block have 0 hits, whatever the policy."""
     texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
     comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
     assert set(hits(comparison).values()) == {0}
@@ -74,7 +74,7 @@ def test_where_nothing_is_shared_nothing_hits(lengths, pool):
 @given(texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40))
 @settings(max_examples=30, deadline=None)
 def test_where_all_fits_all_hits(texts):
-    """A pool for every distinct block hits what an infinite cache hits, unless it expires."""
+    """Policies that do not expire blocks hit as an infinite cache if all blocks fit."""
     blocks = len({text[: end + 1] for text in texts for end in range(len(text))})
     comparison = compare(Prompts(texts), [*LASTING, *BOUNDS], [max(1, blocks)])
     assert set(hits(comparison).values()) == {comparison.infinite.hit_blocks}

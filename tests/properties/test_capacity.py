@@ -1,4 +1,4 @@
-"""The search for what holds judges a run that it ends early as the whole run is judged."""
+"""The capacity search judges a run that it ends early as it would judge the whole run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ TIGHT = {"blocks": 300, "max_seqs": 16}
     ids=["tight", "srpt", "contiguous", "rejecting", "sessions", "mooncake"],
 )
 def test_a_run_that_ends_early_is_judged_as_the_whole_one(workload, options, rates, request):
-    """At rates at which the queue grows, at those at which it does not, and between."""
+    """A run that ends early gets the verdict of the whole run, saturated or not.
+
+    Rates are below, near and above the one at which the queue grows.
+    """
     workload = workload.replace("examples", str(request.config.rootpath / "examples"))
     parts = RunParts(RunConfig.of("simulate", workload=workload, **options))
     longest = max(each.output_tokens for each in parts.workload)

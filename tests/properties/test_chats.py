@@ -15,14 +15,14 @@ CHAT = st.lists(MESSAGE, min_size=1, max_size=5)
 
 
 def written(messages):
-    """Return the text of which the tokens of a prompt of these messages are the bytes."""
+    """Return the text whose bytes are the tokens of a prompt of these messages."""
     texts = [f"{role}\n{text}\n" for role, text in [*messages, ("user", "?")]]
     return "".join([*texts, "assistant\n"])
 
 
 @given(chats=st.lists(CHAT, min_size=2, max_size=4), size=st.integers(1, 8), shared=CHAT)
 def test_a_shared_prefix_of_whole_blocks_shares_its_keys(tmp_path_factory, chats, size, shared):
-    """Two prompts have as many first keys in common as whole blocks, and then none."""
+    """Two prompts share the keys of their common whole blocks, and no key after them."""
     chats = [*chats, *(shared + chat for chat in chats)]
     path = tmp_path_factory.mktemp("chats") / "c.jsonl"
     rows = (

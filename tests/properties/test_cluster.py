@@ -1,4 +1,4 @@
-"""Clusters: one replica is a server, nothing is lost, views tell what they can know."""
+"""Clusters: equality with a server, complete service of all requests, and views of routers."""
 
 from collections import Counter
 
@@ -22,7 +22,7 @@ counts = st.integers(1, 4)
 
 @st.composite
 def failures(draw, replicas):
-    """Draw failures of replicas in small times, each after the return of the one before."""
+    """Draw failures of replicas in small times, each after the return from the last."""
     drawn = []
     for replica in range(draw(st.integers(0, replicas))):
         now = 0
@@ -35,15 +35,15 @@ def failures(draw, replicas):
 
 
 def told(run):
-    """Return the lines of a trace without their numbers, those of a replica together."""
+    """Return the lines of a trace without numbers, sorted by time and then by replica."""
     lines = [{**line, "n": 0} for line in run.lines]
     return sorted(lines, key=lambda line: (line["t"], line.get("replica", -1)))
 
 
 def as_asked(lines):
-    """Return the bytes of lines without numbers, of one time first what was asked.
+    """Return the bytes of lines without numbers, of one time first requests and rejections.
 
-    A cluster routes, or rejects, all that comes at a time before a replica takes any of it.
+    A cluster routes or rejects all requests of one time before a replica admits any of them.
     """
     asked = ("REQUEST", "REJECT")
     lines = sorted(lines, key=lambda line: (line["t"], *(line["event"] != e for e in asked)))
@@ -53,8 +53,8 @@ def as_asked(lines):
 @FEW
 @given(servers() | tiered_servers(), schedulers, st.booleans())
 def test_a_cluster_of_one_is_a_server(server, scheduler, forgets):
-    """Its trace is that of the server alone, but for ROUTE and the names of replicas."""
-    # Nobody follows hints for prefetches in a cluster: a request is not routed before it comes.
+    """A cluster of one has a server's trace, except for ROUTE lines and names of replicas."""
+    # A cluster ignores hints for prefetches: a request is not routed before its arrival.
     requests = [early(request, None) for request in server.requests]
     server = attrs.evolve(server, requests=requests)
     retention = (lambda: Window(tokens=8)) if forgets and not server.tiers else None
@@ -76,7 +76,7 @@ def test_a_cluster_of_one_is_a_server(server, scheduler, forgets):
 def test_a_replica_that_is_not_touched_does_what_it_does_step_by_step(
     data, server, replicas, view
 ):
-    """Where jumps are not foreseen, routers see the same, and replicas do the same."""
+    """Routers and traces are the same whether replicas jump over steps or run each of them."""
     fail = data.draw(failures(replicas))
     lazy, slow = Longest(), Longest()
     one = serve_server(server, replicas, router=lazy, view=view, failures=fail)
@@ -90,8 +90,11 @@ def test_a_replica_that_is_not_touched_does_what_it_does_step_by_step(
 @FEW
 @given(st.data(), servers() | tiered_servers(), counts)
 def test_events_without_delay_are_exact(data, server, replicas):
-    """What replicas have told is what their caches hold, whatever the sizes of blocks."""
-    if "ttl" in server.eviction:  # what has expired is dropped only when it is met
+    """A view of events without delay shows routers what an exact view shows.
+
+    Eviction by age is left out: the cache drops expired blocks only when it meets them.
+    """
+    if "ttl" in server.eviction:  # expired blocks are dropped only when they are met
         server = attrs.evolve(server, eviction="lru")
     fail = data.draw(failures(replicas))
     late, exact = Longest(), Longest()
@@ -104,7 +107,10 @@ def test_events_without_delay_are_exact(data, server, replicas):
 @FEW
 @given(st.data(), servers() | tiered_servers(), st.integers(2, 4))
 def test_every_request_is_served_once_or_turned_away(data, server, replicas):
-    """Whatever fails: each has one row and one end; lines are in order; bytes are the same."""
+    """Each request has one row and one end, whatever replicas fail.
+
+    The lines of the trace are in order of time, and a second run writes the same bytes.
+    """
     fail = data.draw(failures(replicas))
     runs = [
         serve_server(server, replicas, router=Lot(refuses=7), failures=fail) for _ in range(2)
@@ -126,15 +132,15 @@ def test_every_request_is_served_once_or_turned_away(data, server, replicas):
     times = [line["t"] for line in run.lines]
     assert times == sorted(times)
     assert [line["n"] for line in run.lines] == list(range(1, len(times) + 1))
-    # All replicas return, so that what was lost was sent again.
+    # All replicas return, so that every lost request is sent again.
     sent = Counter(line["request"] for line in run.of("ROUTE"))
     assert sum(sent.values()) - len(sent) == run.result.retried
 
 
-# Views by themselves, against what says the same slowly.
+# Views alone, against slow and plain implementations.
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple)
-"""Prompts as paths of a tree: a key is the path down to it."""
+"""Prompts as paths of a tree: a key is the path from the root to its node."""
 
 
 def keys_of(path):
@@ -152,7 +158,7 @@ def ask(path, size=4):
 
 @given(st.lists(st.tuples(st.integers(0, 70), prompts), max_size=20), prompts)
 def test_holders_are_found_by_bisection(held, path):
-    """It finds what looking at every key of every replica finds."""
+    """`Holders.find` finds what a scan of every key of every replica finds."""
     index, slow = Holders(), {}
     for replica, each in held:
         index.add(replica, keys_of(each))
@@ -173,7 +179,7 @@ def test_holders_are_found_by_bisection(held, path):
     st.sampled_from([None, 1, 3, 8]),
 )
 def test_an_index_knows_what_was_sent_lately(steps, ttl, blocks):
-    """It holds what was sent within its time to live, the last so many entries at most."""
+    """`SentIndex` holds the keys sent within their time to live, up to a number of entries."""
     index = SentIndex(ttl=ttl, blocks=blocks)
     last, sent, now = {}, [], 0
     for gap, replica, path, fails in steps:
@@ -204,7 +210,7 @@ def test_an_index_knows_what_was_sent_lately(steps, ttl, blocks):
 
 
 def _forget(last, sent):
-    """Forget what was sent first, but for what was sent since as well."""
+    """Drop the keys that were sent first, unless they were sent again since."""
     _, replica, keys, serial = sent.pop(0)
     for key in keys:
         if last.get((replica, key)) == serial:
@@ -215,7 +221,7 @@ def _forget(last, sent):
     st.lists(st.tuples(st.integers(0, 9), prompts), max_size=12), st.integers(0, 20), prompts
 )
 def test_events_come_after_the_delay(stored, delay, path):
-    """What a real replica told is seen from the delay after it on, and not before."""
+    """An event of a replica is visible from the delay after it on, and not before."""
     view, now, log = EventsView(delay=delay), 0, []
     for gap, each in stored:
         now += gap
@@ -229,7 +235,7 @@ def test_events_come_after_the_delay(stored, delay, path):
 
 
 def test_what_is_under_way_is_lost_with_its_replica():
-    """A replica that has failed holds nothing, whatever it told before."""
+    """A failed replica holds nothing, whatever events of it are still on the way."""
     view = EventsView(delay=10)
     view.stored(0, keys_of((1, 2)), 0)
     view.stored(1, keys_of((1,)), 0)
@@ -242,7 +248,7 @@ def test_what_is_under_way_is_lost_with_its_replica():
 
 
 def test_keys_in_the_middle_of_nothing():
-    """A prompt without keys hits nowhere, and is not remembered."""
+    """A prompt without keys hits nowhere and is not added to the index."""
     index = SentIndex()
     request = Request(id=0, arrival=0, prompt_tokens=3, output_tokens=1, key_tokens=4)
     index.sent(request, 0, 0)

@@ -1,4 +1,4 @@
-"""Clusters against queueing theory: replicas of one seat, a token a microsecond."""
+"""Clusters against queueing theory: replicas of one sequence, a token a microsecond."""
 
 from math import factorial
 from typing import ClassVar
@@ -15,14 +15,14 @@ from kvcore_plugins.router import LeastRequests
 
 @attrs.define(eq=False)
 class LeastWork(Router):
-    """Knows how long each request will take, as no real router does; the least work goes."""
+    """A router to the replica with the least work, which knows the duration of each request."""
 
     name: ClassVar[str] = "least-work"
     uses_hits: ClassVar[bool] = False
     _free_at: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def route(self, request, replicas, now):
-        """Return the replica that is done first with what it was sent."""
+        """Return the replica that finishes its assigned requests first."""
         chosen = min(replicas, key=lambda each: self._free_at.get(each.number, 0))
         begin = max(now, self._free_at.get(chosen.number, 0))
         self._free_at[chosen.number] = begin + 1000 * request.output_tokens
@@ -31,18 +31,18 @@ class LeastWork(Router):
 
 @attrs.define(eq=False)
 class Counting(LeastRequests):
-    """Adds up, over time, the requests in flight that its replicas show."""
+    """A `least-requests` router that integrates the requests in flight over time."""
 
     name: ClassVar[str] = "counting"
     _since: dict[int, tuple[int, int]] = attrs.field(factory=dict, init=False)
     area: dict[int, int] = attrs.field(factory=dict, init=False)
 
     def on_routed(self, request, replica, now):
-        """Count the time before this request came."""
+        """Count the time before the arrival of this request."""
         self._add(replica, now)
 
     def on_ended(self, request, replica, now):
-        """Count the time before this request left."""
+        """Count the time before the end of this request."""
         self._add(replica, now)
 
     def _add(self, replica, now):
@@ -76,16 +76,16 @@ def responses(rows):
 
 
 def test_lots_make_m_m_1():
-    """Each of several replicas that are drawn by lot is a queue of its own: 1 / (1 - load)."""
+    """Each of three replicas chosen at random has the mean response 1 / (1 - load) of M/M/1."""
     _, rows = run(3, Lot())
     check(responses(rows), 1 / (1 - LOAD))
 
 
 @pytest.mark.parametrize("servers", [2, 4])
 def test_least_work_left_makes_m_m_c(servers):
-    """Who always goes where least work is left waits as in one queue for all servers.
+    """Requests routed to the least work left wait as in one queue for all servers, M/M/c.
 
-    Source: of the wait, Erlang, 1917; that both are the same, Harchol-Balter, Crovella and
+    Source of the waiting time: Erlang, 1917; of the equivalence: Harchol-Balter, Crovella and
     Murta, "On choosing a task assignment policy for a distributed server system", 1999.
     """
     _, rows = run(servers, LeastWork())
@@ -96,19 +96,19 @@ def test_least_work_left_makes_m_m_c(servers):
 
 
 def test_the_shorter_of_two_queues():
-    """Two replicas under `least-requests`: the mean response of the shortest queue."""
+    """Two replicas under `least-requests` have the mean response of the shortest queue."""
     _, rows = run(2, LeastRequests())
     check(responses(rows), response_of_shortest_queue(LOAD))
 
 
 @pytest.mark.parametrize(("load", "expected"), [(0.5, 1.42632), (0.7, 2.10820)])
 def test_the_chain_of_the_shorter_queue(load, expected):
-    """The sums below give the means that solving the same equations by elimination gives."""
+    """`response_of_shortest_queue` gives the means of solving its equations by elimination."""
     assert response_of_shortest_queue(load) == pytest.approx(expected, abs=2e-4)
 
 
 def test_littles_law():
-    """On each replica: requests in flight, over time, are the times of its requests."""
+    """On each replica, the integral of requests in flight is the sum of their times."""
     router = Counting()
     result, rows = run(3, router)
     for replica in range(3):
@@ -126,9 +126,9 @@ def test_littles_law():
 def response_of_shortest_queue(load, most=24):
     """Return the mean response of two exponential servers, in service times.
 
-    The balance equations of the chain (shorter, longer queue), cut off at `most`, by sweeps
-    of Gauss and Seidel. Source: of the chain, Adan, Wessels and Zijm, "Analysis of the
-    symmetric shortest queue problem", Stochastic Models 6, 1990.
+    It solves the balance equations of the chain (shorter, longer queue), cut off at `most`, by
+    Gauss-Seidel sweeps. Source of the chain: Adan, Wessels and Zijm, "Analysis of the symmetric
+    shortest queue problem", Stochastic Models 6, 1990.
     """
     rate = 2 * load
     states = [(m, n) for n in range(most + 1) for m in range(n + 1)]

@@ -1,4 +1,4 @@
-"""K/V in a coded pool is what a plain model of its blocks says, whatever happens to them."""
+"""K/V in a pool of encoded blocks against a plain model of the blocks."""
 
 import pytest
 from hypothesis import given
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 CODECS = ["fp16", "fp8-e4m3:scale=head", "int4", "int4:keys=channel", "kivi:group=4"]
 SIZE, BLOCKS, WIDTH = 8, 40, 8
 HEADS = [(1, 1), (1, 3), (2, 2)]
-"""K/V heads, and query heads that share one."""
+"""Numbers of K/V heads, and of query heads that share one."""
 
 actions = st.lists(
     st.tuples(
@@ -30,7 +30,7 @@ actions = st.lists(
 
 
 class Half:
-    """K or V of some blocks, as it is read; `waiting` blocks are not coded yet."""
+    """K or V of some blocks, as it is read; `waiting` blocks are not encoded yet."""
 
     def __init__(self, codec, part, heads):
         self.codec, self.part = codec, part
@@ -38,11 +38,11 @@ class Half:
         self.waiting = set()
 
     def coded(self, rows):
-        """Return `[heads, tokens, width]` coded and decoded."""
+        """Return `[heads, tokens, width]` encoded and decoded."""
         return self.codec.decode(self.part, self.codec.encode(self.part, rows)).float()
 
     def write(self, table, begin, new):
-        """Write `[tokens, heads, width]` from the slot `begin` of a table on."""
+        """Write `[tokens, heads, width]` to the slots of a table from `begin` on."""
         for number, row in enumerate(new.unbind()):
             block, slot = table[(begin + number) // SIZE], (begin + number) % SIZE
             if self.codec.by_token(self.part):
@@ -54,7 +54,7 @@ class Half:
                 self.seal(block)
 
     def seal(self, block):
-        """Code a block."""
+        """Encode a block."""
         self.rows[block] = self.coded(self.rows[block])
         self.waiting.discard(block)
 
@@ -122,7 +122,7 @@ class Run:
         return [self.free.pop() for _ in range(count)]
 
     def step(self, sequence, number):
-        """Compute a chunk of a sequence, and a token of the others that have begun."""
+        """Compute a chunk of a sequence, and one token of others that have begun."""
         batch = []
         for other in self.sequences:
             length = 1 + number % (2 * SIZE) if other is sequence else 1
@@ -168,7 +168,7 @@ class Run:
             self.sequences.append([targets, tokens])
 
     def swap(self, sequence, _):
-        """Swap a sequence out, lose its blocks, and swap it in elsewhere."""
+        """Swap a sequence out, overwrite its blocks, and swap it in elsewhere."""
         table, _ = sequence
         if (targets := self.taken(len(table))) is not None:
             host = self.backend.swap_out(table)
@@ -182,7 +182,7 @@ class Run:
             table[:] = targets
 
     def roll_back(self, sequence, number):
-        """Forget the last tokens."""
+        """Drop the last tokens of a sequence."""
         table, tokens = sequence
         sequence[1] = tokens - min(tokens, number % SIZE)
         held = -(-sequence[1] // SIZE)
@@ -190,7 +190,7 @@ class Run:
         del table[held:]
 
     def compact(self, sequence, number):
-        """Keep some tokens of each head, in some of its blocks and a new one."""
+        """Keep some tokens of each head, in some blocks of the sequence and a new one."""
         table, tokens = sequence
         fresh = self.taken(1)
         kept = tokens * (1 + number % 3) // 4
@@ -223,7 +223,10 @@ class Run:
 @pytest.mark.parametrize("codec", CODECS)
 @given(todo=actions, heads=st.sampled_from(HEADS))
 def test_coded_blocks_are_those_of_a_model(codec, todo, heads):
-    """Chunks, windows, forks, swaps, rollbacks and compactions: reads and attention agree."""
+    """Reads and attention over encoded blocks equal those of the model.
+
+    Blocks go through chunks, windows, forks, swaps, rollbacks and compactions.
+    """
     run = Run(codec, *heads)
     for what, which, number in todo:
         sequence = run.sequences[which % len(run.sequences)]

@@ -1,4 +1,4 @@
-"""What a policy keeps in blocks is what it keeps without them, and attention is the same."""
+"""Compaction in paged blocks against compaction of contiguous K/V, and their attention."""
 
 from contextlib import suppress
 from typing import ClassVar
@@ -43,12 +43,12 @@ POLICIES = (
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Tied(ScoreRetention):
-    """Scores positions with a few numbers, others in each layer and head."""
+    """A policy whose scores are a few whole numbers, different in each layer and head."""
 
     name: ClassVar[str] = "tied"
 
     def score(self, held):
-        """Return whole numbers."""
+        """Return whole numbers with many ties."""
         layers, heads, _ = held.positions.shape
         kinds = torch.tensor(held.layers)[:, None] + torch.arange(heads)
         assert kinds.shape == (layers, heads)
@@ -67,7 +67,7 @@ actions = st.lists(
 
 
 def built(text):
-    """Return a policy whose scores do not tell numbers of different roundings apart."""
+    """Return a policy whose scores are rounded, so that rounding errors decide nothing."""
     policy = Tied(budget=5, sinks=1) if text.startswith("tied") else resolve("retention", text)
     if isinstance(policy, TokenRetention):
         exact = policy.score
@@ -81,16 +81,16 @@ def prompt(path, length):
 
 
 class Pair:
-    """Sequences in blocks, and each of them alone without any."""
+    """Sequences in blocks, and a copy of each without blocks."""
 
     def __init__(self, model, blocks, size, policy):
-        """Begin without a sequence."""
+        """Start without a sequence."""
         self.generator, self.policy = loaded_model(model), policy
         self.paged = Paged(self.generator, blocks, size, policy)
         self.alone = {}
 
     def play(self, what, which, number):
-        """Do what is asked, as far as it is possible, and compare."""
+        """Perform an action if it is possible, and compare."""
         running = list(self.paged.texts)
         seq = running[which % len(running)] if running else None
         if what == "open":
@@ -152,7 +152,10 @@ class Pair:
     model=st.sampled_from(sorted(MODELS)),
 )
 def test_paged_is_dense(policy, actions, size, model):
-    """Shared, forked, returning, in chunks of all sizes: the same tokens, outputs to 1e-10."""
+    """Paged sequences keep the same tokens as contiguous ones, with outputs within 1e-10.
+
+    Sequences share prefixes, fork, are recomputed, and run in chunks of all sizes.
+    """
     pair = Pair(MODELS[model], 60 // size, size, built(policy))
     for action in actions:
         pair.play(*action)

@@ -1,4 +1,4 @@
-"""One pass against replays: LRU at every pool size, and the optimum, on small trees."""
+"""Hit curves from one pass, of LRU and the optimum, against replays of small trees."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ TEXTS = st.lists(st.text("ab", max_size=6), max_size=14)
 
 
 def read(served, ratio):
-    """Return the reuse of requests whose keys are `ratio` blocks of a token."""
+    """Return the reuse of requests whose keys are `ratio` blocks of one token."""
     return Reuse.read(served, BlockLayout("keys", 1, ratio))
 
 
 @given(texts=TEXTS, ratio=st.integers(1, 3), key=st.sampled_from([str, number]))
 @settings(max_examples=300, deadline=None)
 def test_one_pass_is_a_replay_at_every_size(texts, ratio, key):
-    """From one block, hence far below the longest request, to more than there are."""
+    """The curve of LRU equals a replay at every pool size.
+
+    Sizes go from one block, below the longest request, to more than all blocks.
+    """
     served = requests(texts, ratio, key)
     reuse = read(served, ratio)
     steps = Steps(*reuse.lru())
@@ -37,7 +40,7 @@ def test_one_pass_is_a_replay_at_every_size(texts, ratio, key):
 @given(texts=st.lists(st.text("abcd", max_size=9), max_size=40), ratio=st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_more_blocks_never_hit_less_and_in_the_end_all(texts, ratio):
-    """The curve starts at no hits, never falls, and ends at the bound of an endless pool."""
+    """The curve starts at 0, never falls, and ends at the hits of an unbounded pool."""
     served = requests(texts, ratio)
     reuse = read(served, ratio)
     steps = Steps(*reuse.lru())
@@ -51,7 +54,7 @@ def test_more_blocks_never_hit_less_and_in_the_end_all(texts, ratio):
 @given(texts=TEXTS, ratio=st.integers(1, 3), bypass=st.booleans())
 @settings(max_examples=400, deadline=None)
 def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
-    """At every size it hits what `Belady.replay` does, which equals brute force."""
+    """The compiled optimum hits as many blocks as `Belady.replay` at every size."""
     served = requests(texts, ratio)
     reuse = read(served, ratio)
     future = Future.read(served, BlockLayout("keys", 1, ratio))
@@ -63,7 +66,7 @@ def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
 @given(texts=TEXTS)
 @settings(max_examples=100, deadline=None)
 def test_what_is_looked_up_is_distinct_or_reused(texts):
-    """The footprint is the number of different prefixes, whatever names the keys have."""
+    """`Reuse` counts the different prefixes as distinct blocks, and all keys as lookups."""
     served = requests(texts)
     reuse = read(served, 1)
     distinct = {key for request in served for key in request.keys}

@@ -1,4 +1,4 @@
-"""Recordings of engines replay, whatever the engine does."""
+"""Recordings of an engine replay, whatever calls the engine makes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ from kvcore.trace import check_trace
 def test_a_recording_replays_to_the_evictions_of_the_engine(
     tmp_path: Path, policy: str, seed: int, *, loses: bool
 ) -> None:
-    """With duplicates, preemptions, blocks that leave early, and some that are lost.
+    """A recording replays to the evictions and hits of the engine.
 
-    A block below a lost one that is hit again is one more that was computed, in the trace.
+    The engine has duplicates, preemptions, and blocks that it evicts early or loses. Below a
+    lost block a hit of the engine is a computed block in the trace, so the trace may have fewer
+    hits.
     """
     rng = Random(f"{policy} {seed}")
     path = tmp_path / "engine.jsonl"
@@ -41,7 +43,7 @@ def test_a_recording_replays_to_the_evictions_of_the_engine(
 def do_anything(
     recorder: EngineRecorder, rng: Random, request: Request, keys: list[int], now: int
 ) -> None:
-    """Make one call, of whatever."""
+    """Make one random call."""
     some, name, blocks = rng.choices(keys, k=rng.randrange(3)), request.id, rng.randrange(6)
     output = rng.choice([None, 0, 3, 9])
     calls = [
@@ -62,7 +64,7 @@ def do_anything(
 def test_an_engine_that_makes_no_sense_leaves_a_recording_that_replays(
     tmp_path: Path, seed: int
 ) -> None:
-    """No call raises, and no line contradicts those before it."""
+    """Random calls raise nothing, and leave lines that do not contradict each other."""
     rng, path = Random(seed), tmp_path / "engine.jsonl"
     recorder = EngineRecorder(
         path, blocks=30, block_size=SIZE, eviction=resolve("eviction", "lru"), engine="toy 1.0"

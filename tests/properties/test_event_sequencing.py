@@ -1,4 +1,4 @@
-"""Whatever is lost, replayed or restarted, each batch is heard at most once, and in order."""
+"""Batches of events are delivered in order, at most once, despite loss, replay and restart."""
 
 from itertools import islice, pairwise
 
@@ -14,7 +14,7 @@ STEPS = st.lists(
 
 
 class Publisher:
-    """A publisher of which some batches are lost, and that forgets and breaks off."""
+    """A publisher that keeps its last batches, restarts, and whose replays may break off."""
 
     def __init__(self, keeps, draw=None):
         self.keeps, self.draw = keeps, draw
@@ -22,18 +22,18 @@ class Publisher:
         self.next = 0
 
     def publish(self):
-        """Return a new batch: its number and bytes that no other batch has."""
+        """Return a new batch: its number, and bytes that no other batch has."""
         batch = self.next, f"{self.life}/{self.next}".encode()
         self.next += 1
         self.kept = [*self.kept, batch][-self.keeps :]
         return batch
 
     def restart(self):
-        """Forget all, and count from 0."""
+        """Drop all batches, and count from 0."""
         self.life, self.next, self.kept = self.life + 1, 0, []
 
     def replay(self, start):
-        """Yield what is kept from `start` on, as far as it gets."""
+        """Yield the kept batches from `start` on, some dropped, until the replay breaks off."""
         for batch in self.kept:
             if batch[0] >= start:
                 fate = self.draw() if self.draw else "sent"
@@ -44,7 +44,7 @@ class Publisher:
 
 
 def listened(steps, publisher, *, replay=True):
-    """Return what a listener is told of a publisher that takes these steps."""
+    """Return the items of a listener whose publisher goes through these steps."""
     sequencer = BatchSequencer(0, publisher.replay if replay else None)
     items = []
     for step in steps:
@@ -61,7 +61,7 @@ def listened(steps, publisher, *, replay=True):
 
 
 def lives(items):
-    """Split what was heard at the restarts."""
+    """Split the items of a listener at the restarts."""
     found = [[]]
     for item in items:
         if isinstance(item, Restart):
@@ -74,7 +74,7 @@ def lives(items):
 @given(steps=STEPS, keeps=st.integers(1, 8), replay=st.booleans(), data=st.data())
 @settings(max_examples=400)
 def test_nothing_is_counted_twice(steps, keeps, replay, data):
-    """No batch comes twice, and between two restarts batches and gaps make up all numbers."""
+    """No batch is delivered twice, and batches and gaps cover all numbers between restarts."""
     fates = st.sampled_from(["sent", "sent", "sent", "dropped", "broken"])
     publisher = Publisher(keeps, lambda: data.draw(fates))
     items = listened(steps, publisher, replay=replay)
@@ -92,7 +92,7 @@ def test_nothing_is_counted_twice(steps, keeps, replay, data):
 @given(steps=STEPS)
 @settings(max_examples=400)
 def test_nothing_is_missing_that_can_be_had(steps):
-    """With a replay that has all, every batch of a life comes once one is heard, and no gap."""
+    """There is no gap, and no batch missing, if replays have all batches."""
     publisher = Publisher(keeps=100)
     items = listened([*steps, "heard"], publisher)
     assert not [item for item in items if isinstance(item, Gap)]
@@ -102,7 +102,7 @@ def test_nothing_is_missing_that_can_be_had(steps):
 
 @given(steps=STEPS)
 def test_every_restart_that_shows_is_told(steps):
-    """Each time a number comes again with other bytes, a restart is told, and never else."""
+    """A restart is reported exactly when the numbers of batches begin again."""
     publisher = Publisher(keeps=100)
     items = listened(["heard", *steps], publisher)
     seen = [named(item) for item in items if isinstance(item, Delivery)]
@@ -114,7 +114,7 @@ def test_every_restart_that_shows_is_told(steps):
 
 
 def named(item):
-    """Return the life and number that a batch's bytes tell."""
+    """Return the life and the number in the bytes of a batch."""
     if not isinstance(item, Delivery):
         return -1, -1
     life, number = item.payload.split(b"/")
@@ -122,7 +122,7 @@ def named(item):
 
 
 def test_a_replay_without_end_takes_no_more_memory(monkeypatch):
-    """Of a replay only the last batches are known again, should they come live too."""
+    """Only the last batches of a replay are remembered, to drop them if they also come live."""
     monkeypatch.setattr("kvcore.kv_events.sequencer.MOST_REPLAYED", 5)
     publisher = Publisher(keeps=20)
     batches = [publisher.publish() for _ in range(20)]
@@ -134,7 +134,7 @@ def test_a_replay_without_end_takes_no_more_memory(monkeypatch):
 
 @given(steps=STEPS, read=st.integers(0, 60))
 def test_what_is_not_read_any_more_is_in_gaps(steps, read):
-    """Wherever reading ends, batches and gaps make up all numbers up to the last received."""
+    """Batches and gaps cover all received numbers, wherever the reader stops."""
     publisher = Publisher(keeps=3)
     sequencer = BatchSequencer(0, publisher.replay)
     items = list(islice(_partly(sequencer, publisher, steps, read), None))
@@ -146,7 +146,7 @@ def test_what_is_not_read_any_more_is_in_gaps(steps, read):
 
 
 def _partly(sequencer, publisher, steps, read):
-    """Yield what a listener is told that gives up reading after so many items."""
+    """Yield the items of a listener that stops reading after `read` of them."""
     waiting = []
     for step in steps:
         if step == "restart":
@@ -166,7 +166,10 @@ def _partly(sequencer, publisher, steps, read):
 
 
 def test_a_hole_behind_the_last_batch_had_is_asked_for_again():
-    """An answer that has the last batch had must have the next: it was dropped on the way."""
+    """A batch that is missing in a replay after the last known one is requested again.
+
+    A replay that has the last known batch must have the next, so it was dropped on the way.
+    """
     publisher = Publisher(10)
     sequencer = BatchSequencer(0, publisher.replay)
     first = list(sequencer.receive(*publisher.publish()))

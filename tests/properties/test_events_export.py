@@ -1,4 +1,4 @@
-"""Exported events, read by the tracker, leave resident what the trace's own replay leaves."""
+"""Exported events leave the same blocks resident in a tracker as a replay of the trace."""
 
 import pytest
 from helpers.traces import ask, compact, forget, record, rest, serve, write
@@ -30,7 +30,7 @@ ROWS = st.lists(
 
 
 def cached(path):
-    """Return the hashes that are cached at the end of a trace, by replaying it."""
+    """Return the hashes that are cached at the end of a replayed trace, and their number."""
     lines = iter(read_events(path))
     header = next(lines)
     state = CacheState(header)
@@ -45,7 +45,7 @@ def cached(path):
 
 
 def followed(batches):
-    """Return a tracker that has followed batches, each written and read again."""
+    """Return a tracker that has applied all batches, each encoded and decoded."""
     tracker = BlockTracker()
     for number, batch in enumerate(batches):
         again = decode(encode(batch))
@@ -55,7 +55,7 @@ def followed(batches):
 
 
 def run(path, rows, blocks, block_size, policy):
-    """Record what a cache makes of `rows`: prompts, whether they close at once, time."""
+    """Record a cache that serves `rows`: prompts, whether they close at once, time."""
     with Trace(path) as trace:
         cache = KVCache(
             blocks, block_size, eviction=policy(), prefix=Radix(), trace=trace, key_tokens=4
@@ -85,7 +85,7 @@ def run(path, rows, blocks, block_size, policy):
     policy=st.sampled_from([LRU, FIFO]),
 )
 def test_the_ledger_agrees_with_the_replay(tmp_path_factory, rows, blocks, block_size, policy):
-    """The same blocks are resident at the end, each once, and nothing in between was odd."""
+    """The tracker ends with the blocks of the replay, each once, and without anomalies."""
     path = run(tmp_path_factory.mktemp("t") / "t.jsonl", rows, blocks, block_size, policy)
     hashes, count = cached(path)
     for batches in (event_batches(path), dynamo_batches(path)):
@@ -98,7 +98,7 @@ def test_the_ledger_agrees_with_the_replay(tmp_path_factory, rows, blocks, block
 
 @given(rows=ROWS, blocks=st.integers(6, 16), block_size=st.sampled_from([2, 4]))
 def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, block_size):
-    """Removals come deepest first: no block that goes is the parent of one that stays."""
+    """A block is removed only after all its children."""
     path = run(tmp_path_factory.mktemp("t") / "t.jsonl", rows, blocks, block_size, LRU)
     parents = {}
     for batch in event_batches(path):
@@ -112,7 +112,10 @@ def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, 
 
 @pytest.mark.parametrize("make", [record, serve, forget, compact])
 def test_every_kind_of_line_is_understood(tmp_path, make):
-    """Forks, duplicates, preemptions, retention: the tracker ends where the replay does."""
+    """The tracker ends with the blocks of the replay for traces with every kind of line.
+
+    These have forks, duplicates, preemptions and retention.
+    """
     path = make(tmp_path / "t.jsonl")
     hashes, _ = cached(path)
     [resident] = followed(event_batches(path)).resident().values()
@@ -120,7 +123,7 @@ def test_every_kind_of_line_is_understood(tmp_path, make):
 
 
 def test_tiers_are_mediums(tmp_path):
-    """What is in each tier at the end is what the trace's own replay has in it."""
+    """The tracker ends with the blocks of the replay in the pool and in each tier."""
     path = rest(tmp_path / "t.jsonl")
     hashes, _ = cached(path)
     header, *lines = read_events(path)
@@ -140,7 +143,7 @@ def test_tiers_are_mediums(tmp_path):
 
 
 def test_digests_are_hashes_of_64_bits(tmp_path):
-    """A key that is a digest is exported as vLLM does it: its last 64 bits."""
+    """A key that is a digest is exported as its last 64 bits, as vLLM does."""
     keys = block_keys(list(range(8)), 4)
     with Trace(tmp_path / "t.jsonl") as trace:
         cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -154,7 +157,7 @@ def test_digests_are_hashes_of_64_bits(tmp_path):
 
 
 def test_equal_blocks_have_equal_stand_ins(tmp_path):
-    """Tokens of a block depend on its hash alone, so that hashes never collide."""
+    """The exported tokens of a block depend on its hash only, and differ between hashes."""
     path = record(tmp_path / "t.jsonl")
     tokens = {}
     for batch in event_batches(path):
@@ -165,7 +168,7 @@ def test_equal_blocks_have_equal_stand_ins(tmp_path):
 
 
 def test_exported_batches_make_a_recording(tmp_path):
-    """A recording of them checks without an anomaly."""
+    """A recording of exported batches is complete and has no anomaly."""
     from helpers.kv_events import record as write  # noqa: PLC0415 - two files have a `record`
 
     trace = record(tmp_path / "t.jsonl")
@@ -176,7 +179,7 @@ def test_exported_batches_make_a_recording(tmp_path):
 
 
 def test_a_long_prompt_is_several_events_that_can_be_read(tmp_path):
-    """No line of an export has more values than its readers take, however long a prompt is."""
+    """A prompt of 1.2 M tokens is split into events that readers accept."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(75_000, 16, trace=trace)
         tokens = 1_200_000
@@ -193,7 +196,7 @@ def test_a_long_prompt_is_several_events_that_can_be_read(tmp_path):
 
 
 def test_blocks_whose_token_ids_no_event_can_hold_are_refused(tmp_path):
-    """A forged block size costs no memory."""
+    """A block size that is too large for an event raises TraceError."""
     path = write(tmp_path / "run.jsonl", block_size=2**40, key_tokens=2**40)
     with pytest.raises(TraceError, match="no room for their token ids"):
         list(event_batches(path))

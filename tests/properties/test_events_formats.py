@@ -1,4 +1,4 @@
-"""Whatever engines send is read, written and read again without a loss, and never crashes."""
+"""Formats of events: payloads survive reading and writing, and damaged ones raise errors."""
 
 import math
 import random
@@ -29,13 +29,13 @@ NAMES = ["type", "$x", "event_type", 1, None]
 @given(batch=batches())
 @settings(max_examples=200)
 def test_what_is_written_is_read(batch):
-    """Any batch of any format comes back from its bytes as it was, times to the last bit."""
+    """A batch of any format is decoded from its bytes unchanged, times to the last bit."""
     assert decode(wire_payload(batch)) == batch
 
 
 @given(batch=batches())
 def test_bytes_are_written_as_they_were(batch):
-    """Reading bytes and writing them again gives the same bytes."""
+    """Decoding bytes and encoding them again gives the same bytes."""
     sent = wire_payload(batch)
     assert encode(decode(sent)) == sent
 
@@ -43,7 +43,7 @@ def test_bytes_are_written_as_they_were(batch):
 @given(event=wire_arrays(), rest=st.lists(st.none() | st.integers(0, 9), max_size=2))
 @settings(max_examples=200)
 def test_arrays_are_written_as_they_were(event, rest):
-    """An event as a positional array, of any length that its layout has, comes back as one."""
+    """An event sent as a positional array of any length is encoded to the same bytes."""
     sent = pack([1.0, [event], *rest])
     batch = decode(sent)
     assert not isinstance(batch.events[0], UnparsedEvent)
@@ -53,7 +53,7 @@ def test_arrays_are_written_as_they_were(event, rest):
 
 @given(batch=batches())
 def test_recordings_hold_everything(batch, tmp_path_factory):
-    """A batch that went through a recording is what it was."""
+    """A batch that is written to a recording is read back unchanged."""
     path = tmp_path_factory.mktemp("recording") / "r.jsonl"
     batch = decode(wire_payload(batch))
     with RecordingWriter(path) as recording:
@@ -73,13 +73,13 @@ json_like = st.recursive(
 
 @given(value=json_like | st.floats(allow_nan=False))
 def test_json_twins_are_faithful(value):
-    """What msgpack can hold and JSON cannot comes back from JSON."""
+    """Values that msgpack has and JSON lacks are read back from JSON unchanged."""
     assert from_json(to_json(value)) == value
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_mutated_payloads_raise_nothing_else(name):
-    """Thousands of damaged payloads are read, or refused by an error of kvcore's."""
+    """Each damaged payload is decoded, or raises KvcoreError."""
     draw = random.Random(name)
     kept, refused = BlockTracker(), 0
     for _ in range(MUTATIONS):
@@ -95,7 +95,7 @@ def test_mutated_payloads_raise_nothing_else(name):
             assert encode(decode(encode(batch))) == encode(batch)
             if batch.format in WRITERS:
                 again = decode(encode(attrs.evolve(batch)))
-                # What first told the format apart may have been the shape of the batch.
+                # The format may have been recognised by the shape of the batch alone.
                 assert again.format != batch.format or repr(again) == repr(batch)
             assert orjson.loads(orjson.dumps(to_json(write_value(batch))))
     assert kept.batches + refused == MUTATIONS
@@ -118,13 +118,13 @@ def test_mutated_payloads_raise_nothing_else(name):
     ids=["deep", "deep JSON", "long", "long events", "long map", "nested", "cut", "", "byte"],
 )
 def test_bombs_are_refused(payload):
-    """Nesting and lengths that only a file of lies would have cost nothing."""
+    """Payloads with deep nesting or false lengths raise KvcoreError."""
     with pytest.raises(KvcoreError, match=r"^payload: "):
         decode(payload)
 
 
 def _odd(payload, draw):
-    """Return a payload in which some values, if any, are of another kind."""
+    """Return a payload in which up to two values are of another kind."""
     packed = payload[:1] != b"{"
     value = msgspec.msgpack.decode(payload) if packed else orjson.loads(payload)
     for _ in range(draw.randint(0, 2)):
@@ -133,7 +133,7 @@ def _odd(payload, draw):
 
 
 def _replace(value, draw):
-    """Put something odd somewhere into a list or map, or into what is in it."""
+    """Put an odd value somewhere into a list or map, or into one of its members."""
     places = list(value) if isinstance(value, dict) else range(len(value))
     if not places:
         return

@@ -1,4 +1,4 @@
-"""Miss reasons are right by construction: without what they name, misses would be hits."""
+"""Miss reasons: without the cause that they name, the misses would be hits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ POOLS = st.integers(1, 30)
 
 
 def explained(data):
-    """Explain the bytes of a trace."""
+    """Return the explanation of the bytes of a trace."""
     with NamedTemporaryFile(suffix=".jsonl") as file:
         file.write(data)
         file.flush()
@@ -36,13 +36,13 @@ def explained(data):
 
 
 def make(blocks, layout, eviction, **options):
-    """Return a cache of that counting and block size."""
+    """Return a cache with this accounting and block size."""
     count, size = layout
     return KVCache(blocks, size, eviction=eviction, accounting=count, key_tokens=6, **options)
 
 
 def recorded(requests, blocks, layout, policy, prefix=None):
-    """Explain an untimed replay of `requests`."""
+    """Return the explanation of an untimed replay of `requests`."""
     out = BytesIO()
     with Trace(out) as trace:
         prefix = Radix() if prefix is None else prefix
@@ -51,7 +51,7 @@ def recorded(requests, blocks, layout, policy, prefix=None):
 
 
 def check_sums(explanation, hits):
-    """See that losses follow one another from each hit to its prompt's end, and add up."""
+    """Check that losses are contiguous from each hit to its prompt's end, and add up."""
     for reasons in explanation.requests.values():
         at = reasons.hit
         for loss in reasons.losses:
@@ -70,7 +70,7 @@ def check_sums(explanation, hits):
 @given(policy=st.sampled_from(list(POLICIES)), requests=LISTS, blocks=POOLS, layout=LAYOUTS)
 @settings(max_examples=100)
 def test_the_categories_add_up(policy, requests, blocks, layout):
-    """The tokens of each prompt that missed are each lost for one reason, and so in sum."""
+    """Every token that missed is lost for exactly one reason."""
     out = BytesIO()
     with Trace(out) as trace:
         cache = make(blocks, layout, build(policy), trace=trace)
@@ -80,7 +80,7 @@ def test_the_categories_add_up(policy, requests, blocks, layout):
 
 @given(requests=LISTS, blocks=POOLS, layout=LAYOUTS)
 def test_a_cache_that_shares_nothing_stores_nothing(requests, blocks, layout):
-    """Without a prefix cache nothing is evicted: what others had before was never stored."""
+    """Without a prefix cache, repeated blocks are explained as never stored."""
     explanation = recorded(requests, blocks, layout, "lru", NoPrefix())
     check_sums(explanation, 0)
     told = {loss.category for each in explanation.requests.values() for loss in each.losses}
@@ -94,7 +94,10 @@ def test_a_cache_that_shares_nothing_stores_nothing(requests, blocks, layout):
 )
 @settings(max_examples=60)
 def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
-    """So they do where requests overlap, wait, forget, are preempted and rejected."""
+    """Every token that missed has one reason when requests overlap, wait and are preempted.
+
+    Some are also compacted or rejected.
+    """
     run = server.run(scheduler, retention=retention())
     check_sums(explained(run.trace), run.result.cache.stats.hit_tokens)
 
@@ -106,7 +109,7 @@ def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
     layout=LAYOUTS,
 )
 def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
-    """So they do where sequences fork, roll back, and stay open."""
+    """Every token that missed has one reason when sequences fork, roll back and stay open."""
     out = BytesIO()
     with Trace(out) as trace:
         cache = make(blocks, layout, LRU(), trace=trace)
@@ -123,10 +126,10 @@ def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
 )
 @settings(max_examples=100)
 def test_what_is_named_would_have_hit_had_it_stayed(policy, requests, blocks, layout):
-    """Blocks that are said to be evicted hit if they, and those before them, could not go.
+    """Blocks explained as evicted would hit if they and the blocks before them were kept.
 
-    The run is made again up to where the request said to have used them last has closed. Then
-    the prompt's blocks up to the last one named are pinned, which is no access, and the pool
+    The run is repeated up to the end of the request that is named as their last user. Then the
+    prompt's blocks up to the last evicted one are pinned, which is no access, and the pool
     grows by as many. However the policy then decides, the request hits all of them.
     """
     explanation = recorded(requests, blocks, layout, policy)
@@ -184,9 +187,10 @@ def cache_once(cache, opened, now):
 )
 @settings(max_examples=80)
 def test_what_room_would_not_help_misses_with_all_the_room(policy, requests, blocks, layout):
-    """A pool without bounds misses what is compulsory, granular or without a key.
+    """An unbounded pool hits exactly the tokens lost to capacity, policy, expiry or length.
 
-    Request by request: the rest is what it hits, and the smaller pool did not.
+    Request by request, it misses the others: those that are compulsory, granular or without a
+    key.
     """
     explanation = recorded(requests, blocks, layout, policy)
     endless = served(requests, make(10_000, layout, LRU()))
@@ -208,7 +212,7 @@ def test_what_room_would_not_help_misses_with_all_the_room(policy, requests, blo
 )
 @settings(max_examples=150)
 def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks, layout):
-    """Request by request, what is laid to the policy is what Belady's rule hits beyond it."""
+    """Losses are due to the policy exactly where Belady's rule hits, request by request."""
     explanation = recorded(requests, blocks, layout, policy)
     count, size = layout
     best = belady([laid(request, layout) for request in requests], blocks)
@@ -223,7 +227,7 @@ def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks,
 
 
 def laid(request, layout):
-    """Return the shareable blocks of a request, how many can hit, how many it takes in all.
+    """Return a request's shareable blocks, the number that can hit, and that of all blocks.
 
     A block is (its depth, the keys up to its end).
     """
@@ -238,10 +242,10 @@ def laid(request, layout):
 
 
 def belady(requests, room):
-    """Return how many blocks of each request hit, by the rule taken literally, block by block.
+    """Return the hits of each request under Belady's rule, applied block by block.
 
-    A block leaves if its next request is furthest, the deepest first among equals, and it is
-    not of the request that is served.
+    The evicted block is the one whose next request is furthest, the deepest among equals;
+    blocks of the request that is served stay.
     """
     wanted = [set(path) for path, _, _ in requests]
     cached, hits = set(), []
@@ -259,6 +263,6 @@ def belady(requests, room):
 
 
 def after(wanted, now, block):
-    """Return the number of the next request that wants `block`; of none, one past the last."""
+    """Return the number of the next request that contains `block`, or one past the last."""
     coming = range(now + 1, len(wanted))
     return next((n for n in coming if block in wanted[n]), len(wanted))

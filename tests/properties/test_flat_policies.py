@@ -1,4 +1,4 @@
-"""On requests of one key each, policies decide as the plain algorithms do."""
+"""Policies on requests of one key each, against plain implementations of the algorithms."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def hits(policy, blocks, items):
 
 
 def assert_lruk(blocks, items, k, correlated, history):
-    """LRU-K hits what the published algorithm hits, request by request."""
+    """Check that LRU-K hits like the published algorithm, request by request."""
     plain = flat.LRUK(blocks, k, correlated, int(history * blocks))
     policy = LRUK(k=k, correlated=correlated, history=history)
     assert hits(policy, blocks, items) == [plain.request(item) for item in items]
 
 
 def assert_tinylfu(blocks, items, window, protected, period):
-    """Given exact frequencies, W-TinyLFU hits what the plain algorithm hits."""
+    """Check that W-TinyLFU with exact frequencies hits like the plain algorithm."""
     policy = TinyLFU(window=window, protected=protected, period=period)
     policy._sketch = flat.Counts(period * blocks)
     sizes = int(window * blocks), int(protected * (1 - window) * blocks)
@@ -47,13 +47,13 @@ def assert_tinylfu(blocks, items, window, protected, period):
 
 @given(ITEMS, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), SHARES)
 def test_lruk(items, blocks, k, correlated, history):
-    """LRU-K is the published algorithm, on any items."""
+    """LRU-K hits like the published algorithm on any items."""
     assert_lruk(blocks, items, k, correlated, history)
 
 
 @given(ITEMS, st.integers(1, 8), SHARES, SHARES, st.integers(1, 10))
 def test_tinylfu(items, blocks, window, protected, period):
-    """W-TinyLFU is the plain algorithm, on any items."""
+    """W-TinyLFU hits like the plain algorithm on any items."""
     assert_tinylfu(blocks, items, window, protected, period)
 
 
@@ -65,11 +65,11 @@ def trace():
 
 @pytest.mark.parametrize(("k", "correlated", "history"), [(2, 0, 1.0), (3, 50, 4.0)])
 def test_lruk_on_the_trace(trace, k, correlated, history):
-    """LRU-K is the published algorithm on a real trace."""
+    """LRU-K hits like the published algorithm on a real trace."""
     assert_lruk(200, trace, k, correlated, history)
 
 
 @pytest.mark.parametrize(("blocks", "window"), [(200, 0.01), (2000, 0.2)])
 def test_tinylfu_on_the_trace(trace, blocks, window):
-    """W-TinyLFU is the plain algorithm on a real trace."""
+    """W-TinyLFU hits like the plain algorithm on a real trace."""
     assert_tinylfu(blocks, trace, window, 0.8, 10)

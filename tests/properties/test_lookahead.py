@@ -1,4 +1,4 @@
-"""Look-ahead at its two ends: told of nothing it is LRU, of everything the optimum."""
+"""`lookahead` at its limits: LRU without known requests, and the optimum with all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROMPTS = st.lists(st.text("abc", max_size=6), max_size=30)
 
 
 def hits(policy, served, ratio, blocks):
-    """Return what `policy` hits."""
+    """Return the number of blocks that `policy` hits."""
     cache = KVCache(
         blocks, 1, eviction=policy, prefix=Radix(), accounting="keys", key_tokens=ratio
     )
@@ -27,7 +27,7 @@ def hits(policy, served, ratio, blocks):
 
 @given(PROMPTS, st.integers(1, 14), st.integers(1, 3))
 def test_told_of_all_it_is_the_optimum(prompts, blocks, ratio):
-    """It hits as much as the best that admits what it computes, in a pool of any size."""
+    """With all requests known, `lookahead` hits as much as the optimum that must admit."""
     served = requests(prompts, ratio)
     best, _ = Belady().replay(Future.read(served, BlockLayout("keys", 1, ratio)), blocks, 1)
     assert hits(Lookahead(requests="all"), served, ratio, blocks) == best.hit_blocks
@@ -35,7 +35,7 @@ def test_told_of_all_it_is_the_optimum(prompts, blocks, ratio):
 
 @given(PROMPTS, st.integers(1, 14), st.integers(1, 3))
 def test_told_of_none_it_is_lru(prompts, blocks, ratio):
-    """It hits what LRU hits."""
+    """With no request known, `lookahead` hits as much as LRU."""
     served = requests(prompts, ratio)
     assert hits(Lookahead(requests=0), served, ratio, blocks) == hits(
         LRU(), served, ratio, blocks

@@ -1,4 +1,4 @@
-"""Whatever is done to a cache, its invariants hold: with every eviction policy and prefix."""
+"""Invariants of the cache under random calls, with every eviction policy and prefix cache."""
 
 import attrs
 import pytest
@@ -15,18 +15,22 @@ from kvcore_plugins.prefix import NoPrefix, Radix
 # Options other than the defaults are driven by the conformance tests.
 @pytest.mark.parametrize("name", [name for name in POLICIES if ":" not in name])
 def test_machine(name):
-    """Open, commit, extend, fork, roll back, close, run out of blocks, in any order."""
+    """The cache's invariants hold under any order of calls, with each policy.
+
+    Sequences are opened, committed, extended, forked, rolled back and closed, and run out of
+    blocks.
+    """
     run_state_machine_as_test(cache_machine(lambda: build(name), Radix))
 
 
 def test_machine_without_prefix_cache():
-    """The same where nothing is shared."""
+    """The cache's invariants hold under any order of calls without a prefix cache."""
     run_state_machine_as_test(cache_machine(lambda: build("lru"), NoPrefix))
 
 
 @attrs.define(slots=False, eq=False)
 class Careless(LRU):
-    """Offers what was used last, a leaf or not."""
+    """A policy whose victim is the most recent span, a leaf or not."""
 
     def victim(self, _now):
         """Return the most recent span."""
@@ -34,7 +38,7 @@ class Careless(LRU):
 
 
 def test_machine_finds_faults():
-    """A policy that answers with inner spans is found out."""
+    """The state machine raises PolicyError if a policy's victim is an inner span."""
     once = settings(phases=[Phase.generate])
     with pytest.raises(PolicyError, match="is no leaf"):
         run_state_machine_as_test(cache_machine(Careless, Radix), settings=once)

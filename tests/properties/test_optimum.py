@@ -1,4 +1,4 @@
-"""The optimum against all that any cache could do, on prompts of a small tree."""
+"""The optimum against every possible cache, on prompts of a small tree."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def optimum_hits(prompts, ratio, pool, *, bypass):
 
 
 def most_hits(prompts, ratio, pool, *, bypass):
-    """Return the most hits there are, by trying every content of the pool every time.
+    """Return the most possible hits, by trying every content of the pool after each request.
 
-    A block is the text from the prompt's start to its end. A content is a set of blocks
-    with all that is before them.
+    A block is the text from the prompt's start to its end. A content is a set of blocks with
+    all blocks before them.
     """
     texts = ["".join(letter * ratio for letter in prompt) for prompt in prompts]
     best = {frozenset(): 0}
@@ -49,7 +49,7 @@ def most_hits(prompts, ratio, pool, *, bypass):
 
 
 def contents(blocks, pool):
-    """Return every set of at most `pool` of `blocks` that leaves out nothing before them."""
+    """Return every set of at most `pool` of `blocks` with all blocks before each of them."""
     found = {frozenset()}
     for block in sorted(blocks, key=len):
         found |= {
@@ -63,7 +63,7 @@ def contents(blocks, pool):
 @given(prompts=PROMPTS, pool=st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
 def test_it_is_the_most_that_a_cache_can_hit_which_must_admit(prompts, pool):
-    """No choice of victims hits more, and one hits as much."""
+    """The optimum hits as much as the best choice of victims, if requests must be admitted."""
     expected = most_hits(prompts, 1, pool, bypass=False)
     assert optimum_hits(prompts, 1, pool, bypass=False) == expected
 
@@ -71,7 +71,7 @@ def test_it_is_the_most_that_a_cache_can_hit_which_must_admit(prompts, pool):
 @given(prompts=PROMPTS, pool=st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
 def test_it_is_the_most_that_a_cache_can_hit_which_may_bypass(prompts, pool):
-    """No choice of what is kept of all that was cached or requested hits more."""
+    """The optimum hits as much as the best choice of cached blocks, if requests may bypass."""
     expected = most_hits(prompts, 1, pool, bypass=True)
     assert optimum_hits(prompts, 1, pool, bypass=True) == expected
 
@@ -83,7 +83,7 @@ def test_it_is_the_most_that_a_cache_can_hit_which_may_bypass(prompts, pool):
 )
 @settings(max_examples=100, deadline=None)
 def test_it_is_the_most_with_several_blocks_a_key(prompts, pool, bypass):
-    """The same holds where a key is two blocks, of which one may leave."""
+    """The optimum hits as much as the best choice where a key is two blocks."""
     expected = most_hits(prompts, 2, pool, bypass=bypass)
     assert optimum_hits(prompts, 2, pool, bypass=bypass) == expected
 
@@ -96,6 +96,6 @@ def test_it_is_the_most_with_several_blocks_a_key(prompts, pool, bypass):
 )
 @settings(max_examples=200, deadline=None)
 def test_it_does_not_depend_on_the_block_size(prompts, pool, ratio, bypass):
-    """`ratio` times the blocks of a `ratio`-th of the size: exactly `ratio` times the hits."""
+    """`ratio` times as many blocks of a `ratio`-th of the size hit exactly `ratio` times."""
     coarse = optimum_hits(prompts, 1, pool, bypass=bypass)
     assert optimum_hits(prompts, ratio, ratio * pool, bypass=bypass) == ratio * coarse

@@ -1,4 +1,4 @@
-"""What comes out of blocks is what comes out without a cache, whatever happens to them."""
+"""Models on paged blocks against models without a cache: logits, tokens, K and V."""
 
 from contextlib import suppress
 from functools import cache
@@ -24,7 +24,7 @@ MODELS = (
 )
 SIZES = (1, 16, 17, 256)
 POOL = 7
-"""Blocks: too few for what is asked for, so that some are evicted and some must wait."""
+"""Blocks of the pool: too few for the requests, so that some are evicted or must wait."""
 
 ACTIONS = ["open"] * 3 + ["step"] * 5 + ["close", "fork"] * 2 + ["again"]
 
@@ -38,7 +38,7 @@ steps = st.lists(
 def prompt(path, extra, size):
     """Return a prompt of up to three pieces, the last of two kinds, and some more tokens.
 
-    A piece is a block long, or a few tokens where blocks are shorter than that.
+    A piece is a block long, or four tokens if blocks are shorter than that.
     """
     piece = max(size, 4)
     tokens = [
@@ -50,7 +50,7 @@ def prompt(path, extra, size):
 
 
 def play(paged, actions, size):
-    """Do what is asked, as far as it is possible, and yield what each step draws."""
+    """Perform the actions that are possible, and yield the tokens that each step draws."""
     for what, which, number in actions:
         running = list(paged.texts)
         seq = running[which % len(running)] if running else None
@@ -77,7 +77,10 @@ def play(paged, actions, size):
 @pytest.mark.parametrize("size", SIZES)
 @given(actions=steps, model=st.sampled_from(MODELS))
 def test_logits_and_tokens_are_those_of_the_uncached_model(size, actions, model):
-    """Prefixes shared, chunks, forks, copies, evictions, recomputes: the same to 1e-10."""
+    """Logits equal those of the uncached model to 1e-10, and tokens are the same.
+
+    Sequences share prefixes, run in chunks, fork, are evicted and recomputed.
+    """
     generator = loaded_model(model)
     paged = Paged(generator, POOL if size > 1 else 4 * POOL, size)
     for drawn in play(paged, actions, size):
@@ -95,7 +98,10 @@ def test_logits_and_tokens_are_those_of_the_uncached_model(size, actions, model)
 @pytest.mark.parametrize("size", SIZES)
 @given(actions=steps)
 def test_blocks_are_those_of_a_recomputation(size, actions):
-    """What lies in a block, found or computed, moved or copied, has the bytes of its tokens."""
+    """K and V of a sequence's blocks have the bytes of a computation without a cache.
+
+    Blocks are hit, computed, moved and copied.
+    """
     paged = Paged(waves(), POOL if size > 1 else 4 * POOL, size)
     for _ in play(paged, actions, size):
         for seq, text in paged.texts.items():
@@ -109,7 +115,7 @@ def test_blocks_are_those_of_a_recomputation(size, actions):
 
 @cache
 def waves():
-    """Return the generator whose bytes depend on nothing but token and position."""
+    """Return a generator whose K and V depend on token and position only."""
     return loaded(SinCos(layers=2, kv_heads=1, heads=1, head_dim=4, vocab_size=61))
 
 

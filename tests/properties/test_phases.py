@@ -1,4 +1,4 @@
-"""Split phases, random requests and pools: nothing is lost, and all that is missing moves."""
+"""Clusters with separate prefill and decode replicas, on random requests and small pools."""
 
 from collections import Counter
 from tempfile import NamedTemporaryFile
@@ -21,7 +21,7 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=14,
 )
-"""Time since the one before, the keys of the prompt, tokens of its last block, output."""
+"""Time since the last request, keys of the prompt, tokens of its last block, output."""
 
 SPLITS = st.builds(
     "prefill={},decode={},mixed={},bandwidth={},latency={}ns,overlap={},queue={}".format,
@@ -36,7 +36,7 @@ SPLITS = st.builds(
 
 
 def check(trace):
-    """Check the bytes of a trace."""
+    """Check that the bytes of a trace replay and are complete."""
     with NamedTemporaryFile(suffix=".jsonl") as file:
         file.write(trace)
         file.flush()
@@ -65,7 +65,10 @@ def requests_of(drawn):
     st.sampled_from(["fcfs", "priority", "srpt"]),
 )
 def test_each_request_is_served_once(drawn, split, blocks, seats, chunked, scheduler):
-    """With memory that is tight: nobody waits for ever, pools are whole, the trace is right."""
+    """Each request ends once in tight memory, and transfers move its missing blocks.
+
+    The trace is valid, and a second run writes the same bytes.
+    """
     requests = requests_of(drawn)
     options = {"blocks": blocks, "max_seqs": seats, "max_tokens": 8, "chunked": chunked}
     options["scheduler"] = scheduler
@@ -88,7 +91,7 @@ def test_each_request_is_served_once(drawn, split, blocks, seats, chunked, sched
 @settings(max_examples=40, deadline=None)
 @given(REQUESTS, SPLITS, st.integers(0, 3), st.integers(0, 300), st.integers(1, 200))
 def test_failures_lose_nothing(drawn, split, replica, at, gone):
-    """Whichever replica fails, each request ends once."""
+    """Each request ends once, whichever replica fails."""
     requests = requests_of(drawn)
     replica %= 2
     failures = [f"replica={replica},at={at}ns,for={gone}ns"]
@@ -128,7 +131,7 @@ def test_littles_law_of_each_pool(drawn, split):
 
 @pytest.mark.parametrize("overlap", ["layers", "whole"])
 def test_layers_are_never_later(overlap):
-    """A single request ends no later than with a transfer of its whole prompt."""
+    """A request whose layers are sent one by one ends no later than with a whole transfer."""
     ends = {}
     for way in (overlap, "whole"):
         split = f"prefill=1,decode=1,latency=5ns,bandwidth=3GB,overlap={way}"

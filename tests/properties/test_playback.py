@@ -1,4 +1,4 @@
-"""What a browser makes of the rows of a trace is what a replay makes of its lines.
+"""Playback of traces in a browser's page, against replays of their lines.
 
 All traces run in one page: their data is put where a page has it, and read as a page reads it.
 """
@@ -69,7 +69,7 @@ async ({ name, blocks, rows, stride }) => {
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    """A page of a small trace, in which others are run."""
+    """Yield a page of a small trace, in which the tests play others."""
     folder = tmp_path_factory.mktemp("page")
     file = folder / "page.html"
     file.write_bytes(view_page([record(folder / "trace.jsonl")]))
@@ -78,7 +78,7 @@ def page(tmp_path_factory):
 
 
 def driven(path, seed, **options):
-    """Record random calls to a cache, among them forks, rollbacks, compactions, a window."""
+    """Record random calls to a cache, with forks, rollbacks, compactions or a window."""
     draw = Random(seed)
     mix = (EVEN, FORKS, COMPACTIONS)[seed % 3]
     if seed % 4 == 0:
@@ -118,7 +118,7 @@ def hosted(path, seed):
 
 
 def state_of(state):
-    """Return a state of a replay as the script has it."""
+    """Return a state of a replay in the form of the script."""
     root = lambda span: -1 if span is None else span.id  # noqa: E731
     tiers = () if state.tiers is None else state.tiers.levels.values()
     hits = state.hits
@@ -142,7 +142,7 @@ def state_of(state):
 
 
 def replayed(path, lines):
-    """Return the states after some lines, by line."""
+    """Return the states of a replay after some lines, by line."""
     wanted, found, state = set(lines), {}, None
     for event in read_events(path):
         if state is None:
@@ -161,13 +161,13 @@ def packed(playback):
 
 
 def played(page, playback, rows, stride):
-    """Return what the page makes of a playback at some rows."""
+    """Return the page's states of a playback at some rows."""
     asked = {"name": "test", "blocks": packed(playback), "rows": rows, "stride": stride}
     return page.evaluate(RUN, asked)
 
 
 def check(page, path, seed, window=None):
-    """Compare random rows, forwards and then back and forth, with a replay."""
+    """Compare random rows with a replay, forwards first and then back and forth."""
     draw = Random(seed)
     playback = Playback(path) if window is None else Playback(path, window=window)
     length = len(playback.rows["kind"])
@@ -181,7 +181,7 @@ def check(page, path, seed, window=None):
 
 
 def check_uses(playback, path, uses):
-    """Compare whose a content is, and who asks for it next, with the keys of the trace."""
+    """Compare owners and next users of blocks on the page with the keys of the trace."""
     state, admitted, keyed = None, {}, {}
     for event in read_events(path):
         if state is None:
@@ -218,7 +218,7 @@ WRITTEN = {"record": record, "forget": forget, "serve": serve, "compact": compac
 
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
-    """Traces that are written by hand, for every event there is."""
+    """A page plays traces with every kind of event like a replay."""
     path = WRITTEN[name](tmp_path / f"{name}.jsonl")
     playback, uses = check(page, path, 1)
     check_uses(playback, path, uses)
@@ -226,7 +226,7 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
 
 @pytest.mark.parametrize("make", [driven, served, hosted])
 def test_a_page_plays_what_happened(page, tmp_path, make):
-    """Spans, pins, tables, counts and next uses at random lines of random runs."""
+    """Spans, pins, tables, counts and next uses on a page equal a replay of random runs."""
     for seed in range(24):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         playback, uses = check(page, path, seed)
@@ -235,7 +235,10 @@ def test_a_page_plays_what_happened(page, tmp_path, make):
 
 @pytest.mark.parametrize("make", [driven, served, hosted])
 def test_a_window_begins_with_what_was_there(page, tmp_path, make):
-    """Wherever a window begins and ends, its states are those of a replay of the whole."""
+    """A page of a window has the states of a replay of the whole trace.
+
+    No window ends between two lines of the same time.
+    """
     for seed in range(24):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         times = [event.t for event in read_events(path)]
@@ -248,19 +251,19 @@ def test_a_window_begins_with_what_was_there(page, tmp_path, make):
         kept = within[: len(playback.rows["kind"])]
         assert playback.first == times.index(within[0])
         assert len(kept) == len(within) or len(kept) <= window.most or len({*kept}) == 1
-        # No moment is cut in two.
+        # The window has all lines of its last time.
         assert within[len(kept) :][:1] != kept[-1:]
 
 
 def test_a_window_without_a_line_is_refused(tmp_path):
-    """It says when the trace ends."""
+    """A window without a line raises InputError with the end of the trace."""
     path = record(tmp_path / "trace.jsonl")
     with pytest.raises(InputError, match="no line is in the window; the trace ends at"):
         Playback(path, window=Window(10**9))
 
 
 def test_sentences_come_out_as_they_went_in(page):
-    """Numbers, commas, empty texts and blank lines included."""
+    """Texts packed by `share_phrases` are restored on the page, numbers and blank ones too."""
     texts = ["", "Of 1,204 tokens, 3 hit.\n- from 0 to 17 (1.35 s): 2", "none", "7"]
     shared = share_phrases(texts)
     read = page.evaluate(

@@ -1,4 +1,4 @@
-"""The order of block ids, and that nothing depends on them."""
+"""The order of block ids, and decisions of the cache with and without ids."""
 
 import attrs
 import pytest
@@ -21,12 +21,12 @@ from kvcore.testing import (
 KEY = 6
 TRAFFIC = Traffic(key_tokens=KEY, hints=True)
 
-# What happened to a pool before: blocks taken, and given back or kept.
+# The history of a pool: numbers of allocated blocks, and whether they were freed.
 histories = st.lists(st.tuples(st.integers(0, 6), st.booleans()), max_size=12)
 
 
 def used_pool(history):
-    """Return a pool of 40 blocks to which `history` has happened."""
+    """Return a pool of 40 blocks after the allocations and releases of `history`."""
     pool = BlockPool(40)
     for count, back in history:
         ids = pool.allocate(min(count, pool.free_blocks))
@@ -46,7 +46,7 @@ def test_taking_in_two_parts(history, first, second):
 
 @given(histories, st.integers(0, 40))
 def test_a_pool_that_counts(history, count):
-    """A counting pool has as many blocks free as one with ids."""
+    """A counting pool has as many free blocks as one with ids."""
     ids, counted = used_pool(history), CountingPool(40)
     counted.allocate(40 - ids.free_blocks)
     for pool in (ids, counted):
@@ -57,14 +57,14 @@ def test_a_pool_that_counts(history, count):
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
 def test_extending_in_parts(name, seed):
-    """extend(a + b) gives the blocks of extend(a), then of extend(b), victims' included."""
+    """extend(a + b) gives the blocks of extend(a), then of extend(b), even from victims."""
     whole = extended(name, seed, lambda room: [room])
     assert whole == extended(name, seed, lambda room: [room // 3, room - room // 3])
     assert whole == extended(name, seed, lambda room: [1] * room)
 
 
 def extended(name, seed, parts_of):
-    """Return the block table of a sequence that takes all it can get of a used cache."""
+    """Return the block table of a sequence that takes all available blocks of a used cache."""
     cache = KVCache(30, 2, eviction=build(name), key_tokens=KEY, ids=True)
     replay(cache, random_requests(seed, 60, TRAFFIC))
     now = 60 * TRAFFIC.longest_wait
@@ -80,14 +80,17 @@ def extended(name, seed, parts_of):
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 @given(steps=step_lists(attrs.evolve(TRAFFIC, mix=FORKS)))
 def test_counting_decides_as_ids_do(count, steps):
-    """Whether blocks have ids from the start, from the first fork on, or never."""
+    """A cache decides the same with ids as without, forks included.
+
+    A cache without ids gets them at the first fork.
+    """
     counted, with_ids = (decisions(steps, count, ids=ids) for ids in (False, True))
     assert counted == with_ids
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_counting_replays_as_ids_do(name):
-    """The same serially, where a pool that counts stays one."""
+    """A serial replay decides the same with ids as without, and needs none."""
     requests = random_requests(3, 100, TRAFFIC)
     counted, with_ids = (cache(name, "tokens", ids=ids) for ids in (False, True))
     assert replay(counted, requests) == replay(with_ids, requests)
@@ -95,13 +98,13 @@ def test_counting_replays_as_ids_do(name):
 
 
 def cache(name, count, *, ids):
-    """Make a cache of 24 blocks, three a key."""
+    """Return a cache of 24 blocks, three per key."""
     return KVCache(
         24, 2, eviction=RecordingPolicy(build(name)), accounting=count, key_tokens=KEY, ids=ids
     )
 
 
 def decisions(steps, count, *, ids):
-    """Return what a cache with LRU decides."""
+    """Return the decisions of a cache with LRU."""
     lru = cache("lru", count, ids=ids)
     return Driver(lru, lru.eviction.evicted).run(steps)

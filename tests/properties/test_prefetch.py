@@ -1,4 +1,4 @@
-"""Whatever comes ahead of its request: nothing is lost, and all is decided alike."""
+"""Prefetches ahead of requests: the same decisions in every mode, and no lost blocks."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning",
 @few
 @given(server=talks())
 def test_replay(tmp_path_factory, scheduler, server):
-    """A prefetch comes when a single step would have come to it, and its trace can be."""
+    """Prefetches start at the same times with jumps and without, and their traces replay."""
     run = server.run(scheduler)
     assert run.trace == server.run(scheduler, jumps=False).trace
     path = tmp_path_factory.mktemp("ahead") / "trace.jsonl"
@@ -36,7 +36,7 @@ def test_replay(tmp_path_factory, scheduler, server):
 @few
 @given(server=talks())
 def test_untraced(scheduler, server):
-    """Where blocks are only counted, the same comes ahead."""
+    """A cache without block ids prefetches the same as a traced one."""
     traced, counted = server.run(scheduler), server.run(scheduler, trace=False)
     assert traced.rows == counted.rows
     for one, other in zip(
@@ -46,7 +46,7 @@ def test_untraced(scheduler, server):
 
 
 def test_random_talks_prefetch():
-    """The servers above load ahead, in time and too late."""
+    """The random servers prefetch blocks, some in time and some too late."""
     counts = dict.fromkeys(("prefetched", "prefetch_hits"), 0)
     for seed in range(40):
         run = random_talks(Random(seed).randint).run("fcfs", trace=False)

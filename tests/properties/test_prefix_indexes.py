@@ -1,4 +1,4 @@
-"""`radix` and `hashed` look up in different ways and lead to the same run, byte for byte."""
+"""The prefix caches `radix` and `hashed`, which lead to the same trace byte for byte."""
 
 import io
 
@@ -14,14 +14,17 @@ KEY = 6
 
 
 def run(prefix, eviction, steps, **options):
-    """Take `steps` in a small cache; return what was decided, and the trace but its header."""
+    """Perform `steps` in a small cache; return decisions, and the lines of its trace.
+
+    HEADER and END are left out.
+    """
     file = io.BytesIO()
     with Trace(file) as trace:
         cache = KVCache(15, prefix=prefix, eviction=eviction, trace=trace, **options)
         decisions = Driver(cache).run(steps)
     header, *lines = file.getvalue().splitlines()
     assert f'"{cache.prefix.name}"'.encode() in header
-    *lines, _ = lines  # END has a digest of the header, too
+    *lines, _ = lines  # END has a digest that covers the header
     return decisions, lines
 
 
@@ -31,7 +34,10 @@ def run(prefix, eviction, steps, **options):
 @pytest.mark.parametrize("eviction", [LRU, LFU, ExpiringPolicy])
 @pytest.mark.parametrize("seed", range(5))
 def test_radix_and_hashed_are_one_cache(seed, eviction, accounting, block_size):
-    """Same hits, same evictions, same trace, with forks, hints, expiry and coarse keys."""
+    """`radix` and `hashed` have the same hits, evictions and trace.
+
+    Requests have forks, hints, expiry and coarse keys.
+    """
     mix = {} if seed % 2 else {"mix": FORKS}
     steps = random_steps(seed, 250, Traffic(key_tokens=KEY, hints=True, **mix))
     layout = {"accounting": accounting, "block_size": block_size, "key_tokens": KEY}

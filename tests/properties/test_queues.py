@@ -1,10 +1,10 @@
-"""Queue policies: on one-key requests the published algorithms, on prefixes one history a span.
+"""Queue policies against the published algorithms on one-key requests, and on prefixes.
 
-The algorithms are written down a second time in `reference/queues.py`. What has variants:
+The algorithms are implemented a second time in `reference/queues.py`, in these variants:
 
-* SIEVE has none.
-* S3-FIFO is algorithm 1 of its paper as in its authors' simulator: counts begin anew in the
-  main queue, and a ghost is looked up after room has been made.
+* SIEVE has no variants.
+* S3-FIFO is algorithm 1 of its paper as in its authors' simulator: counts start at zero in the
+  main queue, and ghosts are looked up after blocks have been evicted.
 * ARC is figure 4 of its paper with real-valued steps.
 """
 
@@ -40,7 +40,7 @@ every_policy = pytest.mark.parametrize("name", PLAIN)
 
 
 def flat_hits(name, keys, blocks):
-    """Return which of `keys`, each a request of its own, hit in a cache of as many blocks."""
+    """Return which of `keys`, each a separate request, hit in a cache of `blocks` blocks."""
     cache = KVCache(blocks, 1, eviction=build(name), accounting="keys")
     requests = (
         Request(id=number, prompt_tokens=1, keys=[key], key_tokens=1)
@@ -52,14 +52,14 @@ def flat_hits(name, keys, blocks):
 @every_policy
 @given(keys=st.lists(st.integers(0, 12), max_size=120), blocks=st.integers(1, 9))
 def test_flat_requests(name, keys, blocks):
-    """Hit by hit as the plain algorithm, on any sequence of keys."""
+    """The policy hits like the plain algorithm on any sequence of keys."""
     plain = PLAIN[name](blocks)
     assert flat_hits(name, keys, blocks) == [plain.hits(key) for key in keys]
 
 
 @every_policy
 def test_long_flat_requests(name):
-    """The same on long sequences, where the hand goes round many times."""
+    """The policy hits like the plain algorithm when its hand goes round many times."""
     for seed in range(100):
         draw = Random(seed)
         blocks = draw.randint(1, 9)
@@ -71,7 +71,7 @@ def test_long_flat_requests(name):
 @every_policy
 @pytest.mark.parametrize("blocks", [10, 100, 1000])
 def test_flat_trace(name, blocks):
-    """The same on the blocks of the bundled trace, one a request, in smaller pools."""
+    """The policy hits like the plain algorithm on the blocks of the bundled trace."""
     keys = list(islice((key for request in Mooncake() for key in request.keys), 20_000))
     plain = PLAIN[name](blocks)
     hits = [plain.hits(key) for key in keys]
@@ -82,7 +82,7 @@ def test_flat_trace(name, blocks):
 @every_policy
 @given(requests=request_lists(Traffic(key_tokens=KEY)), blocks=st.integers(1, 20))
 def test_block_size_does_not_matter(name, requests, blocks):
-    """Coarse keys over fine blocks: `ratio` times the hits, and the same victims."""
+    """`ratio` blocks per key give `ratio` times the hits, and the same victims."""
     coarse = decisions(name, requests, blocks, 1)
     for ratio in (2, 3, 6):
         fine = decisions(name, requests, blocks, ratio)
@@ -94,9 +94,9 @@ def test_block_size_does_not_matter(name, requests, blocks):
 @every_policy
 @pytest.mark.parametrize("seed", range(8))
 def test_halves_of_one_past_are_one(name, seed):
-    """A cut that tells nothing apart changes no decision.
+    """A split of a span into parts with the same history changes no decision.
 
-    A retention hint cuts what is hit at its border; these policies do not read hints.
+    A retention hint splits a hit span at its border; these policies do not read hints.
     """
     requests = random_requests(seed, 150, Traffic(key_tokens=KEY, most_keys=12))
     whole, cut = cached(name, 30), cached(name, 30)
@@ -116,7 +116,7 @@ def test_halves_of_one_past_are_one(name, seed):
 
 
 def cached(name, blocks, ratio=1):
-    """Return a cache in `keys` counting, and the list in which its evictions appear."""
+    """Return a cache in `keys` accounting, and the list of its evictions."""
     recording = RecordingPolicy(build(name))
     size = KEY // ratio
     cache = KVCache(blocks * ratio, size, eviction=recording, accounting="keys", key_tokens=KEY)
@@ -124,6 +124,6 @@ def cached(name, blocks, ratio=1):
 
 
 def decisions(name, requests, blocks, ratio):
-    """Replay `requests` with `ratio` blocks a key."""
+    """Return the decisions of a replay of `requests` with `ratio` blocks per key."""
     cache, evicted = cached(name, blocks, ratio)
     return replay(cache, requests, evicted)

@@ -1,4 +1,4 @@
-"""One record a span decides exactly as one a block would, for every policy with a score."""
+"""The span cache against a block-by-block reference, for every policy with a score."""
 
 import attrs
 import pytest
@@ -24,19 +24,19 @@ from kvcore.testing import (
 )
 
 KEY = 6
-# (counting, block size): one and three blocks a key; in `tokens` also two keys a block.
+# (accounting, block size): one and three blocks per key; in `tokens` also two keys per block.
 LAYOUTS = [("keys", 6), ("keys", 2), ("tokens", 6), ("tokens", 2), ("tokens", 12)]
 
 layouts = pytest.mark.parametrize(("count", "size"), LAYOUTS)
 
 
 def seconds(context, tokens):
-    """Cost more the deeper, without rounding."""
+    """Return a cost that grows with depth, without rounding."""
     return tokens * (16 + context) / 1024
 
 
 def caches(name, blocks, count, size):
-    """Make the cache and its reference, each with the list in which evictions appear."""
+    """Return the cache and its reference, each with the list of its evictions."""
     recording = RecordingPolicy(build(name))
     options = {"accounting": count, "key_tokens": KEY, "recompute": seconds}
     cache = KVCache(blocks, size, eviction=recording, **options)
@@ -45,7 +45,7 @@ def caches(name, blocks, count, size):
 
 
 def assert_same_decisions(name, blocks, count, size, steps):
-    """Drive both through `steps`: hits, refusals, free blocks and evictions are equal."""
+    """Check that hits, refusals, free blocks and evictions of both are equal at each step."""
     cache, reference = caches(name, blocks, count, size)
     one, other = Driver(*cache), Driver(*reference)
     for number, step in enumerate(steps):
@@ -53,10 +53,10 @@ def assert_same_decisions(name, blocks, count, size, steps):
 
 
 def traffic(name, **changes):
-    """Return traffic, with retention hints but for SLRU.
+    """Return traffic, with retention hints except for SLRU.
 
-    There a hint cuts a span where nothing else tells the halves apart, and SLRU
-    demotes whole spans.
+    There a hint cuts a span where nothing else distinguishes the halves, and SLRU demotes whole
+    spans.
     """
     return Traffic(key_tokens=KEY, hints=not name.startswith("slru"), **changes)
 
@@ -64,7 +64,10 @@ def traffic(name, **changes):
 @layouts
 @pytest.mark.parametrize("name", SCORED)
 def test_random_concurrency(name, count, size):
-    """Many open sequences, computing in pieces, diverging, growing in place, refused."""
+    """Decisions are those of the reference when many sequences run concurrently.
+
+    They compute in pieces, diverge, grow in place and are refused.
+    """
     for seed in range(4):
         blocks = (6, 12, 24)[seed % 3] * KEY // size + seed
         steps = random_steps(seed, 150, traffic(name, mix=EVEN))
@@ -74,7 +77,7 @@ def test_random_concurrency(name, count, size):
 @layouts
 @pytest.mark.parametrize("name", SCORED)
 def test_forks(name, count, size):
-    """Siblings share private blocks, commit them for each other, and part."""
+    """Decisions are those of the reference when forks share and commit private blocks."""
     for seed in range(3):
         steps = random_steps(seed, 150, traffic(name, mix=FORKS))
         assert_same_decisions(name, 16 * KEY // size, count, size, steps)
@@ -83,7 +86,7 @@ def test_forks(name, count, size):
 @layouts
 @pytest.mark.parametrize("name", SCORED)
 def test_compactions(name, count, size):
-    """Sequences leave what they share, and go on in private blocks, forks too."""
+    """Decisions are those of the reference when sequences and forks are compacted."""
     for seed in range(3):
         steps = random_steps(seed, 150, traffic(name, mix=COMPACTIONS))
         assert_same_decisions(name, 16 * KEY // size, count, size, steps)
@@ -93,7 +96,10 @@ def test_compactions(name, count, size):
 @pytest.mark.parametrize("blocks", [1, 10, 50])
 @pytest.mark.parametrize("name", SCORED)
 def test_requests_longer_than_the_pool(name, blocks, count, size):
-    """Replayed serially, they are opened with their first blocks, as many as there are."""
+    """Decisions are those of the reference for requests longer than the pool.
+
+    In a serial replay such a request is opened with as many leading blocks as the pool has.
+    """
     requests = random_requests(blocks, 40, traffic(name, most_keys=3 + blocks * size // KEY))
     (cache, evicted), (reference, expected) = caches(name, blocks, count, size)
     assert replay(cache, requests, evicted) == replay(reference, requests, expected)
@@ -105,7 +111,7 @@ def test_requests_longer_than_the_pool(name, blocks, count, size):
     | step_lists(Traffic(key_tokens=KEY, hints=True, mix=COMPACTIONS))
 )
 def test_any_steps(name, steps):
-    """As above, from lists of steps that shrink to a small counterexample."""
+    """Decisions are those of the reference for any steps that hypothesis draws."""
     for count, size in LAYOUTS:
         assert_same_decisions(name, 10 * KEY // size, count, size, steps)
 
@@ -113,14 +119,14 @@ def test_any_steps(name, steps):
 @pytest.mark.parametrize("name", ["lru", "slru"])
 @given(requests=request_lists(Traffic(key_tokens=KEY)))
 def test_any_requests(name, requests):
-    """As above, serially."""
+    """Decisions are those of the reference for any requests in a serial replay."""
     for count, size in LAYOUTS:
         (cache, evicted), (reference, expected) = caches(name, 4, count, size)
         assert replay(cache, requests, evicted) == replay(reference, requests, expected)
 
 
 def request(number, keys, *hints):
-    """Return a request of whole keys, with a retention hint (priority, duration) a key."""
+    """Return a request of whole keys, with a retention hint (priority, duration) per key."""
     retention = tuple(
         Retention(place * KEY, (place + 1) * KEY, *hint)
         for place, hint in enumerate(hints)
@@ -133,12 +139,12 @@ def request(number, keys, *hints):
 
 
 def serve(number, keys, *hints, wait=0):
-    """Return the step that serves such a request."""
+    """Return the step that serves a request of these keys and hints."""
     return Step(action="serve", request=request(number, keys, *hints), wait=wait)
 
 
 def test_siblings_of_several_lengths():
-    """One commit is shared with each fork as far as that fork has the blocks, in any order."""
+    """A commit is shared with each fork as far as the fork has the blocks, in any order."""
     for shorter in ((1, 3), (3, 1), (2, 2), (0, 4)):
         steps = [Step(action="open", request=request(0, [1, 2, 3, 4, 5]))]
         for sibling, keys in enumerate(shorter, 1):
@@ -149,8 +155,8 @@ def test_siblings_of_several_lengths():
         assert_same_decisions("fifo", 9, "keys", KEY, steps)
 
 
-# What a hint of 60 that holds is worth shows against a span of 50 which was pinned while
-# all below the hint's span was evicted.
+# Whether a hint of priority 60 holds shows against a span of priority 50, which was pinned
+# while all spans below the hint's span were evicted.
 AGAINST_50 = [
     Step(action="open", request=request(8, [50], (50, None))),
     Step(action="commit"),
@@ -178,7 +184,7 @@ AGAINST_50 = [
     ],
 )
 def test_hints_one_above_another(steps):
-    """The stronger and longer of two promises holds, one that is over outweighs nothing."""
+    """Of two hints the stronger and longer one holds, and an expired one has no effect."""
     for wait in (0, 9):
         later = attrs.evolve(AGAINST_50[0], wait=wait)
         assert_same_decisions("priority", 3, "keys", KEY, [*steps, later, *AGAINST_50[1:]])

@@ -1,4 +1,4 @@
-"""What a cache tells of its blocks, and what its trace tells, are the same."""
+"""Residency statistics of a cache against those rebuilt from its trace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from kvcore.trace import rebuild_residency as residency
 
 
 def of_trace(content):
-    """Return what the trace of these bytes tells."""
+    """Return the residency statistics rebuilt from the bytes of a trace."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.jsonl"
         file.write_bytes(content)
@@ -32,7 +32,7 @@ def of_trace(content):
 
 @given(server=servers(), scheduler=st.sampled_from(SCHEDULERS))
 def test_under_a_clock(server, scheduler):
-    """With preemption, growth, hints, expiry and overlapping requests."""
+    """A trace gives the residency of a run with preemption, growth, hints and expiry."""
     run = server.run(scheduler)
     assert run.result.cache.tree.residency.as_dict() == of_trace(run.trace)
 
@@ -44,7 +44,7 @@ def test_under_a_clock(server, scheduler):
     layout=st.sampled_from([("keys", 4), ("keys", 1), ("tokens", 4), ("tokens", 2)]),
 )
 def test_in_untimed_replay(requests, policy, blocks, layout):
-    """Under any policy, in either counting, with keys of one block and of several."""
+    """A trace gives the residency of a replay, for any policy, accounting and key size."""
     count, size = layout
     out = BytesIO()
     with Trace(out) as trace:
@@ -62,7 +62,7 @@ def test_in_untimed_replay(requests, policy, blocks, layout):
     window=st.integers(0, 60),
 )
 def test_refaults_equal_a_clock_for_each_block(requests, blocks, window):
-    """With a key a block: stored again with at most `window` evictions after its own."""
+    """Restored blocks are those stored again within `window` evictions, by block."""
     cache = KVCache(blocks, 4, eviction=build("lru"), accounting="keys")
     cache.tree.residency = seen = Watching(blocks)
     seen.refaults, seen.expected = Refaults(window), ByBlock(window, 1)
@@ -72,7 +72,7 @@ def test_refaults_equal_a_clock_for_each_block(requests, blocks, window):
 
 @given(requests=request_lists(Traffic(key_tokens=4)), blocks=st.integers(4, 60))
 def test_refaults_of_blocks_smaller_than_keys(requests, blocks):
-    """Without a window, blocks that share a key are counted one by one as well."""
+    """Blocks that share a key are counted one by one as restored."""
     cache = KVCache(blocks, 1, eviction=build("lru"), accounting="keys", key_tokens=4)
     cache.tree.residency = seen = Watching(blocks)
     seen.refaults, seen.expected = Refaults(10**9), ByBlock(10**9, 4)
@@ -86,7 +86,7 @@ def test_refaults_of_blocks_smaller_than_keys(requests, blocks):
     size=st.sampled_from([1, 2, 4]),
 )
 def test_counting_at_once_is_counting_one_by_one(requests, blocks, size):
-    """How many events are noted before they are counted makes no difference."""
+    """Residency is the same whether events are counted in batches or one by one."""
 
     def seen(kind):
         cache = KVCache(blocks, size, eviction=build("lru"), accounting="keys", key_tokens=4)
@@ -98,50 +98,50 @@ def test_counting_at_once_is_counting_one_by_one(requests, blocks, size):
 
 
 class Hasty(Residency):
-    """Counts every event by itself."""
+    """Residency statistics that count every event at once."""
 
     def stored(self, span, blocks):
-        """Count it."""
+        """Count a stored run at once."""
         super().stored(span, blocks)
         self.settle()
 
     def evicted(self, span, blocks, now, reason):
-        """Count it."""
+        """Count an evicted run at once."""
         super().evicted(span, blocks, now, reason)
         self.settle()
 
 
 class Watching(Residency):
-    """Tells the reference what it is told."""
+    """Residency statistics that pass their events on to the reference."""
 
     def on_store(self, span, blocks):
-        """Tell it too."""
+        """Pass the stored blocks on."""
         super().on_store(span, blocks)
         self.expected.stored(span.path_keys, span.end - blocks, span.end)
 
     def on_evict(self, span, blocks, now, reason):
-        """Tell it too."""
+        """Pass the evicted blocks on."""
         super().on_evict(span, blocks, now, reason)
         self.expected.evicted(span.path_keys, span.end - blocks, span.end)
 
 
 class ByBlock:
-    """Refaults, block by block."""
+    """A reference that counts restored blocks one by one."""
 
     def __init__(self, window, ratio):
-        """Remember nothing yet."""
+        """Start without evicted blocks."""
         self.window, self.ratio = window, ratio
         self.blocks = self.clock = 0
         self.gone = OrderedDict()
 
     def evicted(self, keys, start, end):
-        """Note when each block of one eviction left."""
+        """Note the time at which each block was evicted."""
         self.clock += end - start
         for place in range(start, end):
             self.gone[keys[place // self.ratio], place % self.ratio] = self.clock
 
     def stored(self, keys, start, end):
-        """Count the blocks that left a short while ago."""
+        """Count the blocks that were evicted within the window."""
         for place in range(start, end):
             left = self.gone.pop((keys[place // self.ratio], place % self.ratio), None)
             self.blocks += left is not None and self.clock - left <= self.window

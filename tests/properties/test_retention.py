@@ -1,4 +1,4 @@
-"""Sequences that forget: the same decisions everywhere, and the right tokens on tensors."""
+"""Sequences that drop tokens: equal decisions in every mode, and the cost of attention."""
 
 from functools import partial
 from random import Random
@@ -16,15 +16,15 @@ schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
 
 
 class Attending(Bent):
-    """A step takes a nanosecond for each token that is attended to, in any layer."""
+    """A latency model of one nanosecond for each token that is attended to in any layer."""
 
     def pieces(self, work):
-        """Return one line: what prefill attends to, and a slope of 1 for each window."""
+        """Return one line: the pairs of prefill, and a slope of 1 for each window."""
         return [(1000 * sum(work.attended_pairs), *(1000 for _ in work.context))]
 
 
 def attended(prompt, output, chunk, reach, policy):
-    """Return how many tokens are attended to in all, counted token by token."""
+    """Return the number of attended tokens, counted token by token."""
     total = computed = forgotten = 0
     while computed < prompt + output - 1:
         step = min(chunk, prompt - computed) if computed < prompt else 1
@@ -38,7 +38,7 @@ def attended(prompt, output, chunk, reach, policy):
 
 
 def lost(policy, held, computed, prompt):
-    """Return how many of the `held` tokens a sequence forgets, by what the policy is to do."""
+    """Return how many of the `held` tokens a sequence drops, as its policy is defined."""
     if policy.name == "window":
         first = -(-policy.sinks // BLOCK) * BLOCK
         end = max(computed - policy.tokens, 0) // BLOCK * BLOCK
@@ -61,7 +61,7 @@ def lost(policy, held, computed, prompt):
     make=retentions,
 )
 def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, make):
-    """Chunks and decode steps attend to what is left, also in layers with windows."""
+    """Chunks and decode steps attend to the kept tokens only, also in layers with windows."""
     run = serve(
         [ask("a", prompt=prompt, output=output)],
         retention=make(),
@@ -75,12 +75,12 @@ def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, make):
 
 
 def simulated(server, scheduler, make, **options):
-    """Serve what a random server serves, with a policy by which its sequences forget."""
+    """Serve the requests of a random server under a retention policy."""
     return server.run(scheduler, retention=make(), **options)
 
 
 def replayed(trace, path):
-    """Return what a trace holds, after checking every line of it."""
+    """Return the report on a trace after checking every line of it."""
     path.write_bytes(trace)
     return check_trace(path)
 
@@ -88,7 +88,7 @@ def replayed(trace, path):
 @schedulers
 @given(server=servers(), make=retentions)
 def test_jumps_are_single_steps(scheduler, server, make):
-    """Blocks are forgotten at the same times, whether steps are run one by one or not."""
+    """Blocks are dropped at the same times whether steps are run one by one or not."""
     jumping, stepping = (simulated(server, scheduler, make, jumps=j) for j in (True, False))
     assert jumping.trace == stepping.trace
     assert jumping.result.cache.stats == stepping.result.cache.stats
@@ -105,7 +105,7 @@ def test_counting_decides_alike(scheduler, server, make):
 
 @given(server=servers(), make=retentions)
 def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
-    """Every line follows from those before it, and in the end everything is free or cached."""
+    """A trace with dropped tokens replays, and at its end no block is private."""
     run = simulated(server, "urgent", make)
     report = replayed(run.trace, tmp_path_factory.mktemp("trace") / "run.jsonl")
     assert (report.complete, report.pool["private"]) == (True, 0)
@@ -114,7 +114,7 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
 
 
 def test_random_servers_compact_and_defer_it():
-    """The servers above are tight enough for both, beside preemptions and hits."""
+    """Random servers are tight enough for deferred compactions, preemptions and hits."""
 
     def is_tight(seed):
         server = random_server(Random(seed).randint)
@@ -129,7 +129,7 @@ def test_random_servers_compact_and_defer_it():
 @schedulers
 @given(server=servers(), make=windows)
 def test_same_decisions_on_tensors(scheduler, server, make):
-    """Under the model's clock the trace is the simulator's, but for header and END."""
+    """A run on tensors has the simulator's trace, except for header and END."""
     run = compute(
         server.requests,
         scheduler=scheduler,

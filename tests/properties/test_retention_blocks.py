@@ -1,4 +1,4 @@
-"""Whatever sequences forget, a cached block holds what its keys stand for, and nothing else."""
+"""Blocks of sequences that drop tokens: a cached block always holds the tokens of its keys."""
 
 import pytest
 from helpers.retention import Eager
@@ -17,10 +17,10 @@ TAINTED = "computed without some of the tokens before it"
 
 
 class Slots(Driver):
-    """Performs steps, and keeps book of what a backend would have in every slot.
+    """A driver that records the contents that a backend would have in every slot.
 
-    A slot holds the key and position of the token that was computed into it, or `TAINTED`:
-    the sequence had forgotten something by then.
+    A slot holds the key and position of the token that was computed into it, or `TAINTED` if
+    the sequence had dropped tokens by then.
     """
 
     def __init__(self, cache):
@@ -35,7 +35,7 @@ class Slots(Driver):
             self.slots[target, slot] = self.slots.get((source, slot))
 
     def compacted(self, seq, before, held):
-        """Copy the newest tokens, in the order that is the worst for who reads too late."""
+        """Copy the newest tokens in reverse, the worst order for a late reader."""
         kept = [self.slots[self.place(before, at)] for at in reversed(range(held))]
         table = seq.table()
         for at in range(seq.computed):
@@ -58,12 +58,12 @@ class Slots(Driver):
             self.slots[self.place(table, at - hidden)] = value
 
     def value(self, keys, at):
-        """Return what a token at a position is, by the keys of its prompt."""
+        """Return the content of a token at a position, by the keys of its prompt."""
         key = at // self.size // self.cache.geometry.ratio
         return (keys[key] if key < len(keys) else None), at
 
     def step(self, step):
-        """Perform `step`; check every cached block, and the tables of who has all tokens."""
+        """Perform `step`; check every cached block, and tables of sequences with all tokens."""
         decision = super().step(step)
         for span in self.cache.tree.spans():
             for at in range(span.start * self.size, span.end * self.size):
@@ -78,7 +78,7 @@ class Slots(Driver):
 
 
 def make(blocks, size, policy):
-    """Return a driver of a cache whose sequences forget by `policy`."""
+    """Return a driver of a cache whose sequences drop tokens by `policy`."""
     return Slots(
         KVCache(
             blocks,
@@ -106,13 +106,16 @@ sizes = st.sampled_from((1, 2, 3, 6, 12))
     make_policy=policies,
 )
 def test_a_sequence_that_forgets_never_poisons_the_cache(steps, blocks, size, make_policy):
-    """Prefixes shared, forks, blocks evicted and used again: nobody finds a tainted block."""
+    """No cached block was computed by a sequence that had dropped tokens.
+
+    Prefixes are shared, sequences fork, and blocks are evicted and used again.
+    """
     make(blocks, size, make_policy()).run(steps)
 
 
 @given(steps=step_lists(TRAFFIC, most=40), size=sizes)
 def test_nobody_elses_hits_change(steps, size):
-    """Where there is room, what hits is the same before and after every compaction."""
+    """Compactions and other calls change the hits of no request in an ample pool."""
     driver = make(4000, size, None)
     asked = [step.request for step in steps if step.request is not None]
     for step in steps:
@@ -123,7 +126,7 @@ def test_nobody_elses_hits_change(steps, size):
 
 
 def test_the_book_finds_a_poisoned_cache(monkeypatch):
-    """A sequence that forgets before it has computed what its fork published is found out."""
+    """`Slots` finds a shared block that was computed after its sequence dropped tokens."""
     monkeypatch.setattr("kvcore.cache.retention.is_past_shared", lambda _: True)
     forks = Traffic(key_tokens=KEY, mix=FORKS)
     drivers = [(make(60, 2, Window(tokens=1)), random_steps(i, 60, forks)) for i in range(50)]

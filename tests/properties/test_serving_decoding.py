@@ -1,4 +1,4 @@
-"""The jobs that generate, counted by residue class, against a model that counts each."""
+"""The batch of decoding jobs, counted by residue class, against a model that counts each."""
 
 from itertools import count
 
@@ -26,7 +26,7 @@ histories = st.lists(actions, max_size=25) | st.lists(actions, min_size=12, max_
 
 @attrs.define
 class Model:
-    """Jobs with their lengths, and nothing clever."""
+    """A model of the batch that holds each job with its length."""
 
     size: int
     steps: DecodeSteps = attrs.field(factory=DecodeSteps)
@@ -34,7 +34,7 @@ class Model:
     removed: bool = False
 
     def context(self, after=0):
-        """Return what the next step, or one `after` steps later, attends to."""
+        """Return the tokens that the next step, or one `after` steps later, attends to."""
         return [
             sum(
                 min(length - job.seq.dropped_tokens + after + 1, window or 10**9)
@@ -44,7 +44,7 @@ class Model:
         ]
 
     def rise(self, after=0):
-        """Return by how much the context then rises."""
+        """Return the growth of the context at that step."""
         now, then = self.context(after), self.context(after + 1)
         return [b - a for a, b in zip(now, then, strict=True)]
 
@@ -55,11 +55,11 @@ class Model:
         return sorted(full, key=lambda job: job.seq.admission)
 
     def committers(self):
-        """Return those of them now whose output has keys."""
+        """Return the growing jobs of this step whose output has keys."""
         return [job for job in self.growing(self.steps.count) if job.request.output_keys]
 
     def until_change(self):
-        """Return after how many steps a job is done, a window full, a keyed block full."""
+        """Return the steps until a job is done, a window is full or a keyed block is full."""
         keyed = [n for job, n in self.lengths.items() if job.request.output_keys]
         return next(
             steps
@@ -72,7 +72,7 @@ class Model:
 
 @given(histories, st.integers(1, 5))
 def test_decode_batch(history, size):
-    """After any history the counts are those of the jobs, one by one."""
+    """Sizes, contexts and growing jobs of the batch equal those of the model."""
     model = Model(size)
     batch = DecodeBatch(model.steps, size, WINDOWS, TokenGaps())
     for number, (action, *arguments) in enumerate(history):
@@ -92,7 +92,7 @@ def _add(model, batch, number, prompt, output, keyed):
         id=number, prompt_tokens=prompt, output_tokens=output, key_tokens=1, output_keys=keys
     )
     job = Job(request, number, 0, model.steps, prompt)
-    # Sequences may join in another order than that in which they were admitted.
+    # Sequences may join in an order that is not that of their admission.
     job.seq = Sequence(
         number,
         number * 7 % 25,
@@ -155,6 +155,6 @@ def _check(model, batch):
         blocks = sum(len(model.growing(step)) for step in steps)
         assert batch.growth_between(now, end) == blocks
     if model.lengths:
-        # A window that a job would have filled that has left may cut a jump short.
+        # The window of a job that was removed may still cut a jump short.
         assert 1 <= batch.until_change() <= model.until_change()
         assert model.removed or batch.until_change() == model.until_change()

@@ -1,4 +1,4 @@
-"""Whatever a server is made of: jumps and traces change nothing, and nothing is lost."""
+"""Jumps and traces change no decision of any server, and no request or token is lost."""
 
 import attrs
 import pytest
@@ -15,7 +15,7 @@ few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 
 
 def outcome(run):
-    """Return all that a run decided, as far as it is known without a trace."""
+    """Return all decisions of a run that are known without a trace."""
     log = run.result.log
     columns = {column: getattr(log, column) for column in COLUMNS}
     cache = run.result.cache
@@ -26,7 +26,7 @@ def outcome(run):
 @every_scheduler
 @given(server=servers() | tiered_servers())
 def test_jumps_change_nothing(scheduler, server):
-    """Many decode steps at once or one by one: the same trace, byte for byte."""
+    """Running many decode steps at once writes the same trace as one step at a time."""
     jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
     assert jumps.trace == steps.trace
     assert outcome(jumps) == outcome(steps)
@@ -36,7 +36,7 @@ def test_jumps_change_nothing(scheduler, server):
 @few
 @given(server=servers() | tiered_servers())
 def test_a_trace_changes_nothing(scheduler, server):
-    """Where nobody writes, and blocks are only counted, the decisions are the same."""
+    """A run without a trace, in which blocks are only counted, decides the same."""
     untraced = outcome(server.run(scheduler, trace=False))
     assert untraced == outcome(server.run(scheduler))
     assert untraced == outcome(server.run(scheduler, trace=False, jumps=False))
@@ -45,7 +45,10 @@ def test_a_trace_changes_nothing(scheduler, server):
 @given(server=servers())
 @few
 def test_a_model_that_foresees_nothing(server):
-    """Asked for each step by itself, a latency model leads to the same trace but its name."""
+    """A latency model that must be called for each step gives the same trace.
+
+    Only its name in the header differs.
+    """
     foreseen = server.run("fcfs", latency=Bent(reach=server.windows))
     asked = server.run("fcfs", latency=Single(reach=server.windows))
     assert foreseen.lines == asked.lines
@@ -55,7 +58,7 @@ def test_a_model_that_foresees_nothing(server):
 @few
 @given(server=servers() | tiered_servers())
 def test_nothing_is_lost(tmp_path_factory, scheduler, server):
-    """Every request ends once, its times in order, and the trace can be replayed."""
+    """Every request ends once, its times are in order, and the trace replays."""
     run = server.run(scheduler)
     everybody = {request.id: request for request in server.requests}
     assert set(run.rows).isdisjoint(run.rejected)
@@ -85,7 +88,7 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
 @few
 @given(server=servers())
 def test_no_work_is_lost_or_done_twice(scheduler, server):
-    """All tokens are generated once; what no preemption took is computed once."""
+    """All tokens are generated once, and computed again only after a preemption."""
     run = server.run(scheduler, latency=Tally())
     outputs = {request.id: request.output_tokens for request in server.requests}
     first = sum(outputs[name] > 0 for name in run.rows)
@@ -102,7 +105,7 @@ def test_no_work_is_lost_or_done_twice(scheduler, server):
 @few
 @given(server=servers() | tiered_servers())
 def test_little(scheduler, server):
-    """Requests in the server, summed over time as its trace tells, are their times in it."""
+    """The requests in the server, summed over time along the trace, are their times in it."""
     run = server.run(scheduler)
     present = area = then = 0
     for line in run.lines:
@@ -117,7 +120,7 @@ def test_little(scheduler, server):
 @few
 @given(server=servers() | tiered_servers())
 def test_seats_are_not_taken_twice(scheduler, server):
-    """Never do more requests run than may; those that do not are paused or hold nothing."""
+    """Never more than `max_seqs` requests run at once."""
     running = set()
     for line in server.run(scheduler).lines:
         if line["event"] in {"HIT", "MISS", "RESUME"}:
@@ -129,11 +132,11 @@ def test_seats_are_not_taken_twice(scheduler, server):
 
 @pytest.mark.parametrize("event", ["pauses", "recomputes"])
 def test_random_servers_preempt(event):
-    """The servers above are tight enough for preemption of either kind."""
+    """Random servers are tight enough for preemptions of both kinds."""
     find(servers(), lambda server: server.run("urgent", trace=False).sum(event) > 0)
 
 
 def test_every_scheduler_is_in_the_list():
-    """Each registered scheduler is tried with some options."""
+    """Each registered scheduler is tested with some options."""
     plugins = {parse(name)[0].name for name in SCHEDULERS if name not in STAND_INS}
     assert plugins == set(Plugins().names("scheduler"))

@@ -1,4 +1,4 @@
-"""Which scheduler is better where, and by how much: long and short jobs on a loaded server."""
+"""Margins between schedulers, with long and short jobs on a loaded server."""
 
 from random import Random
 from statistics import mean
@@ -13,7 +13,7 @@ from kvcore_plugins.scheduler import FCFS, SRPT, LeastSlack
 
 SEATS = 4
 RATE = 10
-"""Tokens a millisecond, of all seats together."""
+"""Tokens a millisecond, of all running sequences together."""
 
 SECOND = 10**9
 
@@ -29,14 +29,14 @@ class Class:
 
 LONG, SHORT = 1000, 50
 ALONE = LONG * SEATS / RATE / 1000
-"""Seconds that a long job takes if all seats are taken."""
+"""Seconds that a long job takes if `SEATS` sequences run."""
 
 TIGHT_AND_LOOSE = Class(LONG, 2 * ALONE), Class(SHORT, 20)
 ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
 
 
 def traffic(load, classes, requests=3000):
-    """Yield jobs of `classes` at random: `load` times what the server can do."""
+    """Yield random jobs of `classes` at `load` times the capacity of the server."""
     random, now = Random(0), 0.0
     weights = [each.weight for each in classes]
     tokens = sum(each.weight * each.output for each in classes) / sum(weights)
@@ -70,7 +70,7 @@ def goodput(load, classes, scheduler):
 
 @pytest.mark.parametrize("load", [0.9, 1.05])
 def test_srpt_beats_fcfs_on_mean_time(load):
-    """Short jobs first: FCFS takes over 1.6 times as long, in the mean, to the last token."""
+    """FCFS takes over 1.6 times as long as SRPT in the mean to the last token."""
     _, fcfs = outcome(load, ALL_ALIKE, FCFS())
     _, srpt = outcome(load, ALL_ALIKE, SRPT())
     assert fcfs > 1.6 * srpt
@@ -79,7 +79,10 @@ def test_srpt_beats_fcfs_on_mean_time(load):
 @pytest.mark.parametrize("load", [1.05, 1.1, 1.2])
 @pytest.mark.parametrize("preemptive", [False, True])
 def test_slo_beats_both_where_long_jobs_are_tight(load, preemptive):
-    """Long jobs first as long as short ones can wait: over 1.6 times as many are in time."""
+    """If long jobs have tight deadlines, `slo` meets over 1.6 times as many as the others.
+
+    It runs long jobs first as long as short ones can wait; the others are FCFS and SRPT.
+    """
     slo = goodput(load, TIGHT_AND_LOOSE, LeastSlack(preemptive=preemptive))
     fcfs, srpt = (goodput(load, TIGHT_AND_LOOSE, other) for other in (FCFS(), SRPT()))
     assert slo > 0.88
@@ -87,7 +90,11 @@ def test_slo_beats_both_where_long_jobs_are_tight(load, preemptive):
 
 
 def test_srpt_beats_slo_where_all_deadlines_are_alike():
-    """At twice what can be done, who begins with long jobs has begun with the wrong ones."""
+    """With equal deadlines at twice the capacity, SRPT meets 1.4 times as many as `slo`.
+
+    `slo` begins with the long jobs, of which the server can finish fewer, but it still meets
+    more than 3 times as many as FCFS.
+    """
     slo, srpt, fcfs = (goodput(2, ALL_ALIKE, each) for each in (LeastSlack(), SRPT(), FCFS()))
     assert srpt > 1.4 * slo
     assert slo > 3 * fcfs

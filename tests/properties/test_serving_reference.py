@@ -1,4 +1,4 @@
-"""The loop against a naive one: no jumps, no blocks, no scheduler but first come."""
+"""The serving loop against a naive one without jumps and blocks, under FCFS."""
 
 import attrs
 from helpers.serving import Bent, ask, serve
@@ -11,7 +11,7 @@ from kvcore.serving import StepWork
 
 @attrs.define
 class Job:
-    """A request on its way."""
+    """A request in the naive loop."""
 
     request: object
     computed: int = 0
@@ -26,7 +26,7 @@ class Job:
 
 @attrs.define
 class Loop:
-    """A server with blocks enough. Times are picoseconds, but for those of requests."""
+    """A server with enough blocks. Times are picoseconds, except those of requests."""
 
     latency: object
     max_tokens: int
@@ -39,7 +39,7 @@ class Loop:
     times: dict = attrs.field(factory=dict)
 
     def run(self, requests):
-        """Return (first token, finish) in ns by id, in the order in which they end."""
+        """Return (first token, finish) in ns by id, in the order in which requests end."""
         coming = list(requests)
         while coming or self.waiting or self.running:
             if not (self.waiting or self.running):
@@ -70,7 +70,7 @@ class Loop:
                 self.times[job.request.id] = job.first_token, now
 
     def share(self, budget):
-        """Return (job, tokens) for each that prefills; new ones get a seat."""
+        """Return (job, tokens) of each job that prefills, admitting new ones."""
         chunks = []
         for job in [job for job in self.running if job.left] + self.waiting:
             tokens = min(job.left, budget) if self.chunked else job.left
@@ -112,12 +112,12 @@ CAPS = {
     windows=st.sampled_from(((None,), (6, None))),
 )
 def test_reference(rows, caps, windows):
-    """Every first token and every last comes when the naive loop says, to the nanosecond."""
+    """Each request has its first and last token at the naive loop's time, to the ns."""
     now, requests = 0, []
     for number, (wait, prompt, output) in enumerate(rows):
         now += wait
         requests.append(ask(number, now, prompt, output))
     run = serve(requests, latency=Bent(reach=windows), **caps)
     times = {name: (row["first_token"], row["finish"]) for name, row in run.rows.items()}
-    # As lists: those that end together end as they were admitted.
+    # Compared in order: requests that end together end in the order of their admission.
     assert list(times.items()) == list(Loop(Bent(reach=windows), **caps).run(requests).items())

@@ -1,4 +1,4 @@
-"""Whatever rules of engines a server has: jumps change nothing, and nothing is lost."""
+"""Servers under the rules of engines: jumps change no decision, and no request is lost."""
 
 import attrs
 import pytest
@@ -15,17 +15,17 @@ few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 
 
 def assume_order(scheduler, server):
-    """Leave out what is known to go round in circles.
+    """Leave out servers that are known to preempt in circles.
 
-    Where prompts get their blocks chunk by chunk and nobody sees to it that all fit, those that
-    a plan puts first must not be the first to be preempted.
+    Where prompts get their blocks chunk by chunk and the server does not ensure that all fit,
+    jobs that a plan puts first must not be the first to be preempted.
     """
     own_plan = scheduler.partition(":")[0] in ("lpm", "planning")
     assume(not own_plan or server.options.get("reserve") != "first-chunk")
 
 
 def outcome(run):
-    """Return all that a run decided, as far as it is known without a trace."""
+    """Return all decisions of a run that are known without a trace."""
     log = run.result.log
     columns = {column: getattr(log, column) for column in COLUMNS}
     stats = attrs.asdict(run.result.cache.stats)
@@ -35,7 +35,7 @@ def outcome(run):
 @every_scheduler
 @given(server=ruled_servers())
 def test_jumps_change_nothing(scheduler, server):
-    """Many decode steps at once or one by one, traced or not: the same decisions."""
+    """Decisions are the same with jumps and without, traced or not."""
     assume_order(scheduler, server)
     jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
     assert jumps.trace == steps.trace
@@ -46,7 +46,7 @@ def test_jumps_change_nothing(scheduler, server):
 @few
 @given(server=ruled_servers())
 def test_a_trace_can_be_replayed(tmp_path_factory, scheduler, server):
-    """Every request ends once, and `replay` finds nothing to object to."""
+    """Every request ends once, and its trace replays without error."""
     assume_order(scheduler, server)
     run = server.run(scheduler)
     assert {*run.rows, *run.rejected} == {request.id for request in server.requests}
@@ -60,7 +60,7 @@ def test_a_trace_can_be_replayed(tmp_path_factory, scheduler, server):
 @few
 @given(server=ruled_servers())
 def test_same_decisions_on_tensors(scheduler, server):
-    """Under the model's clock the trace is the simulator's, but for header and END."""
+    """A run on tensors has the simulator's trace, except for header and END."""
     assume_order(scheduler, server)
     assume(scheduler != "urgent" or server.options.get("commit") != "scheduled")
     run = compute(
@@ -75,7 +75,7 @@ def test_same_decisions_on_tensors(scheduler, server):
 
 
 def test_every_rule_is_tried():
-    """What is drawn are all rules, and each has its default among the values."""
+    """Random servers draw every rule of `Batching`, its default among the values."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
     defaults = attrs.asdict(Batching())
     assert set(RULES) == set(defaults) - limits

@@ -1,4 +1,4 @@
-"""Times of many steps at once against a loop over single ones."""
+"""Times of many steps at once against a loop over single steps."""
 
 from itertools import accumulate
 
@@ -12,7 +12,7 @@ MOST = 60
 
 @st.composite
 def decodings(draw):
-    """Draw lines, the context of a first step, and what each step adds: a window or more."""
+    """Draw lines, the context of a first step per window, and the growth of each step."""
     windows = draw(st.integers(1, 3))
     slopes = st.integers(0, 3) | st.just(0)
     line = st.tuples(st.integers(0, 200), *(slopes for _ in range(windows)))
@@ -35,13 +35,13 @@ def one_by_one(lines, context, growth, steps):
 @example(([(5, 0), (5, 0)], [0], [0]), 7)
 @example(([(9, 0), (0, 1), (3, 1)], [0], [2]), 40)
 def test_total(decoding, steps):
-    """The sum of the first steps is their sum, exactly."""
+    """`total` of the first steps is exactly the sum of their times."""
     assert StepTimes(*decoding).total(steps) == sum(one_by_one(*decoding, steps))
 
 
 @given(decodings(), st.integers(1, MOST))
 def test_segments(decoding, steps):
-    """Straight parts say the time of each step, and no part is empty."""
+    """Segments give the time of each step, and no segment is empty."""
     parts = list(StepTimes(*decoding).segments(steps))
     assert all(count > 0 for _, _, count in parts)
     times = [first + slope * step for first, slope, count in parts for step in range(count)]
@@ -50,7 +50,7 @@ def test_segments(decoding, steps):
 
 @given(decodings())
 def test_segments_are_few(decoding):
-    """Each line is the longest at most once: there are no more parts than lines."""
+    """There are no more segments than lines, since each line is the longest at most once."""
     lines, *_ = decoding
     slopes = [slope for _, slope, _ in StepTimes(*decoding).segments(10**9)]
     assert len(slopes) <= len(lines)
@@ -63,7 +63,7 @@ def test_segments_are_few(decoding):
 @example(([(0, 1)], [0], [1]), 1, MOST)
 @example(([(0, 0)], [0], [0]), 1, MOST)
 def test_reach(decoding, time, most):
-    """The fewest steps whose sum reaches a time: at least 1, and no more than asked for."""
+    """`reach` returns the fewest steps whose sum reaches a time, from 1 to `most`."""
     ends = accumulate(one_by_one(*decoding, most))
     expected = next((step for step, end in enumerate(ends, 1) if end >= time), most)
     assert StepTimes(*decoding).reach(time, most) == expected
@@ -71,7 +71,7 @@ def test_reach(decoding, time, most):
 
 @given(decodings(), st.integers(1, 10**12), st.integers(0, 10**30))
 def test_reach_far(decoding, most, time):
-    """However far: one step less does not reach the time, unless there was no more to ask."""
+    """`reach` is right for distant times: one step less does not reach the time."""
     times = StepTimes(*decoding)
     steps = times.reach(time, most)
     assert 1 <= steps <= most

@@ -1,7 +1,7 @@
-"""The simulator against queueing theory: one seat, and a token a microsecond.
+"""The simulator against queueing theory: one sequence at a time, a token a microsecond.
 
 Arrivals are Poisson, a job's output is its service time, and its prompt a single token. The
-tolerance is the run's own (`helpers.queueing.check`).
+tolerance depends on the run (`helpers.queueing.check`).
 """
 
 from math import fsum
@@ -24,7 +24,10 @@ from kvcore_plugins.scheduler import SRPT
 
 
 def run(requests, **options):
-    """Serve them one at a time, preempting at steps; return the rows in order of arrival."""
+    """Serve requests one at a time; return the rows in order of arrival.
+
+    Preemptions happen between steps.
+    """
     latency = TokenRate(prefill=1000, decode=1000)
     room = {"blocks": REQUESTS, "block_size": 1 << 20, "key_tokens": 1 << 20}
     done = serve(requests, latency=latency, max_seqs=1, trace=False, **room, **options)
@@ -37,18 +40,18 @@ def waits(rows):
 
 
 def test_waiting_of_m_m_1():
-    """Exponential service: a mean wait of load / (1 - load) service times."""
+    """Exponential service has a mean wait of load / (1 - load) service times."""
     check(waits(run(arrivals(EXPONENTIAL))), LOAD / (1 - LOAD))
 
 
 def test_waiting_of_m_d_1():
-    """Constant service: half of that."""
+    """Constant service has half the mean wait of exponential service."""
     check(waits(run(arrivals(FIXED))), LOAD / (1 - LOAD) / 2)
 
 
 @pytest.mark.parametrize("service", [EXPONENTIAL, UNIFORM], ids=["exponential", "uniform"])
 def test_response_of_m_g_1_srpt(service):
-    """Shortest remaining time first, preempting by pause: the formula's mean response."""
+    """`srpt`, preempting by pause, has the mean response of the formula for M/G/1."""
     rows = run(arrivals(service), scheduler=SRPT())
     assert sum(row["pauses"] for row in rows) > REQUESTS / 10
     assert sum(row["recomputes"] for row in rows) == 0
@@ -57,7 +60,7 @@ def test_response_of_m_g_1_srpt(service):
 
 
 def test_lindley():
-    """First come, first served: each wait follows from the one before, to the nanosecond.
+    """Under FCFS each wait follows from the one before, to the nanosecond.
 
     Source: Lindley, "The theory of queues with a single server", 1952.
     """
@@ -72,7 +75,7 @@ def test_lindley():
 
 @pytest.mark.parametrize(("load", "expected"), [(0.5, 1.425), (0.8, 2.353), (0.9, 3.552)])
 def test_the_formula_of_srpt(load, expected):
-    """The integral below gives the known means of M/M/1 under SRPT."""
+    """`mean_response_of_srpt` gives the known means of M/M/1 under SRPT."""
     assert mean_response_of_srpt(EXPONENTIAL, load) == pytest.approx(expected, abs=1e-3)
 
 

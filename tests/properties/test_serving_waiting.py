@@ -1,4 +1,4 @@
-"""The queue in scheduler order against a sorted list."""
+"""The waiting queue in scheduler order against a sorted list."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +26,7 @@ def jobs():
 
 @given(histories)
 def test_waiting(history):
-    """The head is always the first by rank, then the paused, then those who came first."""
+    """The head is the job of lowest rank, paused ones first, then by order of arrival."""
     everybody, waiting, queue = jobs(), WaitingQueue(LRU()), []
     for action, which, *how in history:
         if action == "push":
@@ -39,7 +39,7 @@ def test_waiting(history):
             elif job not in queue:
                 queue.append(job)
         elif queue:
-            # The head leaves, unless another is asked for.
+            # Remove the head, or the job of this number.
             job = min(queue, key=_order) if which == JOBS else queue[which % len(queue)]
             waiting.remove(job, 0)
             queue.remove(job)
@@ -54,7 +54,7 @@ def _order(job):
 
 
 def test_what_was_ranked_again_does_not_pile_up():
-    """A job that is ranked anew a thousand times leaves a heap of a few entries."""
+    """A job that is ranked a thousand times leaves few entries in the heap."""
     waiting = WaitingQueue(LRU())
     first, second, *_ = jobs()
     for turn in range(1000):

@@ -1,4 +1,4 @@
-"""What a pool and the tiers below it can hit together, in a replay without a clock."""
+"""Bounds on the hits of a pool and its tiers together, in a replay without a clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROMPTS = st.lists(st.text("abc", max_size=6), min_size=1, max_size=25)
 
 
 def hierarchy(policy, pool, *slots, **options):
-    """Return a cache of `pool` blocks under a policy, with tiers of so many slots below."""
+    """Return a cache of `pool` blocks under a policy, with tiers of `slots` below."""
     cache = KVCache(pool, 1, eviction=build(policy), accounting="keys")
     rules = "".join(f",{name}={value}" for name, value in options.items())
     tiers = [f"host:memory={size * SLOT},eviction={policy}{rules}" for size in slots]
@@ -31,7 +31,7 @@ def hierarchy(policy, pool, *slots, **options):
 
 
 def reused(cache, prompts):
-    """Return how many blocks of `prompts` the pool and the tiers had."""
+    """Return how many blocks of `prompts` hit in the pool and the tiers."""
     for _ in served(requests(prompts), cache):
         cache.check_integrity()
     return cache.tiers.hit_stats().hit_blocks
@@ -55,11 +55,14 @@ def optimum(prompts, blocks, *, bypass=True):
 def test_no_hierarchy_hits_more_than_one_cache_of_all_its_blocks(
     policy, prompts, pool, slots, write, keep
 ):
-    """The optimum that may bypass bounds pool and tiers, whatever moves when."""
+    """The optimum that may bypass bounds the hits of pool and tiers, whatever moves when.
+
+    If every prompt fits into the pool, the optimum that must admit is a bound as well.
+    """
     cache = hierarchy(policy, pool, *slots, write=write, keep=keep)
     hits = reused(cache, prompts)
     assert hits <= optimum(prompts, pool + sum(slots))
-    if max(map(len, prompts)) <= pool:  # then every prompt is held in full after it
+    if max(map(len, prompts)) <= pool:  # then every prompt is cached in full after its request
         assert hits <= optimum(prompts, pool + sum(slots), bypass=False)
 
 
@@ -70,7 +73,10 @@ def test_no_hierarchy_hits_more_than_one_cache_of_all_its_blocks(
 )
 @settings(max_examples=40, deadline=None)
 def test_the_bound_is_proven_by_trying_everything(prompts, pool, slots):
-    """Whatever moves between two levels with prefix-closed contents, hits are within it."""
+    """No movement between two prefix-closed levels hits more than the bound.
+
+    All contents of both levels are tried.
+    """
     best = {(frozenset(), frozenset()): 0}
     for text in prompts:
         path = frozenset(text[: end + 1] for end in range(len(text)))
@@ -91,7 +97,7 @@ def test_the_bound_is_proven_by_trying_everything(prompts, pool, slots):
 @given(prompts=PROMPTS, pool=st.integers(1, 4), slots=st.integers(1, 9))
 @settings(max_examples=60, deadline=None)
 def test_a_tier_that_holds_all_of_the_pool_is_bounded_by_its_own_size(prompts, pool, slots):
-    """As long as that is so at every admission, the pool adds nothing to what is there."""
+    """A tier that always holds all of the pool hits at most the optimum of its own size."""
     cache = hierarchy("lru", pool, slots, write="through")
     (level,) = cache.tiers.levels
     for request in requests(prompts):
@@ -106,7 +112,7 @@ def test_a_tier_that_holds_all_of_the_pool_is_bounded_by_its_own_size(prompts, p
 @given(prompts=PROMPTS, pool=st.integers(1, 6), slots=st.integers(1, 8))
 @settings(max_examples=25, deadline=None)
 def test_the_pool_hits_what_it_hits_alone(policy, prompts, pool, slots):
-    """What is loaded comes into it as what is computed does."""
+    """A tier does not change the hits of the pool."""
     alone, above = hierarchy(policy, pool), hierarchy(policy, pool, slots)
     assert replay(requests(prompts), above) == replay(requests(prompts), alone)
 
@@ -114,20 +120,20 @@ def test_the_pool_hits_what_it_hits_alone(policy, prompts, pool, slots):
 @given(prompts=PROMPTS, pool=st.integers(1, 6))
 @settings(max_examples=25, deadline=None)
 def test_a_tier_with_room_for_all_keeps_all(prompts, pool):
-    """Pool and tier together then hit what a cache hits that never evicts."""
+    """Pool and a tier for all blocks hit as often as a cache that never evicts."""
     cache = hierarchy("lru", pool, 10_000, write="through")
     fits = [prompt[:pool] for prompt in prompts]
     assert reused(cache, fits) == optimum(fits, 10_000)
 
 
 def test_a_tier_that_never_loads_adds_nothing():
-    """What it holds is found, and computed again."""
+    """Blocks found in a tier with `load=never` are computed again."""
     cache = hierarchy("lru", 2, 8, load="never")
     assert reused(cache, ["ab", "cd", "ab"]) == 0
     assert cache.tiers.levels[0].stats.found == 2
 
 
 def test_prompts_longer_than_the_pool_load_what_fits():
-    """The leading blocks, as many as the pool has."""
+    """A prompt longer than the pool loads as many leading blocks as the pool has."""
     cache = hierarchy("lru", 2, 8)
     assert reused(cache, ["abcd", "ef", "abcd"]) == 2

@@ -1,4 +1,4 @@
-"""Whatever tiers lie below a server: nothing is lost, and nothing is for free."""
+"""Tiers below a server: no block is lost, and no transfer takes less than its link allows."""
 
 from fractions import Fraction
 from random import Random
@@ -44,7 +44,7 @@ some_schedulers = pytest.mark.parametrize("scheduler", SOME)
 @some_schedulers
 @given(server=tiered_servers())
 def test_every_block_is_in_one_place(scheduler, server):
-    """After every plan, pool and levels have all their blocks, and pin what is in use."""
+    """Pool and levels account for all their blocks after every plan, and leave none pinned."""
     planned = ServingLoop._planned
 
     def checked(loop, now):
@@ -61,7 +61,7 @@ def test_every_block_is_in_one_place(scheduler, server):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_may_evict_in_a_tier(policy):
-    """Whatever policy a tier has, it holds what it says, and serves the next request."""
+    """A tier evicts and loads under every policy, and its contents stay consistent."""
     cache = KVCache(12, 3, accounting="tokens", key_tokens=6)
     rules = {"keep": "exclusive", "load": "always", "latency": 0}
     tier = Host(memory=14 * SLOT, eviction=build(policy), **rules)
@@ -89,7 +89,10 @@ def test_every_policy_may_evict_in_a_tier(policy):
     ("size", "accounting"), [(6, "tokens"), (2, "tokens"), (12, "tokens"), (2, "keys")]
 )
 def test_tiers_follow_whatever_is_done_to_a_cache(size, accounting, mix):
-    """Forks, roll-backs, compactions, blocks smaller and larger than keys: all stays whole."""
+    """Caches and tiers stay consistent under forks, rollbacks and compactions.
+
+    Blocks are smaller and larger than keys.
+    """
     steps = random_steps(size, 100, Traffic(key_tokens=6, hints=True, mix=mix))
     for seed in range(4):
         blocks = 15 * max(1, 6 // size)
@@ -102,7 +105,7 @@ def test_tiers_follow_whatever_is_done_to_a_cache(size, accounting, mix):
 @few
 @given(server=tiered_servers())
 def test_links_carry_what_the_trace_says(scheduler, server):
-    """Each link carries the bytes of the moves in the trace, one at a time, none too fast."""
+    """A link moves the bytes of the trace, one move at a time, within its bandwidth."""
     run = server.run(scheduler)
     for level in run.result.cache.tiers.levels:
         link, tier, free = level.link, level.tier, 0
@@ -127,7 +130,7 @@ def test_links_carry_what_the_trace_says(scheduler, server):
 @few
 @given(server=tiered_servers())
 def test_loads_are_waited_for(scheduler, server):
-    """No request has a token before its load is done; what is loaded is counted once."""
+    """No request has a token before its load is done, and loaded tokens are counted once."""
     run = server.run(scheduler)
     due = {}
     for line in run.lines:
@@ -146,7 +149,7 @@ def test_loads_are_waited_for(scheduler, server):
 @few
 @given(server=tiered_servers())
 def test_a_tier_too_slow_to_use_changes_nothing(server):
-    """At a byte a second nothing is loaded or swapped, and all goes as without the tier."""
+    """A tier of a byte a second changes no time, since no block is loaded or swapped."""
     slow = ("host:memory=10MB,read_bandwidth=1,write_bandwidth=1,max_wait=1e6",)
     tiered = attrs.evolve(server, tiers=slow).run("urgent", trace=False)
     plain = attrs.evolve(server, tiers=()).run("urgent", trace=False)
@@ -157,7 +160,7 @@ def test_a_tier_too_slow_to_use_changes_nothing(server):
 @few
 @given(server=tiered_servers(), write=st.sampled_from(("evict", "through")))
 def test_every_level_is_asked_at_every_admission(server, write):
-    """Each admission asks each level, the nearest first, while there is more to hit."""
+    """Each admission looks up each level, the nearest first, until all blocks are found."""
     server = attrs.evolve(server, requests=[early(each, None) for each in server.requests])
     tiers = tuple(f"disk:memory={slots * SLOT},write={write}" for slots in (3, 1000))
     opened, admissions = [], []
@@ -210,7 +213,7 @@ LATENCIES = {
     more=st.integers(1, 3000),
 )
 def test_the_fastest_prefix_is_loaded(name, held, rates, queued, more):
-    """No other prefix takes less time to load it and compute the rest, wherever it ends."""
+    """The prefix that is loaded takes the least time, with the computation of the rest."""
     size, latency = 16, LATENCIES[name]()
     cache = KVCache(1000, size, accounting="tokens", key_tokens=size)
     tiers = Tiers(
@@ -261,7 +264,7 @@ ROWS = st.lists(
 @few
 @given(rows=ROWS, write=st.sampled_from(("evict", "through")), exclusive=st.booleans())
 def test_a_tier_without_limits_is_an_endless_pool(rows, write, exclusive):
-    """Above memory that holds all, at no cost to reach, all that was ever computed hits."""
+    """Every computed block hits if a tier of unlimited size and speed is below the pool."""
     requests = [
         ask(
             number,
@@ -284,13 +287,13 @@ def test_a_tier_without_limits_is_an_endless_pool(rows, write, exclusive):
         found = tiered.rows[name]
         at = tiered.result.log.ids.index(name)
         assert found["hit"] + tiered.result.log.loaded[at] == row["hit"]
-        # A transfer takes a whole nanosecond at least, and who waits for it makes others wait.
+        # A transfer takes at least a nanosecond, and may delay other requests as well.
         assert 0 <= found["first_token"] - row["first_token"] <= transfers
 
 
 @pytest.mark.parametrize("what", ["loaded", "swaps"])
 def test_random_servers_use_their_tiers(what):
-    """The servers above are tight enough for loads and for swaps."""
+    """Random servers are tight enough for loads and for swaps."""
     servers = (random_tiered_server(Random(seed).randint) for seed in range(100))
     runs = (server.run("fcfs", trace=False) for server in servers)
     assert any(sum(getattr(run.result.log, what)) for run in runs)

@@ -1,4 +1,4 @@
-"""Tiers against a slow model of them, block by block and to the nanosecond."""
+"""Tiers against a slow model, block by block and to the nanosecond."""
 
 from helpers.reference.levels import Hierarchy
 from helpers.serving import BLOCK, SLOT, ask
@@ -9,7 +9,7 @@ from kvcore import KVCache
 from kvcore.tiers import Tiers
 
 ROWS = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 400))
-"""A prompt's branch, blocks, tokens after these, and ns since the one before."""
+"""A prompt's branch, blocks, tokens after these, and ns since the last prompt."""
 
 TIERS = st.fixed_dictionaries({
     "slots": st.sampled_from((4, 1, 9, 16, 100)),
@@ -24,12 +24,12 @@ TIERS = st.fixed_dictionaries({
 
 
 def prefill_ns(tokens, context):
-    """Return the ns to compute `tokens` tokens; the later they come, the longer it takes."""
+    """Return the ns to compute `tokens` tokens, which grow with the context."""
     return 7 * tokens + (tokens * (2 * context + tokens)) // 3
 
 
 def text(tier):
-    """Return a tier as text."""
+    """Return the specification of a tier."""
     options = {name: tier[name] for name in ("write", "keep", "load")}
     options |= {name: tier[name] for name in ("read_bandwidth", "write_bandwidth")}
     options |= {name: tier[name] / 10**9 for name in ("latency", "max_wait")}
@@ -38,7 +38,7 @@ def text(tier):
 
 
 def path_of(span):
-    """Return the blocks of a path down to `span`."""
+    """Return the blocks of a span, each as the keys of its path."""
     return [tuple(span.path_keys[:end]) for end in range(span.start + 1, span.end + 1)]
 
 
@@ -46,7 +46,7 @@ def path_of(span):
     rows=st.lists(ROWS, min_size=8, max_size=40), rules=st.lists(TIERS, min_size=1, max_size=2)
 )
 def test_reference(rows, rules):
-    """Hits, loads, times of links, and what is where: all as the slow model says."""
+    """Hits, loads, times of links and contents of each level equal the slow model's."""
     pool = 11
     cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [text(tier) for tier in rules], SLOT)

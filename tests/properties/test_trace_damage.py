@@ -1,4 +1,4 @@
-"""A trace that was tampered with is told from one that was not; one that is cut is read."""
+"""Damaged, forged and cut traces: damage is detected, and what precedes a cut is read."""
 
 import itertools
 import random
@@ -30,12 +30,12 @@ def damaged(tmp_path_factory):
 
 
 def as_json(event):
-    """Return an event as it stands in its file."""
+    """Return an event as the JSON of its line."""
     return orjson.loads(orjson.dumps(event.as_dict()))
 
 
 def is_told(path):
-    """Say whether replay finds that the trace is damaged or incomplete."""
+    """Return True if a replay finds that the trace is damaged or incomplete."""
     try:
         return not check_trace(path).complete
     except TraceError as error:
@@ -45,7 +45,7 @@ def is_told(path):
 @given(at=st.integers(0), byte=st.integers(0, 255))
 @settings(max_examples=300)
 def test_any_changed_byte_is_told(recorded, damaged, at, byte):
-    """A file in which one byte is another does not replay clean, whichever byte it is."""
+    """A replay detects any changed byte."""
     at %= len(recorded)
     changed = bytearray(recorded)
     changed[at] = byte if byte != changed[at] else byte ^ 1
@@ -54,7 +54,7 @@ def test_any_changed_byte_is_told(recorded, damaged, at, byte):
 
 
 def test_any_deleted_line_is_told(recorded, damaged):
-    """A file without one of its lines does not replay clean."""
+    """A replay detects any deleted line."""
     text = recorded.splitlines(keepends=True)
     for n in range(LINES):
         damaged.write_bytes(b"".join(text[:n] + text[n + 1 :]))
@@ -62,7 +62,7 @@ def test_any_deleted_line_is_told(recorded, damaged):
 
 
 def test_any_duplicated_line_is_told(recorded, damaged):
-    """A file that has a line twice does not replay clean."""
+    """A replay detects any duplicated line."""
     text = recorded.splitlines(keepends=True)
     for n in range(LINES):
         damaged.write_bytes(b"".join(text[: n + 1] + text[n:]))
@@ -71,7 +71,7 @@ def test_any_duplicated_line_is_told(recorded, damaged):
 
 @given(pair=st.tuples(st.integers(0, LINES - 1), st.integers(0, LINES - 1)))
 def test_any_swapped_lines_are_told(recorded, damaged, pair):
-    """A file in which two lines have changed places does not replay clean."""
+    """A replay detects any two swapped lines."""
     here, there = pair
     text = recorded.splitlines(keepends=True)
     text[here], text[there] = text[there], text[here]
@@ -80,10 +80,9 @@ def test_any_swapped_lines_are_told(recorded, damaged, pair):
 
 
 def test_a_forgery_with_a_line_less_is_told_by_the_invariants(recorded, damaged):
-    """Even with numbers, counts and digest made right, no decision can be left out.
+    """A removed line is detected even if numbers, counts and digest are made right.
 
-    Two kinds of line leave no mark: a FREE at close after which nothing misses its blocks
-    and pins, and what comes last.
+    The exception is a FREE at close, if no later line depends on its blocks and pins.
     """
     damaged.write_bytes(recorded)
     events = lines(damaged)
@@ -96,7 +95,7 @@ def test_a_forgery_with_a_line_less_is_told_by_the_invariants(recorded, damaged)
 
 
 def test_a_forgery_with_a_line_twice_is_told_by_the_invariants(recorded, damaged):
-    """Even with numbers, counts and digest made right, no decision can be made twice."""
+    """A repeated line is detected even if numbers, counts and digest are made right."""
     damaged.write_bytes(recorded)
     events = lines(damaged)
     for n in range(1, LINES - 1):
@@ -106,7 +105,7 @@ def test_a_forgery_with_a_line_twice_is_told_by_the_invariants(recorded, damaged
 
 @pytest.mark.parametrize("record", [serve, compact])
 def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged, record):
-    """With a clock no line can be left out or come twice: every life has its end."""
+    """Under a clock any removed or repeated line is detected, since every request must end."""
     events = lines(record(damaged))
     for n in range(1, len(events) - 1):
         seal(damaged, events[:n] + events[n + 1 :])
@@ -116,10 +115,10 @@ def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged, record):
 
 
 def test_forged_forgetting_is_told_by_the_invariants(damaged):
-    """What a sequence forgot can be neither changed, left out, nor told twice.
+    """A changed, removed or repeated FREE of dropped tokens is detected.
 
-    All of it is in its closing FREE again, also that which was only hidden and left no mark
-    in the pool. When it was forgotten is told by the digest alone.
+    All dropped tokens are in the closing FREE of the sequence again, even those that were only
+    hidden and left no mark in the pool. Only the digest proves when they were dropped.
     """
     events = lines(forget(damaged))
     places = [n for n, line in enumerate(events) if line.get("scope") == "sequence"]
@@ -136,7 +135,7 @@ def test_forged_forgetting_is_told_by_the_invariants(damaged):
 
 
 def test_a_forged_compaction_is_told_by_the_invariants(damaged):
-    """No number of it can be another, not even where two change alike."""
+    """A changed number of a COMPACT line is detected, even if two of them change together."""
     events = lines(compact(damaged))
     places = [n for n, line in enumerate(events) if line["event"] == "COMPACT"]
     for n in places:
@@ -156,7 +155,7 @@ def test_a_forged_compaction_is_told_by_the_invariants(damaged):
 @given(n=st.integers(1, LINES - 2), data=st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
 def test_forged_block_ids_are_told_by_the_invariants(recorded, damaged, n, data):
-    """Even with the digest made right, a line cannot name other blocks."""
+    """Changed block ids in a line are detected even if the digest is made right."""
     damaged.write_bytes(recorded)
     events = lines(damaged)
     runs = data.draw(st.lists(st.tuples(st.integers(0, 7), st.integers(-4, 4)), max_size=3))
@@ -167,7 +166,7 @@ def test_forged_block_ids_are_told_by_the_invariants(recorded, damaged, n, data)
 
 
 def test_a_file_cut_at_any_byte_yields_every_event_before_the_cut(recorded, damaged):
-    """All whole lines come, then one message; nothing is raised, wherever the cut is."""
+    """A cut file yields all events before the cut and a reason, and raises nothing."""
     events = [orjson.loads(line) for line in recorded.splitlines()]
     ends = list(itertools.accumulate(map(len, recorded.splitlines(keepends=True))))
     for size in range(len(recorded)):
@@ -182,7 +181,10 @@ def test_a_file_cut_at_any_byte_yields_every_event_before_the_cut(recorded, dama
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
 def test_a_compressed_file_cut_at_any_byte_yields_what_is_left(tmp_path, suffix):
-    """A longer piece never yields less; the reader never raises and never calls it complete."""
+    """A cut compressed file yields its first events, and a longer piece never fewer.
+
+    The reader never raises, and never reports the file as complete.
+    """
     path = record(tmp_path / f"trace.jsonl{suffix}")
     whole, events, before = path.read_bytes(), lines(path), 0
     for size in range(len(whole)):
@@ -209,7 +211,7 @@ def prompts(rng, key_tokens):
 
 
 def step(rng, cache, requests, sequences, now):
-    """Do one random thing to `cache`."""
+    """Perform one random action on `cache`."""
     actions = ["open", "open", "extend", "commit", "commit", "fork", "rollback", "close"]
     actions.append("compact")
     action = rng.choice(actions)
@@ -241,7 +243,7 @@ def step(rng, cache, requests, sequences, now):
     policy=st.sampled_from([LRU, FIFO]),
 )
 def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
-    """Whatever a cache is made to do, its trace replays, to its state and with its hits."""
+    """The trace of random actions replays to the state and the hits of the cache."""
     rng = random.Random(seed)
     count, size, key_tokens = geometry
     with Trace(damaged, seed=seed) as trace:

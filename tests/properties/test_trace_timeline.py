@@ -1,4 +1,4 @@
-"""The timeline of a trace says what the run itself says, and what its replay says."""
+"""The timeline of a trace against the log of its run, and against replays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from kvcore.trace import check_trace
 
 @given(server=servers(), scheduler=st.sampled_from(SCHEDULERS))
 def test_under_a_clock(server, scheduler):
-    """With preemption, tiers, growth and expiry: times, phases, and counts at ten times."""
+    """A timeline has the times, phases and counts of a run, at ten of its times.
+
+    Runs have preemption, growth and expiry.
+    """
     run = server.run(scheduler)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "run.jsonl"
@@ -33,7 +36,7 @@ def test_under_a_clock(server, scheduler):
 
 
 def check_times(timeline, log):
-    """Check that the requests have the times that the run's log has."""
+    """Check that the requests have the times of the run's log."""
     requests, rows = timeline.requests, {name: row for row, name in enumerate(log.ids)}
     assert sorted(map(str, requests.ids)) == sorted(map(str, log.ids))
     order = [rows[name] for name in requests.ids]
@@ -45,7 +48,7 @@ def check_times(timeline, log):
 
 
 def check_phases(timeline):
-    """Check that phases follow one another, and when the first prefill ended."""
+    """Check that phases are contiguous, and that decoding starts after the first token."""
     requests, phases = timeline.requests, timeline.phases
     ends = list(requests.arrival)
     for request, kind, start, end, whom in phases:

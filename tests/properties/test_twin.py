@@ -1,4 +1,4 @@
-"""What the simulator decides, the engine decides too, and what it computes is right."""
+"""The engine against the simulator: equal decisions, and outputs without a cache."""
 
 from itertools import cycle, islice
 
@@ -20,7 +20,7 @@ few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 
 
 def computed(server, scheduler):
-    """Serve what a random server serves, on tensors."""
+    """Serve the requests of a random server on tensors."""
     return compute(
         server.requests,
         scheduler=scheduler,
@@ -32,7 +32,7 @@ def computed(server, scheduler):
 
 
 def expected(request, vocabulary=10_007):
-    """Return the output that the whole sequence, computed without a cache, would have."""
+    """Return the output that the sequence would have if computed without a cache."""
     stream = TokenStream(request, vocabulary, 0)
     tokens = stream.token_ids(0, request.prompt_tokens)
     for _ in range(request.output_tokens):
@@ -44,7 +44,7 @@ def expected(request, vocabulary=10_007):
 @few
 @given(server=servers())
 def test_same_decisions_on_tensors(scheduler, server):
-    """Under the model's clock the trace is the simulator's, but for header and END."""
+    """A run on tensors has the simulator's trace, except for header and END."""
     run = computed(server, scheduler)
     assert decided(run.trace) == decided(server.run(scheduler).trace)
 
@@ -52,7 +52,7 @@ def test_same_decisions_on_tensors(scheduler, server):
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
 @given(server=servers())
 def test_paged_is_dense(scheduler, server):
-    """Whatever was shared, evicted, preempted and computed again: the output is the dense one.
+    """Outputs equal those without a cache after sharing, eviction, preemption and recompute.
 
     A slot that is read must have been stored since it was allocated.
     """
@@ -76,7 +76,7 @@ TIERS = {
 
 
 def tiers_of(name, server):
-    """Return the tiers for a server: a third of its pool, and twice of it below that."""
+    """Return the tiers of a server: a third of its pool, and below that twice its pool."""
     block = slot_bytes_of(SPEC, server.options["block_size"])
     blocks = server.options["blocks"]
     sizes = [block * max(blocks // 3, 1), block * 2 * blocks]
@@ -89,7 +89,7 @@ def tiers_of(name, server):
 @few
 @given(server=servers() | talks())
 def test_same_moves_between_tiers(name, scheduler, server):
-    """Offloads, loads, drops and swaps too are decided alike, and bring the right K/V back."""
+    """Offloads, loads, drops and swaps on tensors are the simulator's, and keep K/V right."""
     tiers = tiers_of(name, server)
     server = attrs.evolve(server, tiers=tiers)
     run = computed(server, scheduler)
@@ -123,7 +123,10 @@ MODEL = "transformer:layers=2,hidden=8,heads=2,kv_heads=1,head_dim=4,mlp=8,vocab
 @settings(max_examples=max(settings.default.max_examples // 8, 1))
 @given(server=servers())
 def test_same_decisions_whatever_is_kept_and_coded(retention, codec, server):
-    """Compactions too are decided by lengths alone, and a codec decides nothing."""
+    """A run with compactions or a codec has the simulator's trace.
+
+    Compactions depend on lengths only, and a codec affects no decision.
+    """
     pytest.importorskip("torch", reason="K/V lies in tensors")
     policy = RETENTIONS[retention]
     run = compute(
@@ -141,7 +144,7 @@ def test_same_decisions_whatever_is_kept_and_coded(retention, codec, server):
 
 @pytest.mark.parametrize("kind", ["retention", "codec"])
 def test_every_built_in_is_a_twin(kind):
-    """What is to be tried are all policies and codecs that come with kvcore."""
+    """All built-in retention policies and codecs, except fp16 and fp64, are tested."""
     named = [*RETENTIONS.values()] if kind == "retention" else CODECS
     built_in = {i.name for i in Plugins().listing() if i.kind == kind and i.distribution}
     assert {name.split(":")[0] for name in named} == built_in - {"fp16", "fp64"}
@@ -164,7 +167,7 @@ def recorded():
     + [("lru", scheduler) for scheduler in SCHEDULERS],
 )
 def test_twins_on_recorded_requests(recorded, eviction, scheduler):
-    """The same of 150 real requests that evict, for every plugin."""
+    """A run of 150 real requests on tensors has the simulator's trace, for every plugin."""
     options = {"blocks": 450, "block_size": 8, "max_tokens": 512, "rate_scale": 1e6}
     server = Server(recorded, eviction, (None,), options)
     simulated = server.run(scheduler)
@@ -176,7 +179,7 @@ def test_twins_on_recorded_requests(recorded, eviction, scheduler):
 
 @pytest.mark.parametrize("generator", [MODEL, "induction:vocab_size=64"])
 def test_twins_with_tiers_on_models(generator):
-    """Users who come back: the same decisions on K/V of models, and the text without tiers."""
+    """A model on tiers has the simulator's trace, and the output of a run without tiers."""
     pytest.importorskip("torch", reason="K/V lies in tensors")
     requests = [
         ask(n, 60 * n, 40 + 8 * (n // 4), 9, keys=[*range(n % 4, 130, 7)]) for n in range(16)
@@ -195,5 +198,5 @@ def test_twins_with_tiers_on_models(generator):
 
 
 def test_every_policy_is_in_the_list():
-    """Each eviction policy under test is tried."""
+    """Each eviction policy of the test helpers is tested."""
     assert set(POLICIES) <= set(EVICTIONS)

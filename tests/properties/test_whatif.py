@@ -1,4 +1,4 @@
-"""A trace, run again as it was recorded, is written again byte for byte."""
+"""`whatif` without changes, which writes a recorded trace again byte for byte."""
 
 import tempfile
 from io import BytesIO
@@ -51,7 +51,7 @@ SLOS = (None, SLO(), SLO(ttft_ns=200), SLO(ttft_ns=90, tpot_ns=30, deadline_ns=9
 
 
 def again(trace, **asked):
-    """Return what running the trace of these bytes again came to, and the new trace's bytes."""
+    """Return the result of `whatif` on the bytes of a trace, and the bytes of the new trace."""
     with tempfile.TemporaryDirectory() as folder:
         old, new = Path(folder) / "old.jsonl", Path(folder) / "new.jsonl"
         old.write_bytes(trace)
@@ -59,7 +59,7 @@ def again(trace, **asked):
 
 
 def adorned(requests):
-    """Return requests with fields that change what is cached, or nothing at all."""
+    """Return requests with fields that may change the contents of the cache."""
     hints = (), (Retention(0, None, 90, 40),), (Retention(0, 4, 1), Retention(2, 9, 80))
     return [
         attrs.evolve(
@@ -122,9 +122,10 @@ def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
     ),
 )
 def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention):
-    """Whatever schedules, evicts and arrives, sessions and rejected requests included.
+    """`whatif` repeats a simulation byte for byte, whatever its plugins and options.
 
-    Then nobody fares differently, and both runs have the figures of the simulation.
+    No request changes, and both runs have the figures of the simulation. Sessions and rejected
+    requests are included.
     """
     result, trace = simulated(
         server,
@@ -171,7 +172,10 @@ def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention
     retention=st.sampled_from([None, None, "eager:tokens=5", "budget:budget=0.5"]),
 )
 def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retention):
-    """Every policy, both countings, requests longer than the pool, hints and tenants."""
+    """`whatif` repeats an untimed replay byte for byte, whatever its policy and options.
+
+    This includes both accountings, requests longer than the pool, hints and tenants.
+    """
     out = BytesIO()
     with Trace(out) as trace:
         cache = KVCache(
@@ -197,7 +201,7 @@ def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retent
 @few
 @given(server=servers())
 def test_of_a_run_on_tensors(scheduler, server):
-    """What was computed is run again without computing: every line between header and END."""
+    """`whatif` repeats a run on tensors without tensors, except for header and END."""
     run = compute(
         server.requests,
         scheduler=scheduler,
@@ -221,7 +225,7 @@ def test_of_a_run_on_tensors(scheduler, server):
     seqs=st.integers(1, 4),
 )
 def test_of_a_run_on_texts(scheduler, texts, blocks, seqs):
-    """Keys that only the run could tell are told again, when their blocks are full."""
+    """`whatif` repeats the keys that only the run knew, at the steps that filled the blocks."""
     requests = [
         text_request(
             number, tokens, output=output, block_size=4, arrival=number * 40, publish=True
@@ -242,7 +246,7 @@ def test_of_a_run_on_texts(scheduler, texts, blocks, seqs):
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
 def test_of_a_comparison(eviction, tmp_path):
-    """What `compare` traces, its seed, its cost and its workload's name."""
+    """`whatif` repeats a traced comparison byte for byte, seed and workload's name included."""
     path = tmp_path / "trace.jsonl.gz"
     workload = Zipf(requests=200, prefixes=30)
     row = compare(workload, eviction, 300, trace=path, seed=3).rows[0]

@@ -13,7 +13,7 @@ def ids(*blocks):
 
 @pytest.fixture
 def order():
-    """Return the order of 6 blocks: 3 and 1 freed, in this order, 0 and 2 in use."""
+    """Return the order of a pool of 6 blocks: 0 and 2 are in use, 3 and then 1 were freed."""
     order = AllocationOrder(6)
     order.take(ids(0, 1, 2, 3), "r")
     order.pool.free(ids(3, 1), 2)
@@ -21,40 +21,40 @@ def order():
 
 
 def test_freed_blocks_come_before_new_ones_and_those_before_victims(order):
-    """Ids come last freed first, then unused ascending, then evicted in their order."""
+    """Freed blocks are taken first (last freed first), then unused ascending, then victims."""
     order.evict(ids(2, 0), "r")
     order.take(ids(1, 3, 4, 5, 2, 0), "r")
     assert order.free == 0
 
 
 def test_another_order_is_a_violation(order):
-    """The error has what the pool gives and what was taken."""
+    """Another order is a violation; the error has the blocks of the pool and those taken."""
     with pytest.raises(ViolationError, match=r"the pool gives \[\(1, 1\), \(3, 2\)\], not"):
         order.take(ids(3, 1, 4), "r")
 
 
 def test_more_than_is_free_is_a_violation(order):
-    """What is taken must be free, or evicted just before."""
+    """Taking more blocks than are free or just evicted is a violation."""
     with pytest.raises(ViolationError, match="5 blocks are taken; 4 are free"):
         order.take(ids(1, 3, 4, 5, 6), "r")
 
 
 def test_none_is_evicted_while_there_are_enough(order):
-    """Who evicts takes all that was free and all that it evicted."""
+    """Evicting more blocks than the call is short of is a violation."""
     order.evict(ids(2, 0), "r")
     with pytest.raises(ViolationError, match="1 more blocks were evicted than were missing"):
         order.take(ids(1, 3, 4, 5, 2), "r")
 
 
 def test_a_copy_leaves_victims_for_what_follows(order):
-    """COPY takes the first block of its call, ALLOC the others."""
+    """A COPY takes the first block of its call and leaves the victims to the next ALLOC."""
     order.evict(ids(2, 0), "r")
     order.take(ids(1), "r", copy=True)
     order.take(ids(3, 4, 5, 2, 0), "r")
 
 
 def test_a_copy_alone_leaves_no_victims(order):
-    """If only a copy was needed, only one block was missing."""
+    """Evicting two blocks for a call that only copies one block is a violation."""
     order.take(ids(1, 3, 4, 5), "r")
     order.evict(ids(2, 0), "r")
     order.take(ids(2), "r", copy=True)
@@ -63,20 +63,23 @@ def test_a_copy_alone_leaves_no_victims(order):
 
 
 def test_expired_blocks_are_free_at_once(order):
-    """What expired is the next to be taken, the last one first."""
+    """Expired blocks are free at once, and the one that expired last is taken first."""
     order.expire(ids(2, 0))
     order.take(ids(0, 2, 1), "r")
 
 
 def test_victims_of_a_failed_call_come_last_among_the_free(order):
-    """They are free as if the call had taken all it wanted and given it back."""
+    """The victims of a call that failed are free, and are taken after all other free blocks."""
     order.evict(ids(2, 0), "failed")
     order.take(ids(1, 3, 4, 5, 2), "r")
     assert order.free == 1
 
 
 def test_a_leaf_that_left_whole_leaves_the_rest_free():
-    """What is not taken of the last victim is free; a victim after enough is a violation."""
+    """If whole leaves are evicted, the blocks of the last leaf that are not taken become free.
+
+    Evicting another leaf when there are enough blocks is a violation.
+    """
     order = AllocationOrder(6, leaves=True)
     order.take(ids(0, 1, 2, 3, 4, 5), "r")
     order.evict(ids(2, 1), "r")

@@ -1,4 +1,4 @@
-"""`kvcore.simulate`, `run` and `compare`: names and objects say the same."""
+"""`kvcore.simulate`, `run` and `compare`: names and objects of plugins give equal results."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ ZIPF = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tok
 
 
 class Oldest(ScoreEviction):
-    """Evicts what was created first."""
+    """A policy that evicts the span that was created first."""
 
     name = "oldest"
 
     def score(self, span, now):
-        """Return when the span was created."""
+        """Return the id of the span, which ascends in the order of creation."""
         return span.id
 
 
 def but_for_wall_time(result):
-    """Return the summary of a result without what differs from run to run."""
+    """Return the summary of a result without the wall time, which differs from run to run."""
     return {key: value for key, value in result.summary().items() if key != "wall_s"}
 
 
 def test_names_build_what_the_command_builds(capsys):
-    """Same pool, same plugins, same numbers."""
+    """`kvcore.simulate` with plugin names gives the numbers of `kvcore simulate --json`."""
     options = {"model": "llama-3-70b", "device": "h200", "tensor_parallel": 4}
     result = kvcore.simulate(ZIPF, **options, scheduler="srpt", blocks=60, max_seqs=5)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -49,7 +49,7 @@ def test_names_build_what_the_command_builds(capsys):
 
 
 def test_objects_say_the_same_as_names():
-    """Instances, classes, and a `Batching` in place of its caps."""
+    """Plugin instances and classes, a `Batching` and an `SLO` give the same run as names."""
     named = kvcore.simulate(ZIPF, scheduler="srpt", blocks=60, max_seqs=5, slo="ttft=1")
     built = kvcore.simulate(
         Zipf(
@@ -69,7 +69,7 @@ def test_objects_say_the_same_as_names():
 
 
 def test_a_cache_of_the_callers_is_used():
-    """With names for what serves; options of the pool are refused."""
+    """`simulate` runs on the cache that it is given, and then refuses options of the pool."""
     cache = KVCache(60, 16)
     result = kvcore.simulate(ZIPF, cache=cache, scheduler="srpt", slo="ttft=1")
     assert result.cache is cache
@@ -78,7 +78,10 @@ def test_a_cache_of_the_callers_is_used():
 
 
 def test_caps_are_a_batching_or_a_table():
-    """Also beside a cache of the caller's; but not twice, or as anything else."""
+    """`batching` is a `Batching` or a table of its fields, with and without a given cache.
+
+    Unknown fields, other types and caps that are given twice are refused.
+    """
     steps = {
         kvcore.simulate(ZIPF, **options).summary()["steps"]
         for options in (
@@ -98,7 +101,7 @@ def test_caps_are_a_batching_or_a_table():
 
 
 def test_a_single_prompt_is_not_its_letters():
-    """It is one request."""
+    """A string as `prompts` is one request, not one for each letter."""
     result = kvcore.run(prompts="ab", max_output=1)
     assert result.summary()["requests"] == 1
 
@@ -153,15 +156,18 @@ def test_requests_that_make_no_workload_are_refused(call, requests, message):
 
 
 def test_a_workload_without_a_name_is_refused():
-    """Before a trace or a table has to name it, as plugins of other kinds."""
+    """`simulate` and `compare` refuse a workload class that has no name.
+
+    They do so before a trace or a table has to print the name.
+    """
 
     class Nameless(Workload):
-        """Yields nothing."""
+        """A workload without a name."""
 
         key_tokens = 16
 
         def __iter__(self):
-            """Yield nothing."""
+            """Yield no requests."""
             return iter(())
 
     for serve in (
@@ -174,7 +180,7 @@ def test_a_workload_without_a_name_is_refused():
 
 
 def test_a_trace_is_written(tmp_path):
-    """With the header that the command writes."""
+    """`kvcore.simulate` with `trace` writes the same bytes as `kvcore simulate --trace`."""
     ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
     kvcore.simulate(ZIPF, blocks=60, trace=ours)
     assert frame.run(["simulate", ZIPF, "--blocks", "60", "--trace", str(theirs)]) == 0
@@ -182,7 +188,7 @@ def test_a_trace_is_written(tmp_path):
 
 
 def test_policies_are_compared():
-    """Names, classes and the optimum, in pools of blocks or of bytes."""
+    """`kvcore.compare` takes names, classes and the optimum, and sizes in blocks or bytes."""
     found = kvcore.compare(ZIPF, ["lru", Oldest, "optimum"], blocks=[30])
     assert [row.eviction for row in found.rows][:2] == ["lru", "oldest"]
     assert found.rows[2].hit_blocks >= found.rows[0].hit_blocks
@@ -191,7 +197,7 @@ def test_policies_are_compared():
 
 
 def test_a_comparison_is_a_frame():
-    """One row a policy and size, hit ratios in columns."""
+    """`to_frame()` has a row for each policy and pool size, and hit ratios as columns."""
     pytest.importorskip("polars", reason="needs the extra `lab`")
     found = kvcore.compare(
         ZIPF, ["lru", "lfu:half_life=5", "belady"], blocks=[30, 60]
@@ -203,7 +209,7 @@ def test_a_comparison_is_a_frame():
 
 
 def test_what_cannot_be_compared_is_refused():
-    """The message names the option."""
+    """`kvcore.compare` refuses `blocks` together with `memory`, and an unknown device."""
     with pytest.raises(InputError, match="both say how large the pool is"):
         kvcore.compare(ZIPF, "lru", blocks=3, memory="1GiB")
     with pytest.raises(InputError, match="unknown device 'h10'"):
@@ -211,7 +217,7 @@ def test_what_cannot_be_compared_is_refused():
 
 
 def test_tensors_are_computed_from_names():
-    """What `kvcore run` runs: a sample of a workload, or texts."""
+    """`kvcore.run` runs a sample of a workload, prompts, or requests on a given cache."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     result = kvcore.run(ZIPF, limit=3, latency="linear", memory="4MiB")
     assert result.summary()["completed"] == 3
@@ -223,13 +229,13 @@ def test_tensors_are_computed_from_names():
 
 
 def test_every_option_has_a_type_for_checkers():
-    """The keywords that type checkers know are the options of a run."""
+    """The keywords that type checkers know are exactly the options of a run."""
     own = {"mode", "workload", "accounting"}
     known = {*EngineOptions.__annotations__, *ClusterOptions.__annotations__}
     assert known - {"batching"} == set(option_names()) - own
 
 
 def test_capacity_is_searched_without_drafts():
-    """A drafter is refused: its runs go step by step, and are not searched."""
+    """`find_capacity` refuses a drafter, because runs with drafts go step by step."""
     with pytest.raises(InputError, match="leave it out"):
         find_capacity(ZIPF, drafter="acceptance:accept=0.5")

@@ -1,4 +1,4 @@
-"""Replicas that start and stop: served requests, lost caches, what was paid for."""
+"""Autoscaling: replicas start and stop, lose their caches, and are paid for while they run."""
 
 import attrs
 import pytest
@@ -20,7 +20,7 @@ BUSY = 160
 
 
 class Wave(kvcore.Workload):
-    """Five minutes, the second of them busy; all prompts share 512 tokens."""
+    """A workload of five minutes, the second of them busy; all prompts share 512 tokens."""
 
     name = "wave"
     digest = "wave"
@@ -44,7 +44,7 @@ class Wave(kvcore.Workload):
                 number += 1
 
     def options(self):
-        """It has none."""
+        """Return no options."""
         return {}
 
 
@@ -68,7 +68,7 @@ def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0"
 
 
 def test_replicas_come_and_go_with_the_requests():
-    """More are up in the busy minute than before it, and fewer after it; all are served."""
+    """Replicas are started and stopped during the run, and all requests are served."""
     result = serve()
     assert result.summary()["completed"] == len(list(Wave()))
     assert any(change.up for change in result.changes)
@@ -76,13 +76,13 @@ def test_replicas_come_and_go_with_the_requests():
 
 
 def test_only_replicas_that_are_up_are_paid_for():
-    """Their seconds are less than those of four replicas, and more than those of one."""
+    """The paid replica seconds exceed those of one replica and are fewer than those of four."""
     result = serve()
     assert result.simulated_s < result.replica_s < 4 * result.simulated_s
 
 
 def test_a_replica_that_starts_again_has_an_empty_cache():
-    """It stopped when it had ended its requests, and lost its K/V: it has a life for each."""
+    """Each stop ends a life of the replica, and the next life begins with a new cache."""
     result = serve()
     stops = [change.replica for change in result.changes if not change.up]
     assert stops
@@ -94,7 +94,7 @@ def test_a_replica_that_starts_again_has_an_empty_cache():
 
 
 def test_a_replica_that_starts_up_gets_no_request_before(tmp_path):
-    """Between the decision and RETURN no request is routed to it, nor after LEAVE."""
+    """No request is routed to a replica before its RETURN event or after its LEAVE event."""
     serve(tmp_path / "trace.jsonl")
     up = {0}
     seen = set()
@@ -110,7 +110,7 @@ def test_a_replica_that_starts_up_gets_no_request_before(tmp_path):
 
 
 def test_no_replica_leaves_while_it_is_calm():
-    """With a long cool-down none is stopped after the last was started."""
+    """With a cool-down that is longer than the run, replicas are started but not stopped."""
     result = serve(autoscale="throughput:interval=20,start_up=10,cool_down=1000")
     assert result.changes
     assert all(change.up for change in result.changes)
@@ -118,21 +118,25 @@ def test_no_replica_leaves_while_it_is_calm():
 
 @attrs.define(eq=False, kw_only=True)
 class Script(Planner):
-    """Wants what it is given, then what it wanted last."""
+    """A planner that wants the listed numbers of replicas in turn, then the last one again."""
 
     name = "script"
     plans: list[int] = attrs.field(factory=list)
     _calls: int = attrs.field(default=0, init=False)
 
     def wanted(self, demand, replicas, profile, slo, phase):
-        """Return the next of the plans."""
+        """Return the next number of replicas."""
         del demand, replicas, profile, slo, phase
         self._calls += 1
         return self.plans[min(self._calls, len(self.plans)) - 1]
 
 
 def test_planning_goes_on_while_requests_wait_for_a_replica():
-    """The only replica leaves while another starts up: a request waits for it, then decodes."""
+    """The planner is still called while a request waits for a replica that is starting up.
+
+    The only other replica has left; the request is routed and decodes when the start-up is
+    over.
+    """
     planner = Script(plans=[2, 1], interval=1, start_up=10, cool_down=0)
     requests = [ask(0), ask(1, round(2.5 * SECOND), output=3)]
     run = serve_cluster(requests, planner=planner, latency=lambda: TokenRate(decode=0.0005))
@@ -142,14 +146,14 @@ def test_planning_goes_on_while_requests_wait_for_a_replica():
 
 @pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])
 def test_equal_commands_equal_bytes(tmp_path, planner):
-    """Two runs write the same trace."""
+    """Two runs with equal options write the same trace."""
     serve(tmp_path / "a.jsonl", planner)
     serve(tmp_path / "b.jsonl", planner)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
 def test_pools_of_split_phases_have_planners_of_their_own(tmp_path):
-    """Prefill replicas come and go with the prompts, decode replicas by themselves."""
+    """With split phases, the prefill pool and the decode pool are scaled independently."""
     result = serve(
         tmp_path / "trace.jsonl",
         "throughput:interval=20,start_up=10,cool_down=0",
@@ -167,6 +171,6 @@ def test_pools_of_split_phases_have_planners_of_their_own(tmp_path):
 
 
 def test_failures_and_a_planner_are_too_much():
-    """Both start and stop replicas."""
+    """A run with both failures and autoscaling is refused: both start and stop replicas."""
     with pytest.raises(InputError, match="give one of them"):
         serve(fail=["replica=0,at=1,for=2"])

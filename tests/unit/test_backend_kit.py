@@ -1,4 +1,4 @@
-"""The conformance tests of backends: a right backend passes, wrong ones do not."""
+"""The conformance tests of backends pass a correct backend and fail each wrong one."""
 
 import attrs
 import pytest
@@ -12,108 +12,108 @@ from kvcore_plugins.backend._pool import Pool  # noqa: E402
 
 
 class Narrow(TorchCPU):
-    """Knows one dtype."""
+    """A backend that supports one dtype, fp32."""
 
     name = "narrow"
 
     def check(self, layout: TensorLayout) -> None:
-        """Fail where the tests should not have asked."""
+        """Fail on any dtype that the backend does not declare."""
         assert layout.dtype == "fp32"
 
 
 class TestNarrow(BackendTests):
-    """What a backend says that it cannot do is not asked of it."""
+    """The conformance tests skip dtypes that the backend does not declare."""
 
     backend = Narrow
     dtypes = ("fp32",)
 
     @pytest.mark.parametrize("seed", range(2))
     def test_chunks_are_one_prefill(self, seed):
-        """In fp32 they are so only nearly: a kit's test can be replaced."""
+        """A replaced test of the kit: in fp32, chunks equal one prefill within a tolerance."""
         self.batch(seed, contexts=[0], lengths=[50]).check()
 
 
 class Wide(TorchCPU):
-    """Lets the window be a token too wide."""
+    """A backend whose attention window is one token too wide."""
 
     def attend(self, layer, plan, queries, *, scale=None, window=None, sinks=0):
-        """Attend to one more."""
+        """Attend to one token more."""
         wider = window and window + 1
         return super().attend(layer, plan, queries, scale=scale, window=wider, sinks=sinks)
 
 
 class Unscaled(TorchCPU):
-    """Has no ear for a scale."""
+    """A backend that ignores the scale of attention."""
 
     def attend(self, layer, plan, queries, *, scale=None, window=None, sinks=0):
-        """Attend with the usual one."""
+        """Attend with the default scale."""
         return super().attend(layer, plan, queries, window=window, sinks=sinks)
 
 
 class Interleaved(TorchCPU):
-    """Lets every other query head share a K/V head, rather than neighbours."""
+    """A backend in which every other query head shares a K/V head, instead of neighbours."""
 
     def attend(self, layer, plan, queries, **options):
-        """Attend in another order."""
+        """Attend with the query heads in interleaved order."""
         heads = self.layout.kv_heads
         mixed = queries.unflatten(1, (-1, heads)).transpose(1, 2).flatten(1, 2)
         return super().attend(layer, plan, mixed, **options)
 
 
 class Rough(TorchCPU):
-    """Computes in fp32, whatever was asked for."""
+    """A backend whose attention has the precision of fp32 in every dtype."""
 
     def attend(self, layer, plan, queries, **options):
-        """Attend, and round."""
+        """Attend, and round the output to fp32."""
         return super().attend(layer, plan, queries, **options).float().to(queries.dtype)
 
 
 class Shallow(TorchCPU):
-    """Copies, writes and swaps a part of it."""
+    """A backend that copies, writes and swaps in only a part of the blocks."""
 
     def copy_blocks(self, pairs):
-        """Copy half of it."""
+        """Copy the first two tensors only."""
         matrices, self._pool.matrices = self._pool.matrices, self._pool.matrices[:2]
         super().copy_blocks(pairs)
         self._pool.matrices = matrices
 
     def write_blocks(self, blocks, data):
-        """Write the first of them."""
+        """Write the first block only."""
         super().write_blocks(blocks[:1], data[:1])
 
     def swap_in(self, host, blocks):
-        """Put back the first of them."""
+        """Restore the first block only."""
         super().swap_in(host[:1], blocks[:1])
 
 
 class Still(TorchCPU):
-    """Takes all rotations for those of halves."""
+    """A backend that rotates halves even where a rotation is of adjacent numbers."""
 
     def store_rotated(self, layer, plan, keys, values, rotation):
-        """Rotate in the one way that it knows."""
+        """Rotate halves, whatever the rotation."""
         other = attrs.evolve(rotation, adjacent=False)
         super().store_rotated(layer, plan, keys, values, other)
 
 
 class Hasty(TorchCPU):
-    """Moves blocks one after the other."""
+    """A backend that moves blocks one after the other."""
 
     def move_blocks(self, pairs):
-        """Overwrite what is yet to move."""
+        """Copy pair by pair, which overwrites blocks that have not been moved yet."""
         for pair in pairs:
             self.copy_blocks([pair])
 
 
 class Sloppy(TorchCPU):
-    """Fills everything, whatever was named."""
+    """A backend that fills all blocks, whichever are given."""
 
     def fill(self, value, blocks=None):
-        """Fill all."""
+        """Fill every block."""
         super().fill(value)
 
 
 class Sharing(TorchCPU):
-    """Hands out its own memory."""
+    """A backend whose `read` returns its own memory."""
 
     def read(self, layer, table, tokens):
         """Return views of the first block."""
@@ -122,18 +122,18 @@ class Sharing(TorchCPU):
 
 
 class Modest(TorchCPU):
-    """Says that it takes nothing."""
+    """A backend that reports no allocated memory."""
 
     def memory(self):
-        """Return nothing."""
+        """Return a report of 0 bytes."""
         return DeviceMemory(0, None, None)
 
 
 class Greedy(TorchCPU):
-    """Allocates less than it was asked for."""
+    """A backend that allocates less than it was asked for."""
 
     def allocate(self, layout):
-        """Take whatever there is."""
+        """Allocate a pool of one block, whatever the layout."""
         small = TensorLayout(
             blocks=1, block_size=1, layers=1, kv_heads=1, head_dim=1, value_dim=1
         )
@@ -142,10 +142,10 @@ class Greedy(TorchCPU):
 
 
 class Careless(TorchCPU):
-    """Attends to whole blocks."""
+    """A backend whose attention reads whole blocks, beyond the last token."""
 
     def attend(self, layer, plan, queries, **options):
-        """Read what is behind the last token."""
+        """Attend, and add all values times 0, which is NaN if one of them is."""
         found = super().attend(layer, plan, queries, **options)
         return found + 0 * self._pool.values[layer].blocks.sum()
 
@@ -169,7 +169,7 @@ class Careless(TorchCPU):
     ],
 )
 def test_a_wrong_backend_fails(wrong, test, arguments):
-    """Each fault is found by the test that is about it."""
+    """Each wrong backend fails the conformance test that is about its fault."""
 
     class Kit(BackendTests):
         backend = wrong
@@ -179,7 +179,7 @@ def test_a_wrong_backend_fails(wrong, test, arguments):
 
 
 def test_moving_one_after_the_other_fails(monkeypatch):
-    """A block that is overwritten before it has moved is lost."""
+    """A backend that moves blocks one after the other fails the test of `move_blocks`."""
 
     class Kit(BackendTests):
         backend = Hasty
@@ -189,7 +189,7 @@ def test_moving_one_after_the_other_fails(monkeypatch):
 
 
 def test_allocating_less_than_asked_for_fails():
-    """Too large a pool has to be refused."""
+    """A backend that accepts too large a pool fails the test that expects a refusal."""
 
     class Kit(BackendTests):
         backend = Greedy

@@ -1,4 +1,4 @@
-"""The torch backends: what they refuse, how memory lies, and when torch is imported."""
+"""The torch backends: refusals, the layout of memory, and when torch is imported."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ SMALL = TensorLayout(blocks=8, block_size=4, layers=2, kv_heads=2, head_dim=6, v
 
 
 def layout(**fields):
-    """Return a small layout with other fields."""
+    """Return the small layout with some fields replaced."""
     names = ("blocks", "block_size", "layers", "kv_heads", "head_dim", "value_dim")
     return TensorLayout(**({name: getattr(SMALL, name) for name in names} | fields))
 
@@ -32,12 +32,12 @@ def backend():
 
 
 def rows(*, heads=2, width=6, tokens=1, dtype=torch.float32):
-    """Return zeros for new tokens."""
+    """Return zeros as queries, keys or values of new tokens."""
     return torch.zeros(tokens, heads, width, dtype=dtype)
 
 
 def test_looking_plugins_up_does_not_import_torch():
-    """Loading, listing and building plugins is cheap: torch comes with the first tensor."""
+    """Loading, listing and building plugins does not import torch."""
     code = (
         "import sys; from kvcore import Plugins; plugins = Plugins(); plugins.names('backend');"
         "plugins.build('backend', 'torch-cpu'); assert 'torch' not in sys.modules"
@@ -47,7 +47,7 @@ def test_looking_plugins_up_does_not_import_torch():
 
 @pytest.mark.parametrize("name", ["torch-cpu", "torch-cuda"])
 def test_without_torch_there_is_a_reason(name, monkeypatch):
-    """Both are listed without torch, and building one says what to install."""
+    """Without torch a backend is listed as unusable, and building it names the extra."""
     monkeypatch.setattr(torch_backend, "find_spec", lambda _: None)
     (info,) = (info for info in Plugins().listing() if info.name == name)
     assert not info.usable
@@ -56,7 +56,7 @@ def test_without_torch_there_is_a_reason(name, monkeypatch):
 
 
 def test_without_a_driver_there_is_a_reason(monkeypatch):
-    """Where no driver can be loaded, torch is not even asked."""
+    """Without an NVIDIA driver, `unavailable()` returns that reason and does not call torch."""
     monkeypatch.setattr(torch_cuda, "DRIVERS", ("libnone.so.7",))
     monkeypatch.setattr(torch_cuda, "_without_gpu", lambda: pytest.fail("asked"))
     assert TorchCUDA.unavailable() == "there is no NVIDIA driver: use torch-cpu"
@@ -71,7 +71,7 @@ def test_without_a_driver_there_is_a_reason(monkeypatch):
     ],
 )
 def test_with_a_driver_torch_is_asked(cuda, available, reason, monkeypatch):
-    """Then torch may lack CUDA, or find no GPU."""
+    """With a driver, `unavailable()` reports a torch without CUDA or GPU, or returns None."""
     monkeypatch.setattr(torch_cuda, "_loads", lambda _: True)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
@@ -80,14 +80,14 @@ def test_with_a_driver_torch_is_asked(cuda, available, reason, monkeypatch):
 
 
 def test_a_gpu_that_is_not_there(monkeypatch):
-    """The error says how many there are."""
+    """The error about a GPU that does not exist gives the number of GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match="device=2 is not there; there are 2, from 0"):
         TorchCUDA(device=2).allocate(SMALL)
 
 
 def test_bf16_needs_a_newer_gpu(monkeypatch):
-    """An older one is named, with the dtypes to use."""
+    """bf16 is refused on a GPU of compute capability 7.5, with the dtypes to use instead."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(InputError, match=r"has 7.5: use fp16, or fp32"):
@@ -96,7 +96,7 @@ def test_bf16_needs_a_newer_gpu(monkeypatch):
 
 
 def test_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
-    """What torch has reserved and does not use can be allocated as well."""
+    """The free memory of a GPU includes memory that torch has reserved and does not use."""
     for name, value in (
         ("device_count", 1),
         ("mem_get_info", (100, 1000)),
@@ -109,13 +109,13 @@ def test_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
 
 
 class Recorded:
-    """A tensor, or a stream, that writes down what is done to it."""
+    """A fake tensor or stream that records the calls of its methods."""
 
     def __init__(self, log, name):
         self.log, self.name = log, name
 
     def __getattr__(self, method):
-        """Return a method that writes its name down, and whom it was given."""
+        """Return a method that records its name, recorded arguments and names of options."""
 
         def call(*given, **options):
             names = [x.name for x in given if isinstance(x, Recorded)]
@@ -125,16 +125,19 @@ class Recorded:
         return call
 
     def __enter__(self):
-        """Become the current stream."""
+        """Record that this stream becomes the current one."""
         self.log.append((self.name, "begins"))
 
     def __exit__(self, *_):
-        """Be it no longer."""
+        """Record that this stream is no longer the current one."""
         self.log.append((self.name, "ends"))
 
 
 def test_staging_copies_beside_the_current_stream(monkeypatch):
-    """Pinned, copied on a stream of its own, for which the current one waits: not the host."""
+    """`stage` pins a tensor and copies it on a stream of its own.
+
+    The current stream waits for the copy; the host does not.
+    """
     log = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda _: Recorded(log, "side"))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
@@ -154,13 +157,13 @@ def test_staging_copies_beside_the_current_stream(monkeypatch):
 
 
 def test_attention_has_to_be_known():
-    """An option that is mistyped is refused with what there is."""
+    """An unknown value of `attention` is refused, and the error lists the known ones."""
     with pytest.raises(InputError, match="sdpa"):
         Plugins().build("backend", "torch-cpu:attention=flash")
 
 
 def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
-    """The error has what was asked for, what is free, and how many blocks that is."""
+    """An error gives the memory asked for, the free memory, and how many blocks would fit."""
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  4 kB\n")
     monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
     with pytest.raises(StorageError) as caught:
@@ -171,7 +174,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
 
 
 def test_memory_nobody_knows_of(monkeypatch, tmp_path):
-    """Where the system does not say what is free, torch is what refuses."""
+    """If the free memory is unknown, a failed allocation of torch raises StorageError."""
     monkeypatch.setattr(host, "MEMINFO", tmp_path / "none")
     backend = TorchCPU()
     assert backend.memory().free is None
@@ -183,13 +186,16 @@ def test_memory_nobody_knows_of(monkeypatch, tmp_path):
     ("asked", "parameters", "cpus", "expected"),
     [
         (None, 10**6, 8, 1),  # a tiny model
-        (None, 10**9, 8, 4),  # what torch is set to
-        (None, 10**9, 2, 2),  # what this process may use
+        (None, 10**9, 8, 4),  # the setting of torch
+        (None, 10**9, 2, 2),  # the CPUs of this process
         (3, 10**6, 8, 3),
     ],
 )
 def test_threads_fit_the_model_and_the_process(monkeypatch, asked, parameters, cpus, expected):
-    """One thread for a tiny model, else as torch is set and the process may; then as before."""
+    """A tiny model gets one thread; others get torch's setting or the CPUs of the process.
+
+    The former number of threads is restored, also after an exception.
+    """
     found = []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     monkeypatch.setattr(torch, "set_num_threads", found.append)
@@ -204,7 +210,7 @@ def test_threads_fit_the_model_and_the_process(monkeypatch, asked, parameters, c
 
 @pytest.mark.parametrize("asked", [0, -1, 9])
 def test_threads_without_a_cpu_are_refused(monkeypatch, asked):
-    """More threads than CPUs wait for one another; the error says how many there may be."""
+    """Less than one thread, or more threads than CPUs, is refused with the allowed range."""
     monkeypatch.setattr(torch_backend, "cpus", lambda: 8)
     context = TorchCPU().limit_threads(asked, MODELS["llama-3-8b"])
     with pytest.raises(InputError, match=rf"threads must be 1 to 8, .* not {asked}"), context:
@@ -212,7 +218,7 @@ def test_threads_without_a_cpu_are_refused(monkeypatch, asked):
 
 
 def test_together_a_block_is_one_run(backend):
-    """K and V of all layers of a block lie side by side, layer after layer."""
+    """With `together`, K and V of all layers of a block are contiguous, layer after layer."""
     assert len(backend._pool.matrices) == 2 * SMALL.layers
     backend.allocate(layout(together=True))
     (matrix,) = backend._pool.matrices
@@ -224,14 +230,14 @@ def test_together_a_block_is_one_run(backend):
 
 
 def test_apart_a_layer_is_one_tensor(backend):
-    """K of a layer is contiguous, and so is V."""
+    """By default, K of a layer is one contiguous tensor, and so is V."""
     parts = [*backend._pool.keys, *backend._pool.values]
     assert all(part.blocks.is_contiguous() for part in parts)
     assert backend.memory().allocated == SMALL.bytes
 
 
 def test_gather_buffers_are_used_again(backend):
-    """A second step of the same size allocates none, and memory counts them."""
+    """A second step of equal size reuses the gather buffers, and `memory` counts them."""
     plan = backend.plan(RaggedBatch([[1, 2]], [0], [6]))
     for _ in range(2):
         backend.attend(0, plan, rows(tokens=6))
@@ -242,7 +248,7 @@ def test_gather_buffers_are_used_again(backend):
 
 
 def test_tables_may_be_longer_than_needed(backend):
-    """Blocks behind the last new token are not looked at."""
+    """Blocks of a table that lie behind the last new token are ignored."""
     plan = backend.plan(RaggedBatch([[1, 99]], [0], [4]))
     assert backend.attend(0, plan, rows(tokens=4)).shape == (4, 2, 6)
 
@@ -262,7 +268,7 @@ def test_tables_may_be_longer_than_needed(backend):
     ],
 )
 def test_steps_that_cannot_be(backend, step, message):
-    """Block tables are checked before anything is computed."""
+    """`plan` refuses empty steps, impossible lengths, and missing or unknown blocks."""
     with pytest.raises(InputError, match=message):
         backend.plan(step)
 
@@ -276,7 +282,7 @@ def test_steps_that_cannot_be(backend, step, message):
     ],
 )
 def test_keys_that_do_not_fit(backend, keys, message):
-    """A wrong shape or dtype is an error that has both."""
+    """`store` refuses keys of a wrong shape or dtype; the error gives both."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.store(0, plan, keys, rows())
@@ -284,7 +290,7 @@ def test_keys_that_do_not_fit(backend, keys, message):
 
 @pytest.mark.parametrize("most", [1, 3, 8])
 def test_moves_go_in_rounds(backend, monkeypatch, most):
-    """However long a cycle, no more blocks are copied at a time than may be put aside."""
+    """`move_blocks` never copies more blocks at once than `moved_bytes` allows."""
     monkeypatch.setattr(TorchCPU, "moved_bytes", most * SMALL.bytes_per_block)
     rounds, copy = [], backend.copy_blocks
     monkeypatch.setattr(
@@ -309,14 +315,14 @@ def test_moves_go_in_rounds(backend, monkeypatch, most):
     ids=["tokens", "pairs", "places", "tables"],
 )
 def test_rotations_that_do_not_fit(backend, rotation):
-    """A rotation has angles for each token, for no more than the width of a key."""
+    """`store_rotated` refuses rotations that do not fit the tokens or the width of the keys."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match="step has 1 tokens and keys are 6 wide"):
         backend.store_rotated(0, plan, rows(), rows(), rotation)
 
 
 def test_a_rotation_of_nothing(backend):
-    """Layers that do not rotate have an embedding without speeds: keys stay as they are."""
+    """A rotary embedding without speeds leaves the keys as they are."""
     plan, keys = backend.plan(RaggedBatch([[1]], [0], [1])), rows() + 3
     still = Rotary(()).rotation(torch.arange(1))
     backend.store_rotated(0, plan, keys, rows(), still)
@@ -333,21 +339,21 @@ def test_a_rotation_of_nothing(backend):
     ],
 )
 def test_queries_that_do_not_fit(backend, queries, options, message):
-    """So are heads that cannot be shared out, and windows that hold nothing."""
+    """`attend` refuses queries that do not fit the K/V heads, and invalid windows and sinks."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.attend(0, plan, queries, **options)
 
 
 def test_swapped_blocks_go_where_as_many_are(backend):
-    """Their number must be that which came out."""
+    """`swap_in` refuses another number of blocks than were swapped out."""
     host = backend.swap_out([1, 2])
     with pytest.raises(InputError, match="2 blocks were swapped out"):
         backend.swap_in(host, [3])
 
 
 def test_blocks_are_read_into_memory_that_can_be_written(backend):
-    """Memory that is read-only is refused; what is written into blocks may come from it."""
+    """`read_blocks` refuses read-only memory; `write_blocks` accepts it."""
     kept = backend.host_buffer(1)
     backend.read_blocks([1], kept)
     with pytest.raises(InputError, match="read-only"):
@@ -359,13 +365,13 @@ def test_blocks_are_read_into_memory_that_can_be_written(backend):
 
 
 def test_unknown_dtype(backend):
-    """A tensor's dtype is one of the four."""
+    """`tensor` refuses an unknown dtype, and the error lists the known ones."""
     with pytest.raises(InputError, match="dtype 'fp8' is not known; there are: fp64"):
         backend.tensor([1.0], "fp8")
 
 
 def test_nothing_is_recorded_for_gradients(backend):
-    """Queries that require gradients do not make outputs that do."""
+    """The attention of queries that require gradients does not require any."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     queries = rows().requires_grad_()
     backend.store(0, plan, queries, queries)

@@ -1,4 +1,4 @@
-"""The workload `bench`: what a benchmark's client sends."""
+"""The workload `bench`, which sends requests as the client of a benchmark does."""
 
 import pytest
 
@@ -13,7 +13,7 @@ def lengths(**options):
 
 
 def test_a_client_sends_a_request_once_the_one_before_is_answered():
-    """Of three clients, each request comes after the one three before it, without a pause."""
+    """With three clients, each request follows the one three before it, without think time."""
     requests = list(Bench(requests=7, concurrency=3))
     assert [each.after for each in requests] == [None, None, None, 0, 1, 2, 3]
     assert [each.session for each in requests] == ["0", "1", "2", "0", "1", "2", "0"]
@@ -41,12 +41,12 @@ def test_an_open_loop_arrives_at_its_rate():
 
 
 def test_without_a_rate_all_arrive_at_once():
-    """Full load: every request is there at time 0."""
+    """Without a rate and concurrency, all requests arrive at time 0."""
     assert {each.arrival for each in Bench(requests=5)} == {0}
 
 
 def test_lengths_vary_by_the_spread():
-    """Drawn from the last fifth, both ends of it included; without a spread they are equal."""
+    """With spread=0.2, lengths are 80 to 100 % of the given ones; without it they are equal."""
     drawn = lengths(requests=3_000, input_tokens=100, output_tokens=10, spread=0.2)
     assert {prompt for prompt, _ in drawn} == set(range(80, 101))
     assert {output for _, output in drawn} == {8, 9, 10}
@@ -54,7 +54,7 @@ def test_lengths_vary_by_the_spread():
 
 
 def test_a_prompt_has_a_token_whatever_the_spread():
-    """The shortest prompt drawn has one token, also where the spread would allow none."""
+    """A prompt has at least one token, even if the spread allows none."""
     drawn = lengths(requests=200, input_tokens=2, output_tokens=0, spread=0.99)
     assert set(drawn) == {(1, 0), (2, 0)}
 

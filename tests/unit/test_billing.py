@@ -1,4 +1,4 @@
-"""Bills of requests: rules, breakpoints, TTLs, logs, and runs."""
+"""Bills of requests: the rules of prompt caches, TTLs, logs, comparisons and runs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ PRICE = PriceModel(
 
 
 def charges(*served, price=PRICE):
-    """Return what each request is charged."""
+    """Return the charge of each request."""
     cache = PromptCache(price)
     return [cache.charge(each, each.arrival) for each in served]
 
 
 def test_a_bill_by_hand():
-    """Tokens of each kind times their prices, of two prompts of which one extends the other."""
+    """The bill of two prompts, of which one extends the other, equals one made by hand."""
     found = bill([request(0, 0, "abc", 2), request(1, 10, "abcde", 1)], PRICE)
     assert (found.api.written_tokens, found.api.read_tokens) == (5, 3)
     assert found.api.usd == pytest.approx((5 * 5 + 3 * 1 + 3 * 10) / 1e6)
@@ -35,7 +35,7 @@ def test_a_bill_by_hand():
 
 
 def test_entries_end_at_breakpoints():
-    """A common prefix is read only if an entry ends there; without breakpoints any is."""
+    """With breakpoints a common prefix is read only if an entry ends there; without, always."""
     rows = requests((0, "abcd"), (1, "abce"))
     assert [each.read for each in charges(*rows)] == [0, 0]
     automatic = find_price("input=4,cached=1,write=5")
@@ -43,7 +43,7 @@ def test_entries_end_at_breakpoints():
 
 
 def test_each_use_renews_the_ttl():
-    """An entry that is read every 200 s lives beyond 300 s; one that is not lapses."""
+    """An entry with a TTL of 300 s that is read every 200 s does not expire."""
     used = requests((0, "ab"), (200, "ab"), (400, "ab"))
     assert [each.read for each in charges(*used)] == [0, 2, 2]
 
@@ -51,24 +51,24 @@ def test_each_use_renews_the_ttl():
 @pytest.mark.parametrize("price", [PRICE, find_price("input=4,cached=1")])
 @pytest.mark.parametrize(("seconds", "read"), [(299.9, 2), (300, 0)])
 def test_a_ttl_lapses_when_it_is_over(price, seconds, read):
-    """The last instant at which a prompt is read is before the TTL is over, by either rule."""
+    """An entry can be read until just before its TTL is over, with and without breakpoints."""
     rows = requests((0, "ab"), (299, "cd"), (seconds, "ab"))
     assert charges(*rows, price=price)[2].read == read
 
 
 def test_short_prompts_are_not_cached():
-    """A prompt below the least length is neither written nor read."""
+    """A prompt below the minimum length is neither written nor read."""
     assert charges(*requests((0, "a"), (1, "a"))) == [Charge(1, 0, 0, 0, 0)] * 2
 
 
 def test_short_prefixes_are_no_entries():
-    """A breakpoint before the least length writes nothing, in a prompt that is long enough."""
+    """A breakpoint before the minimum length writes no entry, even in a longer prompt."""
     rows = [logged(0, 0, ("a", 0), ("b", None)), logged(1, 1, ("a", 0), ("cd", None))]
     assert charges(*rows) == [Charge(2, 0, 0, 0, 0), Charge(3, 0, 0, 0, 0)]
 
 
 def test_writing_without_a_price_is_input():
-    """Where writing has no price of its own, what is not read is uncached."""
+    """Without a price for writing, tokens that are not read are charged as uncached input."""
     price = find_price("input=4,cached=1")
     assert charges(*requests((0, "abc"), (1, "abcd")), price=price) == [
         Charge(3, 0, 0, 0, 0),
@@ -77,14 +77,14 @@ def test_writing_without_a_price_is_input():
 
 
 def test_logged_breakpoints():
-    """An entry ends at each marked block; what follows the last is not written."""
+    """Entries end at the marked blocks of a log; tokens after the last one are not written."""
     first = logged(0, 0, ("abc", 0), ("d", None))
     second = logged(1, 1, ("abc", 0), ("xy", 0))
     assert charges(first, second) == [Charge(1, 0, 3, 0, 0), Charge(0, 3, 2, 0, 0)]
 
 
 def test_entries_of_an_hour():
-    """What ends at a breakpoint of an hour is written at its price, and lives an hour."""
+    """Tokens up to a one-hour breakpoint are charged at its price and cached for an hour."""
     blocks = ("abc", HOUR), ("de", 0)
     first, late = logged(0, 0, *blocks), logged(1, 3000, *blocks)
     assert charges(first, late) == [Charge(0, 0, 2, 3, 0), Charge(0, 3, 2, 0, 0)]
@@ -95,7 +95,7 @@ def test_entries_of_an_hour():
 
 
 def test_entries_are_looked_for_some_blocks_back():
-    """An entry further back than the look-back is not found, unless a breakpoint is near."""
+    """An entry is found only within `lookback` blocks before a breakpoint."""
     first = logged(0, 0, ("ab", 0))
     blocks = [(letter, None) for letter in "cdef"]
     far = logged(1, 1, ("ab", None), *blocks, ("g", 0))
@@ -105,27 +105,27 @@ def test_entries_are_looked_for_some_blocks_back():
 
 
 def test_a_log_without_breakpoints():
-    """Nothing is cached where the log's API takes breakpoints; else the prompt's end is one."""
+    """A log without breakpoints caches nothing if its API takes them, else whole prompts."""
     for explicit, read in ((True, 0), (False, 2)):
         rows = [logged(n, n, ("ab", None), explicit=explicit) for n in range(2)]
         assert charges(*rows)[1].read == read
 
 
 def test_only_the_last_breakpoints_count():
-    """Of more than a prompt may have, the last ones."""
+    """If a prompt has more breakpoints than allowed, only the last ones count."""
     price = find_price("input=4,cached=1,write=5,breakpoints=1")
     first = logged(0, 0, ("ab", 0), ("c", 0))
     assert charges(first, logged(1, 1, ("ab", 0), ("d", None)), price=price)[1].read == 0
 
 
 def test_models_have_caches_of_their_own():
-    """The salt of a logged request is its model."""
+    """Logged requests to different models share no entries."""
     rows = [logged(n, n, ("ab", 0), salt=f"m{n}") for n in range(2)]
     assert [each.read for each in charges(*rows)] == [0, 0]
 
 
 def test_logged_prompts_are_as_long_as_reported():
-    """Positions are scaled to the tokens that the API counted."""
+    """Positions in a logged prompt are scaled to the number of tokens that the API reported."""
     usage = Usage(80, read_tokens=20, written_tokens=30, written_1h_tokens=10, output_tokens=7)
     each = logged(0, 0, ("abcd", 0), usage=usage)
     assert charges(each) == [Charge(0, 0, 80, 0, 7)]
@@ -135,7 +135,7 @@ def test_logged_prompts_are_as_long_as_reported():
 
 
 def test_hits_count_in_whole_steps():
-    """A hit of one's own cache is read as far as the API could have cached it."""
+    """`hit_charge` rounds a hit down to a length that the API could have cached."""
     price = find_price("input=4,cached=1,write=5,min_tokens=4,step=2")
     each = request(0, 0, "abcdefghi")
     assert [hit_charge(price, each, hit).read for hit in (3, 5, 6)] == [0, 4, 6]
@@ -143,14 +143,17 @@ def test_hits_count_in_whole_steps():
 
 
 def test_reported_if_all_is():
-    """There is no bill of a log of which some requests report nothing."""
+    """A log has a reported bill only if all of its requests report their usage."""
     rows = [logged(0, 0, ("ab", 0), usage=Usage(2)), logged(1, 1, ("ab", 0))]
     assert bill(rows[:1], PRICE).reported is not None
     assert bill(rows, PRICE).reported is None
 
 
 def test_rows_of_a_comparison_are_billed():
-    """By the hits of their pools: the optimum is no dearer than a policy, nor unbounded LRU."""
+    """Each row of a comparison with a price is billed by the hits of its pool.
+
+    The optimum costs no more than LRU in the same pool, and LRU no less than in a larger one.
+    """
     work = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32, levels=2)
     found = compare(work, ["lru", "optimum"], [20, 1000], price="input=3,cached=0.3")
     small, large, best, most = (row.bill for row in found.rows)
@@ -164,7 +167,7 @@ def test_rows_of_a_comparison_are_billed():
 
 
 def test_what_tiers_load_is_read():
-    """Tokens that a tier below the pool gave back are billed as those that hit."""
+    """Tokens that are loaded from a tier are billed as read, like hits in the pool."""
     work = Zipf(requests=60, prefixes=4, prefix_tokens=512, suffix_tokens=32, rate=0.1)
     result = kvcore.simulate(work, blocks=60, tier="host:memory=1GiB")
     loaded = sum(result.log.loaded)
@@ -174,7 +177,7 @@ def test_what_tiers_load_is_read():
 
 
 def test_a_run_is_billed_by_its_hits():
-    """Requests arrive when they did in the run, and those that it rejected are left out."""
+    """The bill of a run uses its hits and arrival times, and leaves out rejected requests."""
     work = Zipf(requests=40, prefixes=4, prefix_tokens=64, suffix_tokens=32, rate=100)
     result = kvcore.simulate(work, blocks=60, block_size=16)
     found = bill(work, "input=3,cached=0.3,output=9", log=result.log)

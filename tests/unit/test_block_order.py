@@ -1,17 +1,17 @@
-"""The order of block ids, on which equal runs giving equal bytes rests."""
+"""The order in which block ids are allocated; equal runs write equal bytes because of it."""
 
 from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, start, table
 
 
 def test_unused_ids_ascend():
-    """A fresh cache hands out 0, 1, 2 and so on, whatever the sequence."""
+    """A new cache allocates the ids 0, 1, 2 and so on, across all sequences."""
     cache = make(12)
     tables = [table(cache, cache.open(ask(text))) for text in ("abc", "x", "mn")]
     assert tables == [[0, 1, 2], [3], [4, 5]]
 
 
 def test_close_frees_deepest_first():
-    """So the next sequence takes the shallowest of them first."""
+    """`close` frees the deepest block first, so that the shallowest is allocated first."""
     cache = make(12)
     cache.close(cache.open(ask("abc")))
     assert list(cache.pool.free_ids()) == [2, 1, 0]
@@ -19,7 +19,7 @@ def test_close_frees_deepest_first():
 
 
 def test_last_freed_is_taken_first():
-    """Of two closed sequences the blocks of the later come first."""
+    """Of two closed sequences, the blocks of the one that closed last are allocated first."""
     cache = make(12)
     one, two = cache.open(ask("ab")), cache.open(ask("mn"))
     cache.close(one)
@@ -28,7 +28,7 @@ def test_last_freed_is_taken_first():
 
 
 def test_free_then_unused_then_victims():
-    """All three kinds in one admission, in this order."""
+    """One admission takes freed blocks first, then unused ones, then victims."""
     cache = make(7)
     private = cache.open(ask("m"))
     serve(cache, "abc")
@@ -37,21 +37,21 @@ def test_free_then_unused_then_victims():
 
 
 def test_victims_leave_deepest_first():
-    """From the tail of each victim, one victim after the other."""
+    """Victims are evicted one after the other, each from its tail."""
     cache = make(6)
     serve(cache, "abc", "xyz")
     assert table(cache, cache.open(ask("mnopq"))) == [2, 1, 0, 5, 4]
 
 
 def test_a_path_leaves_from_its_leaf():
-    """A parent is evicted only when its children are gone."""
+    """A parent is evicted only after its children."""
     cache = make(6)
     serve(cache, "ab", "abcd", "abxy")
     assert table(cache, cache.open(ask("mnopqr"))) == [3, 2, 5, 4, 1, 0]
 
 
 def test_victims_of_two_calls_are_those_of_one():
-    """take(a + b) is take(a) and then take(b), also across evictions."""
+    """Blocks taken in several calls are those of one call, even across evictions."""
     tables = []
     for parts in ([6], [1, 2, 3], [4, 2]):
         cache = make(7)
@@ -64,14 +64,14 @@ def test_victims_of_two_calls_are_those_of_one():
 
 
 def test_expired_blocks_are_free_before_others_are_taken():
-    """Dropped leaves first and deepest first, so the root of what expired is next."""
+    """Expired spans are freed before an allocation, leaves first, so their root is next."""
     cache = make(8, Mortal())
     serve(cache, "abc", "abcde", now=0)
     assert table(cache, cache.open(ask("abxyz"), now=50)) == [0, 1, 2, 3, 4]
 
 
 def test_duplicates_come_back_shallowest_first():
-    """What a commit frees is taken again in the order of the prompt."""
+    """Duplicate blocks that a commit frees are allocated again in the order of the prompt."""
     cache = make(12)
     one, two = cache.open(ask("abc")), cache.open(ask("abc"))
     compute(cache, one)
@@ -80,7 +80,7 @@ def test_duplicates_come_back_shallowest_first():
 
 
 def test_rollback_frees_deepest_first():
-    """The tokens computed next lie in the blocks of those dropped, in order."""
+    """Tokens computed after a rollback get the dropped blocks in their former order."""
     cache = make(12)
     seq = start(cache, "a")
     cache.extend(seq, 3 * BLOCK)
@@ -90,7 +90,7 @@ def test_rollback_frees_deepest_first():
 
 
 def test_a_cache_is_written_over_and_over():
-    """Every id is in use once, however often blocks change hands."""
+    """After many evictions each block id is either in one span or free."""
     cache = make(5)
     for text in ("abc", "xyz", "abx", "mno", "abcde", "xym"):
         serve(cache, text)

@@ -1,4 +1,4 @@
-"""What the build of a wheel compiles, and when. `tox -e compiled` runs all tests against it."""
+"""The modules that a wheel build compiles; `tox -e compiled` runs all tests with them."""
 
 import shutil
 from importlib import import_module
@@ -24,12 +24,12 @@ def build():
 
 @pytest.fixture
 def hook(build):
-    """Return the hook of a wheel."""
+    """Return the build hook of a wheel."""
     return build.Compile(str(ROOT), {}, None, None, "dist", "wheel")
 
 
 def test_a_wheel_is_pure_unless_asked_otherwise(hook, monkeypatch):
-    """Without KVCORE_COMPILE nothing is needed, and nothing is added."""
+    """Without KVCORE_COMPILE, the build hook adds no dependency and no file."""
     monkeypatch.delenv("KVCORE_COMPILE", raising=False)
     assert hook.dependencies() == []
     data = {"force_include": {}}
@@ -38,7 +38,7 @@ def test_a_wheel_is_pure_unless_asked_otherwise(hook, monkeypatch):
 
 
 def test_an_editable_install_is_never_compiled(hook, monkeypatch):
-    """A checkout that is worked on stays Python, whatever is asked for."""
+    """An editable install is not compiled, even if KVCORE_COMPILE is set."""
     monkeypatch.setenv("KVCORE_COMPILE", "1")
     data = {"force_include": {}}
     hook.initialize("editable", data)
@@ -46,7 +46,7 @@ def test_an_editable_install_is_never_compiled(hook, monkeypatch):
 
 
 def test_a_build_without_a_compiler_says_so(hook, monkeypatch):
-    """Who asks for compiled modules without a compiler hears what is missing and what to do."""
+    """Compiling without a compiler raises an error with what is missing and what to do."""
     monkeypatch.setenv("KVCORE_COMPILE", "1")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(RuntimeError, match=r"is not found: install one, or build without"):
@@ -54,7 +54,7 @@ def test_a_build_without_a_compiler_says_so(hook, monkeypatch):
 
 
 def test_no_base_class_of_plugins_is_compiled(build):
-    """A plugin in Python cannot derive from what is compiled, so no plugin's class is."""
+    """No compiled module has a plugin class: Python plugins could not derive from it."""
     for path in build.MODULES:
         module = import_module(path.removesuffix(".py").replace("/", "."))
         classes = [each for each in vars(module).values() if isinstance(each, type)]

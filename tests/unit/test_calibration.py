@@ -1,4 +1,4 @@
-"""Fitting latency models: what comes out of steps they made, of noise, and of too little."""
+"""Fitting latency models: to their own steps, to noisy ones, and to too few measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(path, rows):
 
 
 def measured(model, grid=GRID):
-    """Return the rows that `model` itself would measure."""
+    """Return the rows of a measurement of `model` without noise."""
     return [(p, d, c, model.duration(StepWork(p, (0,), d, (c,))) / 10**12) for p, d, c in grid]
 
 
@@ -44,7 +44,10 @@ def fit(tmp_path):
 
 
 def test_finds_the_model_that_made_the_steps(fit):
-    """Exactly, to the picosecond, with no residual, whatever the model began with."""
+    """Fitting the steps of a linear model returns exactly its options, without residuals.
+
+    The options with which the fit begins do not matter.
+    """
     found = fit(measured(TRUTH), Linear())
     assert found.fitted == TRUTH.options()
     assert found.model.options() == TRUTH.options()
@@ -57,7 +60,7 @@ def test_finds_the_model_that_made_the_steps(fit):
 
 @given(st.tuples(*[st.integers(0, 10**9)] * 3))
 def test_finds_any_model(tmp_path_factory, coefficients):
-    """Whatever its coefficients, 0 among them."""
+    """A linear model with any coefficients, 0 included, is recovered from its own steps."""
     prefill, decode, context = (ps / 10**12 for ps in coefficients)
     model = Linear(step=0.001, prefill=prefill, decode=decode, context=context)
     path = write(tmp_path_factory.mktemp("fit") / "steps.csv", measured(model))
@@ -65,20 +68,20 @@ def test_finds_any_model(tmp_path_factory, coefficients):
 
 
 def noisy(model, grid=GRID):
-    """Return the rows of a model that is off by up to a fifth."""
+    """Return the rows of a measurement of `model` with noise of up to a fifth."""
     factors = cycle((0.8, 1.1, 0.95, 1.2, 1.0))
     return [(*counts, s * next(factors)) for *counts, s in measured(model, grid) * 4]
 
 
 def test_the_spec_builds_the_fitted_model(fit):
-    """The text gives back each option, to the picosecond."""
+    """The `spec` of a fit builds a model with exactly the fitted options."""
     found = fit(noisy(TRUTH))
     built = Plugins().build("latency", found.spec)
     assert built.options() == found.model.options() == found.fitted
 
 
 def test_the_residuals_are_those_of_the_spec(fit):
-    """What the built model says of each row is what is reported as fitted."""
+    """The fitted time of each residual is that of the model which `spec` builds."""
     found = fit(noisy(TRUTH))
     model = Plugins().build("latency", found.spec)
     for residual in found.residuals:
@@ -87,9 +90,9 @@ def test_the_residuals_are_those_of_the_spec(fit):
 
 
 def test_the_errors_of_a_fit_by_hand(fit):
-    """Rows that differ by a factor of 3 are met where the squared relative errors are least.
+    """A fit minimises the squared relative errors, and its errors equal those found by hand.
 
-    That is at 1.2 for 1 and 3: the mean weighted with 1 and 1/9.
+    Two equal steps that took 1 and 3 are fitted by 1.2: their mean weighted with 1 and 1/9.
     """
     rows = [(0, 0, 0, 1), (0, 0, 0, 3), (1, 0, 0, 4), (0, 1, 0, 4), (0, 0, 1, 5)]
     found = fit(rows)
@@ -107,7 +110,7 @@ def test_the_errors_of_a_fit_by_hand(fit):
 
 
 def test_short_steps_count_as_much_as_long_ones(fit):
-    """Prefill steps whose noise is longer than a decode step do not rule the fit."""
+    """The fit of short decode steps does not suffer from noise in long prefill steps."""
     decode = [(0, d, c) for d in (1, 16, 64) for c in (1000, 30_000, 90_000)]
     prefill = [(p, 1, 1000) for p in (2048, 4096, 8192)]
     wrong = [(p, d, c, s * 1.3) for p, d, c, s in measured(TRUTH, prefill)]
@@ -117,7 +120,10 @@ def test_short_steps_count_as_much_as_long_ones(fit):
 
 
 def test_held_out_errors_are_of_steps_that_the_fit_has_not_seen(fit):
-    """A step that is unlike all others is fitted well only by a fit that has seen it."""
+    """The held-out error of a step is that of a fit which did not include the step.
+
+    A step that is unlike all others is fitted well only by a fit that includes it.
+    """
     rows = [(*counts[:2], 0, s) for *counts, s in measured(Linear(context=0))]
     found = fit([*rows, (0, 1, 90_000, 3.0)])
     *_, lone = found.residuals
@@ -135,7 +141,7 @@ def test_held_out_errors_are_of_steps_that_the_fit_has_not_seen(fit):
     ],
 )
 def test_finds_the_shares_of_a_roofline(fit, options):
-    """From its own steps, also of experts and of layers with windows."""
+    """A roofline is fitted from its own steps, also with experts and with windowed layers."""
     truth = Roofline(**options)
     grid = [(p, d, d * c) for p, d, c in product((0, 512, 8192), (1, 16, 64), (100, 9000))]
     steps = [MeasuredStep(0, *counts, 1).work(truth.windows) for counts in grid]
@@ -150,7 +156,7 @@ def test_finds_the_shares_of_a_roofline(fit, options):
 
 
 def test_pairs_tell_chunks_apart(fit):
-    """A chunk behind a long context takes longer, and the column says so."""
+    """The column attended_pairs lets a fit distinguish chunks by the context before them."""
     truth = Roofline(compute=0.4)
     rows = []
     for prefill, pairs, decode, context in [
@@ -166,7 +172,7 @@ def test_pairs_tell_chunks_apart(fit):
 
 
 def test_no_coefficient_is_negative(fit):
-    """Where contexts seem to save time, they cost nothing, and the others fit without them."""
+    """A coefficient that would be negative is held at 0, and the others fit without it."""
     found = fit([(p, d, c, 0.005 + p * 1e-5 + d * 1e-5 - c * 1e-8) for p, d, c in GRID])
     assert found.fitted["context"] == 0
     assert found.held == ("context",)
@@ -184,7 +190,7 @@ def test_no_coefficient_is_negative(fit):
 
 
 def test_too_few_rows_are_refused(fit):
-    """Four rows would be fitted without any residual."""
+    """As many rows as options are refused, because they fit without any residual."""
     with pytest.raises(InputError, match=r"4 rows for 4 options of linear; measure at least 5"):
         fit(measured(TRUTH, GRID[:4]))
 
@@ -205,7 +211,10 @@ def test_too_few_rows_are_refused(fit):
     ],
 )
 def test_columns_that_say_too_little_are_refused(fit, grid, problem):
-    """The error names the options, and what to measure."""
+    """Measurements that do not determine all options are refused.
+
+    The error names these options and the steps to measure.
+    """
     with pytest.raises(InputError) as caught:
         fit(measured(TRUTH, grid))
     message = str(caught.value)
@@ -214,20 +223,20 @@ def test_columns_that_say_too_little_are_refused(fit, grid, problem):
 
 
 def test_a_share_that_no_step_depends_on_is_refused(fit):
-    """Decode steps say nothing of computing."""
+    """Decode steps alone do not determine `compute` of a roofline, and are refused."""
     rows = [(0, d, d * c, 0.002 + d * c / 1e8) for d in (1, 2, 3) for c in (1000, 9000)]
     with pytest.raises(InputError, match="compute cannot be known: no step takes longer by it"):
         fit(rows, Roofline())
 
 
 def test_a_model_that_cannot_be_fitted_is_named(fit):
-    """The error says which can."""
+    """A latency model that cannot be fitted is refused, and the error names those that can."""
     with pytest.raises(InputError, match="'token-rate' cannot be fitted; linear and roofline"):
         fit(measured(TRUTH), TokenRate())
 
 
 def test_without_scipy_the_extra_is_named(fit, monkeypatch):
-    """What to install is part of the error."""
+    """Without scipy the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     with pytest.raises(InputError, match=r"numpy and scipy .*pip install 'kvcore\[lab\]'"):
         fit(measured(TRUTH))

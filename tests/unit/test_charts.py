@@ -1,4 +1,4 @@
-"""Charts of tables with an axis: which numbers are drawn, over what, and under which names."""
+"""Charts of comparisons, sweeps and plans: their axes, lines, bars and texts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SMALL = "zipf:requests=60,prefixes=4"
 
 
 def texts(chart, **how):
-    """Return the texts of a chart, which are comments of its SVG."""
+    """Return the texts of a chart, which its SVG has as comments."""
     svg = chart.plot("svg", **how).decode()
     return set(re.findall("<!-- (.*?) -->", svg, re.DOTALL))
 
 
 def test_a_comparison_by_size():
-    """A line a policy over the sizes, and the bound."""
+    """A comparison has a line for each policy over the sizes, and the infinite bound."""
     found = compare(SMALL, "lru,lfu,optimum", [160, 400])
     chart = ComparisonReport(found).chart()
     lines = chart.panels[0].lines
@@ -41,7 +41,7 @@ def test_a_comparison_by_size():
 
 
 def test_a_comparison_with_tiers():
-    """What the tiers had as well is a line of its own."""
+    """With tiers each policy has a second line, with the hits in the tiers added."""
     tier = "host:memory=1GiB"
     found = compare(SMALL, "lru", [160, 400], tier=tier)
     lines = ComparisonReport(found).chart().panels[0].lines
@@ -52,7 +52,7 @@ def test_a_comparison_with_tiers():
 
 
 def test_one_size_is_bars():
-    """With their values; a small chart has no caption."""
+    """A comparison of one size has bars with their values; a small chart has no caption."""
     chart = ComparisonReport(compare(SMALL, "lru,lfu", 160)).chart()
     value = chart.panels[0].lines["lru"][0][1]
     told = texts(chart, small=True)
@@ -61,7 +61,7 @@ def test_one_size_is_bars():
 
 
 def test_nothing_looked_up_is_drawn():
-    """A comparison of which no ratio is known has empty axes."""
+    """A chart whose line has no points has empty axes."""
     chart = Chart("none", "", "pool", [Panel("hits", {"lru": []}, str)])
     assert "none" in texts(chart)
 
@@ -75,7 +75,7 @@ def test_nothing_looked_up_is_drawn():
     ],
 )
 def test_the_axis_of_a_sweep(axes, asked, axis):
-    """It is the one of numbers, or the one that was asked for; seeds are names."""
+    """A sweep is drawn over its numeric axis or the given one; seeds are not numeric."""
     assert chart_axis(Grid("compare", **axes), asked) == axis
 
 
@@ -94,20 +94,23 @@ def test_the_axis_of_a_sweep(axes, asked, axis):
     ],
 )
 def test_what_a_sweep_cannot_be_drawn_over(axes, asked, fault):
-    """The error says what to choose from."""
+    """A sweep that cannot be drawn over an axis is refused with the reason and the choices."""
     with pytest.raises(InputError, match=fault):
         chart_axis(Grid("compare", **axes), asked)
 
 
 def swept(tmp_path, mode, **axes):
-    """Return a small sweep."""
+    """Return the result of a small sweep."""
     with Journal(tmp_path / "journal") as journal:
         grid = Grid(mode, workload=SMALL, **axes)
         return sweep(Plan.of(grid), journal, executor=ThisProcess())
 
 
 def test_a_sweep_without_a_clock(tmp_path):
-    """A line a combination of what else varies; a cell that failed has no point."""
+    """A sweep of `compare` has a line for each value of the other axes.
+
+    A failed cell has no point.
+    """
     found = swept(tmp_path, "compare", eviction=["lru", "lfu"], blocks=[160, 400])
     rows = [*found.rows]
     rows[0] = {**rows[0], "hit_ratio_block": None, "error": "it died"}
@@ -121,7 +124,7 @@ def test_a_sweep_without_a_clock(tmp_path):
 
 
 def test_a_sweep_under_a_clock(tmp_path):
-    """A panel a measure, over memory in bytes."""
+    """A sweep of `simulate` has a panel for each measure, over memory in bytes."""
     found = swept(tmp_path, "simulate", memory=["1GiB", "2GiB"], scheduler=["fcfs", "lpm"])
     chart = SweepReport(found).chart("memory")
     assert [panel.label for panel in chart.panels] == [
@@ -131,7 +134,7 @@ def test_a_sweep_under_a_clock(tmp_path):
 
 
 def test_a_plan():
-    """A bar a fleet in each panel, and what was asked for."""
+    """The chart of a plan has a bar for each fleet in each panel, and the target."""
     found = plan(
         f"{SMALL},rate=4", slo="ttft=0.2", tier="none", tensor_parallel=[1, 2], max_gpus=2
     )
@@ -156,5 +159,5 @@ def test_a_plan():
     ],
 )
 def test_names_are_spread(values, places):
-    """Those that are too near lie about their mean, inside the axes."""
+    """Labels that are too close are spread around their mean, inside the axes."""
     assert spread(values, 1, 0, 10) == pytest.approx(places)

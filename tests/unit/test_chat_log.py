@@ -1,4 +1,4 @@
-"""Logs of chat APIs: where blocks end, which have breakpoints, and what usage reports."""
+"""Logs of chat APIs: the ends of blocks, their breakpoints, and the reported usage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANTHROPIC = {
 
 @pytest.fixture
 def read(tmp_path):
-    """Return what reads rows as a chat workload of bytes, in keys of one token."""
+    """Return a function that reads rows as a chat workload of bytes, in keys of one token."""
 
     def read(*rows, **options):
         path = tmp_path / "log.jsonl"
@@ -45,7 +45,7 @@ def read(tmp_path):
 
 
 def test_content_blocks_are_parts(read):
-    """Tools, system, messages and their blocks in order, each with its end and breakpoint."""
+    """Tools, system and content blocks are parts in order, with ends and breakpoints."""
     (request,) = read({"request": ANTHROPIC, "response": {"content": [TEXT]}})
     assert [(part.label, part.ttl_ns) for part in request.parts] == [
         ("tools[0]", 0),
@@ -65,7 +65,7 @@ def test_content_blocks_are_parts(read):
 
 
 def test_breakpoints_are_no_tokens(read):
-    """A breakpoint that moves from turn to turn changes neither keys nor contents."""
+    """Breakpoints change neither the keys of a prompt nor the digests of its parts."""
     bare = json.loads(json.dumps(ANTHROPIC).replace("cache_control", "x-mark"))
     for tool in bare["tools"]:
         tool.pop("x-mark")
@@ -76,7 +76,7 @@ def test_breakpoints_are_no_tokens(read):
 
 
 def test_sentences_are_pieces(read):
-    """Equal sentences have equal hashes, wherever they stand; they end where the part does."""
+    """Equal sentences have equal hashes in different prompts; the last ends with its part."""
     one, other = read(
         *(
             {"messages": [{"role": "user", "content": f"{n} is it. What is a yawl?"}]}
@@ -90,7 +90,7 @@ def test_sentences_are_pieces(read):
 
 
 def test_automatic_breakpoints(read):
-    """A breakpoint beside the messages is one at their end; one of a message at its end."""
+    """A breakpoint beside the messages is at their end, one in a message is at its end."""
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
     marked = {"messages": [chat["messages"][0] | {"cache_control": MARK}, chat["messages"][1]]}
     end, first = read(chat | {"cache_control": MARK}, marked)
@@ -144,7 +144,10 @@ def test_automatic_breakpoints(read):
     ],
 )
 def test_usage_is_read(read, usage, expected, explicit):
-    """As chat completions, responses, messages, and DeepSeek report it; or not at all."""
+    """Usage is read as chat completions, responses, messages and DeepSeek report it.
+
+    Without a usage, or without its prompt tokens, it is None.
+    """
     chat = {"messages": [{"role": "user", "content": "a"}]}
     (request,) = read({"request": chat, "response": {"choices": [], "usage": usage}})
     assert (request.usage, request.explicit) == (expected, explicit)
@@ -166,13 +169,13 @@ def test_usage_is_read(read, usage, expected, explicit):
     ],
 )
 def test_wrong_rows_are_refused(read, row, field):
-    """The error names the field."""
+    """A malformed row is refused, and the error names the field."""
     with pytest.raises(InputError, match=rf"field '{field}'".replace("[", r"\[")):
         read({"messages": [{"role": "user", "content": "a"}], **row})
 
 
 def test_models_share_nothing(read):
-    """Prompts to different models have different keys."""
+    """Equal prompts to different models have different keys."""
     chat = {"messages": [{"role": "user", "content": "a"}]}
     one, other, same = read(*(chat | {"model": name} for name in "xyx"))
     assert one.keys != other.keys
@@ -180,14 +183,14 @@ def test_models_share_nothing(read):
 
 
 def test_only_logged_requests_have_parts(read):
-    """A recorded conversation is not what an API was sent, request for request."""
+    """A recorded conversation gives plain requests: it is no log of what an API was sent."""
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     (request,) = read({"messages": turns})
     assert not isinstance(request, LoggedRequest)
 
 
 def test_a_log_is_billed_as_reported(read):
-    """The tokens of the log, not those that were counted here."""
+    """The bills of a log use the token counts that it reports, not those of its text."""
     chat = {"messages": [{"role": "user", "content": "a"}]}
     usage = {"prompt_tokens": 1000, "prompt_tokens_details": {"cached_tokens": 400}}
     found = bill(read({**chat, "usage": usage, "choices": []}), "input=4,cached=1")

@@ -1,4 +1,4 @@
-"""How verbs read a model: by name, from a file, from a folder."""
+"""Loading a model for the command line: by name, from a file, or from a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIG = {
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Stand in a folder with configs under several names."""
+    """Change into a folder with configs under several names, and return it."""
     monkeypatch.chdir(tmp_path)
     for name in ("mine/config.json", "shape", "gpt2"):
         path = tmp_path / name
@@ -33,21 +33,21 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("text", ["mine/config.json", "mine", "shape", "./gpt2"])
 def test_whatever_exists_is_read(folder, text):
-    """A config.json, the folder it lies in, and a file of any other name."""
+    """A model is read from a config.json, from its folder, or from a file of any other name."""
     assert load_model(text).layers == 2
     assert load_model(str(folder / text)).layers == 2
 
 
 @pytest.mark.usefixtures("folder")
 def test_a_known_name_goes_first():
-    """A file that happens to be called so does not hide the model."""
+    """The name of a known model takes precedence over a file of that name."""
     assert load_model("gpt2") == find_model("gpt2")
 
 
 @pytest.mark.parametrize("text", ["gpt2", "mine"])
 @pytest.mark.usefixtures("folder")
 def test_the_weights_can_be_told(text):
-    """Of a known model, and of one from a file."""
+    """The dtype of the weights can be set for a known model and for one from a file."""
     assert load_model(text, "int4").dtype == "int4"
 
 
@@ -62,7 +62,7 @@ def test_the_weights_can_be_told(text):
     ],
 )
 def test_neither_name_nor_file_is_refused(text, problem):
-    """The error says what was tried, and the other way."""
+    """The error about an unknown model gives the problem and the other ways to name one."""
     with pytest.raises(InputError) as caught:
         load_model(text)
     assert problem in str(caught.value)

@@ -1,4 +1,4 @@
-"""Clusters: failures, routers that err, the order of simultaneous events, views in text."""
+"""Clusters: failures, faulty routers, the order of simultaneous events, and views as text."""
 
 from functools import partial
 from math import nan
@@ -19,19 +19,19 @@ from kvcore_plugins.drafter.acceptance import Acceptance
 
 @attrs.define(eq=False)
 class Answers(Router):
-    """Answers with what a function returns."""
+    """A router that answers with the result of a function."""
 
     name: ClassVar[str] = "answers"
     answer: object = None
 
     def route(self, request, replicas, now):
-        """Return it."""
+        """Return the result of the function."""
         return self.answer(request, replicas, now)
 
 
 @attrs.define(eq=False)
 class Closed(Scheduler):
-    """Offers no job a seat."""
+    """A scheduler that admits no job."""
 
     name: ClassVar[str] = "closed"
 
@@ -41,20 +41,20 @@ class Closed(Scheduler):
         return 0
 
     def plan(self, state):
-        """Return nobody."""
+        """Return an empty plan."""
         del state
         return StepPlan()
 
 
 def to(number):
-    """Return a router that sends everything to one replica, while that is up."""
+    """Return a router that sends all requests to one replica while that is up."""
     return Answers(
         lambda _, replicas, __: min(replicas, key=lambda each: each.number != number)
     )
 
 
 def shared(name, at=0, count=4, **fields):
-    """Return a request whose `count` blocks all others share."""
+    """Return a request whose `count` blocks are shared by all other such requests."""
     keys = list(range(count))
     return ask(name, at, count * BLOCK, keys=keys, **fields)
 
@@ -70,7 +70,7 @@ def shared(name, at=0, count=4, **fields):
     ],
 )
 def test_a_failure_is_read(text, failure):
-    """Its parts may stand in any order; without `for` it is for good."""
+    """The parts of a failure may be in any order; without `for`, the replica never returns."""
     assert Failure.parse(text) == failure
     assert Failure.parse(str(failure)) == failure
 
@@ -87,14 +87,14 @@ def test_a_failure_is_read(text, failure):
     ],
 )
 def test_what_is_no_failure(text, why):
-    """The error says what is wrong with it."""
+    """A malformed failure is refused with the reason."""
     with pytest.raises(InputError, match=why):
         Failure.parse(text)
 
 
 @pytest.mark.parametrize("fields", [(-1, 0), (0, -1), (0, 0, 0), (0, 0, -1)])
 def test_times_and_numbers_of_a_failure_are_checked(fields):
-    """In Python as in text."""
+    """`Failure` refuses a negative time or number, and a duration that is not positive."""
     with pytest.raises(InputError, match="some time to be gone"):
         Failure(*fields)
 
@@ -109,13 +109,13 @@ def test_times_and_numbers_of_a_failure_are_checked(fields):
     ],
 )
 def test_failures_that_cannot_be(failures, why):
-    """A replica that is down cannot fail, nor one that there is not."""
+    """A failure of a replica that does not exist, or that is down already, is refused."""
     with pytest.raises(InputError, match=why):
         serve_cluster([ask(0)], failures=failures)
 
 
 def test_what_a_failed_replica_had_is_served_elsewhere():
-    """Its requests begin again, from their first token on, and keep their arrival."""
+    """The requests of a failed replica begin again on another one, and keep their arrival."""
     run = serve_cluster(
         [ask(0, 5, output=10)], router=to(0), failures=["replica=0,at=40ns,for=10ns"]
     )
@@ -130,7 +130,7 @@ def test_what_a_failed_replica_had_is_served_elsewhere():
 
 
 def test_a_replica_returns_with_an_empty_cache():
-    """What was cached before it failed does not hit, and is not thought to."""
+    """A replica returns with an empty cache, and the view of the router is empty as well."""
     router = Longest()
     requests = [shared(0), shared(1, 100), shared(2, 200)]
     fail = ["replica=0,at=150ns,for=10ns"]
@@ -140,7 +140,7 @@ def test_a_replica_returns_with_an_empty_cache():
 
 
 def test_while_all_are_down_requests_wait():
-    """They are routed when the first replica is back, in the order in which they came."""
+    """While all replicas are down requests wait; then they are routed in order of arrival."""
     fail = ["replica=0,at=0,for=50ns", "replica=1,at=10ns"]
     run = serve_cluster([ask(0, 20), ask(1, 30)], failures=fail, router=Lot())
     assert [(line["t"], line["request"], line["replica"]) for line in run.of("ROUTE")] == [
@@ -150,7 +150,10 @@ def test_while_all_are_down_requests_wait():
 
 
 def test_when_none_returns_requests_are_refused():
-    """Those that it had, and those that come: each has a row, and missed its SLO."""
+    """If no replica returns, running and arriving requests are rejected.
+
+    Each has a row, and a rejected request has missed its SLO.
+    """
     requests = [ask(0, 0, output=9, slo=SLO(deadline_ns=10**9)), ask(1, 30)]
     run = serve_cluster(requests, 1, failures=["replica=0,at=20ns"])
     assert run.result.requests["reason"] == ["all replicas have failed"] * 2
@@ -160,7 +163,7 @@ def test_when_none_returns_requests_are_refused():
 
 
 def test_a_refused_request_ends_its_turn():
-    """What comes after it in its session comes its think time later."""
+    """The next request of a session arrives its think time after the router refused one."""
     session = {"session": "s"}
     requests = [ask(0, 5, **session), ask(1, 6, after=0, think_time=7, **session)]
     router = Answers(lambda request, replicas, _: replicas[0] if request.id else None)
@@ -170,7 +173,7 @@ def test_a_refused_request_ends_its_turn():
 
 
 def test_what_follows_a_rejected_request_is_not_late():
-    """A prompt too long is rejected while a step runs: the next of its session comes then."""
+    """The next request of a session arrives as soon as one is rejected, even during a step."""
     session = {"session": "s"}
     requests = [
         ask(0, 0, output=3), ask(1, 5, prompt=99, **session), ask(2, 6, after=1, **session)
@@ -182,18 +185,21 @@ def test_what_follows_a_rejected_request_is_not_late():
 
 
 def test_a_replica_that_fails_while_it_verifies_drafts_holds_no_more_than_it_should():
-    """The slots of drafts are nobody's: its cache is whole, as `serve_cluster` checks."""
+    """A replica that fails while it verifies drafts leaks none of the drafts' blocks.
+
+    `serve_cluster` checks the integrity of its caches.
+    """
     drafter = partial(Acceptance, tokens=4, probability=0.9)
     failures = ["replica=0,at=25ns,for=5ns"]
     run = serve_cluster([ask(0, output=30)], router=to(0), drafter=drafter, failures=failures)
     assert len(run.result.lives[0]) == 2
 
 
-# Routers that err.
+# Faulty routers.
 
 
 def test_a_router_that_raises():
-    """The error names it, and what it was asked."""
+    """The error about a router that raises names the router, its method and the exception."""
 
     def fails(*_):
         msg = "no idea"
@@ -212,15 +218,15 @@ def test_a_router_that_raises():
     ],
 )
 def test_a_cost_that_is_no_number(cost, why):
-    """It would make the order of replicas one of chance."""
+    """A cost that is not a number raises PolicyError; NaN would make the order arbitrary."""
 
     class Costs(Router):
-        """Finds all replicas as dear."""
+        """A router with the same wrong cost for every replica."""
 
         name: ClassVar[str] = "costs"
 
         def cost(self, request, replica):
-            """Return no number."""
+            """Return the wrong cost."""
             return cost
 
     with pytest.raises(PolicyError, match=why):
@@ -228,20 +234,20 @@ def test_a_cost_that_is_no_number(cost, why):
 
 
 def test_a_router_cannot_take_replicas_out():
-    """The replicas that it is given are not its to change."""
+    """A router cannot remove replicas from the sequence that it is given."""
     with pytest.raises(PolicyError, match="no attribute 'pop'"):
         serve_cluster([ask(0)], router=Answers(lambda _, replicas, __: replicas.pop()))
 
 
 @pytest.mark.parametrize("answer", [0, "replica 0", object(), Replica(0, 9, BLOCK, 1, up=True)])
 def test_a_router_that_answers_rubbish(answer):
-    """Only a replica will do, or None."""
+    """A router that returns neither a given replica nor None raises PolicyError."""
     with pytest.raises(PolicyError, match="none of the replicas that it was given"):
         serve_cluster([ask(0)], router=Answers(lambda *_: answer))
 
 
 def test_a_router_that_sends_to_what_is_down():
-    """It must not keep replicas that have left."""
+    """A router that returns a replica which is down raises PolicyError."""
     kept = []
 
     def first(_, replicas, __):
@@ -255,7 +261,7 @@ def test_a_router_that_sends_to_what_is_down():
 
 
 def test_a_router_serves_one_run():
-    """It keeps state, so that a second run takes another one."""
+    """A router keeps state, so a second run with the same instance is refused."""
     router = Lot()
     serve_cluster([ask(0)], router=router)
     with pytest.raises(InputError, match="in use already"):
@@ -263,7 +269,7 @@ def test_a_router_serves_one_run():
 
 
 def test_a_scheduler_that_lets_nothing_run():
-    """The error names the replica."""
+    """A scheduler that lets no job run raises PolicyError with the number of its replica."""
     with pytest.raises(PolicyError, match="of replica 1 leaves 1 requests waiting"):
         serve_cluster([ask(0)], router=to(1), scheduler=Closed)
 
@@ -272,7 +278,7 @@ def test_a_scheduler_that_lets_nothing_run():
 
 
 def test_what_expired_counts_as_evicted_from_its_replica_too():
-    """The sum of the replicas is the number of the cluster."""
+    """Expired blocks count as evicted, for their replica and for the cluster."""
     requests = [shared(name, name * NS_PER_S) for name in range(6)]
     numbers = serve_cluster(requests, router=to(1), eviction="ttl:ttl=0.5").result.summary()
     assert [each["evicted_blocks"] for each in numbers["replicas"]] == [0, 5 * 4]
@@ -280,7 +286,7 @@ def test_what_expired_counts_as_evicted_from_its_replica_too():
 
 
 def test_the_order_of_events_at_one_time():
-    """A replica fails, another returns, then requests are routed, then steps end."""
+    """At one time failures come first, then returns, then routing, then the ends of steps."""
     # At 100 ns replica 0 ends its tenth step, replica 1 fails, and replica 2 returns.
     requests = [ask(0, 0, output=10), ask(1, 100)]
     fail = ["replica=2,at=50ns,for=50ns", "replica=1,at=100ns,for=9ns"]
@@ -298,21 +304,21 @@ def test_the_order_of_events_at_one_time():
 
 
 def test_usage_is_that_of_the_moment():
-    """Blocks that a jump takes while it is under way count from their step on."""
+    """Blocks allocated in the middle of a jump over many steps count from their step on."""
     used = []
 
     def first(_, replicas, now):
         used.append((now, round(replicas[0].usage * 10)))
         return replicas[min(now, 1)]
 
-    # Replica 0 is not touched: 4 tokens, one more each 10 ns, four to a block of ten.
+    # No event touches replica 0: 4 tokens, one more every 10 ns, in ten blocks of 4.
     requests = [ask(0, 0, 4, 30), *(ask(at, at) for at in (5, 15, 45, 55, 95))]
     serve_cluster(requests, router=Answers(first), blocks=10)
     assert used == [(0, 0), (5, 1), (15, 2), (45, 2), (55, 3), (95, 4)]
 
 
 def test_hints_for_prefetches_are_not_followed():
-    """Whom to load for is known when a request is routed, and that is when it comes."""
+    """Prefetch hints have no effect in a cluster, as a request is routed when it arrives."""
     requests = [shared(0), shared(1, 100)]
     hinted = [
         attrs.evolve(each, hints=attrs.evolve(each.hints, prefetch=50)) for each in requests
@@ -342,7 +348,7 @@ def test_hints_for_prefetches_are_not_followed():
     ],
 )
 def test_views_in_text(text, shown):
-    """What is written into traces is read as the same view."""
+    """The text that a view writes is read as the same view."""
     assert str(parse_view(text)) == shown
     assert str(parse_view(shown)) == shown
 
@@ -362,13 +368,13 @@ def test_views_in_text(text, shown):
     ],
 )
 def test_what_is_no_view(text, why):
-    """The error says what there is."""
+    """A malformed view is refused with the reason and, where there are some, the choices."""
     with pytest.raises(InputError, match=why):
         parse_view(text)
 
 
 def test_what_was_sent_again_lasts_longer():
-    """A time to live counts from the last request that was sent there."""
+    """The TTL of an index entry counts from the last request that was sent with its key."""
     index = SentIndex(ttl=100)
     index.sent(shared(0), 0, 0)
     index.sent(shared(1, count=2), 0, 60)
@@ -388,7 +394,7 @@ def test_memory_of_an_index_is_that_of_what_lasts():
 
 
 def test_nobody_listens_for_a_router_that_does_not_ask():
-    """Events are not kept where no router looks."""
+    """A view keeps no events of the caches for a router that does not use it."""
     view = ExactView()
     serve_cluster([shared(0)], router=Lot(), view=view)
     assert not view._caches

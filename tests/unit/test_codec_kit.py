@@ -1,4 +1,4 @@
-"""The conformance tests of codecs: wrong ones fail, each in the test that is meant for it."""
+"""The conformance tests of codecs fail each wrong codec in the test about its fault."""
 
 import pytest
 
@@ -10,34 +10,34 @@ from kvcore_plugins.codec import INT4, INT8, KIVI  # noqa: E402 - need torch
 
 
 class Padded(INT8):
-    """Says less than it stores."""
+    """A codec that stores more than its planes declare."""
 
     name = "padded"
 
     def encode(self, part, rows):
-        """Return a number too many."""
+        """Return codes with a number too many."""
         codes, grids = super().encode(part, rows)
         return torch.cat((codes, codes[..., :1]), -1), grids
 
 
 class Coarse(INT8):
-    """Drops the lowest bits."""
+    """A codec that drops the lowest four bits."""
 
     name = "coarse"
 
     def encode(self, part, rows):
-        """Return steps of 16."""
+        """Return codes in steps of 16."""
         codes, grids = super().encode(part, rows)
         return codes & 0xF0, grids
 
 
 class Mixed(INT8):
-    """Has one scale for all heads of a call."""
+    """A codec with one scale for all heads of a call."""
 
     name = "mixed"
 
     def encode(self, part, rows):
-        """Scale all to the first."""
+        """Encode all rows with the scale of the greatest number."""
         greatest = rows.abs().amax().nan_to_num()
         return super().encode(
             part, rows.nan_to_num() * 0 + greatest * (rows / greatest).round()
@@ -45,52 +45,52 @@ class Mixed(INT8):
 
 
 class Neighbourly(INT4):
-    """Codes keys by channel, and says that tokens are coded alone."""
+    """A codec that codes keys by channel, and declares that tokens are coded alone."""
 
     name = "neighbourly"
 
     def by_token(self, part):
-        """Say what is not so."""
+        """Return True, which is wrong for keys."""
         return True
 
 
 class Forgetful(INT8):
-    """Lets NaN be 0."""
+    """A codec that stores NaN as 0."""
 
     name = "forgetful"
 
     def encode(self, part, rows):
-        """Code what is left."""
+        """Encode the rows with NaN replaced by 0."""
         return super().encode(part, rows.nan_to_num(0))
 
 
 class Small(INT8):
-    """Lets infinity be 0."""
+    """A codec that stores infinity as 0."""
 
     name = "small"
 
     def encode(self, part, rows):
-        """Code what is left."""
+        """Encode the rows with infinity replaced by 0."""
         return super().encode(part, torch.where(rows.isinf(), 0, rows))
 
 
 class Shifted(KIVI):
-    """Decodes 0 to something else."""
+    """A codec that decodes 0 to another number."""
 
     name = "shifted"
 
     def decode(self, part, planes):
-        """Add a little."""
+        """Return the decoded numbers plus 0.001."""
         return super().decode(part, planes) + 1e-3
 
 
 class Kit(CodecTests):
-    """The kit, by hand; its name keeps pytest from collecting it."""
+    """The conformance tests, called by hand; its name keeps pytest from collecting it."""
 
     error = 1 / 127
 
     def make(self):
-        """Build the wrong codec."""
+        """Return the wrong codec."""
         return self.wrong
 
 
@@ -109,7 +109,7 @@ class Kit(CodecTests):
     ids=lambda value: getattr(value, "name", None),
 )
 def test_wrong_codecs_fail(wrong, test, arguments):
-    """Each fails the test that is meant for it."""
+    """Each wrong codec fails the conformance test about its fault."""
     kit = Kit()
     kit.wrong = wrong
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""The bytes of K/V are those of its codec, wherever memory is counted."""
+"""The bytes of K/V are those of the codec, wherever memory is counted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HEADS = 32 * 8
 
 MIB = 2**20
 
-# Bytes of the K and V of one head in a block of 16 tokens: codes, and what comes on top.
+# Bytes of the K and V of one head in a block of 16 tokens: codes, scales and zeros.
 HEAD_BYTES = {
     "fp64": 16 * 256 * 8,
     "fp32": 16 * 256 * 4,
@@ -45,7 +45,7 @@ HEAD_BYTES = {
 
 
 class Thirds(Codec):
-    """Stores a number in 3 bytes, and some bytes a block; keys wait until it is full."""
+    """A codec of 3 bytes a number and some bytes a block, which codes keys by full blocks."""
 
     name = "thirds"
 
@@ -53,12 +53,12 @@ class Thirds(Codec):
         self.more = more
 
     def planes(self, part, tokens, width):
-        """Return the numbers, and what comes on top."""
+        """Return the plane of the numbers and that of the additional bytes."""
         del part
         return Plane("bytes", "uint8", (tokens, 3 * width)), Plane("top", "int8", (self.more,))
 
     def encode(self, part, rows):
-        """Code nothing: sizes are all that is asked for here."""
+        """Raise NotImplementedError, as these tests only need sizes."""
         raise NotImplementedError
 
     decode = encode
@@ -69,14 +69,14 @@ class Thirds(Codec):
 
 
 def tiny(**more):
-    """Make a model with round numbers."""
+    """Return a model with round numbers."""
     shape = {"layers": 3, "query_heads": 4, "kv_heads": 2, "head_dim": 4, "hidden_size": 16}
     return ModelSpec(name="tiny", **{**shape, "parameters": 1000, **more})
 
 
 @pytest.mark.parametrize("codec", HEAD_BYTES)
 def test_a_block_takes_what_the_formula_of_its_codec_says(codec):
-    """Codes, scales and zeros of each head in each layer; a token takes its part of them."""
+    """A block takes the bytes of its codec's formula, and a token its share of the block."""
     layout = KVLayout(LLAMA, codec, 16)
     assert layout.bytes_per_block == HEADS * HEAD_BYTES[codec]
     assert layout.bytes_per_token == HEADS * HEAD_BYTES[codec] / 16
@@ -84,7 +84,7 @@ def test_a_block_takes_what_the_formula_of_its_codec_says(codec):
 
 
 def test_every_built_in_has_a_formula():
-    """The table above leaves out no built-in codec."""
+    """The table `HEAD_BYTES` contains every built-in codec."""
     names = {text.partition(":")[0] for text in HEAD_BYTES}
     assert names == set(Plugins().names("codec"))
 
@@ -92,32 +92,32 @@ def test_every_built_in_has_a_formula():
 # In `kivi` heads of 80 numbers need group=16.
 @pytest.mark.parametrize("codec", sorted(HEAD_BYTES.keys() - {"kivi"}))
 def test_every_known_model_has_a_layout(codec):
-    """Each model of the table can be laid out under each codec."""
+    """Each model of the catalogue has a layout under each codec."""
     assert all(KVLayout(model, codec).bytes_per_token > 0 for model in MODELS.values())
 
 
 def test_kivi_as_published():
-    """Blocks of 128 tokens in groups of 32: 2 bits, and 2 x 16 bits a group, is 3 a number."""
+    """KIVI with 2 bits, groups of 32 and two fp16 numbers a group takes 3 bits a number."""
     layout = KVLayout(LLAMA, "kivi:group=32,residual=128", 128)
     assert layout.bytes_per_block == HEADS * 128 * 256 * 3 // 8
 
 
 def test_a_latent_is_the_keys_of_one_head():
-    """Under MLA there is one vector a layer, and no values."""
+    """Under MLA a token has one latent vector a layer, stored as keys, and no values."""
     layout = KVLayout(tiny(latent=10), INT8, 4)
     assert layout.bytes_per_block == 3 * 4 * (10 + 4)
     assert KVLayout(tiny(latent=10), Thirds, 4).staged_bytes() == 3 * 4 * 10 * 2
 
 
 def test_windows_keep_blocks_of_the_codec():
-    """A layer with a window keeps whole blocks, scales included."""
+    """A layer with a window keeps whole blocks, including their scales."""
     layout = KVLayout(tiny(windows=(None, 10, 20)), Thirds(), 16)
     block = 2 * (2 * 16 * 4 * 3 + 2)
     assert layout.request_bytes(40) == (3 + 1 + 2) * block
 
 
 def test_bytes_that_tokens_share_are_rounded_up_once():
-    """A byte for a block of 5 tokens is a fifth of each; together they are whole again."""
+    """Bytes that the tokens of a block share are rounded up once, not for each token."""
     layout = KVLayout(tiny(), Thirds(), 5)
     heads = 2 * 3
     assert layout.bytes_per_layer == 2 * (24 + Fraction(2, 5))
@@ -132,21 +132,21 @@ def test_bytes_that_tokens_share_are_rounded_up_once():
     [("int8", 16, 0), ("int4:keys=channel", 16, 16 * 128), ("kivi", 32, 32 * 256)],
 )
 def test_an_unfinished_block_is_staged_as_it_was_computed(codec, block_size, numbers):
-    """What is coded a block at a time takes a block of plain numbers for each sequence."""
+    """A codec of whole blocks stages one block of plain numbers for each sequence."""
     layout = KVLayout(LLAMA, codec, block_size)
     assert layout.staged_bytes() == HEADS * numbers * 2
     assert layout.staged_bytes("fp32") == HEADS * numbers * 4
 
 
 def test_a_request_takes_its_blocks_and_what_it_stages():
-    """One byte less than both, and it does not fit."""
+    """A request needs the bytes of its blocks and of its staged block, and fits in no less."""
     layout = KVLayout(tiny(), Thirds(), 16)
     need = layout.request_bytes(20) + layout.staged_bytes()
     assert [layout.requests_in(size, 20) for size in (need - 1, need)] == [0, 1]
 
 
 def test_a_deployment_leaves_room_for_what_is_staged():
-    """Each sequence that may run takes a block in bf16 from what is left for the pool."""
+    """A deployment reserves a staged bf16 block for each sequence before it sizes the pool."""
     deployment = Deployment(KVLayout(LLAMA, "kivi", 16), find_device("h100"))
     staged, block = 2 * MIB, HEADS * HEAD_BYTES["kivi"]
     assert deployment.staged_bytes(10) == 10 * staged
@@ -156,7 +156,7 @@ def test_a_deployment_leaves_room_for_what_is_staged():
 
 
 def test_the_roofline_reads_what_the_codec_stores():
-    """A token of context takes its part of a block from the bandwidth, exactly."""
+    """The roofline reads exactly the bytes that the codec stores for a token of context."""
     model = find_model("llama-3-8b")
     found = Roofline(codec="kivi", block_size=16, tensor_parallel=1, bandwidth=1.0)
     per_token = Fraction(HEADS * HEAD_BYTES["kivi"], 16)
@@ -167,14 +167,14 @@ def test_the_roofline_reads_what_the_codec_stores():
 
 
 def test_a_codec_that_fails_is_named():
-    """What `planes` raises is the codec's fault, and so is a block without bytes."""
+    """A codec that raises in `planes` or returns no planes raises PolicyError with its name."""
     with pytest.raises(
         PolicyError, match=r"codec plugin 'thirds' .* raised ValueError in plane"
     ):
         KVLayout(LLAMA, Thirds("x"))
 
     class Nothing(Thirds):
-        """Stores nothing."""
+        """A codec without planes."""
 
         def planes(self, *_):
             """Return no planes."""
@@ -185,14 +185,14 @@ def test_a_codec_that_fails_is_named():
 
 
 def test_codecs_are_named_with_options_that_are_set():
-    """Text of a codec is what builds it, without what is default."""
+    """The text of a codec has its name and the options that are not the defaults."""
     named = {str(FP16()): "fp16", str(KIVI()): "kivi", str(KIVI(bits=4)): "kivi:bits=4"}
     assert all(text == wanted for text, wanted in named.items())
     assert spec_of(Thirds(3)).options == {"more": "3"}
 
 
 def test_tensors_are_sized_by_the_codec_and_staged_in_their_dtype():
-    """A pool of tensors has the blocks that fit beside what two sequences stage in fp32."""
+    """A pool of tensors has the blocks that fit beside two sequences' staged blocks in fp32."""
 
     def blocks(**options):
         config = RunConfig.of("run", workload="zipf:requests=1", max_seqs=2, **options)
@@ -211,7 +211,7 @@ def test_tensors_are_sized_by_the_codec_and_staged_in_their_dtype():
 
 
 def test_tensors_without_a_codec_are_kept_as_computed():
-    """The dtype of the run sizes the pool; fp64 is timed as fp32."""
+    """Without a codec the dtype of the run sizes the pool; fp64 is timed as fp32."""
     parts = EngineParts(RunConfig.of("run", workload="zipf:requests=1", dtype="fp64"))
     assert parts.arguments()["codec"] is None
     assert (parts.describe()["codec"], str(parts.codec)) == ("fp64", "fp32")

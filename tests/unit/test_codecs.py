@@ -1,4 +1,4 @@
-"""What codecs round to, byte by byte, and the blocks that they refuse."""
+"""The numbers to which codecs round, byte by byte, and the blocks that they refuse."""
 
 from math import inf, nan
 
@@ -14,13 +14,16 @@ from kvcore_plugins.codec._uniform import rounded_up  # noqa: E402
 
 
 def coded(codec, rows, part="keys"):
-    """Return rows, `[tokens, width]`, coded and decoded."""
+    """Return rows, `[tokens, width]`, encoded and decoded."""
     planes = codec.encode(part, torch.tensor(rows, dtype=torch.float64)[None])
     return codec.decode(part, planes)[0]
 
 
 def test_two_codes_a_byte():
-    """A byte of int4 has a code of the first half of the head below one of the second."""
+    """A byte of int4 has a code of the first half of the head in its lower bits.
+
+    The upper bits have the code of the second half.
+    """
     codes, grids = INT4().encode("keys", torch.arange(16.0)[None, None])
     assert codes.flatten().tolist() == [low + 16 * (low + 8) for low in range(8)]
     assert grids.flatten().tolist() == [1, 0]
@@ -38,7 +41,10 @@ def test_four_codes_a_byte():
 
 
 def test_groups_have_grids_of_their_own():
-    """KIVI: a spike in a channel of keys widens its own grids only, as in values a group."""
+    """In KIVI a spike widens only the grid of its own group.
+
+    A group has several tokens of a channel in keys, several channels of a token in values.
+    """
     codec = KIVI(bits=2, group=4)
     rows = torch.zeros(1, 8, 8)
     rows[0, 1, 2] = 300
@@ -50,14 +56,14 @@ def test_groups_have_grids_of_their_own():
 
 @pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
 def test_a_constant_of_fp16_is_exact(codec):
-    """A group without a range has the scale 0, and is decoded to the constant itself."""
+    """A group of equal fp16 numbers has the scale 0 and is decoded exactly."""
     for constant in (0.0, -1.5, 0.0999755859375, 65504.0):
         assert coded(codec, [[constant] * 8] * 4).eq(constant).all()
 
 
 @pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
 def test_what_fp16_lacks_is_cut(codec):
-    """Numbers beyond 65,504, infinite ones too, are coded as that, within half a step."""
+    """Numbers beyond 65,504, infinities included, are clipped to it, within half a step."""
     rows = [[0.0, 1e6, -inf, 5.0, inf, -7e4, 3.0, 1.0]] * 4
     expected = torch.tensor(rows).clamp(-65504, 65504)
     steps = {"int8": 255, "int4": 15, "kivi": 3}[codec.name]
@@ -68,7 +74,7 @@ def test_what_fp16_lacks_is_cut(codec):
 @pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
 @pytest.mark.parametrize("size", [0.1, 1, 300])
 def test_decoded_numbers_are_coded_alike(codec, size):
-    """What is decoded and coded again, as after a rollback, does not drift."""
+    """Numbers that are decoded and coded again and again, as after rollbacks, do not drift."""
     draws = torch.Generator().manual_seed(1)
     rows = size * torch.randn(4, 32, 64, generator=draws)
     once = again = codec.decode("keys", codec.encode("keys", rows))
@@ -82,7 +88,10 @@ def test_decoded_numbers_are_coded_alike(codec, size):
     ("codec", "steps"), [(INT8(), 255), (INT4(), 15), (KIVI(), 3)], ids=repr
 )
 def test_a_grid_spans_numbers_far_from_zero(codec, steps, sign):
-    """Its zero is a number of fp16, which lie half a unit apart here, and never too high."""
+    """A grid covers numbers far from zero, even though its zero is rounded to fp16.
+
+    Near 1000 the numbers of fp16 are half a unit apart.
+    """
     rows = sign * (1000.3 + 0.2 * torch.rand(2, 8, 16, dtype=torch.float64))
     for part in ("keys", "values"):
         found = codec.decode(part, codec.encode(part, rows))
@@ -90,7 +99,7 @@ def test_a_grid_spans_numbers_far_from_zero(codec, steps, sign):
 
 
 def test_nan_takes_its_group():
-    """By token all channels of the token become NaN, by channel those of the group."""
+    """A NaN makes its whole token NaN if coded by token, and its group if coded by channel."""
     rows = torch.zeros(8, 8)
     rows[3, 5] = nan
     lost = coded(INT4(), rows.tolist()).isnan()
@@ -100,7 +109,7 @@ def test_nan_takes_its_group():
 
 
 def test_scales_round_up():
-    """The least number of fp16 that is not less, of either sign, down to the smallest."""
+    """`rounded_up` returns the least fp16 number that is not less, of either sign."""
     given = torch.tensor([1.0, 1.0001, -1.0001, 0.0, 1e-9, -1e-9, 65504.0, nan])
     found = rounded_up(given).double()
     assert found[:-1].tolist() == [1, 1 + 2**-10, -1, 0, 2**-24, 0, 65504]
@@ -109,7 +118,7 @@ def test_scales_round_up():
 
 @pytest.mark.parametrize("codec", [E4M3(), E5M2()], ids=repr)
 def test_fp8_decodes_every_byte(codec):
-    """All 256 bytes are decoded as torch converts them, NaN and infinity too."""
+    """The fp8 codecs decode all 256 bytes as torch does, NaN and infinity included."""
     dtype = torch.float8_e4m3fn if codec.name == "fp8-e4m3" else torch.float8_e5m2
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype)[None, None]
     found = codec.decode("keys", (numbers,))
@@ -118,7 +127,7 @@ def test_fp8_decodes_every_byte(codec):
 
 @pytest.mark.parametrize(("codec", "greatest"), [(E4M3, 448), (E5M2, 57344)])
 def test_fp8_saturates(codec, greatest):
-    """Greater numbers, infinite ones too, become the greatest, times the factor; NaN stays."""
+    """fp8 clips greater numbers, infinities included, to its greatest number, and keeps NaN."""
     rows = [[1e6, -1e6, inf, -inf, 1.0, nan]]
     found = coded(codec(factor=2), rows)[0].tolist()
     assert found[:5] == [2 * greatest, -2 * greatest, 2 * greatest, -2 * greatest, 1]
@@ -126,7 +135,7 @@ def test_fp8_saturates(codec, greatest):
 
 
 def test_fp8_by_head_reaches_everywhere():
-    """A scale for each token and head: tiny rows are as precise as great ones."""
+    """With a scale for each token and head, fp8 codes tiny and large rows equally precisely."""
     for size in (1e-3, 1.0, 1e4):
         rows = [[size, -size / 2, size / 3, 0.0]]
         found = coded(E4M3(scale="head"), rows)
@@ -149,7 +158,7 @@ def test_fp8_by_head_reaches_everywhere():
     ],
 )
 def test_refuses_blocks_it_cannot_code(spec, tokens, width, message):
-    """An error says which block could be coded."""
+    """A codec refuses blocks that it cannot code, and the error suggests others."""
     codec = Plugins().build("codec", spec)
     with pytest.raises(InputError, match=message):
         codec.head_bytes(tokens, width, width)
@@ -177,22 +186,22 @@ def test_refuses_options(spec):
     ],
 )
 def test_planes_that_cannot_be_are_refused(dtype, shape, message):
-    """Wherever bytes are counted: by the codec's name, and by what is wrong."""
+    """Impossible planes raise PolicyError with the name of the codec and the reason."""
 
     class Wrong(Codec):
-        """A codec that describes a plane that there cannot be."""
+        """A codec that describes an impossible plane."""
 
         name = "wrong"
 
         def planes(self, part, tokens, width):
-            """Return the plane."""
+            """Return the impossible plane."""
             return (Plane("numbers", dtype, shape),)
 
         def encode(self, part, rows):
-            """Never called."""
+            """Do nothing, as it is never called."""
 
         def decode(self, part, planes):
-            """Never called."""
+            """Do nothing, as it is never called."""
 
     with pytest.raises(PolicyError, match=rf"plugin 'wrong'.* in planes\(\): .*{message}"):
         Wrong().head_bytes(16, 8, 8)

@@ -1,4 +1,4 @@
-"""A pool of torch-cpu that a codec codes: its bytes, its stage, and what it refuses."""
+"""A torch-cpu pool with a codec: its bytes, its staged blocks, and its refusals."""
 
 import pytest
 
@@ -17,7 +17,7 @@ SIZE = 8
 
 
 def backend(codec, **fixed):
-    """Return a backend with a pool of 16 blocks."""
+    """Return a backend with a pool of 16 blocks under `codec`."""
     sizes = {"blocks": 16, "block_size": SIZE, "layers": 2, "kv_heads": 2} | fixed
     made = TorchCPU()
     made.allocate(TensorLayout(head_dim=16, value_dim=8, codec=codec, **sizes))
@@ -25,7 +25,7 @@ def backend(codec, **fixed):
 
 
 def store(made, table, context, length):
-    """Store random K/V in both layers; return that of the first."""
+    """Store random K/V in both layers, and return it."""
     rows = [torch.randn(length, 2, width) for width in (16, 8)]
     plan = made.plan(RaggedBatch([table], [context], [length]))
     for layer in range(2):
@@ -39,27 +39,30 @@ def store(made, table, context, length):
     ids=repr,
 )
 def test_the_allocation_is_what_the_layout_promises(codec):
-    """The tensors of the planes have the bytes that layouts, sizes and reports count."""
+    """The tensors of the planes take exactly the bytes that the layout promises."""
     made = backend(codec)
     allocated = sum(matrix.untyped_storage().nbytes() for matrix in made._pool.matrices)
     assert allocated == made.layout.bytes == made._pool.bytes
 
 
 def test_numbers_as_computed_are_read_in_place():
-    """A codec of the dtype of the computation is the plain pool, whose memory is handed out."""
+    """With the codec of the computation's own dtype, `layer_blocks` returns the plain pool."""
     keys, _ = backend(FP32()).layer_blocks(0)
     assert keys.shape == (16, 2, SIZE, 16)
 
 
 def test_by_token_nothing_is_staged():
-    """Tokens that are coded alone go into their blocks at once."""
+    """Tokens that are coded alone are stored in their blocks at once, without a stage."""
     made = backend(INT4())
     store(made, [3, 4], 0, SIZE + 3)
     assert made._pool.staged_bytes == 0
 
 
 def test_the_stage_grows_and_is_used_again():
-    """A block that is not full takes a row in full precision, counted until it is coded."""
+    """A partial block takes a staged row in full precision.
+
+    The row counts as memory, and is reused when the block has been coded.
+    """
     made = backend(KIVI())
     empty = made.memory().allocated
     store(made, [0], 0, SIZE - 1)
@@ -83,7 +86,7 @@ def test_a_block_that_is_full_leaves_the_stage_when_tokens_move():
 
 
 def test_a_last_block_goes_on_after_tokens_moved():
-    """What a compaction leaves in a block that is not full is coded with what comes next."""
+    """Tokens that a compaction leaves in a partial block are coded with the next ones."""
     made = backend(INT4(keys="channel"))
     keys, _ = store(made, [0, 1], 0, SIZE + 4)
     moves = [(head, SIZE + slot, slot) for head in range(2) for slot in range(4)]
@@ -98,7 +101,7 @@ def test_a_last_block_goes_on_after_tokens_moved():
 
 
 def test_a_coded_block_is_written_again():
-    """After a rollback it waits again: its tokens as they were coded, the new ones as given."""
+    """A coded block that is written again after a rollback keeps its decoded tokens."""
     made = backend(KIVI())
     store(made, [0, 1], 0, 2 * SIZE)
     coded, _ = made.read(0, [0, 1], SIZE + 3)
@@ -108,7 +111,7 @@ def test_a_coded_block_is_written_again():
 
 
 def test_a_block_used_again_holds_nothing_of_before():
-    """What waited in a block goes when another is copied or swapped into it."""
+    """A staged block loses its tokens when another block is copied or swapped into it."""
     made = backend(KIVI())
     store(made, [0], 0, SIZE)
     for copy in (
@@ -123,7 +126,7 @@ def test_a_block_used_again_holds_nothing_of_before():
 
 
 def test_blocks_that_wait_change_places():
-    """All are read before one is written."""
+    """`copy_blocks` reads all staged blocks before it writes one, so they can change places."""
     made = backend(KIVI())
     for block in (0, 5, 7):
         store(made, [block], 0, 3)
@@ -134,7 +137,7 @@ def test_blocks_that_wait_change_places():
 
 
 def test_a_block_that_waits_is_filled():
-    """Nothing of what it held is left."""
+    """`fill` overwrites all tokens of a staged block."""
     made = backend(KIVI())
     for blocks in (None, [1]):
         store(made, [1], 0, 3)
@@ -143,7 +146,10 @@ def test_a_block_that_waits_is_filled():
 
 
 def test_a_compaction_leaves_the_block_that_is_not_full_on_the_stage():
-    """Also where blocks are allocated behind it, for tokens that are yet to be computed."""
+    """A compaction leaves the partial block on the stage, even if more blocks are allocated.
+
+    These are for tokens that are yet to be computed.
+    """
     made = backend(KIVI())
     cache = KVCache(16, SIZE, eviction=LRU(), prefix=Radix(), retention=KNorm(), ids=True)
     Compactor(cache, made, [None] * 2, [None] * 2)
@@ -155,19 +161,19 @@ def test_a_compaction_leaves_the_block_that_is_not_full_on_the_stage():
 
 
 def test_hands_out_no_memory():
-    """There is no K/V in the blocks: the error says what decodes it."""
+    """`layer_blocks` refuses a pool of codes, and the error suggests `read`."""
     with pytest.raises(InputError, match=r"codec 'int8' keeps codes.*use `read`"):
         backend(INT8()).layer_blocks(0)
 
 
 def test_layers_do_not_lie_together():
-    """A run of memory for all layers of a block is for K/V as it is computed."""
+    """A codec is refused in a layout with `together`, which is for K/V as it is computed."""
     with pytest.raises(InputError, match=r"codec .int8. .*together=True"):
         backend(INT8(), together=True)
 
 
 class Odd(Codec):
-    """Says what its planes are, and does otherwise."""
+    """A codec whose methods do not do as its planes declare."""
 
     name = "odd"
     rows = None
@@ -177,35 +183,35 @@ class Odd(Codec):
         return (Plane("codes", "uint8", (tokens, width)),)
 
     def encode(self, part, rows):
-        """Return other numbers than bytes."""
+        """Return the rows themselves, which are not bytes."""
         return (rows,)
 
     def decode(self, part, planes):
-        """Fail."""
+        """Raise ZeroDivisionError."""
         raise ZeroDivisionError
 
 
 class Mute(Odd):
-    """Codes nothing, without saying so."""
+    """A codec whose `encode` returns None."""
 
     def encode(self, part, rows):
-        """Forget the answer."""
+        """Return None."""
 
 
 class Narrow(Odd):
-    """Decodes a number fewer than it codes."""
+    """A codec that decodes one number fewer than it codes."""
 
     def encode(self, part, rows):
         """Return bytes."""
         return (rows.to(torch.uint8),)
 
     def decode(self, part, planes):
-        """Lose a number of each row."""
+        """Return the rows without their first numbers."""
         return planes[0].float()[..., 1:]
 
 
 def test_a_codec_that_loses_numbers_is_named():
-    """Not the backend that would stumble over them, and before anything attends."""
+    """A codec that returns None or too few numbers raises PolicyError with its name."""
     with pytest.raises(PolicyError, match=r"'odd' .* raised TypeError in encode\(\)"):
         store(backend(Mute()), [0], 0, 1)
     made = backend(Narrow())
@@ -215,7 +221,7 @@ def test_a_codec_that_loses_numbers_is_named():
 
 
 def test_a_wrong_codec_is_named():
-    """Planes that are not as described, and exceptions, are errors about the codec."""
+    """Undeclared planes and exceptions of a codec raise PolicyError with its name."""
     made = backend(Odd())
     with pytest.raises(PolicyError, match=r"'odd' .* answered encode\(\) of keys"):
         store(made, [0], 0, 1)

@@ -1,4 +1,4 @@
-"""Columns of a log keep their newest rows in memory, the others in a file, and read as one."""
+"""Columns of a log: the newest rows are in memory, older ones in a file, read as one list."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ROWS = 4
 
 @pytest.fixture(autouse=True, scope="module")
 def _short():
-    """Let memory hold four rows."""
+    """Limit the rows in memory to four."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "ROWS", ROWS)
         yield
 
 
 def filled(cells, typecode=""):
-    """Return a column of these cells."""
+    """Return a column of `cells`."""
     column = Column(typecode)
     column.extend(cells)
     return column
@@ -40,7 +40,7 @@ NUMBERS = [5, -1, 2**62, 0, 5, 7, -(2**62), 8, 9, 10]
 @pytest.mark.parametrize(("cells", "typecode"), [(NAMES, ""), (NUMBERS, "q")])
 @pytest.mark.parametrize("length", [0, 1, ROWS - 1, ROWS, ROWS + 1, 2 * ROWS, 10])
 def test_a_column_reads_as_its_list(cells, typecode, length):
-    """Iterated over, by row from both ends, by slices, counted and searched."""
+    """A column reads as the list of its cells: iterated, indexed, sliced, counted, searched."""
     cells = cells[:length]
     column = filled(cells, typecode)
     assert len(column.newest) < ROWS
@@ -55,7 +55,7 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
 
 
 def test_appended_is_extended():
-    """One cell at a time comes to the same."""
+    """Appending one cell at a time gives the same column as `extend`."""
     column = Column("q")
     for each in NUMBERS:
         column.append(each)
@@ -64,7 +64,7 @@ def test_appended_is_extended():
 
 
 def test_columns_are_equal_by_their_cells():
-    """To another column, a list, a tuple; not to others, and not to what is no sequence."""
+    """A column equals columns, lists and tuples with the same cells, and is not hashable."""
     column = filled(NUMBERS, "q")
     assert column == filled(NUMBERS)
     assert column == tuple(NUMBERS)
@@ -77,36 +77,36 @@ def test_columns_are_equal_by_their_cells():
 
 @pytest.mark.parametrize("row", [10, -11])
 def test_no_such_row(row):
-    """A row beyond the end is refused."""
+    """An index beyond the ends raises IndexError with the length."""
     with pytest.raises(IndexError, match=f"row {row} of 10"):
         filled(NUMBERS, "q")[row]
 
 
 def test_no_such_cell():
-    """What is in no row has no first row."""
+    """`index` of a cell that is in no row raises ValueError."""
     with pytest.raises(ValueError, match="'z' is not in the column"):
         filled(NAMES).index("z")
 
 
 def test_it_shows_its_first_cells():
-    """Eight of them, and how many there are."""
+    """The repr of a column has its first eight cells and its length."""
     assert repr(filled(NUMBERS)) == f"<Column of 10: {NUMBERS[:8]}>"
 
 
 def full(*_):
-    """Raise what a full disk raises."""
+    """Raise the error of a full disk."""
     raise OSError(28, "No space left on device")
 
 
 def test_a_full_disk_leaves_rows_in_memory(monkeypatch):
-    """Where nothing can be written, a column reads the same."""
+    """If the file cannot be written, a column keeps all rows in memory and reads the same."""
     monkeypatch.setattr(os, "pwrite", full)
     assert filled(NUMBERS, "q") == NUMBERS
     assert filled(NAMES) == NAMES
 
 
 def test_a_disk_that_fills_up_leaves_the_rest_in_memory(monkeypatch):
-    """What was written before is read from the file still."""
+    """If the disk fills up, earlier rows are read from the file and later ones from memory."""
     column = filled(NUMBERS[:ROWS], "q")
     monkeypatch.setattr(os, "pwrite", full)
     column.extend(NUMBERS[ROWS:])
@@ -114,7 +114,10 @@ def test_a_disk_that_fills_up_leaves_the_rest_in_memory(monkeypatch):
 
 
 def test_columns_share_a_file_for_as_long_as_there_is_one():
-    """Not a file each: a process may have few open. It is gone with the last column."""
+    """All columns share one file, as a process may have few open.
+
+    It is closed when the last column is gone.
+    """
     first = files.Spool.shared()
     assert files.Spool.shared() is first
     number = first._file.fileno()
@@ -124,7 +127,7 @@ def test_columns_share_a_file_for_as_long_as_there_is_one():
 
 
 def test_a_forked_process_has_a_file_of_its_own(monkeypatch):
-    """It would write where its parent does."""
+    """A forked process gets its own file, as it would overwrite the rows of its parent."""
     parents = files.Spool.shared()
     monkeypatch.setattr(os, "getpid", lambda: parents.process + 1)
     assert files.Spool.shared() is not parents
@@ -137,7 +140,7 @@ SAMPLES = st.lists(
 
 @given(SAMPLES, st.sampled_from([2, 16, 1 << 14]))
 def test_percentiles_of_many_samples_are_exact(samples, buckets):
-    """Counted in however many buckets, they are those of the sorted samples."""
+    """Percentiles equal those of the sorted samples, whatever the number of buckets."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stats, "_BUCKETS", buckets)
         found = Percentiles.of(Times(lambda: iter(samples)), 1)
@@ -147,7 +150,10 @@ def test_percentiles_of_many_samples_are_exact(samples, buckets):
 
 
 def test_a_run_reports_the_same_whatever_memory_holds(monkeypatch, tmp_path):
-    """Its summary, its requests, and the files of both; rejected requests are among them."""
+    """The summary, requests and files of a run do not depend on the rows kept in memory.
+
+    Rejected requests are among them.
+    """
     requests = [
         ask(f"r{number}", number * 10, prompt=9000 if number == 7 else 4 + number, output=3)
         for number in range(40)

@@ -1,4 +1,4 @@
-"""Compaction: a sequence goes on with some of its tokens, in blocks of its own."""
+"""Compaction: a sequence continues with some of its tokens, in private blocks."""
 
 from array import array
 
@@ -28,7 +28,7 @@ from kvcore_plugins.retention import Window
 
 
 def unkeyed(cache, tokens):
-    """Return a sequence with a prompt that nobody shares."""
+    """Return a sequence with a prompt that has no keys and is not shared."""
     return compute(cache, cache.open(Request(id=0, prompt_tokens=tokens, key_tokens=BLOCK)))
 
 
@@ -48,7 +48,7 @@ def compact(cache, seq, tokens):
 
 
 def test_its_first_own_blocks_stay_and_the_others_are_free():
-    """Deepest first, as at close."""
+    """A compacted sequence keeps its first blocks and frees the others, deepest first."""
     cache = make()
     seq = unkeyed(cache, 18)
     assert compact(cache, seq, 6) == [0, 1]
@@ -56,7 +56,10 @@ def test_its_first_own_blocks_stay_and_the_others_are_free():
 
 
 def test_what_it_shared_stays_cached_and_can_be_evicted():
-    """It is unpinned; the tokens that stay go to new blocks, after those of its own."""
+    """Shared blocks stay cached and become evictable.
+
+    The tokens that stay are in the private blocks of the sequence and then in new ones.
+    """
     cache = make(retention=None)
     seq = start(cache, "abc", 14)
     assert compact(cache, seq, 10) == [3, 4, 5]
@@ -66,7 +69,7 @@ def test_what_it_shared_stays_cached_and_can_be_evicted():
 
 
 def test_the_lengths_of_its_table_are_those_of_what_is_left():
-    """Its text is as long as before."""
+    """A compaction reduces the held tokens and the blocks, but not the position in the text."""
     cache = make()
     seq = start(cache, "abc", 14)
     cache.compact(seq, 6)
@@ -80,7 +83,7 @@ def test_the_lengths_of_its_table_are_those_of_what_is_left():
 
 
 def test_tokens_that_are_not_computed_yet_keep_their_room():
-    """A chunk of the prompt is compacted, and the rest goes on after it."""
+    """Allocated tokens that are not computed yet keep their slots behind the kept ones."""
     cache = make()
     seq = cache.open(ask("abcdef", 23))
     compute(cache, seq, 9)
@@ -91,7 +94,7 @@ def test_tokens_that_are_not_computed_yet_keep_their_room():
 
 
 def test_holes_are_gone():
-    """What had been dropped before is in no table, and is counted with what is removed."""
+    """A compaction removes the holes of dropped tokens and counts these as compacted."""
     cache = make(retention=Window(tokens=4))
     seq = grown(cache, start(cache, "ab"), 8)
     assert (seq.dropped, seq.held) == (3, 4)
@@ -103,7 +106,10 @@ def test_holes_are_gone():
 
 
 def test_it_publishes_nothing_from_then_on():
-    """Neither of its prompt nor of what it generates, also where the keys come later."""
+    """A compacted sequence publishes no more blocks, of its prompt or of its output.
+
+    That holds for keys that are appended later, too.
+    """
     cache = make(12)
     seq = cache.open(ask("abcd"))
     compute(cache, seq, 8)
@@ -120,7 +126,7 @@ def test_it_publishes_nothing_from_then_on():
 
 
 def test_others_find_what_it_had_published():
-    """A compaction takes nothing from the cache."""
+    """Blocks that a sequence published before its compaction can still be hit."""
     cache = make(12)
     seq = start(cache, "abcd")
     cache.compact(seq, 5)
@@ -128,7 +134,7 @@ def test_others_find_what_it_had_published():
 
 
 def test_victims_make_room_but_never_what_it_holds():
-    """Its K/V is copied from there: the path is unpinned when the copy is made."""
+    """A compaction may evict other spans, but not the path from which it copies."""
     cache = make(7)
     serve(cache, "xy")
     seq = start(cache, "abcd", 17)
@@ -139,7 +145,10 @@ def test_victims_make_room_but_never_what_it_holds():
 
 
 def test_without_room_nothing_changes():
-    """Blocks that only this sequence pins are no room for it."""
+    """A compaction without enough blocks raises OutOfBlocks and changes nothing.
+
+    Blocks that only this sequence pins do not count as evictable.
+    """
     cache = make(4)
     seq = start(cache, "abc")
     before = snapshot(cache)
@@ -149,7 +158,7 @@ def test_without_room_nothing_changes():
 
 
 def test_a_policy_is_asked_again_where_there_was_no_room():
-    """The commit succeeds, the compaction is deferred, and comes with the next one."""
+    """A compaction without enough blocks is deferred to the next commit."""
     cache = make(5, retention=Eager(8))
     other = cache.open(ask("z"))
     seq = start(cache, "abc")
@@ -161,7 +170,7 @@ def test_a_policy_is_asked_again_where_there_was_no_room():
 
 @pytest.mark.parametrize("tokens", [0, -1, 12, 13])
 def test_some_tokens_stay_and_some_go(tokens):
-    """None, all that it holds, and more are refused, with what would do."""
+    """Keeping no tokens, all of them or more is refused, and the error gives the range."""
     cache = make()
     seq = start(cache, "abc")
     with pytest.raises(InputError, match="it holds 12; give 1 to 11"):
@@ -169,7 +178,7 @@ def test_some_tokens_stay_and_some_go(tokens):
 
 
 def test_it_must_have_computed_what_it_shares():
-    """A fork has published those blocks before: their tokens are not this sequence's yet."""
+    """A fork can be compacted only when it has computed all blocks that it shares."""
     cache = make()
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
@@ -181,7 +190,7 @@ def test_it_must_have_computed_what_it_shares():
 
 
 def test_a_closed_sequence_is_refused():
-    """As for every call."""
+    """Compacting a closed sequence is refused."""
     cache = make()
     seq = start(cache, "abc")
     cache.close(seq)
@@ -190,7 +199,10 @@ def test_a_closed_sequence_is_refused():
 
 
 def test_a_fork_keeps_the_blocks_that_both_had():
-    """They are the sibling's alone from then on, which writes into them without a copy."""
+    """The blocks that a compacted fork shared with its sibling belong to the sibling alone.
+
+    The sibling then writes into them without a copy.
+    """
     cache = make(12)
     seq = unkeyed(cache, 10)
     child = cache.fork(seq)
@@ -207,7 +219,7 @@ def test_a_fork_keeps_the_blocks_that_both_had():
 
 
 def test_a_fork_that_commits_shares_with_what_is_left_of_the_family():
-    """Not with a sibling that was compacted: it has no block of that prompt."""
+    """A commit shares blocks with the other forks, except with one that was compacted."""
     cache = make(12)
     seq = cache.open(ask("abcd", 18))
     compute(cache, seq, 4)
@@ -222,7 +234,7 @@ def test_a_fork_that_commits_shares_with_what_is_left_of_the_family():
 
 
 def test_a_fork_of_a_compacted_sequence_copies_on_write():
-    """Both have the tokens that are left, and what one computes the other does not see."""
+    """A fork of a compacted sequence shares its blocks and copies them on write."""
     cache = make(8)
     seq = unkeyed(cache, 14)
     cache.compact(seq, 6)
@@ -238,7 +250,7 @@ def test_a_fork_of_a_compacted_sequence_copies_on_write():
 
 
 def test_a_fork_of_tokens_that_are_not_computed():
-    """Beyond the prompt the two would compute different ones, however few slots there are."""
+    """A compacted sequence with uncommitted tokens of its output cannot be forked."""
     cache = make()
     seq = unkeyed(cache, 14)
     cache.compact(seq, 6)
@@ -248,7 +260,7 @@ def test_a_fork_of_tokens_that_are_not_computed():
 
 
 def test_rollback_stops_at_what_the_compaction_left():
-    """Nobody knows which of those tokens are the newest: each head has its own."""
+    """A rollback cannot remove tokens that a compaction kept: each head has kept others."""
     cache = make()
     seq = unkeyed(cache, 14)
     cache.compact(seq, 6)
@@ -263,7 +275,7 @@ def test_rollback_stops_at_what_the_compaction_left():
 
 
 def test_counting_decides_alike():
-    """A cache without ids has as many blocks free at every token."""
+    """Caches with and without block ids have equal free blocks and statistics."""
     caches = [make(12, retention=Eager(6), ids=ids) for ids in (True, False)]
     sequences = [start(cache, "abc", 14) for cache in caches]
     for _ in range(30):
@@ -274,7 +286,7 @@ def test_counting_decides_alike():
 
 
 def test_who_copies_is_told_of_the_table_before():
-    """With as many tokens as it held; the sequence has its new table by then."""
+    """`on_compact` gets the old table and its tokens when the sequence has its new table."""
     told = []
     cache = make(on_compact=lambda *call: told.append((*call, table(cache, call[0]))))
     seq = start(cache, "abc", 14)
@@ -283,7 +295,7 @@ def test_who_copies_is_told_of_the_table_before():
 
 
 def test_a_copy_that_fails_ends_the_use_of_the_cache():
-    """The table is that of after, and the K/V is not: nobody may go on."""
+    """If `on_compact` raises, the cache is unusable and every later call raises the error."""
 
     def fail(*_):
         msg = "no memory"
@@ -298,21 +310,21 @@ def test_a_copy_that_fails_ends_the_use_of_the_cache():
 
 @pytest.mark.parametrize("answer", [0, -3, 1.5, "2"])
 def test_a_wrong_number_ends_the_use_of_the_cache(answer):
-    """The plugin is named, and what it answered."""
+    """A policy whose `keeps()` returns an invalid number raises PolicyError with its name."""
     cache = make(retention=Eager(answer))
     with pytest.raises(PolicyError, match=r"'eager'.* raised .*in keeps\(\)"):
         start(cache, "abc")
 
 
 def test_as_many_as_it_holds_is_no_compaction():
-    """A policy may name its budget at any time."""
+    """A policy that keeps as many tokens as there are causes no compaction."""
     cache = make(retention=Eager(12))
     assert start(cache, "abc").span.end == 3
     assert cache.stats.compactions == 0
 
 
 def test_the_eviction_policy_is_told_of_what_is_released():
-    """As at close: leaf to root."""
+    """A compaction calls `on_release` from leaf to root, as closing does."""
     cache = make(12, Recorded())
     serve(cache, "ab")
     seq = start(cache, "abcd")
@@ -322,7 +334,10 @@ def test_the_eviction_policy_is_told_of_what_is_released():
 
 
 def test_a_line_says_what_stays_what_goes_and_what_is_new():
-    """COMPACT has the lengths; at the end FREE has all that was removed."""
+    """COMPACT has the tokens and blocks that stay and the new ones.
+
+    FREE has the number of all removed tokens.
+    """
     lines = Lines()
     cache = make(12, trace=lines)
     seq = cache.open(ask("abcd", 18), 15)
@@ -340,9 +355,9 @@ def test_a_line_says_what_stays_what_goes_and_what_is_new():
 
 
 def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
-    """100,000 tokens under 1,024, in blocks of 16: at most two blocks more than those.
+    """100,000 tokens under a budget of 1,024 hold at most two blocks more than the budget.
 
-    By the pool, and by the trace, which replays.
+    Both the pool and the trace, which replays, have this peak.
     """
     text = request("a", prompt=100, output=100_000, key_tokens=16)
     run = serve_all([text], blocks=6400, block_size=16, retention="h2o:budget=1024")
@@ -360,6 +375,6 @@ def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
 
 @pytest.mark.parametrize(("output", "compactions"), [(1, 0), (5, 1), (9, 2)])
 def test_a_text_that_ends_is_not_compacted(output, compactions):
-    """Nothing attends to it any more, so that a copy would be for nobody."""
+    """A sequence is not compacted after its last token, since nothing attends to it."""
     run = serve_all([request("a", prompt=8, output=output)], retention=Eager(4), trace=False)
     assert run.result.cache.stats.compactions == compactions

@@ -1,4 +1,4 @@
-"""The compactor asks a policy for no more than it needs, and refuses what it cannot do."""
+"""The compactor: it reads only what a policy declares, and refuses impossible compactions."""
 
 import gc
 from typing import ClassVar
@@ -25,7 +25,7 @@ MODEL = "layers=2,hidden=16,heads=4,kv_heads=2,head_dim=4,vocab_size=61"
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Told(ScoreRetention):
-    """Answers what it is told to, by a function of the held tokens."""
+    """A retention policy that scores the held tokens by a function."""
 
     name: ClassVar[str] = "told"
 
@@ -34,21 +34,21 @@ class Told(ScoreRetention):
 
     @property
     def reads(self):
-        """What is needed."""
+        """Reads that the policy declares."""
         return self.needs
 
     def score(self, held):
-        """Answer."""
+        """Return the result of the function."""
         return self.answer(held)
 
 
 def by_position(held):
-    """Return positions as scores."""
+    """Return the positions of tokens as their scores."""
     return held.positions.double()
 
 
 def paged(retention, blocks=40, size=4, model=MODEL):
-    """Return sequences in blocks."""
+    """Return paged sequences under a retention policy."""
     return Paged(loaded_model(model), blocks, size, retention)
 
 
@@ -70,7 +70,7 @@ def prefilled(texts, length=30, seed=0):
     ids=["a shape", "a type", "NaN", "a raise"],
 )
 def test_a_wrong_answer_names_the_plugin(answer, message):
-    """What is no score ends the use of the cache, with the same words from then on."""
+    """Invalid scores raise PolicyError with the plugin's name, as does every later call."""
     texts = paged(Told(budget=8, answer=answer))
     with pytest.raises(PolicyError, match=rf"retention plugin 'told' .*{message}") as caught:
         prefilled(texts)
@@ -80,14 +80,17 @@ def test_a_wrong_answer_names_the_plugin(answer, message):
 
 
 def test_infinite_scores_are_scores():
-    """The highest stay, infinite or not; the newest token stays whatever has been said."""
+    """Infinite scores are valid, and the newest token stays whatever its score."""
     texts = paged(Told(budget=3, answer=lambda held: (held.positions - 5.0) ** -2))
     positions = texts.compactor.positions(prefilled(texts))
     assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
 
 
 def test_what_the_next_token_cannot_see_goes_first():
-    """A window of 7 ends with the token to come: six of those before it are in reach."""
+    """Tokens outside the window of the next token are removed first.
+
+    A window of 7 includes that token, so six tokens before it are visible.
+    """
     model = MODEL + ",window=7"
     texts = paged(Told(budget=3, answer=lambda held: -by_position(held)), model=model)
     positions = texts.compactor.positions(prefilled(texts))
@@ -95,7 +98,10 @@ def test_what_the_next_token_cannot_see_goes_first():
 
 
 def test_tokens_that_closed_up_are_in_reach():
-    """A window sees token 24 at place 25, where the one at 31 is to come."""
+    """Tokens that were moved into the window by rebased positions count as visible.
+
+    Token 24 is at place 25, in the window of the next token, 31.
+    """
     policy = Told(budget=5, answer=lambda held: -by_position(held))
     policy.rebases = True
     texts = paged(policy, model=MODEL + ",window=7")
@@ -107,7 +113,7 @@ def test_tokens_that_closed_up_are_in_reach():
 
 
 def test_sinks_of_a_layer_are_in_reach():
-    """Where a model attends to the first tokens besides its window, they may stay."""
+    """The sinks of a layer count as visible and may stay."""
     texts = paged(Told(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7")
     seq = prefilled(texts)
     for options in texts.compactor._options.values():
@@ -118,14 +124,14 @@ def test_sinks_of_a_layer_are_in_reach():
 
 
 def test_whole_numbers_are_scores():
-    """Of tokens with the same score the newer stay."""
+    """Scores may be integers; of tokens with equal scores the newer ones stay."""
     texts = paged(Told(budget=4, answer=lambda held: held.positions // 16 * 0))
     positions = texts.compactor.positions(prefilled(texts))
     assert positions.sort().values.tolist() == [[[26, 27, 28, 29]] * 2] * 2
 
 
 def test_nothing_is_read_that_is_not_declared(monkeypatch):
-    """A policy that reads nothing costs no K/V, no weights and no queries."""
+    """A policy that declares no reads is given no K/V, weights or queries."""
     seen = []
     texts = paged(Told(budget=8, answer=lambda held: seen.append(held) or by_position(held)))
     for name in ("read_heads", "attend_weighed"):
@@ -137,7 +143,7 @@ def test_nothing_is_read_that_is_not_declared(monkeypatch):
 
 @pytest.mark.parametrize("name", ["keys", "values", "attention"])
 def test_what_is_declared_is_read(name):
-    """Each by itself, of all tokens."""
+    """Keys, values and attention are each read for all tokens if declared."""
     seen = []
     needs = Reads(**{name: True})
     texts = paged(
@@ -153,7 +159,7 @@ def test_what_is_declared_is_read(name):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_sums_are_exact_enough(dtype):
-    """Attention is summed and read in fp32, whatever K/V is computed in."""
+    """Attention is summed and read in fp32, whatever the dtype of K/V."""
     seen = []
     policy = Told(
         budget=8,
@@ -175,7 +181,7 @@ def test_sums_are_exact_enough(dtype):
 
 
 def test_attention_adds_up():
-    """Each token gives 1 in each of the 4 query heads, whatever step it comes with."""
+    """The attention of each token sums to 1 in each of the 4 query heads, in every step."""
     texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
     seq = prefilled(texts)
     texts.run(seq, output=6)
@@ -184,7 +190,7 @@ def test_attention_adds_up():
 
 
 def test_only_what_must_move_moves(monkeypatch):
-    """In the long run a compaction moves no more tokens than a block has."""
+    """In the long run a compaction moves at most a block of tokens in each head."""
     texts = paged(Random(budget=24))
     moved = []
     move = texts.backend.move_tokens
@@ -203,7 +209,7 @@ def test_only_what_must_move_moves(monkeypatch):
 
 
 def test_it_forgets_with_the_sequence():
-    """What is known of a sequence goes when it is closed."""
+    """The record that the compactor has of a sequence is freed when that is closed."""
     texts = paged(KNorm(budget=8))
     seq = prefilled(texts)
     record = ref(seq.data)
@@ -214,7 +220,7 @@ def test_it_forgets_with_the_sequence():
 
 
 def test_forks_go_their_own_way():
-    """What one of two forks computes is noted for that one alone."""
+    """Tokens that a fork computes do not change the record of its sibling."""
     texts = paged(Told(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
     seq = prefilled(texts)
     child = texts.fork(seq, seed=1)
@@ -228,7 +234,7 @@ def test_forks_go_their_own_way():
 
 
 def test_what_is_rolled_back_has_no_attention():
-    """A token in the place of a rejected draft begins with the attention it gets itself."""
+    """A token in the slot of a rejected draft starts without the attention to the draft."""
     sums = []
     for drafts in (1, 5):
         texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
@@ -243,7 +249,7 @@ def test_what_is_rolled_back_has_no_attention():
 
 
 def test_who_is_rolled_back_asks_nothing():
-    """Queries of rejected drafts have no say; those of later tokens do, by their positions."""
+    """Queries of rejected drafts are not kept; those of later tokens have their positions."""
     asked = []
     policy = Told(
         budget=90,
@@ -264,10 +270,10 @@ def test_who_is_rolled_back_asks_nothing():
 
 
 def test_a_policy_drops_blocks_or_compacts():
-    """After both nobody knows which tokens are left, so none is chosen at random."""
+    """A policy that drops blocks and compacts is refused, as the tokens left are unknown."""
 
     class Both(KNorm):
-        """Drops the first block of what it compacts."""
+        """A policy that drops the first block and compacts."""
 
         name = "both"
 
@@ -279,7 +285,7 @@ def test_a_policy_drops_blocks_or_compacts():
 
 
 def test_who_has_asked_nothing():
-    """Of a sequence whose tokens all hit there are no queries: the error says so."""
+    """A sequence whose tokens all hit has no queries, so a policy that reads them fails."""
     texts = paged(Told(budget=90, needs=Reads(queries=4), answer=by_position))
     texts.close(prefilled(texts))
     seq = texts.open([7 * i % 61 for i in range(30)])
@@ -288,35 +294,38 @@ def test_who_has_asked_nothing():
 
 
 def test_no_policy_says_which():
-    """A sequence that is compacted by hand needs a policy that picks tokens."""
+    """Compacting a sequence by hand needs a policy that picks the tokens."""
     texts = paged(None)
     with pytest.raises(PolicyError, match="no retention policy that says which tokens stay"):
         texts.cache.compact(prefilled(texts), 4)
 
 
 def test_a_policy_that_only_counts_is_refused():
-    """It can be simulated; on tensors it is an error before anything is allocated."""
+    """A policy that only gives the number of tokens that stay is refused on tensors."""
     request = Request(id=0, prompt_tokens=9, keys=(), key_tokens=4)
     with pytest.raises(InputError, match="retention 'eager' says how many tokens stay and not"):
         compute([request], retention=Eager())
 
 
 def test_keys_that_cannot_be_rotated_are_refused():
-    """Positions are rebased only where the model tells of its rotary embedding."""
+    """Rebased positions are refused for a model that does not declare its rotary embedding."""
     generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=4, vocab_size=61))
     with pytest.raises(InputError, match="'window' gives tokens new positions, and layer 0 of"):
         Paged(generator, 8, 4, Window(tokens=4, positions="cache"))
 
 
 class Turned(KNorm):
-    """Keeps tokens from anywhere, and closes them up."""
+    """A policy that keeps tokens anywhere and rebases their positions."""
 
     rebases = True
 
 
 @pytest.mark.parametrize("policy", ["window", "scores"])
 def test_keys_are_rotated_from_how_they_were_computed(policy):
-    """Compaction after compaction: each is at once where it closes up to the newest token."""
+    """After many compactions a key equals the computed one, rotated once to its new place.
+
+    The places end at the newest token, without holes.
+    """
     window = Window(tokens=5, sinks=2, positions="cache")
     texts, whole = paged(window if policy == "window" else Turned(budget=7)), paged(None)
     seq = prefilled(texts)
@@ -335,7 +344,7 @@ def test_keys_are_rotated_from_how_they_were_computed(policy):
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
 def test_codes_that_cannot_be_rotated_are_refused(codec):
-    """Codes would be rounded anew with every compaction."""
+    """Rebased positions are refused with a codec that rounds keys at every compaction."""
     request = Request(id=0, prompt_tokens=9, keys=(), key_tokens=4)
     with pytest.raises(InputError, match=f"codec '{codec}' would round its keys anew"):
         compute(
@@ -350,7 +359,7 @@ def test_codes_that_cannot_be_rotated_are_refused(codec):
 @pytest.mark.parametrize("few", [1, 7, 40])
 @pytest.mark.parametrize("values", [2, 9, 10_000])
 def test_the_bar_is_the_score_of_the_last_that_stays(few, values):
-    """Of many tokens it is found in a few of them; a sample that misleads costs time alone."""
+    """`_bar` returns the lowest score that stays, even if the sample it takes misleads."""
     source = torch.Generator().manual_seed(few * values)
     scores = torch.randint(values, (3, 900), generator=source).float()
     scores[1, ::SAMPLED] += values

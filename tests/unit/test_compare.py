@@ -1,4 +1,4 @@
-"""`compare` from Python: what may take part, what a row says, what is refused."""
+"""`compare` in Python: its policies, sizes, rows and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_rows_are_by_policy_then_size():
 
 @pytest.mark.parametrize(("limit", "readings"), [(comparison.HELD_BYTES, 1), (10_000, 3)])
 def test_a_workload_that_is_small_is_read_once(limit, readings, monkeypatch):
-    """One that is not, once a row and once before; the rows are the same."""
+    """A small workload is read once, a large one once and again for each row."""
     expected = [row.hit_blocks for row in compare(small(), "lru,fifo", 20).rows]
     begun, read = [], Zipf.__iter__
     monkeypatch.setattr(comparison, "HELD_BYTES", limit)
@@ -49,7 +49,7 @@ def test_a_workload_that_is_small_is_read_once(limit, readings, monkeypatch):
 
 
 def test_what_is_given_twice_is_run_once():
-    """A policy with the options it has anyway is the same policy; so is its class."""
+    """A policy or size that is given twice, in whatever form, has one row."""
     policies = ["lru,lfu", "lfu:half_life=300", LRU, "optimum", Belady()]
     rows = compare(small(), policies, [10, 10]).rows
     assert [row.eviction for row in rows] == ["lru", "lfu", "optimum"]
@@ -69,7 +69,7 @@ def test_equal_names_with_other_options_are_two_policies():
 
 
 def test_policies_can_be_classes_and_functions():
-    """A class or a function that builds a policy does what its name does."""
+    """A class or function that builds a policy gives the same rows as its name."""
     named = compare(small(), ["lru", "lfu:half_life=1.0"], [10, 20]).rows
     made = compare(small(), [LRU, partial(LFU, half_life=1.0)], [10, 20]).rows
     assert [row.hit_blocks for row in made] == [row.hit_blocks for row in named]
@@ -77,7 +77,7 @@ def test_policies_can_be_classes_and_functions():
 
 
 def test_one_policy_and_one_size_need_no_list():
-    """A text, a class and the optimum can be given as they are; so can a size."""
+    """One policy, in any form, and one size need not be in a list."""
     assert [row.eviction for row in compare(small(), "lru,fifo", 10).rows] == ["lru", "fifo"]
     for policy in (LRU, Belady()):
         (row,) = compare(small(), policy, 10).rows
@@ -86,7 +86,7 @@ def test_one_policy_and_one_size_need_no_list():
 
 @pytest.mark.parametrize("policies", [LRU(), [LRU()]])
 def test_a_policy_that_was_built_is_refused(policies):
-    """One instance cannot serve several pools: the error says what can."""
+    """A policy instance is refused, since it cannot serve several pools."""
     with pytest.raises(InputError, match=r"LRU\(\) cannot be compared: give a name"):
         compare(small(), policies, [10])
 
@@ -101,7 +101,7 @@ def test_only_a_workload_can_be_compared_on(workload):
 
 
 def test_empty_prompts_are_compared(tmp_path):
-    """A request without tokens looks nothing up, in both countings and for the optimum."""
+    """A request without tokens looks up nothing, in both accountings and for the optimum."""
     path = tmp_path / "rows.jsonl"
     line = '{"event":"REQUEST","id":%d,"t":0,"prompt":0,"output":1,"keys":[],"key_tokens":16}\n'
     path.write_text(line % 1 + line % 2)
@@ -111,7 +111,10 @@ def test_empty_prompts_are_compared(tmp_path):
 
 
 def test_the_share_is_of_the_optimum_that_must_admit():
-    """A row's share is that of the optimum's hits in a pool of its size."""
+    """`share_of_optimum` is the share of the hits of the optimum in an equal pool.
+
+    It is the optimum that must admit, so the one with bypass may exceed it.
+    """
     rows = compare(small(), ["lru", "optimum:bypass=true", "optimum"], [8, 16]).rows
     best = {row.blocks: row.hit_blocks for row in rows[4:]}
     assert [row.share_of_optimum for row in rows] == [
@@ -121,46 +124,46 @@ def test_the_share_is_of_the_optimum_that_must_admit():
 
 
 def test_without_the_optimum_there_is_no_share():
-    """The share is null where the optimum was not run, bypass or not."""
+    """`share_of_optimum` is None unless the optimum that must admit was run."""
     rows = compare(small(), ["lru", "optimum:bypass=true"], [8]).rows
     assert [row.share_of_optimum for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize("prefix", ["none", NoPrefix])
 def test_the_optimum_goes_with_radix_sharing_alone(prefix):
-    """It bounds what sharing by prefix can hit: with another prefix cache it is refused."""
+    """The optimum is refused with a prefix cache other than radix sharing."""
     with pytest.raises(InputError, match=r"it says nothing of prefix cache 'none'"):
         compare(small(), ["lru", "optimum"], [10], prefix=prefix)
     assert compare(small(), ["lru"], [10], prefix=prefix).infinite.hit_blocks == 0
 
 
 def test_where_the_optimum_hits_nothing_there_is_no_share():
-    """Nothing of nothing is no number."""
+    """`share_of_optimum` is None if the optimum hits nothing."""
     rows = compare(small(prefix_tokens=0), ["optimum"], [10]).rows
     assert (rows[0].hit_blocks, rows[0].share_of_optimum) == (0, None)
 
 
 def test_every_row_counts_the_same_lookups():
-    """The optimum looks up what policies look up, and so does a cache without bounds."""
+    """Policies, the optimum and the infinite cache look up the same number of blocks."""
     comparison = compare(small(), ["lru", "optimum", "optimum:bypass=true"], [3, 10])
     lookups = {row.lookup_blocks for row in comparison.rows}
     assert lookups == {comparison.infinite.lookup_blocks} == {60 * 6}
 
 
 def test_what_was_evicted_is_what_was_computed_and_is_not_there():
-    """Blocks missed and cached are evicted or still there, whatever the policy."""
+    """Evicted blocks are the blocks that missed, less those still cached."""
     for row in compare(small(), ["lru", "optimum"], [12]).rows:
         assert row.evicted_blocks == row.lookup_blocks - row.hit_blocks - 12
 
 
 def test_expired_blocks_count_as_evicted():
-    """Blocks that expired have left the cache as well."""
+    """Expired blocks count as evicted."""
     (row,) = compare(small(), ["ttl:ttl=1e-9"], [1000]).rows
     assert (row.hit_blocks, row.evicted_blocks > 0) == (0, True)
 
 
 def test_a_block_may_be_part_of_a_key():
-    """A quarter of the block and four times the blocks: four times the hits."""
+    """A quarter of the block size and four times the blocks give four times the hits."""
     coarse = compare(small(), ["lru", "optimum"], [10])
     fine = compare(small(), ["lru", "optimum"], [40], block_size=4)
     assert [row.hit_blocks for row in fine.rows] == [4 * row.hit_blocks for row in coarse.rows]
@@ -168,20 +171,20 @@ def test_a_block_may_be_part_of_a_key():
 
 
 def test_nothing_hits_without_a_prefix_cache():
-    """The prefix cache is a plugin like others: by name, or by class."""
+    """With the prefix cache `none`, given by name or class, nothing hits."""
     for prefix in ("none", NoPrefix):
         comparison = compare(small(), ["lru"], [10], prefix=prefix)
         assert (comparison.rows[0].hit_blocks, comparison.infinite.hit_blocks) == (0, 0)
 
 
 def test_the_seed_is_for_policies_that_do_not_set_one():
-    """`seed` is an option of some policies; one that is given stays."""
+    """`seed` sets the seed of policies that have one, unless it is among their options."""
     rows = compare(small(), ["random", "random:seed=5", "lru"], [10], seed=3).rows
     assert [row.options for row in rows] == [{"seed": 3}, {"seed": 5}, {}]
 
 
 def test_what_a_block_costs_can_be_said():
-    """A policy that weighs the cost of a block is given the cost that was asked for."""
+    """`recompute` sets the cost of a block that policies read from a span."""
     seen = []
 
     class Curious(Cost):
@@ -204,7 +207,7 @@ def test_sizes_are_chosen_for_the_workload():
 
 
 def test_the_result_says_what_was_run():
-    """The workload is named with its digest, options and number of requests."""
+    """The result has the name, digest, options and number of requests of the workload."""
     workload = small(seed=2)
     source = compare(workload, ["lru"], [10]).workload
     assert (source.name, source.digest, source.requests) == ("zipf", workload.digest, 60)
@@ -212,10 +215,10 @@ def test_the_result_says_what_was_run():
 
 
 def test_the_digest_is_of_what_was_there_before():
-    """The digest is taken before anything is run."""
+    """The digest of the workload is taken before anything is run."""
 
     class Fleeting(Zipf):
-        """Has another digest once it was read."""
+        """A workload whose digest changes once it has been read."""
 
         digest = "before"
 
@@ -227,7 +230,7 @@ def test_the_digest_is_of_what_was_there_before():
 
 
 def test_a_trace_does_not_replace_what_is_compared_on(tmp_path):
-    """The trace may not be written to the file that the requests come from."""
+    """A trace cannot be written to the file from which the requests are read."""
     path = tmp_path / "rows.jsonl"
     compare(small(), "lru", 10, trace=path)
     before = path.read_bytes()
@@ -237,7 +240,7 @@ def test_a_trace_does_not_replace_what_is_compared_on(tmp_path):
 
 
 def test_progress_is_told_of_every_request_of_every_row():
-    """The steps are announced, and all of them are taken."""
+    """Progress reports the total number of steps and then each of them."""
     told = []
 
     @contextmanager
@@ -253,13 +256,13 @@ def test_progress_is_told_of_every_request_of_every_row():
 
 @pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [True], [0], -1])
 def test_pools_have_whole_numbers_of_blocks(blocks):
-    """Anything else is refused, and named."""
+    """A pool size that is not a whole number of at least 1 is refused."""
     with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):
         compare(small(), "lru", blocks)
 
 
 def test_a_trace_names_workload_seed_and_cost(tmp_path):
-    """The header of a traced comparison says what the run depends on."""
+    """The header of a traced comparison has the workload, seed, cost and policy."""
     path = tmp_path / "trace.jsonl"
     compare(small(), ["random"], [10], trace=path, seed=4)
     header = orjson.loads(path.read_bytes().splitlines()[0])
@@ -269,14 +272,14 @@ def test_a_trace_names_workload_seed_and_cost(tmp_path):
 
 
 def test_a_trace_changes_nothing(tmp_path):
-    """Traced or not, the row is the same."""
+    """Writing a trace does not change the hits."""
     traced = compare(small(), ["lru"], [10], trace=tmp_path / "trace.jsonl").rows[0]
     plain = compare(small(), ["lru"], [10]).rows[0]
     assert traced.hit_blocks == plain.hit_blocks
 
 
 def test_a_policy_that_fails_leaves_no_trace(tmp_path):
-    """A run that does not end leaves no file."""
+    """A comparison in which a policy raises leaves no trace file."""
 
     class Broken(LRU):
         def victim(self, now):
@@ -288,7 +291,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
 
 
 def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
-    """The infinite cache is as large as a pool can be; what does not fit is an error."""
+    """A workload with more distinct blocks than the largest pool is refused."""
     monkeypatch.setattr(sys.modules["kvcore.analysis.comparison"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
         compare(small(), ["lru"], [10])
@@ -320,13 +323,13 @@ def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
     ],
 )
 def test_what_cannot_be_compared_is_refused(policies, blocks, options, message):
-    """The error says what is wrong, before anything is read or written."""
+    """Invalid policies, sizes and options raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
         compare(small(), policies, blocks, **options)
 
 
 def document(comparison):
-    """Return a comparison without the seconds that it took."""
+    """Return a comparison without its wall times."""
     rows = [attrs.evolve(row, wall_s=0.0) for row in comparison.rows]
     return attrs.evolve(comparison, rows=rows)
 
@@ -334,7 +337,7 @@ def document(comparison):
 @pytest.mark.slow
 @pytest.mark.parametrize("policies", ["lru,random,lfu", "optimum,lru,fifo"])
 def test_the_result_does_not_depend_on_jobs(policies):
-    """Rows made by processes are those of one, in the order asked for; bills and tiers too."""
+    """Rows, bills and tiers are the same for one job and for two."""
     options = {"residency": True, "price": "anthropic", "seed": 3, "tier": "host:memory=64MB"}
     alone, shared = (
         document(kvcore.compare(small(), policies, [30, 90], jobs=jobs, **options))
@@ -346,7 +349,7 @@ def test_the_result_does_not_depend_on_jobs(policies):
 
 @pytest.mark.slow
 def test_an_error_in_another_process_is_the_same_error(tmp_path):
-    """A line that cannot be read is named, whoever has read it."""
+    """A malformed line raises the same error in this process and in another."""
     path = tmp_path / "requests.jsonl"
     row = '{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[1]}\n'
     path.write_text(f'{row}{{"timestamp":0}}\n')
@@ -356,13 +359,13 @@ def test_an_error_in_another_process_is_the_same_error(tmp_path):
 
 
 def test_jobs_are_one_or_more():
-    """Without a process there is no result."""
+    """0 jobs are refused."""
     with pytest.raises(InputError, match="0 jobs were asked for"):
         compare(small(), "lru", [30], jobs=0)
 
 
 def test_a_policy_that_other_processes_cannot_have_is_refused():
-    """A class that is no part of a module cannot be sent; one job does not need to."""
+    """A policy class that cannot be sent to other processes is refused with two jobs."""
 
     class Local(LRU):
         name = "local"

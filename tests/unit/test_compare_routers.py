@@ -1,4 +1,4 @@
-"""Routers are compared: with one another, and with one cache of all their memory."""
+"""Comparisons of routers, with one another and with one cache of all their memory."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ ROUTERS = "round-robin,least-requests"
 
 
 class First(Router):
-    """Sends all requests to the first replica."""
+    """A router that sends all requests to the first replica."""
 
     name = "first"
 
     def cost(self, request, replica):
-        """Return its number."""
+        """Return the number of the replica."""
         del request
         return replica.number
 
 
 class Broken(Router):
-    """Fails at the first request."""
+    """A router that raises at the first request."""
 
     name = "broken"
 
     def cost(self, request, replica):
-        """Raise an error."""
+        """Raise ValueError."""
         raise ValueError
 
 
 @pytest.fixture(scope="module")
 def comparison():
-    """Compare two routers on two clusters, in one comparison for all tests."""
+    """Return the comparison of two routers on two clusters that all tests share."""
     return compare_routers(ZIPF, ROUTERS, [2, 3], blocks=100)
 
 
 def test_a_row_is_a_simulation(comparison):
-    """With the numbers of `simulate_cluster`, in the order asked for."""
+    """A row has the numbers of `simulate_cluster`, in the order asked for."""
     order = [(row.replicas, row.router) for row in comparison.rows]
     assert order == [(n, router) for n in (2, 3) for router in ROUTERS.split(",")]
     for row in comparison.rows:
@@ -60,7 +60,7 @@ def test_a_row_is_a_simulation(comparison):
 
 
 def test_one_cache_has_the_memory_of_all_replicas(comparison):
-    """The same eviction hits what a serial replay in so many blocks hits."""
+    """The one cache hits what a serial replay in a pool of its size hits."""
     for shared, replicas in zip(comparison.shared, (2, 3), strict=True):
         assert (shared.replicas, shared.blocks) == (replicas, 100 * replicas)
         replayed = compare(ZIPF, "lru", 100 * replicas, block_size=16, accounting="tokens")
@@ -68,7 +68,7 @@ def test_one_cache_has_the_memory_of_all_replicas(comparison):
 
 
 def test_shares_are_of_the_optimum_of_one_cache(comparison):
-    """Which hits at least what any eviction does there."""
+    """A share is of the optimum of the one cache, which hits at least what LRU does there."""
     most = {shared.replicas: shared.optimum for shared in comparison.shared}
     for shared in comparison.shared:
         assert shared.optimum >= shared.hit_ratio > 0
@@ -79,14 +79,14 @@ def test_shares_are_of_the_optimum_of_one_cache(comparison):
 @pytest.mark.parametrize(
     ("blocks", "hits"),
     [
-        (6, 3),  # all is kept, and the last token of a prompt is always computed
+        (6, 3),  # all blocks stay; the last token of a prompt is computed
         (5, 3),
-        (2, 0),  # the second prompt takes all there is
+        (2, 0),  # the second prompt fills the cache
         (3, 1),
     ],
 )
 def test_the_optimum_of_a_small_workload(blocks, hits, tmp_path):
-    """By hand: blocks that are kept over the second request."""
+    """The optimum of three small prompts equals the one found by hand."""
     path = tmp_path / "requests.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 512 * len(keys), "output_length": 1, "hash_ids": keys}
@@ -99,7 +99,7 @@ def test_the_optimum_of_a_small_workload(blocks, hits, tmp_path):
 
 
 def test_there_is_no_optimum_where_belady_is_no_bound():
-    """Where sequences forget, or nothing is shared by prefix."""
+    """There is no optimum with a retention policy or without a prefix cache."""
     for options in ({"retention": "window:tokens=64"}, {"prefix": "none"}):
         found = compare_routers(ZIPF, "round-robin", 2, blocks=100, **options)
         assert (found.shared[0].optimum, found.rows[0].share_of_optimum) == (None, None)
@@ -107,7 +107,7 @@ def test_there_is_no_optimum_where_belady_is_no_bound():
 
 
 def test_unlike_replicas_are_one_cluster():
-    """A list of tables; the one cache has the memory of all."""
+    """Different replicas form one cluster, and the one cache has the memory of all."""
     fleet = [{"count": 2, "blocks": 50}, {"blocks": 90, "device": "h200"}]
     found = compare_routers(ZIPF, "round-robin", fleet)
     assert [row.replicas for row in found.rows] == ["2 x blocks=50 + 1 x blocks=90,device=h200"]
@@ -115,7 +115,7 @@ def test_unlike_replicas_are_one_cluster():
 
 
 def test_a_router_of_ones_own_is_compared():
-    """As a class, which this process runs."""
+    """A router class can be compared like a named router."""
     found = compare_routers(ZIPF, [First, "round-robin"], 3, blocks=100)
     assert compare_routers(ZIPF, First, 3, blocks=100).rows == found.rows[:1]
     assert found.rows[0].imbalance_requests == 3
@@ -123,20 +123,20 @@ def test_a_router_of_ones_own_is_compared():
 
 
 def test_processes_find_the_same(comparison):
-    """Wherever simulations run."""
+    """Simulations in other processes give the same comparison."""
     assert (
         compare_routers(ZIPF, ROUTERS, [2, 3], blocks=100, executor=Processes(2)) == comparison
     )
 
 
 def test_a_router_that_fails_is_told():
-    """With what it raised."""
+    """The error about a router that raises has its name and the exception."""
     with pytest.raises(PluginError, match=r"with router broken failed: .*ValueError"):
         compare_routers(ZIPF, [Broken], 2, blocks=100)
 
 
 def test_what_cannot_be_compared_is_refused():
-    """Before anything runs."""
+    """An empty list of routers and 0 replicas are refused."""
     with pytest.raises(InputError, match="router: the list is empty"):
         compare_routers(ZIPF, [], 2)
     with pytest.raises(InputError, match="replicas: 0 is out of range"):
@@ -144,7 +144,7 @@ def test_what_cannot_be_compared_is_refused():
 
 
 def test_the_report_has_the_best_router_first(comparison):
-    """By goodput, for each cluster, with one cache below."""
+    """For each cluster the report lists routers by goodput, then the one cache."""
     report = RoutersReport(comparison)
     assert report.headers[:2] == ["replicas", "router"]
     names = [row[1] for row in report.rows]
@@ -156,7 +156,7 @@ def test_the_report_has_the_best_router_first(comparison):
 
 
 def test_the_chart_is_over_replicas(comparison):
-    """A line a router, and those of one cache where hits are."""
+    """The chart has a line for each router over replicas, and the hits of the one cache."""
     hits, times, busy = RoutersReport(comparison).chart().panels
     assert [*hits.lines] == [*ROUTERS.split(","), SHARED, OPTIMUM]
     assert [*times.lines] == [*busy.lines] == ROUTERS.split(",")
@@ -164,7 +164,7 @@ def test_the_chart_is_over_replicas(comparison):
 
 
 def test_a_frame_has_the_rows(comparison):
-    """With the columns of a row."""
+    """`to_frame()` has the rows of the comparison."""
     pytest.importorskip("polars")
     frame = comparison.to_frame()
     assert frame["hit_ratio"].to_list() == [row.hit_ratio for row in comparison.rows]

@@ -1,4 +1,4 @@
-"""gzip and zstd: decompressed piece by piece, cut told from damaged."""
+"""gzip and zstd: decompression in pieces, and errors for cut and damaged streams."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACK = {"gzip": gzip.compress, "zstd": zstandard.compress}
 
 
 def read(data):
-    """Return what `data` decodes to, and the error with which it ends, if any."""
+    """Return the content of `data`, and the error with which it ends, if any."""
     pieces = []
     try:
         pieces.extend(decompressed(io.BytesIO(data)))
@@ -27,7 +27,7 @@ def read(data):
 
 @pytest.mark.parametrize("kind", PACK)
 def test_content_comes_as_it_was(kind):
-    """A compressed file decodes to what it was made of, plain or not, long or empty."""
+    """Compressed and plain content, long or empty, is read as it was written."""
     for content in (LONG, b""):
         assert read(PACK[kind](content)) == (content, None)
         assert read(content) == (content, None)
@@ -35,14 +35,14 @@ def test_content_comes_as_it_was(kind):
 
 @pytest.mark.parametrize("kind", PACK)
 def test_streams_that_follow_one_another_are_one(kind):
-    """Several members or frames decode to the content of all, also many small ones."""
+    """Many small members or frames in a row decode to the content of all."""
     pieces = [LONG[start : start + 1000] for start in range(0, 100_000, 1000)]
     assert read(b"".join(map(PACK[kind], pieces))) == (LONG[:100_000], None)
 
 
 @pytest.mark.parametrize("kind", PACK)
 def test_a_cut_is_told_after_all_that_precedes_it(kind):
-    """A stream that just stops yields what it has, then says that it was cut."""
+    """A stream that stops early yields what it has and then raises CutError."""
     packed = PACK[kind](LONG)
     content, error = read(packed[: len(packed) // 2])
     assert LONG.startswith(content)
@@ -53,7 +53,7 @@ def test_a_cut_is_told_after_all_that_precedes_it(kind):
 
 @pytest.mark.parametrize("kind", PACK)
 def test_a_cut_between_streams_is_none(kind):
-    """What ends with a whole stream is whole, as far as that can be known."""
+    """Data that ends with a whole stream is read without an error."""
     whole = PACK[kind](LONG)
     assert read(whole + PACK[kind](LONG)[:-1])[1] is not None
     assert read(whole) == (LONG, None)
@@ -61,7 +61,7 @@ def test_a_cut_between_streams_is_none(kind):
 
 @pytest.mark.parametrize("kind", PACK)
 def test_what_is_no_stream_is_damage(kind):
-    """Something else behind a stream cannot be decompressed, and is no cut."""
+    """Other bytes behind a stream raise DamageError, not CutError."""
     content, error = read(PACK[kind](LONG) + b"more")
     assert content == LONG
     assert type(error) is DamageError
@@ -70,7 +70,7 @@ def test_what_is_no_stream_is_damage(kind):
 
 @pytest.mark.parametrize("name", ["rows.gz", "rows.jsonl.zst"])
 def test_a_name_says_how_to_write(name):
-    """The suffix decides; equal content makes equal files, which decode to it."""
+    """The suffix of a file chooses the compression; equal content makes equal bytes."""
     packed = []
     for _ in range(2):
         writer = compressor(Path(name))
@@ -81,7 +81,7 @@ def test_a_name_says_how_to_write(name):
 
 @pytest.mark.parametrize("name", ["rows.gz", "rows.zst"])
 def test_what_was_synced_can_be_read(name):
-    """All up to a `sync` decodes without what follows, and the stream goes on after it."""
+    """Content up to a `sync` decodes without the rest, and the stream goes on after it."""
     writer = compressor(Path(name))
     first = writer.compress(LONG) + writer.sync()
     content, error = read(first)
@@ -91,5 +91,5 @@ def test_what_was_synced_can_be_read(name):
 
 
 def test_other_names_are_written_plain():
-    """A file of any other name is not compressed."""
+    """A file with another suffix is not compressed."""
     assert compressor(Path("rows.jsonl")) is None

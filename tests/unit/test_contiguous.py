@@ -1,4 +1,4 @@
-"""Memory before paging: first fit in one address space, a piece for each request."""
+"""Contiguous allocation: first fit in one address space, one piece for each request."""
 
 import pytest
 from helpers.schedulers import Urgent, scheduler_of
@@ -30,14 +30,14 @@ def memory(blocks=5, max_output=4):
 
 
 def opened(allocator, request):
-    """Return a job for `request` that has a piece, or none if there is no hole for it."""
+    """Return a job for `request`, without a sequence if no hole is long enough."""
     job = Job(request, 1, 0, DecodeSteps(), request.prompt_tokens)
     job.seq = allocator.open(job, 0, 0)
     return job
 
 
 def run(requests, *, blocks=5, scheduler=None, trace=None, max_seqs=8, **options):
-    """Serve `requests` in contiguous memory of 20 slots, unless told otherwise."""
+    """Serve `requests` in contiguous memory, by default of 20 slots."""
     options = {"allocation": "contiguous"} | options
     return simulate(
         requests,
@@ -50,7 +50,7 @@ def run(requests, *, blocks=5, scheduler=None, trace=None, max_seqs=8, **options
 
 
 def test_the_first_hole_that_fits():
-    """A piece goes to the lowest hole that is long enough, and to its lower end."""
+    """A piece is taken from the lower end of the lowest hole that is long enough."""
     space = taken(20, 4, 3, 5, 2)
     space.give(0, 4)
     space.give(7, 5)
@@ -71,7 +71,7 @@ def test_the_first_hole_that_fits():
     ids=["alone", "below one", "above one", "below the last"],
 )
 def test_holes_that_touch_become_one(start, holes):
-    """What comes back joins the hole before it and the hole after it, if they touch."""
+    """A freed piece joins the holes before and after it, if they touch."""
     space = taken(12, 2, 2, 2, 2, 2)
     space.give(4, 2)
     space.give(start, 2)
@@ -79,7 +79,7 @@ def test_holes_that_touch_become_one(start, holes):
 
 
 def test_a_piece_between_two_holes():
-    """A piece whose neighbours are both free makes one hole of the three."""
+    """A piece that is freed between two holes makes one hole of the three."""
     space = taken(12, 4, 4, 4)
     space.give(0, 4)
     space.give(8, 4)
@@ -88,7 +88,7 @@ def test_a_piece_between_two_holes():
 
 
 def test_no_hole_is_long_enough():
-    """Free slots in holes that are too short are of no use, and nothing changes."""
+    """If no hole is long enough, OutOfBlocks is raised and no slot is taken."""
     space = taken(12, 4, 4, 4)
     space.give(0, 4)
     space.give(8, 4)
@@ -100,7 +100,7 @@ def test_no_hole_is_long_enough():
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 9)), max_size=60))
 def test_pieces_and_holes_tile_the_space(turns):
-    """Whatever comes and goes, no slot is lent twice or lost, and no two holes touch."""
+    """After any allocations no slot is lost or allocated twice, and no two holes touch."""
     allocator, jobs = memory(25, 0), []
     cache = allocator._cache
     for number, (length, leaving) in enumerate(turns):
@@ -120,14 +120,14 @@ def test_pieces_and_holes_tile_the_space(turns):
 
 
 def test_a_request_reserves_the_longest_output():
-    """A piece has the prompt and the longest output, or its own output if that is longer."""
+    """A piece has the prompt and the longest output, or the request's own if longer."""
     allocator = memory(max_output=4)
     jobs = [opened(allocator, ask(name, output=n)) for name, n in (("short", 1), ("long", 6))]
     assert [allocator.piece(job.seq) for job in jobs] == [(0, 8), (8, 10)]
 
 
 def test_nothing_is_shared():
-    """A prompt that was computed before, and still is, does not hit."""
+    """A prompt that was computed before, and still is in memory, does not hit."""
     allocator = memory()
     cache = allocator._cache
     first = opened(allocator, ask("a", keys="x"))
@@ -139,7 +139,7 @@ def test_nothing_is_shared():
 
 
 def test_a_refused_admission_changes_nothing():
-    """Without a hole that is long enough there is no sequence, and no access is counted."""
+    """An admission without a long enough hole makes no sequence and counts no access."""
     allocator = memory()
     opened(allocator, ask("a", prompt=10))
     assert opened(allocator, ask("b")).seq is None
@@ -148,7 +148,7 @@ def test_a_refused_admission_changes_nothing():
 
 
 def test_growth_stays_in_the_piece():
-    """A sequence uses slots that it reserved; no others are taken."""
+    """A sequence grows within its piece and takes no other slots."""
     allocator = memory()
     job = opened(allocator, ask("a"))
     assert allocator.can_extend(job.seq)
@@ -157,7 +157,7 @@ def test_growth_stays_in_the_piece():
 
 
 def test_lost_slots_are_noticed():
-    """A piece that no sequence has, or that overlaps a hole, breaks integrity."""
+    """`check_integrity` finds a piece without a sequence and one that overlaps a hole."""
     lost, overlapping = memory(), memory()
     lost.space.take(4)
     with pytest.raises(AssertionError, match="slots 4 to 19 follow slot -1"):
@@ -169,14 +169,14 @@ def test_lost_slots_are_noticed():
 
 
 def test_the_longest_output_of_the_workload():
-    """Unless it is given, the longest output is what the workload has."""
+    """Without `max_output`, the longest output of the workload is reserved."""
     requests = [ask("a", output=2), ask("b", output=7)]
     assert run(requests).max_output == 7
     assert run(requests, max_output=3).max_output == 3
 
 
 def test_what_can_never_fit_is_rejected():
-    """A request longer than the memory is rejected with the arithmetic; others are served."""
+    """A request longer than the memory is rejected with the sizes; others are served."""
     log = run([ask("huge", prompt=17), ask("small", output=4)]).log
     assert log.ids == ["huge", "small"]
     assert log.reasons == {
@@ -195,20 +195,20 @@ def test_what_can_never_fit_is_rejected():
     ],
 )
 def test_arguments_are_checked(options, message):
-    """An argument that cannot be used is refused, with what can."""
+    """An invalid argument is refused, and the error says what is valid."""
     with pytest.raises(InputError, match=message):
         run([ask("a")], **options)
 
 
 def test_a_workload_that_is_read_once():
-    """Requests that cannot be read twice need a `max_output`; with one they are served."""
+    """Requests that can be read only once need `max_output`, and are served with it."""
     with pytest.raises(InputError, match="can be read but once: give max_output, or a list"):
         run(iter([ask("a")]))
     assert run(iter([ask("a")]), max_output=1).log.ids == ["a"]
 
 
 def test_there_is_no_trace(tmp_path):
-    """Traces are of blocks: one is refused, and the file left as it would be without a run."""
+    """A trace of contiguous allocation is refused, and no file is written."""
     path = tmp_path / "trace.jsonl"
     with pytest.raises(InputError, match="trace of contiguous alloc"), Trace(path) as trace:
         run([ask("a")], trace=trace)
@@ -216,7 +216,7 @@ def test_there_is_no_trace(tmp_path):
 
 
 def test_there_are_no_tiers():
-    """Tiers keep blocks: with one below its cache, contiguous allocation is refused."""
+    """Contiguous allocation is refused with tiers, which store blocks."""
     cache = KVCache(10, BLOCK, accounting="tokens")
     Tiers(cache, ["host:memory=1kB"], 100)
     with pytest.raises(InputError, match="a tier could hold: leave out"):
@@ -224,14 +224,14 @@ def test_there_are_no_tiers():
 
 
 def test_growth_never_fails():
-    """In memory that is full to the last slot nobody gives way: all had room from the start."""
+    """In memory without a free slot no request is preempted, as each has all its slots."""
     result = run([ask(name, output=6) for name in "abc"])
     assert result.summary()["preemptions"] == {"pause": 0, "recompute": 0, "swap": 0}
     assert list(result.log.admitted) == [0, 0, 60]
 
 
 def test_a_paused_request_keeps_its_piece():
-    """A job that loses its seat computes nothing twice, and needs no room to go on."""
+    """A paused request keeps its piece, and computes nothing again when it goes on."""
     requests = [ask("slow", output=6, priority=1), ask("quick", at=20)]
     result = run(requests, scheduler=Urgent(), max_seqs=1)
     assert result.log.ids == ["quick", "slow"]
@@ -241,7 +241,7 @@ def test_a_paused_request_keeps_its_piece():
 
 @given(servers(), st.sampled_from(("fcfs", "srpt", "sjf", "urgent", "planning")))
 def test_every_request_ends_once(server, scheduler):
-    """What fits is served, the rest rejected; then all memory is one hole again."""
+    """Every request is served, or rejected if it cannot fit, and all memory is free again."""
     options = {name: server.options[name] for name in ("max_seqs", "max_tokens", "chunked")}
     size, blocks = server.options["block_size"], server.options["blocks"]
     result = simulate(
@@ -264,7 +264,7 @@ def test_every_request_ends_once(server, scheduler):
 
 
 def test_paging_admits_more_at_a_time():
-    """Reserving what may come lets three run where paging lets eight; both serve them all."""
+    """Of 16 requests contiguous allocation starts with 3 and paging with 8; both serve all."""
     requests = [ask(number, output=4 if number % 4 else 28) for number in range(16)]
     pieces = run(requests, blocks=24)
     pages = run(requests, blocks=24, allocation="paged", fragmentation=True)

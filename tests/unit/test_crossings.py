@@ -1,4 +1,4 @@
-"""How far one must read: files that a command enters, and crossings between them a request."""
+"""How far one must read: the files of a command, and the calls between files of a request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FILES_OF_A_REQUEST = 14
 
 
 def test_files_that_simulate_enters():
-    """Few files have a function that `kvcore simulate` calls on a small workload."""
+    """`kvcore simulate` calls functions of at most FILES_OF_SIMULATE files."""
     way = way_of_command("simulate", SMALL)
     assert len(way.files) <= FILES_OF_SIMULATE
 
 
 def test_crossings_of_a_request():
-    """A request that hits is served in few calls, which rarely go to another file and back."""
+    """A request that hits needs few calls, few files, and few crossings between files."""
     way = way_of_request()
     assert way.calls <= CALLS_OF_A_REQUEST
     assert way.crossings <= CROSSINGS_OF_A_REQUEST

@@ -1,4 +1,4 @@
-"""Hit curves as a table, CSV, JSON and a picture."""
+"""Hit curves as a table, CSV, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def made(*curves, looked_up=200, distinct=100):
 
 
 def one(eviction="lru", blocks=(1, 10, 100), hits=(1, 30, 100), steps=None, **options):
-    """Return a curve."""
+    """Return the curve of one policy."""
     return Curve(
         eviction=eviction,
         options=options,
@@ -51,20 +51,23 @@ CURVES = made(EXACT, one("lfu", half_life=60), one("optimum", bypass=True))
 
 
 def test_the_table_is_of_sizes_by_policies():
-    """A row has the blocks, their share of the footprint, and a ratio a policy."""
+    """A row has the blocks, their share of the footprint, and a hit ratio for each policy."""
     report = CurvesReport(CURVES)
     assert report.headers == ["blocks", "of all", "lru", "lfu", "optimum"]
     assert list(report.rows)[1] == ["10", "10%", "15.0%", "15.0%", "15.0%"]
 
 
 def test_namesakes_are_told_apart():
-    """Options that differ between two policies of one name are part of it."""
+    """Policies with equal names are shown with the options in which they differ."""
     report = CurvesReport(made(one("lfu", half_life=60), one("lfu", half_life=300)))
     assert report.headers[2:] == ["lfu:half_life=60", "lfu:half_life=300"]
 
 
 def test_with_a_layout_sizes_have_bytes():
-    """2 MiB a block of 16 tokens, in the table, in CSV and in a sentence."""
+    """With a layout the table, the text and the document give sizes in bytes.
+
+    A block of 16 tokens of Llama 3 8B takes 2 MiB.
+    """
     report = CurvesReport(CURVES, LAYOUT)
     assert report.headers[2] == "memory"
     assert [row[2] for row in report.rows] == ["2 MiB", "20 MiB", "200 MiB"]
@@ -73,7 +76,7 @@ def test_with_a_layout_sizes_have_bytes():
 
 
 def test_csv_reads_back():
-    """A row a policy and size; bytes are empty where they are not known."""
+    """The CSV has a row for each policy and size; bytes are empty without a layout."""
     file = io.StringIO()
     CurvesReport(CURVES).write_csv(file)
     rows = list(csv.DictReader(io.StringIO(file.getvalue())))
@@ -83,7 +86,7 @@ def test_csv_reads_back():
 
 
 def test_where_nothing_is_looked_up_the_headline_says_so():
-    """There is no ratio, hence no table."""
+    """If nothing is looked up, the headline says so and the report has no table."""
     report = CurvesReport(made(one(blocks=[1], hits=[0]), looked_up=0, distinct=0))
     assert report.empty
     assert "Nothing in them has a key" in report.headline
@@ -94,14 +97,14 @@ def test_where_nothing_is_looked_up_the_headline_says_so():
     ("share", "text"), [(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (1.5, "150%")]
 )
 def test_a_share_has_two_digits(share, text):
-    """Round ones have fewer, and none is written with an exponent."""
+    """`percent` prints two significant digits at most, and no exponent."""
     assert percent(share) == text
 
 
 @pytest.mark.parametrize(("form", "magic"), [("png", PNG), ("svg", SVG)])
 @pytest.mark.parametrize("layout", [None, LAYOUT])
 def test_a_plot_is_the_same_every_time(form, magic, layout):
-    """The same curves make the same bytes."""
+    """Plotting the same curves twice gives the same bytes."""
     pytest.importorskip("matplotlib")
     first, second = (CurvesReport(CURVES, layout).plot(form) for _ in range(2))
     assert first.startswith(magic)
@@ -119,13 +122,17 @@ def test_a_plot_is_the_same_every_time(form, magic, layout):
     ids=["one size", "nothing", "many policies", "beyond the footprint"],
 )
 def test_odd_curves_are_drawn_too(curves):
-    """One size, no look-up, more policies than colours, a pool larger than the footprint."""
+    """Unusual curves can be plotted.
+
+    They have one size, no look-up, more policies than colours, or a pool larger than the
+    footprint.
+    """
     pytest.importorskip("matplotlib")
     assert CurvesReport(curves, LAYOUT).plot("png").startswith(PNG)
 
 
 def drawn(curves, layout=None):
-    """Return the axes of a plot."""
+    """Return the axes of a plot of `curves`."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = figure.add_subplot()
     draw(axes, CurvesReport(curves, layout))
@@ -133,7 +140,7 @@ def drawn(curves, layout=None):
 
 
 def test_a_line_is_what_is_known_at_every_size():
-    """The curve of every size has no markers and hundreds of points; others have markers."""
+    """An exact curve has many points and no markers; others have a marker at each size."""
     exact, sampled, *_ = drawn(CURVES).lines
     assert exact.get_marker() == "None"
     assert len(exact.get_xdata()) == 100
@@ -143,7 +150,7 @@ def test_a_line_is_what_is_known_at_every_size():
 
 
 def test_no_two_of_many_policies_look_alike():
-    """More policies than colours differ by their markers."""
+    """Twenty policies have twenty different pairs of colour and marker."""
     axes = drawn(made(*(one(f"policy-{number}") for number in range(20))))
     lines = [line for line in axes.lines if len(line.get_xdata()) == 3]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
@@ -151,7 +158,7 @@ def test_no_two_of_many_policies_look_alike():
 
 @pytest.mark.parametrize("policies", [8, 16, 40])
 def test_many_names_stand_beside_the_curves(policies):
-    """A legend that would hide curves and axes is outside of both."""
+    """The legend of many policies is outside of the axes."""
     axes = drawn(made(*(one(f"policy-{number}") for number in range(policies))))
     axes.figure.canvas.draw()
     assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1
@@ -159,7 +166,7 @@ def test_many_names_stand_beside_the_curves(policies):
 
 @pytest.mark.parametrize("hits", [0, 1, 50])
 def test_the_ticks_of_low_ratios_differ(hits):
-    """Where next to nothing hits, shares are told in parts of a percent."""
+    """The labels of the hit ratio's ticks differ, even if next to nothing hits."""
     axes = drawn(attrs.evolve(made(one(blocks=[1], hits=[hits])), hit_blocks=hits))
     axes.figure.canvas.draw()
     told = [label.get_text() for label in axes.get_yticklabels()]
@@ -167,7 +174,7 @@ def test_the_ticks_of_low_ratios_differ(hits):
 
 
 def test_the_axes_say_what_they_measure():
-    """Shares of the footprint below; above blocks, or bytes of the model's K/V."""
+    """The lower axis has shares of the footprint, the upper one blocks or bytes of K/V."""
     axes = drawn(CURVES, LAYOUT)
     (above,) = axes.child_axes
     assert axes.get_xlabel() == "pool, as a share of the 100 distinct blocks of 16 tokens"
@@ -176,7 +183,7 @@ def test_the_axes_say_what_they_measure():
 
 
 def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
-    """The table and the numbers need it not."""
+    """Without matplotlib `plot` raises PluginError with the extra to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
         CurvesReport(CURVES).plot("png")

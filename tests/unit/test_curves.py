@@ -1,4 +1,4 @@
-"""Hit curves: their sizes, which of them take one pass, what is refused."""
+"""Hit curves: their sizes, the exact ones that take one pass, and refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = [3, 10, 30, 90]
 
 @attrs.define(slots=False, eq=False)
 class Prompts(Workload):
-    """Requests as they are given."""
+    """A workload of the given requests."""
 
     name: ClassVar[str] = "prompts"
     digest: ClassVar[str] = "none"
@@ -42,13 +42,13 @@ class Prompts(Workload):
     served: list[Request] = attrs.field(factory=list)
 
     def __iter__(self):
-        """Yield them."""
+        """Yield the given requests."""
         return iter(self.served)
 
 
 @attrs.define(slots=False, eq=False)
 class Mine(LRU):
-    """LRU that evicts in its own way, and has not changed its name."""
+    """A subclass of LRU with another victim and the same name."""
 
     def victim(self, now):
         """Return the most recent leaf."""
@@ -57,13 +57,13 @@ class Mine(LRU):
 
 
 def hits(curves):
-    """Return the hits by policy."""
+    """Return the hits of each policy."""
     return {each.eviction: each.hit_blocks for each in curves.curves}
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_it_hits_what_compare_says(count):
-    """Whether in one pass or replayed, the numbers are those of `compare`."""
+    """A curve has the hits of `compare`, whether it takes one pass or is replayed."""
     policies = "lru,lfu,optimum" if count == "keys" else "lru,lfu"
     rows = compare(SMALL, policies, SIZES, accounting=count).rows
     expected = {}
@@ -74,7 +74,7 @@ def test_it_hits_what_compare_says(count):
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_its_bounds_are_those_of_compare(count):
-    """Blocks looked up, the footprint, and what an endless cache hits."""
+    """A curve has the lookups, distinct blocks and infinite hits of `compare`."""
     infinite = compare(SMALL, "lru", 10, accounting=count).infinite
     for policies in ("lru", "fifo"):
         found = curve(SMALL, policies, SIZES, accounting=count)
@@ -85,7 +85,7 @@ def test_its_bounds_are_those_of_compare(count):
 
 
 def test_only_lru_in_keys_counting_is_known_at_every_size():
-    """The optimum, other policies and `tokens` counting are known at the sizes asked for."""
+    """Only the curve of LRU in `keys` accounting is known at every size."""
     found = curve(SMALL, "lru,lfu,optimum", SIZES).curves
     assert [each.steps is not None for each in found] == [True, False, False]
     (tokens,) = curve(SMALL, "lru", SIZES, accounting="tokens").curves
@@ -93,7 +93,7 @@ def test_only_lru_in_keys_counting_is_known_at_every_size():
 
 
 def test_a_policy_of_ones_own_is_replayed_whatever_its_name():
-    """A subclass of LRU that is still called `lru` is not taken for it."""
+    """A subclass of LRU that is still named `lru` is replayed."""
     (found,) = curve(SMALL, Mine, SIZES).curves
     rows = compare(SMALL, Mine, SIZES).rows
     assert (found.eviction, found.steps) == ("lru", None)
@@ -101,34 +101,37 @@ def test_a_policy_of_ones_own_is_replayed_whatever_its_name():
 
 
 def test_curves_come_in_the_order_in_which_they_were_asked_for():
-    """Replayed and exact ones may alternate; sizes are sorted, each once."""
+    """Curves keep the order of their policies; sizes are sorted and unique."""
     found = curve(SMALL, ["fifo", Belady(), "lru", "lfu"], [30, 3, 30]).curves
     assert [each.eviction for each in found] == ["fifo", "optimum", "lru", "lfu"]
     assert all(each.blocks == [3, 30] for each in found)
 
 
 def test_the_sizes_are_spread_at_even_ratios():
-    """From a thousandth to all, without repetition, and one block where there is nothing."""
+    """Sizes are spread at even ratios from a thousandth of all blocks to all of them.
+
+    No size is repeated, and without blocks the only size is 1.
+    """
     assert spread_sizes(1_000_000, 4) == [1_000, 10_000, 100_000, 1_000_000]
     assert spread_sizes(3, 5) == [1, 3]
     assert spread_sizes(0, 9) == [1]
 
 
 def test_without_sizes_the_last_point_is_the_bound():
-    """A pool as large as the footprint hits all that can hit."""
+    """Without sizes the last pool is as large as the footprint and hits all that can hit."""
     found = curve(SMALL, "lru,optimum", points=5)
     assert [each.blocks[-1] for each in found.curves] == [found.distinct_blocks] * 2
     assert [each.hit_blocks[-1] for each in found.curves] == [found.hit_blocks] * 2
 
 
 def test_steps_go_through_their_corners_and_stay_level():
-    """Between two corners it is a line, after the last one level."""
+    """`Steps.at` interpolates between two corners and is constant after the last one."""
     steps = Steps(array("q", [0, 2, 5]), array("q", [0, 4, 4]))
     assert [steps.at(blocks) for blocks in (0, 1, 2, 3, 5, 99)] == [0, 2, 4, 4, 4, 4]
 
 
 def test_nothing_to_look_up_is_no_error():
-    """Requests without keys, and a workload without requests, have flat curves."""
+    """Requests without keys, and a workload without requests, have curves without hits."""
     for served in ([], [Request(id=0, prompt_tokens=4, key_tokens=1)]):
         found = curve(Prompts(served), "lru,optimum,fifo")
         assert hits(found) == {"lru": [0], "optimum": [0], "fifo": [0]}
@@ -148,7 +151,7 @@ def test_nothing_to_look_up_is_no_error():
     ids=["int", "negative", "large", "bytes", "mixed", "far apart"],
 )
 def test_a_key_may_be_anything(key):
-    """What a key is changes no hit, nor does the first that is no 64-bit integer."""
+    """The type and size of keys do not change the curve, even if types are mixed."""
     texts = ["abcd", "ab", "abce", "xyz", "abcd", "xy", "xyzw", "abce"] * 3
     reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
     assert reuse.lru() == Reuse.read(requests(texts), BlockLayout("keys", 1)).lru()
@@ -158,7 +161,7 @@ def test_a_key_may_be_anything(key):
     "key", [number, str.encode, lambda text: number(text) if len(text) < 3 else text]
 )
 def test_keys_are_named_in_portions(monkeypatch, key):
-    """However many are named at a time, the same keys are the same."""
+    """The number of keys that are read at a time does not change the counts."""
     monkeypatch.setattr("kvcore.analysis._reuse.AT_ONCE", 3)
     texts = ["abcd", "ab", "", "abce", "xyz", "abcd", "xy"] * 2
     reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
@@ -176,7 +179,7 @@ def test_keys_are_named_in_portions(monkeypatch, key):
     ],
 )
 def test_a_key_after_two_others_is_refused(prompts, place, key):
-    """The error says at which request, and which key."""
+    """A key that follows two different keys is refused with its request's place."""
     served = [
         Request(id=n, prompt_tokens=len(keys), keys=keys, key_tokens=1)
         for n, keys in enumerate(prompts)
@@ -186,14 +189,14 @@ def test_a_key_after_two_others_is_refused(prompts, place, key):
 
 
 def test_more_keys_than_the_loops_can_count_are_refused(monkeypatch):
-    """The error says how many there are and how many there may be."""
+    """More keys than an exact curve can count are refused with both numbers."""
     monkeypatch.setattr("kvcore.analysis._reuse.MOST_KEYS", 3)
     with pytest.raises(InputError, match="has 4 keys, and an exact curve takes at most 3"):
         curve(Prompts(requests(["ab", "ac"])), "lru")
 
 
 def test_keys_of_another_size_are_refused():
-    """A request whose keys stand for other numbers of tokens is named."""
+    """A request whose keys have another size than the workload's is refused."""
     with pytest.raises(InputError, match="request 0 has keys of 2 tokens"):
         curve(Prompts(requests(["ab"], 2)), "lru")
 
@@ -212,7 +215,7 @@ def test_keys_of_another_size_are_refused():
     ],
 )
 def test_what_makes_no_curve_is_refused(options, message):
-    """The error says what was asked and what to give."""
+    """Invalid policies, sizes and options raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
         curve(SMALL, **options)
 
@@ -230,7 +233,7 @@ def test_requests_have_the_curve_of_their_workload():
 
 
 def test_progress_is_told_of_loading_reading_and_replaying():
-    """What is done comes with its number of steps, all of which are told."""
+    """Progress reports loading, reading, the optimum and replays, each with all its steps."""
     told = []
 
     @contextmanager
@@ -249,26 +252,26 @@ def test_progress_is_told_of_loading_reading_and_replaying():
 
 
 def test_the_result_does_not_depend_on_jobs():
-    """Policies with random choices and floats too: the same in one process and in two."""
+    """One job and two give the same curves, also of policies with random choices and floats."""
     policies = "lfu,random,cost"
     alone = curve(SMALL, policies, SIZES, seed=3)
     assert curve(SMALL, policies, SIZES, seed=3, jobs=2) == alone
 
 
 def test_an_error_in_another_process_is_the_same_error():
-    """It names the policy, the method and what was raised."""
+    """An error in another process names the policy, the method and the exception."""
     with pytest.raises(PolicyError, match=r"'failing' .* raised ValueError in victim\(\)"):
         curve(SMALL, Failing, SIZES, jobs=2)
 
 
 def test_a_process_that_dies_is_told():
-    """The error says what may have happened and what to try."""
+    """The error about a process that died has its exit code and what to try."""
     with pytest.raises(PluginError, match=r"replay of zipf .* died .*exit code 7: .*fewer"):
         curve(SMALL, Deadly, SIZES, jobs=2)
 
 
 def test_a_policy_that_other_processes_cannot_have_is_refused():
-    """A class that is no part of a module cannot be sent; one job does not need to."""
+    """A policy class that cannot be sent to other processes is refused with two jobs only."""
 
     class Local(LRU):
         name = "local"
@@ -280,7 +283,7 @@ def test_a_policy_that_other_processes_cannot_have_is_refused():
 
 @pytest.mark.parametrize("policies", ["lru", "optimum"])
 def test_without_numba_exact_curves_say_what_to_install(monkeypatch, policies):
-    """Others are replayed all the same."""
+    """Without numba exact curves raise PluginError with the extra; others are replayed."""
     monkeypatch.setitem(sys.modules, "kvcore.analysis._reuse", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
         curve(SMALL, policies, SIZES)
@@ -288,7 +291,7 @@ def test_without_numba_exact_curves_say_what_to_install(monkeypatch, policies):
 
 
 def test_numba_is_imported_for_an_exact_curve_alone():
-    """Neither the lab nor a curve by replay loads it, numpy or matplotlib."""
+    """Only an exact curve imports numba and numpy, and no curve imports matplotlib."""
     code = """
 import sys
 import kvcore.cli.curve, kvcore.analysis, kvcore.report
@@ -304,14 +307,17 @@ assert heavy - set(sys.modules) == {"matplotlib"}
 
 
 def in_process(code, cache):
-    """Run code in a process of its own, which keeps what it compiles in `cache`."""
+    """Run code in a process that keeps its compiled functions in `cache`."""
     env = os.environ | {"NUMBA_CACHE_DIR": str(cache)}
     command = [sys.executable, "-c", code]
     return subprocess.run(command, check=False, env=env, capture_output=True, text=True)
 
 
 def test_what_is_compiled_is_kept_where_it_is_said(tmp_path):
-    """Compiled in one process, loaded in the next; where that is damaged, an error says so."""
+    """Compiled functions are kept in NUMBA_CACHE_DIR and loaded by the next process.
+
+    If they are damaged, the error says what to delete.
+    """
     code = """
 from kvcore.analysis import _mrc_kernels as kernels
 stats = kernels.find_runs.stats
@@ -329,7 +335,7 @@ print(stats.cache_path, sum(stats.cache_hits.values()), sum(stats.cache_misses.v
 
 
 def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
-    """A function whose file has no place for a cache works without one."""
+    """Functions are compiled without a cache if there is no place for one."""
     jit = kernels.njit
 
     def nowhere(*args, cache=False):
@@ -343,7 +349,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
 
 
 def test_the_loops_say_the_same_uncompiled(monkeypatch):
-    """Python runs the very functions that numba compiles, to the same arrays."""
+    """The functions that numba compiles give the same results in plain Python."""
     served = requests(["abcd", "ab", "abce", "xyz", "abcd", "xy", "abce"] * 2)
     geometry = BlockLayout("keys", 1)
     compiled = Reuse.read(served, geometry)

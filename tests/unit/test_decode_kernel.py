@@ -1,4 +1,4 @@
-"""Attention of decoding sequences by Triton: what is planned, refused, and left to torch."""
+"""Decode attention by Triton: step plans, refusals, and fallbacks to torch."""
 
 import os
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def test_fp8_as_a_gpu_widens_it(monkeypatch):
-    """Where the GPU has an instruction for it, numbers are loaded as fp8, not as bytes."""
+    """On a GPU with instructions for fp8, numbers are loaded as fp8, not as bytes."""
     monkeypatch.setattr(_triton_decode, "_widens_fp8", lambda _: True)
     for codec in ("fp8-e4m3", "fp8-e5m2:scale=head"):
         made = Decoding([70, 17], codec=codec, dtype="fp16")
@@ -31,7 +31,7 @@ def test_fp8_as_a_gpu_widens_it(monkeypatch):
 
 
 def test_a_long_sequence_beside_short_ones():
-    """Contexts that differ are cut into short chunks, the longest first; some are not cut."""
+    """A long sequence beside short ones is cut into chunks; the longest chunk comes first."""
     made = Decoding([1100, 3, 90], dtype="fp32")
     made.kernel.programs = 1
     made.check()
@@ -56,12 +56,12 @@ def test_a_long_sequence_beside_short_ones():
     ],
 )
 def test_chunks_fill_one_wave(lengths, chunk):
-    """Alike contexts: as many programs as run at once, and no more. Others: finer."""
+    """Equal contexts are cut into one wave of programs; unequal ones are cut finer."""
     assert _triton_decode.chunk_of(lengths, 8, programs=528) == chunk
 
 
 def test_empty_chunks_do_nothing():
-    """A grid may be larger than the work, as that of a captured graph is."""
+    """Empty chunks, as in the larger grid of a captured graph, do not change the output."""
     made = Decoding([300, 20], dtype="fp32")
     plan = made.backend.plan(RaggedBatch(made.tables, [299, 19], [1, 1]))
     before = made.backend.attend(0, plan, made.queries)
@@ -74,7 +74,7 @@ def test_empty_chunks_do_nothing():
 
 
 def test_prefill_and_decode_in_one_batch():
-    """Chunks of prompts go through torch, single tokens through the kernel."""
+    """A batch of a prompt chunk and a single token has the output of the torch backend."""
     made = Decoding([40, 30], dtype="fp32")
     batch = RaggedBatch(made.tables, [39, 10], [1, 20])
     draw = torch.Generator().manual_seed(3)
@@ -100,7 +100,10 @@ def test_prefill_and_decode_in_one_batch():
     ],
 )
 def test_what_is_not_covered_is_said(fields, reason, caplog):
-    """Asked for, it is refused; otherwise torch does it, and the reason is kept and logged."""
+    """An unsupported layout is refused with attention=triton, else computed by torch.
+
+    Then the reason is in `fallbacks` and in the log.
+    """
     sizes = {"blocks": 4, "block_size": 16, "layers": 1, "kv_heads": 1, "head_dim": 16}
     sizes |= fields
     codec = sizes.pop("codec", None)
@@ -117,7 +120,7 @@ def test_what_is_not_covered_is_said(fields, reason, caplog):
 
 
 def test_without_triton_it_is_said(monkeypatch):
-    """What is missing is named with the command that installs it."""
+    """Without Triton, attention=triton is refused with the command that installs it."""
     monkeypatch.setattr(
         torch_backend, "find_spec", lambda name: None if name == "triton" else name
     )
@@ -129,7 +132,7 @@ def test_without_triton_it_is_said(monkeypatch):
 
 
 def test_without_its_interpreter_a_cpu_is_refused(monkeypatch):
-    """There are no kernels for a CPU."""
+    """On a CPU, attention=triton is refused without Triton's interpreter."""
     monkeypatch.setattr(_triton_decode, "INTERPRETED", False)
     layout = TensorLayout(
         blocks=4, block_size=16, layers=1, kv_heads=1, head_dim=16, value_dim=16
@@ -139,7 +142,7 @@ def test_without_its_interpreter_a_cpu_is_refused(monkeypatch):
 
 
 def test_too_many_query_heads_are_computed_by_torch(caplog):
-    """That is known when queries come; the reason is logged once."""
+    """Too many query heads are computed by torch, and the reason is logged once."""
     made = Decoding([20], dtype="fp32")
     plan = made.backend.plan(RaggedBatch(made.tables, [19], [1]))
     for _ in range(2):
@@ -151,7 +154,10 @@ def test_too_many_query_heads_are_computed_by_torch(caplog):
 
 
 def test_positions_are_computed_by_torch():
-    """A window by position is torch's; without a window the kernel takes such a sequence."""
+    """A window over explicit positions is computed by torch.
+
+    Without a window the kernel computes such a sequence.
+    """
     made = Decoding([20, 30], dtype="fp32")
     held = [torch.arange(19), None]
     batch = RaggedBatch(made.tables, [19, 29], [1, 1], positions=[19, 29], held_positions=held)
@@ -164,5 +170,5 @@ def test_positions_are_computed_by_torch():
 
 @pytest.mark.parametrize("codec", [None, "fp8-e4m3:scale=head", "fp8-e5m2", "int4"])
 def test_weighs_what_it_decodes(codec):
-    """Output and weights are those of what is stored, by any codec."""
+    """With any codec, outputs and weights are those of the stored K/V."""
     Decoding([70, 5], codec=codec, dtype="fp16").check(weighed=True, window=40, sinks=2)

@@ -1,4 +1,4 @@
-"""Attention of one head, by hand."""
+"""Attention of one head, computed by hand."""
 
 import subprocess
 import sys
@@ -13,12 +13,12 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "one_head_attention.py"
 
 
 def rounded(numbers):
-    """Return numbers with three places."""
+    """Return numbers rounded to three places."""
     return [round(number, 3) for number in numbers]
 
 
 def test_every_number_of_the_worked_example():
-    """Scores, exponentials, their sum, weights and output, each as computed by hand."""
+    """Scores, exponentials, their sum, weights and output are those computed by hand."""
     head = WORKED_EXAMPLE
     assert head.scores == [2, 1, 0, -1]
     assert rounded(head.exponentials) == [7.389, 2.718, 1, 0.368]
@@ -28,13 +28,13 @@ def test_every_number_of_the_worked_example():
 
 
 def test_weights_are_shares():
-    """They add up to one, whatever the scores."""
+    """The weights add up to one."""
     head = OneHead([0.5, -2, 3], [[1, 2, 3], [-1, 0, 1]], [[1], [2]])
     assert sum(head.weights) == pytest.approx(1, abs=1e-15)
 
 
 def test_one_token_is_all_there_is():
-    """A query with a single key gets that token's value, whatever the score."""
+    """A query with a single key gets the value of that token, whatever the score."""
     assert OneHead([3, 4], [[-5, 1]], [[7, 8, 9]]).output == [7, 8, 9]
 
 
@@ -48,13 +48,16 @@ def test_one_token_is_all_there_is():
     ],
 )
 def test_what_does_not_fit_is_refused(keys, values, problem):
-    """The error says what is given and what would fit."""
+    """Keys and values that do not fit are refused with what is given and what would fit."""
     with pytest.raises(InputError, match=problem):
         OneHead([1, 2], keys, values)
 
 
 def test_the_report_has_a_row_a_token_and_the_sums():
-    """From left to right: key, score, exponential, weight, value, weighted value."""
+    """The report has a row for each token and one for the sums.
+
+    From left to right: key, score, exponential, weight, value, weighted value.
+    """
     report = OneHeadReport(WORKED_EXAMPLE)
     assert len(report.rows) == 5
     assert report.rows[0] == ["0", "[2, 0]", "2", "7.389", "0.644", "[10, 0]", "[6.439, 0]"]
@@ -63,7 +66,7 @@ def test_the_report_has_a_row_a_token_and_the_sums():
 
 
 def test_the_example_prints_the_steps(tmp_path):
-    """`python examples/one_head_attention.py` prints the same numbers, and a later token's."""
+    """`examples/one_head_attention.py` prints these numbers, and those of the next token."""
     done = subprocess.run(
         [sys.executable, EXAMPLE], cwd=tmp_path, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""One model generating without a cache, with a dense one, and with a paged one."""
+"""One model that generates without a cache, with a dense one, and with a paged one."""
 
 from collections.abc import Callable
 from typing import ClassVar
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 
 
 def generations(generator="transformer", **options):
-    """Return the three generations of a model."""
+    """Return the generations of a model with each of the three caches."""
     plugins = Plugins()
     if isinstance(generator, str):
         generator = plugins.build("generator", generator)
@@ -25,14 +25,14 @@ def generations(generator="transformer", **options):
 
 @attrs.define(slots=False, eq=False)
 class Told(Generator):
-    """Says what `answer` makes of the tokens of a step: by default, how many there are."""
+    """A generator that returns a function of a step's tokens: by default, their number."""
 
     name: ClassVar[str] = "told"
     answer: Callable = attrs.field(default=len)
 
     @property
     def spec(self):
-        """Some shape."""
+        """Return the shape of a tiny model."""
         return ModelSpec(
             name="told",
             layers=1,
@@ -45,24 +45,24 @@ class Told(Generator):
 
     @property
     def vocabulary(self):
-        """Some words."""
+        """Return the size of the vocabulary."""
         return 100
 
     def forward(self, step, attend):
-        """Return the token."""
+        """Return the result of the function."""
         return [self.answer(step.token_ids)]
 
 
 class Products(torch.overrides.TorchFunctionMode):
-    """Counts the rows that are multiplied with a matrix of so many columns."""
+    """A mode of torch that counts the rows multiplied with matrices of `columns` columns."""
 
     def __init__(self, columns):
-        """Start at 0."""
+        """Start at 0 rows."""
         super().__init__()
         self.columns, self.rows = columns, 0
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        """Count, and multiply."""
+        """Count the rows of a product, and compute it."""
         if "matmul" in function.__name__ and tuple(args[1].shape) == (64, self.columns):
             self.rows += len(args[0])
         return function(*args, **(kwargs or {}))
@@ -70,30 +70,30 @@ class Products(torch.overrides.TorchFunctionMode):
 
 @pytest.fixture(scope="module")
 def default():
-    """Return what 100 new tokens after a prompt of 10 come to."""
+    """Return the generations of 100 tokens after a prompt of 10."""
     return generations()
 
 
 def test_the_three_generate_the_same(default):
-    """A cache changes what is computed again, not what comes out."""
+    """The tokens are the same without a cache, with a dense one, and with a paged one."""
     none, dense, paged = default
     assert len(none.tokens) == 100
     assert none.tokens == dense.tokens == paged.tokens
 
 
 def test_the_output_is_no_loop(default):
-    """Equal outputs of a model that repeats one token would show little."""
+    """The output has many different tokens; a repeated one would prove little."""
     assert len(set(default[0].tokens)) > 20
 
 
 def test_projections_are_counted(default):
-    """10 + 11 + ... + 109 without a cache, 10 + 99 with one."""
+    """Without a cache there are 10 + 11 + ... + 109 projections, with one 10 + 99."""
     assert [each.cache for each in default] == ["none", "dense", "paged"]
     assert [each.token_projections for each in default] == [5_950, 109, 109]
 
 
 def test_projections_of_a_long_output():
-    """200 new tokens: 104 times as many without a cache; 1,000: 505 times."""
+    """Without a cache, 200 new tokens take 104 times the projections, 1,000 take 505 times."""
     small = Plugins().build("generator", "transformer:layers=1,hidden=8,heads=1,kv_heads=1")
     counts = [each.token_projections for each in generations(small, output=200)]
     assert counts == [21_900, 209, 209]
@@ -104,7 +104,7 @@ def test_projections_of_a_long_output():
 
 
 def test_the_count_is_that_of_the_models_matrix_products():
-    """As many rows as are told go through the weights that make queries, keys and values."""
+    """The counted projections are the rows that are multiplied with the Q, K, V weights."""
     generator = Plugins().build("generator", "transformer:layers=3")
     # 4 query heads and 2 + 2 of keys and values, 16 wide.
     with Products(columns=128) as products:
@@ -115,7 +115,7 @@ def test_the_count_is_that_of_the_models_matrix_products():
 
 @pytest.mark.parametrize(("prompt", "output"), [(1, 1), (1, 9), (17, 1), (32, 5)])
 def test_the_formulas_say_the_same(prompt, output):
-    """What is counted is what `token_projections` computes."""
+    """`token_projections` computes the number that a generation counts."""
     naive, *cached = generations(prompt_tokens=prompt, output=output)
     assert naive.token_projections == token_projections(prompt, output, cached=False)
     for each in cached:
@@ -124,7 +124,10 @@ def test_the_formulas_say_the_same(prompt, output):
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])
 def test_bytes_held(block_size):
-    """Nothing; room for all from the start; and blocks as they are needed."""
+    """A generation holds no bytes, all bytes from the start, or whole blocks as needed.
+
+    These are those without a cache, with a dense one, and with a paged one.
+    """
     none, dense, paged = generations(output=30, block_size=block_size)
     token = 2 * 2 * 2 * 16 * 8  # K and V, layers, K/V heads, width, bytes
     assert set(none.step_kv_bytes) == {0}
@@ -134,7 +137,7 @@ def test_bytes_held(block_size):
 
 
 def test_every_step_is_timed_and_told():
-    """There is a time a step, and `done` hears of each of the three times so many."""
+    """Each step has a time, and `done` is called after each step of each generation."""
     steps = []
     found = generations(output=5, done=steps.append)
     assert [len(each.step_seconds) for each in found] == [5, 5, 5]
@@ -142,13 +145,13 @@ def test_every_step_is_timed_and_told():
 
 
 def test_the_seed_makes_the_prompt():
-    """Equal seeds give equal outputs, others give others."""
+    """Equal seeds give equal outputs, and another seed gives another."""
     first, second, third = (generations(output=8, seed=seed)[0].tokens for seed in (1, 1, 2))
     assert first == second != third
 
 
 def test_a_window_of_the_model_holds_in_all_three():
-    """A model that attends to the last 5 tokens only generates the same, too."""
+    """A model with a window generates the same tokens with each cache."""
     windowed = Plugins().build("generator", "transformer:window=5")
     none, dense, paged = generations(windowed, output=20)
     assert none.tokens == dense.tokens == paged.tokens
@@ -157,32 +160,32 @@ def test_a_window_of_the_model_holds_in_all_three():
 
 @pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0), (-1, 5)])
 def test_no_tokens_are_refused(prompt, output):
-    """There must be a prompt and something to generate."""
+    """An empty prompt or an empty output is refused."""
     with pytest.raises(InputError, match="give at least 1 of each"):
         generations(prompt_tokens=prompt, output=output)
 
 
 @pytest.mark.parametrize("block_size", [0, -3])
 def test_no_block_size_is_refused(block_size):
-    """The error names it."""
+    """A block size below 1 is refused."""
     with pytest.raises(InputError, match=f"block_size must be 1 or more, not {block_size}"):
         generations(block_size=block_size)
 
 
 def test_other_tokens_with_a_cache_are_told():
-    """A model whose tokens depend on what is cached is broken: the first place is named."""
+    """If a cache changes the tokens, the error gives the first one that differs."""
     with pytest.raises(PluginError, match="output token 1 is 11 without a cache and 1 with"):
         generations(Told())
 
 
 def test_no_token_is_told():
-    """So is one that gives none."""
+    """A generator that returns no token raises PluginError with the place."""
     with pytest.raises(PluginError, match="'told' gave no token for place 0"):
         generations(Told(lambda _: None))
 
 
 def test_attention_of_one_head():
-    """With one head, the last row is what the plain example computes."""
+    """With one head `causal_attention` computes what `OneHead` does."""
     keys = [[2.0, 0.0], [1.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]
     values = [[10.0, 0.0, 3.0], [5.0, 0.0, 1.0], [1.0, 0.0, 4.0], [0.0, 0.0, 1.0]]
     query = [[1.0, 0.0]]
@@ -197,7 +200,7 @@ def test_attention_of_one_head():
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (3, 0), (1, 0), (2, 2), (50, 1)])
 def test_attention_head_by_head(window, sinks):
-    """Grouped heads, causal, with windows and sinks: each row as the plain formula has it."""
+    """With grouped heads, windows and sinks, each row of each head equals `OneHead`."""
     source = torch.Generator().manual_seed(0)
     queries, keys, values = (
         torch.randn(shape, generator=source, dtype=torch.float64)

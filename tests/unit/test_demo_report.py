@@ -1,4 +1,4 @@
-"""The report on what a cache saves."""
+"""The report of what a cache saves."""
 
 from kvcore.demo import CachingReport, Generation
 from kvcore.models.spec import ModelSpec
@@ -34,7 +34,7 @@ def report(steps=100, prompt=10):
 
 
 def test_the_headline_shows_that_outputs_are_equal():
-    """The model, and the first tokens that all three generated."""
+    """The headline has the model and the first tokens that all three generated."""
     assert report().headline == (
         "tiny: 2 layers with 4 query heads and 1 K/V head, in fp64.\n"
         "10 prompt tokens, then 100 new ones: equal in all three, "
@@ -43,12 +43,12 @@ def test_the_headline_shows_that_outputs_are_equal():
 
 
 def test_a_short_output_is_shown_whole():
-    """Without dots."""
+    """A short output is printed whole, without dots."""
     assert report(steps=2).headline.endswith("then 2 new ones: equal in all three, 0 1")
 
 
 def test_rows_are_what_was_counted():
-    """Projections, and bytes after the first and the last step."""
+    """A row has the projections, and the bytes after the first and the last step."""
     assert report().rows == [
         ["none", "5,950", "0 B", "0 B"],
         ["dense", "109", "2 KiB", "2 KiB"],
@@ -57,25 +57,25 @@ def test_rows_are_what_was_counted():
 
 
 def test_the_sum_is_spelt_out():
-    """Where both counts come from, and how they compare."""
+    """The text has both sums of projections and their ratio."""
     assert "10 + 11 + ... + 109 = 5,950." in report().reading
     assert "10 + 99 = 109, 55 times fewer." in report().reading
 
 
 def test_a_short_sum_has_no_dots():
-    """Up to three terms are written out."""
+    """A sum of up to three terms is printed whole, without dots."""
     assert "10 + 11 + 12 = 33." in report(steps=3).reading
     assert "10 + 11 = 21." in report(steps=2).reading
 
 
 def test_a_single_step_compares_nothing():
-    """With one token to generate a cache saves nothing."""
+    """With a single generated token the text reports no saving."""
     assert "10 = 10. With one" in report(steps=1).reading
     assert "times fewer" not in report(steps=1).reading
 
 
 def test_times_are_medians_of_four_parts():
-    """A row has the median of each quarter of the steps, and a line of bars."""
+    """A row of times has the median of each quarter of the steps, and a line of bars."""
     headers, rows = report().time_headers, report().time_rows
     assert headers == ["time of a step", "1–25", "26–50", "51–75", "76–100", ""]
     assert rows[0][:5] == ["none", "13 ms", "38 ms", "63 ms", "88 ms"]
@@ -83,7 +83,7 @@ def test_times_are_medians_of_four_parts():
 
 
 def test_bars_share_one_scale():
-    """The slowest steps of all have the full bar; flat times are a flat line."""
+    """The bars of all rows have one scale: the slowest step of all has the full bar."""
     none, dense, _ = (row[-1] for row in report().time_rows)
     assert (none[0], none[-1]) == ("▁", "█")
     assert list(none) == sorted(none)
@@ -91,6 +91,6 @@ def test_bars_share_one_scale():
 
 
 def test_few_steps_have_a_column_each():
-    """No part is empty."""
+    """With three steps the table of times has a column for each step."""
     assert report(steps=3).time_headers == ["time of a step", "1", "2", "3", ""]
     assert [len(row[-1]) for row in report(steps=3).time_rows] == [3, 3, 3]

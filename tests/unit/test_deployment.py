@@ -1,4 +1,4 @@
-"""How many blocks a model leaves room for on its devices."""
+"""The number of blocks that a model leaves room for on its devices."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ H100, H200 = find_device("h100"), find_device("h200")
     ("devices", "copies"), [(1, 1), (2, 1), (3, Fraction(9, 8)), (4, 1), (8, 1), (16, 2)]
 )
 def test_heads_are_divided_as_far_as_there_are_enough(devices, copies):
-    """Eight K/V heads lie on up to 8 devices once, if these share them evenly."""
+    """Eight K/V heads are stored once on up to 8 devices, if these share them evenly."""
     assert kv_copies(LLAMA, devices) == copies
 
 
 def test_a_latent_lies_on_each_device():
-    """Multi-head latent attention has no heads to divide."""
+    """A latent is stored on each device, since MLA has no heads to divide."""
     assert kv_copies(DEEPSEEK, 8) == 8
 
 
 def test_what_is_left_is_nine_tenths_less_the_weights():
-    """Llama 3 8B on two H100: 144 GB less 16.06 GB, in blocks of 2 MiB."""
+    """The pool has 90% of the devices' memory less the weights.
+
+    Llama 3 8B on two H100 leaves 144 GB less 16.06 GB, in blocks of 2 MiB.
+    """
     deployment = Deployment(KVLayout(LLAMA, "fp16", 16), H100, 2)
     assert deployment.kv_bytes == 144 * 10**9 - 2 * LLAMA.parameters
     assert deployment.bytes_per_block == 2 * 2**20
@@ -37,19 +40,22 @@ def test_what_is_left_is_nine_tenths_less_the_weights():
 
 
 def test_a_block_held_twice_takes_twice_as_much():
-    """On 16 devices a head of eight lies on two of them."""
+    """On 16 devices each of eight heads is stored twice, and a block takes twice the bytes."""
     layout = KVLayout(LLAMA, "fp16", 16)
     assert Deployment(layout, H100, 16).bytes_per_block == 2 * layout.bytes_per_block
     assert Deployment(layout, H100, 16).blocks_in(2**23) == 2
 
 
 def test_it_is_written_as_people_do():
-    """`4 x h100`."""
+    """The text of a deployment has the form `4 x h100`."""
     assert str(Deployment(KVLayout(LLAMA), H100, 4)) == "4 x h100"
 
 
 def test_weights_that_do_not_fit_are_refused_with_what_would_do():
-    """Llama 3 70B has 141 GB of weights; two H100 have 144 GB to offer."""
+    """Weights that do not fit are refused, and the error says on how many devices they would.
+
+    Llama 3 70B has 141 GB of weights; two H100 have 144 GB to offer.
+    """
     deployment = Deployment(KVLayout(find_model("llama-3-70b"), "fp16", 16), H100, 1)
     with pytest.raises(
         InputError, match=r"need 69\.1 GB more than 90% .* fits on 2 x h100, 1 x"
@@ -59,13 +65,13 @@ def test_weights_that_do_not_fit_are_refused_with_what_would_do():
 
 
 def test_a_block_that_no_device_holds_is_refused():
-    """Then more devices do not help."""
+    """A block that no number of devices can hold is refused, with other advice."""
     layout = KVLayout(LLAMA, "fp16", 10**9)
     with pytest.raises(InputError, match="Take a smaller model, or smaller blocks"):
         Deployment(layout, H100, 1).blocks()
 
 
 def test_no_devices_are_refused():
-    """There is nothing to run on."""
+    """0 devices are refused, and the error gives the range."""
     with pytest.raises(InputError, match="on 0 x h200: give 1 to 65,536 devices"):
         Deployment(KVLayout(LLAMA), H200, 0)

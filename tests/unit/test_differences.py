@@ -1,4 +1,4 @@
-"""Which evictions of two traces differ: exactly those that a count by block ids finds."""
+"""The evictions in which two traces differ are those that a count by block ids finds."""
 
 import pytest
 from helpers import traces
@@ -21,20 +21,20 @@ PREEMPTING = ("simulate", SAME + ",rate=60", "--block-size", "16", "--blocks", "
 
 
 def record(path, words, eviction):
-    """Record a run of the command line."""
+    """Record a run of the command line, and return the path of its trace."""
     assert frame.run([*words, "--eviction", eviction, "--trace", str(path)]) == 0
     return path
 
 
 def pair(folder, words, left="lru", right="lfu"):
-    """Record two runs of one workload."""
+    """Record two runs of one workload, and return the paths of their traces."""
     return record(folder / "left.jsonl", words, left), record(
         folder / "right.jsonl", words, right
     )
 
 
 def found(left, right):
-    """Return of each row with a mark how many blocks differ, by side; and the note."""
+    """Return the number of differing blocks by row for both sides, and the note."""
     differences = find_differences(Playback(left), Playback(right))
     marks = [
         {row: blocks for row, blocks in enumerate(column) if blocks}
@@ -63,7 +63,7 @@ def play(path, blocks, steps, eviction=LRU):
     "words", [UNTIMED, PREEMPTING, SMALL_BLOCKS], ids=["untimed", "preempting", "small blocks"]
 )
 def test_marks_are_those_of_a_count_by_block_ids(tmp_path, words, right):
-    """The same rows, with as many blocks each, on both sides."""
+    """The marked rows and their blocks are those that a count by block ids finds."""
     one, other = pair(tmp_path, words, "lru", right)
     left, right = Told(one), Told(other)
     marks, note = found(one, other)
@@ -77,12 +77,15 @@ def test_marks_are_those_of_a_count_by_block_ids(tmp_path, words, right):
 
 
 def test_equal_traces_do_not_differ(tmp_path):
-    """No row is marked, and there is nothing to say."""
+    """Equal traces have no marked row and no note."""
     assert found(*pair(tmp_path, PREEMPTING, "lru", "lru")) == ([{}, {}], "")
 
 
 def test_one_eviction_that_differs(tmp_path):
-    """What was used again stays under `lru`, what was stored last under `fifo`."""
+    """LRU and FIFO differ in one eviction, which is marked on both sides.
+
+    LRU keeps the prompt that was used again, FIFO the one that was stored last.
+    """
     steps = [("one", "ab"), ("two", "cd"), ("three", "ab", 9), ("four", "ef")]
     left = play(tmp_path / "left.jsonl", 5, steps, LRU)
     right = play(tmp_path / "right.jsonl", 5, steps, FIFO)
@@ -94,7 +97,7 @@ def test_one_eviction_that_differs(tmp_path):
 
 
 def test_a_content_that_is_evicted_twice_for_one_request(tmp_path):
-    """The second time is another loss than the first."""
+    """If one request evicts a content twice, only the second eviction is marked."""
     once = [("one", "ab"), ("two", "wxyz")]
     again = [*once, ("three", "ab"), ("two", "wxyz")]
     left = play(tmp_path / "left.jsonl", 4, again)
@@ -117,7 +120,7 @@ def test_a_content_that_is_evicted_twice_for_one_request(tmp_path):
     ids=["workload", "block size", "key tokens"],
 )
 def test_what_cannot_be_compared_is_told(tmp_path, words, said):
-    """No eviction is marked, and the note says why."""
+    """Traces that cannot be compared have no marks, and the note gives the reason."""
     left = record(tmp_path / "left.jsonl", UNTIMED, "lru")
     marks, note = found(left, record(tmp_path / "right.jsonl", words, "lru"))
     assert marks == []
@@ -125,7 +128,7 @@ def test_what_cannot_be_compared_is_told(tmp_path, words, said):
 
 
 def test_requests_of_one_trace_only_are_counted(tmp_path):
-    """What both have is compared; the note says how many requests that is."""
+    """Only requests in both traces are compared, and the note gives their number."""
     left = record(tmp_path / "left.jsonl", UNTIMED, "lru")
     right = record(tmp_path / "right.jsonl", (*UNTIMED, "--limit", "100"), "lru")
     (marks, none), note = found(left, right)

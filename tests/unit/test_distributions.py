@@ -1,4 +1,4 @@
-"""What is installed is what `importlib.metadata` finds."""
+"""`kvcore.distributions` finds the distributions that `importlib.metadata` finds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcore import distributions
 
 
 def install(place, name, version="1.0", points="", end="dist-info", file="METADATA"):
-    """Describe a distribution as installed in `place`."""
+    """Write the metadata of a distribution that is installed in `place`."""
     info = place / f"{name}-{version}.{end}"
     info.mkdir(parents=True)
     header = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {version}\n\n"
@@ -33,36 +33,36 @@ def places(tmp_path, monkeypatch):
 
 
 def told(points):
-    """Return what there is to say of entry points, in any order."""
+    """Return the fields of entry points, sorted."""
     return sorted((p.name, p.value, p.module, p.dist.name, p.dist.version) for p in points)
 
 
 def agree():
-    """Assert that `importlib.metadata` finds the same entry points, and return them."""
+    """Assert that `importlib.metadata` finds the same entry points; return their names."""
     found = told(distributions.entry_points("kvcore"))
     assert found == told(metadata.entry_points(group="kvcore"))
     return [name for name, *_ in found]
 
 
 def test_what_is_installed_here():
-    """In this environment both find the same."""
+    """Both find the same entry points and version in this environment."""
     assert "builtin" in agree()
     assert distributions.version("kvcore") == metadata.version("kvcore")
 
 
 def test_what_is_installed_later_is_found(places):
-    """What a place had before is kept until the place changes, and no longer."""
+    """Distributions that are installed or changed later are found."""
     install(places[0], "one", points="[kvcore]\nx = pack:Class\n")
     assert agree() == ["x"]
     install(places[0], "two", points="[kvcore]\ny = pack:Class\n")
     (places[0] / "one-1.0.dist-info/entry_points.txt").write_text("[kvcore]\nz = pack:Class\n")
     for changed in (places[0], *places[0].glob("*/entry_points.txt")):
-        os.utime(changed, ns=(0, 10**18))  # a clock may not tell changes in a row apart
+        os.utime(changed, ns=(0, 10**18))  # successive changes may have equal times
     assert agree() == ["y", "z"]
 
 
 def test_a_working_directory_that_is_gone(places, tmp_path, monkeypatch):
-    """It is on `sys.path` as the empty text, and has nothing."""
+    """A deleted working directory on `sys.path` has no entry points and raises no error."""
     install(places[0], "one", points="[kvcore]\nx = pack:Class\n")
     gone = tmp_path / "gone"
     gone.mkdir()
@@ -73,7 +73,7 @@ def test_a_working_directory_that_is_gone(places, tmp_path, monkeypatch):
 
 
 def test_points_of_several_places(places):
-    """Every directory counts, eggs as well; sections of others, and comments, do not."""
+    """Entry points of all directories and eggs are found, without other groups and comments."""
     install(places[0], "one", points="[kvcore]\n# a = b\nx = pack:Class\n\n[other]\ny = z\n")
     install(places[0], "none", points="[console_scripts]\nkvcore = x:main\n")
     more = {"end": "egg-info", "file": "PKG-INFO", "points": "[kvcore]\nz=a.b:C.d\n"}
@@ -82,7 +82,7 @@ def test_points_of_several_places(places):
 
 
 def test_the_first_of_a_name_hides_others(places):
-    """A distribution counts where it is first found, however its name is written."""
+    """Of distributions with the same normalised name, only the first on the path counts."""
     install(places[0], "Some.Name")
     install(places[1], "some_name", "2.0", points="[kvcore]\nhidden = x\n")
     assert agree() == []
@@ -90,13 +90,13 @@ def test_the_first_of_a_name_hides_others(places):
 
 
 def test_points_with_extras(places):
-    """What only `importlib.metadata` can read is read by it."""
+    """Entry points with extras are found, by means of `importlib.metadata`."""
     install(places[0], "one", points="[kvcore]\nx = pack.mod : Class [extra]\n")
     assert agree() == ["x"]
 
 
 def test_points_of_one_distribution(places):
-    """Those of others are left out."""
+    """`of` selects the entry points of one distribution."""
     for name in ("one", "two"):
         install(places[0], name, points=f"[kvcore]\n{name} = x\n")
     assert told(distributions.entry_points("kvcore", of="Two")) == [
@@ -106,7 +106,7 @@ def test_points_of_one_distribution(places):
 
 
 def test_points_load_what_they_name(places):
-    """A module, or a name in one; what is not there is an error of Python's own."""
+    """An entry point loads a module or a name in it; a missing name raises AttributeError."""
     points = "[kvcore]\na = json\nb = os:path.join\nc = json:missing\n"
     install(places[0], "one", points=points)
     module, function, missing = distributions.entry_points("kvcore")
@@ -116,7 +116,7 @@ def test_points_load_what_they_name(places):
 
 
 def test_archives_on_the_path(places, tmp_path, monkeypatch):
-    """In an archive, distributions are found as well."""
+    """Distributions in a zip archive on the path are found."""
     install(places[0], "zipped", points="[kvcore]\nz = x\n")
     archive = tmp_path / "all.zip"
     with zipfile.ZipFile(archive, "w") as file:
@@ -131,6 +131,6 @@ def test_archives_on_the_path(places, tmp_path, monkeypatch):
 
 
 def test_version_that_is_missing(places):
-    """What is not installed has none."""
+    """The version of a distribution that is not installed is None."""
     assert places
     assert distributions.version("kvcore") is None

@@ -1,4 +1,4 @@
-"""DistServe's checkable figure, from its constants.
+"""The goodput that DistServe publishes, computed from its constants.
 
 Zhong et al., OSDI 2024 (arXiv 2401.09670). The README of its simulator says: OPT-13B on A100,
 ShareGPT, TTFT within 200 ms and TPOT within 100 ms for 90 % of the requests each: 1.56
@@ -24,13 +24,13 @@ PREFILL = {
     1: (18.8914, 0.0948235, 4.0309e-6),
     2: (17.7326, 0.0637341, 2.0426e-6),
 }
-"""By GPUs: ms of a step that prefills, of each token, and of each square of a length."""
+"""By GPUs: ms of a prefill step, of each token in it, and of each squared prompt length."""
 
 DECODE = {
     1: (19.8781, 0.0681847, 6.1093e-4),
     2: (17.3501, 0.0188170, 3.6709e-4),
 }
-"""By GPUs: ms of a step that decodes, of each sequence, and of each token of context."""
+"""By GPUs: ms of a decode step, of each sequence in it, and of each token of context."""
 
 PROMPTS = (
     *(2, 26, 88, 166, 244, 323, 375, 445, 508, 586, 669, 761, 850, 942, 1068, 1153),
@@ -40,21 +40,21 @@ OUTPUTS = (
     *(1, 5, 9, 11, 14, 18, 22, 29, 37, 54, 77, 114, 161, 211, 256, 309, 352, 403, 491),
     *(622, 1809),
 )
-"""Every twentieth of the lengths of the 900 ShareGPT requests that DistServe measured."""
+"""Quantiles, every 5 %, of the lengths of the 900 ShareGPT requests of DistServe."""
 
 MS = 10**9
-"""Picoseconds."""
+"""Picoseconds in a millisecond."""
 
 
 @attrs.define(eq=False, slots=False)
 class WorkTime(LatencyModel):
-    """DistServe's times of a step, on so many GPUs."""
+    """DistServe's times of a step, on a number of GPUs."""
 
     name: ClassVar[str] = "worktime"
     gpus: int = 1
 
     def pieces(self, work):
-        """Return one line: prefill has no context, since nothing is cached or chunked."""
+        """Return one piece: prefill has no context, since nothing is cached or chunked."""
         if not work.decode:
             step, token, square = PREFILL[self.gpus]
             squares = 2 * work.attended_pairs[0] - work.prefill
@@ -64,7 +64,7 @@ class WorkTime(LatencyModel):
 
 
 def draw(quantiles, u):
-    """Return the length at `u`, between 0 and 1."""
+    """Return the length at quantile `u`, between 0 and 1."""
     place, part = divmod(u * (len(quantiles) - 1), 1)
     low, high = quantiles[int(place)], quantiles[min(int(place) + 1, len(quantiles) - 1)]
     return round(low + (high - low) * part)
@@ -85,10 +85,10 @@ def requests(count, rate):
 
 
 def attained(rate, prefill, decode, count=2000):
-    """Return the shares within 200 ms and 100 ms, at `rate` requests/s per GPU.
+    """Return the shares of TTFT within 200 ms and of TPOT within 100 ms.
 
-    `prefill` and `decode` are the GPUs of the replica that prefills, and of the one that
-    decodes; `count` is the number of requests.
+    `rate` is in requests/s per GPU. `prefill` and `decode` are the GPUs of the replica that
+    prefills, and of the one that decodes; `count` is the number of requests.
     """
 
     def parts(gpus):
@@ -112,7 +112,7 @@ def attained(rate, prefill, decode, count=2000):
         parse_view("index"),
         residency=False,
         phases={
-            # Its simulator moves K/V in no time.
+            # The simulator of DistServe transfers K/V in no time.
             "split": Split(1, 1, bandwidth=10**15, latency=0),
             "decode_router": LeastRequests(),
             "decode_view": parse_view("index"),
@@ -130,16 +130,16 @@ def attained(rate, prefill, decode, count=2000):
 
 
 def test_one_gpu_each_is_far_below():
-    """What keeps 1 + 1 GPU from the figure is the prefill: its decode has time to spare."""
+    """With one GPU each for prefill and decode the TPOT meets the target, the TTFT does not."""
     ttft, tpot = attained(FIGURE * 0.9, 1, 1)
     assert ttft < 0.9 < tpot
 
 
 @pytest.mark.slow
 def test_two_gpus_that_prefill_for_one_that_decodes():
-    """The rate per GPU that DistServe found best, within 10 %.
+    """Two GPUs that prefill and one that decodes attain DistServe's rate, within 10 %.
 
-    With fewer requests the decode batch has not grown to what it is in the long run.
+    With fewer requests the decode batch has not grown to its size in the long run.
     """
     assert min(attained(FIGURE * 0.9, 2, 1, 6000)) >= 0.9
     assert min(attained(FIGURE * 1.1, 2, 1, 6000)) < 0.9

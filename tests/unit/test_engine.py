@@ -1,4 +1,4 @@
-"""Runs on tensors: which tokens are computed, how texts end and are shared, what is refused."""
+"""Runs on tensors: the computed tokens, ends of texts, shared blocks, and refusals."""
 
 import os
 import subprocess
@@ -24,12 +24,12 @@ WORDS = list(range(100, 140))
 
 
 def text(name, tokens=10, output=6, **more):
-    """Return a request with tokens of its own, for blocks of 4."""
+    """Return a request with token ids, for blocks of 4."""
     return text_request(name, WORDS[:tokens], output=output, block_size=4, **more)
 
 
 def dense(tokens, output):
-    """Return what follows `tokens` where nothing is cached."""
+    """Return the tokens that follow `tokens` without a cache."""
     tokens, start = list(tokens), len(tokens)
     for _ in range(output):
         tokens.append(digest(tokens))
@@ -37,13 +37,13 @@ def dense(tokens, output):
 
 
 def test_a_text_is_continued():
-    """What comes out is what follows the text's own tokens."""
+    """The output of each text is what follows its own tokens without a cache."""
     run = compute([text("a"), text("b", 3, 9)])
     assert run.result.outputs == {"a": dense(WORDS[:10], 6), "b": dense(WORDS[:3], 9)}
 
 
 def test_a_text_has_the_keys_of_its_tokens():
-    """Two texts share the blocks in which they agree."""
+    """The keys of a text are computed from its tokens, so texts share a common prefix."""
     assert text("a", 9).keys == block_keys(WORDS[:9], 4)
     assert (
         compute([text("a", 9), text("b", 12, arrival=1000)]).result.cache.stats.hit_blocks == 2
@@ -51,21 +51,21 @@ def test_a_text_has_the_keys_of_its_tokens():
 
 
 def test_a_salt_keeps_texts_apart():
-    """Equal tokens of two tenants share nothing, and are computed twice."""
+    """Equal texts with different salts share no blocks and have equal outputs."""
     run = compute([text("a", salt="x"), text("b", salt="y", arrival=1000)])
     assert run.result.cache.stats.hit_blocks == 0
     assert run.result.outputs["a"] == run.result.outputs["b"]
 
 
 def test_no_output():
-    """A request that wants nothing gets its K/V computed, and no token."""
+    """A request without output has its prompt computed and generates no token."""
     run = compute([text("a", output=0), ask("b", output=0)])
     assert run.result.outputs == {"a": [], "b": []}
     assert run.of("FIRST_TOKEN") == []
 
 
 def test_equal_keys_are_equal_tokens():
-    """What two prompts share by their keys is computed once, and is the same for both."""
+    """Prompts with equal keys have equal tokens, and so equal outputs."""
     requests = [
         ask("a", 0, 12, keys=[1, 2, 3]),
         ask("b", 1000, 12, keys=[1, 2, 4]),
@@ -76,9 +76,9 @@ def test_equal_keys_are_equal_tokens():
 
 
 def test_known_output_is_forced():
-    """What comes after a request with output keys finds their blocks, and the same tokens.
+    """A prompt that contains the output keys of another request hits its generated blocks.
 
-    They were put there as the first request generated; the second has them in its prompt.
+    Its output is the same as if it had computed these blocks itself.
     """
     first = ask("a", 0, 6, 7, keys=[1], output_keys=[2, 3])
     later = ask("b", 10_000, 13, 2, keys=[1, 2, 3])
@@ -89,7 +89,7 @@ def test_known_output_is_forced():
 
 
 def test_samples_have_seeds_of_their_own():
-    """Seeds depend on that of the run and on the request, not on the batch."""
+    """The seed of a sample depends on the run and the request, not on the batch."""
     seen = {}
 
     class Watching(Exact):
@@ -104,7 +104,7 @@ def test_samples_have_seeds_of_their_own():
 
 
 def shared(**options):
-    """Run two texts that publish, the second the first and its answer."""
+    """Run two texts that publish; the second begins with the first and its answer."""
     answer = dense(WORDS[:10], 12)
     requests = [
         text("a", 10, 12, publish=True),
@@ -116,7 +116,7 @@ def shared(**options):
 
 
 def test_generated_blocks_are_shared():
-    """A text that publishes leaves its answer's blocks to the one that quotes it."""
+    """The blocks that a publishing text generates are hit by a text that quotes its answer."""
     run = shared()
     assert run.result.cache.stats.hit_blocks == 5
     assert run.result.outputs["b"] == dense(WORDS[:10] + dense(WORDS[:10], 12) + [1], 3)
@@ -127,7 +127,7 @@ def test_generated_blocks_are_shared():
 
 @pytest.mark.parametrize("prompt", [3, 4, 10])
 def test_keys_of_an_answer_hash_each_token_once(monkeypatch, prompt):
-    """They are those of the whole text, and do not cost a pass over it for every block."""
+    """The keys of an answer are those of the whole text, and each token is hashed once."""
     hashed = []
 
     def counted(ids, *arguments, **options):
@@ -163,7 +163,7 @@ def test_plain_python_needs_no_torch():
 
 
 def test_a_text_that_publishes_nothing():
-    """Without `publish` generated blocks stay private, and no keys are told."""
+    """Without `publish`, generated blocks stay private and the trace has no keys of them."""
     run = compute([text("a", 10, 12)])
     assert run.result.cache.tree.cached_blocks == 2
     assert not [line for line in run.lines if "output_keys" in line or line["event"] == "KEYS"]
@@ -172,7 +172,9 @@ def test_a_text_that_publishes_nothing():
 @pytest.mark.parametrize("blocks", [1000, 9])
 @pytest.mark.parametrize("scheduler", ["fcfs", "latest"])
 def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
-    """From its recording the simulator decides the same; but the keys are known beforehand.
+    """The simulator repeats the decisions of a recorded run.
+
+    It knows the keys of the outputs beforehand.
 
     With nine blocks jobs are preempted and computed again, generated blocks included.
     """
@@ -197,7 +199,7 @@ def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
 
 
 def test_a_text_ends_early():
-    """With `stop_at_eos` a text ends at any end token; the trace says how long it became."""
+    """With `stop_at_eos` a text ends at the first end token, and FINISH has its length."""
     requests = [text(number, 3 + number, 40) for number in range(12)]
     run = compute(
         requests, generator=Exact(ending=4), clock="wall", stop_at_eos=True, chunked=False
@@ -217,13 +219,13 @@ def test_a_text_ends_early():
 
 
 def test_the_first_token_ends_a_text():
-    """A text whose first token is the end has one token."""
+    """A text whose first token is an end token has one token."""
     run = compute([text("a")], generator=Exact(ending=100), clock="wall", stop_at_eos=True)
     assert run.result.outputs == {"a": [ENDS[0]]}
 
 
 def test_an_early_end_replays(tmp_path):
-    """The trace of such a run is sound."""
+    """The trace of a run with early ends passes `check_trace`."""
     path = tmp_path / "trace.jsonl"
     requests = [text(number, 3 + number, 40, publish=True) for number in range(12)]
     run = compute(requests, generator=Exact(ending=10), clock="wall", stop_at_eos=True)
@@ -233,7 +235,7 @@ def test_an_early_end_replays(tmp_path):
 
 @pytest.mark.parametrize(("output", "shared"), [(3, 0), (6, 1), (7, 1)])
 def test_an_early_end_shares_what_is_computed(output, shared):
-    """A block that the last token would fill has no key: the K/V of that is not computed."""
+    """A block that the last token fills is not shared: the K/V of that token is missing."""
 
     class Ends(Exact):
         def next(self, tokens):
@@ -248,7 +250,7 @@ def test_an_early_end_shares_what_is_computed(output, shared):
 
 
 def test_a_request_is_not_changed_by_a_run():
-    """Another model may answer it next: the keys are those of what that one says."""
+    """A run does not change its requests, so another model answers them like new ones."""
 
     class Other(Exact):
         def next(self, tokens):
@@ -263,7 +265,7 @@ def test_a_request_is_not_changed_by_a_run():
 
 
 def test_a_token_that_there_is_not():
-    """A text of another vocabulary is refused before anything is made of it."""
+    """A token that the vocabulary of the generator does not have is refused."""
     request = text_request("a", [1, 10_007], output=1, block_size=4)
     with pytest.raises(InputError, match="'a' has token 10007; the generator's are 0 to"):
         compute([request])
@@ -271,7 +273,7 @@ def test_a_token_that_there_is_not():
 
 @pytest.mark.parametrize("pieces", ["none", ((1.5, 0),)])
 def test_times_are_checked(pieces):
-    """A latency model that gives no time is named, as in a simulation."""
+    """A latency model with invalid times raises PolicyError with its name."""
 
     class Wrong(LatencyModel):
         name = "wrong"
@@ -284,13 +286,16 @@ def test_times_are_checked(pieces):
 
 
 def test_the_end_is_a_token_like_others():
-    """Without `stop_at_eos` the output has the length that was asked for."""
+    """Without `stop_at_eos` the output has the requested length, end tokens included."""
     run = compute([text("a")], generator=Exact(ending=100))
     assert run.result.outputs == {"a": [*ENDS] * 3}
 
 
 def test_the_wall_clock_measures(tmp_path):
-    """Every step is written down as `calibrate` reads it; the trace says whose time it is."""
+    """With the wall clock every step is measured and written as `calibrate` reads it.
+
+    The trace has the mode `wall`.
+    """
     ran = compute([text("a", 10, 4), text("b", 7, 2)], clock="wall", max_tokens=8, max_seqs=8)
     path = tmp_path / "steps.csv"
     with path.open("w") as file:
@@ -308,12 +313,12 @@ def test_the_wall_clock_measures(tmp_path):
 
 
 def test_the_model_clock_measures_nothing():
-    """There is nothing to calibrate by."""
+    """With the model clock no step is measured."""
     assert compute([text("a")]).result.steps == []
 
 
 def test_the_header_names_what_computes():
-    """Executor, generator and backend with their options."""
+    """The header has the executor, and generator and backend with their options."""
     header = orjson.loads(compute([text("a")]).trace.splitlines()[0])
     assert header["executor"] == "run"
     assert header["plugins"]["generator"] == {"name": "exact", "options": {"ending": 0}}
@@ -321,13 +326,13 @@ def test_the_header_names_what_computes():
 
 
 def test_two_runs_are_equal():
-    """The same bytes each time."""
+    """Two equal runs write the same trace."""
     requests = [text(number, 3 + number) for number in range(6)]
     assert compute(requests).trace == compute(requests).trace
 
 
 def test_stand_ins_notice():
-    """A K/V that was not stored since its slot was allocated cannot be read."""
+    """The fake backend `Slots` raises when a slot is read that was not stored."""
 
     class Forgetful(Slots):
         def store(self, layer, plan, keys, values):
@@ -339,29 +344,29 @@ def test_stand_ins_notice():
 
 
 class Broken(Slots):
-    """A backend that cannot attend."""
+    """A backend whose attention raises."""
 
     name = "broken"
 
     def attend(self, layer, plan, queries, **options):
-        """Fail."""
+        """Raise an exception."""
         return queries / 0
 
 
 def test_what_a_backend_raises_is_its_own():
-    """An error of the backend names the backend, though it comes up through the generator."""
+    """An exception of the backend names the backend, though the generator has called it."""
     with pytest.raises(PolicyError, match=r"backend plugin 'broken' .* in attend\(\)"):
         compute([text("a")], backend=Broken())
 
 
 class Endless(Exact):
-    """Has no token that ends a text."""
+    """A generator without a token that ends a text."""
 
     eos_token_ids = frozenset()
 
 
 def parts(**given):
-    """Return the arguments of a run that is in order but for what is given."""
+    """Return valid arguments of a run, some of them replaced by those given."""
     cache = KVCache(100, 4, eviction=build("lru"), ids=True)
     return {"cache": cache, "generator": Exact(), "backend": Slots(), "latency": Bent()} | given
 
@@ -382,13 +387,13 @@ def parts(**given):
     ],
 )
 def test_what_does_not_fit_is_refused(given, message):
-    """Each part that cannot be used is named, with what would do."""
+    """An invalid argument of `run` is refused with the valid ones."""
     with pytest.raises(InputError, match=message):
         run([text("a")], **parts(**given))
 
 
 def test_a_latent_is_refused():
-    """K/V that has no heads cannot lie in the blocks of a backend."""
+    """A model that stores a latent is refused, since its K/V has no heads."""
 
     class Latent(Exact):
         @property
@@ -401,7 +406,7 @@ def test_a_latent_is_refused():
 
 @pytest.mark.parametrize("kind", ["generator", "backend"])
 def test_what_is_in_use_is_refused(kind):
-    """A generator and a backend serve one run."""
+    """A generator or a backend that has served a run is refused in a second one."""
     used = parts()
     run([text("a")], **used)
     with pytest.raises(InputError, match=f"this {kind} plugin"):
@@ -410,7 +415,7 @@ def test_what_is_in_use_is_refused(kind):
 
 @pytest.mark.parametrize("wrong", [[], [None], [1, 2]])
 def test_a_generator_that_draws_wrongly(wrong):
-    """It is named, with what it returned and what was wanted."""
+    """A generator that returns a wrong number or type of tokens raises PolicyError."""
 
     class Wrong(Exact):
         def forward(self, step, attend):
@@ -421,6 +426,6 @@ def test_a_generator_that_draws_wrongly(wrong):
 
 
 def test_decided_leaves_out_the_frame():
-    """The comparison of traces sees all lines but the first and the last."""
+    """`decided` leaves out the first and the last line of a trace, and no other."""
     run = compute([text("a")])
     assert len(decided(run.trace)) == len(run.lines)

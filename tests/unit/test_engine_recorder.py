@@ -1,4 +1,4 @@
-"""What an engine does, as a trace: lines, odd engines, and files that cannot be written."""
+"""Recorded traces of an engine: their lines, wrong calls, and files that cannot be written."""
 
 import logging
 import os
@@ -52,7 +52,7 @@ def serve(recorder, name, keys, now, *, hit=0, evicted=(), close=True):
 
 
 def finish(recorder, path):
-    """Close a recording that agrees with its engine; return its lines and the report."""
+    """Close a recording without disagreements, and return its lines and its report."""
     recorder.close()
     assert recorder.failure is None
     assert not recorder.disagreements
@@ -62,18 +62,18 @@ def finish(recorder, path):
 
 
 def of(lines, *names):
-    """Return the lines of some events."""
+    """Return the lines of the named events."""
     return [line for line in lines if line["event"] in names]
 
 
 @pytest.fixture
 def path(tmp_path):
-    """Return where to record."""
+    """Return the path of the recording."""
     return tmp_path / "engine.jsonl"
 
 
 def test_the_header_names_the_engine_and_its_policy(path):
-    """What it is made of is that of the engine; times count from the first one."""
+    """The header has the engine and its plugins; times count from the first one."""
     recorder = make(path, policy="slru:protected=0.5")
     serve(recorder, "a", [1, 2], 5 * SECOND)
     lines, _ = finish(recorder, path)
@@ -86,7 +86,7 @@ def test_the_header_names_the_engine_and_its_policy(path):
 
 
 def test_the_lines_of_a_request(path):
-    """Each decision is a line, in the order of a kvcore run."""
+    """Each decision of an engine is a line, in the order of a kvcore run."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [1, 2, 3], 10, hit=2)
@@ -99,7 +99,7 @@ def test_the_lines_of_a_request(path):
 
 
 def test_blocks_leave_as_the_engine_says(path):
-    """The keys, in their order, whatever the policy would do; early ones are no question."""
+    """Blocks are evicted in the order of the engine, whatever its policy would evict."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [7, 8], 1)
@@ -116,7 +116,7 @@ def test_blocks_leave_as_the_engine_says(path):
 
 
 def test_a_duplicate_leaves_with_its_last_block(path):
-    """Two blocks of one key: the first that is evicted changes nothing."""
+    """A key with two blocks leaves the cache with the eviction of the second."""
     recorder = make(path)
     for name in "ab":
         recorder.request(ask(name, [1, 2]), 0)
@@ -132,7 +132,7 @@ def test_a_duplicate_leaves_with_its_last_block(path):
 
 
 def test_an_engine_that_frees_duplicates(path):
-    """With `duplicates=False` the first eviction of a key is that of its only block."""
+    """With `duplicates=False` a key leaves the cache with its first eviction."""
     recorder = make(path, duplicates=False)
     for name in "ab":
         recorder.request(ask(name, [1]), 0)
@@ -146,7 +146,10 @@ def test_an_engine_that_frees_duplicates(path):
 
 
 def test_what_follows_a_lost_block_leaves_with_it(path):
-    """Reason `gone`, deepest first, and no eviction; hit again, it counts as computed."""
+    """Blocks behind a lost one leave with the reason `gone`, which is no eviction.
+
+    If they are hit again, they count as computed.
+    """
     recorder = make(path)
     serve(recorder, "a", [1, 2, 3], 0)
     recorder.dropped(2, 1)
@@ -163,7 +166,7 @@ def test_what_follows_a_lost_block_leaves_with_it(path):
 
 
 def test_a_block_that_is_lost_in_use_leaves_afterwards(path):
-    """A trace has no victims in use; other requests hit less at once."""
+    """A block that is lost while in use leaves the trace when it is released."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0, close=False)
     recorder.dropped(1, 1)
@@ -176,7 +179,10 @@ def test_a_block_that_is_lost_in_use_leaves_afterwards(path):
 
 
 def test_an_engine_that_empties_its_cache(path):
-    """All leaves as `gone`, what is in use when it is free."""
+    """When an engine clears its cache, unused blocks leave at once and others when released.
+
+    Their reason is `gone`.
+    """
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [7], 1, close=False)
@@ -191,7 +197,7 @@ def test_an_engine_that_empties_its_cache(path):
 
 
 def test_expired_blocks_say_so(path):
-    """Under a policy with lifetimes, the engine drops what has expired."""
+    """Blocks that the engine drops as expired leave with the reason `expired`."""
     recorder = make(path, policy="ttl:ttl=1")
     serve(recorder, "a", [1], 0)
     recorder.dropped(1, 2 * SECOND, "expired")
@@ -200,7 +206,7 @@ def test_expired_blocks_say_so(path):
 
 
 def test_a_request_that_skips_the_cache(path):
-    """It hits less than is cached, and uses what it computes again."""
+    """A request may hit fewer blocks than are cached, and computes the others again."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [1, 2], 1, hit=1)
@@ -211,7 +217,10 @@ def test_a_request_that_skips_the_cache(path):
 
 
 def test_a_preempted_request_finds_its_output_again(path):
-    """Keys of generated blocks are lines, and part of the requests of the trace."""
+    """A preempted request hits the blocks that it generated.
+
+    Their keys are in the trace and in the requests read from it.
+    """
     recorder = make(path)
     recorder.request(ask("a", [1], output=20), 0)
     recorder.opened("a", hit=0, blocks=2, now=1)
@@ -232,7 +241,7 @@ def test_a_preempted_request_finds_its_output_again(path):
 
 
 def test_requests_end_in_any_state(path):
-    """Waiting, halfway through the prompt, preempted before or after the first token."""
+    """A request may end while it waits, in its prompt, or preempted, with or without output."""
     recorder = make(path)
     recorder.request(ask("waits", [1]), 0)
     recorder.closed("waits", 1, output=0)
@@ -249,7 +258,7 @@ def test_requests_end_in_any_state(path):
 
 
 def test_an_id_that_comes_again_gets_a_number(path):
-    """A trace has every id once."""
+    """A request whose id was used before gets an id with a number."""
     recorder = make(path)
     serve(recorder, "a", [1], 0)
     serve(recorder, "a", [1], 1, hit=1)
@@ -258,7 +267,7 @@ def test_an_id_that_comes_again_gets_a_number(path):
 
 
 def test_what_is_open_at_the_end_is_closed(path):
-    """Requests that run or wait, and a second close that does nothing."""
+    """Closing a recording closes its requests; further calls do nothing."""
     recorder = make(path)
     serve(recorder, "a", [1], 0, close=False)
     recorder.request(ask("b", [2]), 1)
@@ -269,7 +278,7 @@ def test_what_is_open_at_the_end_is_closed(path):
 
 
 def test_the_requests_run_again_from_a_recording(path):
-    """The workload of a recording has the requests as they were, by their arrival."""
+    """The workload of a recording has its requests, ordered by arrival."""
     recorder = make(path)
     for now, name in enumerate("ab"):
         serve(recorder, name, [1, 2], now * SECOND, hit=2 * now)
@@ -303,7 +312,10 @@ def serial(path, policy, *, blocks=24):
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
 def test_the_calls_of_an_engine_are_made_again(path, tmp_path, policy):
-    """With nothing different nothing differs; with its policy, an engine is another one."""
+    """A what-if without changes repeats the evictions of the engine.
+
+    With another policy it repeats those of an engine with that policy.
+    """
     engine = serial(path, policy)
     again = tmp_path / "again.jsonl"
     same = whatif(path, export=again)
@@ -317,7 +329,7 @@ def test_the_calls_of_an_engine_are_made_again(path, tmp_path, policy):
 
 
 def test_calls_that_do_not_fit_are_refused(path):
-    """A smaller cache has no room for what was in use at once; and one cache is no cluster."""
+    """A what-if with too few blocks, or with replicas, is refused for an engine's recording."""
     serial(path, "lru")
     with pytest.raises(InputError, match=r"the engine had more in use .* give more blocks"):
         whatif(path, blocks=4)
@@ -339,7 +351,7 @@ def test_calls_that_do_not_fit_are_refused(path):
     ],
 )
 def test_a_disagreement_is_counted_and_logged_once(path, caplog, kind, wrong):
-    """The recording goes on, and replays."""
+    """A disagreement with the engine is counted and logged once, and the trace is valid."""
     recorder = make(path)
     serve(recorder, "a", [1, 2, 3], 0)
     wrong(recorder)
@@ -353,7 +365,10 @@ def test_a_disagreement_is_counted_and_logged_once(path, caplog, kind, wrong):
 
 
 def test_where_the_trace_has_no_room_it_ends(path, caplog):
-    """What was recorded until then stays as `.part`, and can be read."""
+    """A recording ends at a request for which it has no blocks.
+
+    The lines before it stay in the `.part` file.
+    """
     recorder = make(path)
     serve(recorder, "a", [1], 0)
     recorder.request(ask("b", range(20)), 1)
@@ -368,7 +383,7 @@ def test_where_the_trace_has_no_room_it_ends(path, caplog):
 
 @pytest.mark.parametrize("folder", ["missing", "/dev/null"])
 def test_a_path_that_cannot_be_written(tmp_path, caplog, folder):
-    """One line in the log; the engine hears nothing."""
+    """A path that cannot be written is logged once and raises nothing."""
     recorder = make(tmp_path / folder / "engine.jsonl")
     serve(recorder, "a", [1], 0)
     recorder.close()
@@ -389,7 +404,7 @@ def test_a_full_disk(caplog):
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 def test_a_killed_engine_leaves_what_happened(tmp_path, suffix):
-    """All up to a few seconds before is in `.part`, compressed or not."""
+    """A killed engine leaves all but its last seconds in `.part`, compressed or not."""
     path = tmp_path / f"engine.jsonl{suffix}"
     recorder = make(path)
     serve(recorder, "a", [1], 0)
@@ -403,7 +418,7 @@ def test_a_killed_engine_leaves_what_happened(tmp_path, suffix):
 
 
 def test_a_recording_is_closed_at_exit(tmp_path):
-    """A process that ends without closing it leaves a whole file."""
+    """A process that exits without closing its recording leaves a complete trace."""
     program = (
         "from kvcore import Request; from kvcore.hosting import EngineRecorder\n"
         "from kvcore_plugins.eviction import LRU\n"
@@ -415,7 +430,7 @@ def test_a_recording_is_closed_at_exit(tmp_path):
 
 
 def test_a_forked_child_leaves_the_file_alone(path, monkeypatch):
-    """Its exit does not end the recording of its parent."""
+    """The exit of a forked child does not end the recording of its parent."""
     recorder = make(path)
     serve(recorder, "a", [1], 0)
     monkeypatch.setattr(os, "getpid", lambda: -1)
@@ -426,7 +441,7 @@ def test_a_forked_child_leaves_the_file_alone(path, monkeypatch):
 
 
 def test_only_an_engine_loses_blocks(path):
-    """A trace of kvcore's own has no EVICT with the reason `gone`."""
+    """EVICT with the reason `gone` is an error in a trace whose header names no engine."""
     recorder = make(path)
     serve(recorder, "a", [1], 0)
     recorder.dropped(1, 1)
@@ -438,7 +453,10 @@ def test_only_an_engine_loses_blocks(path):
 
 
 def test_a_digest_knows_blocks_by_their_keys():
-    """An int is its 16 bytes; text is 32 hex digits; names of generated blocks are left out."""
+    """In a digest an int key equals its 16 bytes and its 32 hex digits.
+
+    Names of generated blocks are left out.
+    """
     digests = [EvictionDigest() for _ in range(3)]
     for digest, key in zip(
         digests, (258, (258).to_bytes(16, "big"), f"{258:032x}"), strict=True

@@ -1,4 +1,4 @@
-"""The engine on torch: what is shared, evicted, preempted and computed again is right."""
+"""The engine on torch: outputs are right despite sharing, eviction and preemption."""
 
 import math
 
@@ -21,7 +21,7 @@ BACKENDS = PLUGINS.names("backend")
 
 
 def backend_of(name):
-    """Return a backend in which everything is NaN until it is stored, in every step."""
+    """Return a backend in which K/V is NaN until it is stored, in every step."""
     cls = PLUGINS.get("backend", name)
     if cls.unavailable():
         pytest.skip(cls.unavailable())
@@ -44,7 +44,7 @@ def backend_of(name):
 
 
 def requests(count=14):
-    """Return requests that share prefixes, and want more than a small pool has."""
+    """Return requests that share prefixes and need more blocks than a small pool has."""
     return [
         ask(
             number,
@@ -72,7 +72,7 @@ def requests(count=14):
     ids=["preempting", "evicting", "planning"],
 )
 def test_crowded_is_alone(generator, backend, options):
-    """In double precision each output is that of a server with nobody else, and room."""
+    """In fp64 each output of a crowded server is that of a server with one request."""
     crowded = compute(
         requests(),
         generator=PLUGINS.build("generator", generator),
@@ -93,7 +93,7 @@ def test_crowded_is_alone(generator, backend, options):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_decisions_on_torch(backend):
-    """The trace is the simulator's."""
+    """The decisions of a run on torch are those of the simulator."""
     options = {"blocks": 16, "max_tokens": 8, "max_seqs": 4}
     run = compute(
         requests(),
@@ -108,7 +108,10 @@ def test_decisions_on_torch(backend):
 
 @pytest.mark.parametrize("lengths", [(2, 3, 1), (3, 2, 1), (5, 3, 2)])
 def test_a_prompt_of_less_than_a_block_may_return_with_keys(tmp_path, lengths):
-    """Preempted when it has generated the rest of a block, it misses that as `partial`."""
+    """A prompt shorter than a block that returns with a full one misses it as `partial`.
+
+    It was preempted when it had generated the rest of the block.
+    """
     texts = [
         " ".join(f"word{number}{place}" for place in range(length))
         for number, length in enumerate(lengths)

@@ -15,7 +15,7 @@ FREE = "tcp://127.0.0.1:*"
 
 
 class Listener:
-    """Hears `count` items of a publisher on a thread of its own."""
+    """A subscriber on its own thread that receives `count` items of a publisher."""
 
     def __init__(self, publisher, count, **options):
         server = Server(address=publisher.address, replay=publisher.replay, **options)
@@ -24,12 +24,12 @@ class Listener:
         self.thread.start()
 
     def listen(self, server, count):
-        """Hear them, and go: what the thread does."""
+        """Receive the items and disconnect, on the thread."""
         with Subscriber(server) as subscriber:
             self.items += islice(subscriber.items(PATIENCE), count)
 
     def heard(self, publisher):
-        """Return what it has heard, once it has gone."""
+        """Return the received items when the subscriber has disconnected."""
         while publisher.subscribers:
             publisher.serve(0.01)
         self.thread.join()
@@ -37,7 +37,7 @@ class Listener:
 
 
 def test_what_is_published_is_heard():
-    """Batches of before and after someone came are heard, in order and each once."""
+    """A subscriber receives earlier and later batches in order, each once."""
     with Publisher(FREE, FREE) as publisher:
         assert [publisher.publish(b"a"), publisher.publish(b"b")] == [0, 1]
         listener = Listener(publisher, 4)
@@ -53,7 +53,7 @@ def test_what_is_published_is_heard():
 
 
 def test_as_many_as_the_buffer_holds_can_be_had_again():
-    """Older batches than the buffer holds are gone, and found missing."""
+    """Batches that the replay buffer no longer holds are reported as a gap."""
     with Publisher(FREE, FREE, buffer=2) as publisher:
         for payload in (b"a", b"b", b"c"):
             publisher.publish(payload)
@@ -65,7 +65,7 @@ def test_as_many_as_the_buffer_holds_can_be_had_again():
 
 
 def test_without_a_replay_address_nothing_can_be_had_again():
-    """A publisher without one says so, and what was before is a gap."""
+    """Without a replay address, earlier batches are reported as a gap."""
     with Publisher(FREE) as publisher:
         assert publisher.replay is None
         publisher.publish(b"a")
@@ -78,7 +78,7 @@ def test_without_a_replay_address_nothing_can_be_had_again():
 
 
 def test_a_slow_listener_loses_nothing():
-    """Far more batches than all queues hold arrive, none of them as a replay."""
+    """A slow subscriber receives all batches, far more than the queues hold."""
     with Publisher(FREE) as publisher:
         listener = Listener(publisher, 5_000, queue_bytes=1)
         assert publisher.wait_for(1, PATIENCE)
@@ -88,7 +88,7 @@ def test_a_slow_listener_loses_nothing():
 
 
 def test_a_request_that_is_none_is_not_answered():
-    """Who asks for something else than a number gets nothing; the next one is answered."""
+    """A malformed replay request is not answered; the next valid one is."""
     with (
         Publisher("inproc://live", "inproc://again", context=(context := zmq.Context())) as it,
         context,
@@ -106,7 +106,7 @@ def test_a_request_that_is_none_is_not_answered():
 
 
 def test_handing_out_waits_for_the_first_and_the_last():
-    """All payloads go to who comes first, and replays are answered until they have gone."""
+    """`serve_all` waits for the first subscriber and answers replays until the last leaves."""
     with Publisher(FREE, FREE) as publisher:
         listener = Listener(publisher, 3)
         assert publisher.serve_all(iter([b"a", b"b", b"c"])) == 3
@@ -116,13 +116,13 @@ def test_handing_out_waits_for_the_first_and_the_last():
 
 
 def test_waiting_for_listeners_ends():
-    """Nobody comes: `wait_for` says so after the time given."""
+    """`wait_for` returns False if no subscriber connects within the time."""
     with Publisher(FREE) as publisher:
         assert not publisher.wait_for(1, 0.01)
 
 
 def test_an_address_in_use_is_refused():
-    """Where another publishes already, the error says where, and nothing stays open."""
+    """An address that is in use is refused, and the error names it."""
     with (
         Publisher(FREE) as publisher,
         pytest.raises(InputError, match=f"cannot publish at {publisher.address}: Address"),

@@ -16,14 +16,14 @@ PATIENCE = 20
 
 @pytest.fixture
 def engine():
-    """Return an engine that listens at free ports."""
+    """Yield an engine that publishes at free ports."""
     with Engine() as engine:
         yield engine
 
 
 @pytest.fixture
 def listen():
-    """Return a function that subscribes to an engine and waits until it knows."""
+    """Yield a function that subscribes to an engine and waits until the engine knows."""
     with ExitStack() as stack:
 
         def listen(engine, **options):
@@ -37,7 +37,7 @@ def listen():
 
 @contextmanager
 def router():
-    """Yield a ROUTER socket and its address, at which nobody answers."""
+    """Yield a ROUTER socket that does not answer, and its address."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger = 0
         yield socket, f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
@@ -51,9 +51,9 @@ def heard(subscriber, count):
 
 
 def restart(engine, subscriber):
-    """Let an engine die and start again, and a subscriber find it again."""
+    """Restart an engine, and wait until a subscriber has found it again."""
     engine.restart()
-    # Only while it is asked for items does a subscriber subscribe again.
+    # A subscriber subscribes again only while its items are read.
     for _ in range(PATIENCE * 100):
         assert not list(subscriber.items(0.01))
         if engine.pub.poll(0):
@@ -62,7 +62,7 @@ def restart(engine, subscriber):
 
 
 def test_live_batches_come_in_order(engine, listen):
-    """What is published while one listens is heard, as it was sent."""
+    """Batches that are published during a subscription are delivered in order."""
     subscriber = listen(engine)
     for payload in (b"a", b"b", b"c"):
         engine.publish(payload)
@@ -75,7 +75,7 @@ def test_live_batches_come_in_order(engine, listen):
 
 
 def test_what_was_before_is_asked_for(engine, listen):
-    """A late listener gets what the publisher keeps, though nothing new is published."""
+    """A late subscriber gets the batches that the publisher keeps, without a new batch."""
     engine.publish(b"a", heard=False)
     engine.publish(b"b", heard=False)
     assert heard(listen(engine), 2) == [
@@ -85,7 +85,7 @@ def test_what_was_before_is_asked_for(engine, listen):
 
 
 def test_without_replay_what_was_before_is_a_gap(engine, listen):
-    """With nobody to ask, a late listener is told what it has missed."""
+    """Without a replay address, batches before the subscription are reported as a gap."""
     engine.publish(b"a", heard=False)
     subscriber = listen(engine, replay=None)
     engine.publish(b"b")
@@ -95,7 +95,7 @@ def test_without_replay_what_was_before_is_a_gap(engine, listen):
 
 
 def test_dropped_batches_are_asked_for(engine, listen):
-    """Batches that were lost on the way are asked for, from the first, and come in order."""
+    """Batches that were dropped on the way are requested again and delivered in order."""
     subscriber = listen(engine)
     engine.publish(b"a")
     assert heard(subscriber, 1) == [Delivery(0, 0, b"a", replayed=True)]
@@ -108,7 +108,7 @@ def test_dropped_batches_are_asked_for(engine, listen):
 
 
 def test_what_comes_live_during_a_replay_counts_once(engine, listen):
-    """A replay also brings what comes by itself as well: each batch is heard once."""
+    """A batch that comes live and in a replay is delivered once."""
     subscriber = listen(engine)
     engine.publish(b"a", heard=False)
     for payload in (b"b", b"c", b"d"):
@@ -121,7 +121,7 @@ def test_what_comes_live_during_a_replay_counts_once(engine, listen):
 
 
 def test_what_is_not_kept_any_more_is_a_gap(listen):
-    """Of batches that were lost, those that the publisher has dropped are told as lost."""
+    """Lost batches that the publisher no longer keeps are reported as a gap."""
     with Engine(buffer=2) as engine:
         for payload in (b"a", b"b", b"c"):
             engine.publish(payload, heard=False)
@@ -131,7 +131,7 @@ def test_what_is_not_kept_any_more_is_a_gap(listen):
 
 
 def test_a_hole_in_an_answer_is_asked_for_again(engine, listen):
-    """An answer that lacks batches in its middle, dropped on the way, is asked for again."""
+    """Batches that are missing in the middle of a replay are requested again."""
     engine.holes = [{1, 2}]
     for payload in (b"a", b"b", b"c", b"d"):
         engine.publish(payload, heard=False)
@@ -141,7 +141,7 @@ def test_a_hole_in_an_answer_is_asked_for_again(engine, listen):
 
 
 def test_a_replay_that_nobody_answers_leaves_a_gap(engine, listen):
-    """Where the replay address is silent, the gap says so, and listening goes on."""
+    """A replay address that does not answer leaves a gap, and live batches are delivered."""
     with router() as (_, replay):
         engine.publish(b"a", heard=False)
         subscriber = listen(engine, replay=replay, replay_timeout=0.01)
@@ -153,7 +153,7 @@ def test_a_replay_that_nobody_answers_leaves_a_gap(engine, listen):
 
 @pytest.mark.parametrize("answer", [[b"what?"], [b"", b"short", b"x"], [b""] * 6])
 def test_a_replay_of_garbage_leaves_a_gap(engine, listen, answer):
-    """Where the replay address answers with something else, the gap says so."""
+    """An invalid answer from the replay address leaves a gap with that reason."""
     with router() as (odd, replay):
 
         def respond():
@@ -171,14 +171,14 @@ def test_a_replay_of_garbage_leaves_a_gap(engine, listen, answer):
 
 
 def test_answers_without_a_topic_are_read(listen):
-    """Servers that leave the topic out of a replay are understood."""
+    """Answers to a replay without a topic frame are read."""
     with Engine(replay_frames=3, topic=b"kv") as engine:
         engine.publish(b"a", heard=False)
         assert heard(listen(engine), 1) == [Delivery(0, 0, b"a", replayed=True)]
 
 
 def test_a_restart_is_told_and_counts_from_zero(engine, listen):
-    """A publisher that dies and comes back at its address begins anew, in full."""
+    """A restart of the publisher is reported, and its batches are numbered from 0 again."""
     subscriber = listen(engine)
     for payload in (b"a", b"b"):
         engine.publish(payload)
@@ -194,7 +194,7 @@ def test_a_restart_is_told_and_counts_from_zero(engine, listen):
 
 
 def test_a_restart_that_has_overtaken_is_told(engine, listen):
-    """A new life whose first batch to be heard is the one expected of the old is found out."""
+    """A restart is found even if its first live batch has the number that was expected."""
     subscriber = listen(engine)
     engine.publish(b"a")
     heard(subscriber, 1)
@@ -209,7 +209,7 @@ def test_a_restart_that_has_overtaken_is_told(engine, listen):
 
 
 def test_a_restart_before_anything_came_live_is_told(engine, listen):
-    """Numbers that a replay brought, with other bytes, are of a new life."""
+    """A restart is found when a replayed number comes live with other bytes."""
     for payload in (b"a", b"b"):
         engine.publish(payload, heard=False)
     subscriber = listen(engine)
@@ -234,7 +234,7 @@ def test_a_restart_before_anything_came_live_is_told(engine, listen):
     ],
 )
 def test_garbage_is_told_and_skipped(engine, listen, frames, reason):
-    """A message that is no batch is reported, and what follows is heard."""
+    """A message that is not a batch is reported, and later batches are delivered."""
     subscriber = listen(engine)
     engine.pub.send_multipart(frames)
     engine.publish(b"a")
@@ -244,7 +244,7 @@ def test_garbage_is_told_and_skipped(engine, listen, frames, reason):
 
 
 def test_only_the_topic_asked_for(listen):
-    """Batches of topics that do not begin as asked are not heard, live or replayed."""
+    """Only batches whose topic has the given prefix are delivered, live or replayed."""
     with Engine() as engine:
         for topic in (b"kv@a", b"other", b"kv@b"):
             engine.topic = topic
@@ -259,7 +259,7 @@ def test_only_the_topic_asked_for(listen):
 
 
 def test_each_rank_counts_for_itself():
-    """Several publishers are heard at addresses in a row, each with its own numbers."""
+    """Each rank publishes at the next address and numbers its own batches."""
     with (
         zmq.Context() as context,
         Engine("inproc://kv", "inproc://again", context=context) as first,
@@ -277,12 +277,12 @@ def test_each_rank_counts_for_itself():
 
 
 def test_listening_ends_in_time(engine, listen):
-    """`items` ends after the seconds given, though nothing was heard."""
+    """`items` ends after the given seconds, even if nothing was received."""
     assert list(listen(engine).items(0.01)) == []
 
 
 def test_listening_can_be_stopped(engine, listen):
-    """`stop` ends `items` though more could come, even while an answer is waited for."""
+    """`stop` ends `items`, even while it waits for a replay."""
     with router() as (silent, replay):
 
         def stop():
@@ -298,7 +298,7 @@ def test_listening_can_be_stopped(engine, listen):
 
 @pytest.fixture
 def local():
-    """Return an engine and a subscriber of one context: what is published is there at once."""
+    """Yield an engine and a subscriber in one context, where batches arrive at once."""
     with (
         zmq.Context() as context,
         Engine("inproc://kv", "inproc://again", context=context) as it,
@@ -310,7 +310,7 @@ def local():
 
 
 def test_what_was_received_is_drained(local):
-    """At the end all that has come is yielded, and nothing that comes later."""
+    """`drain` yields all received batches and leaves the subscriber stopped."""
     engine, subscriber = local
     for _ in range(50):
         engine.publish(b"x" * 1000)
@@ -319,7 +319,7 @@ def test_what_was_received_is_drained(local):
 
 
 def test_what_there_is_no_time_for_is_a_gap(local):
-    """What was received and cannot be read in time is told as one gap."""
+    """Received batches that cannot be read in time are reported as one gap."""
     engine, subscriber = local
     for _ in range(50):
         engine.publish(b"x" * 1000)
@@ -330,7 +330,7 @@ def test_what_there_is_no_time_for_is_a_gap(local):
 
 
 def test_no_more_bytes_are_held_than_asked_for(local):
-    """While the reader is busy a few batches are received; the others are not lost."""
+    """While its reader is busy a subscriber holds only a few batches, and loses none."""
     engine, subscriber = local
     for _ in range(50):
         engine.publish(b"x" * 1000)
@@ -342,7 +342,7 @@ def test_no_more_bytes_are_held_than_asked_for(local):
 
 @pytest.fixture
 def endless():
-    """Return the address of a replay that never ends."""
+    """Yield the address of a replay that never ends."""
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         socket.linger, socket.sndhwm, socket.router_mandatory = 0, 10, 1
         port = socket.bind_to_random_port("tcp://127.0.0.1")
@@ -365,7 +365,7 @@ def endless():
 
 
 def test_a_replay_without_end_ends_in_time(engine, listen, endless):
-    """The deadline counts during a replay, too; another call goes on where it was."""
+    """`items` ends in time during a replay, and the next call continues with it."""
     subscriber = listen(engine, replay=endless)
     items = [item for _ in range(4) for item in subscriber.items(0.1)]
     items += subscriber.drain(0.1)
@@ -377,7 +377,7 @@ def test_a_replay_without_end_ends_in_time(engine, listen, endless):
 
 
 def test_a_host_that_is_none_is_told(monkeypatch):
-    """A name that nobody knows is an error: ZMQ would look for it forever."""
+    """An unknown host is refused at once; ZMQ would look it up forever."""
 
     def unknown(*_):
         raise OSError(-2, "Name or service not known")
@@ -389,7 +389,7 @@ def test_a_host_that_is_none_is_told(monkeypatch):
 
 
 def test_ranks_beyond_what_can_be_opened_are_refused():
-    """More ranks than there can be sockets are an error with the first that is too many."""
+    """More ranks than sockets are refused with the first rank that cannot be opened."""
     with pytest.raises(
         InputError, match=r"cannot listen to rank \d+ at ipc://x_dp\d+: Too many"
     ):
@@ -407,14 +407,14 @@ def test_ranks_beyond_what_can_be_opened_are_refused():
     ],
 )
 def test_addresses_that_are_none_are_refused(options, complaint):
-    """An address that cannot be connected to is refused at once, with what would be one."""
+    """An address to which one cannot connect is refused with the reason."""
     with pytest.raises(InputError, match="address") as error:
         Subscriber(Server(**options))
     assert complaint in str(error.value)
 
 
 def test_without_pyzmq_the_extra_is_named(monkeypatch):
-    """Where pyzmq is missing, the error says what to install."""
+    """Without pyzmq the error names the extra to install."""
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[events\]'"):
         Subscriber(Server(address="tcp://127.0.0.1:5557"))

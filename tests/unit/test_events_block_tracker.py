@@ -15,7 +15,7 @@ SECOND = 1.0
 
 
 def follow(*batches, **options):
-    """Return a tracker that has followed `batches`, numbered from 0."""
+    """Return a tracker that has applied `batches`, numbered from 0."""
     tracker = BlockTracker(**options)
     for seq, each in enumerate(batches):
         tracker.apply(each, seq)
@@ -23,19 +23,19 @@ def follow(*batches, **options):
 
 
 def held(tracker):
-    """Return the resident hashes with their multiplicities, wherever they are."""
+    """Return the resident hashes with their multiplicities, in all locations."""
     return {key: n for blocks in tracker.resident().values() for key, n in blocks.items()}
 
 
 def test_stored_is_resident_until_removed():
-    """Blocks are there from being stored to being removed."""
+    """Blocks are resident from their store to their removal."""
     tracker = follow(batch(stored(1, 2, 3)), batch(removed(3)))
     assert held(tracker) == {1: 1, 2: 1}
     assert (tracker.stored, tracker.removed, sum(tracker.anomalies.values())) == (3, 1, 0)
 
 
 def test_stored_twice_must_be_removed_twice():
-    """A hash stored again is another copy: one removal leaves it resident."""
+    """A hash that was stored twice is still resident after one removal."""
     tracker = follow(batch(stored(1), stored(1)), batch(removed(1)))
     assert held(tracker) == {1: 1}
     assert (tracker.stored, tracker.stored_again, tracker.removed) == (1, 1, 0)
@@ -44,20 +44,20 @@ def test_stored_twice_must_be_removed_twice():
 
 
 def test_full_reports_are_reuse():
-    """In full-report mode what is stored again is a reuse, and one removal takes it out."""
+    """In full-report mode a second store is a reuse, and one removal removes the block."""
     tracker = follow(batch(stored(1), stored(1, 2)), batch(removed(1)), full=True)
     assert held(tracker) == {2: 1}
     assert (tracker.stored, tracker.reused, tracker.stored_again) == (2, 1, 0)
 
 
 def test_an_origin_says_reuse():
-    """A run whose origin is REUSED is no other copy, whatever the mode."""
+    """A store with the origin REUSED is a reuse, whatever the mode."""
     tracker = follow(batch(stored(1), stored(1, more={"origin": "REUSED"})))
     assert (held(tracker), tracker.reused) == ({1: 1}, 1)
 
 
 def test_tiers_ranks_and_groups_are_apart():
-    """One hash may be in several places, and leaves each by itself."""
+    """A hash can be in several tiers, ranks and groups, and is removed from each by itself."""
     tracker = follow(
         EventBatch(0.0, (stored(1, medium="GPU"), stored(1, medium="CPU")), 0),
         EventBatch(0.0, (stored(1, medium="GPU", group=1),), 0),
@@ -70,13 +70,13 @@ def test_tiers_ranks_and_groups_are_apart():
 
 
 def test_removal_without_a_tier_finds_the_block():
-    """A removal that names no tier takes the block from the one that has it."""
+    """A removal without a tier removes the block from the tier that has it."""
     tracker = follow(batch(stored(1, medium="GPU"), removed(1)))
     assert (held(tracker), tracker.anomalies["never_stored"]) == ({}, 0)
 
 
 def test_removals_of_nothing_are_told():
-    """A removal of a block that is not there is counted, with its place."""
+    """The removal of a block that is not resident is an anomaly with its place."""
     tracker = follow(batch(stored(1)), batch(stored(2), removed(9)))
     assert tracker.anomalies["never_stored"] == 1
     [found] = tracker.examples
@@ -84,13 +84,13 @@ def test_removals_of_nothing_are_told():
 
 
 def test_unknown_parents_are_told():
-    """A run below a block that is not resident is counted, and is resident."""
+    """A store below a parent that is not resident is an anomaly; its block is resident."""
     tracker = follow(batch(stored(2, parent=1)))
     assert (tracker.anomalies["unknown_parent"], held(tracker)) == (1, {2: 1})
 
 
 def test_a_block_that_is_still_elsewhere_keeps_its_meaning():
-    """Gone from one tier, a hash of other tokens is a collision while another tier has it."""
+    """A hash with other tokens is a collision as long as one tier still has the hash."""
     there = stored(1, medium="GPU"), stored(1, medium="CPU")
     other = stored(1, medium="GPU", size=2)
     tracker = follow(batch(*there, removed(1, medium="GPU"), other))
@@ -100,7 +100,10 @@ def test_a_block_that_is_still_elsewhere_keeps_its_meaning():
 
 
 def test_collisions_are_told():
-    """A hash under another parent, or of other tokens, is a collision; a new life is none."""
+    """A resident hash with another parent or other tokens is a collision.
+
+    After its removal the same hash is none.
+    """
     other = stored(1, size=2)
     tracker = follow(batch(stored(1, 2)), batch(stored(2)), batch(other))
     assert tracker.anomalies["collision"] == 2
@@ -113,32 +116,32 @@ def test_collisions_are_told():
 
 
 def test_a_clear_forgets_what_hashes_mean():
-    """What was dropped may come again with other tokens."""
+    """After a clear, a hash may come again with other tokens."""
     tracker = follow(batch(stored(1), AllBlocksCleared(), stored(1, size=2)))
     assert (tracker.anomalies["collision"], held(tracker)) == (0, {1: 1})
 
 
 def test_a_clock_that_goes_back_is_no_restart():
-    """A number that was passed is replayed unless its time is later than all before it."""
+    """A repeated number is a replay unless its time is later than all times before."""
     tracker = follow(batch(ts=1.0), batch(ts=9.0), batch(ts=3.0))
     tracker.apply(batch(ts=5.0), 0)
     assert (tracker.replayed, tracker.restarts) == (1, 0)
 
 
 def test_repeated_hashes_are_told():
-    """An event that has a hash twice is counted."""
+    """An event that has a hash twice is an anomaly."""
     assert follow(batch(stored(1, 1))).anomalies["repeated"] == 1
 
 
 def test_unread_events_are_told():
-    """An event that could not be read is counted, with its reason."""
+    """An event that could not be read is an anomaly with its reason."""
     tracker = follow(batch(UnparsedEvent(7, "events[0] must be a map")))
     assert tracker.anomalies["unread"] == 1
     assert tracker.examples[0].what == "events[0] must be a map"
 
 
 def test_clear_drops_a_rank():
-    """A clear drops what its rank holds, and nothing of the others."""
+    """A clear drops the blocks of its rank and of no other."""
     tracker = BlockTracker()
     tracker.apply(EventBatch(0.0, (stored(1, 2),), 0))
     tracker.apply(EventBatch(0.0, (stored(3),), 1))
@@ -147,7 +150,7 @@ def test_clear_drops_a_rank():
 
 
 def test_replayed_batches_count_once():
-    """A number that was passed is ignored, if its time was, too."""
+    """A batch whose number and time were passed is ignored."""
     first, second = batch(stored(1), ts=1.0), batch(stored(2), ts=2.0)
     tracker = follow(first, second)
     assert not tracker.apply(first, 0)
@@ -156,7 +159,7 @@ def test_replayed_batches_count_once():
 
 
 def test_gaps_are_told():
-    """Numbers that are left out are a gap, per publisher."""
+    """Missing numbers of a publisher are a gap."""
     tracker = BlockTracker()
     for publisher, seq in (("a", 0), ("b", 7), ("a", 3), ("b", 8)):
         tracker.apply(batch(), seq, publisher)
@@ -164,7 +167,7 @@ def test_gaps_are_told():
 
 
 def test_a_told_gap_is_not_told_twice():
-    """After a gap that the transport reports, the next number is none."""
+    """A gap that the transport has reported is not counted again."""
     tracker = follow(batch())
     tracker.record_gap(None, 1, 4)
     tracker.apply(batch(), 5)
@@ -172,14 +175,14 @@ def test_a_told_gap_is_not_told_twice():
 
 
 def test_a_restart_forgets():
-    """A lower number with a later time is a new life: what the old one held is gone."""
+    """A lower number with a later time is a restart, and drops all blocks before it."""
     tracker = follow(batch(stored(1), ts=1.0), batch(stored(2), ts=2.0))
     assert tracker.apply(batch(stored(3), ts=9.0), 0)
     assert (held(tracker), tracker.restarts, tracker.forgotten) == ({3: 1}, 1, 2)
 
 
 def test_a_restart_may_begin_with_a_gap():
-    """The new life's first batches may be lost, too."""
+    """If the first batches after a restart are missing, they are a gap."""
     tracker = BlockTracker()
     for seq in range(5):
         tracker.apply(batch(ts=seq), seq)
@@ -188,7 +191,7 @@ def test_a_restart_may_begin_with_a_gap():
 
 
 def test_levels_move_blocks():
-    """An update of the level moves a block from one tier to another."""
+    """An update of the level moves a block to another tier; an unknown block is an anomaly."""
     page = Page(hash=5, tokens=((1, 0),), level=0, priority=35)
     tracker = follow(
         batch(PagesStored(pages=(page,))), batch(BlockUpdated(hash=5, level=(0, 1)))
@@ -200,6 +203,6 @@ def test_levels_move_blocks():
 
 
 def test_many_anomalies_keep_few_examples():
-    """All anomalies are counted; only the first twenty keep their places."""
+    """All anomalies are counted, and only the first twenty keep their places."""
     tracker = follow(*(batch(removed(9)) for _ in range(50)))
     assert (tracker.anomalies["never_stored"], len(tracker.examples)) == (50, 20)

@@ -27,12 +27,12 @@ from kvcore.kv_events import (
 
 
 def read(*events):
-    """Return the events of a batch of `events`."""
+    """Return the events of a decoded batch."""
     return decode(pack([1.0, list(events)])).events
 
 
 def test_millions_of_tiny_values_are_refused():
-    """A payload that would take a hundred times its size in memory is refused before that."""
+    """A payload with too many values is refused before it takes a hundred times its size."""
     many = (8 << 20) + 1
     events = (1 << 18) + 1
     with pytest.raises(TraceError, match=r"batch\.events: 262,145; more than 262,144 are not"):
@@ -54,7 +54,7 @@ def test_millions_of_tiny_values_are_refused():
     ],
 )
 def test_reasons_are_safe_to_print(field, value, reason):
-    """Names out of a payload are escaped and cut in a reason; it is equal in each process."""
+    """Names out of a payload are escaped and shortened in the reason of an error."""
     with pytest.raises(TraceError, match=reason) as error:
         decode(pack([1.0, [{"type": "AllBlocksCleared", field: value}]]))
     assert str(error.value).isprintable()
@@ -62,7 +62,7 @@ def test_reasons_are_safe_to_print(field, value, reason):
 
 
 def test_vllm_events_are_read_by_name():
-    """The batch captured from vLLM has its fields where the model has them."""
+    """Events captured from vLLM have their fields in the attributes of that meaning."""
     found = decode(pack(VLLM))
     run, gone = found.events
     assert (found.ts, found.dp_rank, found.time) == (1.5, 0, 1_500_000_000)
@@ -75,7 +75,7 @@ def test_vllm_events_are_read_by_name():
 
 @pytest.mark.parametrize("name", PAYLOADS)
 def test_payloads_are_written_as_they_were(name):
-    """Payloads as engines send them come back byte for byte."""
+    """Payloads of engines are encoded as the bytes from which they were decoded."""
     assert encode(decode(PAYLOADS[name])) == PAYLOADS[name]
 
 
@@ -89,12 +89,12 @@ def test_payloads_are_written_as_they_were(name):
     ids=["no rank", "unknown item", "type last"],
 )
 def test_the_order_of_names_is_kept(value):
-    """Items of a batch and fields of an event come back in the order in which they were."""
+    """Items of a batch and fields of an event are encoded in their former order."""
     assert encode(decode(pack(value))) == pack(value)
 
 
 def test_what_is_made_here_is_written_as_vllm_does():
-    """A batch that was never read is an array; its events are maps that begin with the type."""
+    """A new batch is encoded as an array, its events as maps that begin with the type."""
     written = msgspec.msgpack.decode(encode(batch(stored(1), removed(1))))
     assert written[::2] == [0.0, None]
     assert [next(iter(event.items())) for event in written[1]] == [
@@ -104,21 +104,24 @@ def test_what_is_made_here_is_written_as_vllm_does():
 
 
 def test_a_batch_may_be_a_map():
-    """A newer vLLM names time, events and rank; they are where the model has them."""
+    """A batch of newer vLLM versions, a map of time, events and rank, is read."""
     found = decode(PAYLOADS["batch as a map"])
     assert (found.ts, found.dp_rank, found.format) == (1.5, 0, "msgpack")
     assert found == decode(pack(VLLM))
 
 
 def test_arrays_are_read_by_place():
-    """Hashes may be signed, a parent bytes, and tokens pairs or texts."""
+    """Fields of an event that is an array are read by their place.
+
+    Hashes may be signed, a parent bytes, and tokens pairs or texts.
+    """
     [run] = decode(PAYLOADS["array"]).events
     assert (run.hashes, run.parent) == ((-3, 4), b"p" * 32)
     assert (run.tokens, run.medium) == (((1, 2), "x"), "CPU")
 
 
 def test_both_layouts_of_an_array_find_the_group():
-    """VLLM's array has the group where Dynamo's has a slot before it."""
+    """The group is read from vLLM's arrays and from Dynamo's, which have a slot before it."""
     start = ["BlockStored", [1], None, [7], 1, None, "GPU", None, None]
     vllm, dynamo, kind = read([*start, 3, "mla"], [*start, None, 3, "mla"], [*start, None, "m"])
     assert (vllm.group, vllm.more) == (3, {"kv_cache_spec_kind": "mla"})
@@ -127,7 +130,7 @@ def test_both_layouts_of_an_array_find_the_group():
 
 
 def test_unknown_fields_are_kept():
-    """Fields of maps, and items beyond an array's layout, come back."""
+    """Unknown fields of maps, and items beyond the layout of an array, are kept."""
     one, two = read(
         {"type": "AllBlocksCleared", "why": {"a": [1, b"x"]}}, ["AllBlocksCleared", "tail"]
     )
@@ -136,7 +139,7 @@ def test_unknown_fields_are_kept():
 
 
 def test_trtllm_blocks_have_levels():
-    """A polled event has its number, window, and per block a level and priority."""
+    """An event of TensorRT-LLM has a number and a window, its blocks a level and a priority."""
     found = decode(TRTLLM)
     [run] = found.events
     assert isinstance(run, PagesStored)
@@ -145,7 +148,7 @@ def test_trtllm_blocks_have_levels():
 
 
 def test_dynamo_blocks_leave_by_the_hash_that_they_were_stored_by():
-    """Hashes may be signed, in both events: else blocks of an engine would never leave."""
+    """Dynamo's signed hashes are equal in its stored and removed events."""
     block = b'{"block_hash":-4,"tokens_hash":5}'
     lines = [
         b'{"worker_id":1,"event":{"event_id":1,"data":{"stored":{"blocks":[%s]}}}}' % block,
@@ -158,7 +161,7 @@ def test_dynamo_blocks_leave_by_the_hash_that_they_were_stored_by():
 
 
 def test_dynamo_blocks_have_hashes_of_their_tokens():
-    """A router event has worker, number and tier; its blocks no tokens, but their hash."""
+    """An event of Dynamo has worker, number and tier; its blocks hash their tokens."""
     found = decode(DYNAMO)
     [run] = found.events
     assert (found.format, found.source, found.seq, found.dp_rank) == ("dynamo", 3, 4, 0)
@@ -166,7 +169,7 @@ def test_dynamo_blocks_have_hashes_of_their_tokens():
 
 
 def test_mooncake_counts_milliseconds_and_names_objects():
-    """The store's batches have whole milliseconds, its blocks their object's key."""
+    """Mooncake's times are in milliseconds, and its blocks have the keys of objects."""
     found = decode(pack(MOONCAKE))
     assert (found.format, found.time) == ("mooncake", 1780000000123 * 10**6)
     assert found.events[0].hashes == ("model@0/abc",)
@@ -196,7 +199,10 @@ def test_mooncake_counts_milliseconds_and_names_objects():
     ],
 )
 def test_what_cannot_be_read_is_kept_with_its_place(event, reason):
-    """An event that is wrong is UnparsedEvent, says where, and does not harm the others."""
+    """An invalid event is an UnparsedEvent with its place; the other events are read.
+
+    The batch is encoded as it was.
+    """
     good = {"type": "AllBlocksCleared"}
     payload = pack([1.0, [good, event, good]])
     found = decode(payload)
@@ -227,7 +233,7 @@ def test_what_cannot_be_read_is_kept_with_its_place(event, reason):
     ],
 )
 def test_what_is_no_batch_is_refused(payload, reason):
-    """A payload that is no batch raises TraceError with the place."""
+    """A payload that is not a batch raises TraceError with the place and the reason."""
     with pytest.raises(TraceError, match=reason):
         decode(payload)
 
@@ -247,7 +253,7 @@ def test_what_is_no_batch_is_refused(payload, reason):
     ],
 )
 def test_polled_events_say_what_is_wrong(data, reason):
-    """An event of TensorRT-LLM that is wrong inside has its number, and the place."""
+    """An invalid event of TensorRT-LLM has its number, and the place of the fault."""
     payload = b'{"event_id":9,"data":' + data + b',"window_size":5}'
     found = decode(payload)
     assert found.seq == 9
@@ -256,7 +262,7 @@ def test_polled_events_say_what_is_wrong(data, reason):
 
 
 def test_a_format_refuses_what_it_cannot_express():
-    """Events that a format does not have are refused when written, naming them."""
+    """Encoding raises InputError with the events or the fields that a format cannot express."""
     with pytest.raises(
         InputError, match="PagesStored cannot be expressed in the events of vLLM"
     ):
@@ -277,7 +283,7 @@ def test_a_format_refuses_what_it_cannot_express():
 
 @pytest.mark.parametrize("name", ["map", "batch as a map", "array", "dynamo"])
 def test_a_changed_batch_is_written_as_the_format_is_today(name):
-    """A copy of a decoded batch is written from its events: same events, arrays as maps."""
+    """A changed copy of a decoded batch is encoded from its events in the current format."""
     found = decode(PAYLOADS[name])
     copy = attrs.evolve(found, dp_rank=7)
     assert (copy.raw, copy.dp_rank) == (None, 7)
@@ -285,7 +291,7 @@ def test_a_changed_batch_is_written_as_the_format_is_today(name):
 
 
 def test_tokens_that_do_not_fill_the_blocks_tell_nothing():
-    """Blocks have contents only where tokens divide evenly among them."""
+    """Blocks have contents only if the tokens divide evenly among them."""
     whole = stored(1, 2, size=2)
     assert [block.content for block in whole.blocks()] == [(1, 1), (2, 2)]
     ragged = BlockStored(hashes=(1, 2), tokens=(1, 2, 3), block_size=2)

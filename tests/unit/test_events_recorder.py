@@ -1,4 +1,4 @@
-"""From a subscriber to a file, with a stand-in for the subscriber."""
+"""Recording KV events to a file, with a fake subscriber."""
 
 import gc
 import sys
@@ -21,7 +21,7 @@ PAYLOAD = encode(batch(stored(1, 2)))
 
 
 class Played:
-    """Hears what it is given, a turn after another, and is stopped then."""
+    """A subscriber that yields the given items turn by turn, and is then stopped."""
 
     stopped = False
 
@@ -29,23 +29,23 @@ class Played:
         self.turns, self.left = list(turns), left
 
     def items(self, _):
-        """Yield what the next turn brings."""
+        """Yield the items of the next turn."""
         yield from self.turns.pop(0)
         self.stopped = not self.turns
 
     def drain(self):
-        """Yield what was received and not read."""
+        """Yield the items that were received and not read."""
         yield from self.left
 
 
 def heard(path):
-    """Return the numbers in a recording, and whether it is whole."""
+    """Return the batch numbers in a recording, and whether it is complete."""
     reader = RecordingReader(path)
     return [item.seq for item in reader], reader.complete
 
 
 class Quiet:
-    """Hears one batch and then nothing; reads the unfinished file at its third turn."""
+    """A subscriber with one batch, which reads the unfinished file at its third turn."""
 
     stopped = False
 
@@ -53,7 +53,7 @@ class Quiet:
         self.turns, self.part, self.seen = 0, part, None
 
     def items(self, seconds):
-        """Yield what is heard within `seconds`, which must be no long time."""
+        """Yield a batch at the first turn; `seconds` must be short."""
         assert seconds <= 1
         self.turns += 1
         if self.turns == 1:
@@ -63,13 +63,13 @@ class Quiet:
             self.stopped = True
 
     def drain(self):
-        """Have nothing left."""
+        """Return an empty iterator."""
         return iter(())
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
-    """A batch that nothing follows can soon be read, should the process be killed."""
+    """A batch can be read from the unfinished file, even if no other batch follows."""
     out = tmp_path / f"r.jsonl.{suffix}"
     quiet = Quiet(f"{out}.part")
     with RecordingWriter(out) as writer:
@@ -79,14 +79,17 @@ def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
 
 
 def test_what_was_received_is_written_at_the_end(tmp_path):
-    """What waits to be read when the recording is stopped is in the file."""
+    """Batches that are received but not read when a recording is stopped are in the file."""
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
         record(Played([Delivery(0, 0, PAYLOAD)], left=[Delivery(0, 1, PAYLOAD)]), writer)
     assert heard(tmp_path / "r.jsonl") == ([0, 1], True)
 
 
 def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
-    """Each piece is a recording; the next run goes on behind all pieces and what was left."""
+    """Each piece is a complete recording, and a later run continues their numbers.
+
+    It counts a piece that a killed run has left.
+    """
     part = tmp_path / "a.b-000004.jsonl.gz.part"
     for run in range(2):
         turns = ([Delivery(0, number, PAYLOAD)] for number in range(2))
@@ -101,7 +104,7 @@ def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
 
 
 def test_a_piece_ends_at_its_size(tmp_path):
-    """A piece of which enough is written is followed by the next; one without batch is not."""
+    """A piece that has its size is followed by the next, unless it has no batch."""
     with RecordingWriter(tmp_path / "r.jsonl", rotate_bytes=1) as writer:
         writer.flush()
         writer._sink.hexdigest()
@@ -112,7 +115,7 @@ def test_a_piece_ends_at_its_size(tmp_path):
 
 
 def test_an_exception_keeps_what_came(tmp_path):
-    """Whatever ends a recording, a batch that came is not lost."""
+    """If a recording ends by an exception, its batches are in the `.part` file."""
     writer = RecordingWriter(tmp_path / "r.jsonl.gz")
     writer.batch(batch(stored(1)), 0)
     with pytest.raises(RuntimeError), writer:
@@ -121,7 +124,7 @@ def test_an_exception_keeps_what_came(tmp_path):
 
 
 def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
-    """A batch whose line would be too long to be read again is told as lost."""
+    """A batch whose line is too long for readers is recorded as lost."""
     limits = {"_LONG_LINE": 0, "LONGEST_LINE": 300}
     for name, limit in limits.items():
         monkeypatch.setattr(f"kvcore.files.{name}", limit)
@@ -136,7 +139,7 @@ def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
 
 
 def test_many_reasons_are_counted(tmp_path):
-    """Of many events that cannot be read in a batch a few are told, and how many more."""
+    """Of many events that cannot be read a few are reported, and the number of others."""
     told = []
     odd = encode(batch(*[stored(1)] * 20)).replace(b"BlockStored", b"BlockStowed")
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
@@ -146,7 +149,7 @@ def test_many_reasons_are_counted(tmp_path):
 
 
 def test_memory_does_not_grow_with_time(tmp_path):
-    """However many batches come, restarts and gaps among them, no more is held."""
+    """The memory of a recording does not grow with its batches, gaps and restarts."""
     sequencer, held = BatchSequencer(0), []
 
     def stream():

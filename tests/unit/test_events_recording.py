@@ -22,14 +22,14 @@ RUN = [batch(stored(1, 2), ts=1.0), batch(removed(2), ts=2.0), batch(stored(3), 
 
 
 def items(path):
-    """Return what a recording holds, and its reader."""
+    """Return the items of a recording, and its reader."""
     reader = RecordingReader(path)
     return list(reader), reader
 
 
 @pytest.mark.parametrize("name", ["r.jsonl", "r.jsonl.gz", "r.jsonl.zst"])
 def test_a_recording_holds_its_batches(tmp_path, name):
-    """Batches come back with their numbers, whatever the compression."""
+    """A recording has its batches with their numbers, whatever the compression."""
     path = record(tmp_path / name, *RUN, engine="vllm 0.33")
     found, reader = items(path)
     assert found == [Received(each, seq, None) for seq, each in enumerate(RUN)]
@@ -39,20 +39,20 @@ def test_a_recording_holds_its_batches(tmp_path, name):
 
 
 def test_equal_streams_make_equal_files(tmp_path):
-    """There is nothing in a recording but the stream."""
+    """Equal streams of events make equal files."""
     one, two = (record(tmp_path / name, *RUN) for name in ("a.jsonl.gz", "b.jsonl.gz"))
     assert one.read_bytes() == two.read_bytes()
 
 
 def test_lines_are_measured_one_by_one(tmp_path):
-    """What is written can be read: the lines after a large one do not count with it."""
+    """A line with many values does not count towards the limit of later lines."""
     path = record(tmp_path / "r.jsonl", batch(removed(*range(MOST_VALUES - 50))), *RUN * 9)
     found, reader = items(path)
     assert (len(found), reader.complete) == (28, True)
 
 
 def test_gaps_restarts_and_garbage_are_lines(tmp_path):
-    """What the transport finds wrong comes back in its place."""
+    """Gaps, restarts and invalid messages are recorded and read in their places."""
     with RecordingWriter(tmp_path / "r.jsonl") as recording:
         recording.batch(RUN[0], 0, 1)
         recording.gap(1, 3, 1, "not kept any more")
@@ -67,14 +67,14 @@ def test_gaps_restarts_and_garbage_are_lines(tmp_path):
 
 
 def test_other_formats_say_so(tmp_path):
-    """A batch of another format than most is read as what it is."""
+    """One recording can have batches of several formats."""
     mixed = [RUN[0], decode(TRTLLM), decode(DYNAMO)]
     found, _ = items(record(tmp_path / "r.jsonl", *mixed))
     assert [item.batch for item in found] == mixed
 
 
 def test_files_of_json_events_are_recordings(tmp_path):
-    """TensorRT-LLM's and Dynamo's lines need no header, end, or last newline."""
+    """JSON lines of TensorRT-LLM and Dynamo are recordings without a header or an end."""
     for payload in (TRTLLM, DYNAMO):
         path = tmp_path / "events.jsonl"
         path.write_bytes(payload + b"\n" + payload)
@@ -86,7 +86,7 @@ def test_files_of_json_events_are_recordings(tmp_path):
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
 def test_a_killed_recording_is_readable_compressed_too(tmp_path, suffix):
-    """What was flushed is read from what stands on the disk then."""
+    """A compressed recording of a killed process is read up to its last flush."""
     recording = RecordingWriter(tmp_path / f"r.jsonl.{suffix}")
     recording.batch(RUN[0], 0)
     recording.flush()
@@ -98,13 +98,13 @@ def test_a_killed_recording_is_readable_compressed_too(tmp_path, suffix):
 
 
 def test_errors_call_it_a_recording(tmp_path):
-    """What cannot be opened is called what it is: no trace."""
+    """The error about a file that cannot be written calls it a recording."""
     with pytest.raises(InputError, match=r"^cannot write the recording .*: No such file"):
         RecordingWriter(tmp_path / "no" / "r.jsonl")
 
 
 def test_a_killed_recording_is_readable(tmp_path):
-    """What was flushed before a kill is read, and the file says that it is cut."""
+    """A recording of a killed process is read up to its last flush, and is incomplete."""
     recording = RecordingWriter(tmp_path / "r.jsonl")
     recording.batch(RUN[0], 0)
     recording.flush()
@@ -121,7 +121,7 @@ def test_a_killed_recording_is_readable(tmp_path):
 
 
 def test_without_end_it_is_incomplete(tmp_path):
-    """A file that stops after a whole line is incomplete, too; so is a cut gzip stream."""
+    """A file without END and a cut gzip stream are incomplete."""
     whole = record(tmp_path / "r.jsonl", *RUN).read_bytes()
     cut = tmp_path / "cut.jsonl"
     cut.write_bytes(b"".join(whole.splitlines(keepends=True)[:-1]))
@@ -131,14 +131,14 @@ def test_without_end_it_is_incomplete(tmp_path):
 
 
 def test_an_exception_leaves_nothing(tmp_path):
-    """A recording whose block raises is not there."""
+    """A recording without batches whose block raises leaves no file."""
     with pytest.raises(RuntimeError), RecordingWriter(tmp_path / "r.jsonl"):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
 
 
 def test_a_closed_recording_takes_no_more(tmp_path):
-    """A batch after the end is refused."""
+    """A batch after the end of a recording is refused."""
     with RecordingWriter(tmp_path / "r.jsonl") as recording:
         pass
     with pytest.raises(InputError, match="BATCH after the end"):
@@ -146,7 +146,7 @@ def test_a_closed_recording_takes_no_more(tmp_path):
 
 
 def damage(line, **fields):
-    """Return what changes a recording's line `line`."""
+    """Return a function that changes fields of a line of a recording."""
 
     def change(lines):
         lines[line] = orjson.dumps(orjson.loads(lines[line]) | fields)
@@ -174,7 +174,7 @@ def damage(line, **fields):
     ],
 )
 def test_damage_is_told_with_its_line(tmp_path, change, reason):
-    """A damaged line raises TraceError with file, line and reason."""
+    """A damaged line raises TraceError with its file, line and reason."""
     path = record(tmp_path / "r.jsonl", *RUN)
     lines = path.read_bytes().splitlines()
     change(lines)
@@ -184,7 +184,7 @@ def test_damage_is_told_with_its_line(tmp_path, change, reason):
 
 
 def test_other_files_are_no_recordings(tmp_path):
-    """A file that is missing, a trace or a workload is none."""
+    """A missing file, a trace and a workload are not recordings."""
     assert not is_recording(tmp_path / "missing")
     path = tmp_path / "x.jsonl"
     for text in (
@@ -201,7 +201,10 @@ def test_other_files_are_no_recordings(tmp_path):
 
 
 def test_check_says_what_is_resident(tmp_path):
-    """The report counts blocks, and says what such a stream cannot tell."""
+    """The report has the numbers of stored, removed and resident blocks.
+
+    Its text says that hits leave no events.
+    """
     report = check_recording(record(tmp_path / "r.jsonl", *RUN))
     assert report.resident == {"-": 2}
     assert report.blocks["stored"] == 3
@@ -212,7 +215,7 @@ def test_check_says_what_is_resident(tmp_path):
 
 
 def test_check_says_what_is_missing(tmp_path):
-    """Gaps, restarts and anomalies are in the report, and in its sentence."""
+    """The report has gaps, restarts, invalid messages and anomalies, and its text as well."""
     with RecordingWriter(tmp_path / "r.jsonl") as recording:
         recording.batch(batch(stored(2, parent=1), removed(7)), 3)
         recording.gap(4, 2)
@@ -229,7 +232,7 @@ def test_check_says_what_is_missing(tmp_path):
 
 
 def test_check_of_nothing(tmp_path):
-    """An empty file is an incomplete recording of nothing."""
+    """An empty file is an incomplete recording without batches."""
     (tmp_path / "r.jsonl").write_bytes(b"")
     report = check_recording(tmp_path / "r.jsonl")
     assert (report.complete, report.cut_reason, report.batches) == (

@@ -1,4 +1,4 @@
-"""LRU-K, tail-LRU, W-TinyLFU and adaptive: what sets them apart."""
+"""LRU-K, tail-LRU, W-TinyLFU and adaptive: the decisions that distinguish them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONSTRUCTED = {
 
 
 def served(policy, blocks, texts, **options):
-    """Return the cache, counting keys, after serving `texts`."""
+    """Return the cache, in `keys` accounting, after serving `texts`."""
     cache = make(blocks, policy, accounting="keys", **options)
     serve(cache, *texts)
     return cache
@@ -41,34 +41,34 @@ def kept(policy, blocks, texts, **options):
 
 @pytest.mark.parametrize("name", CONSTRUCTED)
 def test_a_policy_differs_from_lru(name):
-    """On its constructed trace a policy keeps what its idea says, and LRU keeps the other."""
+    """On its constructed trace a policy keeps other spans than LRU."""
     policy, blocks, texts, its, lrus = CONSTRUCTED[name]
     assert kept(policy(), blocks, texts) == its
     assert kept(LRU(), blocks, texts) == lrus
 
 
 def test_lruk_asks_when_the_kth_use_was():
-    """Of two used twice, that goes whose use before the latest is older, unlike with LFU."""
+    """LRU-K evicts the span whose use before the latest is older; LFU evicts the other one."""
     texts = ["a", "b", "b", "a", "c"]
     assert kept(LRUK(), 2, texts) == {"|b", "|c"}
     assert kept(LFU(half_life=float("inf")), 2, texts) == {"|a", "|c"}
 
 
 def test_lruk_knows_what_comes_back():
-    """Used before it was evicted, a counts as used twice; without history it does not."""
+    """LRU-K counts uses before an eviction, unless it has no history."""
     texts = ["a", "b", "c", "a", "d", "e"]
     assert "|a" in kept(LRUK(), 2, texts)
     assert "|a" not in kept(LRUK(history=0), 2, texts)
 
 
 def test_lruk_counts_a_burst_once():
-    """Uses within the correlated period are one use, and b, used twice apart, stays."""
+    """LRU-K counts uses within the correlated period as one use."""
     texts = ["b", "x", "x", "b", "a", "a", "c"]
     assert kept(LRUK(correlated=1), 2, texts) == {"|b", "|c"}
 
 
 def test_tail_lru_lets_no_more_go_than_is_surplus():
-    """The surplus of the least recent goes, then that of the other, then the least recent."""
+    """Tail-LRU evicts the surplus of each span by recency, then the least recent span."""
     policy = TailLRU(threshold=8, unit="tokens", turn=0)
     assert kept(policy, 9, ["abcd", "uvwxy", "123"]) == {"|ab", "|uvwx", "|123"}
     policy = TailLRU(threshold=8, unit="tokens", turn=0)
@@ -76,13 +76,13 @@ def test_tail_lru_lets_no_more_go_than_is_surplus():
 
 
 def test_tail_lru_reckons_with_the_next_turn():
-    """Where the next turn alone takes the threshold, there is no surplus: it is LRU."""
+    """Tail-LRU is LRU if the next turn alone takes the threshold."""
     policy = TailLRU(threshold=4, unit="tokens", turn=4)
     assert kept(policy, 6, TALKS) == kept(LRU(), 6, TALKS)
 
 
 def test_tail_lru_in_seconds():
-    """The threshold is what the recompute cost says: 4 tokens cost 2 s at 0.5 s a token."""
+    """Tail-LRU compares a threshold in seconds with the cost of recomputing."""
     options = {"recompute": lambda _context, tokens: tokens / 2}
     policy = TailLRU(threshold=2, turn=0)
     assert kept(policy, 6, TALKS, **options) == {"|w", "|abc", "|y", "|z"}
@@ -91,7 +91,7 @@ def test_tail_lru_in_seconds():
 
 
 def test_tail_lru_measures_a_shared_start_by_its_longest_conversation():
-    """The common block of a short and a long conversation is no surplus of the long one."""
+    """Tail-LRU measures a common prefix by its longest conversation."""
     policy = TailLRU(threshold=4, unit="tokens", turn=0)
     cache = served(policy, 6, ["ax", "abcd", "y"])
     assert {text: span.data for text, span in spans(cache).items()} == {
@@ -103,19 +103,19 @@ def test_tail_lru_measures_a_shared_start_by_its_longest_conversation():
 
 
 def test_tinylfu_does_not_let_a_newcomer_replace_what_is_used_more():
-    """b, on trial, loses against a, used twice, although a is less recent."""
+    """TinyLFU evicts a new span rather than a less recent one that is used more often."""
     policy = TinyLFU(window=0, protected=0)
     assert kept(policy, 2, SCAN) == {"|a", "|c"}
 
 
 def test_tinylfu_lets_a_newcomer_in_that_is_used_more():
-    """b, known from before, is used more than a, and stays."""
+    """TinyLFU keeps a new span that was used more often than the older one."""
     policy = TinyLFU(window=0, protected=0)
     assert kept(policy, 2, ["b", "b", "b", "x", "y", "z", "b", "w"]) == {"|b", "|w"}
 
 
 def test_adaptive_learns_which_expert_errs():
-    """Among passers-by a comes back: LRU, which evicts it, loses its weight."""
+    """Adaptive lowers the weight of an expert whose victims come back."""
     passers = iter("bcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     texts = "aa" + "".join(
         f"{one}{other}a" for one, other in zip(passers, passers, strict=False)
@@ -128,7 +128,7 @@ def test_adaptive_learns_which_expert_errs():
 
 @pytest.mark.parametrize("seed", range(3))
 def test_adaptive_is_between_its_experts(seed):
-    """On a loop longer than the pool LRU hits nothing: with MRU beside it, much does."""
+    """On a loop longer than the pool, adaptive hits more than LRU and less than MRU."""
     loop = "abcd" * 50
     lru, adaptive, mru = (
         served(policy, 3, loop).stats.hit_blocks
@@ -139,28 +139,28 @@ def test_adaptive_is_between_its_experts(seed):
 
 
 def test_adaptive_without_learning_trusts_all_alike():
-    """At rate 0 the weights stay what they were."""
+    """With rate=0 the weights of the experts stay equal."""
     policy = Adaptive(experts="lru+mru+fifo", rate=0)
     served(policy, 2, LOOP)
     assert set(policy.weights.values()) == {1 / 3}
 
 
 def test_adaptive_forgives():
-    """With all of it forgotten at each regret, the weights are even again."""
+    """With discount=1 the weights of the experts are equal again after each regret."""
     policy = Adaptive(experts="lru+mru", discount=1)
     served(policy, 2, LOOP)
     assert set(policy.weights.values()) == {0.5}
 
 
 def test_adaptive_does_not_blame_for_what_all_would_have_evicted():
-    """Two experts that agree on every victim keep equal weights, though both err."""
+    """Experts that agree on every victim keep equal weights."""
     policy = Adaptive(experts="lru+slru:protected=0")
     served(policy, 2, LOOP)
     assert policy.weights == {"lru": 0.5, "slru": 0.5}
 
 
 def test_adaptive_draws_by_seed():
-    """Other seeds draw other experts, and one seed always the same."""
+    """Equal seeds choose the same experts, and other seeds choose others."""
     requests = [attrs.evolve(ask(text), id=number) for number, text in enumerate("abcdefgab")]
     outcomes = []
     for seed in (*range(8), 0):
@@ -172,7 +172,7 @@ def test_adaptive_draws_by_seed():
 
 
 def test_an_expert_has_data_of_its_own():
-    """Two policies that both keep data in spans decide as each would alone."""
+    """Two experts that both keep data in spans decide as each does alone."""
     texts = ["a", "a", "b", "c", "b", "d", "a", "e", "ab", "abc", "f"] * 3
     for one, other in (("lfu", "cost"), ("cost", "lfu")):
         mixed = Adaptive(experts=f"{one}+{other}", rate=0)
@@ -201,14 +201,14 @@ def test_an_expert_has_data_of_its_own():
     ],
 )
 def test_bad_options_are_refused(text, says):
-    """An option out of range says which, its value, and what it may be."""
+    """An option out of range is refused with its value and the valid ones."""
     with pytest.raises(InputError) as caught:
         Plugins().build("eviction", text)
     assert says in str(caught.value)
 
 
 def test_options_are_checked_in_code_too():
-    """What the command line refuses, the constructor refuses."""
+    """A constructor refuses invalid options as the command line does."""
     with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):
         TailLRU(unit="ms")
     with pytest.raises(InputError, match="'lru' is no eviction policy"):

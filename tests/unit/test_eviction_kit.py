@@ -1,4 +1,4 @@
-"""The conformance tests of eviction policies: a right policy passes, wrong ones do not."""
+"""The conformance tests of eviction policies pass correct policies and fail wrong ones."""
 
 import subprocess
 import sys
@@ -21,30 +21,30 @@ class Mine(ScoreEviction):
     name = "mine"
 
     def score(self, span, _now):
-        """Return when it was last released."""
+        """Return the order in which the span was last released."""
         return span.released_order
 
 
 class TestMine(EvictionPolicyTests):
-    """The three lines of the docstring are enough."""
+    """The conformance tests of a policy need nothing but `make`."""
 
     def make(self):
-        """Make it."""
+        """Return the policy."""
         return Mine()
 
 
 @attrs.define(slots=False, eq=False)
 class Hasty(LRU):
-    """Forgets the victim when asked for it."""
+    """A policy whose `victim` removes the victim from the order."""
 
     def victim(self, _now):
-        """Take the least recent span out."""
+        """Remove the least recent span, and return it."""
         return self._order.popitem(last=False)[0]
 
 
 @attrs.define(slots=False, eq=False)
 class Careless(LRU):
-    """Offers what was used last, a leaf or not."""
+    """A policy whose victim is the most recent span, whether it is a leaf or not."""
 
     def victim(self, _now):
         """Return the most recent span."""
@@ -52,88 +52,88 @@ class Careless(LRU):
 
 
 class Fickle(Mine):
-    """Scores at random."""
+    """A policy with random scores."""
 
     def score(self, _span, _now):
-        """Return anything."""
+        """Return a random number."""
         return random()
 
 
 class Sized(Mine):
-    """Counts blocks where it should count tokens."""
+    """A policy whose scores depend on the number of blocks, not of tokens."""
 
     def score(self, span, _now):
-        """Return whether it has more than four blocks."""
+        """Return True if the span has more than four blocks."""
         return span.blocks > 4
 
 
 @attrs.define(slots=False, eq=False)
 class Hoarder(Mine):
-    """Never forgets a span."""
+    """A policy that keeps all spans that were inserted."""
 
     seen: list[Any] = attrs.field(init=False, factory=list)
 
     def on_insert(self, span, _now):
-        """Keep it."""
+        """Keep the span."""
         self.seen.append(span)
 
 
 class Shared(Mine):
-    """Keeps in its class what its scores depend on."""
+    """A policy whose scores depend on an attribute of its class."""
 
     misses: ClassVar[list[int]] = []
 
     def on_miss(self, _request, hit_blocks, _now):
-        """Count misses."""
+        """Record the miss."""
         self.misses.append(hit_blocks)
 
     def score(self, span, _now):
-        """Alternate between LRU and MRU."""
+        """Return the score of LRU or of MRU, depending on the number of misses."""
         return span.released_order if len(self.misses) % 20 < 10 else -span.released_order
 
 
 class Drifting(Mine):
-    """Ages all the time, as it should."""
+    """A correct policy whose scores change with time."""
 
     drifts = True
 
     def score(self, span, now):
-        """Weigh hits by age."""
+        """Return the number of hits by age."""
         return (span.hit_count + 1) / (now - span.last_access + 1)
 
 
 class TestDrifting(EvictionPolicyTests):
-    """A lawful policy whose scores drift passes as well."""
+    """A correct policy whose scores change with time passes the conformance tests."""
 
     def make(self):
-        """Make it."""
+        """Return the policy."""
         return Drifting()
 
 
 @attrs.define(slots=False, eq=False)
 class Drawing(Drifting):
-    """Scores the next ones anew each time it is asked."""
+    """A policy that scores all spans again whenever it is asked for a victim."""
 
     def victim(self, now):
-        """Forget the last answer."""
+        """Drop the last answer, and return the victim."""
         self._answer = None
         return super().victim(now)
 
     def score(self, span, now):
-        """Fall behind whatever was scored before."""
+        """Return a greater score than all before."""
         return now, len(self._leaves._heap), span.id
 
 
 class Deadly(Mine):
-    """Does not say that its spans expire."""
+    """A policy that does not declare that its spans expire."""
 
     def on_access(self, span, now):
-        """Give it a while."""
+        """Let the span expire 5 ns later."""
         span.expires = now + 5
 
 
 class Numberless(Mine):
-    """Scores with a number that is none."""
+    """A policy whose scores are NaN."""
 
     def score(self, span, now):
         """Return NaN."""
@@ -141,29 +141,29 @@ class Numberless(Mine):
 
 
 class Forgetful(Mine):
-    """Computes a score and forgets to return it."""
+    """A policy whose `score` returns None."""
 
     def score(self, span, now):
-        """Return nothing."""
+        """Compute a score, and do not return it."""
         self.last = now - span.last_access
 
 
 class Misspelled(Mine):
-    """Overrides a method that does not exist."""
+    """A policy that overrides a method which does not exist."""
 
     def relased(self, span, now):
-        """Keep the time."""
+        """Do nothing."""
 
 
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
-    """Has an option that it does not keep as given."""
+    """A policy with an option that is changed when it is set."""
 
     share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
 
 
 class Sorted(Drifting):
-    """Says that its victims have one order, which changes with the time."""
+    """A policy that declares a fixed order of victims, although its scores change with time."""
 
     fixed_order = True
 
@@ -188,26 +188,26 @@ class Sorted(Drifting):
     ],
 )
 def test_catches(policy, test, error):
-    """The test named fails for a policy with that fault."""
+    """A policy with a fault fails the conformance test about it."""
     with pytest.raises(error):
         run(policy, test)
 
 
 def test_what_raises_is_named():
-    """By the name and class of the policy, whatever the kit wraps it in."""
+    """The error about an exception of a policy has the name and the class of the policy."""
     with pytest.raises(PolicyError) as caught:
         run(Hasty, "victims_are_unpinned_leaves")
     assert f"eviction plugin 'lru' ({__name__}.Hasty) raised " in str(caught.value)
 
 
 def test_an_undeclared_expiry_is_explained():
-    """The message says what to declare."""
+    """The error about a span that expires says what to declare."""
     with pytest.raises(PolicyError, match=r"Deadly\) raised .* declare expires_spans = True"):
         run(Deadly, "declares_that_spans_expire")
 
 
 def test_failures_are_explained(tmp_path):
-    """Where the kit is imported from an installed package, pytest shows what differed."""
+    """A failed conformance test of the installed package shows what differed."""
     source = Path(__file__).read_text().split("class TestMine")[0]
     kit = "class TestBad(EvictionPolicyTests):\n    def make(self):\n        return Bad()\n"
     bad = "class Bad(Mine):\n    def score(self, span, _now):\n        return span.blocks > 4\n"
@@ -232,7 +232,7 @@ def test_failures_are_explained(tmp_path):
 
 @pytest.mark.parametrize("package", ["pytest", "hypothesis"])
 def test_a_missing_extra_is_named(package):
-    """Importing the kit without its extra says what to install."""
+    """Importing the kit without pytest or hypothesis raises an error with what to install."""
     code = f"import sys; sys.modules[{package!r}] = None; import kvcore.testing"
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
@@ -243,7 +243,7 @@ def test_a_missing_extra_is_named(package):
 
 
 def run(policy, test):
-    """Run one test of the kit on `policy`."""
+    """Run one conformance test on `policy`."""
 
     class Kit(EvictionPolicyTests):
         def make(self):
@@ -255,7 +255,7 @@ def run(policy, test):
 
 @attrs.define(slots=False, eq=False)
 class Opaque(EvictionPolicy):
-    """Lets spans expire, has an option without a text form, cannot work."""
+    """An unavailable policy with expiring spans and an option without a text form."""
 
     name = "opaque"
     expires_spans = True
@@ -263,11 +263,11 @@ class Opaque(EvictionPolicy):
 
     @classmethod
     def unavailable(cls):
-        """Say why."""
+        """Return a reason."""
         return "no such device"
 
     def victim(self, _now):
-        """Return nothing."""
+        """Return None."""
 
 
 @pytest.mark.parametrize(
@@ -279,6 +279,6 @@ class Opaque(EvictionPolicy):
     ],
 )
 def test_says_why_it_skips(test, reason):
-    """What cannot be tested of a policy is skipped, with the reason."""
+    """A conformance test that does not apply to a policy is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(Opaque, test)

@@ -1,4 +1,4 @@
-"""Who is told of waiting requests, and when; and what look-ahead makes of it."""
+"""Calls of `on_queued` and `on_dequeued`, and the policy `lookahead`, which uses them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvcore_plugins.eviction import LRU, Lookahead
 
 @attrs.define(slots=False, eq=False)
 class Listening(LRU):
-    """LRU that writes down who waits, and who does no longer."""
+    """LRU that records the requests that are queued and dequeued."""
 
     name: ClassVar[str] = "listening"
 
@@ -26,20 +26,20 @@ class Listening(LRU):
     told: list[Any] = attrs.field(init=False, factory=list)
 
     def __attrs_post_init__(self):
-        """Look as far ahead as it was made to."""
+        """Set the look-ahead."""
         self.lookahead = self.look
 
     def on_queued(self, request, now, *, front=False):
-        """Write it down."""
+        """Record the time and the request."""
         self.told.append(f"{now} {'^' if front else '+'}{request.id}")
 
     def on_dequeued(self, request, now):
-        """Write it down."""
+        """Record the time and the request."""
         self.told.append(f"{now} -{request.id}")
 
 
 def told_in_replay(look, *arrivals):
-    """Return what a policy hears in untimed replay of requests "0", "1", and so on."""
+    """Return the calls of a policy in untimed replay of requests "0", "1", and so on."""
     policy = Listening(look)
     requests = [attrs.evolve(ask("a"), id=n, arrival=at) for n, at in enumerate(arrivals)]
     replay(requests, make(8, policy))
@@ -47,30 +47,33 @@ def told_in_replay(look, *arrivals):
 
 
 def test_untimed_replay_tells_of_the_next_ones():
-    """Before a request opens, it and the next one wait; once it has closed, it does not."""
+    """With a look-ahead of 1, a request and the next one are queued before the first opens.
+
+    A request is dequeued when it has closed.
+    """
     told = ["5 +0", "5 +1", "5 -0", "7 +2", "7 -1", "9 -2"]
     assert told_in_replay(1, 5, 7, 9) == told
 
 
 def test_untimed_replay_tells_of_none_ahead():
-    """Without looking ahead, only the request itself is awaited."""
+    """Without look-ahead only the request itself is queued."""
     assert told_in_replay(0, 5, 7) == ["5 +0", "5 -0", "7 +1", "7 -1"]
 
 
 def test_untimed_replay_refuses_two_of_one_id_among_those_ahead():
-    """Policies know who waits by id: the request is at fault, not the policy."""
+    """Two requests with one id within the look-ahead raise InputError with the id."""
     twice = [attrs.evolve(ask("a"), id=name) for name in (1, 2, 1)]
     with pytest.raises(InputError, match=r"request 1 comes twice.*'lookahead'"):
         replay(twice, make(8, Lookahead()))
 
 
 def test_untimed_replay_tells_of_all():
-    """Told of all, a policy knows the last request before the first is opened."""
+    """With unlimited look-ahead all requests are queued before the first one opens."""
     assert told_in_replay(None, 5, 7, 9)[:3] == ["5 +0", "5 +1", "5 +2"]
 
 
 def test_untimed_replay_reads_no_further_than_it_tells():
-    """A workload is streamed: with two ahead, the third request is read, not the fourth."""
+    """With a look-ahead of 2, three requests are read when the first one is served."""
     read = []
 
     def requests():
@@ -83,27 +86,27 @@ def test_untimed_replay_reads_no_further_than_it_tells():
 
 
 def told_in_server(requests, **options):
-    """Return what a policy hears in a server."""
+    """Return the calls of a policy in a server, and the run."""
     policy = Listening()
     run = simulate(requests, eviction=policy, **options)
     return policy.told, run
 
 
 def test_a_server_tells_who_queues_up_and_who_gets_a_seat():
-    """B arrives while a has the only seat, and waits until it leaves."""
+    """A server queues a request on arrival and dequeues it when it is admitted."""
     told, _ = told_in_server([request("a", output=2), request("b", 3)], max_seqs=1)
     assert told == ["0 +a", "0 -a", "3 +b", "20 -b"]
 
 
 def test_who_is_rejected_never_waits():
-    """A request that can never be served does not queue up."""
+    """A request that can never be served is not queued."""
     told, run = told_in_server([request("a", prompt=400), request("b")], blocks=8)
     assert "a" in run.rejected
     assert told == ["0 +b", "0 -b"]
 
 
 def test_who_is_preempted_waits_again_before_others():
-    """B loses its blocks, is told of as first in the queue, and leaves it with a new seat."""
+    """A preempted request is queued at the front, and dequeued when it is admitted again."""
     keys = {"a": [1, 2, 3], "b": [4, 5, 6]}
     requests = [request(name, ord(name) - 97, 12, 14, keys=keys[name]) for name in keys]
     told, run = told_in_server(requests, blocks=8)
@@ -112,7 +115,7 @@ def test_who_is_preempted_waits_again_before_others():
 
 
 def test_who_is_paused_waits():
-    """B takes the seat of a, which waits with its blocks until b is done."""
+    """A paused request is queued at the front until it runs again."""
     requests = [request("a", output=5, priority=1), request("b", 12)]
     told, run = told_in_server(requests, scheduler=Urgent(), max_seqs=1)
     assert run.rows["a"]["pauses"] == 1
@@ -120,7 +123,7 @@ def test_who_is_paused_waits():
 
 
 def test_lookahead_keeps_what_is_waited_for():
-    """The least recent stays, since a request waits for it; LRU would have it go."""
+    """A span that a queued request needs is kept where LRU would evict it."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
     serve(cache, "a", "b")
@@ -130,7 +133,7 @@ def test_lookahead_keeps_what_is_waited_for():
 
 
 def test_lookahead_evicts_what_is_needed_last():
-    """Of two that are waited for, that of the later request goes."""
+    """Of two spans that queued requests need, that of the later request is evicted."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
     serve(cache, "a", "b")
@@ -141,7 +144,7 @@ def test_lookahead_evicts_what_is_needed_last():
 
 
 def test_lookahead_puts_the_preempted_first():
-    """What comes to the front of the queue is needed first, though it was told of last."""
+    """The span of a request at the front of the queue counts as needed first."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
     serve(cache, "a", "b")
@@ -152,7 +155,7 @@ def test_lookahead_puts_the_preempted_first():
 
 
 def test_lookahead_forgets_who_was_served():
-    """Once nobody waits, it is LRU."""
+    """Without queued requests `lookahead` is LRU."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
     serve(cache, "a", "b")
@@ -164,7 +167,10 @@ def test_lookahead_forgets_who_was_served():
 
 
 def test_lookahead_lets_a_part_of_a_span_go():
-    """The end of a span that nobody needs goes first, then the least recent, then the rest."""
+    """The end of a span that no request needs is evicted first.
+
+    Then come the least recent spans; the part that is needed stays.
+    """
     policy = Lookahead()
     cache = make(5, policy, accounting="keys")
     serve(cache, "x", "abcd")
@@ -180,7 +186,7 @@ def test_lookahead_lets_a_part_of_a_span_go():
 
 
 def test_lookahead_counts_the_last_of_what_is_left():
-    """Three blocks are missing, two of a span are not waited for: those go, and one more."""
+    """Where the end of a span does not suffice, it is evicted and another span as well."""
     policy = Lookahead()
     cache = make(5, policy, accounting="keys")
     serve(cache, "abcd", "x")
@@ -190,7 +196,7 @@ def test_lookahead_counts_the_last_of_what_is_left():
 
 
 def test_lookahead_knows_what_blocks_of_several_keys_are():
-    """Counting tokens in blocks of two keys, waiting requests are matched all the same."""
+    """Queued requests are matched to blocks of several keys in `tokens` accounting."""
     policy = Lookahead()
     cache = make(4, policy, key_tokens=2)
     for text in ("ab", "cd", "ef", "gh"):
@@ -201,7 +207,7 @@ def test_lookahead_knows_what_blocks_of_several_keys_are():
 
 
 def test_lookahead_keeps_nothing_of_those_served():
-    """After a replay it remembers nobody."""
+    """After a replay `lookahead` has no record of any request."""
     policy = Lookahead(requests=3)
     replay([ask(text) for text in ("ab", "ac", "b", "abc")], make(3, policy))
     assert (policy._waiting, policy._turns) == ({}, {})
@@ -209,7 +215,7 @@ def test_lookahead_keeps_nothing_of_those_served():
 
 @pytest.mark.parametrize("answer", [0, 3, None, True])
 def test_a_tail_must_be_a_part_of_the_victim(answer):
-    """A policy that lets go of nothing, or more than there is, is refused by name."""
+    """`evictable_blocks` must return a part of the span, else PolicyError names the policy."""
 
     class Greedy(LRU):
         name = "greedy"
@@ -227,7 +233,7 @@ def test_a_tail_must_be_a_part_of_the_victim(answer):
 
 @pytest.mark.parametrize("method", ["on_queued", "on_dequeued", "evictable_blocks"])
 def test_a_failure_names_the_method(method):
-    """A policy that raises is named, with the method that did."""
+    """The error about a policy that raises has its name and the method."""
 
     def fail(*_, **__):
         msg = "no luck"
@@ -242,6 +248,6 @@ def test_a_failure_names_the_method(method):
 
 
 def test_a_negative_window_is_refused():
-    """There is nothing to see behind."""
+    """A negative number of requests is refused."""
     with pytest.raises(InputError, match="requests=-1 must be 0 or more, or all"):
         Plugins().build("eviction", "lookahead:requests=-1")

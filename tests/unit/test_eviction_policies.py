@@ -1,4 +1,4 @@
-"""What sets each built-in policy apart: constructed traces on which it differs from LRU."""
+"""Built-in eviction policies, on constructed traces that distinguish each from LRU."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ CONSTRUCTED = {
 
 @pytest.mark.parametrize("name", CONSTRUCTED)
 def test_a_policy_differs_from_lru(name):
-    """On its constructed trace a policy keeps what its idea says, and LRU keeps the other."""
+    """On its constructed trace each policy keeps other spans than LRU."""
     policy, blocks, texts, its, lrus = CONSTRUCTED[name]
-    # Counting all blocks, so that the last token of a prompt need not be computed again.
+    # In `keys` accounting the last token of a prompt need not be computed again.
     cache = make(blocks, policy(), accounting="keys")
     serve(cache, *texts)
     assert set(spans(cache)) == its
@@ -58,7 +58,7 @@ def test_a_policy_differs_from_lru(name):
 
 
 def test_priority_keeps_what_was_asked_for():
-    """A hint outlives recency; without one, priority is LRU."""
+    """`priority` keeps a span with a retention hint that LRU would evict."""
     for policy, left in ((Priority(), {"|a", "|c"}), (LRU(), {"|b", "|c"})):
         cache = make(2, policy)
         serve(cache, "a", retention=(Retention(0, None, 90),))
@@ -67,7 +67,7 @@ def test_priority_keeps_what_was_asked_for():
 
 
 def test_a_priority_ends_with_its_duration():
-    """From the moment a hint's duration is over, its span is as good as any other."""
+    """`priority` evicts a span like any other once the duration of its hint is over."""
     for now, left in ((99, {"|a", "|c"}), (100, {"|b", "|c"})):
         cache = make(2, Priority())
         serve(cache, "a", retention=(Retention(0, None, 90, duration=100),))
@@ -77,7 +77,7 @@ def test_a_priority_ends_with_its_duration():
 
 
 def test_ttl_forgets_what_is_idle():
-    """An idle prefix misses although there is room; under LRU it hits."""
+    """Under `ttl` an idle prefix misses although there is room; under LRU it hits."""
     for policy, hits in ((TTL(ttl=300), 0), (LRU(), 2)):
         cache = make(8, policy)
         serve(cache, "abc")
@@ -85,7 +85,7 @@ def test_ttl_forgets_what_is_idle():
 
 
 def test_ttl_is_refreshed_by_a_hit():
-    """A hit gives a prefix its full time again."""
+    """A hit restarts the TTL of a prefix."""
     cache = make(8, TTL(ttl=300))
     serve(cache, "abc")
     serve(cache, "abc", now=200 * SECOND)
@@ -94,7 +94,7 @@ def test_ttl_is_refreshed_by_a_hit():
 
 
 def test_ttl_counts_from_the_end_of_a_use():
-    """A prefix does not expire while a long answer is generated from it, nor just after."""
+    """The TTL of a prefix counts from the end of a request, however long that takes."""
     cache = make(8, TTL(ttl=300))
     seq = compute(cache, cache.open(ask("abc")))
     cache.close(seq, 1_000 * SECOND)
@@ -102,7 +102,7 @@ def test_ttl_counts_from_the_end_of_a_use():
 
 
 def test_random_differs_from_lru_and_from_itself():
-    """Other seeds keep other spans, one seed always the same, and few what LRU keeps."""
+    """`random` keeps other spans with other seeds, and other spans than LRU."""
     texts = list("abcdefghij")
     outcomes = {frozenset(kept(Random(seed=seed), 3, *texts)) for seed in range(10)}
     assert len(outcomes) > 1
@@ -110,7 +110,7 @@ def test_random_differs_from_lru_and_from_itself():
 
 
 def test_random_takes_every_leaf():
-    """Over many requests every place in the pool is drawn."""
+    """`random` evicts every leaf of the pool with some seed."""
     victims = set()
     for seed in range(30):
         before = {"|a", "|b", "|c", "|d"}
@@ -119,7 +119,7 @@ def test_random_takes_every_leaf():
 
 
 def touched(policy, uses, idle=0):
-    """Return the frequency of a block used in each of `uses` requests, then idle for some."""
+    """Return the frequency of a block after `uses` requests and `idle` other accesses."""
     cache = make(64, policy, accounting="keys")
     serve(cache, *["a"] * uses)
     (span,) = [span for text, span in spans(cache).items() if text == "|a"]
@@ -127,7 +127,10 @@ def touched(policy, uses, idle=0):
 
 
 def test_lfu_decays_by_access():
-    """With decay 0.9, uses in a row score 1.0, 1.9, 2.71; ten idle accesses later, 0.94."""
+    """With decay=0.9 one to three uses score 1.0, 1.9 and 2.71.
+
+    Idle accesses lower the score.
+    """
     scores = [touched(LFU(decay=0.9), uses) for uses in (1, 2, 3)]
     assert scores == pytest.approx([1.0, 1.9, 2.71])
     assert touched(LFU(decay=0.9), 3, idle=10) == pytest.approx(2.71 * 0.9**10)
@@ -135,12 +138,12 @@ def test_lfu_decays_by_access():
 
 
 def test_lfu_by_touch_does_not_fade_while_idle():
-    """The classic reading: score · decay + 1 at a span's own uses, and nothing between."""
+    """With unit=touches a score decays only at the uses of its own span."""
     assert touched(LFU(decay=0.9, unit="touches"), 3, idle=10) == pytest.approx(2.71)
 
 
 def test_lfu_half_life_by_access():
-    """A use counts half after `half_life` accesses."""
+    """With unit=accesses a use counts half after `half_life` accesses."""
     assert touched(LFU(half_life=4, unit="accesses"), 1, idle=4) == pytest.approx(0.5)
 
 
@@ -155,7 +158,7 @@ def test_lfu_half_life_in_seconds():
 
 
 def test_lfu_lets_old_fame_fade():
-    """Used often long ago loses to used once now; plain LFU keeps the old."""
+    """With a short half-life one new use outweighs three old ones; without one it does not."""
     for half_life, left in ((1.0, {"|b", "|c"}), (float("inf"), {"|a", "|c"})):
         cache = make(2, LFU(half_life=half_life), accounting="keys")
         serve(cache, "a", "a", "a")
@@ -165,7 +168,7 @@ def test_lfu_lets_old_fame_fade():
 
 
 def test_lfu_compares_over_a_year():
-    """Weights do not overflow: an hour's uses still compare after a year of them."""
+    """The weights of uses do not overflow: after a year, uses a second apart are ordered."""
     cache = make(2, LFU(half_life=60), accounting="keys")
     year = 365 * 86_400 * SECOND
     serve(cache, "a", now=year)
@@ -175,7 +178,7 @@ def test_lfu_compares_over_a_year():
 
 
 def test_cost_ages():
-    """What was worth much long ago is overtaken: the clock rises with every victim."""
+    """Under `cost` old hits are outweighed in the end, since each victim raises the clock."""
     cache = make(3, Cost(), accounting="keys")
     serve(cache, "a", "a", "a", *"bcdefghijklmnop")
     assert "|a" not in spans(cache)
@@ -198,20 +201,20 @@ def test_cost_ages():
     ],
 )
 def test_bad_options_are_refused(text, says):
-    """An option out of range says which, its value, and what it may be."""
+    """An option out of range is refused with its value and the valid ones."""
     with pytest.raises(InputError) as caught:
         Plugins().build("eviction", text)
     assert says in str(caught.value)
 
 
 def test_options_are_checked_in_code_too():
-    """What the command line refuses, the constructor refuses."""
+    """A constructor refuses invalid options as the command line does."""
     with pytest.raises(InputError, match="unit='days' is not known; there are: s, accesses"):
         LFU(unit="days")
 
 
 def test_one_policy_serves_one_cache():
-    """An instance that is in use is refused, since its order is that of another cache."""
+    """A policy instance that serves a cache is refused by another cache."""
     policy = LRU()
     make(4, policy)
     with pytest.raises(InputError, match="'lru' is in use already"):
@@ -219,13 +222,13 @@ def test_one_policy_serves_one_cache():
 
 
 def test_an_order_is_fixed_by_the_class_itself():
-    """What derives from such a policy may choose otherwise: it has to say so of itself."""
+    """`fixed_order` is not inherited; each subclass has to declare it."""
 
     class Mine(LRU):
-        """It may choose otherwise."""
+        """A subclass that declares nothing."""
 
     class Same(LRU):
-        """It chooses alike."""
+        """A subclass that declares the same order."""
 
         fixed_order = True
 
@@ -234,7 +237,7 @@ def test_an_order_is_fixed_by_the_class_itself():
 
 
 def test_what_is_freed_ahead_is_what_would_have_been_taken():
-    """`free_ahead` evicts as many blocks of the least recent span, and they are free."""
+    """`free_ahead` evicts the least recent blocks, and residency counts them at their times."""
     cache = KVCache(4, 16, eviction=LRU(), accounting="tokens", key_tokens=16)
     for number in range(2):
         keys = [10 * number, 10 * number + 1]

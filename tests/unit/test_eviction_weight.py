@@ -1,4 +1,4 @@
-"""Weights beyond floats: right to 30 bits, and in an order that never lies."""
+"""Weights beyond the range of floats: their precision and their order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_exp2_is_two_to_the_power(moment, period):
 
 @given(moments, moments, st.integers(1, 10**12))
 def test_exp2_keeps_the_order(one, other, period):
-    """A later moment never weighs less."""
+    """`exp2` never returns a smaller weight for a later moment."""
     early, late = sorted((one, other))
     assert exp2(early, period) <= exp2(late, period)
 
@@ -39,7 +39,7 @@ def test_power_multiplies(base, exponent):
 
 @given(st.integers(-40, 40), st.integers(-40, 40))
 def test_plus_adds(one, other):
-    """The sum of two weights is their sum."""
+    """`add` returns the sum of two weights."""
     total = add((one, 1.5), (other, 1.25))
     expected = 1.5 * 2.0**one + 1.25 * 2.0**other
     assert total[1] * 2.0 ** total[0] == pytest.approx(expected)
@@ -47,24 +47,24 @@ def test_plus_adds(one, other):
 
 @given(moments, moments, st.integers(1, 10**12))
 def test_order_is_that_of_the_weights(one, other, period):
-    """Integers order weights as they are, but for differences beyond 40 bits."""
+    """`sort_key` orders weights, except those that differ by less than 2^-39."""
     low, high = sorted((exp2(one, period), exp2(other, period)))
     assert sort_key(low) <= sort_key(high)
     assert sort_key(low) < sort_key(high) or divide(high, low) == pytest.approx(1, rel=2**-39)
 
 
 def test_a_mantissa_that_rounds_up_goes_over():
-    """What rounds to two is the next power of two."""
+    """A mantissa that rounds to 2 gets the sort key of the next power of two."""
     assert sort_key((3, 2.0 - 2**-52)) == sort_key((4, 1.0))
 
 
 def test_plus_forgets_what_is_too_small():
-    """Sixty halvings later a use no longer counts."""
+    """`add` ignores a weight that is 2^100 times smaller than the other."""
     assert add((100, 1.5), (0, 1.5)) == (100, 1.5)
 
 
 def test_over_divides_within_floats():
-    """Quotients are floats, and stay finite where the weights are far apart."""
+    """`divide` returns a float that is finite even where the weights are far apart."""
     assert divide((10, 1.0), (8, 1.0)) == 4.0
     assert divide((10**9, 1.0), ONE) == 2.0**1000
     assert divide(ONE, (10**9, 1.0)) == 2.0**-1000

@@ -17,19 +17,19 @@ from kvcore_plugins.retention import Window
 
 @pytest.fixture
 def file(tmp_path):
-    """Return where traces are written."""
+    """Return the path of the trace."""
     return tmp_path / "trace.jsonl"
 
 
 def told(reasons):
-    """Return (category, first block, blocks) of each loss; None where blocks are not whole."""
+    """Return (category, first block, blocks) of each loss; blocks may be fractions."""
     return [(loss.category, loss.first / BLOCK, loss.tokens / BLOCK) for loss in reasons.losses]
 
 
 def served(
     file, *requests, blocks=8, eviction=None, prefix=None, accounting="tokens", **options
 ):
-    """Explain a replay of `requests`, a nanosecond apart unless they say when they arrive."""
+    """Explain a replay of `requests`, which arrive 1 ns apart by default."""
     for now, request in enumerate(requests):
         request.arrival = request.arrival or now
     with Trace(file, **options) as trace:
@@ -46,13 +46,13 @@ def served(
 
 
 def of(way, explanation, name):
-    """Return the one loss of request `name` that is `way`: a category, or a way to be new."""
+    """Return the loss of request `name` whose category, or way to be new, is `way`."""
     losses = explanation.of(name).losses
     return next(loss for loss in losses if way in (loss.category, loss.way))
 
 
 def test_an_eviction_is_named_with_time_policy_and_request(file):
-    """Evicted blocks have the EVICT line that took them, and the request that had them last."""
+    """A loss by eviction has the EVICT line, policy, time, beneficiary and last user."""
     explanation = served(
         file,
         ask("old", "abc"),
@@ -73,7 +73,7 @@ def test_an_eviction_is_named_with_time_policy_and_request(file):
 
 
 def test_the_optimum_tells_policy_from_capacity(file):
-    """What no eviction could have kept is capacity; what a better one keeps is policy."""
+    """An evicted block counts as `policy` if the optimum keeps it, and else as `capacity`."""
     scan = [ask("a", "ab"), ask("b", "x"), ask("c", "y"), ask("d", "ab", 9)]
     tight = served(file, *scan, blocks=2)
     assert told(tight.of("d"))[0] == ("policy", 0, 1)
@@ -81,7 +81,7 @@ def test_the_optimum_tells_policy_from_capacity(file):
 
 
 def test_what_expired_says_so(file):
-    """Blocks whose time was over are not evicted for room."""
+    """Blocks that have expired count as `expired`, not as evicted for room."""
     loss = of(
         "expired",
         served(file, ask("a", "ab"), ask("b", "ab", 9, arrival=50), eviction=Mortal()),
@@ -92,7 +92,10 @@ def test_what_expired_says_so(file):
 
 
 def test_what_is_being_computed_is_in_flight(file):
-    """Blocks that an open sequence has yet to commit are in flight, up to where two part."""
+    """Blocks that an open sequence has yet to commit are `in_flight`.
+
+    Behind the point where the two prompts diverge, blocks are `compulsory`.
+    """
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "abcd"), None, 0)
@@ -105,7 +108,7 @@ def test_what_is_being_computed_is_in_flight(file):
 
 
 def test_what_was_never_stored_is_unstored(file):
-    """A request that gave up before computing leaves nothing, and is named."""
+    """Blocks of a request that closed before it computed them are `unstored`."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         cache.close(cache.open(ask("quitter", "ab"), None, 0), 1)
@@ -115,7 +118,7 @@ def test_what_was_never_stored_is_unstored(file):
 
 
 def test_who_sent_a_part_of_a_key_is_not_named_for_the_rest(file):
-    """Of a key that stands for two blocks, the second was sent by who had both."""
+    """A loss of a key with two blocks names the last request that had both blocks."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, prefix=Radix(), key_tokens=2 * BLOCK, trace=trace)
         for name, tokens in (("both", 8), ("one", 4), ("next", 9)):
@@ -125,7 +128,7 @@ def test_who_sent_a_part_of_a_key_is_not_named_for_the_rest(file):
 
 
 def test_a_prompt_wants_no_more_of_its_last_key_than_it_covers(file):
-    """What the optimum keeps for a prompt are its own full blocks, not all of their keys'."""
+    """The optimum keeps only the full blocks of a prompt, not all blocks of its last key."""
     with Trace(file) as trace:
         cache = KVCache(2, BLOCK, prefix=Radix(), key_tokens=2 * BLOCK, trace=trace)
         replay([coarse("a", 8), coarse("b", 5), coarse("c", 9)], cache)
@@ -134,7 +137,7 @@ def test_a_prompt_wants_no_more_of_its_last_key_than_it_covers(file):
 
 
 def test_what_a_sequence_that_has_forgotten_computes_is_unstored(file):
-    """Such a sequence stores nothing any more: what it is still computing is not in flight."""
+    """Blocks of a sequence that has dropped tokens are `unstored`, not `in_flight`."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, prefix=Radix(), retention=Window(tokens=4), trace=trace)
         first = cache.open(ask("first", "abcd"), None, 0)
@@ -145,7 +148,7 @@ def test_what_a_sequence_that_has_forgotten_computes_is_unstored(file):
 
 
 def test_of_a_span_that_was_split_both_halves_are_whose_it_was(file):
-    """A retention hint splits the span of who stored it; its upper half is no one else's."""
+    """Both halves of a span that a hint splits have the request that stored it as user."""
     hinted = ask("a", "abcd", retention=(Retention(0, 8, 90),))
     explanation = served(file, hinted, ask("thief", "pqrstuvw"), ask("b", "abcd", 17))
     users = [loss.eviction.user for loss in explanation.of("b").losses if loss.eviction]
@@ -154,13 +157,13 @@ def test_of_a_span_that_was_split_both_halves_are_whose_it_was(file):
 
 
 def coarse(name, tokens):
-    """Return a request of so many tokens of one text, whose keys stand for two blocks."""
+    """Return a request of one text of `tokens` tokens, whose keys stand for two blocks."""
     keys = [11, 12][: -(-tokens // (2 * BLOCK))]
     return Request(id=name, prompt_tokens=tokens, keys=keys, key_tokens=2 * BLOCK)
 
 
 def test_a_cache_without_sharing_stores_nothing_even_in_flight(file):
-    """With prefix cache `none`, what is being computed would not be found afterwards either."""
+    """With prefix cache `none`, blocks of an open sequence are `unstored`."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=NoPrefix(), trace=trace)
         cache.open(ask("first", "ab"), None, 0)
@@ -169,7 +172,7 @@ def test_a_cache_without_sharing_stores_nothing_even_in_flight(file):
 
 
 def test_a_clock_in_the_prompt_is_one_place(file):
-    """Prompts that all part from one another after the same blocks part at one place."""
+    """Prompts that diverge after the same blocks have one place of divergence."""
     prompts = [ask(name, f"ab{name}rest") for name in "123456"]
     explanation = served(file, *prompts, blocks=99)
     place = of("diverges", explanation, "6").place
@@ -181,21 +184,21 @@ def test_a_clock_in_the_prompt_is_one_place(file):
 
 
 def test_the_next_turn_of_a_conversation_extends_the_last(file):
-    """A prompt that goes on where another ended does not part from it."""
+    """A prompt that continues another one `extends` it and does not diverge."""
     explanation = served(file, ask("one", "ab"), ask("two", "abcd"), blocks=99)
     loss = of("extends", explanation, "two")
     assert (loss.first, loss.other, loss.place) == (8, "one", None)
 
 
 def test_a_last_key_of_a_part_of_a_block_ends(file):
-    """In `keys` counting a new last key may be the beginning of a longer one: none can tell."""
+    """In `keys` accounting a new key of a partial block `ends`: it may begin a longer one."""
     explanation = served(file, ask("one", "abc"), ask("two", "abx", 10), accounting="keys")
     loss = of("ends", explanation, "two")
     assert (loss.first, loss.tokens, loss.other) == (8, 4, "one")
 
 
 def test_nothing_in_common_starts_anew_and_other_salts_are_counted(file):
-    """What starts anew says how many requests of other salts it could not have matched."""
+    """A prompt without a common prefix counts the earlier requests of other salts."""
     explanation = served(
         file,
         ask("one", "ab", salt="red"),
@@ -209,14 +212,14 @@ def test_nothing_in_common_starts_anew_and_other_salts_are_counted(file):
 
 
 def test_the_last_token_and_a_partial_block_are_granularity(file):
-    """Of a prompt sent before, what is left is the partial block, or that of the last token."""
+    """A partial block, and the block of the last token, are `granularity`."""
     explanation = served(file, ask("a", "abc"), ask("b", "abc"), ask("c", "abc", 15))
     assert told(explanation.of("b")) == [("granularity", 2, 1)]
     assert told(explanation.of("c")) == [("granularity", 3, 0.75)]
 
 
 def test_tokens_without_keys_have_no_keys(file):
-    """What no key stands for cannot be found."""
+    """Tokens without keys that follow a known prefix are `no_keys`."""
     explanation = served(file, ask("a", "ab", 30))
     assert told(explanation.of("a")) == [("compulsory", 0, 7.5)]
     explanation = served(file, ask("a", "ab", 30), ask("b", "ab", 30))
@@ -224,7 +227,7 @@ def test_tokens_without_keys_have_no_keys(file):
 
 
 def test_what_a_pool_cannot_keep_of_one_request_is_truncated(file):
-    """Blocks beyond the pool's size were dropped by the first request as well."""
+    """Blocks beyond the size of the pool are `truncated`, if an earlier request had them."""
     explanation = served(
         file, ask("a", "abcdef"), ask("b", "abcdef"), blocks=4, accounting="keys"
     )
@@ -233,7 +236,7 @@ def test_what_a_pool_cannot_keep_of_one_request_is_truncated(file):
 
 
 def test_only_the_first_admission_counts(file):
-    """A preempted request that returns is counted apart; `serve` has one."""
+    """Only the first admission of a request is explained; later ones are counted."""
     explanation = explain(serve(file))
     summary = explanation.summary()
     counts = summary.admitted, summary.rejected, summary.waiting, summary.readmitted
@@ -244,7 +247,10 @@ def test_only_the_first_admission_counts(file):
 
 
 def test_generated_blocks_count_as_sent(file):
-    """Keys told by KEYS belong to whoever generated them: a prompt with them goes on there."""
+    """Keys of a KEYS line belong to the request that has generated them.
+
+    A prompt that contains them extends that request.
+    """
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
@@ -257,7 +263,7 @@ def test_generated_blocks_count_as_sent(file):
 
 
 def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
-    """KEYS of a request admitted earlier do not make it the last to have had these blocks."""
+    """KEYS of an earlier request leave a later one as the last that had these blocks."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = cache.open(ask("first", "ab", output_tokens=9), None, 0)
@@ -269,7 +275,7 @@ def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
 
 
 def test_keys_told_before_the_admission_come_with_it(file):
-    """A trace made by hand may tell keys early: they count from the admission on."""
+    """KEYS before the admission of their request count from the admission on."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         first = ask("first", "ab", output_tokens=9)
@@ -281,7 +287,7 @@ def test_keys_told_before_the_admission_come_with_it(file):
 
 
 def test_a_cut_trace_is_explained_up_to_the_cut(file):
-    """What stands before the cut is told, and where the file stops."""
+    """A cut trace is explained up to the cut, and the result has the place of the cut."""
     record(file)
     whole = explain(file)
     file.write_bytes(file.read_bytes()[:-100])
@@ -292,7 +298,7 @@ def test_a_cut_trace_is_explained_up_to_the_cut(file):
 
 
 def test_a_request_that_waits_at_the_end_is_no_miss(file):
-    """A request that was never admitted has no losses."""
+    """A request that was never admitted counts as waiting."""
     with Trace(file) as trace:
         cache = KVCache(4, BLOCK, trace=trace)
         cache.open(ask("a", "a"), None, 0)
@@ -302,7 +308,7 @@ def test_a_request_that_waits_at_the_end_is_no_miss(file):
 
 
 def test_a_line_that_cannot_be_is_refused_with_its_place(file):
-    """A line that names what is not there is an error, whatever the digest says."""
+    """A line with an unknown span raises TraceError with the file and the line number."""
     events = lines(record(file))
     events[35]["span"] = 44
     with pytest.raises(TraceError, match=r"trace.jsonl:36: EVICT: no span 44 is cached"):
@@ -310,14 +316,14 @@ def test_a_line_that_cannot_be_is_refused_with_its_place(file):
 
 
 def test_an_empty_file_is_no_trace(file):
-    """Without a HEADER there is nothing to explain."""
+    """An empty file is refused, since it has no HEADER."""
     file.write_bytes(b"")
     with pytest.raises(TraceError, match="is empty, without END"):
         explain(file)
 
 
 def test_ids_are_found_as_text_and_others_refused_with_what_there_is(file):
-    """An id of digits is found as text; an unknown one is near to none."""
+    """An id of digits is found by its text; an unknown id is refused with the known ones."""
     requests = [
         Request(id=n, prompt_tokens=4, keys=[n], key_tokens=BLOCK, arrival=n)
         for n in range(4000, 4009)
@@ -331,7 +337,7 @@ def test_ids_are_found_as_text_and_others_refused_with_what_there_is(file):
 
 
 def test_prefill_is_weighed_as_the_trace_says(file):
-    """The header names model and device; without a name that is known it is the default."""
+    """Prefill is weighed by the model and device of the header, or by the default."""
     requests = [ask("a", "ab")]
     small = served(file, *requests, recompute={"model": "gpt2", "device": "l4"})
     assert (small.cost.model, small.cost.device) == ("gpt2", "l4")
@@ -343,14 +349,17 @@ def test_prefill_is_weighed_as_the_trace_says(file):
 
 
 def test_all_sums_of_a_recorded_run_agree(file):
-    """A run with forks, copies and rollbacks is told like any other."""
+    """The losses of a run with forks, copies and rollbacks add up to its missed tokens."""
     summary = explain(record(file)).summary()
     tokens = sum(lost.tokens for lost in summary.categories.values())
     assert tokens == summary.missed_tokens == summary.prompt_tokens - summary.hit_tokens
 
 
 def test_victims_and_beneficiaries_are_ranked_by_what_was_lost(file):
-    """Who lost most to evictions, and for whose sake; each loss counts once on both sides."""
+    """Victims and beneficiaries of evictions are ranked by the tokens that were lost.
+
+    Each loss counts once on both sides.
+    """
     explanation = served(
         file, ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9), blocks=6
     )
@@ -360,7 +369,7 @@ def test_victims_and_beneficiaries_are_ranked_by_what_was_lost(file):
 
 
 def test_told_as_json_every_time_is_in_seconds(file):
-    """The JSON of a loss has the eviction in seconds, and how long before the use."""
+    """The JSON of a loss has the eviction, and the seconds between that and the use."""
     explanation = served(
         file, ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=10**9), blocks=6
     )
@@ -373,7 +382,7 @@ def test_told_as_json_every_time_is_in_seconds(file):
 
 
 def test_the_reader_is_told_how_far_it_is(file):
-    """`tick` is called with the bytes of the file, all of them in the end."""
+    """`tick` is called with numbers of bytes that add up to the size of the file."""
     requests = [ask(str(n), "a") for n in range(300)]
     seen = []
     served(file, *requests)

@@ -1,4 +1,4 @@
-"""Why requests missed on a cluster: as on one server, and what another replica had."""
+"""Reasons for misses on a cluster: those of one server, and blocks in other replicas."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from kvcore.trace.check import check_event
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Return the trace of a cluster, of which one replica fails and returns."""
+    """Return the trace of a cluster in which one replica fails and returns."""
     return record_cluster(tmp_path_factory.mktemp("cluster") / "trace.jsonl")
 
 
 def test_every_missed_token_has_one_reason(path):
-    """Of each request, hit and losses are its prompt; the summary adds them up."""
+    """The hit and the losses of each request add up to its prompt.
+
+    The summary adds up the losses of all requests.
+    """
     found = explain(path)
     for reasons in found.requests.values():
         assert reasons.hit + sum(loss.tokens for loss in reasons.losses) == reasons.tokens
@@ -38,7 +41,7 @@ def test_every_missed_token_has_one_reason(path):
 
 
 def test_a_request_is_explained_by_the_replica_that_served_it_last(path):
-    """Requests in their order of arrival, each with the replica of its last ROUTE."""
+    """Requests are in the order of arrival, each with the replica of its last ROUTE."""
     routed, came = {}, {}
     for event in read_events(path):
         if event.event == "ROUTE":
@@ -52,7 +55,7 @@ def test_a_request_is_explained_by_the_replica_that_served_it_last(path):
 
 
 def test_elsewhere_is_what_another_cache_held_at_that_time(path):
-    """What was lost to the router is what the fullest other replica held, beyond the hit.
+    """A loss is `elsewhere` as far as the fullest other replica held more than the hit.
 
     The caches are rebuilt by the check of each line, and searched key by key.
     """
@@ -80,7 +83,7 @@ def test_elsewhere_is_what_another_cache_held_at_that_time(path):
 
 
 def test_a_single_replica_loses_nothing_elsewhere(tmp_path):
-    """With one replica there is no other, and the reasons are those of a server."""
+    """With one replica nothing is lost `elsewhere`, and the reasons are those of a server."""
     path, one = tmp_path / "cluster.jsonl", tmp_path / "one.jsonl"
     record_cluster(path, replicas=[{"count": 1}], fail=())
     kvcore.simulate(ZIPF, blocks=20, tensor_parallel=1, trace=one)
@@ -90,7 +93,7 @@ def test_a_single_replica_loses_nothing_elsewhere(tmp_path):
 
 
 def test_one_replica_is_explained_as_a_server(path):
-    """`replica=` explains the requests that went there, without the reason of clusters."""
+    """`replica=` explains the requests of one replica, without the reason `elsewhere`."""
     whole, part = explain(path), explain(path, replica=0)
     assert part.requests.keys() == {
         event.id for event in ServerReader(path, 0) if event.event == "REQUEST"
@@ -102,7 +105,7 @@ def test_one_replica_is_explained_as_a_server(path):
 
 
 def test_the_documents_name_the_replica(path):
-    """As JSON and in words, a request has its replica, and a loss the one that had it."""
+    """The JSON and the text of a request name its replica and the one that had its blocks."""
     found = explain(path)
     reasons = next(
         each
@@ -118,7 +121,7 @@ def test_the_documents_name_the_replica(path):
 
 
 def test_refused_requests_are_told(tmp_path):
-    """What the router turned away is rejected, without a replica."""
+    """Requests that the router refused are rejected, with the reason."""
     fail = [f"replica={number},at=0.2" for number in range(3)]
     found = explain(record_cluster(tmp_path / "trace.jsonl", fail=fail))
     refused = [each for each in found.requests.values() if each.state == "rejected"]
@@ -128,7 +131,7 @@ def test_refused_requests_are_told(tmp_path):
 
 
 def test_a_rejected_request_that_there_is_not_is_no_trace(tmp_path):
-    """The line is named, as every other that does not fit those before it."""
+    """REJECT of an unknown request raises TraceError."""
     fail = [f"replica={number},at=0.2" for number in range(3)]
     path = record_cluster(tmp_path / "trace.jsonl", fail=fail)
     events = lines(path)
@@ -150,7 +153,7 @@ PROMPTS = [(0, 1, 2, 3), (0, 1, 4), (0, 5, 6), (7, 8)]
 )
 @settings(max_examples=60)
 def test_holders_find_what_the_fullest_other_has(calls, ratio):
-    """Blocks stored, removed and lost are found as by a search of each replica's own."""
+    """`Holders` finds what a search of the blocks of every other replica finds."""
     holders, held = Holders(ratio), [{}, {}, {}]
     for replica, keys, to in calls:
         mine = held[replica]
@@ -158,7 +161,7 @@ def test_holders_find_what_the_fullest_other_has(calls, ratio):
         end = min(to, len(keys) * ratio)
         if end > has:
             holders.store(replica, keys, has, end)
-        elif any(  # what others continue cannot leave before them
+        elif any(  # a prefix cannot leave before its continuation
             mine.get(key) for other in PROMPTS if other != keys
             for key in other if key not in keys and other[0] == keys[0]
         ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""Ledgers: the latest eviction of every block, where keys stand for several."""
+"""`LastEventIndex`: the latest eviction of every block, for keys of several blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KEYS = ["a", "ab", "abc"]
 
 
 def eviction(line):
-    """Return an eviction that is told by its line."""
+    """Return an eviction that is identified by its line."""
     return Eviction(line, 0, 1, 1, "lru", "x", "y", 0, 0, expired=False)
 
 
@@ -19,12 +19,12 @@ def told(ledger, first, end):
 
 
 def test_what_nothing_evicted_is_one_piece_of_nothing():
-    """Blocks that never left have no eviction."""
+    """Blocks that were never evicted are one piece without an eviction."""
     assert told(LastEventIndex(4), 2, 11) == [(2, 11, None)]
 
 
 def test_blocks_of_one_eviction_are_one_piece():
-    """Keys evicted together are told together."""
+    """Blocks of several keys that were evicted together are one piece."""
     ledger = LastEventIndex(4)
     ledger.add(KEYS, 0, 12, eviction(1))
     assert told(ledger, 0, 12) == [(0, 12, 1)]
@@ -32,7 +32,7 @@ def test_blocks_of_one_eviction_are_one_piece():
 
 
 def test_a_tail_that_left_earlier_keeps_its_own_eviction():
-    """Evictions inside a key stand side by side, tail first."""
+    """Parts of a key that were evicted one after the other are separate pieces."""
     ledger = LastEventIndex(4)
     ledger.add(KEYS, 6, 7, eviction(1))
     ledger.add(KEYS, 5, 6, eviction(2))
@@ -41,7 +41,10 @@ def test_a_tail_that_left_earlier_keeps_its_own_eviction():
 
 
 def test_what_was_stored_again_has_its_latest_eviction():
-    """After a second life the part that left in it is told anew, the rest as before."""
+    """Blocks that were stored and evicted again have their latest eviction.
+
+    The other blocks keep theirs.
+    """
     ledger = LastEventIndex(4)
     ledger.add(KEYS, 0, 8, eviction(1))
     ledger.add(KEYS, 5, 6, eviction(2))
@@ -51,7 +54,7 @@ def test_what_was_stored_again_has_its_latest_eviction():
 
 
 def test_the_part_that_is_cached_again_is_not_asked_for():
-    """Pieces begin where they are asked to, inside a key too."""
+    """Pieces begin and end at the given blocks, even inside a key."""
     ledger = LastEventIndex(4)
     ledger.add(KEYS, 2, 4, eviction(1))
     assert told(ledger, 3, 5) == [(3, 4, 1), (4, 5, None)]
@@ -59,7 +62,7 @@ def test_the_part_that_is_cached_again_is_not_asked_for():
 
 
 def test_keys_side_by_side_with_equal_pieces_are_told_apart():
-    """The pieces of each key are counted from where that key begins."""
+    """The pieces of neighbouring keys are separate, even if their offsets are equal."""
     ledger, same = LastEventIndex(4), eviction(1)
     ledger.add(KEYS, 1, 2, same)
     ledger.add(KEYS, 5, 6, same)
@@ -68,7 +71,7 @@ def test_keys_side_by_side_with_equal_pieces_are_told_apart():
 
 
 def test_a_note_on_a_part_leaves_what_was_noted_before_and_after():
-    """In the middle of a key, as well as at its ends."""
+    """An eviction inside a key leaves the earlier evictions before and after it."""
     ledger = LastEventIndex(4)
     ledger.add(KEYS, 0, 4, eviction(1))
     ledger.add(KEYS, 1, 3, eviction(2))

@@ -1,4 +1,4 @@
-"""What `explain` says of lower tiers: what was loaded, what was not, and what left them."""
+"""`explain` with lower tiers: blocks that were loaded, recomputed, unreadable or dropped."""
 
 import pytest
 from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal
@@ -19,12 +19,12 @@ def losses(explanation, request):
 
 
 def told(explanation, request):
-    """Return what is said of a request, in one line."""
+    """Return the report of a request."""
     return str(RequestReport(explanation, explanation.of(request)))
 
 
 def left(path):
-    """Record a request that comes again when a tier of four slots has made room for another."""
+    """Record a request that comes again after a tier has dropped its blocks."""
     requests = [
         ask("a", "abcd", output_tokens=1, arrival=0),
         ask("b", "efgh", output_tokens=1, arrival=100),
@@ -35,7 +35,7 @@ def left(path):
 
 
 def test_what_is_loaded_is_told_with_its_times(tmp_path):
-    """The time that the load took by its LOAD_START, and the prefill that it has saved."""
+    """A loaded segment has the time of its load, and the prefill that it saved."""
     explanation = explain(rest(tmp_path / "trace.jsonl"))
     assert losses(explanation, "again") == [
         ("loaded", 0, 4, "host", 6),
@@ -49,7 +49,7 @@ def test_what_is_loaded_is_told_with_its_times(tmp_path):
 
 
 def test_where_recomputing_was_cheaper(tmp_path):
-    """The tier that had the blocks, and how long they would have taken to load."""
+    """A recomputed segment has the tier that held it, and the time of its load."""
     explanation = explain(rest(tmp_path / "trace.jsonl", SLOW))
     assert losses(explanation, "again") == [
         ("recomputed", 0, 4, "host", 6),
@@ -61,7 +61,7 @@ def test_where_recomputing_was_cheaper(tmp_path):
 
 
 def test_where_only_a_part_was_loaded(tmp_path):
-    """The rest of what the tier had would have waited for the part."""
+    """If only a part was loaded, the rest is `recomputed`, with the time of loading it too."""
     path = rest(tmp_path / "trace.jsonl")
     events = lines(path)[:42]
     events[33] |= {"blocks": 2, "done": 324}
@@ -76,7 +76,7 @@ def test_where_only_a_part_was_loaded(tmp_path):
 
 
 def test_where_nothing_is_loaded(tmp_path):
-    """A tier that is only written to says so."""
+    """With load=never a segment in a tier is `recomputed`, and the report gives the reason."""
     never = [tier.replace("load=always", "load=never") for tier in TIERS]
     explanation = explain(rest(tmp_path / "trace.jsonl", never))
     assert losses(explanation, "again")[0] == ("recomputed", 0, 4, "host", None)
@@ -84,7 +84,7 @@ def test_where_nothing_is_loaded(tmp_path):
 
 
 def test_what_could_not_be_loaded(tmp_path):
-    """What came too short, or not at all, was in the tier and is computed."""
+    """Blocks that a tier held and could not deliver are `unreadable`."""
     path = rest(tmp_path / "trace.jsonl")
     events = lines(path)[:37]
     events[36] |= {"blocks": 1}
@@ -97,7 +97,7 @@ def test_what_could_not_be_loaded(tmp_path):
 
 
 def test_by_the_wall_clock_a_load_took_what_it_took(tmp_path):
-    """From the admission to its LOAD."""
+    """By the wall clock a load takes the time from the admission to its LOAD."""
     path = rest(tmp_path / "trace.jsonl")
     events = lines(path)
     events[0]["mode"] = "wall"
@@ -105,7 +105,7 @@ def test_by_the_wall_clock_a_load_took_what_it_took(tmp_path):
 
 
 def test_who_took_the_room_in_a_tier(tmp_path):
-    """Of what was evicted from the pool, and then from the tier: when, why, and for whom."""
+    """Blocks that a tier has dropped have the time, reason and beneficiary of the DROP."""
     explanation = explain(left(tmp_path / "trace.jsonl"))
     (loss,) = explanation.of("again").losses[:1]
     assert (loss.category, loss.tier, loss.tokens) == ("capacity", None, 3 * BLOCK)
@@ -122,7 +122,7 @@ def test_who_took_the_room_in_a_tier(tmp_path):
 
 @pytest.mark.parametrize("tiers", [(), TIERS, SLOW])
 def test_every_missed_token_has_one_reason(tmp_path, tiers):
-    """With tiers or without, the reasons of a prompt add up to what did not hit."""
+    """With or without tiers, the losses of a prompt add up to the tokens that missed."""
     explanation = explain(rest(tmp_path / "trace.jsonl", tiers))
     for reasons in explanation.requests.values():
         at = reasons.hit
@@ -135,7 +135,7 @@ def test_every_missed_token_has_one_reason(tmp_path, tiers):
 
 
 def test_the_summary_adds_the_loads_up(tmp_path):
-    """How long they took in all, and how much prefill they have saved."""
+    """The summary has the time of all loads, and the prefill that they saved."""
     explanation = explain(rest(tmp_path / "trace.jsonl"))
     summary = explanation.summary()
     loaded = summary.categories["loaded"]
@@ -147,7 +147,7 @@ def test_the_summary_adds_the_loads_up(tmp_path):
 
 
 def test_the_segments_as_json(tmp_path):
-    """The tier, the seconds of its load, and the DROP are in each."""
+    """The JSON of a segment has the tier, the seconds of its load, and the DROP."""
     explanation = explain(rest(tmp_path / "a.jsonl"))
     host = explanation.request_dict(explanation.of("again"))["losses"][0]
     assert (host["tier"], host["load_s"], host["drop"]) == ("host", 6e-9, None)

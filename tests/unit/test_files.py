@@ -1,4 +1,4 @@
-"""Files that are whole or not there."""
+"""Atomic files, which are complete or not there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcore.files import AtomicFile, atomic_file
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path):
-    """While it is written there is no file of that name; then there is nothing else."""
+    """A file gets its name when it is complete, and leaves no other file."""
     path = tmp_path / "rows.csv"
     with atomic_file(path) as file:
         file.write("é\n")
@@ -24,7 +24,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path):
 
 
 def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
-    """An exception while writing leaves what was there, and nothing beside it."""
+    """An exception during writing leaves the old file, and no other file."""
     path = tmp_path / "rows.csv"
     path.write_text("old")
     file = atomic_file(path)
@@ -36,13 +36,13 @@ def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
 
 @pytest.mark.parametrize("place", ["missing/rows.csv", "."])
 def test_a_file_that_cannot_be_opened_is_refused(tmp_path, place):
-    """A missing directory, or a directory in its place, is said at once."""
+    """A path in a missing directory, or of a directory, is refused at once."""
     with pytest.raises(InputError, match="cannot write"), atomic_file(tmp_path / place):
         pytest.fail("opened")
 
 
 def test_a_pipe_is_written_in_place(tmp_path):
-    """What is no regular file stays what it is."""
+    """A pipe is written in place and stays a pipe."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     read = []
@@ -57,7 +57,7 @@ def test_a_pipe_is_written_in_place(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("text", ["row\n", "row\n" * 100_000])
 def test_a_full_disk_is_told_with_the_path(text):
-    """A disk that is full is an error of its own, also if it shows only at the end."""
+    """A full disk raises StorageError with the path, even if it shows only at the end."""
     with (
         pytest.raises(StorageError, match=r"cannot write /dev/full: No space left"),
         atomic_file(Path("/dev/full")) as file,
@@ -66,7 +66,7 @@ def test_a_full_disk_is_told_with_the_path(text):
 
 
 def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
-    """If the file cannot get its name in the end, that is told, and nothing is left of it."""
+    """If a file cannot get its name in the end, StorageError is raised and no file is left."""
     path = tmp_path / "rows.csv"
     with pytest.raises(StorageError, match=r"cannot write .*rows.csv"), atomic_file(path):
         path.mkdir()
@@ -74,7 +74,7 @@ def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
 
 
 def test_two_runs_do_not_share_a_part(tmp_path):
-    """While a file is written another run cannot begin it; the first goes on undisturbed."""
+    """While one run writes a file another run is refused, and the first one goes on."""
     path = tmp_path / "rows.csv"
     with atomic_file(path) as file:
         file.write("first")
@@ -85,7 +85,7 @@ def test_two_runs_do_not_share_a_part(tmp_path):
 
 
 def test_what_a_killed_run_has_left_is_kept(tmp_path, caplog):
-    """A `.part` that no process holds stays under another name, which is told."""
+    """A `.part` that a killed run has left is kept under another name, which is logged."""
     part = tmp_path / "rows.csv.part"
     for left in ("all there is", "of two runs"):
         part.write_text(left)
@@ -100,7 +100,7 @@ def test_what_a_killed_run_has_left_is_kept(tmp_path, caplog):
 
 
 def test_a_link_is_not_written_through(tmp_path):
-    """A `.part` that is a link may lead to anybody's file: it is refused."""
+    """A `.part` that is a symbolic link is refused, as it may lead to any file."""
     (tmp_path / "precious").write_text("old")
     (tmp_path / "rows.csv.part").symlink_to(tmp_path / "precious")
     with pytest.raises(InputError, match="cannot write"):
@@ -109,14 +109,14 @@ def test_a_link_is_not_written_through(tmp_path):
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
-    """A `.part` that is a pipe which nobody reads is refused at once."""
+    """A `.part` that is a pipe without a reader is refused at once."""
     os.mkfifo(tmp_path / "rows.csv.part")
     with pytest.raises(InputError, match="cannot write"):
         atomic_file(tmp_path / "rows.csv").__enter__()
 
 
 def test_without_locks_a_part_is_anybodys(tmp_path, monkeypatch):
-    """On a file system without locks nobody can tell who writes a `.part`: it is refused."""
+    """On a file system without locks an existing `.part` is refused."""
 
     def unsupported(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -130,7 +130,7 @@ def test_without_locks_a_part_is_anybodys(tmp_path, monkeypatch):
 
 
 def test_giving_up_twice_spares_the_next_run(tmp_path):
-    """What was discarded once is no longer ours: the `.part` may be another run's."""
+    """Discarding a file twice does not remove the `.part` of the next run."""
     first = AtomicFile(tmp_path / "rows", "rows")
     first.discard()
     second = AtomicFile(tmp_path / "rows", "rows")
@@ -140,7 +140,7 @@ def test_giving_up_twice_spares_the_next_run(tmp_path):
 
 
 def test_a_file_that_is_given_up_is_removed(tmp_path):
-    """What is discarded leaves nothing, however often that is said."""
+    """A discarded file leaves nothing, and can be discarded again."""
     file = AtomicFile(tmp_path / "rows", "rows")
     file.write(b"row")
     file.discard()

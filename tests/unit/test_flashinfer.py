@@ -1,4 +1,4 @@
-"""What FlashInfer is told and asked, by a stand-in that computes what it documents."""
+"""Attention by FlashInfer, with a fake that computes what FlashInfer documents."""
 
 from itertools import pairwise
 from math import sqrt
@@ -19,18 +19,18 @@ KV_HEADS, GROUP, WIDTH, BLOCK = 2, 4, 64, 16
 
 
 class StandIn:
-    """Computes decode attention over pages, as FlashInfer's wrapper is documented to do."""
+    """A fake of FlashInfer's wrapper for decode attention over pages."""
 
     plans = 0
 
     def __init__(self, workspace, layout, *, use_tensor_cores):
-        """Store nothing: there is nothing to split."""
+        """Check the arguments."""
         assert workspace.dtype == torch.uint8
         assert layout == "HND"
         assert use_tensor_cores
 
     def plan(self, starts, pages, last, heads, kv_heads, width, page, **options):
-        """Store the plan."""
+        """Check and store the plan."""
         assert (heads, kv_heads, width, page) == (KV_HEADS * GROUP, KV_HEADS, WIDTH, BLOCK)
         assert {starts.dtype, pages.dtype, last.dtype} == {torch.int32}
         self.table = starts.tolist(), pages.tolist(), last.tolist()
@@ -38,7 +38,7 @@ class StandIn:
         StandIn.plans += 1
 
     def run(self, queries, cache):
-        """Return attention's output, `[sequences, heads, width]`."""
+        """Return the output of attention, `[sequences, heads, width]`."""
         starts, pages, last = self.table
         scale = self.options["sm_scale"] or 1 / sqrt(WIDTH)
         left = self.options["window_left"]
@@ -58,7 +58,7 @@ class StandIn:
 
 @pytest.fixture
 def step(monkeypatch):
-    """Return a backend that has FlashInfer, one that has not, a decode step, and queries."""
+    """Return a backend with FlashInfer, one without, a decode step, and queries."""
     monkeypatch.setattr(_flashinfer, "WORKSPACE_BYTES", 16)
     StandIn.plans = 0
     made = torch.Generator().manual_seed(3)
@@ -84,7 +84,7 @@ def step(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"scale": 0.3}], ids=str)
 def test_it_attends_as_torch_does(step, options):
-    """Blocks, last slots, windows and scales are those of the step, and it is told once."""
+    """Outputs equal those of torch, with windows and scales, and a step is planned once."""
     peer, plain, batch, queries = step
     plan = peer.plan(batch)
     for layer in range(2):
@@ -96,7 +96,7 @@ def test_it_attends_as_torch_does(step, options):
 
 
 def test_steps_may_take_turns(step):
-    """An earlier plan is told again when a later one has been in between."""
+    """A step is planned again if another step was planned since."""
     peer, plain, batch, queries = step
     one, other = RaggedBatch(batch.block_tables[3:], [69], [1]), batch
     plans = [peer.plan(each) for each in (one, other)]
@@ -109,7 +109,7 @@ def test_steps_may_take_turns(step):
 
 
 def test_what_it_does_not_do_is_left_to_torch(step):
-    """Sinks and sums of weights go through torch, and the backend says so."""
+    """Sinks and sums of weights are computed by torch, and `fallbacks` has the reasons."""
     peer, plain, batch, queries = step
     found = peer.attend(0, peer.plan(batch), queries, window=20, sinks=4)
     expected = plain.attend(0, plain.plan(batch), queries, window=20, sinks=4)
@@ -123,14 +123,14 @@ def test_what_it_does_not_do_is_left_to_torch(step):
 
 
 def test_heads_that_it_is_not_built_for(step):
-    """Other groups of query heads are refused."""
+    """Groups of query heads for which FlashInfer is not built are refused."""
     kernel = step[0]._kernel._divider.kernel
     assert "7 query heads" in kernel.refusal(LayerKind(7, None, 0))
     assert kernel.refusal(LayerKind(8, None, 0)) is None
 
 
 def test_asked_for_where_it_cannot_be():
-    """Without the package, or a GPU, it is refused with what to do."""
+    """attention=flashinfer is refused without the package or a GPU, with what to do."""
     layout = TensorLayout(
         blocks=2, block_size=16, layers=1, kv_heads=1, head_dim=64, value_dim=64, dtype="fp16"
     )

@@ -1,4 +1,4 @@
-"""What memory was used for, paged and contiguous, in the same units."""
+"""Fragmentation of memory, paged and contiguous, in the same units."""
 
 import attrs
 import pytest
@@ -12,7 +12,7 @@ from kvcore.serving import Batching, Fragmentation, simulate
 
 
 def run(requests, blocks=5, **options):
-    """Serve `requests`, a step every 10 ns, in 20 slots unless told otherwise."""
+    """Return the fragmentation of a run with a step every 10 ns, by default in 20 slots."""
     return simulate(
         requests,
         cache=KVCache(blocks, BLOCK),
@@ -24,7 +24,10 @@ def run(requests, blocks=5, **options):
 
 
 def test_one_request_in_one_piece():
-    """A prompt of 4 and 4 of at most 8 tokens: 12 slots for 4 steps, with 0, 4, 5, 6 filled."""
+    """A contiguous piece for 4 + 8 tokens takes 12 slots in each of 4 steps.
+
+    A prompt of 4 tokens and 4 of at most 8 generated ones fill 0, 4, 5 and 6 of them.
+    """
     seen = run([ask("a", output=4)], allocation="contiguous", max_output=8)
     assert attrs.asdict(seen) == pytest.approx(
         {
@@ -42,7 +45,7 @@ def test_one_request_in_one_piece():
 
 
 def test_one_request_in_pages():
-    """The same in blocks of 4: 4, 8, 8, 8 slots, of which the same are filled."""
+    """The request in blocks of 4 takes 4, 8, 8, 8 slots and fills 0, 4, 5, 6 of them."""
     seen = run([ask("a", output=4)])
     assert attrs.asdict(seen) == pytest.approx(
         {
@@ -59,7 +62,10 @@ def test_one_request_in_pages():
 
 
 def test_holes_that_are_too_short():
-    """Between 10 and 40 ns 12 slots are free, and d could not get 10: they lie in two holes."""
+    """External fragmentation is the time in which free slots suffice, but no hole does.
+
+    Between 10 and 40 ns 12 slots are free in two holes, and request d needs 10.
+    """
     requests = [
         ask("a", output=4),
         ask("b"),
@@ -71,13 +77,13 @@ def test_holes_that_are_too_short():
 
 
 def test_too_little_in_sum_is_no_fragmentation():
-    """Who would not fit in all holes together waits for memory, not for a longer hole."""
+    """A request that needs more than all free slots causes no external fragmentation."""
     requests = [ask("a", output=4), ask("b"), ask("c", output=4), ask("d", prompt=9)]
     assert run(requests, blocks=7, allocation="contiguous").external == 0
 
 
 def test_what_is_shared_counts_once():
-    """Two open requests with the same prompt of two blocks, one token more each."""
+    """Blocks of a prompt that two open requests share count once."""
     requests = [ask(name, at, 9, 2, keys="xy") for name, at in (("a", 0), ("b", 20))]
     seen = run(requests)
     # Four steps: a holds 0, then 9 tokens; b, which hits 8 of them, 8, then 9.
@@ -86,34 +92,37 @@ def test_what_is_shared_counts_once():
 
 
 def test_what_rests_is_neither_used_nor_wasted():
-    """Between two requests the first one's block is cached: 1 of 5, for 80 of 100 ns."""
+    """A block that is only cached is neither used nor internal fragmentation.
+
+    The first request's block, 1 of 5, is cached for 90 of 100 ns.
+    """
     seen = run([ask("a", keys="x"), ask("b", at=90)])
     assert seen.used + seen.internal == pytest.approx(2 * 4 / 200)
     assert seen.cached == pytest.approx(90 / 100 * 1 / 5)
 
 
 def test_time_before_the_first_arrival():
-    """A trace that begins late has no idle time before its first request."""
+    """Time before the first arrival does not count."""
     late, early = ([ask("a", at, output=4)] for at in (1000, 0))
     assert run(late) == run(early)
 
 
 def test_nothing_was_served():
-    """Without requests nothing is used, and there is no share of it."""
+    """Without requests all shares are 0, and the filled share is None."""
     seen = run([])
     assert (seen.used, seen.internal, seen.external, seen.running) == (0, 0, 0, 0)
     assert seen.filled is None
 
 
 def test_it_is_in_the_summary():
-    """The JSON of a run has every number."""
+    """The summary of a run has every number of its fragmentation."""
     result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even(), fragmentation=True)
     assert result.summary()["fragmentation"] == attrs.asdict(result.fragmentation)
 
 
 @given(servers())
 def test_jumps_measure_the_same(server):
-    """Many decode steps at once count exactly as one by one."""
+    """Jumps over many decode steps give the same numbers as single steps."""
     for allocation in ("contiguous", "paged"):
         steps = measured(server, allocation, jumps=False)
         assert measured(server, allocation) == steps
@@ -121,7 +130,7 @@ def test_jumps_measure_the_same(server):
 
 @given(servers())
 def test_shares_are_shares(server):
-    """No share is negative, and what is not free is no more than the pool."""
+    """No share is negative, and used, cached and internal are at most 1 together."""
     for allocation in ("contiguous", "paged"):
         seen = measured(server, allocation)
         shares = seen.used, seen.cached, seen.internal
@@ -132,7 +141,7 @@ def test_shares_are_shares(server):
 
 
 def measured(server, allocation, *, jumps=True) -> Fragmentation:
-    """Serve what `server` has to, in steps of 10 ns, some preempting others."""
+    """Return the fragmentation of a run of `server` with steps of 10 ns and preemptions."""
     options = {
         name: value
         for name, value in server.options.items()
@@ -153,7 +162,7 @@ def measured(server, allocation, *, jumps=True) -> Fragmentation:
 
 @given(server=servers(), make_policy=retentions)
 def test_what_is_forgotten_is_given_back(server, make_policy):
-    """Slots are counted alike in jumps and steps; no share is below 0, and all add up."""
+    """With a retention policy, jumps and single steps give equal numbers; shares are 0 to 1."""
     seen = [
         simulate(
             server.requests,

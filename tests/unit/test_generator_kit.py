@@ -1,4 +1,4 @@
-"""The conformance tests of generators: a right one passes, wrong ones do not."""
+"""The conformance tests of generators accept a correct generator and find wrong ones."""
 
 import inspect
 import re
@@ -27,23 +27,26 @@ SPEC = attrs.evolve(
 
 @attrs.define(slots=False, eq=False)
 class Mine(Generator):
-    """As a third party would write it: K/V counts, the next token is the one after."""
+    """A generator as a third party would write it.
+
+    K/V encode tokens and positions; the next token is the last one plus 1.
+    """
 
     name = "mine"
     vocab: int = 50
 
     @property
     def spec(self) -> ModelSpec:
-        """Two layers."""
+        """A model of two layers."""
         return SPEC
 
     @property
     def vocabulary(self) -> int:
-        """Some."""
+        """The number of token ids."""
         return self.vocab
 
     def load(self, backend, dtype):
-        """Refuse what is no dtype."""
+        """Raise InputError for a dtype other than fp64."""
         backend.tensor([0.0], "fp64")
         if dtype != "fp64":
             msg = f"mine computes in fp64, not in {dtype}"
@@ -51,11 +54,11 @@ class Mine(Generator):
         super().load(backend, dtype)
 
     def numbers(self, step):
-        """Return a number for each row."""
+        """Return a number for each token that encodes its id and its position."""
         return [t + p / 9 for t, p in zip(step.token_ids, step.positions, strict=True)]
 
     def forward(self, step, attend):
-        """Attend twice."""
+        """Attend once in each layer; return the next tokens."""
         x = self.backend.tensor(self.numbers(step), "fp64").reshape(-1, 1, 1)
         for layer, window in self.order():
             wide = x.expand(-1, 2, 2)
@@ -63,11 +66,11 @@ class Mine(Generator):
         return self.drawn(step)
 
     def order(self):
-        """Return layers and windows."""
+        """Yield each layer with its window."""
         return enumerate(self.windows)
 
     def drawn(self, step):
-        """Return the next of each."""
+        """Return the next token of each sequence that samples, and None for the others."""
         ends = [sum(step.lengths[: i + 1]) - 1 for i in range(len(step.lengths))]
         return [
             None if place is None else (step.token_ids[end] + 1) % self.vocab
@@ -76,16 +79,16 @@ class Mine(Generator):
 
 
 class TestMine(GeneratorTests):
-    """A class with a forward is enough."""
+    """Conformance tests of a generator that defines little more than `forward`."""
 
     generator = Mine
 
 
 class TestPage(GeneratorTests):
-    """The generator that the reference page writes."""
+    """Conformance tests of the generator on the reference page."""
 
     def make(self):
-        """Take it from the page."""
+        """Return the generator whose source is on the reference page."""
         page = Path(__file__).parents[2] / "docs/reference/generators.md"
         (source,) = re.findall(
             r"^```python\n(from [^`]*?\nclass Counting.*?)^```$",
@@ -98,74 +101,74 @@ class TestPage(GeneratorTests):
 
 
 class Backwards(Mine):
-    """Begins with the last layer."""
+    """A generator that begins with the last layer."""
 
     def order(self):
-        """Return them so."""
+        """Return the layers in reverse order."""
         return reversed(list(super().order()))
 
 
 class Blind(Mine):
-    """Forgets its windows."""
+    """A generator that ignores its attention windows."""
 
     def order(self):
-        """Return none."""
+        """Return the layers without windows."""
         return [(0, None), (1, None)]
 
 
 class Eager(Mine):
-    """Draws within prefills too."""
+    """A generator that samples within prefills too."""
 
     def drawn(self, step):
-        """Return a token for all."""
+        """Return a token for every sequence."""
         return [1] * len(step.lengths)
 
 
 class Crowded(Mine):
-    """Sees the others of its batch."""
+    """A generator whose K/V depend on the size of the batch."""
 
     def numbers(self, step):
-        """Add how many they are."""
+        """Return the numbers of the tokens plus the number of sequences."""
         return [number + len(step.lengths) for number in super().numbers(step)]
 
 
 class Hasty(Mine):
-    """Counts positions from the start of a chunk."""
+    """A generator that counts positions from the start of a chunk."""
 
     def numbers(self, step):
-        """Return places in the step."""
+        """Return the position of each token in its chunk."""
         return [place for length in step.lengths for place in range(length)]
 
 
 class Forgetful(Mine):
-    """Knows how often it was asked."""
+    """A generator whose tokens depend on the number of calls before."""
 
     asked = 0
 
     def drawn(self, step):
-        """Return what nobody can repeat."""
+        """Return tokens that differ from call to call."""
         type(self).asked += 1
         return [None if place is None else self.asked % 50 for place in step.output_indices]
 
 
 class Careless(Mine):
-    """Takes any dtype."""
+    """A generator that accepts any dtype."""
 
     def load(self, backend, dtype):
-        """Take it."""
+        """Store the backend and the dtype without a check."""
         self.backend, self.dtype = backend, dtype
 
 
 class Beyond(Mine):
-    """Says tokens that are not in its vocabulary."""
+    """A generator that samples tokens outside its vocabulary."""
 
     def drawn(self, step):
-        """Return a large one."""
+        """Return the smallest token id outside the vocabulary."""
         return [None if place is None else 50 for place in step.output_indices]
 
 
 class Wordless(Mine):
-    """Encodes nothing."""
+    """A generator that encodes every text as no tokens."""
 
     def encode(self, text):
         """Return no token."""
@@ -188,13 +191,13 @@ class Wordless(Mine):
     ],
 )
 def test_finds_what_is_wrong(generator, test):
-    """Each wrong generator fails the test that is about it."""
+    """Each wrong generator fails the conformance test of the rule that it breaks."""
     with pytest.raises(AssertionError):
         run(generator, test)
 
 
 def test_finds_who_takes_any_dtype():
-    """Not refusing is a failure."""
+    """A generator that accepts an unknown dtype fails the conformance test."""
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
         run(Careless, "refuses_a_dtype")
 

@@ -1,4 +1,4 @@
-"""The built-in generators one by one: what their options do, and what they refuse."""
+"""The built-in generators: the effects of their options, sampling, and their errors."""
 
 import subprocess
 import sys
@@ -40,19 +40,19 @@ def stored(generator, tokens, positions=None):
 
 
 def logits_of(generator, tokens):
-    """Return the logits after `tokens`."""
+    """Return the logits of the token that follows `tokens`."""
     step = next_batch([Text(list(tokens))], [len(tokens)])
     return generator.logits(step, DenseCache().attend([0], [len(tokens)]))[0]
 
 
 def test_listing_generators_does_not_import_torch():
-    """Names and options are known without it; it takes seconds to import."""
+    """`Plugins().listing()` lists all plugins without importing torch."""
     code = "import sys, kvcore; kvcore.Plugins().listing(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_transformer_without_torch_says_what_to_install(monkeypatch):
-    """It is listed as unusable, with the reason."""
+    """Without torch, `transformer` is unusable and its reason names the package to install."""
     monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
     info = next(i for i in Plugins().listing() if i.name == "transformer")
     assert not info.usable
@@ -60,26 +60,26 @@ def test_transformer_without_torch_says_what_to_install(monkeypatch):
 
 
 def test_sincos_has_the_size_of_its_model():
-    """Unless said otherwise K/V has the layers, heads and widths of the real one."""
+    """By default the K/V of `sincos` have the layers, heads and widths of its model."""
     assert SinCos(model="llama-3-8b").spec == MODELS["llama-3-8b"]
 
 
 def test_sizes_in_place_of_the_models():
-    """Fewer layers and K/V heads; as many query heads share one as before."""
+    """Options replace layers, K/V heads and widths; the query heads per K/V head stay."""
     spec = SinCos(model="llama-3-8b", layers=3, kv_heads=2, head_dim=6).spec
     sizes = spec.layers, spec.query_heads, spec.kv_heads, spec.head_dim, spec.value_dim
     assert sizes == (3, 8, 2, 6, 6)
 
 
 def test_layers_keep_their_windows():
-    """The first layers have the windows they have in the model; more repeat them."""
+    """The first layers have the windows of the model's layers; more layers repeat them."""
     windows = MODELS["gpt-oss-20b"].windows
     assert SinCos(model="gpt-oss-20b", layers=3).windows == windows[:3]
     assert SinCos(model="gpt-oss-20b", layers=25).windows == (*windows, windows[0])
 
 
 def test_sincos_tells_tokens_and_positions_apart():
-    """Other tokens, other places, other layers: other K/V, also in half precision."""
+    """K/V of `sincos` differ by token, position and layer, even in half precision."""
     generator = loaded(SinCos(layers=2, kv_heads=1, heads=1, head_dim=8), "bf16")
     tokens = list(range(64))
     rows = [
@@ -92,13 +92,13 @@ def test_sincos_tells_tokens_and_positions_apart():
 
 
 def test_sincos_keys_and_values_are_on_a_circle():
-    """A key is a sine and a value the cosine of the same phase."""
+    """Keys of `sincos` are sines, and values are cosines of the same phases."""
     ((keys, values), *_) = stored(loaded(SinCos(layers=1, kv_heads=2, head_dim=4)), range(9))
     torch.testing.assert_close(keys**2 + values**2, torch.ones_like(keys))
 
 
 def test_sincos_next_token_is_a_hash():
-    """It depends on seed, place and the token before it."""
+    """The next token of `sincos` is a function of the seed, the position and the last token."""
     generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=2))
     texts = [Text([5], seed=1), Text([5], seed=2), Text([6], seed=1), Text([5], seed=1)]
     texts.append(Text([4, 5], prompt=1, seed=1))
@@ -109,7 +109,7 @@ def test_sincos_next_token_is_a_hash():
 
 
 def test_transformer_counts_its_parameters():
-    """As many as its weights have numbers."""
+    """The parameter count of `transformer` is the number of elements of its weights."""
     generator = loaded(Transformer(layers=3, hidden=24, heads=6, kv_heads=2, head_dim=4))
     decoder = generator._decoder
     weights = [decoder.embedding, decoder.head, decoder.last_gain]
@@ -118,7 +118,7 @@ def test_transformer_counts_its_parameters():
 
 
 def test_fewer_layers_are_the_first_ones():
-    """Weights do not depend on how many layers come after."""
+    """The weights of a layer do not depend on the number of layers after it."""
     two, three = (loaded(Transformer(layers=layers)) for layers in (2, 3))
     for (k, v), (keys, values) in zip(stored(two, [1, 2]), stored(three, [1, 2]), strict=False):
         assert torch.equal(k, keys)
@@ -126,14 +126,14 @@ def test_fewer_layers_are_the_first_ones():
 
 
 def test_another_seed_is_another_model():
-    """Weights are drawn from it."""
+    """The weights of `transformer` depend on its seed."""
     one, other = (loaded(Transformer(seed=seed)) for seed in (0, 1))
     assert not torch.allclose(logits_of(one, [1, 2]), logits_of(other, [1, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_dtypes_agree(dtype):
-    """The same weights, rounded: logits differ by rounding alone."""
+    """Logits in lower precision differ from those in fp64 only by rounding."""
     logits = logits_of(loaded(Transformer(), dtype), range(20))
     assert logits.dtype == {"fp32": torch.float32, "fp16": torch.float16}.get(
         dtype, torch.bfloat16
@@ -144,14 +144,14 @@ def test_dtypes_agree(dtype):
 
 
 def test_a_window_changes_what_is_said_only_beyond_it():
-    """Within the window all that is there is attended to."""
+    """A window changes the logits only of texts that are longer than the window."""
     free, narrow = loaded(Transformer(layers=1)), loaded(Transformer(layers=1, window=4))
     assert torch.equal(logits_of(free, range(4)), logits_of(narrow, range(4)))
     assert not torch.allclose(logits_of(free, range(5)), logits_of(narrow, range(5)))
 
 
 def test_rotation_leaves_only_distances():
-    """The product of a rotated query and key depends on how far apart they are."""
+    """The product of a rotated query and a rotated key depends only on their distance."""
     source = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 8, generator=source, dtype=torch.float64)
     rotary = Rotary(tuple(100 ** (-i / 4) for i in range(4)))
@@ -179,20 +179,20 @@ def test_rotary_is_that_of_the_keys():
 
 
 def test_greedy_takes_the_likeliest():
-    """The token with the largest logit."""
+    """Greedy generation returns the token with the largest logit."""
     generator = loaded(Transformer())
     (drawn,) = generate(generator, [Text([3, 1, 4])], 1)
     assert drawn == [int(logits_of(generator, [3, 1, 4]).argmax())]
 
 
 def test_a_temperature_near_none_takes_the_likeliest():
-    """No quotient of logits by the smallest numbers makes a sample that is no token."""
+    """A tiny temperature samples the likeliest token, though logits / temperature overflows."""
     logits = torch.tensor([[1.0, 3.0, -2.0], [0.0, -1.0, -1.0]])
     assert sample(logits, [(1, 0), (2, 0)], 1e-320, None) == [1, 0]
 
 
 def test_samples_come_as_often_as_they_are_likely():
-    """Over many places of one sequence, each token has its share."""
+    """Over many positions of one sequence, the share of each token is its probability."""
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     logits = chances.log().expand(4000, 4) * 2
     tokens = sample(logits, [(7, place) for place in range(4000)], 2.0, None)
@@ -201,20 +201,20 @@ def test_samples_come_as_often_as_they_are_likely():
 
 
 def test_top_k_leaves_out_the_others():
-    """Nothing beyond the k likeliest is ever drawn."""
+    """With `top_k`, only the k likeliest tokens are sampled."""
     logits = torch.tensor([0.3, 0.1, 0.2, 0.0], dtype=torch.float64).expand(500, 4)
     drawn = set(sample(logits, [(1, place) for place in range(500)], 1.0, 2))
     assert drawn == {0, 2}
 
 
 def test_no_row_no_sample():
-    """A step within prefills samples nothing."""
+    """A step without rows to sample returns no tokens."""
     assert sample(torch.empty(0, 4), [], 1.0, 2) == []
     assert sample(torch.empty(0, 4), [], 0.0, None) == []
 
 
 def test_dense_attention_is_that_of_torch():
-    """The reference agrees with scaled-dot-product attention where both say the same."""
+    """Causal dense attention equals torch's scaled-dot-product attention, also for a suffix."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(5, h, 4, generator=source, dtype=torch.float64) for h in (6, 2, 2))
     expected = torch.nn.functional.scaled_dot_product_attention(
@@ -225,7 +225,7 @@ def test_dense_attention_is_that_of_torch():
 
 
 def test_dense_attention_with_window_and_sinks():
-    """Leaving out tokens is computing without them."""
+    """Attention with a window and sinks equals attention to the visible tokens alone."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(9, 1, 4, generator=source, dtype=torch.float64) for _ in range(3))
     seen = [0, 1, 6, 7, 8]
@@ -254,13 +254,16 @@ def test_dense_attention_with_window_and_sinks():
     ],
 )
 def test_refuses(build, options, message):
-    """What cannot be is an InputError that says why."""
+    """Impossible option values raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
         build(**options)
 
 
 def test_weights_that_do_not_fit_are_refused():
-    """Before a weight is drawn, with the pool: what is asked for, what is free, what helps."""
+    """Weights and a pool that exceed the device's memory raise StorageError before loading.
+
+    The error names both sizes, the free memory and what would help.
+    """
 
     class Small(TorchCPU):
         def memory(self):
@@ -281,7 +284,7 @@ def test_weights_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("error", [RuntimeError("can't allocate\nat ..."), MemoryError()])
 def test_weights_that_cannot_be_allocated_are_refused(monkeypatch, error):
-    """Where memory was thought to be free, the allocator's refusal is an error of kvcore."""
+    """A failed allocation of weights raises StorageError with the allocator's reason."""
 
     def fail(*_, **__):
         raise error

@@ -1,4 +1,4 @@
-"""Ghosts: a tree of runs remembers exactly what a list of blocks would."""
+"""A `GhostTree` of runs remembers exactly the blocks that a list of blocks would."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ HINTS = Traffic(key_tokens=KEY, hints=True)
 
 
 class Blocks:
-    """The same memory block by block: the plain reading of what a `GhostTree` promises."""
+    """A reference for `GhostTree` that remembers block by block."""
 
     def __init__(self, room):
-        """Remember at most `room` blocks, the least recently added first."""
+        """Create an empty memory of at most `room` blocks."""
         self.room = room
         self.kept = OrderedDict()
 
     def add(self, places):
-        """Remember `places`, the deepest first."""
+        """Add `places`, the deepest first, and drop the least recently added above `room`."""
         for place in reversed(places):
             self.kept.pop(place, None)
             self.kept[place] = None
@@ -37,7 +37,7 @@ class Blocks:
             self.kept.popitem(last=False)
 
     def forget(self, places):
-        """Forget `places`; return how many were remembered."""
+        """Drop `places`; return how many were remembered."""
         return sum(place in self.kept and not self.kept.pop(place) for place in places)
 
     def match(self, places):
@@ -47,9 +47,9 @@ class Blocks:
 
 @attrs.define(slots=False, eq=False)
 class Haunted(LRU):
-    """LRU that remembers what it evicts twice, by runs and by blocks.
+    """LRU that remembers its evicted blocks in a `GhostTree` and in `Blocks`.
 
-    It lets go of what is cached again only if `forgets`.
+    If `forgets`, blocks that are cached again are dropped from both.
     """
 
     name: ClassVar[str] = "haunted"
@@ -58,28 +58,28 @@ class Haunted(LRU):
     forgets: bool = True
 
     def attach(self, blocks, block_size):
-        """Make both memories, of `room` keys."""
+        """Create both memories with a capacity of `room` keys."""
         super().attach(blocks, block_size)
         self.ghosts = GhostTree(self.room * max(KEY, block_size))
         self.blocks_kept = Blocks(self.room * max(KEY // block_size, 1))
 
     def on_insert(self, span, now):
-        """Forget it."""
+        """Drop the blocks of the inserted span from both memories."""
         super().on_insert(span, now)
         self._forget(span)
 
     def on_extend(self, span, blocks):
-        """Forget all of it."""
+        """Drop all blocks of the extended span from both memories."""
         del blocks
         self._forget(span)
 
     def on_trim(self, span, blocks):
-        """Remember what was cut off."""
+        """Add the blocks that were cut off to both memories."""
         self.ghosts.add(span, blocks)
         self.blocks_kept.add(places(span, span.end, span.end + blocks))
 
     def on_remove(self, span, reason):
-        """Remember it."""
+        """Add the blocks of the removed span to both memories."""
         super().on_remove(span, reason)
         self.ghosts.add(span, span.blocks)
         self.blocks_kept.add(places(span, span.start, span.end))
@@ -105,7 +105,7 @@ def asked(request, block_size):
 
 
 def nodes(tree):
-    """Return every run of `tree`, remembered or not."""
+    """Return every run of `tree`, whether it is a ghost or an inner node."""
     found, stack = [], list(tree._ring.children.values())
     while stack:
         found.append(stack.pop())
@@ -114,7 +114,7 @@ def nodes(tree):
 
 
 def remembered(tree):
-    """Return the places remembered, the oldest first; runs cut but adjacent count as one."""
+    """Return the ghosts of `tree`, the oldest first; adjacent ghosts count as one."""
     found, run = [], tree._ring.newer
     while run is not tree._ring:
         if run.older.parent is run:
@@ -132,7 +132,7 @@ def haunted(policy, blocks, count, size):
 
 
 def assert_alike(policy, steps, count, size):
-    """Drive a cache through `steps`: at each, both memories are the same."""
+    """Drive a cache through `steps`, and compare both memories after each step."""
     driver = haunted(policy, 9 * KEY // size, count, size)
     for step in steps:
         driver.step(step)
@@ -152,7 +152,7 @@ layouts = pytest.mark.parametrize(
 @pytest.mark.parametrize("forgets", [True, False])
 @pytest.mark.parametrize("room", [0, 1, 4, 30])
 def test_runs_remember_what_blocks_would(room, forgets, count, size):
-    """Whatever happens to a cache: the same tokens, and the same match for each prompt."""
+    """A `GhostTree` stores and matches as many tokens as a block-by-block memory."""
     for seed in range(3):
         steps = random_steps(seed, 200, HINTS)
         assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
@@ -161,13 +161,16 @@ def test_runs_remember_what_blocks_would(room, forgets, count, size):
 @layouts
 @given(steps=step_lists(HINTS), room=st.integers(0, 12), forgets=st.booleans())
 def test_any_steps(count, size, steps, room, forgets):
-    """As above, from lists of steps that shrink to a small counterexample."""
+    """A `GhostTree` equals the block-by-block memory in any list of steps.
+
+    Hypothesis shrinks a failing list to a small counterexample.
+    """
     assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_an_expert_remembers_the_same(seed):
-    """A policy that sees spans through `adaptive` remembers the same blocks."""
+    """The `GhostTree` of an expert of `adaptive` equals its block-by-block memory."""
     policy = Haunted()
     driver = haunted(Adaptive(experts=(policy, LRU())), 9, "keys", KEY)
     for step in random_steps(seed, 200, HINTS):
@@ -179,7 +182,7 @@ def test_an_expert_remembers_the_same(seed):
 
 
 def test_the_tail_leaves_first():
-    """Over capacity a run loses its tail, as the cache would have evicted it."""
+    """A run that exceeds the capacity loses its tail first."""
     policy = Haunted(room=3)
     cache = make(5, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "abcde", "vwxyz")
@@ -187,7 +190,7 @@ def test_the_tail_leaves_first():
 
 
 def test_a_gap_is_no_end():
-    """What is remembered below a prefix that is still cached is found."""
+    """`match` finds ghosts below a prefix that is still cached."""
     policy = Haunted()
     cache = make(5, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "abcde", "xy")
@@ -196,7 +199,7 @@ def test_a_gap_is_no_end():
 
 
 def test_memory_is_that_of_runs():
-    """A span that loses one block at a time is one run, below what is left of it."""
+    """A span that is evicted one block at a time is a single run of the tree."""
     policy = Haunted()
     cache = make(40, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "".join(map(chr, range(2000, 2040))), *map(chr, range(3000, 3039)))
@@ -207,7 +210,7 @@ def test_memory_is_that_of_runs():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_no_run_is_there_for_nothing(seed):
-    """A run that remembers nothing has a run below that does, or two below it."""
+    """Each run is a ghost, or has a ghost as its child, or has several children."""
     policy = Haunted(room=9)
     driver = haunted(policy, 9, "keys", KEY)
     for step in random_steps(seed, 200, HINTS):
@@ -218,7 +221,7 @@ def test_no_run_is_there_for_nothing(seed):
 
 
 def test_resize_forgets_the_oldest():
-    """A smaller capacity holds at once; a larger one brings nothing back."""
+    """A smaller capacity drops the oldest ghosts at once; a larger one restores none."""
     policy = Haunted()
     cache = make(1, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, *"abcd")
@@ -229,7 +232,7 @@ def test_resize_forgets_the_oldest():
 
 
 def test_match_changes_nothing():
-    """To look is not to use: the order in which ghosts leave stays as it was."""
+    """`match` does not change the order in which ghosts are dropped."""
     policy = Haunted(room=2)
     cache = make(1, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, *"abc")
@@ -239,7 +242,7 @@ def test_match_changes_nothing():
 
 
 def test_runs_that_are_adjacent_again_are_joined():
-    """Runs between which nothing is left in the order become one."""
+    """Ghosts of one path count as one run when the ghosts between them are dropped."""
     policy = Haunted()
     cache = make(3, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, "ab", "y", "c", "a", "d", "e", "f")
@@ -249,7 +252,7 @@ def test_runs_that_are_adjacent_again_are_joined():
 
 
 def test_fewer_than_no_tokens_are_refused():
-    """A capacity below 0 is an error that says so."""
+    """A capacity below 0 raises InputError."""
     with pytest.raises(InputError, match="a ghost of -1 tokens: give 0 or more"):
         GhostTree(-1)
     with pytest.raises(InputError, match="a ghost of -2 tokens"):
@@ -257,7 +260,7 @@ def test_fewer_than_no_tokens_are_refused():
 
 
 def serve_keys(cache, *texts):
-    """Serve each text, a key of `KEY` tokens a letter."""
+    """Serve each text as a request with a key of `KEY` tokens for each letter."""
     for text in texts:
         seq = cache.open(ask(text, key_tokens=KEY))
         cache.commit(seq, seq.tokens - seq.computed)

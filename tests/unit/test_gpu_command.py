@@ -1,4 +1,4 @@
-"""The command that runs all that needs a GPU: its parts by themselves, what it prints."""
+"""`python -m kvcore.testing.gpu`: its parts, its output and its exit codes."""
 
 import json
 import subprocess
@@ -16,7 +16,10 @@ JUNIT = """<testsuites><testsuite tests="3" failures="{0}" errors="0" skipped="1
 
 
 def faked(monkeypatch, *, failing=(), wrong=0):
-    """Let no process run; what it would write is there. `failing` parts end otherwise."""
+    """Replace the processes of the parts by their results.
+
+    Parts in `failing` fail, and a benchmark has `wrong` wrong rows.
+    """
 
     def run(command, limit, *_):
         part = "check" if "--check" in command else "bench"
@@ -49,7 +52,7 @@ def told(tmp_path, *arguments):
 
 
 def test_all_parts_are_told(monkeypatch, tmp_path, capsys):
-    """A line for each part, the tables of the benchmark, and a document with all of it."""
+    """The command prints a line for each part, and its document has the result of each."""
     faked(monkeypatch)
     code, document = told(tmp_path)
     assert code == 0
@@ -61,7 +64,7 @@ def test_all_parts_are_told(monkeypatch, tmp_path, capsys):
 
 
 def test_a_part_that_fails_leaves_the_others(monkeypatch, tmp_path):
-    """One is late, one dies, one has a failed test: the last is run, and the exit code is 1."""
+    """If parts crash, time out or fail a test, the next ones run, and the exit code is 1."""
     failing = {"TestConformance": "dead", "test_twin": "failed", "check": "late"}
     faked(monkeypatch, failing=failing)
     code, document = told(tmp_path)
@@ -76,7 +79,7 @@ def test_a_part_that_fails_leaves_the_others(monkeypatch, tmp_path):
 
 
 def test_wrong_results_fail(monkeypatch, tmp_path):
-    """A benchmark with a wrong row is no success."""
+    """A benchmark with a wrong row fails the command with exit code 1."""
     faked(monkeypatch, wrong=1)
     code, document = told(tmp_path)
     assert code == 1
@@ -84,7 +87,7 @@ def test_wrong_results_fail(monkeypatch, tmp_path):
 
 
 def test_the_deadline_is_kept(monkeypatch, tmp_path):
-    """Without time nothing is run, and that is told."""
+    """With no time left no part is run, and the document says so for each."""
     faked(monkeypatch)
     code, document = told(tmp_path, "--deadline", "0.5")
     assert code == 1
@@ -93,7 +96,7 @@ def test_the_deadline_is_kept(monkeypatch, tmp_path):
 
 
 def test_a_backend_that_cannot_work(monkeypatch, capsys):
-    """It ends with the reason before anything is run."""
+    """An unavailable backend ends the command with code 3 and the reason."""
     from kvcore_plugins.backend import TorchCPU  # noqa: PLC0415 - needs torch
 
     monkeypatch.setattr(TorchCPU, "unavailable", classmethod(lambda _: "it is Sunday"))
@@ -103,13 +106,13 @@ def test_a_backend_that_cannot_work(monkeypatch, capsys):
 
 @pytest.mark.parametrize("backend", ["no-such", "torch-cpu:attention=q"])
 def test_a_backend_that_cannot_be_built(backend, capsys):
-    """An unknown name, or a wrong option, is an error before anything is run."""
+    """A backend with an unknown name or option ends the command with code 3."""
     assert gpu.main(["--backend", backend]) == 3
     assert "cannot work here" in capsys.readouterr().err
 
 
 def test_a_document_that_cannot_be_written(monkeypatch, tmp_path, capsys):
-    """That is an error before anything is run, and not after ten minutes."""
+    """An unwritable document is an error before any part is run."""
     faked(monkeypatch)
     out = tmp_path / "none" / "gpu.json"
     with pytest.raises(SystemExit, match="2"):
@@ -121,7 +124,7 @@ def test_a_document_that_cannot_be_written(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_its_tests_run(tmp_path):
-    """Tests of the device run by themselves, in a process, without those of the checkout."""
+    """The device's tests run in a process of their own, without the checkout's settings."""
     run = gpu._tests("room")
     ok, summary, _ = run("torch-cpu", tmp_path, 60.0)
     assert (ok, summary) == (True, "1 passed, 0 failed, 0 skipped")

@@ -1,4 +1,4 @@
-"""What clients ask for: that blocks are shared or not, pinned, or evicted first."""
+"""Hints of requests: sharing, pinning, and demoting the blocks of their prompts."""
 
 import attrs
 import pytest
@@ -28,13 +28,13 @@ DEMOTE = {"hints": Hints(demote=True)}
     ],
 )
 def test_a_hint_that_cannot_be_is_refused(hints, complaint):
-    """The error names the hint, its value, and what to give."""
+    """An impossible hint raises InputError with its name, its value and the valid values."""
     with pytest.raises(InputError, match=complaint):
         Hints(**hints)
 
 
 def test_requests_without_hints_share_one_object():
-    """A workload of a million requests makes no million hints."""
+    """All requests without hints share the object `NO_HINTS`."""
     assert Request(id=1, prompt_tokens=4, key_tokens=4).hints is NO_HINTS
     assert (Hints(share=True), Hints(share=False)) == (NO_HINTS, Hints(share=0))
 
@@ -44,7 +44,7 @@ def test_requests_without_hints_share_one_object():
     [(True, {"|abcd"}), (False, set()), (2 * BLOCK, {"|ab"}), (2 * BLOCK + 1, {"|ab"})],
 )
 def test_only_what_is_shared_is_published(share, cached):
-    """Whole blocks of the first tokens; the others are free once the request ends."""
+    """Only whole blocks of the shared tokens stay cached; the others are freed at the end."""
     cache = make(8)
     serve(cache, "abcd", hints=Hints(share=share))
     assert set(spans(cache)) == cached
@@ -52,14 +52,14 @@ def test_only_what_is_shared_is_published(share, cached):
 
 
 def test_what_is_cached_is_hit_by_those_who_share_nothing():
-    """`share` says what a request gives, not what it takes."""
+    """A request that shares none of its blocks still hits cached blocks."""
     cache = make(8)
     serve(cache, "abc")
     assert start(cache, "abcd", hints=Hints(share=False)).hit_blocks == 3
 
 
 def test_no_generated_block_is_published_beyond_the_share():
-    """Keys of generated blocks change nothing about it."""
+    """Generated blocks beyond the shared tokens are not cached, even if they have keys."""
     shape = {"prompt": 8, "output": 20, "keys": [1, 2], "output_keys": [3, 4, 5]}
     cached = [
         simulate([arrive("a", hints=hints, **shape)], blocks=16).result.cache.tree.cached_blocks
@@ -70,7 +70,7 @@ def test_no_generated_block_is_published_beyond_the_share():
 
 @pytest.mark.parametrize("policy", [LRU, MRU, SIEVE])
 def test_a_pin_outlasts_pressure_under_every_policy(policy):
-    """Until its time the prefix stays; from then on it may go like any other."""
+    """A pinned prefix is not evicted before its pin ends, and can be evicted afterwards."""
     cache = make(4, policy())
     serve(cache, "ab", **PIN)
     serve(cache, *"wxyz", now=49)
@@ -80,7 +80,7 @@ def test_a_pin_outlasts_pressure_under_every_policy(policy):
 
 
 def test_a_pin_begins_when_the_request_ends():
-    """However long it took, its client has the whole time to come back."""
+    """The duration of a pin counts from the end of its request."""
     cache = make(4)
     seq = start(cache, "ab", **PIN)
     cache.close(seq, 1000)
@@ -89,7 +89,7 @@ def test_a_pin_begins_when_the_request_ends():
 
 
 def test_a_pinned_prefix_does_not_expire():
-    """Also where the policy gives spans a lifetime."""
+    """A pinned prefix outlives the lifetime that the policy gives to spans."""
     for hints, hits in ((NO_HINTS, 0), (PIN["hints"], 1)):
         cache = make(8, Mortal())
         serve(cache, "ab", hints=hints)
@@ -97,7 +97,7 @@ def test_a_pinned_prefix_does_not_expire():
 
 
 def test_pins_hold_half_of_the_pool():
-    """Of a prefix for which less is left the front is pinned, and the rest is counted."""
+    """Pins hold at most half of the pool; blocks beyond that are not pinned, but counted."""
     cache = make(8)
     serve(cache, "abcdef", **PIN)
     assert (cache.tree.pins.blocks, cache.tree.pins.refused_blocks) == (4, 2)
@@ -108,7 +108,7 @@ def test_pins_hold_half_of_the_pool():
 
 
 def test_a_pin_that_splits_a_span_does_so_when_its_request_ends(tmp_path):
-    """The trace goes forward where only the front of a prefix is pinned."""
+    """A pin of part of a span splits it at the end of its request, and the trace is valid."""
     requests = [
         arrive(0, 0, prompt=24, output=9, keys=[*range(6)], hints=Hints(pin=10**6)),
         arrive(1, 3, prompt=4, output=1),
@@ -121,7 +121,7 @@ def test_a_pin_that_splits_a_span_does_so_when_its_request_ends(tmp_path):
 
 
 def test_a_prefix_may_be_pinned_by_several():
-    """Blocks that two pins hold count once, and stay as long as the longer holds them."""
+    """Blocks of two pins count once, and stay as long as the longer pin holds."""
     cache = make(8)
     serve(cache, "ab", **PIN)
     serve(cache, "abc", now=30, **PIN)
@@ -132,7 +132,7 @@ def test_a_prefix_may_be_pinned_by_several():
 
 
 def test_pins_yield_to_a_request_that_waits_for_nobody():
-    """The one that ends first, and no more of them than it takes."""
+    """If no sequence is open, the pins that end first yield to a request that lacks blocks."""
     cache = make(8)
     serve(cache, "ab", hints=Hints(pin=90))
     serve(cache, "yz", hints=Hints(pin=80))
@@ -142,7 +142,7 @@ def test_pins_yield_to_a_request_that_waits_for_nobody():
 
 
 def test_a_split_pin_ends_as_a_whole():
-    """Where another prompt splits a pinned span, both halves are held, and let go."""
+    """If a request splits a pinned span, both halves stay pinned and are unpinned together."""
     cache = make(8)
     serve(cache, "abc", **PIN)
     serve(cache, "axy", now=10)
@@ -154,7 +154,7 @@ def test_a_split_pin_ends_as_a_whole():
 
 
 def test_pins_of_what_a_request_uses_make_no_room():
-    """A sequence that grows alone gets nothing from the pins of its own prefix: they hold."""
+    """A pin of the growing sequence's own prefix does not yield, since it frees no blocks."""
     cache = make(4)
     serve(cache, "ab", **PIN)
     start(cache, "abcd", now=1)
@@ -163,7 +163,7 @@ def test_pins_of_what_a_request_uses_make_no_room():
 
 
 def test_pins_hold_while_others_are_open():
-    """These will give room when they end, so a request without room is refused."""
+    """Pins do not yield while another sequence is open: the request raises OutOfBlocks."""
     cache = make(8)
     serve(cache, "abcd", **PIN)
     other = start(cache, "xy")
@@ -177,7 +177,7 @@ def test_pins_hold_while_others_are_open():
 
 
 def test_a_request_that_never_fits_ends_no_pin():
-    """It is refused as without pins."""
+    """A request larger than the pool raises OutOfBlocks, and no pin yields to it."""
     cache = make(4)
     serve(cache, "ab", **PIN)
     with pytest.raises(OutOfBlocks):
@@ -186,7 +186,7 @@ def test_a_request_that_never_fits_ends_no_pin():
 
 
 def test_a_sequence_that_grows_alone_makes_pins_yield():
-    """`extend` finds room where the only open sequence needs it."""
+    """A pin yields to `extend` of the only open sequence."""
     cache = make(4)
     serve(cache, "ab", **PIN)
     seq = start(cache, "xy")
@@ -195,7 +195,7 @@ def test_a_sequence_that_grows_alone_makes_pins_yield():
 
 
 def test_a_demoted_prefix_goes_first():
-    """It leaves before what is less recent, from its end up to where it is shared."""
+    """Blocks that only a demoted prefix has are evicted before less recently used ones."""
     cache = make(8)
     serve(cache, "xyz", "abc")
     serve(cache, "abd", "m", **DEMOTE)
@@ -204,7 +204,7 @@ def test_a_demoted_prefix_goes_first():
 
 
 def test_a_use_takes_a_demotion_back():
-    """A prefix that is used again meanwhile is as good as any other."""
+    """A hit of a demoted prefix cancels the demotion."""
     cache = make(6)
     serve(cache, "xyz")
     serve(cache, "ab", **DEMOTE)
@@ -213,7 +213,7 @@ def test_a_use_takes_a_demotion_back():
 
 
 def test_what_a_preempted_request_asks_for_waits_until_it_ends():
-    """It returns, and needs the room that a pin of it would take."""
+    """The preemption of a request does not create the pin that it asks for."""
     cache = make(8)
     seq = start(cache, "ab", **PIN)
     cache.close(seq, preempted=True)
@@ -221,7 +221,7 @@ def test_what_a_preempted_request_asks_for_waits_until_it_ends():
 
 
 def test_a_server_full_of_pins_serves_everybody(tmp_path):
-    """Requests that pin all they use wait for one another, never for ever."""
+    """Requests that pin all their blocks are all served, since pins yield."""
     shape = {"prompt": 24, "output": 20, "hints": Hints(pin=10**9)}
     requests = [
         arrive(number, number, keys=range(6 * number, 6 * number + 6), **shape)

@@ -1,4 +1,4 @@
-"""A histogram of bounded memory: what is exact, and how far off the rest is."""
+"""`Histogram`: its bounded memory, its exact figures and the error of its percentiles."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAIRS = st.lists(st.tuples(VALUES, st.integers(1, 9)), min_size=1, max_size=60)
 
 
 def filled(pairs):
-    """Return the histogram of (value, weight), and the values in order."""
+    """Return the histogram of pairs (value, weight), and the sorted values."""
     histogram = Histogram()
     histogram.extend(*zip(*pairs, strict=True))
     return histogram, sorted(value for value, weight in pairs for _ in range(weight))
@@ -23,7 +23,7 @@ def filled(pairs):
 
 @given(PAIRS)
 def test_weight_sum_and_maximum_are_exact(pairs):
-    """Whatever is put in."""
+    """The weight, the sum and the maximum of a histogram are exact for any values."""
     histogram, values = filled(pairs)
     assert (histogram.weight, histogram.total) == (len(values), sum(values))
     assert histogram.high == values[-1]
@@ -31,7 +31,7 @@ def test_weight_sum_and_maximum_are_exact(pairs):
 
 @given(PAIRS)
 def test_a_percentile_is_at_most_one_percent_too_large(pairs):
-    """And never too small; up to 200 it is exact."""
+    """A percentile is at most 1% too large, never too small, and exact up to 200."""
     histogram, values = filled(pairs)
     found = histogram.percentiles()
     for percent in PERCENTS:
@@ -42,7 +42,7 @@ def test_a_percentile_is_at_most_one_percent_too_large(pairs):
 
 @given(PAIRS)
 def test_round_numbers_are_borders(pairs):
-    """How many samples are at most 0, 1, 2, 5, 10, ... is exact."""
+    """The number of samples up to 0, 1, 2, 5, 10, ... is exact."""
     histogram, values = filled(pairs)
     bounds = [0, *(digit * 10**zeros for zeros in range(19) for digit in (1, 2, 5))]
     assert histogram.at_most(bounds) == [bisect_right(values, bound) for bound in bounds]
@@ -50,7 +50,7 @@ def test_round_numbers_are_borders(pairs):
 
 @given(PAIRS, st.lists(VALUES, min_size=1, max_size=40), st.integers(0, 10**15))
 def test_ascending_times_are_added_like_others(pairs, ages, since):
-    """What is added in order, by bucket, comes to the same as one by one."""
+    """`add_ascending` of sorted times equals adding each age by itself."""
     histogram, _ = filled(pairs)
     expected, _ = filled([*pairs, *((age, 1) for age in ages)])
     histogram.add_ascending([since + age for age in sorted(ages)], since)
@@ -58,7 +58,7 @@ def test_ascending_times_are_added_like_others(pairs, ages, since):
 
 
 def vars_of(histogram):
-    """Return all that a histogram holds."""
+    """Return the weight, the sum, the maximum and the buckets of a histogram."""
     weights = {place: weight for place, weight in histogram._weights.items() if weight}
     return histogram.weight, histogram.total, histogram.high, weights
 
@@ -73,13 +73,13 @@ def test_memory_is_bounded():
 
 
 def test_without_samples_there_is_nothing_to_say():
-    """No percentile, no JSON."""
+    """An empty histogram has neither percentiles nor JSON."""
     assert Histogram().percentiles() is None
     assert Histogram().as_dict(1, [1]) is None
 
 
 def test_json_is_in_units():
-    """Sums and bounds alike."""
+    """The sum, the percentiles and the bounds in the JSON are divided by the unit."""
     histogram, _ = filled([(2_000_000, 3), (5_000_001, 1)])
     assert histogram.as_dict(10**9, [10**6, 2 * 10**6, 5 * 10**6]) == {
         "blocks": 4,

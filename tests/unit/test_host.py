@@ -1,4 +1,4 @@
-"""What a process may use of its host: affinity, quotas and limits of its cgroups."""
+"""CPUs and memory of a process: the host's, or less by affinity and limits of cgroups."""
 
 import os
 
@@ -9,7 +9,7 @@ from kvcore import host
 
 @pytest.fixture
 def cgroups(tmp_path, monkeypatch):
-    """Return a function that writes the files of cgroups, the own one being `own`."""
+    """Return a function that writes cgroup files and the process's own cgroups."""
 
     def write(own, files):
         (tmp_path / "own").write_text(own)
@@ -48,7 +48,7 @@ V1 = "4:cpu,cpuacct:/a\n3:memory:/a\n"
     ],
 )
 def test_cpus(cgroups, own, files, expected):
-    """The fewest that affinity and the quotas of a cgroup and of those above it leave."""
+    """`cpus()` is the smallest of the affinity and the quotas of the cgroup and its parents."""
     cgroups(own, files)
     assert host.cpus() == expected
 
@@ -78,6 +78,6 @@ def test_cpus(cgroups, own, files, expected):
     ],
 )
 def test_memory(cgroups, own, files, expected):
-    """Free and total bytes: those of the host, less where a cgroup has a limit below them."""
+    """`memory()` is the host's free and total bytes, or less where a cgroup has a limit."""
     cgroups(own, files)
     assert host.memory() == expected

@@ -1,4 +1,4 @@
-"""The host of a policy where an engine owns the blocks: order of calls, pins, fall-backs."""
+"""`PolicyHost`, which runs a policy on an engine's blocks: calls, pins, fallbacks."""
 
 import logging
 from random import Random
@@ -13,7 +13,7 @@ CALLBACKS = ("on_insert", "on_access", "on_pin", "on_release", "on_leaf", "on_re
 
 
 class Witness(LRU):
-    """Least recently used; writes down what it hears, by the keys of spans."""
+    """LRU that records its calls, each with the key of its span."""
 
     name = "witness"
 
@@ -21,7 +21,7 @@ class Witness(LRU):
         self.heard = []
 
     def victim(self, now):
-        """Write down who needs room."""
+        """Record the request that needs room, and return the least recently used span."""
         self.heard.append(("victim", self.requester))
         return super().victim(now)
 
@@ -59,14 +59,17 @@ def release(host, path, now=0):
 
 
 def heard(host):
-    """Return what the policy has heard since the last time."""
+    """Return the calls of the policy since the last `heard`."""
     calls = list(host.eviction.heard)
     host.eviction.heard.clear()
     return calls
 
 
 def test_an_admission_is_told_as_a_cache_tells_it():
-    """Pins deepest first, then victims, then accesses deepest first, then what is stored."""
+    """An admission calls the policy in a cache's order: pins, victims, accesses, insertions.
+
+    Pins and accesses begin with the deepest block.
+    """
     host = make()
     release(host, store(host, "abc"))
     release(host, store(host, "xy"))
@@ -84,7 +87,7 @@ def test_an_admission_is_told_as_a_cache_tells_it():
 
 
 def test_a_path_is_released_from_its_deepest_block():
-    """A block whose children are in use is not released before them."""
+    """A block whose children are in use is released after them."""
     host = make()
     path = store(host, "abc")
     host.unpin("a", 0)
@@ -97,7 +100,7 @@ def test_a_path_is_released_from_its_deepest_block():
 
 
 def test_a_pin_holds_all_that_is_before_it():
-    """A transfer that pins the end of a prompt alone keeps its beginning too."""
+    """A pin of the end of a prompt also pins all blocks before it."""
     host = make()
     release(host, store(host, "abc"))
     host.pin("c")
@@ -107,7 +110,10 @@ def test_a_pin_holds_all_that_is_before_it():
 
 
 def test_on_remove_the_parent_has_lost_its_child():
-    """And both can still be read; afterwards the span has no parent."""
+    """In `on_remove` a span has its parent, whose children no longer include it.
+
+    Afterwards the span has no parent.
+    """
     seen = []
 
     class Looking(LRU):
@@ -126,7 +132,7 @@ def test_on_remove_the_parent_has_lost_its_child():
 
 
 def test_all_or_none():
-    """Too many victims are refused, and the policy hears of nothing."""
+    """`victims` returns None for too many blocks, and does not call the policy."""
     host = make()
     release(host, store(host, "abc"))
     heard(host)
@@ -136,7 +142,7 @@ def test_all_or_none():
 
 
 def test_protected_blocks_stay():
-    """With all before them; to the policy they are used until the call ends."""
+    """`victims` keeps protected blocks and all blocks before them, until it returns."""
     host = make()
     for path in ("ab", "xy"):
         release(host, store(host, path))
@@ -145,7 +151,10 @@ def test_protected_blocks_stay():
 
 
 def test_one_victim_of_those_that_can_be_used():
-    """What the policy chooses in vain stays, and is used until the call ends; or none can."""
+    """`victim` evicts the first choice of the policy that is usable; others stay.
+
+    It returns None if no block is usable.
+    """
     host = make("lru")
     for block in "abc":
         release(host, store(host, block))
@@ -157,7 +166,7 @@ def test_one_victim_of_those_that_can_be_used():
 
 
 def test_one_victim_is_a_block_below_a_lost_one_first():
-    """As of `victims`: unless it cannot be used."""
+    """`victim` first evicts a usable block below a dropped one."""
     host = make("lru")
     release(host, store(host, "xy"))
     release(host, store(host, "a"))
@@ -168,7 +177,10 @@ def test_one_victim_is_a_block_below_a_lost_one_first():
 
 
 def test_the_statistics_of_a_hit():
-    """Spans have the count, the time and the admission; of a request that returns, the time."""
+    """A hit updates count, time and request of its spans.
+
+    A hit of a resumed request updates only the time.
+    """
     host = make()
     store(host, "ab", now=1, request="one")
     host.hit("ab", 4, "two")
@@ -182,7 +194,7 @@ def test_the_statistics_of_a_hit():
 
 
 def test_admissions_are_counted_by_request():
-    """Uses of one admission have one serial; when it has ended, the next is another."""
+    """Blocks of one admission have one serial number; after `ended` it has a new one."""
     host = make()
     store(host, "ab", request=1)
     host.admitted(2)
@@ -194,7 +206,7 @@ def test_admissions_are_counted_by_request():
 
 
 def test_paths_have_their_keys():
-    """Also where they part, and where the same block comes again."""
+    """Spans have the keys of their path, also after branches and after eviction."""
     host = make()
     store(host, "abc")
     store(host, "xy", below="a")
@@ -208,7 +220,7 @@ def test_paths_have_their_keys():
 
 
 def test_two_blocks_of_one_key():
-    """Engines keep duplicates: each is a span of its own, and either may leave first."""
+    """Two blocks with one key are two spans, and either can be evicted first."""
     host = make()
     host.stored(1, None, 0, key="a")
     host.stored(2, 1, 0, key="b")
@@ -221,7 +233,10 @@ def test_two_blocks_of_one_key():
 
 
 def test_what_lies_below_a_lost_block_goes_first():
-    """The policy forgets it, whether in use or not, and it is evicted once it is not."""
+    """Blocks below a dropped block are removed from the policy.
+
+    They are the first victims once they are not in use.
+    """
     host = make()
     release(host, store(host, "abcd"))
     release(host, store(host, "x"))
@@ -238,7 +253,7 @@ def test_what_lies_below_a_lost_block_goes_first():
 
 
 def test_what_lies_below_a_lost_block_may_be_hit_again():
-    """Once the lost block is stored again, a request that hits below it brings it back."""
+    """A hit below a dropped block that is stored again returns it to the policy."""
     host = make()
     path = store(host, "abc")
     release(host, path)
@@ -253,7 +268,7 @@ def test_what_lies_below_a_lost_block_may_be_hit_again():
 
 
 def test_a_lost_block_that_nothing_follows():
-    """It leaves alone, also while it is pinned, and once it is unknown itself."""
+    """Dropped blocks leave at once, also pinned ones and ones below a dropped block."""
     host = make()
     store(host, "abc")
     host.dropped("c", 0)
@@ -263,7 +278,7 @@ def test_a_lost_block_that_nothing_follows():
 
 
 def test_what_has_expired_must_not_be_hit():
-    """Says the policy; the engine drops it."""
+    """`expired` returns True for an unpinned block whose lifetime in the policy is over."""
     host = make("ttl:ttl=1")
     release(host, store(host, "ab"))
     assert [host.expired(block, 10**9 - 1) for block in "ab"] == [False, False]
@@ -273,7 +288,7 @@ def test_what_has_expired_must_not_be_hit():
 
 
 def test_clear_begins_again():
-    """With a policy that knows nothing, whatever was pinned."""
+    """`clear` drops all blocks, even pinned ones, and starts a new policy."""
     host = make("arc")
     store(host, "abc")
     host.clear()
@@ -292,7 +307,7 @@ def test_clear_begins_again():
     ],
 )
 def test_misuse_is_refused(call, text):
-    """By an error that says what to do."""
+    """A wrong call raises InputError with the reason."""
     host = make()
     store(host, "a")
     with pytest.raises(InputError, match=text):
@@ -300,7 +315,10 @@ def test_misuse_is_refused(call, text):
 
 
 class Failing(LRU):
-    """Raises, or answers nonsense, in one method from its `after`th call on."""
+    """LRU that fails in one method from call number `after` on.
+
+    It raises, or returns `answer` from `victim`.
+    """
 
     name = "failing"
 
@@ -308,12 +326,12 @@ class Failing(LRU):
         self.method, self.after, self.answer = method, after, answer
 
     def fails(self, method):
-        """Return True if it is to fail now."""
+        """Return True if this call of `method` is to fail."""
         self.after -= method == self.method
         return method == self.method and self.after < 0
 
     def victim(self, now):
-        """Fail, or decide."""
+        """Fail, or return the least recently used span."""
         if not self.fails("victim"):
             return super().victim(now)
         if self.answer is not None:
@@ -337,7 +355,7 @@ for _method in CALLBACKS:
 
 
 def test_without_a_fall_back_it_is_over():
-    """The call raises an error that names the policy, and so does every later one."""
+    """Without a fallback the call, and every later one, raises the same PolicyError."""
     host = make(Failing())
     release(host, store(host, "ab"))
     with pytest.raises(
@@ -358,7 +376,7 @@ def test_without_a_fall_back_it_is_over():
 
 @pytest.mark.parametrize("answer", ["text", EvictionPolicy, "pinned", "inner", "foreign"])
 def test_nonsense_is_a_failure(answer):
-    """An answer that is no unpinned leaf of this host."""
+    """A victim that is no unpinned leaf of the host raises PolicyError."""
     host, other = make(Failing()), make()
     store(other, "f")
     store(host, "ab")
@@ -372,7 +390,7 @@ def test_nonsense_is_a_failure(answer):
 
 
 def _random_run(host, seed):
-    """Drive a host at random, as an engine would; return what was evicted."""
+    """Drive a host at random, as an engine would; return the evicted blocks."""
     random, stored, pinned, evicted = Random(seed), [], [], []
     for now in range(300):
         if random.random() < 0.4 and len(stored) < 8:
@@ -397,7 +415,10 @@ def _random_run(host, seed):
 @pytest.mark.parametrize("method", ["attach", *CALLBACKS, "victim"])
 @pytest.mark.parametrize("seed", range(5))
 def test_a_fall_back_is_what_lru_would_have_done(method, seed, caplog):
-    """Wherever a policy fails, `lru` goes on by the releases so far; here it was `lru`."""
+    """After a policy has failed, `lru` continues with the order of releases so far.
+
+    The policy that fails is an LRU itself, so the victims are those of `lru` alone.
+    """
     expected = _random_run(make("lru"), seed)
     policy = Failing(method, after=0 if method == "attach" else 5)
     if method == "attach":
@@ -411,7 +432,7 @@ def test_a_fall_back_is_what_lru_would_have_done(method, seed, caplog):
 
 
 def test_settings_of_the_environment(tmp_path):
-    """A name with options, or a file; and where to record."""
+    """KVCORE_EVICTION is a policy with options or a TOML file; KVCORE_TRACE a trace file."""
     plain = HostSettings.from_environment({"KVCORE_EVICTION": "slru:protected=0.5"})
     assert (plain.build().name, plain.build().protected, plain.trace) == ("slru", 0.5, None)
     path = tmp_path / "kvcore.toml"
@@ -435,7 +456,7 @@ def test_settings_of_the_environment(tmp_path):
     ],
 )
 def test_wrong_settings_are_refused(text, error, tmp_path):
-    """By the variable, and what there is."""
+    """Wrong settings raise InputError that names the variable or the known settings."""
     if "=" in text and not text.startswith("lru"):
         path = tmp_path / "kvcore.toml"
         path.write_text(text)
@@ -455,7 +476,7 @@ def test_wrong_settings_are_refused(text, error, tmp_path):
     ids=["pin", "unpin", "dropped", "branch"],
 )
 def test_a_block_that_is_not_cached_is_named(call):
-    """An engine that loses count of its blocks gets a sentence, and the host is unchanged."""
+    """A call with an uncached block raises InputError with its name and changes nothing."""
     host = PolicyHost("lru", 4, 16)
     host.stored("a", None, 0)
     with pytest.raises(InputError, match="block 'x' is not cached"):
@@ -464,7 +485,7 @@ def test_a_block_that_is_not_cached_is_named(call):
 
 
 def test_a_run_has_a_key_for_each_block():
-    """A run with too few keys is refused as a whole."""
+    """A run with fewer keys than blocks raises InputError, and none of it is stored."""
     host = PolicyHost("lru", 4, 16)
     with pytest.raises(InputError, match="2 blocks with 1 keys: give a key for each block"):
         host.stored_run(["a", "b"], None, 0, keys=["k"])

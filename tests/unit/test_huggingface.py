@@ -1,4 +1,4 @@
-"""The `huggingface` generator: what it reads, what it generates, what it refuses."""
+"""The `huggingface` generator: its models and tokenizers, its tokens, and its errors."""
 
 import json
 from importlib.util import find_spec
@@ -38,7 +38,7 @@ SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_generates_what_the_model_does(family):
-    """Ragged batches in chunks generate what `generate` does for each prompt alone."""
+    """Ragged batches in chunks generate the same as `generate` for each prompt alone."""
     model = tiny(family)
     prompts = [prompt(length, seed=length) for length in (9, 1, 14)]
     options = {"do_sample": False, "max_new_tokens": 8}
@@ -52,7 +52,7 @@ def test_generates_what_the_model_does(family):
 
 
 def test_reads_a_folder(tmp_path):
-    """A folder that `save_pretrained` wrote is a model, by its path in text."""
+    """The option `model` accepts the path of a folder that `save_pretrained` wrote."""
     model = tiny("llama")
     model.save_pretrained(tmp_path)
     generator = Plugins().build("generator", f"huggingface:model={tmp_path}")
@@ -62,7 +62,7 @@ def test_reads_a_folder(tmp_path):
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path):
-    """An empty folder is an InputError that names it."""
+    """An empty folder raises InputError with its name."""
     with pytest.raises(InputError, match=str(tmp_path)):
         _ = HuggingFace(tmp_path).spec
 
@@ -75,7 +75,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path):
     ],
 )
 def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch, files, config):
-    """Whatever its files ask for, and whatever a user would answer."""
+    """Code in a model's folder is never run, even if its files and the user ask for it."""
     monkeypatch.setattr("builtins.input", lambda _: "y")
     tiny("llama").save_pretrained(tmp_path)
     (tmp_path / "run.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
@@ -90,7 +90,7 @@ def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch, files, config):
 
 
 def test_a_kernel_that_a_folder_names_is_not_fetched(tmp_path):
-    """Its attention is exchanged; what config.json asks for is not looked at."""
+    """The attention kernel that config.json names is neither fetched nor used."""
     tiny("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"_attn_implementation": "some/kernel"}
@@ -99,7 +99,7 @@ def test_a_kernel_that_a_folder_names_is_not_fetched(tmp_path):
 
 
 def test_pickled_weights_that_are_no_tensors_are_refused(tmp_path):
-    """Without a traceback, and without running what they hold."""
+    """Pickled weights that hold more than tensors raise InputError."""
     model = tiny("llama")
     model.config.save_pretrained(tmp_path)
     torch.save({"call": print, **model.state_dict()}, tmp_path / "pytorch_model.bin")
@@ -112,7 +112,10 @@ def test_pickled_weights_that_are_no_tensors_are_refused(tmp_path):
 )
 @pytest.mark.parametrize("option", ["model", "tokenizer"])
 def test_a_folder_that_is_not_there_is_told_at_once(tmp_path, monkeypatch, name, option):
-    """Before anything is read: what is no name org/name is not looked for on the hub."""
+    """A missing folder raises InputError at once.
+
+    Only names of the form org/name may be on the hub.
+    """
     (tmp_path / "models").mkdir()
     monkeypatch.chdir(tmp_path)
     model = name if option == "model" else "org/model"
@@ -124,7 +127,7 @@ def test_a_folder_that_is_not_there_is_told_at_once(tmp_path, monkeypatch, name,
 
 
 def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):
-    """Bars are for terminals; the setting of transformers is as it was afterwards."""
+    """Loading weights prints no progress bar into a pipe, and leaves transformers' setting."""
     tiny("llama").save_pretrained(tmp_path)
     capfd.readouterr()
     _ = HuggingFace(tmp_path).network
@@ -133,19 +136,19 @@ def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):
 
 
 def test_what_is_no_model_is_refused():
-    """An object that is no transformers model is an InputError."""
+    """An object that is no transformers model raises InputError."""
     with pytest.raises(InputError, match="no transformers model"):
         _ = HuggingFace(3).spec
 
 
 def test_a_model_without_a_head_is_refused():
-    """A body that makes no logits generates nothing."""
+    """A model without a head for logits raises InputError."""
     with pytest.raises(InputError, match="LlamaModel makes no next tokens"):
         _ = HuggingFace(LlamaModel(FAMILIES["llama"])).spec
 
 
 def test_the_shape_of_a_model():
-    """Heads, widths and windows are those of the config; parameters are counted."""
+    """The spec has heads, widths and windows of the config, and the number of parameters."""
     model = tiny("qwen2-mixed")
     spec = HuggingFace(model).spec
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -163,7 +166,7 @@ def test_the_shape_of_a_model():
 
 
 def test_experts_that_idle_are_not_active():
-    """A token of a sparse model uses two of its four experts."""
+    """Active parameters count only the experts that a token uses."""
     spec = HuggingFace(tiny("mixtral")).spec
     experts = 3 * 4 * 3 * 32 * 48
     assert (spec.experts, spec.experts_per_token) == (4, 2)
@@ -171,7 +174,7 @@ def test_experts_that_idle_are_not_active():
 
 
 def test_vocabulary_and_ends():
-    """The vocabulary is the config's, the ends are those of the generation config."""
+    """The vocabulary is the config's; end tokens are those of the generation config."""
     model = tiny("llama")
     assert HuggingFace(model).vocabulary == VOCABULARY
     assert HuggingFace(model).eos_token_ids == frozenset()
@@ -205,7 +208,7 @@ ROTARY = {
 
 
 def lone_keys(generator, positions):
-    """Return the keys of each layer for a token at `positions`, attending to itself alone."""
+    """Return each layer's keys of one token at `positions`, attending to itself alone."""
     found = []
 
     def attend(_layer, queries, keys, values, **_options):
@@ -229,9 +232,9 @@ def lone_keys(generator, positions):
 
 @pytest.mark.parametrize("family", ROTARY)
 def test_rotary_is_that_of_the_keys(family, monkeypatch):
-    """In each layer a key that is rotated by d is the key of the token d positions further on.
+    """In each layer a key rotated by d is the key of its token d positions further on.
 
-    Also where layers differ: in their wavelengths, or in that only some rotate.
+    It holds even if layers differ in their wavelengths, or if only some layers rotate.
     """
     monkeypatch.setitem(FAMILIES, family, ROTARY[family])
     generator = loaded(HuggingFace(model=tiny(family)))
@@ -244,14 +247,14 @@ def test_rotary_is_that_of_the_keys(family, monkeypatch):
 
 
 def test_layers_that_do_not_rotate_have_no_speeds(monkeypatch):
-    """Keys without positions are the same everywhere, which is no rotation at all."""
+    """Layers without positions have a rotary embedding without speeds."""
     monkeypatch.setitem(FAMILIES, "cohere2", ROTARY["cohere2"])
     speeds = [each.speeds for each in loaded(HuggingFace(model=tiny("cohere2"))).rotary]
     assert [len(each) for each in speeds] == [4, 0, 4]
 
 
 def test_a_model_without_rotary_embeddings_has_none(monkeypatch):
-    """Learned positions, and frequencies that change with the length, are no rotation."""
+    """Learned positions, and frequencies that depend on the length, have no `Rotary`."""
     config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", **ROPE})
     monkeypatch.setitem(FAMILIES, "dynamic", config)
     for family in ("gpt2", "dynamic"):
@@ -259,7 +262,7 @@ def test_a_model_without_rotary_embeddings_has_none(monkeypatch):
 
 
 def test_texts_with_a_tokenizer(tokenizer):
-    """The tokenizer given makes tokens of texts, and texts of tokens."""
+    """`encode` and `decode` use the tokenizer that was given."""
     generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
     assert generator.encode("a cache") == [1, 2]
     assert generator.decode([2, 1]) == "cache a"
@@ -267,7 +270,7 @@ def test_texts_with_a_tokenizer(tokenizer):
 
 @pytest.mark.parametrize("separate", [False, True])
 def test_the_tokenizer_of_a_folder(tmp_path, tokenizer, separate):
-    """A tokenizer is found in the model's folder, or where it is said to be."""
+    """The tokenizer is read from the model's folder, or from that of the option `tokenizer`."""
     tiny("llama").save_pretrained(tmp_path / "model")
     place = tmp_path / ("tokenizer" if separate else "model")
     tokenizer.save_pretrained(place)
@@ -277,7 +280,7 @@ def test_the_tokenizer_of_a_folder(tmp_path, tokenizer, separate):
 
 
 def test_texts_without_a_tokenizer(tmp_path):
-    """Where there is no tokenizer a word is a hashed token."""
+    """Without a tokenizer `encode` hashes words, and `decode` prints token ids."""
     tiny("llama").save_pretrained(tmp_path)
     generator = HuggingFace(tmp_path)
     assert generator.encode("a cache") == word_tokens("a cache", VOCABULARY)
@@ -285,7 +288,7 @@ def test_texts_without_a_tokenizer(tmp_path):
 
 
 def test_samples_depend_on_the_seed():
-    """With a temperature texts differ by seed, and are the same for the same seed."""
+    """With a temperature, samples of a prompt differ by seed, and equal seeds agree."""
     generator = loaded(HuggingFace(tiny("llama"), temperature=1.5))
     ids = prompt(6)[0].tolist()
     texts = [Text(list(ids), seed=seed) for seed in (1, 2, 1)]
@@ -294,7 +297,7 @@ def test_samples_depend_on_the_seed():
 
 
 def test_options_can_be_written_down(tokenizer):
-    """Options of a generator made in code name its model and tokenizer."""
+    """The options of a generator built in code name its model and tokenizer as text."""
     generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
     assert generator.options() == {
         "model": "LlamaForCausalLM",
@@ -306,13 +309,13 @@ def test_options_can_be_written_down(tokenizer):
 
 @pytest.mark.parametrize("option", ["temperature=-1", "top_k=0"])
 def test_sampling_options_are_checked(option):
-    """A temperature below 0, or no token to draw from, is an InputError."""
+    """A temperature below 0 or a `top_k` of 0 raises InputError."""
     with pytest.raises(InputError, match=option.partition("=")[0]):
         Plugins().build("generator", f"huggingface:model=x,{option}")
 
 
 def test_unusable_without_transformers(monkeypatch):
-    """It is listed with the reason where transformers is not installed."""
+    """Without transformers, `unavailable()` names the package to install."""
     monkeypatch.setattr(
         module, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
     )
@@ -320,7 +323,7 @@ def test_unusable_without_transformers(monkeypatch):
 
 
 def test_usable_here():
-    """With torch and transformers there is no reason."""
+    """`unavailable()` returns None when torch and transformers are installed."""
     assert HuggingFace.unavailable() is None
 
 
@@ -332,7 +335,7 @@ def test_usable_here():
     ],
 )
 def test_attention_that_no_backend_computes_is_refused(config, match):
-    """Capped scores and learned sinks are refused by name: nothing wrong is generated."""
+    """Capped scores and learned sinks raise InputError with their names."""
     generator = loaded(HuggingFace(AutoModelForCausalLM.from_config(config)), "fp32")
     attend = DenseCache().attend([0], [4])
     with pytest.raises(InputError, match=match):
@@ -340,21 +343,21 @@ def test_attention_that_no_backend_computes_is_refused(config, match):
 
 
 def test_a_model_without_attention_is_refused():
-    """A state-space model has no K/V: the message names its layers."""
+    """A state-space model, which has no K/V, raises InputError with its kind of layers."""
     config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1)
     with pytest.raises(InputError, match="linear_attention"):
         _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
 
 
 def test_a_latent_is_refused():
-    """Multi-head latent attention stores no K/V heads."""
+    """A model with multi-head latent attention raises InputError."""
     config = DeepseekV3Config(**SIZES, n_routed_experts=8, first_k_dense_replace=3)
     with pytest.raises(InputError, match="latent"):
         _ = HuggingFace(AutoModelForCausalLM.from_config(config)).spec
 
 
 def test_an_encoder_decoder_is_refused():
-    """A model with an encoder is told what can go through blocks."""
+    """A model with an encoder raises InputError with the name of its class."""
     config = T5Config(
         vocab_size=VOCABULARY, d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=4
     )
@@ -363,7 +366,7 @@ def test_an_encoder_decoder_is_refused():
 
 
 def test_identity_is_that_of_the_weights(tmp_path):
-    """Other files, or other numbers in memory, are another model; its name does not count."""
+    """Equal weights have one identity, changed weights another, in memory and in files."""
     model = tiny("llama")
     model.save_pretrained(tmp_path)
     folder, held = HuggingFace(tmp_path).identity(), HuggingFace(model).identity()

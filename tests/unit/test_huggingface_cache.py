@@ -1,4 +1,4 @@
-"""Hugging Face models generate through paged blocks what they generate with their own cache."""
+"""`PagedCache`: Hugging Face models generate the same through paged blocks."""
 
 import pytest
 
@@ -29,7 +29,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
 def generated(model, ids, paged=None, **options):
-    """Return what `model` generates: with its own cache, or through `paged`."""
+    """Return the tokens that `model` generates with its own cache, or through `paged`."""
     options = GREEDY | {"attention_mask": torch.ones_like(ids)} | options
     if paged is None:
         return model.generate(ids, **{CACHE: DynamicCache(config=model.config)}, **options)
@@ -41,7 +41,7 @@ def generated(model, ids, paged=None, **options):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("block_size", [1, 4, 17])
 def test_generates_what_the_dynamic_cache_does(family, block_size):
-    """Greedy tokens are those of transformers' own cache, in any block size, windows too."""
+    """Greedy tokens equal those of transformers' own cache, for any block size and window."""
     model, ids = tiny(family), prompt(11)
     expected = generated(model, ids)
     paged = paged_cache(blocks=64, block_size=block_size)
@@ -50,7 +50,7 @@ def test_generates_what_the_dynamic_cache_does(family, block_size):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_left_padded_batch(family):
-    """Prompts of several lengths, padded on the left, generate what they do elsewhere."""
+    """A left-padded batch generates the same as with transformers' own cache."""
     model = tiny(family)
     ids, mask = padded(9, 3, 14, 1)
     expected = generated(model, ids, attention_mask=mask)
@@ -69,7 +69,7 @@ RETENTIONS = (
 @pytest.mark.parametrize("family", ["llama", "gemma3-mixed"])
 @pytest.mark.parametrize("retention", RETENTIONS)
 def test_retention(family, retention):
-    """Rows of a batch forget what they forget alone, in the engine's own generator."""
+    """Rows of a batch drop the same tokens as each prompt alone in kvcore's own engine."""
     ids, mask = padded(17, 9)
     paged = PagedCache(KVCache(64, 4, retention=retention, ids=True), Poisoned())
     found = generated(tiny(family), ids, paged, attention_mask=mask)[:, ids.shape[1] :]
@@ -83,7 +83,7 @@ def test_retention(family, retention):
 
 
 def test_beams_forget():
-    """Forks go on with what is known of the beam that they leave."""
+    """Beam search under a retention policy compacts several times and keeps integrity."""
     model, ids = tiny("llama"), prompt(13)
     paged = PagedCache(KVCache(64, 4, retention="h2o:budget=8", ids=True), Poisoned())
     generated(model, ids, paged, num_beams=3)
@@ -92,7 +92,7 @@ def test_beams_forget():
 
 
 def test_padding_takes_no_blocks():
-    """Blocks are held for the tokens of each row alone."""
+    """Padding occupies no blocks."""
     model, paged = tiny("llama"), paged_cache(blocks=64, block_size=4)
     ids, mask = padded(17, 1)
     with paged.attached(model):
@@ -102,13 +102,13 @@ def test_padding_takes_no_blocks():
 
 
 def test_float32_tokens_are_equal():
-    """In float32 the tokens of a tiny model are the same too."""
+    """In float32 a tiny model generates the same tokens as with its own cache."""
     model, ids = tiny("llama", dtype=torch.float32), prompt(10)
     assert generated(model, ids, paged_cache()).tolist() == generated(model, ids).tolist()
 
 
 def test_a_known_prefix_is_not_computed_again():
-    """The second prompt hits the blocks that it shares with the first."""
+    """A second prompt hits the blocks that it shares with the first."""
     model, paged = tiny("llama"), paged_cache(block_size=4)
     first = prompt(21)
     second = torch.cat([first[:, :13], prompt(6, seed=5)], dim=1)
@@ -121,7 +121,7 @@ def test_a_known_prefix_is_not_computed_again():
 
 
 def test_hits_after_another_attachment():
-    """What is cached stays between two attachments to the same model."""
+    """Cached blocks can be hit in a later attachment to the same model."""
     model, paged, ids = tiny("llama"), paged_cache(block_size=4), prompt(12)
     first = generated(model, ids, paged)
     assert generated(model, ids, paged).tolist() == first.tolist()
@@ -129,7 +129,7 @@ def test_hits_after_another_attachment():
 
 
 def test_eviction_and_recomputation():
-    """A pool that holds one prompt at a time evicts, and what comes back is right."""
+    """A pool that holds one prompt evicts, and recomputed prompts generate the same."""
     model, paged = tiny("llama"), paged_cache(blocks=8, block_size=4)
     prompts = [prompt(20, seed=seed) for seed in (1, 2, 1)]
     expected = [generated(model, ids).tolist() for ids in prompts]
@@ -137,7 +137,7 @@ def test_eviction_and_recomputation():
 
 
 def test_everything_is_free_or_cached_afterwards():
-    """No sequence stays open, and the integrity of the cache holds."""
+    """After a generation no sequence is open, and all blocks are available."""
     model, paged = tiny("llama"), paged_cache()
     ids, mask = padded(9, 3)
     generated(model, ids, paged, attention_mask=mask)
@@ -147,7 +147,7 @@ def test_everything_is_free_or_cached_afterwards():
 
 
 def test_the_model_is_as_it_was():
-    """After the attachment the model attends, and generates, as before."""
+    """After the attachment a model has its own attention, and generates as before."""
     model, ids = tiny("llama"), prompt(8)
     before, expected = model.config._attn_implementation, generated(model, ids)
     generated(model, ids, paged_cache())
@@ -157,7 +157,7 @@ def test_the_model_is_as_it_was():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed"])
 def test_beams_are_forks(family):
-    """Beam search finds the same beams: rows fork and are pruned, copying on write."""
+    """Beam search finds the same beams, with forks, pruning and copy-on-write."""
     model = tiny(family)
     ids, mask = padded(10, 6)
     options = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
@@ -168,7 +168,7 @@ def test_beams_are_forks(family):
 
 
 def test_samples_of_one_prompt_share_its_blocks():
-    """Parallel samples are forks of one prefill, and come out as without us."""
+    """Parallel samples fork one prefill, and equal those of transformers' own cache."""
     model, ids, paged = tiny("llama"), prompt(16), paged_cache(blocks=64)
     options = {"do_sample": True, "num_return_sequences": 4}
     torch.manual_seed(3)
@@ -179,14 +179,14 @@ def test_samples_of_one_prompt_share_its_blocks():
 
 
 def test_prompt_in_chunks():
-    """Chunked prefill attends over what the chunks before it stored."""
+    """A prompt prefilled in chunks generates the same tokens."""
     model, ids = tiny("qwen2-mixed"), prompt(19)
     found = generated(model, ids, paged_cache(), prefill_chunk_size=4)
     assert found.tolist() == generated(model, ids).tolist()
 
 
 def test_assisted_generation_rolls_back():
-    """Prompt-lookup drafts that are rejected are dropped from the blocks."""
+    """Prompt lookup, whose rejected drafts are rolled back, generates the same tokens."""
     model, ids, paged = tiny("llama"), prompt(6).repeat(1, 3), paged_cache()
     options = {"prompt_lookup_num_tokens": 3}
     found = generated(model, ids, paged, **options)
@@ -196,7 +196,7 @@ def test_assisted_generation_rolls_back():
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3-mixed"])
 def test_logits_of_a_direct_call(family):
-    """Calling the model gives the logits of all tokens, then of more tokens after them."""
+    """Two direct calls on parts of a text give the logits of one call on the whole."""
     model, ids, paged = tiny(family), prompt(15), paged_cache()
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits
@@ -208,7 +208,7 @@ def test_logits_of_a_direct_call(family):
 
 
 def test_a_batch_given_by_the_older_name_is_taken():
-    """A model takes a batch as `cache`, and as `past_key_values`, its name before 5.24."""
+    """A model accepts a batch as `past_key_values`, the older name of `cache`."""
     model, ids, paged = tiny("llama"), prompt(9), paged_cache()
     with torch.no_grad(), paged.attached(model):
         batch = paged.batch()
@@ -219,7 +219,7 @@ def test_a_batch_given_by_the_older_name_is_taken():
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
 def test_logits_of_a_padded_call(family, counted):
-    """Tokens beside padding get the logits they get in a dense batch, whatever positions."""
+    """Tokens beside padding have the logits of a dense batch, with and without positions."""
     model, paged = tiny(family), paged_cache()
     ids, mask = padded(9, 4, 6)
     inputs = {"attention_mask": mask}
@@ -234,7 +234,7 @@ def test_logits_of_a_padded_call(family, counted):
 
 
 def test_positions_that_count_padding_are_not_shared():
-    """K/V at other positions is another: such a prompt neither hits nor is hit."""
+    """A prompt at other positions gets no hit, since its K/V differ."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(12)
     shifted = {"position_ids": torch.arange(3, 15)[None], "logits_to_keep": 1}
     with torch.no_grad():
@@ -247,7 +247,7 @@ def test_positions_that_count_padding_are_not_shared():
 
 
 def test_inputs_of_embeddings():
-    """Prompts given as embeddings generate too; without tokens they share nothing."""
+    """A prompt of embeddings generates the same tokens, and looks up no blocks."""
     model, ids = tiny("llama"), prompt(9)
     embeds = model.get_input_embeddings()(ids).detach()
     mask = torch.ones_like(ids)
@@ -261,7 +261,7 @@ def test_inputs_of_embeddings():
 
 
 def test_a_batch_goes_on_where_it_was():
-    """A conversation in one batch: the second generation computes only what is new."""
+    """A second generation in one batch continues the first with the same tokens."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(7)
     expected = generated(model, ids, max_new_tokens=12)
     with paged.attached(model):
@@ -272,7 +272,7 @@ def test_a_batch_goes_on_where_it_was():
 
 
 def test_rows_can_be_repeated_and_selected():
-    """A batch repeats its rows as forks and keeps some of them."""
+    """A batch can repeat its rows as forks, and keep some of its rows."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(9)
     with paged.attached(model), torch.no_grad():
         batch = paged.batch()
@@ -288,7 +288,7 @@ def test_rows_can_be_repeated_and_selected():
 
 
 def test_out_of_blocks_gives_everything_back():
-    """A batch that does not fit is refused, and leaves no block behind."""
+    """A batch that does not fit raises OutOfBlocks, and all blocks are available again."""
     model, paged = tiny("llama"), paged_cache(blocks=4, block_size=4)
     with pytest.raises(OutOfBlocks):
         generated(model, prompt(14), paged)
@@ -298,14 +298,14 @@ def test_out_of_blocks_gives_everything_back():
 
 
 def test_padding_on_the_right_is_refused():
-    """The last column of a prompt must be a token: the message says which side to pad."""
+    """Padding on the right raises InputError that names the side to pad."""
     ids, mask = padded(9, 3)
     with pytest.raises(InputError, match="pad on the left"):
         generated(tiny("llama"), ids.flip(1), paged_cache(), attention_mask=mask.flip(1))
 
 
 def test_another_model_is_refused():
-    """K/V of two models never mix in one cache."""
+    """Attaching a second model to one cache raises InputError."""
     paged = paged_cache()
     generated(tiny("llama"), prompt(5), paged)
     with pytest.raises(InputError, match="another model"), paged.attached(tiny("llama")):
@@ -313,14 +313,14 @@ def test_another_model_is_refused():
 
 
 def test_a_model_elsewhere_is_refused():
-    """Model and blocks are on one device: the message names both."""
+    """A model on another device than the blocks raises InputError with its device."""
     model = tiny("llama").to("meta")
     with pytest.raises(InputError, match="meta"), paged_cache().attached(model):
         pass
 
 
 def test_what_is_no_transformers_model_is_refused():
-    """A module without a config has no K/V to page."""
+    """A module that is no transformers model raises InputError with the name of its class."""
     paged = paged_cache()
     with (
         pytest.raises(InputError, match="Linear is no transformers model"),
@@ -330,7 +330,7 @@ def test_what_is_no_transformers_model_is_refused():
 
 
 def test_attached_twice_is_refused():
-    """A second attachment inside the first is an error."""
+    """A second attachment inside the first raises InputError."""
     model, paged = tiny("llama"), paged_cache()
     with paged.attached(model), pytest.raises(InputError, match="is attached"):  # noqa: SIM117
         with paged.attached(model):
@@ -338,19 +338,19 @@ def test_attached_twice_is_refused():
 
 
 def test_a_cache_without_ids_is_refused():
-    """Blocks that are only counted have no K/V: the message says how to make the cache."""
+    """A cache without block ids raises InputError that names the missing argument."""
     with pytest.raises(InputError, match="ids=True"):
         PagedCache(KVCache(8), TorchCPU())
 
 
 def test_a_batch_needs_an_attached_model():
-    """Batches are made inside the attachment."""
+    """`batch()` outside an attachment raises InputError."""
     with pytest.raises(InputError, match="attached"):
         paged_cache().batch()
 
 
 def test_a_filled_foreign_cache_is_refused():
-    """K/V that is not in blocks cannot be gone on from."""
+    """A filled cache of transformers raises InputError, since its K/V are not in blocks."""
     model, ids = tiny("llama"), prompt(5)
     with torch.no_grad():
         filled = model(ids, use_cache=True)[CACHE]
@@ -359,7 +359,7 @@ def test_a_filled_foreign_cache_is_refused():
 
 
 def test_a_batch_of_another_size_is_refused():
-    """The rows of a batch stay as many as they are."""
+    """Input with another number of rows than the batch raises InputError."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
     with paged.attached(model), torch.no_grad():
         batch = paged.batch()
@@ -370,7 +370,7 @@ def test_a_batch_of_another_size_is_refused():
 
 @pytest.mark.parametrize("shape", [(1, 3), (1, 5, 5)])
 def test_a_mask_of_another_shape_is_refused(shape):
-    """A mask covers what is held and what is new."""
+    """An attention mask that does not cover exactly the tokens raises InputError."""
     with (
         paged_cache().attached(model := tiny("llama")),
         pytest.raises(InputError, match="mask"),
@@ -379,7 +379,7 @@ def test_a_mask_of_another_shape_is_refused(shape):
 
 
 def test_a_mask_that_hides_what_is_stored_is_refused():
-    """What has been stored is attended to: a later mask cannot take it out."""
+    """A mask that hides tokens stored before raises InputError."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
     with paged.attached(model), torch.no_grad():
         batch = paged.batch()
@@ -390,14 +390,14 @@ def test_a_mask_that_hides_what_is_stored_is_refused():
 
 
 def test_attention_without_a_cache_is_refused():
-    """A model that is switched over and not attached says what to do."""
+    """A call of the model's body without its paged cache raises InputError."""
     model, paged = tiny("llama"), paged_cache()
     with paged.attached(model), pytest.raises(InputError, match="no paged cache is attached"):
         model.model(prompt(3))
 
 
 def test_dropout_is_refused():
-    """A model in training mode is told to leave it."""
+    """A model in training mode raises InputError that names `model.eval`."""
     model = tiny("llama").train()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
@@ -406,7 +406,7 @@ def test_dropout_is_refused():
 
 
 def test_tiers_are_refused():
-    """A paged cache moves nothing to tiers, so that a cache with some is not taken."""
+    """A cache with tiers raises InputError, since a paged cache moves no blocks to tiers."""
     cache = KVCache(8, 4, ids=True)
     Tiers(cache, ["host:memory=1MiB"], 64, ids=True)
     with pytest.raises(InputError, match="make its cache without them"):

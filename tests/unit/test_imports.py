@@ -1,4 +1,4 @@
-"""What importing kvcore brings in, and which room may import which."""
+"""The imports of kvcore: the packages it loads, and the order of its own modules."""
 
 import ast
 import json
@@ -49,15 +49,15 @@ LAYERS = [
     {"cli", "testing"},
     {"__init__", "__main__"},
 ]
-"""Rooms and single modules, lower ones first."""
+"""Packages and single modules by layer, the lowest first."""
 
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
 PART_OF = {"hookspecs": "plugins"}
-"""The page of hooks lies at the root, where authors of plugins look for it."""
+"""`hookspecs` is at the root, where authors of plugins look for it, but part of `plugins`."""
 
 ALLOWED = {("__main__", "cli")}
-"""`python -m kvcore` is the command line."""
+"""Allowed upward imports: `python -m kvcore` runs the command line."""
 
 
 @cache
@@ -69,7 +69,7 @@ def parsed(path):
 def imports(path):
     """Yield the (module, name) pairs that the file at `path` imports.
 
-    Imports for types alone and those of functions are among them. The name is empty for
+    They include imports for types alone and those inside functions. The name is empty for
     `import module`.
     """
     for node in ast.walk(parsed(path)):
@@ -118,7 +118,7 @@ def module_of(path):
 
 
 def room_of(module):
-    """Return the room of a module: a package below kvcore, or the module itself."""
+    """Return the package of a module below kvcore, or the module itself."""
     _, *rest = module.split(".")
     first = rest[0] if rest else "__init__"
     return PART_OF.get(first, first)
@@ -138,7 +138,7 @@ DEFERRED = [
 
 
 def named(path):
-    """Return a file's name for the test report."""
+    """Return a file's path relative to the repository, for the test report."""
     return str(path.relative_to(CORE.parent))
 
 
@@ -152,20 +152,20 @@ def loaded():
 
 @pytest.mark.parametrize("package", HEAVY)
 def test_import_is_light(loaded, package):
-    """`import kvcore` loads nothing heavy, no test tool, and no plugin."""
+    """`import kvcore` loads no heavy package, no test tool, and no plugin."""
     assert package not in loaded
 
 
 @pytest.mark.parametrize("path", sources(CORE), ids=named)
 def test_the_core_never_imports_the_plugins(path):
-    """The built-ins come in through entry points, as anyone's do."""
+    """No module of the core imports the built-in plugins, which load as entry points."""
     modules = [module for module, _ in imports(path)]
     assert not [module for module in modules if module.split(".")[0] == "kvcore_plugins"]
 
 
 @pytest.mark.parametrize("path", sources(CORE), ids=named)
 def test_rooms_import_downwards(path):
-    """A module imports its own room and lower ones: no higher room, and none beside it."""
+    """A module imports only its own package and packages of lower layers."""
     room = room_of(module_of(path))
     rooms = {room_of(module) for module, _ in imports(path) if file_of(module)}
     rooms |= {room_of(module) for module in sources_of(path)}
@@ -175,9 +175,9 @@ def test_rooms_import_downwards(path):
 
 @pytest.mark.parametrize("room", [CORE, BUILT_IN], ids=lambda room: room.name)
 def test_modules_import_without_cycles(room):
-    """No module depends on itself through others: for its types, or when a function is called.
+    """No module depends on itself through others, be it for types or inside functions.
 
-    A name that a package passes on counts as imported from the module that defines it.
+    A name that a package re-exports counts as imported from the module that defines it.
     """
     modules = [path for path in sources(room) if path.name != "__init__.py"]
     graph = {module_of(path): sources_of(path) - {module_of(path)} for path in modules}
@@ -189,7 +189,7 @@ def test_modules_import_without_cycles(room):
 
 @pytest.mark.parametrize("path", sources(BUILT_IN), ids=lambda path: path.stem)
 def test_plugins_import_public_names_only(path):
-    """A built-in sees of the core what anyone sees: public names of public modules."""
+    """Built-in plugins import only public names of public modules of the core."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcore."):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
@@ -206,9 +206,9 @@ def test_plugins_import_public_names_only(path):
     ids=lambda path: path.parent.name,
 )
 def test_packages_only_re_export(path):
-    """But for the lazy front door, an `__init__.py` has a docstring, imports and `__all__`.
+    """An `__init__.py` has only a docstring, imports and `__all__`, except kvcore's own.
 
-    One whose modules are imported late has its imports where the type checker sees them.
+    A package that imports lazily also has its imports where the type checker sees them.
     """
     kinds = [type(node) for node in parsed(path).body]
     assert set(kinds) <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.If}
@@ -219,7 +219,7 @@ def test_packages_only_re_export(path):
 
 @pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
 def test_what_is_imported_late_is_what_the_type_checker_sees(path):
-    """The names of `deferred` come from the modules that the imports above it name."""
+    """The names of `deferred` come from the modules that the imports for types name."""
     (both,) = (node for node in parsed(path).body if isinstance(node, ast.If))
     shown = {
         node.module.rpartition(".")[2]: " ".join(alias.name for alias in node.names)
@@ -230,7 +230,7 @@ def test_what_is_imported_late_is_what_the_type_checker_sees(path):
 
 @pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
 def test_names_that_are_imported_late_are_there(path):
-    """Each name that the package passes on can be had, listed, and is none that it lacks."""
+    """Each lazily imported name exists and is listed; an unknown one raises AttributeError."""
     root = CORE.parent if CORE in path.parents else BUILT_IN.parent
     package = import_module(".".join(path.parent.relative_to(root).parts))
     assert all(hasattr(package, name) for name in package.__all__)

@@ -1,4 +1,4 @@
-"""The `induction` generator: it answers what followed before, and only from that K/V."""
+"""The `induction` generator: it repeats the token that followed before, found by its K/V."""
 
 import attrs
 import pytest
@@ -20,12 +20,12 @@ KEY, VALUE = 700, 800
 
 
 def built(options="", dtype="fp32"):
-    """Return a loaded generator."""
+    """Return a loaded `induction` generator."""
     return loaded(Plugins().build("generator", f"induction:{options}".rstrip(":")), dtype)
 
 
 def others(count, vocabulary=600):
-    """Return tokens that are neither key nor value."""
+    """Return tokens other than KEY and VALUE."""
     source = torch.Generator().manual_seed(5)
     return torch.randint(1, vocabulary, (count,), generator=source).tolist()
 
@@ -38,7 +38,7 @@ def chances(generator, tokens, attend=None):
 
 
 def without(place, layer=1, heads=slice(None)):
-    """Return an `attend` for which the K/V of one place in one layer is not there."""
+    """Return an `attend` that lacks the K/V of one position in one layer."""
 
     def attend(at, queries, keys, values, **_):
         if at != layer:
@@ -54,7 +54,7 @@ def without(place, layer=1, heads=slice(None)):
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("length", "place"), [(3, 0), (200, 90), (1000, 17)])
 def test_answers_what_followed(dtype, length, place):
-    """Behind a second mention of the key comes its value."""
+    """After a second occurrence of a key its value is generated with near certainty."""
     tokens = others(length)
     tokens[place : place + 2] = [KEY, VALUE]
     assert chances(built(dtype=dtype), [*tokens, KEY])[VALUE] > 0.999
@@ -62,7 +62,7 @@ def test_answers_what_followed(dtype, length, place):
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp16"])
 def test_positions_are_told_apart_far_into_a_text(dtype):
-    """At positions beyond a hundred thousand a token still finds the one before it."""
+    """At positions beyond 100,000 a token still attends to the one just before it."""
     generator, tokens = built(dtype=dtype), [*others(50), KEY, VALUE, *others(50), KEY]
     step = next_batch([Text(tokens)], [len(tokens)])
     far = attrs.evolve(step, positions=[131_071 + place for place in step.positions])
@@ -84,7 +84,7 @@ def test_answers_every_key_from_its_own_head():
 
 
 def test_a_forgotten_needle_is_missed():
-    """Without the K/V of the value's place in layer 1 another token is the likeliest."""
+    """Without the K/V of the value in layer 1 the value is not generated."""
     tokens = [*others(50), KEY, VALUE, *others(50), KEY]
     missed = chances(built(), tokens, without(51))
     assert int(missed.argmax()) != VALUE
@@ -92,26 +92,26 @@ def test_a_forgotten_needle_is_missed():
 
 
 def test_what_never_came_before_has_no_answer():
-    """A new token is followed by the blank or anything else, all about as likely."""
+    """After a token that did not occur before, no next token is likely."""
     found = chances(built(), [*others(100), KEY])
     assert float(found.max()) < 0.01
 
 
 def test_a_blank_answers_nothing():
-    """A key before a blank, besides its value: the value is certain all the same."""
+    """A key followed by its value and by blanks is answered with its value."""
     found = chances(built(), [*others(50), KEY, VALUE, KEY, 0, KEY, 0, KEY])
     assert found[VALUE] > 0.999
 
 
 def test_generates_a_period_again_and_again():
-    """A text that repeats goes on repeating, token by token."""
+    """A periodic text is continued with its period."""
     period = [5, 9, 2, 7, 300]
     (output,) = generate(built(), [Text([*period, 5])], 14)
     assert output == [9, 2, 7, 300, 5, 9, 2, 7, 300, 5, 9, 2, 7, 300]
 
 
 def test_rotary_turns_keys_as_positions_do():
-    """A key of layer 0 that its rotary embedding turns by d is that of d positions on."""
+    """A key of layer 0 rotated by d is the key of its position plus d."""
     generator = built(dtype="fp64")
     rotary, none = generator.rotary
     keys = []
@@ -142,13 +142,13 @@ def test_rotary_turns_keys_as_positions_do():
     ],
 )
 def test_refuses(options, wrong):
-    """Codes that could be mistaken, and sizes that do not fit, are refused with the reason."""
+    """Ambiguous codes and sizes that do not fit raise InputError with the reason."""
     with pytest.raises(InputError, match=wrong):
         Plugins().build("generator", f"induction:{options}")
 
 
 def test_codes_that_pass_are_told_apart():
-    """The narrowest codes that are let pass are alike by a cosine of 0.7 at most."""
+    """The narrowest codes that are accepted have cosines of less than 0.7."""
     for size, width in ((16, 24), (1024, 58), (4096, 70)):
         generator = loaded(Induction(vocab_size=size, head_dim=width))
         alike = generator._codes @ generator._codes.T
@@ -156,6 +156,6 @@ def test_codes_that_pass_are_told_apart():
 
 
 def test_without_torch_says_what_to_install(monkeypatch):
-    """It is listed as unusable, with the reason."""
+    """Without torch, `unavailable()` names the package to install."""
     monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
     assert "pip install 'kvcore[torch]'" in Induction.unavailable()

@@ -1,4 +1,4 @@
-"""Block keys from token ids: known answers, chaining, salt, extra keys, refusals."""
+"""Block keys from token ids: known values, chaining, salt, extra keys and errors."""
 
 import pickle
 import struct
@@ -25,7 +25,7 @@ def packed(*tokens):
 
 
 def test_known_answers():
-    """Each key is the BLAKE2b-128 of the key before it and the block's tokens."""
+    """Each key is the BLAKE2b-128 of the key before it and of the block's tokens."""
     first = digest(digest(b"[3,null]"), packed(11, 22, 33))
     second = digest(first, packed(44, 55, 66))
     assert block_keys(TOKENS, 3) == [first, second]
@@ -41,47 +41,47 @@ def test_known_answer_with_salt_and_extra_keys():
 
 
 def test_a_literal_answer():
-    """The keys never change between versions or machines: stored traces depend on them."""
+    """Keys are the same in all versions and on all machines, as stored traces need."""
     assert block_keys(range(4), 4)[0].hex() == "a50ea5b81b49866c500d5d6513bd5c07"
 
 
 def test_only_full_blocks_have_keys():
-    """Seven tokens at block 4 make one key, three make none."""
+    """Only full blocks have keys."""
     assert len(block_keys(TOKENS, 4)) == 1
     assert block_keys(TOKENS[:3], 4) == []
 
 
 def test_keys_are_sixteen_bytes():
-    """What a trace writes as 32 hex digits."""
+    """Keys are 16 bytes long."""
     assert {len(key) for key in block_keys(TOKENS, 2)} == {16}
 
 
 def test_equal_prefixes_share_keys_up_to_the_divergence():
-    """Prompts that differ in the third block share two keys."""
+    """Prompts that differ first in block 2 share the keys of blocks 0 and 1."""
     one, other = block_keys([1, 2, 3, 4, 5, 6], 2), block_keys([1, 2, 3, 4, 9, 6], 2)
     assert one[:2] == other[:2]
     assert one[2] != other[2]
 
 
 def test_a_change_reaches_every_later_key():
-    """Equal blocks after different ones have different keys: keys are chained."""
+    """Equal blocks after different ones have different keys."""
     one, other = block_keys([1, 2, 7, 8, 9, 9], 2), block_keys([3, 2, 7, 8, 9, 9], 2)
     assert not set(one) & set(other)
 
 
 def test_equal_blocks_in_one_prompt_have_different_keys():
-    """A key says what came before, too."""
+    """Equal blocks at different positions of a prompt have different keys."""
     assert len(set(block_keys([5] * 12, 2))) == 6
 
 
 def test_salt_keeps_prefixes_apart():
-    """Another salt, none, or an empty one: no key in common."""
+    """Equal tokens with different salts, no salt or an empty one share no key."""
     every = [set(block_keys(TOKENS, 2, salt=salt)) for salt in (None, "", "a", "b")]
     assert len(set.union(*every)) == sum(map(len, every))
 
 
 def test_extra_keys_count_from_their_block_on():
-    """What an image changes in block 1 leaves block 0 shared."""
+    """Extra keys of block 1 change its key and all later ones, but not that of block 0."""
     plain, pictured = block_keys(TOKENS, 2), block_keys(TOKENS, 2, extra={1: {"image": "x"}})
     assert plain[0] == pictured[0]
     assert not set(plain[1:]) & set(pictured[1:])
@@ -92,19 +92,19 @@ def test_extra_keys_count_from_their_block_on():
     [{"lora": "b"}, {"image": "a"}, {"lora": 1}, {"lora": "1"}, {"image": "a", "lora": "a"}],
 )
 def test_extra_keys_of_two_kinds_never_collide(extra):
-    """The same value under another tag, and 1 or "1", are different."""
+    """Extra keys differ by tag, by value and by type of value, such as 1 and "1"."""
     assert block_keys(TOKENS, 7, extra={0: extra}) != block_keys(
         TOKENS, 7, extra={0: {"lora": "a"}}
     )
 
 
 def test_salt_is_no_extra_key():
-    """A salt and an extra key named salt are different."""
+    """A salt differs from an extra key of the name salt."""
     assert block_keys(TOKENS, 7, salt="a") != block_keys(TOKENS, 7, extra={0: {"salt": "a"}})
 
 
 def test_tokens_cannot_pass_for_a_salt_or_an_extra_key():
-    """Parts have fixed lengths: no choice of tokens reads like a salt, nor like extra keys."""
+    """No tokens hash like a salt or like extra keys, since all parts have fixed lengths."""
     salt, lora = b'[["salt","x"]]', b'[["lora","x"]]'
     text = b"A" * 18 + lora
     salted = list(struct.unpack("<4Q", text))
@@ -113,49 +113,49 @@ def test_tokens_cannot_pass_for_a_salt_or_an_extra_key():
 
 
 def test_block_size_is_part_of_a_key():
-    """Keys of one block size never match those of another."""
+    """Keys of different block sizes never match."""
     assert not set(block_keys([1] * 8, 2)) & set(block_keys([1] * 8, 4))
 
 
 def test_order_of_extra_keys_does_not_matter():
-    """They are a set of tagged values."""
+    """The order of extra keys does not matter."""
     one, other = {"a": 1, "b": 2}, {"b": 2, "a": 1}
     assert block_keys(TOKENS, 7, extra={0: one}) == block_keys(TOKENS, 7, extra={0: other})
 
 
 def test_no_extra_keys_are_no_extra_keys():
-    """An empty mapping for a block changes nothing."""
+    """An empty mapping of extra keys for a block changes no key."""
     assert block_keys(TOKENS, 2, extra={1: {}}) == block_keys(TOKENS, 2)
 
 
 @pytest.mark.parametrize("tokens", [bytes(TOKENS), bytearray(TOKENS), tuple(TOKENS)])
 def test_any_sequence_of_ids_will_do(tokens):
-    """Bytes are token ids as well, as in a byte-level vocabulary."""
+    """Token ids may be bytes, a bytearray or a tuple."""
     assert block_keys(tokens, 3) == block_keys(TOKENS, 3)
 
 
 def test_the_largest_token_id():
-    """Ids go to 2^64 - 1."""
+    """A token id may be as large as 2^64 - 1."""
     assert block_keys([2**64 - 1], 1) == [digest(digest(b"[1,null]"), packed(2**64 - 1))]
 
 
 @pytest.mark.parametrize("tokens", [[1, -1], [2**64], [1.5], ["a"], "abc"])
 def test_what_is_no_token_id_is_refused(tokens):
-    """The error says what ids are."""
+    """Values that are no token ids raise InputError with the valid range."""
     with pytest.raises(InputError, match="integers from 0 to 2\\^64 - 1"):
         block_keys(tokens, 2)
 
 
 @pytest.mark.parametrize("size", [0, -4])
 def test_block_size_must_be_positive(size):
-    """The error names it."""
+    """A block size below 1 raises InputError with its value."""
     with pytest.raises(InputError, match=f"block size {size} must be positive"):
         block_keys(TOKENS, size)
 
 
 @pytest.mark.parametrize("extra", [{"image": b"9f3c"}, {"image": 2**70}, {"image": object()}])
 def test_what_is_no_extra_key_is_refused(extra):
-    """The error names the tag and says what values there are."""
+    """A value that is no extra key raises InputError with its tag and the valid types."""
     with pytest.raises(
         InputError, match=r"extra keys are text or integers by tag, not .*image"
     ):
@@ -163,7 +163,7 @@ def test_what_is_no_extra_key_is_refused(extra):
 
 
 def test_a_prefix_of_shared_keys_is_read_as_a_list():
-    """Its length, places, slices, order and text are those of a list of its keys."""
+    """A `KeyPrefix` has the length, items, slices and text of the list of its keys."""
     keys, same = KeyPrefix(array("q", [5, 6, 7, 8]), 3), [5, 6, 7]
     assert (len(keys), [*keys], repr(keys)) == (3, same, repr(same))
     assert [keys[place] for place in (0, 2, -1, -3)] == [5, 7, 7, 5]
@@ -174,7 +174,7 @@ def test_a_prefix_of_shared_keys_is_read_as_a_list():
 
 
 def test_a_prefix_of_shared_keys_compares_by_its_keys():
-    """It equals what has the same keys, a list or another prefix, and has no hash."""
+    """A `KeyPrefix` equals a list or prefix of the same keys, and has no hash."""
     path = array("q", [5, 6, 7])
     keys = KeyPrefix(path, 2)
     assert keys == [5, 6] == keys
@@ -188,14 +188,14 @@ def test_a_prefix_of_shared_keys_compares_by_its_keys():
 
 
 def test_a_prefix_of_shared_keys_is_sent_without_the_rest():
-    """A copy has the keys, and not those of others that lie behind them."""
+    """A pickled `KeyPrefix` has only its own keys, not the rest of the shared path."""
     copy = pickle.loads(pickle.dumps(KeyPrefix(array("q", range(100)), 2)))  # noqa: S301
     assert copy == [0, 1]
     assert len(copy.path) == 2
 
 
 def turns(*counts, path=range(100)):
-    """Return a request for each count, whose keys are so many of one path."""
+    """Return requests whose keys are prefixes of one path, of the lengths `counts`."""
     shared = array("q", path)
     return [
         Request(id=n, prompt_tokens=count, key_tokens=1, keys=KeyPrefix(shared, count))
@@ -204,7 +204,7 @@ def turns(*counts, path=range(100)):
 
 
 def test_requests_of_shared_keys_hit_as_those_of_lists():
-    """A cache finds the same blocks, whichever of the two the keys are."""
+    """Requests with a `KeyPrefix` hit the same blocks as requests with lists."""
     for accounting in ("keys", "tokens"):
         hits = []
         for kind in (list, lambda keys: keys):
@@ -220,14 +220,14 @@ def test_requests_of_shared_keys_hit_as_those_of_lists():
 
 
 def test_what_is_no_request_is_named():
-    """In a list of requests for a cache of one's own there is no plugin to be named."""
+    """A workload item that is no request raises InputError with its number and value."""
     requests = [Request(id=1, prompt_tokens=4, key_tokens=4), {"id": 2}]
     with pytest.raises(InputError, match=r"number 2 of the workload is {'id': 2}, which is no"):
         list(check_keys(requests))
 
 
 def test_shared_keys_are_checked_as_those_of_lists():
-    """A key that stands under two parents in a path is found when it first comes."""
+    """A key that follows two different keys raises InputError when it first does."""
     requests = turns(2, 2, 4, 6, path=[1, 2, 3, 4, 2, 5])
     checked = check_keys(requests)
     assert [next(checked).id for _ in range(3)] == [0, 1, 2]

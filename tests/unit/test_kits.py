@@ -1,4 +1,4 @@
-"""What all conformance kits share: explained asserts, and advice on the class of a plugin."""
+"""Features of all conformance kits: explained asserts, and advice about a plugin's class."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvcore_plugins.prefix import Hashed
 
 
 def test_pytest_explains_the_asserts_of_every_kit():
-    """Each module of the package is rewritten by pytest, wherever it is installed."""
+    """Pytest rewrites the asserts of every module of `kvcore.testing`, except `assertions`."""
     prefix = f"{kvcore.testing.__name__}."
     kits = {name: sys.modules[name] for name in sys.modules if name.startswith(prefix)}
     plain = {
@@ -26,7 +26,7 @@ def test_pytest_explains_the_asserts_of_every_kit():
 
 
 class Nameless(ScoreEviction):
-    """Its author has forgotten the name."""
+    """A policy without a name."""
 
     def score(self, span, now):
         """Return a constant."""
@@ -34,7 +34,7 @@ class Nameless(ScoreEviction):
 
 
 class NamelessTests(EvictionPolicyTests):
-    """As that author tests it."""
+    """Conformance tests of the policy without a name."""
 
     def make(self):
         """Return the policy."""
@@ -42,13 +42,13 @@ class NamelessTests(EvictionPolicyTests):
 
 
 def test_a_class_without_a_name_is_reported_with_the_line_to_add():
-    """The message shows the class, and what is missing in it."""
+    """The kit reports a class without a name, with the line to add."""
     with pytest.raises(AssertionError, match=r'Nameless has no name: add `name = "\.\.\."`'):
         NamelessTests().test_is_a_named_policy()
 
 
 class Inner(ScoreEviction):
-    """Evicts spans that have children."""
+    """A policy that evicts spans which have children."""
 
     name = "inner"
 
@@ -63,7 +63,7 @@ class Inner(ScoreEviction):
 
 
 class InnerTests(EvictionPolicyTests):
-    """The kit of a policy that is wrong."""
+    """Conformance tests of the policy that evicts inner spans."""
 
     def make(self):
         """Return the policy."""
@@ -71,7 +71,7 @@ class InnerTests(EvictionPolicyTests):
 
 
 def test_a_failing_state_machine_ends_in_seconds(monkeypatch):
-    """A failing run is reported as it was found: to shrink it would take minutes."""
+    """A failing state machine is reported without shrinking, after fewer than 50 runs."""
     runs = []
     begin = kvcore.testing.harness.CacheMachine.__init__
     monkeypatch.setattr(
@@ -85,21 +85,21 @@ def test_a_failing_state_machine_ends_in_seconds(monkeypatch):
 
 
 class Hoarding(Hashed):
-    """An index that keeps what was evicted."""
+    """A prefix index that keeps evicted spans."""
 
     name = "hoarding"
 
     def remove(self, span, first):
-        """Keep the span."""
+        """Keep the span, which is the error."""
 
 
 class HoardingTests(PrefixIndexTests):
-    """The kit of an index that is wrong."""
+    """Conformance tests of the index that keeps evicted spans."""
 
     prefix = Hoarding
 
 
 def test_an_index_that_finds_evicted_spans_is_named_with_the_method_to_look_at():
-    """The error is that of the index, not one of the cache that follows from it."""
+    """An index that finds evicted spans raises PolicyError with its name and `remove()`."""
     with pytest.raises(PolicyError, match=r"'hoarding'.* has left the cache: remove\(\) must"):
         HoardingTests().test_decides_as_the_default(0, {"accounting": "keys", "block_size": 4})

@@ -1,4 +1,4 @@
-"""What a cache refuses, and what it says: time, plugins, sizes, requests."""
+"""Errors and defaults of a cache's arguments: time, plugins, sizes and requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SECOND = 10**9
 
 
 def test_time_goes_on_by_itself():
-    """A call that does not say when happens at the time of the call before."""
+    """A call without `now` happens at the time of the call before it."""
     cache = make(8, TTL(ttl=1))
     seq = compute(cache, cache.open(ask("ab"), now=5 * SECOND))
     cache.close(seq)
@@ -34,7 +34,7 @@ def test_time_goes_on_by_itself():
 
 @pytest.mark.parametrize("now", [4, 5.0, 6.5, "6"])
 def test_time_never_decreases(now):
-    """A call in the past, or at no whole nanosecond, is refused and changes nothing."""
+    """A time in the past, or that is no whole number, raises InputError and changes nothing."""
     cache = make(8)
     seq = cache.open(ask("ab"), now=5)
     for call in (cache.commit, cache.extend, cache.rollback):
@@ -57,7 +57,7 @@ def test_time_never_decreases(now):
     ],
 )
 def test_requests_are_checked(fields):
-    """Lengths and times that cannot be are refused where the request is made."""
+    """Impossible lengths and times of a request raise InputError with the field's value."""
     name, value = next(iter(fields.items()))
     with pytest.raises(InputError, match=rf"request 7: .*{name}={value}"):
         Request(**{"id": 7, "prompt_tokens": 1, "key_tokens": 4} | fields)
@@ -75,14 +75,14 @@ def test_requests_are_checked(fields):
     ],
 )
 def test_hints_are_checked(fields):
-    """A hint for no tokens, out of range or for no time is refused."""
+    """A retention hint for no tokens, out of range or for no time raises InputError."""
     with pytest.raises(InputError, match="retention"):
         Retention(**{"start": 0, "end": None, "priority": 50} | fields)
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 2**31, 1.5, "8"])
 def test_pools_are_checked(blocks):
-    """A pool has a whole number of blocks that ids can count."""
+    """A pool whose number of blocks is no whole number in range raises InputError."""
     with pytest.raises(InputError, match=f"pool of {blocks!r} blocks"):
         make(blocks)
 
@@ -98,13 +98,13 @@ def test_pools_are_checked(blocks):
     ],
 )
 def test_plugins_are_checked(plugins, says):
-    """Another kind, an unknown name and a wrong option are refused with the way out."""
+    """A plugin of another kind, an unknown name and a wrong option are errors with advice."""
     with pytest.raises(InputError, match=says):
         KVCache(8, **{"eviction": LRU(), "prefix": Radix()} | plugins)
 
 
 def test_plugins_may_be_names_classes_or_instances():
-    """Wherever a plugin is expected, each of them stands for one."""
+    """A plugin may be given as a name with options, as a class or as an instance."""
     assert KVCache(8, eviction="lfu:half_life=30").eviction.half_life == 30
     assert type(KVCache(8, eviction=LRU, prefix=Radix).eviction) is LRU
     policy = LRU()
@@ -112,7 +112,7 @@ def test_plugins_may_be_names_classes_or_instances():
 
 
 def test_a_plugin_without_a_name_is_refused():
-    """When the cache is made, not when a trace or a table has to name it."""
+    """A plugin without a name raises PluginError when the cache is made."""
 
     class Anonymous(ScoreEviction):
         def score(self, span, now):
@@ -126,7 +126,7 @@ def test_a_plugin_without_a_name_is_refused():
 
 
 def test_a_trace_takes_one_first_admission_a_request():
-    """A second first admission, and the return of an unknown request, are refused."""
+    """A second first admission, and the return of an unknown request, raise InputError."""
     cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
     request = ask("a")
     with pytest.raises(InputError, match="was not admitted before: leave out resumed=True"):
@@ -140,7 +140,7 @@ def test_a_trace_takes_one_first_admission_a_request():
 
 
 def test_a_refused_request_is_on_record():
-    """A request is written when it is first heard of, admitted or not."""
+    """A request whose admission is refused is in the trace."""
     trace = Lines()
     cache = KVCache(1, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
     with pytest.raises(OutOfBlocks):
@@ -149,7 +149,7 @@ def test_a_refused_request_is_on_record():
 
 
 def test_forks_are_no_admissions():
-    """The clock of `lfu:unit=accesses` counts admissions; a fork is none."""
+    """Forks do not advance the clock of `lfu:unit=accesses`, which counts admissions."""
     weights = []
     for forks in (0, 10):
         cache = make(16, LFU(half_life=1, unit="accesses"), accounting="keys")
@@ -162,7 +162,7 @@ def test_forks_are_no_admissions():
 
 
 class Numberless(ScoreEviction):
-    """Scores nothing with a number that is none."""
+    """A policy whose score is NaN."""
 
     name = "numberless"
 
@@ -172,7 +172,7 @@ class Numberless(ScoreEviction):
 
 
 def test_a_score_must_have_a_place_in_an_order():
-    """NaN is refused, and the error names plugin, place and line."""
+    """A score of NaN raises PolicyError that names the plugin and the method."""
     cache = make(4, Numberless())
     seq = compute(cache, cache.open(ask("ab")))
     with pytest.raises(
@@ -182,17 +182,17 @@ def test_a_score_must_have_a_place_in_an_order():
 
 
 class Broken(ScoreEviction):
-    """Divides by zero."""
+    """A policy whose score divides by zero."""
 
     name = "broken"
 
     def score(self, span, now):
-        """Raise."""
+        """Divide by zero."""
         return 1 // 0
 
 
 def test_an_error_of_a_policy_says_where():
-    """The user wrote score(), so the error points into it."""
+    """The error of a policy names the file, the line and the function that raised it."""
     cache = make(4, Broken())
     seq = compute(cache, cache.open(ask("ab")))
     with pytest.raises(PolicyError, match=r"\(test_kvcache_arguments\.py:\d+, score\)"):

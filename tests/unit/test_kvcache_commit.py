@@ -1,4 +1,4 @@
-"""Publishing: what commit makes shareable, duplicates, growth in place, splits."""
+"""Commits: published blocks, duplicates, growth in place, and splits."""
 
 import pytest
 from helpers.caches import (
@@ -20,7 +20,7 @@ from kvcore_plugins.prefix import Radix
 
 
 def test_only_committed_blocks_match():
-    """What is allocated, but not computed, is nobody else's."""
+    """A block can be hit only after its commit."""
     cache = make()
     seq = cache.open(ask("abc"))
     assert cache.probe(ask("abcd")) == 0
@@ -29,7 +29,7 @@ def test_only_committed_blocks_match():
 
 
 def test_a_partial_block_is_not_published():
-    """Only full blocks are shareable."""
+    """A commit publishes only full blocks."""
     cache = make()
     seq = cache.open(ask("abc"))
     compute(cache, seq, 2 * BLOCK - 1)
@@ -39,7 +39,7 @@ def test_a_partial_block_is_not_published():
 
 
 def test_blocks_without_keys_stay_private():
-    """What is generated has no key: it is freed at close."""
+    """Generated blocks without keys stay private, and are freed at close."""
     cache = make()
     seq = start(cache, "ab")
     cache.extend(seq, 3 * BLOCK)
@@ -50,7 +50,7 @@ def test_blocks_without_keys_stay_private():
 
 
 def test_output_keys_publish_what_is_generated():
-    """With keys known beyond the prompt, the answer is found by the next turn."""
+    """Generated blocks with output keys are published, and hit by the next turn."""
     cache = make()
     seq = cache.open(ask("ab", output_keys=["abc", "abcd"]))
     cache.extend(seq, 2 * BLOCK)
@@ -60,7 +60,7 @@ def test_output_keys_publish_what_is_generated():
 
 
 def test_commit_never_passes_what_is_allocated():
-    """The error gives the numbers, and nothing has changed."""
+    """A commit of more tokens than allocated raises InputError and changes nothing."""
     cache = make()
     seq = cache.open(ask("abc"), 6)
     cache.commit(seq, 5)
@@ -70,7 +70,7 @@ def test_commit_never_passes_what_is_allocated():
 
 
 def test_commit_takes_no_negative_tokens():
-    """Going back is rollback's business."""
+    """A commit of a negative number of tokens raises InputError."""
     cache = make()
     seq = start(cache, "abc")
     with pytest.raises(InputError, match="commit of -1 tokens"):
@@ -78,7 +78,7 @@ def test_commit_takes_no_negative_tokens():
 
 
 def test_a_closed_sequence_is_refused():
-    """Every call that takes a sequence says that it is closed."""
+    """Every call with a closed sequence raises InputError."""
     cache = make()
     seq = start(cache, "ab")
     cache.close(seq)
@@ -95,7 +95,7 @@ def test_a_closed_sequence_is_refused():
 
 
 def test_a_sequence_of_another_cache_is_refused():
-    """Its blocks are not these."""
+    """A sequence of another cache raises InputError."""
     cache, other = make(), make()
     start(cache, "ab")
     with pytest.raises(InputError, match="not of this cache"):
@@ -103,7 +103,7 @@ def test_a_sequence_of_another_cache_is_refused():
 
 
 def test_the_creator_of_a_leaf_grows_it_in_place():
-    """Chunk by chunk one span comes into being, told as one `on_insert` and `on_extend`."""
+    """A sequence computed in chunks extends one span; only its first chunk is inserted."""
     cache = make(8, Recorded())
     seq = cache.open(ask("abc"))
     for _ in range(3):
@@ -118,7 +118,7 @@ def test_the_creator_of_a_leaf_grows_it_in_place():
 
 
 def test_growth_ends_with_the_first_reuse():
-    """Once another request has pinned the leaf, its creator continues it by a child."""
+    """After another request has pinned the leaf, its creator appends a child span."""
     cache = make()
     seq = cache.open(ask("abc"))
     compute(cache, seq, BLOCK)
@@ -128,7 +128,7 @@ def test_growth_ends_with_the_first_reuse():
 
 
 def test_growth_ends_with_a_preempted_return():
-    """Being found by its own preempted request is a pin like any other."""
+    """After a resumed request has pinned the leaf, its creator appends a child span."""
     cache = make()
     seq = cache.open(ask("abc"))
     compute(cache, seq, BLOCK)
@@ -138,7 +138,7 @@ def test_growth_ends_with_a_preempted_return():
 
 
 def test_growth_ends_with_close():
-    """Another sequence continues a cached leaf by a child, even of the same request."""
+    """A later sequence of the same request continues the cached leaf by a child span."""
     cache = make()
     request = ask("abc")
     first = cache.open(request, BLOCK)
@@ -149,7 +149,7 @@ def test_growth_ends_with_close():
 
 
 def test_a_refused_admission_does_not_end_growth():
-    """What was not admitted has pinned nothing."""
+    """A refused admission does not end the growth of the leaf that it would have hit."""
     cache = make(4)
     seq = cache.open(ask("abc"))
     compute(cache, seq, BLOCK)
@@ -160,7 +160,7 @@ def test_a_refused_admission_does_not_end_growth():
 
 
 def test_growth_goes_on_in_the_lower_half_of_a_split():
-    """A reuse of the upper part leaves the lower half with its only pin."""
+    """After a split, the creator still grows the lower half in place."""
     cache = make(12)
     seq = cache.open(ask("abcd"))
     compute(cache, seq, 3 * BLOCK)
@@ -170,7 +170,7 @@ def test_growth_goes_on_in_the_lower_half_of_a_split():
 
 
 def test_a_reinserted_tail_is_a_child():
-    """After a tail eviction the run that comes back has a history of its own."""
+    """A tail that is inserted again after its eviction is a child span."""
     cache = make(4)
     serve(cache, "abcd", "x")
     assert spans(cache).keys() == {"|abc", "|x"}
@@ -179,7 +179,7 @@ def test_a_reinserted_tail_is_a_child():
 
 
 def test_a_last_full_block_that_matched_is_replaced_at_commit():
-    """It is computed into a private block, which the cached duplicate then replaces."""
+    """The last block of a cached prompt is recomputed, then replaced by the cached one."""
     cache = make(6)
     serve(cache, "abc")
     seq = cache.open(ask("abc"))
@@ -190,7 +190,7 @@ def test_a_last_full_block_that_matched_is_replaced_at_commit():
 
 
 def test_a_duplicate_is_no_hit_and_no_access():
-    """The switch pins the cached span and changes nothing else about it."""
+    """A switch to a cached duplicate only pins its span: it is no hit and no access."""
     cache = make(6, Recorded())
     serve(cache, "abc", now=1)
     cache.eviction.told.clear()
@@ -209,7 +209,7 @@ def test_a_duplicate_is_no_hit_and_no_access():
 
 
 def test_two_sequences_compute_the_same_prompt():
-    """The second to commit switches to the first's blocks and frees its own."""
+    """The second sequence to commit a prompt switches to the first's blocks."""
     cache = make()
     one, two = cache.open(ask("abc")), cache.open(ask("abc"))
     assert cache.pool.free_blocks == 2
@@ -221,7 +221,7 @@ def test_two_sequences_compute_the_same_prompt():
 
 
 def test_in_turns_they_build_one_path():
-    """Chunk by chunk, whoever commits first stores, the other switches."""
+    """Of two equal sequences the first to commit stores a block, and the other switches."""
     cache = make()
     one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
     for seq in (one, two, two, one):
@@ -231,7 +231,7 @@ def test_in_turns_they_build_one_path():
 
 
 def test_a_switch_splits_a_longer_span():
-    """Where the new keys end inside what another committed, its span is cut there."""
+    """A switch to part of another sequence's span splits it there."""
     cache = make(12)
     one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
     compute(cache, one)
@@ -240,7 +240,7 @@ def test_a_switch_splits_a_longer_span():
 
 
 def test_a_switch_splits_where_prompts_diverge():
-    """The common part is shared, the rest becomes a child."""
+    """A commit that diverges inside a span splits it, and adds the rest as a child."""
     cache = make(12)
     one, two = cache.open(ask("abcd")), cache.open(ask("abxy"))
     compute(cache, one)
@@ -250,7 +250,7 @@ def test_a_switch_splits_where_prompts_diverge():
 
 
 def test_a_switch_goes_down_several_spans():
-    """All that others committed meanwhile is taken over in one commit."""
+    """One commit can switch to several spans that others have committed."""
     cache = make(16)
     late = cache.open(ask("abcdef"))
     serve(cache, "ab", "abcd")
@@ -260,7 +260,7 @@ def test_a_switch_goes_down_several_spans():
 
 
 def test_a_switch_ends_growth():
-    """A leaf that another sequence has switched to has had a second pin."""
+    """After another sequence has switched to a leaf, its creator appends a child span."""
     cache = make(12)
     one, two = cache.open(ask("abc")), cache.open(ask("abx"))
     compute(cache, one, 2 * BLOCK)
@@ -271,7 +271,7 @@ def test_a_switch_ends_growth():
 
 
 def test_duplicates_are_freed_deepest_first():
-    """So that the shallowest of them is the next to be taken."""
+    """Duplicates are freed from the deepest, so that the shallowest is allocated next."""
     trace = Lines()
     cache = make(trace=trace)
     one, two = cache.open(ask("abc")), cache.open(ask("abc"))
@@ -283,7 +283,7 @@ def test_duplicates_are_freed_deepest_first():
 
 
 def test_the_trace_of_a_commit():
-    """`new`, then `grown`; `same` with its FREE for what another committed."""
+    """COMMIT lines are `new`, `grown`, or `same` with a FREE line for duplicates."""
     trace = Lines()
     cache = make(12, trace=trace)
     one, two = cache.open(ask("abc")), cache.open(ask("abcd"))
@@ -296,7 +296,7 @@ def test_the_trace_of_a_commit():
 
 
 def test_a_span_is_born_with_its_first_block():
-    """Times, serials and request are of the commit and the sequence that stored it."""
+    """A span has the time, serial, request and tenant of the commit of its first block."""
     cache = make()
     request = ask("abc", tenant="t")
     seq = cache.open(request, now=3)
@@ -309,7 +309,7 @@ def test_a_span_is_born_with_its_first_block():
 
 
 def test_a_split_copies_history():
-    """Both halves have the statistics of the whole; the lower keeps its id."""
+    """Both halves of a split have the statistics of the whole; the lower keeps its id."""
     cache = make()
     serve(cache, "abcd", now=1)
     serve(cache, "abcde", now=2)
@@ -331,7 +331,7 @@ def test_a_split_copies_history():
 
 
 def test_recency_counts_up_from_leaf_to_root():
-    """Children are always less recent than their parents."""
+    """After a close, spans on its path are more recent the nearer they are to the root."""
     cache = make(12)
     serve(cache, "ab", "abcd")
     cache.close(start(cache, "abcdef"))
@@ -340,14 +340,14 @@ def test_recency_counts_up_from_leaf_to_root():
 
 
 def test_recompute_seconds_are_of_the_tail_block():
-    """What the last block costs, all before it being cached."""
+    """`recompute_seconds` is the time to compute a span's last block, all before it cached."""
     cache = make(recompute=lambda context, tokens: 1000.0 * context + tokens)
     serve(cache, "abc")
     assert spans(cache)["|abc"].recompute_seconds == 1000.0 * 2 * BLOCK + BLOCK
 
 
 def test_coarse_keys_diverge_at_key_borders():
-    """With 3 blocks a key a commit switches as far as whole keys agree."""
+    """With 3 blocks per key, a commit switches as far as whole keys agree."""
     cache = make(24, key_tokens=3 * BLOCK)
     one = cache.open(ask("ab", key_tokens=3 * BLOCK))
     two = cache.open(ask("ax", key_tokens=3 * BLOCK))
@@ -361,7 +361,7 @@ def test_coarse_keys_diverge_at_key_borders():
 
 
 def test_coarse_keys_switch_inside_a_key():
-    """A commit may end inside a key: the other's span is cut there."""
+    """A switch may end inside a key, where it splits the other span."""
     cache = make(24, key_tokens=3 * BLOCK)
     one, two = (cache.open(ask("ab", key_tokens=3 * BLOCK)) for _ in range(2))
     compute(cache, one)
@@ -375,7 +375,7 @@ def test_coarse_keys_switch_inside_a_key():
 
 
 def test_close_keeps_what_is_committed():
-    """Cached blocks stay, the rest is free, nothing is pinned."""
+    """After a close, committed blocks stay cached and unpinned; all others are free."""
     cache = make()
     seq = cache.open(ask("abc"))
     compute(cache, seq, 2 * BLOCK)
@@ -390,7 +390,7 @@ def test_close_keeps_what_is_committed():
 
 
 def test_close_is_traced_even_without_blocks():
-    """One FREE line a close, for readers that follow sequences."""
+    """Every close writes a FREE line, even if it frees no block."""
     trace = Lines()
     cache = make(trace=trace)
     serve(cache, "ab")
@@ -399,7 +399,7 @@ def test_close_is_traced_even_without_blocks():
 
 
 def test_the_header_says_what_the_cache_is_made_of():
-    """Both plugins with their options, the counting, and the sizes."""
+    """The header of a trace has both plugins with options, the accounting and the sizes."""
     trace = Lines()
     make(trace=trace, prefix=Radix(), accounting="keys", key_tokens=12)
     assert trace.of("HEADER") == [

@@ -1,4 +1,4 @@
-"""Expiry: where a match stops, who drops what has expired, how ancestors live on."""
+"""Expiry: where matches stop, which spans are dropped, and the expiry of ancestors."""
 
 import pytest
 from helpers.caches import (
@@ -28,32 +28,32 @@ def cache():
 
 
 def expiries(cache):
-    """Return when each span expires."""
+    """Return the expiry time of each span."""
     return {text: span.expires for text, span in spans(cache).items()}
 
 
 def test_a_span_matches_until_it_expires(cache):
-    """At `expires` itself it is gone."""
+    """A span matches before its `expires`, and no longer at that time."""
     serve(cache, "abc", now=0)
     assert cache.probe(ask("abcd"), now=9) == 3
     assert cache.probe(ask("abcd"), now=10) == 0
 
 
 def test_a_match_stops_at_the_first_expired_span(cache):
-    """What came before it still hits."""
+    """A match stops at the first expired span; the blocks before it hit."""
     serve(cache, "abcd", now=0)
     serve(cache, "abx", now=5)
     assert cache.probe(ask("abcde"), now=12) == 2
 
 
 def test_a_pinned_span_does_not_expire(cache):
-    """While a sequence uses it, it matches."""
+    """A span that a sequence uses matches after its expiry time."""
     start(cache, "abc", now=0)
     assert cache.probe(ask("abcd"), now=99) == 3
 
 
 def test_probe_drops_nothing(cache):
-    """Finding an expired span changes nothing."""
+    """`probe` of an expired span changes nothing."""
     serve(cache, "abc", now=0)
     before = snapshot(cache)
     cache.probe(ask("abcd"), now=50)
@@ -61,7 +61,7 @@ def test_probe_drops_nothing(cache):
 
 
 def test_open_drops_what_has_expired(cache):
-    """The whole subtree goes, and is not counted as evicted for room."""
+    """`open` drops an expired span with its subtree, and counts it as expired, not evicted."""
     serve(cache, "abc", "abcde", "abcxy", now=0)
     cache.open(ask("abc"), now=50)
     cache.check_integrity()
@@ -70,7 +70,7 @@ def test_open_drops_what_has_expired(cache):
 
 
 def test_open_drops_before_it_allocates(cache):
-    """Blocks of what expired are free for the same admission: no victim is asked for."""
+    """`open` reuses the blocks of the expired spans of its prompt, and evicts no others."""
     serve(cache, "abcdefgh", now=0)
     serve(cache, "mnop", now=45)
     cache.open(ask("abcxyzuv"), now=50)
@@ -79,14 +79,14 @@ def test_open_drops_before_it_allocates(cache):
 
 
 def test_open_leaves_other_expired_spans_alone(cache):
-    """Only what the match ran into is dropped."""
+    """`open` drops only the expired spans of its own prompt."""
     serve(cache, "abc", "xyz", now=0)
     cache.open(ask("abc"), now=50)
     assert pins(cache) == {"|xyz": 0}
 
 
 def test_an_expired_span_beyond_the_hit_limit_stays(cache):
-    """The match did not come to it."""
+    """`open` keeps an expired span that lies beyond the hit limit."""
     serve(cache, "abcd", now=0)
     serve(cache, "abx", now=5)
     cache.open(ask("ab", 2 * BLOCK + 1), now=12)
@@ -94,7 +94,7 @@ def test_an_expired_span_beyond_the_hit_limit_stays(cache):
 
 
 def test_a_refused_open_drops_nothing(cache):
-    """Expired blocks count as evictable; when even that is too little, nothing changes."""
+    """A refused `open` drops no expired span, though expired blocks count as evictable."""
     start(cache, "mn", now=0)
     serve(cache, "abc", now=0)
     before = snapshot(cache)
@@ -106,7 +106,7 @@ def test_a_refused_open_drops_nothing(cache):
 
 
 def test_the_trace_says_expired():
-    """EVICT leaves first, reason `expired`, before SPLIT, HIT and MISS; the MISS says why."""
+    """EVICT lines of expired spans, leaves first, precede HIT; MISS has reason `expired`."""
     trace = Lines()
     cache = make(12, Mortal(), trace=trace)
     serve(cache, "abcd", now=0)
@@ -124,7 +124,7 @@ def test_the_trace_says_expired():
 
 
 def test_the_policy_is_told_leaves_first():
-    """Children are removed before their parents, with the reason."""
+    """`on_remove` is called for expired children before their parents."""
     cache = make(12, Recorded())
     cache.tree._expires = True
     serve(cache, "abc", "abcde", now=0)
@@ -140,7 +140,7 @@ def test_the_policy_is_told_leaves_first():
 
 
 def test_commit_drops_what_expired_in_its_way(cache):
-    """A block cannot be cached twice: the expired copy makes room for the new one."""
+    """A commit drops an expired copy of its blocks, and stores the new ones."""
     seq = cache.open(ask("abcd"), now=0)
     serve(cache, "abcd", now=0)
     compute(cache, seq, now=50)
@@ -150,7 +150,7 @@ def test_commit_drops_what_expired_in_its_way(cache):
 
 
 def test_an_insertion_raises_its_ancestors(cache):
-    """A parent never expires before its child, and the raise stays when the child goes."""
+    """An insertion raises its ancestors' expiry, which stays raised after its eviction."""
     serve(cache, "ab", now=0)
     seq = cache.open(ask("abc"), now=4)
     assert expiries(cache) == {"|ab": 14}
@@ -162,10 +162,10 @@ def test_an_insertion_raises_its_ancestors(cache):
 
 
 def test_a_hit_raises_its_ancestors():
-    """Also those that the policy itself did not refresh."""
+    """A hit raises ancestors to the expiry of their children, if the policy does not."""
 
     class Deepest(Mortal):
-        """Refreshes only the deepest span of a hit."""
+        """A policy that renews only the deepest span of a hit."""
 
         name = "deepest"
 
@@ -181,10 +181,10 @@ def test_a_hit_raises_its_ancestors():
 
 
 def test_a_child_that_never_expires_keeps_its_ancestors():
-    """An ancestor of something without an end has none either."""
+    """The ancestors of a span that never expires do not expire either."""
 
     class Eternal(Mortal):
-        """Lets what request "forever" stores live for good."""
+        """A policy under which spans of the request "forever" never expire."""
 
         name = "eternal"
 
@@ -202,10 +202,10 @@ def test_a_child_that_never_expires_keeps_its_ancestors():
 
 
 def test_growth_raises_its_ancestors():
-    """A policy that renews a span as it grows renews the path to it."""
+    """An extension that renews a span renews its ancestors."""
 
     class Renewing(Mortal):
-        """Starts the time again with every growth."""
+        """A policy that adds 5 ns per block to the expiry of an extended span."""
 
         name = "renewing"
 
@@ -221,7 +221,7 @@ def test_growth_raises_its_ancestors():
 
 
 def test_the_end_of_a_use_raises_its_ancestors():
-    """A policy that counts from release does so for the path, though it is still pinned."""
+    """A release that renews a span renews its ancestors, even if they are still pinned."""
     cache = make(12, TTL(ttl=10e-9))
     serve(cache, "ab", now=0)
     one = start(cache, "abc", now=1)
@@ -234,39 +234,39 @@ def test_the_end_of_a_use_raises_its_ancestors():
 
 
 def test_a_split_copies_the_expiry(cache):
-    """Both halves end when the whole would have; a hit renews the upper alone."""
+    """Both halves of a split have the expiry of the whole; a hit renews only the upper."""
     serve(cache, "abcd", now=0)
     cache.close(cache.open(ask("abx"), 0, now=3), 3)
     assert expiries(cache) == {"|ab": 13, "ab|cd": 10}
 
 
 def test_without_an_expiring_policy_nothing_expires():
-    """The tree does not look at expiry unless the policy says that it sets it."""
+    """Without `expires_spans` in the policy no span expires."""
     cache = make(12)
     serve(cache, "ab", now=0)
     assert cache.probe(ask("abc"), now=10**18) == 2
 
 
 class PerTenant(Mortal):
-    """Spans of tenant a live for 1000 ns, all others for 10, from a hit and from a release."""
+    """A policy whose spans live 1000 ns for tenant a, 10 ns for others, after each use."""
 
     name = "per-tenant"
 
     def on_insert(self, span, now):
-        """Start its time."""
+        """Set the expiry by the tenant."""
         super().on_insert(span, now)
         span.expires = now + (1000 if span.tenant == "a" else 10)
 
     on_access = on_insert
 
     def on_release(self, span, now):
-        """Start its time again."""
+        """Set the expiry by the tenant."""
         super().on_release(span, now)
         span.expires = now + (1000 if span.tenant == "a" else 10)
 
 
 def test_a_span_lives_as_long_as_each_of_its_children():
-    """Also where a hit on the span alone would let it end sooner."""
+    """A hit that would shorten a span's life does not let it expire before its children."""
     cache = make(12, PerTenant())
     serve(cache, "ab", now=0)
     serve(cache, "abcd", now=1, tenant="a")
@@ -278,7 +278,7 @@ def test_a_span_lives_as_long_as_each_of_its_children():
 @pytest.mark.parametrize("mix", [EVEN, FORKS])
 @pytest.mark.parametrize("seed", range(3))
 def test_lifetimes_that_differ_by_tenant(seed, mix):
-    """No span ends before its children, whatever happens: the driver checks after each step."""
+    """No span expires before its children in random runs; the driver checks each step."""
     cache = KVCache(30, 6, eviction=PerTenant(), key_tokens=6, ids=True)
     Driver(cache).run(random_steps(seed, 150, Traffic(mix=mix)))
     assert cache.tree.expired_blocks, "nothing expired"

@@ -1,4 +1,4 @@
-"""Extension: whole, or OutOfBlocks and no change."""
+"""`extend`: it allocates all blocks that it needs, or raises OutOfBlocks."""
 
 import pytest
 from helpers.caches import (
@@ -21,7 +21,7 @@ from kvcore.testing.harness import snapshot
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 2), (1, 2), (2, 2), (3, 3), (6, 3), (7, 4)])
 def test_blocks_follow_tokens(tokens, blocks):
-    """A partial tail is filled before a block is taken."""
+    """`extend` fills the partial last block before it allocates another."""
     cache = make()
     seq = start(cache, "ab", BLOCK + 2)
     cache.extend(seq, tokens)
@@ -31,7 +31,7 @@ def test_blocks_follow_tokens(tokens, blocks):
 
 
 def test_extending_twice_is_extending_once():
-    """extend(a) and extend(b) take the blocks that extend(a + b) takes, victims included."""
+    """Several calls of `extend` allocate the same blocks as one of their sum."""
     tables = []
     for steps in ([11], [1, 4, 6], [5, 0, 6]):
         cache = make(6)
@@ -44,7 +44,7 @@ def test_extending_twice_is_extending_once():
 
 
 def test_no_more_is_evicted_than_is_missing():
-    """Free blocks are used up first."""
+    """`extend` uses free blocks before it evicts."""
     cache = make(6)
     serve(cache, "xyz")
     seq = start(cache, "a")
@@ -53,7 +53,7 @@ def test_no_more_is_evicted_than_is_missing():
 
 
 def test_own_blocks_are_never_victims():
-    """What the sequence itself stands on is pinned."""
+    """`extend` never evicts blocks of its own sequence."""
     cache = make(4)
     seq = start(cache, "ab")
     cache.extend(seq, 2 * BLOCK)
@@ -63,7 +63,7 @@ def test_own_blocks_are_never_victims():
 
 
 def test_a_refusal_changes_nothing():
-    """No block is taken and nothing evicted, though a part would have fitted."""
+    """An `extend` that does not fit allocates and evicts nothing."""
     cache = make(6, Recorded())
     serve(cache, "xyz")
     seq = start(cache, "a")
@@ -79,7 +79,7 @@ def test_a_refusal_changes_nothing():
 
 
 def test_negative_tokens_are_refused():
-    """The error points to rollback."""
+    """A negative number of tokens raises InputError that names rollback."""
     cache = make()
     seq = start(cache, "ab")
     with pytest.raises(InputError, match=r"extend by -1 tokens.*rollback"):
@@ -87,7 +87,7 @@ def test_negative_tokens_are_refused():
 
 
 def test_the_trace_of_an_extension():
-    """EVICT, then ALLOC at the place in the block table where it continues."""
+    """`extend` writes EVICT, then ALLOC with its first position in the block table."""
     trace = Lines()
     cache = make(4, trace=trace)
     serve(cache, "xy")
@@ -110,7 +110,7 @@ def test_the_trace_of_an_extension():
 
 
 def test_nothing_taken_is_not_traced():
-    """Tokens that fit the partial tail write no line."""
+    """An `extend` within the partial last block writes no line."""
     trace = Lines()
     cache = make(trace=trace)
     seq = start(cache, "ab", BLOCK + 1)
@@ -120,7 +120,7 @@ def test_nothing_taken_is_not_traced():
 
 
 def test_what_is_extended_can_be_committed():
-    """In chunks: allocate, compute, allocate, compute."""
+    """A prompt that is allocated and computed chunk by chunk becomes one span."""
     cache = make()
     seq = cache.open(ask("abc"), 0)
     for _ in range(6):

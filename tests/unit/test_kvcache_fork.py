@@ -1,4 +1,4 @@
-"""Forks: shared blocks, copy-on-write, what a sibling's commit does, last owners."""
+"""Forks: shared blocks, copy-on-write, commits of siblings, and the last owners of blocks."""
 
 import attrs
 import pytest
@@ -32,13 +32,13 @@ def cache():
 
 
 def generate(cache, seq, tokens):
-    """Extend by `tokens` and compute them."""
+    """Extend `seq` by `tokens` and compute them."""
     cache.extend(seq, tokens)
     return compute(cache, seq)
 
 
 def test_fork_allocates_nothing(cache):
-    """The child has the same table; the path is pinned once more."""
+    """A fork has the same block table, allocates nothing, and pins its path once more."""
     seq = start(cache, "abc", 2 * BLOCK + HALF)
     child = cache.fork(seq)
     assert table(cache, child) == table(cache, seq) == [0, 1, 2]
@@ -47,7 +47,7 @@ def test_fork_allocates_nothing(cache):
 
 
 def test_fork_is_no_access():
-    """No hit, no lookup, nothing the policy hears of."""
+    """A fork is no hit, no lookup and no access, and calls no hook of the policy."""
     cache = make(12, Recorded())
     seq = start(cache, "ab")
     told, stats = list(cache.eviction.told), attrs.astuple(cache.stats)
@@ -58,7 +58,7 @@ def test_fork_is_no_access():
 
 
 def test_fork_ends_growth_in_place(cache):
-    """A leaf that two sequences hold is continued by a child."""
+    """After a fork the leaf is continued by a child span."""
     seq = cache.open(ask("abc"))
     compute(cache, seq, BLOCK)
     child = cache.fork(seq)
@@ -68,7 +68,7 @@ def test_fork_ends_growth_in_place(cache):
 
 
 def test_the_writer_gets_the_copy(cache):
-    """Extending into a shared partial tail copies it; the other keeps the block."""
+    """An extension into a shared partial block copies it for the sequence that writes."""
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
     cache.extend(child, 1)
@@ -77,7 +77,7 @@ def test_the_writer_gets_the_copy(cache):
 
 
 def test_the_parent_may_be_the_writer(cache):
-    """Who writes first gets the copy, whoever forked."""
+    """If the forked sequence writes first, it gets the copy."""
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
     cache.extend(seq, 1)
@@ -85,7 +85,7 @@ def test_the_parent_may_be_the_writer(cache):
 
 
 def test_the_last_owner_writes_in_place(cache):
-    """Once the other has copied or closed, nothing is copied any more."""
+    """The last owner of a block writes into it without a copy."""
     seq = start(cache, "ab", BLOCK + HALF)
     child, third = cache.fork(seq), cache.fork(seq)
     cache.extend(child, 1)
@@ -96,7 +96,7 @@ def test_the_last_owner_writes_in_place(cache):
 
 
 def test_a_full_tail_is_not_copied(cache):
-    """What is written next is a block of its own."""
+    """An extension after a full shared block copies nothing."""
     seq = generate(cache, start(cache, "a"), BLOCK)
     child = cache.fork(seq)
     cache.extend(child, 1)
@@ -105,7 +105,7 @@ def test_a_full_tail_is_not_copied(cache):
 
 
 def test_extending_by_nothing_copies_nothing(cache):
-    """Nothing is written, so the tail stays shared."""
+    """An extension by 0 tokens copies nothing."""
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
     cache.extend(child, 0)
@@ -113,7 +113,7 @@ def test_extending_by_nothing_copies_nothing(cache):
 
 
 def test_the_copy_counts_as_a_block_needed():
-    """With one block free, one token into a shared tail fits, a block more does not."""
+    """The copy of a shared block counts as a block that the extension needs."""
     cache = make(3)
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
@@ -126,7 +126,7 @@ def test_the_copy_counts_as_a_block_needed():
 
 
 def test_the_copy_is_taken_first(cache):
-    """The first block taken is the copy, the rest continue the table."""
+    """The first block that an extension allocates is the copy."""
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
     cache.extend(child, 2 * BLOCK)
@@ -134,7 +134,7 @@ def test_the_copy_is_taken_first(cache):
 
 
 def test_the_trace_of_a_copy():
-    """COPY says which block became which; ALLOC has only the blocks beyond it."""
+    """COPY has source and target; ALLOC has only the blocks after the copy."""
     trace = Lines()
     cache = make(12, trace=trace)
     seq = start(cache, "ab", BLOCK + HALF)
@@ -148,7 +148,7 @@ def test_the_trace_of_a_copy():
 
 
 def test_who_keeps_the_tensors_is_told_of_a_copy():
-    """`on_copy` hears of source and target, once for each copy, and of nothing else."""
+    """`on_copy` is called with source and target once for each copy."""
     copies = []
     cache = make(12, on_copy=lambda source, target: copies.append((source, target)))
     seq = start(cache, "ab", BLOCK + HALF)
@@ -159,7 +159,7 @@ def test_who_keeps_the_tensors_is_told_of_a_copy():
 
 
 def test_a_private_block_is_freed_with_its_last_owner():
-    """At close only that is freed, and traced as freed, what nobody else holds."""
+    """A shared private block is freed, and traced as freed, when its last owner closes."""
     trace = Lines()
     cache = make(12, trace=trace)
     seq = start(cache, "ab", BLOCK + HALF)
@@ -173,7 +173,7 @@ def test_a_private_block_is_freed_with_its_last_owner():
 
 
 def test_a_sibling_commit_pins_the_same_blocks(cache):
-    """Blocks that both hold become cached once, pinned for both, owned by nobody."""
+    """A commit of shared blocks caches them once, pinned for both siblings."""
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
     compute(cache, seq)
@@ -183,7 +183,7 @@ def test_a_sibling_commit_pins_the_same_blocks(cache):
 
 
 def test_a_sibling_commits_what_is_committed_already():
-    """Its own commit of the same blocks changes nothing more."""
+    """A sibling's commit of blocks that are committed already changes nothing."""
     cache = make(12, Recorded())
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
@@ -195,7 +195,7 @@ def test_a_sibling_commits_what_is_committed_already():
 
 
 def test_every_sibling_is_pinned(cache):
-    """Grandchildren too, but not those that have closed."""
+    """A commit pins its blocks for all open siblings, but not for closed ones."""
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
     grandchild = cache.fork(child)
@@ -209,7 +209,7 @@ def test_every_sibling_is_pinned(cache):
 
 
 def test_a_sibling_that_holds_part_is_pinned_for_its_part(cache):
-    """The span is cut where the sibling's own copy begins."""
+    """A sibling that shares part of a committed span pins that part, which is split off."""
     seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
     child = cache.fork(seq)
     cache.extend(child, HALF)
@@ -222,7 +222,7 @@ def test_a_sibling_that_holds_part_is_pinned_for_its_part(cache):
 
 
 def test_the_policy_hears_of_a_span_before_it_is_cut():
-    """`on_insert` comes before the split that pins a sibling's part."""
+    """`on_insert` is called before the `on_split` for a sibling's part."""
     cache = make(12, Recorded())
     seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
     child = cache.fork(seq)
@@ -234,7 +234,7 @@ def test_the_policy_hears_of_a_span_before_it_is_cut():
 
 
 def test_siblings_that_hold_different_parts(cache):
-    """The span is cut once for each place where a sibling's own blocks begin."""
+    """A committed span is split at each position where a sibling's own blocks begin."""
     seq = start(cache, "a", output_keys=["ab", "abc", "abcd"])
     cache.extend(seq, 2 * BLOCK + HALF)
     deep = cache.fork(seq)
@@ -248,7 +248,7 @@ def test_siblings_that_hold_different_parts(cache):
 
 
 def test_a_sibling_follows_a_switch(cache):
-    """Where the committer has taken over another's blocks, its sibling does as well."""
+    """If a commit switches and stores, its sibling has the same blocks."""
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
     serve(cache, "ab")
@@ -259,7 +259,7 @@ def test_a_sibling_follows_a_switch(cache):
 
 
 def test_a_duplicate_is_freed_with_its_last_owner(cache):
-    """A committer that only switches leaves its blocks to the sibling that holds them."""
+    """If a commit only switches, its old blocks stay with the sibling until it commits."""
     seq = cache.open(ask("ab"))
     child = cache.fork(seq)
     serve(cache, "ab")
@@ -271,7 +271,7 @@ def test_a_duplicate_is_freed_with_its_last_owner(cache):
 
 
 def test_the_trace_of_a_sibling_commit():
-    """One COMMIT for who computed the blocks, one `shared` for each sibling."""
+    """A commit writes one COMMIT line, and one with `shared` for each sibling."""
     trace = Lines()
     cache = make(12, trace=trace)
     seq = cache.open(ask("abc"))
@@ -286,7 +286,7 @@ def test_the_trace_of_a_sibling_commit():
 
 
 def test_a_pinned_fork_keeps_the_path(cache):
-    """Closing one of two leaves the path pinned; closing both lets it be evicted."""
+    """A path can be evicted only after both siblings have closed."""
     seq = start(cache, "ab")
     child = cache.fork(seq)
     cache.close(seq)
@@ -299,7 +299,7 @@ def test_a_pinned_fork_keeps_the_path(cache):
 
 
 def test_fork_refuses_what_both_would_compute_differently(cache):
-    """Generated tokens that are allocated, but not committed, cannot be shared."""
+    """A fork with uncommitted generated tokens raises InputError."""
     seq = start(cache, "ab")
     cache.extend(seq, 3)
     with pytest.raises(InputError, match="3 allocated tokens are not committed"):
@@ -309,7 +309,7 @@ def test_fork_refuses_what_both_would_compute_differently(cache):
 
 
 def test_fork_in_the_middle_of_a_prompt(cache):
-    """What is allocated for the prompt is the same for both, and may be shared."""
+    """A fork may share prompt tokens that are allocated and not yet committed."""
     seq = cache.open(ask("abc"), 6)
     compute(cache, seq, 5)
     child = cache.fork(seq)
@@ -325,7 +325,7 @@ def test_fork_in_the_middle_of_a_prompt(cache):
 
 
 def test_siblings_diverge_after_a_rollback(cache):
-    """A block of which one sibling has dropped a part is copied when it writes there."""
+    """A shared block that a sibling has rolled back into is copied when it writes there."""
     seq = generate(cache, start(cache, "a"), 2 * BLOCK)
     child = cache.fork(seq)
     cache.rollback(child, BLOCK + 1)
@@ -335,7 +335,7 @@ def test_siblings_diverge_after_a_rollback(cache):
 
 
 def test_a_counting_cache_gets_ids_by_its_first_fork():
-    """Sharing is by block: from here on every block in use has an id."""
+    """The first fork of a cache without block ids gives an id to every block in use."""
     cache = make(12, ids=False)
     seq = start(cache, "abc", 2 * BLOCK + HALF)
     other = start(cache, "xy")
@@ -350,7 +350,7 @@ def test_a_counting_cache_gets_ids_by_its_first_fork():
 
 
 def test_a_counting_cache_decides_the_same_around_a_fork():
-    """Pools with and without ids agree in every number and every victim."""
+    """Caches with and without block ids decide the same before and after a fork."""
     seen = []
     for ids in (True, False):
         cache = make(7, ids=ids)
@@ -369,7 +369,7 @@ def test_a_counting_cache_decides_the_same_around_a_fork():
 
 
 def test_fork_without_a_prefix_cache():
-    """Private blocks are shared all the same."""
+    """Without a prefix cache siblings share private blocks, with copy-on-write."""
     cache = make(12, prefix=NoPrefix(), ids=False)
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
@@ -381,7 +381,7 @@ def test_fork_without_a_prefix_cache():
 
 
 def test_forks_publish_blocks_of_their_own():
-    """Each sequence has the keys of the blocks that it has generated, and of no other."""
+    """Siblings that generate different keys publish different blocks."""
     cache = make(12)
     prompt = text_request(1, range(BLOCK), output=9, block_size=BLOCK, publish=True)
     one = cache.open(prompt)

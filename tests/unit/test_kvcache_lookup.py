@@ -1,4 +1,4 @@
-"""Lookup: how far a prompt hits, under both countings, and what a hit does and counts."""
+"""Lookup: how many blocks hit under both accountings, and the effects of a hit."""
 
 import pytest
 from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
@@ -8,7 +8,7 @@ from kvcore.testing.harness import snapshot
 
 
 def test_an_empty_cache_hits_nothing():
-    """Nothing is looked up in vain, everything is private."""
+    """In an empty cache no block hits, and all blocks of a prompt are private."""
     cache = make()
     seq = cache.open(ask("abc"))
     assert (seq.hit_blocks, seq.tokens, seq.computed, seq.private_blocks) == (0, 12, 0, 3)
@@ -16,7 +16,7 @@ def test_an_empty_cache_hits_nothing():
 
 
 def test_a_shared_prefix_hits():
-    """The blocks of an equal prefix are used again, under their own ids."""
+    """The blocks of a shared prefix hit, with their own ids."""
     cache = make()
     serve(cache, "abc")
     seq = cache.open(ask("abx"))
@@ -25,7 +25,7 @@ def test_a_shared_prefix_hits():
 
 
 def test_the_last_token_is_always_computed():
-    """Of a cached prompt with full blocks only, the last block does not hit."""
+    """The last block of a fully cached prompt does not hit, as its last token is computed."""
     cache = make()
     serve(cache, "abc")
     assert cache.probe(ask("abc")) == 2
@@ -33,7 +33,7 @@ def test_the_last_token_is_always_computed():
 
 
 def test_keys_counting_hits_the_whole_prompt():
-    """A full match is a full hit."""
+    """In `keys` accounting all blocks of a fully cached prompt hit."""
     cache = make(accounting="keys")
     serve(cache, "abc")
     seq = cache.open(ask("abc", 1))
@@ -41,14 +41,14 @@ def test_keys_counting_hits_the_whole_prompt():
 
 
 def test_hits_end_at_the_first_miss():
-    """What is cached below a missing block does not count."""
+    """Cached blocks after the first miss do not hit."""
     cache = make()
     serve(cache, "abcd")
     assert cache.probe(ask("axcde")) == 1
 
 
 def test_divergence_inside_a_span_splits_it():
-    """The common part becomes a span of its own, pinned by the hit alone."""
+    """A hit of part of a span splits it, and pins only the upper half."""
     cache = make()
     serve(cache, "abcd")
     cache.open(ask("abxy"))
@@ -57,14 +57,14 @@ def test_divergence_inside_a_span_splits_it():
 
 @pytest.mark.parametrize("stop", range(1, 9))
 def test_divergence_is_found_wherever_it_is(stop):
-    """A run of nine blocks is left after each of its blocks in turn."""
+    """Divergence is found after any block of a span."""
     cache = make(20)
     serve(cache, "abcdefghi")
     assert cache.probe(ask("abcdefghi"[:stop] + "xyz")) == stop
 
 
 def test_a_hit_that_ends_by_the_limit_splits():
-    """The block to be computed again is left out of the pinned span."""
+    """A hit that ends at the limit splits the span before the block to be recomputed."""
     cache = make()
     serve(cache, "abc")
     cache.open(ask("abc"))
@@ -72,7 +72,7 @@ def test_a_hit_that_ends_by_the_limit_splits():
 
 
 def test_a_match_goes_down_several_spans():
-    """One comparison a span: the whole path is pinned."""
+    """A hit across several spans pins all of them."""
     cache = make(12)
     serve(cache, "ab", "abcd", "abcx", "abcdef")
     seq = cache.open(ask("abcdefg"))
@@ -81,7 +81,7 @@ def test_a_match_goes_down_several_spans():
 
 
 def test_probe_is_pure():
-    """Asking how much would hit changes nothing, neither order nor statistics."""
+    """`probe` returns the hit and changes nothing."""
     cache = make(4)
     serve(cache, "abc", "x")
     before = snapshot(cache)
@@ -90,7 +90,7 @@ def test_probe_is_pure():
 
 
 def test_a_hit_is_an_access():
-    """Statistics change of every span hit, and of no other."""
+    """A hit changes the statistics of the spans that it hits, and of no other."""
     cache = make()
     serve(cache, "abcd", now=1)
     request = ask("abx")
@@ -103,7 +103,7 @@ def test_a_hit_is_an_access():
 
 
 def test_a_preempted_request_finds_its_own_blocks_without_reuse():
-    """It counts apart: no hit, no access, but its time of last access is refreshed."""
+    """A resumed request counts its hits apart, and refreshes only the last access."""
     cache = make(8, Recorded())
     serve(cache, "abc", now=1)
     cache.eviction.told.clear()
@@ -116,7 +116,7 @@ def test_a_preempted_request_finds_its_own_blocks_without_reuse():
 
 
 def test_statistics_of_first_admissions():
-    """Lookup and hit blocks and tokens, and the three ratios."""
+    """Statistics count blocks and tokens of lookups and hits, and give three hit ratios."""
     cache = make(12)
     serve(cache, "abc", "abxy", "")
     cache.open(ask("xy", 6))
@@ -127,7 +127,7 @@ def test_statistics_of_first_admissions():
 
 
 def test_without_lookups_every_ratio_is_null():
-    """No keys, nothing to look up: there is no ratio, not a ratio of 0."""
+    """Without lookups every hit ratio is None."""
     cache = make()
     serve(cache, "")
     cache.open(ask("", 9))
@@ -135,7 +135,7 @@ def test_without_lookups_every_ratio_is_null():
 
 
 def test_coarse_keys_hit_by_the_block():
-    """Keys of 3 blocks: a hit may end inside a key, and diverges only at its borders."""
+    """With 3 blocks per key a hit may end inside a key; divergence is at key borders."""
     cache = make(20, key_tokens=3 * BLOCK)
     serve(cache, "abc", key_tokens=3 * BLOCK)
     longer = ask("abc", 7 * BLOCK + 1, key_tokens=3 * BLOCK)
@@ -146,7 +146,7 @@ def test_coarse_keys_hit_by_the_block():
 
 
 def test_a_span_that_ends_inside_a_key_is_continued():
-    """A trimmed run is found, and what follows it is found by the same key."""
+    """A span trimmed inside a key is found, and continued under the same key."""
     cache = make(6, key_tokens=3 * BLOCK)
     serve(cache, "ab", key_tokens=3 * BLOCK)
     serve(cache, "x", tokens=2 * BLOCK, key_tokens=3 * BLOCK)
@@ -158,7 +158,7 @@ def test_a_span_that_ends_inside_a_key_is_continued():
 
 
 def test_blocks_of_several_keys():
-    """With two keys a block, the second of each pair decides."""
+    """With two keys per block, a block matches by its second key."""
     cache = make(8, key_tokens=BLOCK // 2)
     serve(cache, "abcdef", key_tokens=BLOCK // 2)
     assert cache.probe(ask("abcdxy", key_tokens=BLOCK // 2)) == 2
@@ -166,7 +166,7 @@ def test_blocks_of_several_keys():
 
 
 def test_keys_of_another_size_are_refused():
-    """Neither probe nor open guess: the error names both sizes."""
+    """Keys of another size raise InputError with both sizes in `probe` and `open`."""
     cache = make(key_tokens=BLOCK)
     wrong = ask("abc", key_tokens=16)
     for call in (cache.probe, cache.open):

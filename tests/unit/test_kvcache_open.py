@@ -1,4 +1,4 @@
-"""Admission: what is pinned, evicted and allocated, and that a refusal changes nothing."""
+"""Admission: the pinned, evicted and allocated blocks, and refusals that change nothing."""
 
 import pytest
 from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
@@ -10,7 +10,7 @@ from kvcore_plugins.prefix import NoPrefix, Radix
 
 
 def test_fifty_tokens_take_four_blocks_and_cache_three():
-    """A 50-token prefix at block 16 occupies 4 blocks, 3 of them cacheable."""
+    """A prompt of 50 tokens in blocks of 16 occupies 4 blocks; 3 stay cached."""
     cache = make(8, block_size=16)
     seq = cache.open(ask("abcd", 50, key_tokens=16))
     assert (cache.pool.free_blocks, seq.blocks) == (4, 4)
@@ -21,7 +21,7 @@ def test_fifty_tokens_take_four_blocks_and_cache_three():
 
 
 def test_open_pins_before_it_evicts():
-    """What the admission hits is no victim of its own allocation, though it is oldest."""
+    """An admission never evicts the blocks that it hits, even the oldest."""
     cache = make(4)
     serve(cache, "ab", "xy")
     seq = cache.open(ask("abcd"))
@@ -30,7 +30,7 @@ def test_open_pins_before_it_evicts():
 
 
 def test_no_more_is_evicted_than_is_missing():
-    """One block is missing, so one block goes, the last of its span."""
+    """An admission evicts only as many blocks as are missing, from the end of a span."""
     cache = make(4)
     serve(cache, "abc")
     start(cache, "xy")
@@ -39,7 +39,7 @@ def test_no_more_is_evicted_than_is_missing():
 
 
 def test_nothing_is_evicted_while_blocks_are_free():
-    """An admission that fits asks for no victim."""
+    """An admission that fits into free blocks evicts nothing."""
     cache = make(5)
     serve(cache, "abc")
     start(cache, "xy")
@@ -47,7 +47,7 @@ def test_nothing_is_evicted_while_blocks_are_free():
 
 
 def test_first_tokens_allocates_so_many_after_the_hit():
-    """Chunked prefill: the rest comes with extend."""
+    """`first_tokens` is the number of tokens to allocate after the hit."""
     cache = make()
     serve(cache, "abc")
     seq = cache.open(ask("abcdef"), 6)
@@ -55,7 +55,7 @@ def test_first_tokens_allocates_so_many_after_the_hit():
 
 
 def test_first_tokens_may_be_none_at_all():
-    """A request can be admitted with what it hits."""
+    """With 0 `first_tokens` a request is admitted with only its hit."""
     cache = make()
     serve(cache, "abc")
     seq = cache.open(ask("abcdef"), 0)
@@ -64,7 +64,7 @@ def test_first_tokens_may_be_none_at_all():
 
 
 def test_negative_first_tokens_are_refused():
-    """The error says so; nothing has changed."""
+    """A negative `first_tokens` raises InputError and changes nothing."""
     cache = make()
     serve(cache, "abc")
     before = snapshot(cache)
@@ -75,7 +75,7 @@ def test_negative_first_tokens_are_refused():
 
 @pytest.mark.parametrize("text", ["abcdefgh", "xyz", "xyzxyzxyz"])
 def test_a_refused_admission_changes_nothing(text):
-    """Too large beside what is pinned: no split, no pin, no access, no eviction."""
+    """A refused admission changes nothing: no split, pin, access or eviction."""
     cache = make(6, Recorded())
     held = cache.open(ask("mnop"))
     compute(cache, held, now=1)
@@ -88,10 +88,10 @@ def test_a_refused_admission_changes_nothing(text):
 
 
 def test_an_error_of_the_trace_comes_through():
-    """It names no plugin: it is not one's."""
+    """An error of the trace is raised as it is, and not as an error of a plugin."""
 
     class Full(Lines):
-        """A disk that is full at the first eviction."""
+        """A trace whose disk is full at the first eviction."""
 
         def write(self, line):
             if line["event"] == "EVICT":
@@ -106,7 +106,10 @@ def test_an_error_of_the_trace_comes_through():
 
 
 def test_a_refusal_gives_all_the_numbers():
-    """Needed, free, in the pool, and evictable beside the hit itself."""
+    """OutOfBlocks names the numbers of missing, free, all and evictable blocks.
+
+    Blocks of the hit do not count as evictable.
+    """
     cache = make(6)
     cache.open(ask("mn"))
     serve(cache, "ab", "xy")
@@ -117,7 +120,7 @@ def test_a_refusal_gives_all_the_numbers():
 
 
 def test_exactly_enough_is_admitted():
-    """Every unpinned block that is not hit can be evicted for it."""
+    """An admission can evict all unpinned blocks that it does not hit."""
     cache = make(6)
     cache.open(ask("m"))
     serve(cache, "abcd")
@@ -127,7 +130,7 @@ def test_exactly_enough_is_admitted():
 
 
 def test_the_lower_half_of_a_split_may_be_evicted_by_the_same_admission():
-    """The rest of a span that is hit in part is not protected."""
+    """An admission can evict the rest of a span of which it hits the first part."""
     cache = make(4)
     serve(cache, "abcd")
     cache.open(ask("abxy"))
@@ -136,7 +139,10 @@ def test_the_lower_half_of_a_split_may_be_evicted_by_the_same_admission():
 
 
 def test_the_policy_is_told_in_order():
-    """Split, pins along the path, the miss, evictions, the accesses, leaf to root."""
+    """An admission calls hooks in order: split, pins, miss, evictions, accesses.
+
+    Pins go from the root to the leaf, accesses from the leaf to the root.
+    """
     cache = make(6, Recorded())
     serve(cache, "ab", "abcd", "xy")
     cache.eviction.told.clear()
@@ -153,7 +159,7 @@ def test_the_policy_is_told_in_order():
 
 
 def test_missed_is_told_once_and_only_of_a_miss():
-    """A full hit, and a preempted request's return, are no miss."""
+    """`on_miss` is not called for a full hit, nor for a resumed request."""
     cache = make(8, Recorded())
     serve(cache, "abc")
     cache.eviction.told.clear()
@@ -167,7 +173,7 @@ def test_missed_is_told_once_and_only_of_a_miss():
 
 
 def test_the_trace_of_an_admission():
-    """SPLIT, EVICT, HIT, MISS, ALLOC, with spans that end where the hit does."""
+    """An admission writes SPLIT, EVICT, HIT, MISS and ALLOC, with the span of the hit."""
     trace = Lines()
     cache = make(4, trace=trace)
     serve(cache, "abcd")
@@ -190,7 +196,7 @@ def test_the_trace_of_an_admission():
     [("axx", 12, "absent"), ("abc", 12, "partial"), ("ab", 16, "no keys"), ("", 11, "no keys")],
 )
 def test_why_a_hit_ended(text, tokens, why):
-    """Not cached; the last token that must be computed; or blocks without keys."""
+    """MISS has the reason why the hit ended: `absent`, `partial` or `no keys`."""
     trace = Lines()
     cache = make(trace=trace)
     serve(cache, "abc")
@@ -199,7 +205,7 @@ def test_why_a_hit_ended(text, tokens, why):
 
 
 def test_a_whole_hit_in_keys_counting_is_no_miss():
-    """Nothing is left to compute, and no MISS or ALLOC line is written."""
+    """A full hit in `keys` accounting writes only HIT, and no MISS or ALLOC."""
     trace = Lines()
     cache = make(trace=trace, accounting="keys")
     serve(cache, "abc")
@@ -210,7 +216,7 @@ def test_a_whole_hit_in_keys_counting_is_no_miss():
 
 @pytest.mark.parametrize("used", ["eviction", "prefix"])
 def test_a_plugin_serves_one_cache(used):
-    """A policy or prefix cache in use already is refused by name."""
+    """A policy or prefix index that another cache uses raises InputError with its name."""
     plugins = {"eviction": LRU(), "prefix": Radix()}
     KVCache(4, **plugins)
     fresh = {"eviction": LRU(), "prefix": Radix()} | {used: plugins[used]}
@@ -219,13 +225,13 @@ def test_a_plugin_serves_one_cache(used):
 
 
 def test_key_tokens_must_be_positive():
-    """0 is refused, not taken for the default."""
+    """`key_tokens=0` raises InputError."""
     with pytest.raises(InputError, match="key size 0"):
         make(key_tokens=0)
 
 
 def test_a_counting_cache_has_no_block_tables():
-    """The error says how to get them."""
+    """Without block ids, `block_table` raises InputError that names `ids=True`."""
     cache = make(ids=False)
     seq = cache.open(ask("ab"))
     with pytest.raises(InputError, match="ids=True"):
@@ -233,7 +239,7 @@ def test_a_counting_cache_has_no_block_tables():
 
 
 def test_without_a_prefix_cache_nothing_is_shared():
-    """`none` computes every prompt whole and frees it at close."""
+    """With the prefix index `none` no block is shared or stays cached."""
     cache = make(prefix=NoPrefix())
     serve(cache, "abc")
     assert cache.probe(ask("abc")) == 0
@@ -241,7 +247,7 @@ def test_without_a_prefix_cache_nothing_is_shared():
 
 
 def test_a_request_of_no_tokens_takes_no_blocks():
-    """It opens and closes all the same."""
+    """A request of 0 tokens opens and closes, and takes no blocks."""
     cache = make()
     seq = cache.open(Request(id="empty", prompt_tokens=0, key_tokens=BLOCK))
     cache.close(seq)

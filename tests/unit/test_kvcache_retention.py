@@ -1,4 +1,4 @@
-"""Retention hints: priority by token range, durations, splits at borders, raises."""
+"""Retention hints: priorities by token range, durations, splits, and raised ancestors."""
 
 import pytest
 from helpers.caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
@@ -9,7 +9,7 @@ from kvcore_plugins.eviction import Priority
 
 
 def hints(cache):
-    """Return the priority of every span, and when it ends."""
+    """Return the priority of every span, and the time at which it ends."""
     return {text: (span.priority, span.priority_until) for text, span in spans(cache).items()}
 
 
@@ -19,14 +19,14 @@ def hint(first, last, priority, duration=None):
 
 
 def test_without_hints_a_span_has_the_default():
-    """35, for good."""
+    """Without hints a span has priority 35 without end."""
     cache = make()
     serve(cache, "abc")
     assert hints(cache) == {"|abc": (35, None)}
 
 
 def test_spans_split_at_the_borders_of_hints():
-    """One span a range, also where a single commit stores them all."""
+    """A commit stores one span for each range of its hints."""
     cache = make()
     serve(cache, "abcdef", retention=(hint(0, 2, 90), hint(4, 5, 20)))
     assert hints(cache) == {
@@ -38,21 +38,21 @@ def test_spans_split_at_the_borders_of_hints():
 
 
 def test_ancestors_have_at_least_the_priority_of_what_continues_them():
-    """A system prompt before a precious document is as precious."""
+    """A hint also raises the priority of the blocks before its range."""
     cache = make()
     serve(cache, "abcd", retention=(hint(2, 3, 80),))
     assert hints(cache) == {"|ab": (80, None), "ab|c": (80, None), "abc|d": (35, None)}
 
 
 def test_a_low_priority_reaches_to_the_end_of_its_range():
-    """Below the default goes first; it lowers nothing before it."""
+    """A priority below the default holds for its range only, and not for ancestors."""
     cache = make()
     serve(cache, "abc", retention=(hint(1, None, 5),))
     assert hints(cache) == {"|a": (35, None), "a|bc": (5, None)}
 
 
 def test_growth_in_place_stays_inside_a_range():
-    """Chunks of one range are one span, those of another are its child."""
+    """Chunks within one range extend a span; those of the next range are its child."""
     cache = make()
     seq = cache.open(ask("abcd", retention=(hint(0, 2, 60),)))
     for _ in range(4):
@@ -61,7 +61,7 @@ def test_growth_in_place_stays_inside_a_range():
 
 
 def test_a_duration_counts_from_the_commit():
-    """In nanoseconds after the blocks are stored, not after the request came."""
+    """A duration counts from the commit of the blocks, not from the admission."""
     cache = make()
     seq = cache.open(ask("ab", retention=(hint(0, None, 80, 100),)), now=5)
     compute(cache, seq, now=7)
@@ -69,7 +69,7 @@ def test_a_duration_counts_from_the_commit():
 
 
 def test_growth_lengthens_a_duration():
-    """What is stored later is kept longer, and so is what it depends on."""
+    """A later commit that extends a span restarts the duration of the whole span."""
     cache = make()
     seq = cache.open(ask("ab", retention=(hint(0, None, 80, 100),)))
     compute(cache, seq, BLOCK, now=7)
@@ -78,7 +78,7 @@ def test_growth_lengthens_a_duration():
 
 
 def test_growth_never_shortens_what_has_no_end():
-    """Equal priorities, one for good and one for a time, are two spans."""
+    """Equal priorities with and without an end are two spans."""
     cache = make()
     seq = cache.open(ask("abcd", retention=(hint(0, 2, 80), hint(2, None, 80, 100))))
     compute(cache, seq)
@@ -86,7 +86,7 @@ def test_growth_never_shortens_what_has_no_end():
 
 
 def test_a_later_range_without_end_raises_an_earlier_one():
-    """What must stay for good needs all before it for good."""
+    """A range without end makes the ranges before it endless."""
     cache = make()
     seq = cache.open(ask("abcd", retention=(hint(0, 2, 80, 100), hint(2, None, 80))))
     compute(cache, seq)
@@ -94,7 +94,7 @@ def test_a_later_range_without_end_raises_an_earlier_one():
 
 
 def test_when_a_duration_ends_the_priority_is_the_default():
-    """At `priority_until` itself; before, the hint holds."""
+    """From `priority_until` on, a span has the default priority."""
     cache = make()
     serve(cache, "ab", retention=(hint(0, None, 80, 100),))
     span = spans(cache)["|ab"]
@@ -102,14 +102,14 @@ def test_when_a_duration_ends_the_priority_is_the_default():
 
 
 def test_the_end_of_a_duration_is_no_expiry():
-    """The span still matches."""
+    """A span still matches after the duration of its hint."""
     cache = make(8, Priority())
     serve(cache, "ab", retention=(hint(0, None, 80, 100),))
     assert cache.probe(ask("abc"), now=1000) == 2
 
 
 def test_a_hit_raises_priorities():
-    """A request that finds blocks others stored asks for them all the same."""
+    """A hint of a request raises the priorities of the blocks that it hits."""
     cache = make()
     serve(cache, "abc")
     cache.open(ask("abcd", retention=(hint(0, None, 70),)))
@@ -118,7 +118,7 @@ def test_a_hit_raises_priorities():
 
 
 def test_a_hit_splits_at_the_borders_of_its_hints():
-    """Only the range asked for is raised, and what comes before it."""
+    """A hint of a hit splits spans, and raises only its range and the blocks before it."""
     cache = make(12)
     serve(cache, "abcdef")
     seq = cache.open(ask("abcdefg", retention=(hint(2, 3, 70), hint(4, 5, 90))))
@@ -135,7 +135,7 @@ def test_a_hit_splits_at_the_borders_of_its_hints():
 
 
 def test_a_hit_never_lowers():
-    """Neither a lower priority nor a shorter duration takes anything back."""
+    """A hit with a lower priority or a shorter duration changes no priority."""
     cache = make()
     serve(cache, "abc", retention=(hint(0, None, 80),))
     cache.open(ask("abcd", retention=(hint(0, None, 20),)))
@@ -144,7 +144,7 @@ def test_a_hit_never_lowers():
 
 
 def test_a_hit_renews_a_duration():
-    """The same priority counts its time from the hit."""
+    """A hit with the same priority restarts its duration."""
     cache = make()
     serve(cache, "abc", retention=(hint(0, None, 80, 100),))
     cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50)
@@ -152,7 +152,7 @@ def test_a_hit_renews_a_duration():
 
 
 def test_a_hit_after_the_end_of_a_hint_counts_against_the_default():
-    """An old high priority that is over does not stand in the way of a new lower one."""
+    """After the end of a hint, a hit with a lower priority sets that priority."""
     cache = make()
     serve(cache, "abc", retention=(hint(0, None, 80, 10),))
     cache.open(ask("abcd", retention=(hint(0, None, 50),)), now=20)
@@ -160,7 +160,7 @@ def test_a_hit_after_the_end_of_a_hint_counts_against_the_default():
 
 
 def test_an_insertion_after_the_end_of_a_hint_raises_its_ancestors():
-    """A parent whose own hint is over takes the priority of its new child."""
+    """A parent whose hint has ended gets the priority of its new child."""
     cache = make()
     serve(cache, "ab", retention=(hint(0, None, 80, 10),))
     seq = cache.open(ask("abcd", retention=(hint(2, None, 50),)), now=20)
@@ -169,7 +169,7 @@ def test_an_insertion_after_the_end_of_a_hint_raises_its_ancestors():
 
 
 def test_an_insertion_lowers_no_ancestor():
-    """A low priority that is over counts as the default, which is more than 20."""
+    """A parent whose low priority has ended keeps the default above a lower child."""
     cache = make()
     serve(cache, "ab", retention=(hint(0, None, 10, 5),))
     span = spans(cache)["|ab"]
@@ -179,7 +179,7 @@ def test_an_insertion_lowers_no_ancestor():
 
 
 def test_an_insertion_lengthens_its_ancestors():
-    """Of equal priority, the parent holds it as long as the child: for good."""
+    """A parent of equal priority gets the longer duration of its new child."""
     cache = make()
     serve(cache, "ab", retention=(hint(0, None, 80, 100),))
     seq = cache.open(ask("abcd", retention=(hint(2, None, 80),)))
@@ -188,7 +188,7 @@ def test_an_insertion_lengthens_its_ancestors():
 
 
 def test_the_raise_stays():
-    """When the precious child is gone its parent keeps the priority."""
+    """A parent keeps its raised priority after the eviction of the child."""
     cache = make(4)
     serve(cache, "ab")
     serve(cache, "abcd", retention=(hint(2, None, 90),))
@@ -197,7 +197,7 @@ def test_the_raise_stays():
 
 
 def test_a_preempted_return_asks_for_nothing():
-    """Finding its own blocks again is no hit, and renews no hint."""
+    """A resumed request does not renew hints of its own blocks."""
     cache = make()
     serve(cache, "abc", retention=(hint(0, None, 80, 100),))
     cache.open(ask("abcd", retention=(hint(0, None, 80, 100),)), now=50, resumed=True)
@@ -205,7 +205,7 @@ def test_a_preempted_return_asks_for_nothing():
 
 
 def test_a_switch_asks_for_nothing():
-    """What another stored meanwhile keeps its priority: the switch is no access."""
+    """A switch to another request's blocks does not change their priority."""
     cache = make(12)
     late = cache.open(ask("abc", retention=(hint(0, None, 80),)))
     serve(cache, "abc")
@@ -214,7 +214,7 @@ def test_a_switch_asks_for_nothing():
 
 
 def test_splits_for_hints_are_told_to_the_policy():
-    """As any other split: before the accesses, and with pins."""
+    """`on_split` for hints is called after the pins and before the accesses."""
     cache = make(12, Recorded())
     serve(cache, "abcd")
     cache.eviction.told.clear()
@@ -230,7 +230,7 @@ def test_splits_for_hints_are_told_to_the_policy():
 
 
 def test_hints_decide_who_is_evicted():
-    """With the priority policy the lowest goes first, though it is the most recent."""
+    """The policy `priority` evicts the lowest priority first, even if it is most recent."""
     cache = make(6, Priority())
     serve(cache, "ab")
     serve(cache, "lm", retention=(hint(0, None, 20),))
@@ -240,6 +240,6 @@ def test_hints_decide_who_is_evicted():
 
 @pytest.mark.parametrize("priority", [0, 101, -1])
 def test_priorities_go_from_1_to_100(priority):
-    """Others are refused with the range."""
+    """A priority outside 1 to 100 raises InputError with that range."""
     with pytest.raises(InputError, match=f"1 to 100, not {priority}"):
         Retention(0, None, priority)

@@ -1,4 +1,4 @@
-"""Rollback: the newest tokens go, whole blocks become free, what is shared stays."""
+"""`rollback`: the newest tokens are dropped, whole blocks freed, shared blocks kept."""
 
 import pytest
 from helpers.caches import BLOCK, Lines, ask, compute, make, pins, start, table
@@ -18,7 +18,7 @@ def drafted(cache, tokens):
     ("tokens", "left"), [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0, 1]), (5, [0, 1]), (6, [0])]
 )
 def test_whole_blocks_are_freed(tokens, left):
-    """Six generated tokens lie in two blocks; a block goes with its first token."""
+    """A rollback frees each block whose first token it drops."""
     cache = make()
     seq = drafted(cache, 6)
     cache.rollback(seq, tokens)
@@ -29,7 +29,7 @@ def test_whole_blocks_are_freed(tokens, left):
 
 
 def test_uncomputed_tokens_go_first():
-    """Rolling back what was only allocated leaves the computed count alone."""
+    """A rollback of tokens that are not computed leaves the computed count."""
     cache = make()
     seq = start(cache, "a")
     cache.extend(seq, 6)
@@ -39,7 +39,7 @@ def test_uncomputed_tokens_go_first():
 
 
 def test_tokens_can_be_computed_again():
-    """After a rollback the sequence goes on as if the drafts had never been."""
+    """After a rollback a sequence can be extended and computed again."""
     cache = make()
     seq = drafted(cache, 6)
     cache.rollback(seq, 5)
@@ -49,7 +49,7 @@ def test_tokens_can_be_computed_again():
 
 
 def test_blocks_are_freed_deepest_first():
-    """So the next taken are the shallowest of them, in order."""
+    """A rollback frees from the deepest block, so that they are allocated again in order."""
     trace = Lines()
     cache = make(trace=trace)
     seq = drafted(cache, 3 * BLOCK)
@@ -61,7 +61,7 @@ def test_blocks_are_freed_deepest_first():
 
 
 def test_blocks_dropped_are_traced_though_another_holds_them():
-    """FREE says where the table ends now, since no freed block does."""
+    """FREE has the new end of the table, even if a fork keeps all blocks."""
     trace = Lines()
     cache = make(trace=trace)
     seq = drafted(cache, 6)
@@ -82,7 +82,7 @@ def test_nothing_dropped_is_not_traced():
 
 
 def test_what_is_shared_stays():
-    """Reaching into published blocks is refused with both numbers; nothing changes."""
+    """A rollback into published blocks raises InputError with both numbers."""
     cache = make()
     seq = drafted(cache, 6)
     before = snapshot(cache)
@@ -94,7 +94,7 @@ def test_what_is_shared_stays():
 
 
 def test_a_hit_stays():
-    """Nor can what was hit be rolled back."""
+    """A rollback into blocks that were hit raises InputError."""
     cache = make()
     cache.close(start(cache, "ab"))
     seq = cache.open(ask("abc"))
@@ -103,7 +103,7 @@ def test_a_hit_stays():
 
 
 def test_negative_tokens_are_refused():
-    """More tokens are extend's business."""
+    """A rollback by a negative number of tokens raises InputError."""
     cache = make()
     seq = drafted(cache, 6)
     with pytest.raises(InputError, match="rollback of -1 tokens"):
@@ -111,7 +111,7 @@ def test_negative_tokens_are_refused():
 
 
 def test_a_prompt_not_yet_computed_can_be_dropped():
-    """A chunk that was allocated, but not computed, goes back to the pool."""
+    """A rollback frees prompt blocks that are allocated and not computed."""
     cache = make()
     seq = cache.open(ask("abc"))
     cache.rollback(seq, 2 * BLOCK)
@@ -121,7 +121,7 @@ def test_a_prompt_not_yet_computed_can_be_dropped():
 
 
 def test_a_shared_private_block_stays_for_the_other_owner():
-    """A fork's rollback frees only what nobody else holds."""
+    """A rollback of a fork frees only blocks that no sibling holds."""
     cache = make()
     seq = drafted(cache, 6)
     child = cache.fork(seq)
@@ -135,7 +135,7 @@ def test_a_shared_private_block_stays_for_the_other_owner():
 
 
 def test_a_rollback_of_nothing_is_always_allowed():
-    """Also for a fork whose sibling has published the block it had drawn back into."""
+    """A rollback by 0 tokens is allowed, even where a sibling has published the block."""
     cache = make()
     seq = cache.open(ask("ab"))
     child = cache.fork(seq)
@@ -146,7 +146,7 @@ def test_a_rollback_of_nothing_is_always_allowed():
 
 
 def test_a_counting_cache_rolls_back_alike():
-    """The numbers are those of a cache with ids."""
+    """A cache without block ids rolls back with the same numbers."""
     cache = make(ids=False)
     seq = drafted(cache, 6)
     cache.rollback(seq, 5)

@@ -1,4 +1,4 @@
-"""The conformance tests of latency models: a right model passes, wrong ones do not."""
+"""The conformance tests of latency models accept correct models and find wrong ones."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from kvcore.testing import LatencyModelTests
 
 @attrs.define(slots=False, eq=False)
 class Mine(LatencyModel):
-    """As a third party would write it: 1 ms, 1 us a token, 1 ns a token of context."""
+    """A model as a third party would write it: 1 ms, 1 us per token, 1 ns per context token."""
 
     name = "mine"
     work: int = 1_000_000
 
     def pieces(self, work):
-        """Return the one line."""
+        """Return the one line of this model."""
         return [(10**9 + self.work * (work.prefill + work.decode), 1000)]
 
 
 class TestMine(LatencyModelTests):
-    """A class with a method is enough."""
+    """Conformance tests of a model that defines only `pieces`."""
 
     latency = Mine
 
 
 class TestPage(LatencyModelTests):
-    """The model that the reference page writes."""
+    """Conformance tests of the model on the reference page."""
 
     def make(self):
-        """Take it from the page."""
+        """Return the model whose source is on the reference page."""
         page = Path(__file__).parents[2] / "docs/reference/latency.md"
         (source,) = re.findall(
             r"^```python\n(from [^`]*?\nclass Overlapped.*?)^```$",
@@ -51,40 +51,40 @@ class TestPage(LatencyModelTests):
 
 
 class Bent(Mine):
-    """The larger of two lines, one of which begins below 0."""
+    """A model that is the larger of two lines, one of which begins below 0."""
 
     def pieces(self, work):
-        """Return both."""
+        """Return both lines."""
         return [(10**6 * work.prefill, 10), (-(10**6), 2000)]
 
 
 class TestBent(LatencyModelTests):
-    """A convex function of the context, approximated from below."""
+    """Conformance tests of a model that is convex in the context."""
 
     latency = Bent
 
 
 class Easy(LatencyModel):
-    """As a third party would write it who thinks in seconds."""
+    """A model as a third party would write it that defines only `seconds`."""
 
     name = "easy"
 
     def seconds(self, work):
-        """Return what is no line in the context."""
+        """Return a time that is not linear in the context."""
         return 1e-3 + 1e-6 * (work.prefill + work.decode) + 1e-6 * work.context[0] ** 0.5
 
 
 class TestEasy(LatencyModelTests):
-    """A model in seconds need not be a line, and is never jumped."""
+    """Conformance tests of a model that defines only `seconds`, which need not be linear."""
 
     latency = Easy
 
 
 def test_seconds_alone_do_not_jump():
-    """A class that writes `seconds` alone is asked for every step; with `pieces` it is not."""
+    """A class that defines only `seconds` has `jumps = False`: each step is computed."""
 
     class Both(Easy):
-        """Has lines as well."""
+        """A model that defines `seconds` and `pieces`."""
 
         jumps = True
         pieces = Mine.pieces
@@ -94,15 +94,15 @@ def test_seconds_alone_do_not_jump():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, "1", None])
 def test_no_time(value):
-    """What is no finite number from 0 on is refused, naming the plugin."""
+    """A time that is negative, infinite or no number raises PolicyError with the plugin."""
 
     class Wrong(Easy):
-        """Returns what is no time."""
+        """A model that returns an invalid time."""
 
         name = "wrong"
 
         def seconds(self, work):
-            """Return it."""
+            """Return the invalid value."""
             del work
             return value
 
@@ -111,10 +111,10 @@ def test_no_time(value):
 
 
 def test_neither_tier():
-    """A model without a method says which to write."""
+    """A model that defines no method raises PolicyError that names both choices."""
 
     class Nothing(LatencyModel):
-        """Has no method."""
+        """A model that defines no method."""
 
         name = "nothing"
 
@@ -123,118 +123,118 @@ def test_neither_tier():
 
 
 class Windowed(Mine):
-    """Tells two windows apart."""
+    """A model with two windows."""
 
     windows = (None, 100)
 
     def pieces(self, work):
-        """Return a slope for each."""
+        """Return a line with a slope for each window."""
         return [(work.decode, 3, 5), (2 * work.prefill, 4, 4)]
 
 
 class TestWindowed(LatencyModelTests):
-    """Contexts that stop growing are followed."""
+    """Conformance tests of a model of attention windows, whose contexts stop growing."""
 
     latency = Windowed
 
 
 class Squared(Mine):
-    """Takes more the longer the context: no line."""
+    """A model that is not linear in the context, with `jumps = False`."""
 
     jumps = False
 
     def pieces(self, work):
-        """Return what holds for this context."""
+        """Return a constant that holds for this context only."""
         return [(work.context[0] ** 2, 0)]
 
 
 class TestSquared(LatencyModelTests):
-    """A model that says so need not be a line."""
+    """Conformance tests of a model with `jumps = False`, which need not be linear."""
 
     latency = Squared
 
 
 class Boastful(Squared):
-    """Says that it is a line."""
+    """A model that has `jumps = True`, though it is not linear."""
 
     jumps = True
 
 
 class Floating(Mine):
-    """Computes in floats."""
+    """A model that returns floats."""
 
     def pieces(self, work):
-        """Return one."""
+        """Return a line with a float."""
         return [(work.prefill / 3, 0)]
 
 
 class Falling(Mine):
-    """Rewards long contexts."""
+    """A model whose time falls with the context."""
 
     def pieces(self, work):
-        """Return a line that falls."""
+        """Return a line with a negative slope."""
         return [(10**15, -1)]
 
 
 class Short(Mine):
-    """Forgets the slope."""
+    """A model that returns a line without slope."""
 
     def pieces(self, work):
-        """Return half a line."""
+        """Return a line of one number."""
         return [(1,)]
 
 
 class Silent(Mine):
-    """Says nothing."""
+    """A model that returns no line."""
 
     def pieces(self, work):
-        """Return no line."""
+        """Return an empty list."""
         return []
 
 
 class Moody(Mine):
-    """Never says the same again."""
+    """A model that returns another time in each call."""
 
     def pieces(self, work):
-        """Return anything."""
+        """Return a random constant."""
         return [(int(random() * 10**15), 0)]
 
 
 class Greedy(Mine):
-    """Changes what it is given."""
+    """A model that changes its argument."""
 
     def pieces(self, work):
-        """Count a token more."""
+        """Add a token to the work, then return the line."""
         work.prefill += 1
         return super().pieces(work)
 
 
 class Batched(Mine):
-    """Is faster with more sequences."""
+    """A model that is faster with more sequences."""
 
     def pieces(self, work):
-        """Return less for more."""
+        """Return a constant that falls with the number of sequences."""
         return [(10**9 // (1 + work.decode), 0)]
 
 
 class Eager(Mine):
-    """Is faster with more prompt tokens."""
+    """A model that is faster with more prompt tokens."""
 
     def pieces(self, work):
-        """Return less for more."""
+        """Return a constant that falls with the number of prompt tokens."""
         return [(10**9 // (1 + work.prefill), 0)]
 
 
 class Deep(Mine):
-    """Is faster with more pairs."""
+    """A model that is faster with more attended pairs."""
 
     def pieces(self, work):
-        """Return less for more."""
+        """Return a constant that falls with the number of pairs."""
         return [(10**9 // (1 + work.attended_pairs[0]), 0)]
 
 
 class Double(Mine):
-    """Says one thing in lines, and another in time."""
+    """A model whose `duration` is not the longest of its lines."""
 
     def duration(self, batch):
         """Return twice the time."""
@@ -243,28 +243,28 @@ class Double(Mine):
 
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
-    """Has an option that it does not keep as given."""
+    """A model with an option that it does not keep as given."""
 
     share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
 
 
 class Secret(Mine):
-    """Shows what no JSON can hold."""
+    """A model with coefficients that change in JSON."""
 
     def coefficients(self):
-        """Return a set."""
+        """Return coefficients with a tuple, which is a list in JSON."""
         return {"work": (self.work,)}
 
 
 class Twice(Mine):
-    """Has the same window twice."""
+    """A model that lists one window twice."""
 
     windows = (None, None)
 
 
 @attrs.define(slots=False, eq=False)
 class Objects(Mine):
-    """Has an option that is an object."""
+    """A model with an option that is an object."""
 
     grid: Any = attrs.field(default=(1, 2))
 
@@ -300,7 +300,7 @@ def run(model, test):
     ],
 )
 def test_finds_what_is_wrong(model, test):
-    """Each wrong model fails the test that is about it."""
+    """Each wrong model fails the conformance test of the rule that it breaks."""
     with pytest.raises(AssertionError):
         run(model, test)
 
@@ -309,7 +309,7 @@ def test_finds_what_is_wrong(model, test):
     ("model", "what"), [(Eager, "prefill"), (Deep, "attended_pairs"), (Batched, "decode")]
 )
 def test_finds_what_gets_faster_with_more(model, what):
-    """Each of the numbers is tested by itself."""
+    """The kit finds a model that gets faster with more prefill, pairs or sequences."""
 
     class Kit(LatencyModelTests):
         latency = model
@@ -326,6 +326,6 @@ def test_finds_what_gets_faster_with_more(model, what):
     ],
 )
 def test_says_why_it_skips(model, test, reason):
-    """What cannot be tested of a model is skipped, with the reason."""
+    """A test that does not apply to a model is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(model, test)

@@ -1,4 +1,4 @@
-"""The latency models of a few numbers: what they say, by hand, and what they refuse."""
+"""The latency models `linear` and `token-rate`: their times computed by hand, and errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ MICROSECOND = 10**6
 
 
 def test_linear_adds_four_terms():
-    """5 ms, 1,000 prompt tokens of 20 us, 8 sequences of 50 us, 4,000 tokens of 10 ns."""
+    """`linear` adds its step, prompt tokens, sequences and context tokens.
+
+    Here: 5 ms, 1,000 prompt tokens of 20 us, 8 sequences of 50 us and 4,000 context tokens of
+    10 ns.
+    """
     model = Linear(step=0.005, prefill=2e-5, decode=5e-5, context=1e-8)
     batch = StepWork(prefill=1000, attended_pairs=(500_500,), decode=8, context=(4000,))
     assert model.pieces(batch) == ((25_400 * MICROSECOND, 10_000),)
@@ -26,7 +30,7 @@ def test_linear_adds_four_terms():
 
 
 def test_linear_quantises_its_options_once():
-    """A third of a nanosecond is 333 ps, a thousand times as much in a thousand tokens."""
+    """`linear` rounds its options once, to whole picoseconds."""
     model = Linear(step=0, prefill=1e-9 / 3, decode=0, context=0)
     assert model.duration(StepWork(prefill=1000)) == 333_000
     assert model.coefficients() == {
@@ -38,7 +42,7 @@ def test_linear_quantises_its_options_once():
 
 
 def test_linear_is_built_from_text():
-    """Options that are not given keep their defaults."""
+    """Options that the text of `linear` does not have keep their defaults."""
     model = Plugins().build("latency", "linear:step=0.005,prefill=2e-5")
     assert model.coefficients()["step_ps"] == 5 * MILLISECOND
     assert model.coefficients()["prefill_ps"] == 20 * MICROSECOND
@@ -48,26 +52,26 @@ def test_linear_is_built_from_text():
 @pytest.mark.parametrize("option", ["step", "prefill", "decode", "context"])
 @pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf")])
 def test_linear_refuses_what_is_no_time(option, value):
-    """The error names the option."""
+    """An option that is no time raises InputError with its name and value."""
     with pytest.raises(InputError, match=rf"^linear: {option}={value} must be a number"):
         Linear(**{option: value})
 
 
 def test_token_rate_divides_by_rates():
-    """300 prompt tokens at 40 a ms, and 5 sequences at 2 a ms, are 7.5 + 2.5 ms."""
+    """`token-rate` divides prompt tokens and sequences by their rates in a millisecond."""
     model = TokenRate(prefill=40, decode=2)
     assert model.duration(StepWork(prefill=300, decode=5)) == 10 * MILLISECOND
 
 
 def test_token_rate_ignores_contexts():
-    """Neither pairs nor contexts take time."""
+    """In `token-rate` neither attended pairs nor contexts take time."""
     model = TokenRate(prefill=1, decode=1)
     batch = StepWork(prefill=2, attended_pairs=(10**9,), decode=1, context=(10**9,))
     assert model.pieces(batch) == ((3 * MILLISECOND, 0),)
 
 
 def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
-    """At one token a ms k steps of one token take k ms, as queueing theory counts them."""
+    """At one token per ms, a step of k sequences takes exactly k ms."""
     model = TokenRate(prefill=1, decode=1)
     assert [model.duration(StepWork(decode=k)) for k in (1, 7)] == [
         MILLISECOND,
@@ -78,7 +82,7 @@ def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
 @pytest.mark.parametrize("option", ["prefill", "decode"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10])
 def test_token_rate_refuses_what_is_no_rate(option, value):
-    """The error names the option and the bounds."""
+    """A rate out of bounds raises InputError with the option and the bounds."""
     with pytest.raises(InputError) as caught:
         TokenRate(**{option: value})
     assert str(caught.value) == (
@@ -89,7 +93,7 @@ def test_token_rate_refuses_what_is_no_rate(option, value):
 
 @pytest.mark.parametrize("name", Plugins().names("latency"))
 def test_the_reference_has_every_option(name):
-    """In the model's row, with the default as text reads it, and whether it jumps."""
+    """The reference's row of a model has all options, their defaults, and whether it jumps."""
     cls = Plugins().get("latency", name)
     row = next(line for line in PAGE.splitlines() if line.startswith(f"| `{name}` |"))
     for field in options_of(cls):

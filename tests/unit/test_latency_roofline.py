@@ -1,4 +1,4 @@
-"""The latency model `roofline`, computed by hand for round numbers."""
+"""The latency model `roofline`: its terms computed by hand with round numbers."""
 
 from __future__ import annotations
 
@@ -34,54 +34,60 @@ NVLINK = attrs.evolve(DEVICE, link=10**11)
 
 
 def roofline(model=MODEL, device=DEVICE, **options):
-    """Return the model on one device that reaches half of everything, and 1 ms a step."""
+    """Return a model at half of the device's rates, with an overhead of 1 ms per step."""
     half = {"compute": 0.5, "bandwidth": 0.5, "overhead": 0.001, "layer_overhead": 0}
     return Roofline(model, device, **{"tensor_parallel": 1} | half | options)
 
 
 def parts(**options):
-    """Return the coefficients of a model, by what takes the time."""
+    """Return the coefficients of a model, by the part of a step."""
     return roofline(**options).coefficients()
 
 
-# 6 + 20 activations of 2 bytes, by 1,024 and by 10 layers, at 5e11 bytes a second.
+# The ps to move 6 + 20 activations of 2 bytes x 1,024 x 10 layers, at 5e11 bytes a second.
 MOVED = 26 * 2 * 1024 * 10 * 2
 KV = 20_480
 
 
 def test_a_prompt_is_bound_by_compute():
-    """1,000 tokens of 40 us (2e9 FLOP at 5e13 a second), 500,500 pairs at 4/5 of that."""
+    """A prompt takes the time of its FLOP, of which attention has 4/5 of the rate.
+
+    Here 1,000 tokens take 40 us each (2e9 FLOP at 5e13 FLOP/s), beside 500,500 pairs.
+    """
     others = 512_512_000 + 1000 * (MOVED + KV)
     assert roofline().duration(PROMPT) == 1_000_000_000 + 40_000_000_000 + others
 
 
 def test_decoding_is_bound_by_memory():
-    """1 ms, 4 ms to read the weights (at 5e11 bytes/s), 20,480 ps for each K/V."""
+    """Decoding takes the overhead, 4 ms to read weights, and 20,480 ps per context token."""
     expected = 1_000_000_000 + 4_000_000_000 + 10_000 * KV + 10 * (MOVED + KV)
     assert roofline().duration(DECODE) == expected
 
 
 def test_a_step_is_one_line():
-    """Attention comes after the products, whichever of their bounds is the higher."""
+    """The time of a step is one line in the context, as attention follows the products."""
     ((time, slope),) = roofline().pieces(DECODE)
     assert (time, slope) == (5_000_000_000 + 10 * (MOVED + KV), KV)
 
 
 def test_products_take_what_computing_or_reading_takes():
-    """Up to 100 tokens weights are read for 4 ms; each token more takes 40 us."""
+    """Products take the longer of reading the weights and computing the tokens.
+
+    Reading takes 4 ms, as long as computing 100 tokens.
+    """
     times = [roofline().duration(StepWork(decode=n)) for n in (99, 100, 101)]
     assert times[1] - times[0] == MOVED + KV
     assert times[2] - times[1] == 40_000_000 + MOVED + KV
 
 
 def test_each_layer_takes_its_overhead():
-    """Ten layers of 10 us."""
+    """`layer_overhead` is added once per layer."""
     more = roofline(layer_overhead=1e-5).duration(DECODE) - roofline().duration(DECODE)
     assert more == 100_000_000
 
 
 def test_devices_share_the_work():
-    """Two devices take half of what one takes, but for norms and all-reduces."""
+    """Two devices take half the time of one, except for norms and all-reduces."""
     one, two = (parts(tensor_parallel=n) for n in (1, 2))
     for kernel in ("products", "attention"):
         for name, value in one[kernel].items():
@@ -101,14 +107,17 @@ def test_devices_share_the_work():
     ],
 )
 def test_all_reduces_take_their_time(device, devices, token, step):
-    """Two a layer, at 3/5 of the link; more than two devices share the way by the host."""
+    """Each layer has two all-reduces, at 3/5 of the link's rate.
+
+    Without a link, more than two devices share the way by the host.
+    """
     found = parts(device=device, tensor_parallel=devices)
     assert found["all_reduces"]["token_ps"] == pytest.approx(token * 1e12, rel=1e-9)
     assert found["fixed_ps"] == pytest.approx(step * 1e12, rel=1e-9)
 
 
 def test_weights_in_fp8():
-    """Half the bytes; 9/10 of the device's FLOP/s in fp8; and what quantising takes."""
+    """Weights in fp8 halve the reads, compute at 9/10 of the fp8 rate, and cost quantising."""
     device = attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
     wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("fp8")))
     assert narrow["products"]["weights_ps"] == wide["products"]["weights_ps"] / 2
@@ -120,13 +129,13 @@ def test_weights_in_fp8():
 
 
 def test_weights_in_fp8_are_widened_where_a_device_does_not_compute_in_it():
-    """Their products take what those in 16 bits take; reading them takes half."""
+    """On a device without fp8, only the reads of fp8 weights take half the time."""
     wide, narrow = (parts(model=m)["products"] for m in (MODEL, MODEL.with_weights("fp8")))
     assert narrow == {**wide, "weights_ps": wide["weights_ps"] / 2}
 
 
 def test_the_defaults():
-    """Llama 3 8B on four H100: each kernel by hand, from the data sheet and the shares."""
+    """With all defaults, steps take the time computed by hand for Llama 3 8B on four H100."""
     flops, bandwidth = 4 * 989.5e12 * 0.8, 3.35e12 * 0.85
     token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / (0.8 * flops)
     hidden = 2 * 4096 * 32
@@ -151,21 +160,21 @@ def test_kv_heads_are_shared_by_as_many_devices_as_there_are_heads():
 
 
 def test_the_device_with_most_heads_decides():
-    """Of 8 K/V heads on 6 devices, some have 2: as slow as on 4."""
+    """With 8 K/V heads, 6 devices read K/V as slowly as 4, since some have 2 heads."""
     model = attrs.evolve(MODEL, kv_heads=8)
     four, six = (parts(model=model, tensor_parallel=n)["attention"] for n in (4, 6))
     assert four["context_ps"] == six["context_ps"]
 
 
 def test_a_latent_is_not_shared():
-    """Under MLA every device reads all of it."""
+    """With multi-head latent attention every device reads the whole latent."""
     model = attrs.evolve(MODEL, latent=512)
     one, eight = (parts(model=model, tensor_parallel=n)["attention"] for n in (1, 8))
     assert one["context_ps"] == eight["context_ps"] == [20_480]
 
 
 def test_narrow_kv_is_read_at_a_lower_rate():
-    """Half the bytes of fp16 at 17/20 of the bandwidth; twice the bytes take twice as long."""
+    """K/V in fp8 are read at 17/20 of the bandwidth, fp16 and fp32 at all of it."""
     wide, half, narrow = (
         roofline(codec=codec).pieces(DECODE)[0][1] for codec in ("fp32", "fp16", "fp8")
     )
@@ -173,7 +182,7 @@ def test_narrow_kv_is_read_at_a_lower_rate():
 
 
 def test_experts_are_read_as_they_are_taken():
-    """A step reads the weights that its tokens, prompt or not, are expected to take."""
+    """A step reads the weights of the experts that its tokens are expected to use."""
     model = find_model("mixtral-8x7b")
     latency = roofline(model, overhead=0)
     each = latency.coefficients()["activations"]["token_ps"] / 1e12
@@ -185,7 +194,7 @@ def test_experts_are_read_as_they_are_taken():
 
 
 def test_windows_count_for_their_layers():
-    """Four full layers and six with a window of 64: each context has its slope."""
+    """Pairs and contexts of each window count for the layers with that window."""
     model = attrs.evolve(MODEL, windows=(None, 64) * 4 + (64, 64))
     latency = roofline(model, overhead=0)
     assert latency.windows == (None, 64)
@@ -199,13 +208,13 @@ def test_windows_count_for_their_layers():
 
 
 def test_windows_without_a_full_layer():
-    """Only those that there are, the narrowest first."""
+    """A model without full attention has only its windows, the narrowest first."""
     model = attrs.evolve(MODEL, windows=(64,) * 5 + (16,) * 5)
     assert roofline(model).windows == (16, 64)
 
 
 def test_small_times_are_not_lost():
-    """A million pairs of a 200th of a picosecond take 5,000 ps."""
+    """A million pairs of 1/200 ps each take 5,000 ps."""
     tiny = ModelSpec(
         name="tiny",
         layers=1,
@@ -224,13 +233,13 @@ def test_small_times_are_not_lost():
 
 
 def test_names_and_specifications_mean_the_same():
-    """A name is looked up in the catalogue."""
+    """Names of a model and a device mean their entries in the catalogue."""
     model, device = find_model("llama-3-8b"), find_device("h100")
     assert Roofline(model, device).coefficients() == Roofline().coefficients()
 
 
 def test_weights_that_do_not_fit_are_refused():
-    """The error says how many devices would do."""
+    """Weights that exceed the devices raise InputError with the number that suffices."""
     with pytest.raises(InputError) as caught:
         Roofline("llama-3-70b", tensor_parallel=1)
     assert str(caught.value) == (
@@ -256,7 +265,7 @@ def test_weights_that_do_not_fit_are_refused():
     ],
 )
 def test_refuses_what_cannot_be(option, value, problem):
-    """Each option says what it takes."""
+    """An impossible option raises InputError with its name, its value and what it accepts."""
     with pytest.raises(InputError) as caught:
         Roofline(**{option: value})
     assert str(caught.value).startswith(problem)

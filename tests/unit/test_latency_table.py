@@ -1,4 +1,4 @@
-"""The latency model `table`: between the points of a grid, and beyond them."""
+"""The latency model `table`: times at the points of a grid, between and beyond them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GRID = """
 
 @pytest.fixture
 def table(tmp_path):
-    """Return a function that makes a model of the text of a grid."""
+    """Return a function that builds a model from the text of a grid."""
 
     def make(grid=GRID, header=HEADER):
         path = tmp_path / "grid.csv"
@@ -41,7 +41,7 @@ def table(tmp_path):
 
 
 def milliseconds(model, prefill, decode, context):
-    """Return what a step takes."""
+    """Return the time of a step in milliseconds."""
     return model.duration(StepWork(prefill, (0,), decode, (context,))) / 10**9
 
 
@@ -59,43 +59,49 @@ def milliseconds(model, prefill, decode, context):
     ],
 )
 def test_interpolates(table, counts, expected):
-    """The points themselves, and linearly between them along each column."""
+    """Times are those of the grid's points, and linear between them in each column."""
     assert milliseconds(table(), *counts) == expected
 
 
 def test_goes_on_with_the_steepest_slope_of_the_border(table):
-    """Beyond 400 tokens: 6 ms in 300 tokens with 10 sequences, also where there are none."""
+    """Beyond the grid time grows by the steepest slope at its border.
+
+    Beyond 400 tokens it is 6 ms per 300 tokens, for all numbers of sequences.
+    """
     assert milliseconds(table(), 700, 10, 0) == 10 + 6
     assert milliseconds(table(), 700, 0, 0) == 5 + 6
 
 
 def test_goes_on_along_every_column(table):
-    """Beyond 10 sequences 5 ms in 10, beyond 1,000 tokens 1 ms in 1,000, and both add up."""
+    """Beyond the grid in two columns, the growth of both is added.
+
+    It is 5 ms per 10 sequences and 1 ms per 1,000 context tokens.
+    """
     assert milliseconds(table(), 0, 20, 3000) == 3 + 5 + 2
 
 
 def test_before_the_grid_is_its_first_value(table):
-    """A grid that begins at 100 prompt tokens says the same of fewer."""
+    """Below the first value of a column, times are those of that value."""
     model = table("100,1,0,0.002\n200,1,0,0.003")
     assert milliseconds(model, 0, 0, 0) == 2
     assert milliseconds(model, 150, 0, 0) == 2.5
 
 
 def test_a_column_of_one_value_does_not_matter(table):
-    """Where nothing was varied nothing is known."""
+    """A column with only one value does not change times."""
     model = table("0,1,50,0.002\n100,1,50,0.003")
     assert milliseconds(model, 0, 1, 50) == milliseconds(model, 0, 99, 10**6) == 2
 
 
 def test_more_work_never_takes_less_time_across_borders(table):
-    """Also in a grid whose slopes fall, where a straight continuation would cross over."""
+    """Beyond the grid, more work never takes less time, even if slopes fall."""
     model = table("0,0,0,1\n0,1,0,5\n100,0,0,9\n100,1,0,9")
     times = [milliseconds(model, 300, decode, 0) for decode in range(4)]
     assert times == sorted(times)
 
 
 def test_times_that_are_lines_let_the_simulator_jump(table):
-    """A millisecond, and a microsecond a context token, also beyond 1,000."""
+    """A grid whose times are linear in the context is one line, and the model jumps."""
     model = table()
     assert model.jumps
     assert set(model.pieces(StepWork(context=(500,)))) == {(10**9, 10**6)}
@@ -110,14 +116,14 @@ def test_times_that_are_lines_let_the_simulator_jump(table):
     ids=["with context", "with sequences"],
 )
 def test_slopes_that_fall_are_looked_up_at_every_step(table, grid):
-    """A line that holds for this context alone is flat, and the simulator may not jump."""
+    """A grid with falling slopes returns a flat line, and the model does not jump."""
     model = table(grid)
     assert not model.jumps
     assert model.pieces(StepWork(0, (0,), 1, (5,))) == ((2_000_000_000, 0),)
 
 
 def test_lines_bend_upwards_at_each_context(table):
-    """From 0 to 10 tokens, to 20, and beyond; the highest line is the interpolated time."""
+    """With rising slopes the highest line is the interpolated time, and the model jumps."""
     model = table("0,1,0,0.001\n0,1,10,0.002\n0,1,20,0.004")
     assert model.jumps
     assert [milliseconds(model, 0, 1, c) for c in (0, 5, 10, 15, 20, 30)] == [
@@ -131,7 +137,7 @@ def test_lines_bend_upwards_at_each_context(table):
 
 
 def test_pairs_are_a_column_where_they_vary(table):
-    """The same counts twice with other pairs: between 0 and 100 of them time grows by 1 ms."""
+    """Attended pairs are a column of the grid where they vary."""
     model = table(
         "0,1,0,0.001,0\n0,1,0,0.002,100\n10,1,0,0.003,0\n10,1,0,0.004,100",
         f"{HEADER},attended_pairs",
@@ -140,7 +146,7 @@ def test_pairs_are_a_column_where_they_vary(table):
 
 
 def test_a_grid_of_the_package_is_chosen_by_the_deployment():
-    """`engine` alone has the model, GPU and tensor parallelism of a run."""
+    """With only `engine`, the grid is that of the run's model, device and parallelism."""
     run = {"model": "llama-3-70b", "device": "h200", "tensor_parallel": 4, "codec": "fp16"}
     model = Plugins().build("latency", "table:engine=vllm", run)
     named = Table(engine="vllm", model="llama-3.1-70b", device="h200", tensor_parallel=4)
@@ -151,7 +157,7 @@ def test_a_grid_of_the_package_is_chosen_by_the_deployment():
 
 
 def test_a_deployment_without_a_grid_names_the_nearest():
-    """The same model with other devices, and the command that makes more."""
+    """A deployment without a grid raises InputError with the nearest ones and a command."""
     with pytest.raises(InputError) as caught:
         Table(engine="vllm", model="llama-3.1-70b", device="h100", tensor_parallel=3)
     message = str(caught.value)
@@ -162,13 +168,13 @@ def test_a_deployment_without_a_grid_names_the_nearest():
 
 @pytest.mark.parametrize("options", [{}, {"path": "x.csv", "engine": "vllm"}])
 def test_a_file_or_an_engine(options):
-    """One of both, neither none nor two."""
+    """Both or none of `path` and `engine` raise InputError."""
     with pytest.raises(InputError, match=r"give either 'path', a file, or 'engine'"):
         Table(**options)
 
 
 def test_columns_come_in_any_order(table):
-    """They are found by the header; others are skipped."""
+    """Columns are found by the header, in any order; unknown ones are ignored."""
     model = table(
         "0.002,x,0,1,0\n0.003,y,0,1,100",
         "seconds,note,context_tokens,decode_sequences,prefill_tokens",
@@ -177,7 +183,7 @@ def test_columns_come_in_any_order(table):
 
 
 def test_coefficients_are_axes_and_digest(table):
-    """Enough to tell one grid from another."""
+    """The coefficients of a grid are its axes and a digest."""
     coefficients = table().coefficients()
     assert len(coefficients.pop("digest")) == 32
     assert coefficients == {
@@ -188,7 +194,7 @@ def test_coefficients_are_axes_and_digest(table):
 
 
 def test_a_grid_with_a_hole_is_refused(table):
-    """The error names the first point that is missing."""
+    """An incomplete grid raises InputError with its first missing point."""
     with pytest.raises(InputError) as caught:
         table(GRID.replace("100,0,1000,0.003\n", ""))
     assert str(caught.value).endswith(
@@ -198,7 +204,7 @@ def test_a_grid_with_a_hole_is_refused(table):
 
 
 def test_a_point_given_twice_is_refused(table):
-    """Both lines are named."""
+    """A point given twice raises InputError with both lines."""
     with pytest.raises(InputError) as caught:
         table(GRID + "0,0,0,0.001")
     assert (
@@ -208,7 +214,7 @@ def test_a_point_given_twice_is_refused(table):
 
 
 def test_a_grid_that_falls_is_refused(table):
-    """More work that took less time is named, with what it is compared with."""
+    """A point with more work and less time raises InputError with both lines."""
     with pytest.raises(InputError) as caught:
         table(GRID.replace("100,10,0,0.004", "100,10,0,0.0019"))
     assert (
@@ -218,7 +224,7 @@ def test_a_grid_that_falls_is_refused(table):
 
 
 def test_the_grid_of_the_reference_works(table):
-    """As it stands on the page."""
+    """The grid on the reference page can be read."""
     page = Path(__file__).parents[2] / "docs/reference/latency.md"
     grid = page.read_text("utf-8").split("```csv\n")[1].split("```")[0]
     header, _, rows = grid.partition("\n")
@@ -226,6 +232,6 @@ def test_the_grid_of_the_reference_works(table):
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    """The error names it."""
+    """A missing file raises InputError with its name."""
     with pytest.raises(InputError, match=r"grid\.csv: cannot be read: No such file"):
         Table(tmp_path / "grid.csv")

@@ -1,4 +1,4 @@
-"""Modules that are imported when they are first used."""
+"""`LazyModule`, which imports a module at its first use."""
 
 import sys
 
@@ -8,7 +8,7 @@ from kvcore.lazy import LazyModule
 
 
 def test_a_module_is_imported_when_a_name_is_used(tmp_path, monkeypatch):
-    """It takes the place of its stand-in, so that later uses cost nothing."""
+    """The first use of a name imports the module, which replaces its stand-in."""
     (tmp_path / "heavy_thing.py").write_text("answer = 42\n")
     monkeypatch.syspath_prepend(tmp_path)
     variables = {}
@@ -19,7 +19,7 @@ def test_a_module_is_imported_when_a_name_is_used(tmp_path, monkeypatch):
 
 
 def test_a_module_that_is_not_there():
-    """The error is that of an import, where the name is used."""
+    """A missing module raises ModuleNotFoundError at the first use."""
     stand_in = LazyModule("no_such_thing", {})
     with pytest.raises(ModuleNotFoundError, match="no_such_thing"):
         _ = stand_in.answer

@@ -1,4 +1,4 @@
-"""A lazy heap is a sorted list in which items move and vanish."""
+"""`LazyHeap` equals a sorted list in which items move and disappear."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CALLS = st.lists(
 
 @given(CALLS)
 def test_it_is_a_sorted_dict(calls):
-    """Whatever is pushed, moved and removed, the first item is that of the lowest entry."""
+    """After any pushes and removals, the first item is that of the lowest entry."""
     heap, order = LazyHeap(), {}
     for call, item, place in calls:
         if call == "push":
@@ -37,7 +37,7 @@ def test_it_is_a_sorted_dict(calls):
 
 
 def test_garbage_is_bounded():
-    """An item that moves often leaves a bounded number of old entries."""
+    """An item that moves often leaves a bounded number of old entries in the heap."""
     heap = LazyHeap()
     for place in range(1000):
         heap.push((place, "a"))
@@ -46,7 +46,7 @@ def test_garbage_is_bounded():
 
 
 def test_an_empty_heap_has_no_first_item():
-    """The first item of nothing is a LookupError."""
+    """The first item of an empty heap raises LookupError."""
     heap = LazyHeap()
     heap.push((1, "a"))
     heap.discard("a")

@@ -1,4 +1,4 @@
-"""The live view: the state of a trace in lines that fit, and what lets its time pass."""
+"""The live view of a trace: its lines, its playback in time, and its drawing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kvcore.units import NS_PER_S
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """Return the trace of a busy server: evictions, preemptions, a queue."""
+    """Return the trace of a busy server, with evictions, preemptions and a queue."""
     path = tmp_path_factory.mktemp("live") / "run.jsonl"
     zipf = "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90"
     small = [f"{zipf},rate=60", "--blocks", "220", "--block-size", "16"]
@@ -31,7 +31,7 @@ def recorded(tmp_path_factory):
 
 
 def viewed(path, until=inf):
-    """Return the view of a trace after its lines up to a time (ns)."""
+    """Return the view of a trace after its lines up to a time in ns."""
     header, *lines = read_events(path)
     view = LiveView(header)
     for line in lines:
@@ -41,13 +41,13 @@ def viewed(path, until=inf):
 
 
 def text_of(lines):
-    """Return lines of a view as texts."""
+    """Return the lines of a view as texts."""
     return ["".join(text for text, _ in line) for line in lines]
 
 
 @pytest.mark.parametrize("seconds", [0, 0.4, 1.1, 2, 9])
 def test_the_view_is_what_replay_says(recorded, seconds):
-    """Blocks, hits and requests, at any time."""
+    """At any time the view has the blocks, hits, requests and queue of a replay."""
     time = int(seconds * NS_PER_S)
     view, report = viewed(recorded, time), check_trace(recorded, time)
     pool = view.pool()
@@ -65,7 +65,7 @@ def test_the_view_is_what_replay_says(recorded, seconds):
 
 
 def test_shared_blocks_are_those_that_sequences_hold(tmp_path):
-    """And those that none holds any more are cached."""
+    """Cached blocks count as `shared` while a sequence holds them, and then as `cached`."""
     path = traces.record(tmp_path / "run.jsonl")
     assert viewed(path, 4).pool() == {"private": 1, "shared": 3, "cached": 0, "free": 4}
     assert viewed(path).pool() == {"private": 0, "shared": 0, "cached": 5, "free": 3}
@@ -74,7 +74,7 @@ def test_shared_blocks_are_those_that_sequences_hold(tmp_path):
 @pytest.mark.parametrize("height", [1, 4, 8, 11, 12, 24, 60])
 @pytest.mark.parametrize("width", [1, 20, 71, 80, 200])
 def test_the_view_fits(recorded, width, height):
-    """It has no more lines than rows; the bar is as wide as the terminal, in letters."""
+    """The view has no more lines than rows, and its bar is as wide as the terminal."""
     view = viewed(recorded, NS_PER_S)
     lines = view.lines(width, height, "halfway")
     texts = text_of(lines)
@@ -90,13 +90,13 @@ def test_the_view_fits(recorded, width, height):
 
 
 def test_the_bar_shows_the_parts(tmp_path):
-    """Of eight blocks one is private, three are shared, and four are free."""
+    """The bar shows private, shared and free blocks in proportion."""
     view = viewed(traces.record(tmp_path / "run.jsonl"), 4)
     assert text_of(view.lines(16, 5, ""))[1] == "PPSSSSSS........"
 
 
 def test_rates_are_of_the_window(tmp_path):
-    """Hits and evictions of the last minute, beside those of all times."""
+    """The view shows the hit ratio of the last minute beside that of the whole trace."""
     path = tmp_path / "run.jsonl"
     cache_lines(path, [(0, "abc"), (1, "abc"), (100, "xyz"), (130, "pqr")])
     hits = next(each for each in text_of(viewed(path).lines(80, 24, "")) if "hits" in each)
@@ -106,7 +106,7 @@ def test_rates_are_of_the_window(tmp_path):
 
 
 def cache_lines(path, asks):
-    """Record prompts that a cache serves one after another, at some seconds."""
+    """Record the trace of prompts that a cache serves in turn, at the given seconds."""
     with Trace(path) as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace, accounting="keys")
         for number, (second, name) in enumerate(asks):
@@ -139,7 +139,7 @@ def cache_lines(path, asks):
     ],
 )
 def test_events_are_told_in_words(tmp_path, make, texts):
-    """The last ones that a reader cares for, with their times."""
+    """The view describes the last events in words, with their times."""
     told = viewed(make(tmp_path / "run.jsonl")).last_events(500)
     for text in texts:
         assert any(text in each for each in told), (text, told)
@@ -147,13 +147,13 @@ def test_events_are_told_in_words(tmp_path, make, texts):
 
 
 def test_the_time_is_a_clock():
-    """Tenths of a second, and hours only where there are some."""
+    """Times are shown to tenths of a second, with hours only if there are any."""
     times = [0, 99_999_999, 61 * NS_PER_S, 3_725 * NS_PER_S + 10**8]
     assert list(map(clock, times)) == ["0:00.0", "0:00.0", "1:01.0", "1:02:05.1"]
 
 
 class Clock:
-    """A clock that moves when it is waited for."""
+    """A clock whose time moves only by its waits."""
 
     def __init__(self):
         self.now = 1000.0
@@ -164,25 +164,25 @@ class Clock:
         return self.now
 
     def wait(self, seconds):
-        """Let time pass."""
+        """Move the clock by `seconds`, and record the wait."""
         self.waits.append(seconds)
         self.now += seconds
 
 
 class Drawn:
-    """A display that keeps what it is to draw: the time of the view, and the progress."""
+    """A display that records the time of the view and the progress in each frame."""
 
     def __init__(self, clock):
         self._clock, self._last = clock, -inf
         self.frames = []
 
     def due(self, view):
-        """Return True some times a second."""
+        """Return True if the last frame is older than a frame's duration."""
         del view
         return self._clock() - self._last >= FRAME_SECONDS
 
     def draw(self, view, progress):
-        """Keep a frame."""
+        """Record a frame."""
         self._last = self._clock()
         self.frames.append((view.now, progress))
 
@@ -199,7 +199,7 @@ def played(path, speed, **settings):
 
 
 def test_a_trace_takes_its_time(recorded):
-    """Divided by the speed; the view moves on between two lines, and never back."""
+    """Playback takes the trace's time divided by the speed, and the view never goes back."""
     timeline = Timeline.read(recorded)
     end = timeline.end
     time, frames = played(recorded, 0.5, end=end)
@@ -214,7 +214,7 @@ def test_a_trace_takes_its_time(recorded):
 
 
 def test_waiting_is_no_busy_loop(recorded):
-    """It sleeps up to a frame, and draws no more often than that."""
+    """Playback sleeps at most one frame at a time, and draws no more often than that."""
     time, frames = played(recorded, 1)
     assert max(time.waits) <= FRAME_SECONDS
     assert len(frames) <= (time.now - 1000) / FRAME_SECONDS + 2
@@ -222,7 +222,7 @@ def test_waiting_is_no_busy_loop(recorded):
 
 
 def test_as_fast_as_it_comes(recorded):
-    """Nothing is waited for at an infinite speed, nor before the time to begin with."""
+    """Playback never waits at infinite speed, nor before the start time."""
     time, frames = played(recorded, inf)
     assert (time.waits, len(frames)) == ([], 2)
     time, _ = played(recorded, 1, begin=2 * NS_PER_S)
@@ -230,7 +230,7 @@ def test_as_fast_as_it_comes(recorded):
 
 
 def drawn(path, width, height, *, colour="truecolor"):
-    """Return what a terminal gets of the picture of a trace."""
+    """Return the output of a terminal for the picture of a trace."""
     file = io.StringIO()
     console = Console(
         file=file, force_terminal=True, width=width, height=height, color_system=colour
@@ -241,7 +241,7 @@ def drawn(path, width, height, *, colour="truecolor"):
 
 
 def test_a_picture_fits_its_terminal(recorded):
-    """Every row is cropped, and one is left, so that nothing scrolls."""
+    """The picture has fewer rows than the terminal, and each is cropped to its width."""
     for width, height in [(80, 24), (30, 10), (9, 3)]:
         rows = drawn(recorded, width, height, colour=None).split("\n")
         # The picture is drawn a second time at the end, from its first row on.
@@ -251,7 +251,7 @@ def test_a_picture_fits_its_terminal(recorded):
 
 
 def test_texts_of_a_trace_control_no_terminal(tmp_path):
-    """What an id has of control characters is shown as numbers, in pictures and in lines."""
+    """Control characters in an id of a trace are shown as numbers."""
     bad = "a\x1b[31m\x9b2J\u202e"
     path = traces.write(tmp_path / "run.jsonl", traces.ask(bad, "ab"))
     picture = drawn(path, 80, 24, colour=None)
@@ -261,7 +261,7 @@ def test_texts_of_a_trace_control_no_terminal(tmp_path):
 
 
 def test_lines_come_by_the_time_of_the_trace(recorded):
-    """One every so many seconds of it, whatever the clock says."""
+    """`Lines` prints a line for each period of the trace's time, whatever the clock."""
     file = io.StringIO()
     player = Player(Lines(file, 0.5), inf, clock=Clock())
     for event in read_events(recorded):

@@ -1,4 +1,4 @@
-"""Reading measured steps: columns by name, and errors that say where."""
+"""Reading measured steps: columns by name, and errors with their position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 
 @pytest.fixture
 def read(tmp_path):
-    """Return a function that reads a text as a file."""
+    """Return a function that reads the steps in a text."""
 
     def read(text):
         path = tmp_path / "steps.csv"
@@ -26,7 +26,7 @@ def read(tmp_path):
 
 
 def test_reads_steps(read):
-    """A row a step, blank lines skipped; times in picoseconds."""
+    """Each row is a step in picoseconds; blank lines are ignored."""
     assert read(f"{HEADER}\n512,0,0,0.0125\n\n0, 8, 16000, 5e-3\n") == [
         MeasuredStep(2, 512, 0, 0, 12_500_000_000),
         MeasuredStep(4, 0, 8, 16_000, 5_000_000_000),
@@ -34,20 +34,23 @@ def test_reads_steps(read):
 
 
 def test_reads_columns_by_name(read):
-    """In any order, among others, quoted or not."""
+    """Columns are found by name, in any order, with others beside them."""
     text = 'seconds,"note",context_tokens,prefill_tokens,decode_sequences\n1,"a, b",4,2,3\n'
     assert read(text) == [MeasuredStep(2, 2, 3, 4, 10**12)]
 
 
 def test_reads_pairs_where_they_are_known(read):
-    """Otherwise the prompt tokens are one chunk at the start of a prompt."""
+    """Without a column of attended pairs, prompt tokens are one chunk at a prompt's start."""
     (known,) = read("attended_pairs," + HEADER + "\n50,4,2,3,1\n")
     (unknown,) = read(f"{HEADER}\n4,2,3,1\n")
     assert (known.pairs, unknown.pairs) == (50, 1 + 2 + 3 + 4)
 
 
 def test_the_work_of_a_step_counts_in_windows():
-    """As if the chunk were as far behind its prompt's start as its pairs say."""
+    """The work per window follows from the chunk's distance to the start of its prompt.
+
+    The number of attended pairs implies that distance.
+    """
     step = MeasuredStep(2, 10, 4, 400, 1, pairs=55 + 10 * 100)
     assert step.work((None, 8, 103)) == StepWork(
         10, (1055, 80, 101 + 102 + 8 * 103), 4, (400, 32, 400)
@@ -55,7 +58,7 @@ def test_the_work_of_a_step_counts_in_windows():
 
 
 def test_reads_compressed_files(tmp_path):
-    """As workloads are read."""
+    """A gzip file of steps is read."""
     path = tmp_path / "steps.csv.gz"
     path.write_bytes(gzip.compress(f"{HEADER}\n1,2,3,0.5\n".encode()))
     assert read_steps(path) == [MeasuredStep(2, 1, 2, 3, 5 * 10**11)]
@@ -92,14 +95,14 @@ def test_reads_compressed_files(tmp_path):
     ],
 )
 def test_what_cannot_be_used_is_named(read, text, problem):
-    """By file, line and column, with what was expected and what is there."""
+    """A wrong file raises InputError with the line, the column, and what was expected."""
     with pytest.raises(InputError) as caught:
         read(text)
     assert problem in str(caught.value)
 
 
 def test_other_encodings_are_refused(tmp_path):
-    """The line is named."""
+    """A file that is not UTF-8 raises InputError with the line."""
     path = tmp_path / "steps.csv"
     path.write_bytes(f"{HEADER}\n1,2,3,\xff\n".encode("latin-1"))
     with pytest.raises(InputError, match=r"steps\.csv:2: not CSV in UTF-8"):

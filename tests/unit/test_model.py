@@ -1,4 +1,4 @@
-"""Model arithmetic: what the specs refuse, and what the formulas must satisfy."""
+"""Arithmetic of models: the errors of specs, and properties of the formulas."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ windows = st.none() | st.integers(1, 100)
 
 
 def tiny(**more):
-    """Make a model small enough to count by hand: 16 numbers a token and layer."""
+    """Return a model small enough to count by hand: 16 numbers per token and layer."""
     numbers = {
         "name": "tiny",
         "layers": 3,
@@ -41,13 +41,13 @@ def tiny(**more):
 
 
 def device(**more):
-    """Make a device of round numbers."""
+    """Return a device of round numbers."""
     numbers = {"hbm_bytes": 10_000, "bandwidth": 100, "flops": 1000, "host_link": 10}
     return DeviceSpec(name="toy", **(numbers | more))
 
 
 def test_importing_the_arithmetic_is_light():
-    """The specs need no catalogue, and none of the packages for numbers or terminals."""
+    """Importing the specs loads neither the catalogue nor a heavy package."""
     heavy = "{'numpy', 'torch', 'click', 'rich', 'kvcore.models.catalogue'}"
     code = f"import sys, kvcore.models.spec; print({heavy} & set(sys.modules))"
     result = subprocess.run(
@@ -76,14 +76,14 @@ def test_importing_the_arithmetic_is_light():
     ],
 )
 def test_a_model_that_contradicts_itself_is_refused(fields, problem):
-    """The error says which count is wrong and how."""
+    """A contradictory model raises InputError with the wrong count."""
     with pytest.raises(InputError) as caught:
         tiny(**fields)
     assert problem in str(caught.value)
 
 
 def test_a_device_without_bandwidth_is_refused():
-    """Every figure of a device divides something."""
+    """A device with a figure of 0 raises InputError."""
     with pytest.raises(InputError, match="bandwidth must be at least 1"):
         device(bandwidth=0)
 
@@ -97,7 +97,7 @@ def test_a_device_without_bandwidth_is_refused():
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(fields, problem):
-    """K/V has a codec, and a block at least one token."""
+    """A K/V layout with an unknown codec or a block size of 0 raises InputError."""
     with pytest.raises(InputError, match=problem):
         KVLayout(tiny(), **fields)
 
@@ -107,7 +107,7 @@ def test_a_layout_that_cannot_be_is_refused(fields, problem):
     [(4, 4, 0, "MHA"), (4, 2, 0, "GQA"), (4, 1, 0, "MQA"), (4, 4, 24, "MLA"), (1, 1, 0, "MHA")],
 )
 def test_attention_is_labelled_by_its_heads(query_heads, kv_heads, latent, label):
-    """A K/V head each, a few, one, or none but a latent."""
+    """The label of attention follows from the K/V heads and the latent."""
     model = tiny(query_heads=query_heads, kv_heads=kv_heads, latent=latent)
     assert model.attention == label
 
@@ -117,23 +117,23 @@ def test_attention_is_labelled_by_its_heads(query_heads, kv_heads, latent, label
     [("fp32", 400), ("fp16", 200), ("bf16", 200), ("fp8", 100), ("int8", 100), ("int4", 50)],
 )
 def test_bytes_of_a_hundred_numbers(dtype, size):
-    """Bits over eight."""
+    """The bytes of numbers are their bits divided by 8."""
     assert bytes_of(100, dtype) == size
 
 
 def test_mxfp4_adds_a_byte_of_scale_to_32_numbers():
-    """Sixteen bytes of numbers and one of scale."""
+    """In mxfp4, 32 numbers take 16 bytes, and 1 byte for their scale."""
     assert bytes_of(64, "mxfp4") == 34
 
 
 def test_bytes_are_rounded_up():
-    """Three numbers of half a byte take two bytes."""
+    """Half bytes are rounded up to whole bytes."""
     assert bytes_of(3, "int4") == 2
 
 
 @given(lengths, lengths, windows)
 def test_attended_pairs_are_what_a_mask_counts(context, tokens, window):
-    """The closed form equals counting key by key."""
+    """The closed form of attended pairs equals counting key by key."""
     count = sum(
         min(position + 1, window or position + 1)
         for position in range(context, context + tokens)
@@ -143,32 +143,32 @@ def test_attended_pairs_are_what_a_mask_counts(context, tokens, window):
 
 @given(lengths, lengths, lengths, windows)
 def test_prefill_in_chunks_attends_to_as_many_pairs(context, first, second, window):
-    """Chunked prefill does the same work as prefill in one piece."""
+    """Chunked prefill attends to as many pairs as prefill in one piece."""
     whole = attended_pairs(context, first + second, window)
     chunks = attended_pairs(context, first, window)
     assert whole == chunks + attended_pairs(context + first, second, window)
 
 
 def test_bytes_per_token_and_block_by_hand():
-    """2 K/V heads x (4 + 4) numbers x 3 layers, in two bytes each."""
+    """A token's K/V are heads x (key + value dim) x layers numbers."""
     layout = KVLayout(tiny(), "fp16", 5)
     assert layout.bytes_per_token == 2 * 8 * 3 * 2
     assert layout.bytes_per_block == 5 * layout.bytes_per_token
 
 
 def test_values_may_be_narrower_than_keys():
-    """K and V are counted by their own widths."""
+    """Keys and values are counted by their own widths."""
     assert KVLayout(tiny(value_dim=3)).bytes_per_layer == 2 * (4 + 3) * 2
 
 
 def test_a_latent_is_stored_in_place_of_heads():
-    """The latent is one vector for keys and values together."""
+    """A latent is stored once, in place of keys and values."""
     assert KVLayout(tiny(latent=9)).bytes_per_layer == 9 * 2
 
 
 @given(st.integers(1, 500), st.integers(1, 40), windows)
 def test_a_window_layer_keeps_the_window_in_whole_blocks(tokens, block_size, window):
-    """Layer by layer: the smaller of request and window, rounded up to blocks."""
+    """A layer stores the smaller of request and window, in whole blocks."""
     layout = KVLayout(tiny(windows=(None, window, window)), "fp16", block_size)
 
     def blocks(kept):
@@ -179,19 +179,19 @@ def test_a_window_layer_keeps_the_window_in_whole_blocks(tokens, block_size, win
 
 
 def test_decoding_reads_no_more_than_the_window():
-    """Reads are in tokens, not in blocks, and bounded by each layer's window."""
+    """Decoding reads tokens, not blocks, up to each layer's window."""
     layout = KVLayout(tiny(windows=(None, 10, 20)), "fp16", 16)
     assert layout.read_bytes(15) == (15 + 10 + 15) * layout.bytes_per_layer
 
 
 def test_limiting_the_window_keeps_smaller_ones():
-    """`with_window` never widens a layer."""
+    """`with_window` limits each layer's window, and never widens one."""
     assert tiny(windows=(None, 5, 50)).with_window(10).windows == (10, 5, 10)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200))
 def test_as_many_requests_fit_as_their_blocks_do(budget, tokens):
-    """Without windows, requests that fit are blocks that fit over blocks each."""
+    """The requests that fit are the blocks that fit, divided by blocks per request."""
     layout = KVLayout(tiny(), "fp32", 16)
     assert layout.requests_in(budget, tokens) == layout.blocks_in(budget) // layout.blocks_for(
         tokens
@@ -199,53 +199,56 @@ def test_as_many_requests_fit_as_their_blocks_do(budget, tokens):
 
 
 def test_nothing_fits_into_less_than_nothing():
-    """When the weights do not fit, neither does a block or a request."""
+    """A negative budget holds 0 blocks and 0 requests."""
     layout = KVLayout(tiny())
     assert (layout.blocks_in(-1), layout.requests_in(-1, 1)) == (0, 0)
 
 
 def test_the_budget_is_what_weights_and_reserve_leave():
-    """It is negative by as much as is missing."""
+    """The budget is memory less weights and reserve, and negative if they exceed it."""
     assert kv_budget(tiny(), device(), reserve=1000) == 10_000 - 2000 - 1000
     assert kv_budget(tiny(), device(hbm_bytes=1500)) == -500
 
 
 def moe(**more):
-    """Make a model with 8 experts of 100 parameters, of which a token takes 2."""
+    """Return a model with 8 experts of 100 parameters, of which a token uses 2."""
     return tiny(active_parameters=400, experts=8, experts_per_token=2, **more)
 
 
 def test_expert_parameters_follow_from_the_active_ones():
-    """600 idle parameters are 6 experts, so 8 experts are 800."""
+    """The parameters of all experts follow from the idle ones.
+
+    Here 600 idle parameters are 6 of 8 experts.
+    """
     assert moe().expert_parameters == 800
     assert tiny().expert_parameters == 0
 
 
 def test_experts_can_have_a_dtype_of_their_own():
-    """200 shared parameters in bf16, 800 in fp8."""
+    """Weights of experts count in `expert_dtype`, and the others in `dtype`."""
     assert moe(expert_dtype="fp8").weight_bytes == 400 + 800
     assert moe(expert_dtype="fp8").with_weights("fp32").weight_bytes == 4000
 
 
 def test_one_sequence_reads_the_active_weights():
-    """A step for one sequence reads the shared weights and its own experts."""
+    """A step of one sequence reads the shared weights and its own experts."""
     assert moe().weight_bytes_read(1) == 2 * 400
 
 
 def test_two_sequences_share_some_experts():
-    """Of two draws of 2 in 8, a share of 1 - (6/8)^2 is read on average."""
+    """Two sequences that draw 2 of 8 experts read a share of 1 - (6/8)^2 on average."""
     assert moe().weight_bytes_read(2) == 400 + 1600 * 7 // 16
 
 
 def test_many_sequences_read_all_weights():
-    """In a large batch every expert is wanted by someone."""
+    """A step of a large batch reads all experts."""
     assert moe().weight_bytes_read(200) == moe().weight_bytes
     assert moe().weight_bytes_read(2**62) == moe().weight_bytes
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_reads_grow_with_the_batch_and_stay_below_all_weights(name):
-    """For every known model, dense or not."""
+    """Reads of weights grow with the batch, up to all weights, for each known model."""
     model = MODELS[name]
     reads = [model.weight_bytes_read(batch) for batch in (1, 2, 8, 64, 4096)]
     assert reads == sorted(reads)
@@ -253,13 +256,13 @@ def test_reads_grow_with_the_batch_and_stay_below_all_weights(name):
 
 
 def test_a_decode_step_reads_weights_once_and_each_context():
-    """Two sequences of 7 tokens: the weights, and twice their K/V."""
+    """A decode step reads the weights once, and the K/V of each sequence."""
     layout = KVLayout(tiny())
     assert decode_step_bytes(layout, 7, 2) == 2000 + 2 * 7 * layout.bytes_per_token
 
 
 def test_prefill_flop_by_hand():
-    """Two FLOP a parameter and token; 4 heads x 2 x (4 + 4) a pair and layer."""
+    """Prefill takes 2 FLOP per parameter and token, and the attention per pair and layer."""
     pairs = attended_pairs(10, 5) + 2 * attended_pairs(10, 5, 4)
     model = tiny(windows=(None, 4, 4))
     assert prefill_flop(model, 5, context=10) == 2 * 1000 * 5 + 4 * 2 * 8 * pairs
@@ -267,33 +270,33 @@ def test_prefill_flop_by_hand():
 
 @given(lengths, lengths)
 def test_the_prefill_cost_is_flop_over_flops(context, tokens):
-    """The precomputed coefficients give what the formula gives."""
+    """The prefill cost is the FLOP of the formula divided by the device's FLOP/s."""
     model, gpu = tiny(windows=(None, 4, 4)), device(flops=7919)
     seconds = PrefillCost.of(model, gpu)(context, tokens)
     assert seconds == pytest.approx(prefill_flop(model, tokens, context) / 7919)
 
 
 def test_the_prefill_cost_grows_with_depth():
-    """A block far into a prompt costs more to compute again than the first."""
+    """Computing a block costs more, the deeper it is in a prompt."""
     cost = default_prefill_cost()
     assert cost(0, 16) < cost(1000, 16) < cost(100_000, 16)
 
 
 def test_the_default_prefill_cost_is_named():
-    """Llama 3 8B on an H100, and the same value wherever it is built."""
+    """The default prefill cost is that of Llama 3 8B on an H100."""
     cost = default_prefill_cost()
     assert (cost.model, cost.device) == ("llama-3-8b", "h100")
     assert cost == PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))
 
 
 def test_the_default_cost_of_a_block_has_not_moved():
-    """Bit for bit: these seconds order evictions, so machines must agree on them."""
+    """The default costs are the same to the bit, since they order evictions."""
     cost = default_prefill_cost()
     assert cost(0, 512).hex() == "0x1.12971aa7c57bbp-7"
     assert cost(65_536, 512).hex() == "0x1.ac9583506332dp-6"
 
 
 def test_a_cost_survives_being_written_down():
-    """Its fields are plain numbers, so a trace's header can hold them."""
+    """The fields of a cost are plain numbers from which an equal one can be made."""
     cost = default_prefill_cost()
     assert PrefillCost(**attrs.asdict(cost, recurse=False)) == cost

@@ -1,4 +1,4 @@
-"""The table of well-known models, against the configs their makers publish."""
+"""The catalogue of well-known models agrees with the configs that their makers publish."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUMBERS = (
 
 
 def family(model_type, **more):
-    """Make what makes configs of a family, from `NUMBERS` and further fields."""
+    """Return a function that builds configs of a family, from `NUMBERS` and other fields."""
     common = {"model_type": model_type, "torch_dtype": "bfloat16"}
 
     def config(*numbers, **extra):
@@ -74,7 +74,7 @@ DEEPSEEK_V3 = family(
 
 
 def gpt2(layers, heads, hidden):
-    """Make a config in GPT-2's own field names."""
+    """Return a config in GPT-2's own field names."""
     return {
         "model_type": "gpt2",
         "n_layer": layers,
@@ -87,7 +87,7 @@ def gpt2(layers, heads, hidden):
 
 
 def gemma3(layers, hidden, width, **more):
-    """Make a config as Gemma 3 has it: nested, and silent about its usual values."""
+    """Return a config as Gemma 3 has it: nested, without its usual values."""
     text = {
         "model_type": "gemma3_text",
         "num_hidden_layers": layers,
@@ -225,7 +225,7 @@ CONFIGS["deepseek-r1"] = CONFIGS["deepseek-v3"]
 
 @pytest.fixture
 def read(tmp_path):
-    """Read a config of these fields from a file."""
+    """Return a function that reads a config from a file with the given fields."""
 
     def read(fields, **options):
         path = tmp_path / "config.json"
@@ -236,13 +236,13 @@ def read(tmp_path):
 
 
 def test_every_model_of_the_catalogue_has_a_config():
-    """The comparison below covers the whole table."""
+    """Each model of the catalogue has a config here, and only those."""
     assert set(CONFIGS) == set(MODELS)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read, name):
-    """A config as its maker publishes it gives the same shape, count and windows."""
+    """The published config of a model gives its entry in the catalogue."""
     assert attrs.evolve(read(CONFIGS[name]), name=name) == find_model(name)
 
 
@@ -258,12 +258,12 @@ def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read, name):
     ],
 )
 def test_parameters_are_the_published_number(read, name, billions):
-    """The count from the shape is the one its maker states, in billions."""
+    """The number of parameters computed from a config is the published one."""
     assert round(read(CONFIGS[name]).parameters / 1e9, 2) == pytest.approx(billions, abs=0.005)
 
 
 def test_active_parameters_are_the_published_number():
-    """The parameters a token uses, in billions, where a maker states them."""
+    """The number of active parameters of a model is the published one."""
     active = {name: find_model(name).active_parameters / 1e9 for name in MODELS}
     assert active["mixtral-8x7b"] == pytest.approx(12.9, abs=0.05)
     assert active["qwen3-30b-a3b"] == pytest.approx(3.3, abs=0.06)
@@ -272,13 +272,13 @@ def test_active_parameters_are_the_published_number():
 
 
 def test_names_are_found_whatever_their_case():
-    """`Llama-3-8B` and `H100` are what people type."""
+    """Names of models and devices ignore case and outer spaces, and `_` equals `-`."""
     assert find_model(" Llama-3-8B") is MODELS["llama-3-8b"]
     assert find_device("A100_80G") is DEVICES["a100-80g"]
 
 
 def test_an_unknown_model_is_told_the_nearest_ones():
-    """The error suggests a few, and says where all are listed."""
+    """An unknown model raises InputError with similar names and the command for all."""
     with pytest.raises(InputError) as caught:
         find_model("llama3-8b")
     text = str(caught.value)
@@ -288,6 +288,6 @@ def test_an_unknown_model_is_told_the_nearest_ones():
 
 
 def test_an_unknown_device_is_told_all():
-    """Without anything near, the list alone."""
+    """An unknown device without similar names raises InputError with all names."""
     with pytest.raises(InputError, match=r"unknown device 'abacus'; known: a10, a100-40g"):
         find_device("abacus")

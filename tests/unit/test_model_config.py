@@ -1,4 +1,4 @@
-"""Reading a Hugging Face config.json: shapes, parameter counts, and what is refused."""
+"""Reading a Hugging Face config.json: shapes, parameter counts, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DEEPSEEK = LLAMA | {
 
 @pytest.fixture
 def read(tmp_path):
-    """Read a config of these fields from a file."""
+    """Return a function that reads a config from a file with the given fields."""
 
     def read(fields, **options):
         path = tmp_path / "config.json"
@@ -42,12 +42,12 @@ def read(tmp_path):
 
 
 def without(fields, *names):
-    """Leave some fields out."""
+    """Return `fields` without those in `names`."""
     return {name: value for name, value in fields.items() if name not in names}
 
 
 def test_a_model_is_named_after_its_folder(tmp_path):
-    """A folder stands for its config.json, and names the model."""
+    """A model is named after the folder of its config.json."""
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(LLAMA))
@@ -56,20 +56,20 @@ def test_a_model_is_named_after_its_folder(tmp_path):
 
 
 def test_a_file_of_another_name_names_the_model(tmp_path):
-    """`tiny.json` describes the model `tiny`."""
+    """A config in `tiny.json` describes the model `tiny`."""
     path = tmp_path / "tiny.json"
     path.write_text(json.dumps(LLAMA))
     assert read_config(path).name == "tiny"
 
 
 def test_the_new_name_of_the_dtype_field_is_read(read):
-    """`dtype` says the same as `torch_dtype`."""
+    """The field `dtype` means the same as `torch_dtype`."""
     fields = without(LLAMA, "torch_dtype")
     assert read({**fields, "dtype": "float16"}).dtype == "fp16"
 
 
 def test_a_dtype_can_be_given_in_place_of_the_file_s(read):
-    """The caller's dtype holds for all weights, whatever the file says or leaves out."""
+    """The dtype that the caller gives holds for all weights."""
     model = read(without(GPT_OSS, "torch_dtype"), dtype="int8")
     assert (model.dtype, model.expert_dtype) == ("int8", "int8")
 
@@ -89,17 +89,17 @@ def test_quantised_weights_have_their_own_size(read, quantised, dtype):
 
 
 def test_qwen_windows_hold_from_max_window_layers_on(read):
-    """With `use_sliding_window`, the layers below `max_window_layers` attend to all."""
+    """Qwen2 layers from `max_window_layers` on have windows; those before have none."""
     assert read(QWEN | {"max_window_layers": 20}).windows == (None,) * 20 + (4096,) * 12
 
 
 def test_a_llama_ignores_a_sliding_window(read):
-    """Llama has no window, whatever a config carries along."""
+    """Llama has no windows, even if its config has a sliding window."""
     assert set(read(LLAMA | {"sliding_window": 4096}).windows) == {None}
 
 
 def test_shared_experts_and_dense_layers_are_counted(read):
-    """A hand count of a tiny Qwen2 MoE with one dense layer of two."""
+    """A tiny Qwen2 MoE has the parameters counted by hand, shared experts included."""
     fields = {
         "model_type": "qwen2_moe",
         "num_hidden_layers": 2,
@@ -126,7 +126,7 @@ def test_shared_experts_and_dense_layers_are_counted(read):
 
 
 def test_llama_biases_are_counted_if_the_config_has_them(read):
-    """`attention_bias` adds q, k, v and o; `mlp_bias` adds gate, up and down."""
+    """`attention_bias` adds the q, k, v and o biases; `mlp_bias` gate, up and down."""
     biased = read(LLAMA | {"attention_bias": True, "mlp_bias": True})
     extra = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
     assert biased.parameters - read(LLAMA).parameters == 32 * extra
@@ -145,7 +145,7 @@ def test_llama_biases_are_counted_if_the_config_has_them(read):
     ],
 )
 def test_a_missing_field_is_named_with_its_file(read, tmp_path, name):
-    """What a size depends on and is not there is an error, never a guess."""
+    """A missing field raises InputError with its name and the file."""
     with pytest.raises(InputError) as caught:
         read(without(LLAMA, name))
     assert f"{tmp_path / 'config.json'}: field '{name}' is missing" in str(caught.value)
@@ -180,7 +180,7 @@ def test_a_missing_field_is_named_with_its_file(read, tmp_path, name):
     ],
 )
 def test_a_field_that_cannot_be_used_is_named(read, model, field, value, problem):
-    """The error names the field, what it holds, and what would do."""
+    """A field of a wrong value raises InputError with the field, the value and the remedy."""
     with pytest.raises(InputError) as caught:
         read({**model, field: value})
     text = str(caught.value)
@@ -189,7 +189,7 @@ def test_a_field_that_cannot_be_used_is_named(read, model, field, value, problem
 
 
 def test_a_nested_field_is_named_with_its_parent(read):
-    """A field of `text_config` is called `text_config.…`."""
+    """An error of a field in `text_config` names it `text_config.…`."""
     text = {"model_type": "gemma3_text", "num_hidden_layers": 34}
     fields = {"model_type": "gemma3", "text_config": text}
     with pytest.raises(InputError, match=r"field 'text_config\.hidden_size' is missing"):
@@ -197,24 +197,24 @@ def test_a_nested_field_is_named_with_its_parent(read):
 
 
 def test_a_window_past_the_longest_context_is_none(read):
-    """A window that can never bind does not count as one."""
+    """A window as long as the longest context is no window."""
     assert set(read(QWEN | {"max_position_embeddings": 4096}).windows) == {None}
 
 
 def test_windows_can_be_named_layer_by_layer(read):
-    """`layer_types` goes before the family's pattern."""
+    """`layer_types` sets the windows instead of the family's pattern."""
     kinds = ["full_attention"] * 30 + ["sliding_attention"] * 2
     assert read(GPT_OSS | {"layer_types": kinds}).windows == (None,) * 30 + (128,) * 2
 
 
 def test_experts_can_be_smaller_than_the_other_weights(read):
-    """MXFP4 is for the routed experts; the rest stays in the file's dtype."""
+    """MXFP4 holds for the routed experts; other weights have the file's dtype."""
     model = read(GPT_OSS)
     assert (model.dtype, model.expert_dtype) == ("bf16", "mxfp4")
 
 
 def test_heads_that_contradict_are_an_error_with_the_file(read, tmp_path):
-    """What only the model can see is still told with the file's name."""
+    """Heads that do not fit each other raise InputError that also names the file."""
     with pytest.raises(InputError) as caught:
         read(LLAMA | {"num_key_value_heads": 5})
     assert str(tmp_path) in str(caught.value)
@@ -223,18 +223,18 @@ def test_heads_that_contradict_are_an_error_with_the_file(read, tmp_path):
 
 @pytest.mark.parametrize("text", ["", "{", "\x00", "[1", "nonsense", "[" * 100_000])
 def test_a_file_that_is_no_json_is_refused(read, text):
-    """A broken file is an input error, not a crash."""
+    """A file that is not JSON raises InputError."""
     with pytest.raises(InputError, match="not a JSON file"):
         read(text)
 
 
 def test_a_file_that_is_no_object_is_refused(read):
-    """A list is JSON, but no config."""
+    """A JSON file that holds no object raises InputError."""
     with pytest.raises(InputError, match="expected a JSON object"):
         read("[]")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    """The error says which file, and why."""
+    """A missing file raises InputError with its path and the reason."""
     with pytest.raises(InputError, match=r"none/config\.json: cannot be read: No such file"):
         read_config(tmp_path / "none" / "config.json")

@@ -1,4 +1,4 @@
-"""The kernels that store, copy and swap, in Triton's interpreter; and as compilers see them."""
+"""Kernels that store, copy and swap: run in Triton's interpreter, and compiled."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="the interpreter is off"
     ),
-    # What the interpreter does with numpy.
+    # The interpreter computes with numpy, which warns of invalid values.
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
 
@@ -42,7 +42,7 @@ def drawn(*shape, seed=0):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("width", [128, 80, 24])
 def test_stores_rows(width, dtype):
-    """Each row is in its slot, as given, and no other slot is written."""
+    """Each row is stored in its slot, and no other slot is written."""
     rows, slots = drawn(11, 3, width).to(dtype), torch.randperm(100)[:33]
     found, expected = (torch.full((100, width), nan, dtype=dtype) for _ in range(2))
     store_rows((Target(PLAIN, [found]), slots, rows, None))
@@ -51,7 +51,7 @@ def test_stores_rows(width, dtype):
 
 
 def test_stores_rows_that_lie_apart():
-    """Rows may be a part of a larger tensor, as the K of a fused projection is."""
+    """Rows may be a strided part of a larger tensor, as the keys of a fused projection."""
     both = drawn(11, 6, 16)
     out, slots = torch.zeros(33, 16), torch.arange(33)
     store_rows((Target(PLAIN, [out]), slots, both[:, 1::2], None))
@@ -71,7 +71,7 @@ def test_stores_rows_that_lie_apart():
     ],
 )
 def test_stores_codes(spec, dtype):
-    """Codes and scales are the codec's to the bit, also of zeros, NaN and what is too great."""
+    """Stored codes and scales equal the codec's, also for zeros, NaN and overflow."""
     codec = Plugins().build("codec", spec)
     rows = (3 * drawn(9, 2, 80)).to(dtype)
     rows[2] /= 4096
@@ -96,13 +96,13 @@ def test_stores_codes(spec, dtype):
 
 
 ROTATIONS = [(8, False), (8, True), (5, False), (5, True), (1, True)]
-"""Pairs of the 16 numbers of a key that are rotated, and whether partners are adjacent."""
+"""The rotated pairs of a key of 16 numbers, and whether the two of a pair are adjacent."""
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize(("pairs", "adjacent"), ROTATIONS)
 def test_rotates_keys(pairs, adjacent, dtype):
-    """Keys are rotated as in float64 and rounded once; values go with them as they are."""
+    """Keys are rotated as in float64 and rounded once; values are stored as they are."""
     keys, values = drawn(9, 3, 16).to(dtype), drawn(9, 3, 24, seed=1).to(dtype)
     speeds = tuple(0.5**i for i in range(pairs))
     cos, sin = Rotary(speeds, adjacent).angles(torch.arange(3, 12))
@@ -124,7 +124,7 @@ def test_rotates_keys(pairs, adjacent, dtype):
 
 
 def test_rotates_by_rows_of_a_table():
-    """A table for all positions, and the places of the tokens in it, are the same angles."""
+    """Rotation by a table of all positions equals rotation by the tokens' own angles."""
     keys, positions = drawn(6, 2, 16), torch.tensor([7, 0, 3, 3, 99, 50])
     rotary, slots, found = Rotary((1.0, 0.1, 0.01)), torch.arange(12), []
     table = rotary.rotation(torch.arange(100))
@@ -139,7 +139,7 @@ def test_rotates_by_rows_of_a_table():
 @pytest.mark.parametrize("spec", ["int8", "fp8-e4m3", "fp8-e5m2:scale=head"])
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_rotates_what_it_codes(spec, adjacent):
-    """Codes are those of rotated keys; rounding may tip one to the code beside it."""
+    """Codes are those of rotated keys; rounding may change a code by one."""
     codec, keys = Plugins().build("codec", spec), drawn(9, 2, 80).half()
     rotation = Rotary(tuple(0.8**i for i in range(30)), adjacent).rotation(torch.arange(9))
     planes = [torch.zeros(18, p.bytes, dtype=torch.uint8) for p in codec.planes("keys", 1, 80)]
@@ -153,7 +153,7 @@ def test_rotates_what_it_codes(spec, adjacent):
 
 
 def test_codecs_without_a_kernel():
-    """They are coded by their own functions."""
+    """Codecs without a kernel have no target, and encode by their own functions."""
     for spec in ("int4", "int8:keys=channel", "kivi:bits=2"):
         assert Target.of(Plugins().build("codec", spec), "keys", torch.float32, []) is None
     assert Target.of(Plugins().build("codec", "int8"), "keys", torch.float64, []) is None
@@ -169,7 +169,7 @@ def test_codecs_without_a_kernel():
     ],
 )
 def test_moves_rows(dtype, widths):
-    """Rows of all matrices move at once, however they are aligned; no other row changes."""
+    """`RowMover` moves rows of all matrices, whatever their alignment, and no others."""
     matrices = [drawn(20, width, seed=width).mul(50).to(dtype) for width in widths]
     expected = [each.clone() for each in matrices]
     mover, sources, targets = RowMover(matrices), torch.tensor([3, 5]), torch.tensor([0, 19])
@@ -189,13 +189,13 @@ OVERLAPS = {
     "cycle": [(0, 1), (1, 2), (2, 0)],
     "fan": [(0, 1), (0, 2), (3, 0), (5, 5), (6, 7)],
 }
-"""Pairs of which some read what others write."""
+"""Pairs (source, target) in which the target of one may be the source of another."""
 
 
 @pytest.mark.parametrize("way", ["kernel", "rows", "index"])
 @pytest.mark.parametrize("pairs", OVERLAPS.values(), ids=OVERLAPS)
 def test_copies_overlapping_blocks(monkeypatch, pairs, way):
-    """All sources are read before a target is written, in every way to copy."""
+    """All sources are read before any target is written, in every way to copy."""
     monkeypatch.setattr(_pool, "kernels_for", lambda _: way == "kernel")
     monkeypatch.setattr(_pool, "LONG_ROW", 1 if way == "rows" else 1 << 40)
     backend = TorchCPU()
@@ -219,7 +219,7 @@ def test_copies_overlapping_blocks(monkeypatch, pairs, way):
 @pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("spec", [None, "int8", "fp8-e4m3", "int4", "kivi:bits=4"])
 def test_backends_store_alike(monkeypatch, spec, rotated):
-    """What a backend has stored, copied and swapped is the same with kernels and without."""
+    """Stored, copied and swapped blocks are the same with kernels as without."""
     codec = None if spec is None else Plugins().build("codec", spec)
     found = []
     for kernels in (True, False):
@@ -243,7 +243,7 @@ def test_backends_store_alike(monkeypatch, spec, rotated):
 
 @pytest.mark.parametrize("spec", [None, "int8"])
 def test_stores_in_one_launch(monkeypatch, spec):
-    """K and V of a layer are one launch, keys that are rotated on the way too."""
+    """K and V of a layer are stored by one launch, rotated keys included."""
     for module in (_pool, _coded_pool):
         monkeypatch.setattr(module, "kernels_for", lambda _: True)
     codec = None if spec is None else Plugins().build("codec", spec)
@@ -267,8 +267,8 @@ def test_stores_in_one_launch(monkeypatch, spec):
 @pytest.mark.parametrize("way", ["kernel", "index", "runs"])
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 def test_swaps_with_memory_elsewhere(monkeypatch, way, together):
-    """Blocks go by a stage, or row by row, to memory that is not the pool's, and come back."""
-    # Not equal to that of tensors, which have no number; otherwise the same.
+    """Blocks that are swapped out and in, and read and written, come back unchanged."""
+    # A device with an index differs from that of tensors, which has none, but is the same.
     monkeypatch.setattr(_pool.Pool, "device", torch.device("cpu", 0))
     monkeypatch.setattr(_pool, "kernels_for", lambda _: way == "kernel")
     monkeypatch.setattr(_pool, "LONG_RUN", 1 if way == "runs" else 1 << 40)
@@ -352,12 +352,12 @@ for way, width, pairs, adjacent in (
     check(store._store, signature, constants,
           ("v4.b32", "v2.b64") if way == store.PLAIN else ("v4.b32", "v2.b64", "v2.b32"))
 """
-"""Compiles kernels for GPUs that need not be there."""
+"""A program that compiles the kernels for GPUs, which need not be installed."""
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "int4"])
 def test_generates_alike(monkeypatch, codec):
-    """A model that leaves the rotation of its keys to the kernel draws the same tokens."""
+    """A model generates the same tokens whether kernels or torch rotate its keys."""
     found, rotated = [], []
     rotate = Rotation.rotate
     monkeypatch.setattr(Rotation, "rotate", lambda *both: rotated.append(1) or rotate(*both))
@@ -372,13 +372,13 @@ def test_generates_alike(monkeypatch, codec):
         rotated.clear()
     (tokens, fused), (as_torch, apart) = found
     assert tokens == as_torch
-    # Queries alone are rotated by torch.
+    # With kernels torch rotates only the queries.
     assert fused == (apart // 2 if codec != "int4" else apart)
 
 
 @pytest.mark.slow
 def test_compiles_for_gpus(tmp_path):
-    """For sm_80 and sm_90 rows go 16 bytes at a time, and no register is spilled."""
+    """Kernels for sm_80 and sm_90 access 16 bytes at a time, and spill no register."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     done = subprocess.run(

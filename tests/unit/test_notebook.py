@@ -1,4 +1,4 @@
-"""Results in a notebook: a table with all texts escaped, a plot, and data frames."""
+"""Results in a notebook: a table of escaped texts, a plot, and data frames."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def traced(folder):
 
 
 def quality():
-    """Return what a policy of an odd name might lose."""
+    """Return a quality report with a policy whose name is markup."""
     rows = []
     for name in ("full", EVIL):
         row = {field.name: 0.5 for field in attrs.fields(QualityRow)}
@@ -67,7 +67,7 @@ MADE = {
 
 
 class Reader(HTMLParser):
-    """Reads the elements, the cells of a table, and the source of a picture."""
+    """A parser that records elements, cell texts and the source of a picture."""
 
     def __init__(self, text):
         super().__init__()
@@ -75,19 +75,19 @@ class Reader(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
-        """Note an element."""
+        """Record an element."""
         self.elements.add(tag)
         self.source = dict(attributes).get("src", self.source)
 
     def handle_data(self, data):
-        """Note a text."""
+        """Record a text."""
         self.cells.append(data)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_results_show_a_table_and_a_plot(make, tmp_path):
-    """The plot is a picture in the page; there are no other elements than those of a table."""
+    """Every result shows a table and a plot as an SVG picture, and no other elements."""
     pytest.importorskip("matplotlib")
     shown = Reader(make(tmp_path)._repr_html_())
     assert shown.elements == {"div", "p", "table", "thead", "tbody", "tr", "th", "td", "img"}
@@ -98,7 +98,7 @@ def test_results_show_a_table_and_a_plot(make, tmp_path):
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
 def test_without_matplotlib_there_is_the_table(make, tmp_path, monkeypatch):
-    """Nothing fails, and nothing is drawn."""
+    """Without matplotlib a result shows its table and no picture."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     shown = Reader(make(tmp_path)._repr_html_())
     assert "table" in shown.elements
@@ -106,7 +106,7 @@ def test_without_matplotlib_there_is_the_table(make, tmp_path, monkeypatch):
 
 
 def test_texts_are_escaped(tmp_path):
-    """Ids, names and files of others are no markup."""
+    """Ids, policy names and file names that contain markup are escaped."""
     with traces.Trace(tmp_path / f"{EVIL.replace('/', '')}.jsonl") as trace:
         cache = traces.KVCache(8, traces.BLOCK, trace=trace)
         cache.close(cache.open(traces.ask(EVIL, "ab"), None, 1), 2)
@@ -117,7 +117,7 @@ def test_texts_are_escaped(tmp_path):
 
 
 def test_a_comparison_of_nothing_is_a_sentence():
-    """There is no table, and nothing to draw."""
+    """A comparison without lookups shows a sentence, and no table or plot."""
     found = compare(SMALL, "lru", [9])
     nothing = attrs.evolve(found.infinite, lookup_blocks=0)
     shown = Reader(attrs.evolve(found, infinite=nothing)._repr_html_())
@@ -125,7 +125,7 @@ def test_a_comparison_of_nothing_is_a_sentence():
 
 
 def test_a_long_table_is_cut(tmp_path):
-    """It says how many rows are missing."""
+    """A long table is cut, and the number of missing rows is shown."""
     found = swept(tmp_path)
     rows = [{**row, "blocks": blocks} for row in found.rows for blocks in range(ROWS)]
     shown = html(attrs.evolve(found, rows=rows))
@@ -136,7 +136,7 @@ def test_a_long_table_is_cut(tmp_path):
 
 
 def test_other_objects_have_no_view():
-    """A result of a new kind needs one."""
+    """An object that is no result raises TypeError."""
     with pytest.raises(TypeError, match="no view of int"):
         html(3)
 
@@ -157,7 +157,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("kind", MADE)
 def test_results_become_frames(kind, tmp_path):
-    """Each has the columns that it is known by, and a row for each of its parts."""
+    """Every result becomes a data frame with its columns and at least one row."""
     pytest.importorskip("polars")
     frame = MADE[kind](tmp_path).to_frame()
     if kind == "what-if" and not len(frame):
@@ -167,7 +167,7 @@ def test_results_become_frames(kind, tmp_path):
 
 
 def test_an_explanation_adds_up(tmp_path):
-    """What hit and what missed is the prompt, in each row."""
+    """In each row of an explanation, hits and misses add up to the prompt."""
     pytest.importorskip("polars")
     for row in explain(traced(tmp_path)).to_frame().iter_rows(named=True):
         parts = [row[name] for name in row if name.endswith("_tokens")]
@@ -175,13 +175,13 @@ def test_an_explanation_adds_up(tmp_path):
 
 
 def test_other_libraries_take_frames_by_arrow():
-    """A frame is what the PyCapsule interface of Arrow asks for; pandas, too, imports by it."""
+    """A frame can be imported through the Arrow PyCapsule interface."""
     pl = pytest.importorskip("polars")
     frame = compare(SMALL, "lru,lfu", [160]).to_frame()
 
     @attrs.frozen
     class Exported:
-        """A frame of a library of which nothing is known but that interface."""
+        """A frame of a library that offers only the Arrow PyCapsule interface."""
 
         inner: object
 
@@ -192,7 +192,7 @@ def test_other_libraries_take_frames_by_arrow():
 
 
 def test_without_polars_the_error_names_what_has_the_same_data(monkeypatch):
-    """A program can go on without it."""
+    """Without polars, the error names the data from which a frame can be made."""
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(PluginError, match="or make a frame of `it` yourself"):
         data_frame([], "`it`")

@@ -1,4 +1,4 @@
-"""The optimum on prompts small enough to follow by hand."""
+"""`Belady`, the optimum, on prompts small enough to follow by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcore.cache.layout import BlockLayout
 
 
 def requests(prompts, key_tokens=1):
-    """Return a request a prompt, whose keys are the prefixes of the words."""
+    """Return a request for each prompt, whose keys are the prefixes of its letters."""
     return [
         Request(
             id=number,
@@ -23,7 +23,7 @@ def requests(prompts, key_tokens=1):
 
 
 def read(prompts, ratio=1):
-    """Return the future of prompts whose letters are blocks, `ratio` a letter."""
+    """Return the future of prompts whose letters are keys of `ratio` blocks."""
     return Future.read(requests(prompts.split(), ratio), BlockLayout("keys", 1, ratio))
 
 
@@ -34,53 +34,53 @@ def play(prompts, blocks, *, bypass=False, ratio=1):
 
 
 def test_what_is_wanted_last_leaves():
-    """With room for two, `c` displaces `b`, wanted later than `a`."""
+    """The block whose next request is furthest is evicted first: `b`, and not `a`."""
     assert play("a b c a b", 2) == (1, 2)
 
 
 def test_what_is_never_wanted_leaves_first():
-    """`b` is never wanted again and makes room; `a` waits for its turn."""
+    """A block that is never requested again is evicted first: `b` before `a`."""
     assert play("a b c c a", 2) == (2, 1)
 
 
 def test_the_deepest_leave_first_among_equals():
-    """Of three blocks wanted by one request the last makes room, and the first two hit."""
+    """Of blocks that one request needs next, the deepest is evicted first."""
     assert play("abc x abc", 3) == (2, 2)
 
 
 def test_the_blocks_of_the_request_stay():
-    """With room for one, `b` must be cached, so that `a` is lost."""
+    """Without bypass the requested blocks must be cached: `b` evicts `a`."""
     assert play("a b a", 1) == (0, 2)
 
 
 def test_bypass_lets_the_blocks_of_the_request_go():
-    """With room for one, `b` need not be cached, so that `a` hits."""
+    """With bypass the requested blocks need not be cached: `b` does not evict `a`."""
     assert play("a b a", 1, bypass=True) == (1, 1)
 
 
 def test_bypass_keeps_the_best_part_of_a_request():
-    """Of `cde` only `c` stays, beside `ab`: the others are never wanted."""
+    """With bypass a part of a request can be cached: of `cde` only `c`, beside `ab`."""
     assert play("ab cde ab c", 3, bypass=True) == (3, 2)
 
 
 def test_a_request_longer_than_the_pool_keeps_its_leading_blocks():
-    """Of four blocks two are cached, and hit; all four are looked up."""
+    """A request longer than the pool keeps its first blocks, and looks all blocks up."""
     stats, _ = Belady().replay(read("abcd abcd"), 2, 1)
     assert (stats.hit_blocks, stats.lookup_blocks) == (2, 8)
 
 
 def test_the_parts_of_a_key_leave_one_by_one():
-    """With three blocks a key, one more block costs one hit, not three."""
+    """With three blocks per key, evicting one block costs one hit, not three."""
     assert play("ab x ab", 8, ratio=3) == (5, 2)
 
 
 def test_a_request_longer_than_the_pool_may_end_inside_a_key():
-    """With three blocks a key, a pool of four holds a key and a third."""
+    """With three blocks per key, a pool of four blocks holds a key and a third."""
     assert play("ab ab", 4, ratio=3) == (4, 0)
 
 
 def test_a_request_without_keys_looks_nothing_up():
-    """A request without keys counts, but has no ratio."""
+    """A request without keys is counted as a request, but not as a lookup."""
     future = Future.read(
         [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])],
         BlockLayout("keys", 1, 1),
@@ -90,13 +90,16 @@ def test_a_request_without_keys_looks_nothing_up():
 
 
 def test_the_ratios_are_weighted_as_they_say():
-    """One block of four hits, half a request of two: 1/4 by block, 1/4 by request."""
+    """Hit ratios are weighted by block, by token, and by request."""
     stats, _ = Belady().replay(read("ab ac"), 3, 1)
     assert stats.ratios() == {"block": 0.25, "token": 0.25, "request": 0.25}
 
 
 def test_the_future_is_kept_in_runs():
-    """A run is what one request wants next; what nobody wants ends with the prompt."""
+    """The future of a prompt is stored as runs of blocks with the same next request.
+
+    Blocks that no later request needs are in no run.
+    """
     future = read("abcd ab abc")
     runs = list(zip(future.wanted, future.ends, strict=True))
     assert runs[future.starts[0] : future.starts[1]] == [(1, 2), (2, 3)]
@@ -105,7 +108,7 @@ def test_the_future_is_kept_in_runs():
 
 
 def test_a_key_under_two_parents_has_no_future():
-    """Keys that contradict one another are refused, naming the request and the key."""
+    """A key that follows two different keys raises InputError with the request and the key."""
     wrong = [
         Request(id="first", prompt_tokens=2, keys=["a", "b"], key_tokens=1),
         Request(id="second", prompt_tokens=2, keys=["c", "b"], key_tokens=1),
@@ -116,7 +119,7 @@ def test_a_key_under_two_parents_has_no_future():
 
 
 def test_keys_of_another_size_are_refused():
-    """A geometry for other keys is refused, naming both sizes."""
+    """Keys of another size than the layout's raise InputError with both sizes."""
     with pytest.raises(InputError, match=r"keys of 2 tokens.*key_tokens=1"):
         Future.read(requests(["a"], 2), BlockLayout("keys", 1, 1))
 
@@ -126,17 +129,17 @@ def test_keys_of_another_size_are_refused():
     [({}, False), ({"bypass": "true"}, True), ({"bypass": "false"}, False)],
 )
 def test_it_is_built_from_text(options, bypass):
-    """`bypass` is true or false, and false unless it is given."""
+    """The option `bypass` is true or false in text, and false by default."""
     assert Belady.from_text(options) == Belady(bypass=bypass)
 
 
 def test_an_unknown_option_is_refused():
-    """The error names the nearest option and lists all."""
+    """An unknown option raises InputError with the nearest option and all options."""
     with pytest.raises(InputError, match=r"'bypas' \(did you mean 'bypass'\?\).*bypass=false"):
         Belady.from_text({"bypas": "true"})
 
 
 def test_a_value_that_is_no_truth_is_refused():
-    """`bypass` is nothing but true or false."""
+    """A value of `bypass` other than true or false raises InputError."""
     with pytest.raises(InputError, match="takes true or false, not 'maybe'"):
         Belady.from_text({"bypass": "maybe"})

@@ -1,4 +1,4 @@
-"""The export for Perfetto: the trace-event format, slices that nest, times as in the trace."""
+"""The export for Perfetto: valid trace events, nested slices, and exact times."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FIELDS = {
 
 
 class Slice:
-    """A slice of a track: its name, begin and end in ns, arguments, and what lies in it."""
+    """A slice of a track, with its begin and end in ns, nested slices and instants."""
 
     def __init__(self, name, begin, args):
         self.name, self.begin, self.args = name, begin, args
@@ -38,13 +38,13 @@ class Slice:
 
 
 class Document:
-    """A document of the trace-event format, of which everything is checked that it must be.
+    """A document in the trace-event format; all rules of the format are checked.
 
     Attributes:
-        slices: the outermost ones by (process, track), in order.
-        instants: (process, track, ns, name, args) of those in no slice.
-        counters: by (process, name), the (ns, values) in order.
-        names: of processes and of tracks, by their numbers.
+        slices: the outermost slices by (process, track), in order.
+        instants: (process, track, ns, name, args) of the instants outside of slices.
+        counters: the (ns, values) of each (process, name), in order.
+        names: names of processes and of tracks, by their numbers.
     """
 
     def __init__(self, text):
@@ -69,7 +69,7 @@ class Document:
         assert len(tracks) == len(set(tracks)), "a track's number in two processes"
 
     def take(self, event):
-        """Take the next event."""
+        """Add the next event after checking it."""
         track, now = (event["pid"], event["tid"]), event["ts"] * 1000
         assert now == int(now) >= 0
         if event["ph"] == "M":
@@ -90,7 +90,7 @@ class Document:
         )
 
     def begin(self, track, now, event):
-        """Open a slice in the one that is open."""
+        """Open a slice inside the slice that is open."""
         new = Slice(event["name"], now, event["args"])
         siblings = self._open[track][-1].inside if self._open[track] else self.slices[track]
         assert not siblings or siblings[-1].end <= now
@@ -154,7 +154,7 @@ def of(lines, event):
 
 
 def test_every_request_is_there(server):
-    """From its arrival to its end, to the nanosecond, with what it asked for."""
+    """Each request has a slice from its arrival to its end, with its prompt tokens."""
     document, lines = server
     finish = {line["request"]: line["t"] for line in of(lines, "FINISH")}
     slices = document.requests()
@@ -167,7 +167,7 @@ def test_every_request_is_there(server):
 
 
 def test_phases_fill_a_request(server):
-    """One follows the other, from its arrival to its end; a queue comes first if at all."""
+    """The phases of a request fill its slice without gaps; `queued` can only be first."""
     document, lines = server
     for found in document.requests().values():
         kinds = [each.name for each in found.inside]
@@ -184,7 +184,7 @@ def test_phases_fill_a_request(server):
 
 
 def test_first_tokens_are_marked(server):
-    """Where they came, with the time that they took."""
+    """Each request has one instant at its first token, with its TTFT."""
     document, lines = server
     first = {f"request {line['request']}": line["t"] for line in of(lines, "FIRST_TOKEN")}
     for name, found in document.requests().items():
@@ -195,7 +195,7 @@ def test_first_tokens_are_marked(server):
 
 
 def test_preemptions_say_for_whom(server):
-    """With the times of their lines."""
+    """Each `preempted` slice has the time of its PREEMPT line, and the request it is for."""
     document, lines = server
     told = Counter(
         (name, part.begin, part.args.get("for"))
@@ -210,7 +210,7 @@ def test_preemptions_say_for_whom(server):
 
 
 def test_chunks_lie_in_their_prefill(server):
-    """They fill it, numbered from 1; some prefill has several."""
+    """The chunks of a prefill fill it without gaps, and are numbered from 1."""
     document, lines = server
     commits = {line["t"] for line in of(lines, "COMMIT")}
     parts = [part for found in document.requests().values() for part in found.inside]
@@ -226,7 +226,7 @@ def test_chunks_lie_in_their_prefill(server):
 
 
 def test_evictions_are_instants(server):
-    """One for each line, with what it says."""
+    """Each EVICT line is an instant with its request, policy, blocks and age."""
     document, lines = server
     assert [
         (now, args["for"], args["by"], args["blocks"], round(args["age_s"] * 10**9))
@@ -242,7 +242,7 @@ def test_evictions_are_instants(server):
 
 
 def test_counters_are_the_state_of_the_trace(server):
-    """Pool, queue and evictions; each as `replay --at` says, and only where it changes."""
+    """Counters of blocks, requests and evictions are the trace's state, at each change."""
     document, lines = server
     blocks, queue = document.counters[2, "blocks"], document.counters[2, "requests"]
     assert all(sum(values.values()) == 220 for _, values in blocks)
@@ -257,7 +257,7 @@ def test_counters_are_the_state_of_the_trace(server):
 
 
 def test_links_of_tiers_have_their_transfers(tiered):
-    """One slice a line, one after another, usable when the line says so."""
+    """Each transfer of a tier is a slice on its link, between its line's time and its end."""
     document, lines = tiered
     (link,) = [made for (pid, _), made in document.slices.items() if pid == 3]
     assert document.names[3] == "tier host"
@@ -278,7 +278,7 @@ def test_links_of_tiers_have_their_transfers(tiered):
 
 @pytest.mark.parametrize("most", [256, 10])
 def test_tracks(tmp_path, monkeypatch, most):
-    """A request has a track of its own; of many, one that is free: as many as there must be."""
+    """Each request has a track of its own, or shares the fewest lanes if there are many."""
     monkeypatch.setattr(perfetto, "MOST_TRACKS", most)
     document, _ = exported(simulated(tmp_path / "run.jsonl"), tmp_path)
     tracks = {track: made for track, made in document.slices.items() if track[0] == 1}
@@ -297,13 +297,13 @@ def test_tracks(tmp_path, monkeypatch, most):
 
 @pytest.mark.parametrize("make", [traces.serve, traces.rest, traces.record, traces.forget])
 def test_traces_of_any_kind(tmp_path, make):
-    """Without a clock, with rejections, drops, forks: all are valid documents."""
+    """Traces without a clock, or with rejections, drops or forks, are valid documents."""
     document, lines = exported(make(tmp_path / "run.jsonl"), tmp_path)
     assert len(document.requests()) == len(of(lines, "REQUEST"))
 
 
 def test_a_rejection_says_why(tmp_path):
-    """In the slice of its request."""
+    """The slice of a rejected request has the reason of the rejection."""
     document, _ = exported(traces.serve(tmp_path / "run.jsonl"), tmp_path)
     found = document.requests()["request huge"]
     assert found.args["rejected"] == "needs 9 blocks, the pool has 8"
@@ -311,7 +311,7 @@ def test_a_rejection_says_why(tmp_path):
 
 
 def test_times_are_exact_where_floats_are_not(tmp_path):
-    """A nanosecond after 200 days is one."""
+    """Times are exact to the nanosecond even after 200 days."""
     path = traces.serve(tmp_path / "run.jsonl")
     late = 200 * 86_400 * 10**9 + 1
     moved = [{**line, "t": line["t"] + late} for line in traces.lines(path)[1:]]
@@ -320,7 +320,7 @@ def test_times_are_exact_where_floats_are_not(tmp_path):
 
 
 def test_texts_of_a_trace_stay_texts(tmp_path):
-    """Ids and names are strings of JSON, whatever is in them."""
+    """Ids and names in a trace are JSON strings, whatever characters they have."""
     bad = '"}]</script><script>alert(1)</script>\x1b[31m\u2028\\'
     path = traces.write(tmp_path / "t.jsonl", traces.ask(bad, "ab"))
     events = traces.lines(path)
@@ -334,7 +334,7 @@ def test_texts_of_a_trace_stay_texts(tmp_path):
 
 
 def test_a_cut_trace_is_refused_as_replay_does(tmp_path):
-    """In the same words, and nothing is written."""
+    """An incomplete trace is an error with the message of `replay`, and no file is made."""
     path = traces.serve(tmp_path / "run.jsonl")
     path.write_bytes(path.read_bytes()[:-300])
     done = run_here("export", path, "--to", "perfetto", "--out", tmp_path / "o.json")
@@ -344,7 +344,7 @@ def test_a_cut_trace_is_refused_as_replay_does(tmp_path):
 
 
 def test_the_document_is_never_in_memory(tmp_path):
-    """Lines of the file come while the trace is read."""
+    """The document is written while the trace is read."""
     path = simulated(tmp_path / "run.jsonl")
     read = []
     lines = iter(perfetto.PerfettoTrace(path, read.append))
@@ -352,7 +352,10 @@ def test_the_document_is_never_in_memory(tmp_path):
 
 
 def test_equal_traces_make_equal_files(tmp_path):
-    """Compressed ones too; the earlier name of the option is taken with a notice."""
+    """Equal traces make equal compressed files.
+
+    `--format`, the old name of `--to`, prints a notice.
+    """
     path = traces.serve(tmp_path / "run.jsonl")
     outs = [tmp_path / f"{n}.json.gz" for n in range(2)]
     for out, option in zip(outs, ("--to", "--format"), strict=True):
@@ -363,7 +366,10 @@ def test_equal_traces_make_equal_files(tmp_path):
 
 
 def test_each_replica_of_a_cluster_has_its_processes(tmp_path):
-    """A life of a replica has the requests that were routed there, and ends with it."""
+    """Each life of a replica has its own processes, with the requests routed to it.
+
+    Its slices end no later than the life.
+    """
     path = record_cluster(tmp_path / "run.jsonl")
     document, lines = exported(path, tmp_path)
     processes = {pid: name for pid, name in document.names.items() if isinstance(pid, int)}

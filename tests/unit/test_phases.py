@@ -1,4 +1,4 @@
-"""Split phases: times by hand, what is moved, back-pressure and failures."""
+"""Split phases: times computed by hand, transfers, back-pressure and failures."""
 
 from tempfile import NamedTemporaryFile
 
@@ -21,33 +21,36 @@ def serve(requests, split=SLOW, *, trace=False, **options):
 
 
 def times(result, name):
-    """Return the first token and the end of a request, ns."""
+    """Return the times of the first token and of the end of a request in ns."""
     log = result.log
     row = log.ids.index(name)
     return log.first_token[row], log.finish[row]
 
 
 def test_whole_prompts_move_after_the_prefill():
-    """Two blocks take 128 ns from 10 on; two more tokens come 10 ns after one another."""
+    """With `overlap=whole` blocks move after the prefill: 2 blocks take 128 ns from 10 on."""
     result = serve([ask("a", prompt=8, output=3)], f"{SLOW},overlap=whole")
     assert times(result, "a") == (10, 10 + 128 + 20)
     assert list(result.replica) == [1]
 
 
 def test_layers_move_while_others_are_computed():
-    """The first of 5 layers is done at 2: 64 ns from then on."""
+    """By default a layer moves while later ones are computed.
+
+    The first of 5 layers is computed at 2 ns, and the link takes 64 ns from then on.
+    """
     result = serve([ask("a", prompt=4, output=2)], layers=5)
     assert times(result, "a") == (10, 2 + 64 + 10)
 
 
 def test_the_last_layer_follows_the_prefill():
-    """A block that takes 5 ns on the link is there 1 ns after the step: its last layer."""
+    """On a fast link only the last layer moves after the prefill, here for 1 ns."""
     result = serve([ask("a", prompt=4, output=2)], f"{ONE},bandwidth=12.8GB", layers=5)
     assert times(result, "a") == (10, 10 + 1 + 10)
 
 
 def test_chunks_move_while_the_next_is_computed():
-    """Of 3 blocks, computed one a step, all but the last are sent before the end."""
+    """The blocks of a chunk move while the next chunk is computed, unless `overlap=whole`."""
     requests = [ask("a", prompt=12, output=2)]
     limits = {"max_tokens": 4, "max_seqs": 1, "layers": 1}
     fast = serve(requests, f"{ONE},bandwidth=8GB", **limits)
@@ -57,13 +60,13 @@ def test_chunks_move_while_the_next_is_computed():
 
 
 def test_latency_comes_after_the_transfer():
-    """One block, 64 ns on the link and 100 ns of latency."""
+    """The link's latency is added to the time of the transfer."""
     split = "prefill=1,decode=1,latency=100ns,bandwidth=1GB,overlap=whole"
     assert times(serve([ask("a", prompt=4, output=2)], split), "a") == (10, 10 + 164 + 10)
 
 
 def test_transfers_take_their_turn_on_a_link():
-    """Two prompts of one step, one block each: the second waits for the first."""
+    """A second transfer on a link waits for the first."""
     requests = [ask(name, prompt=4, output=2) for name in "ab"]
     result = serve(requests, f"{SLOW},overlap=whole")
     assert sorted(times(result, name)[1] for name in "ab") == [84, 148]
@@ -71,14 +74,14 @@ def test_transfers_take_their_turn_on_a_link():
 
 
 def test_links_of_two_replicas_do_not_wait_for_each_other():
-    """Two of each: with links of their own both requests end at once."""
+    """Transfers on links of different replicas run at the same time."""
     requests = [ask(name, prompt=4, output=2) for name in "ab"]
     result = serve(requests, "prefill=2,decode=2,latency=0s,bandwidth=1GB,overlap=whole")
     assert [times(result, name)[1] for name in "ab"] == [84, 84]
 
 
 def test_blocks_that_are_there_are_not_moved_again():
-    """The second request shares two blocks: only its last one moves, and it hits 8 tokens."""
+    """Blocks that the decode replica already caches are reused, not moved."""
     shared = {"prompt": 12, "output": 2}
     requests = [ask("a", 0, **shared, keys="abc"), ask("b", 1000, **shared, keys="abd")]
     result = serve(requests)
@@ -91,7 +94,7 @@ def test_blocks_that_are_there_are_not_moved_again():
 
 
 def test_hits_count_once_where_a_prompt_is_prefilled():
-    """The decode replica's lookups are no hits and no misses."""
+    """Hits count only where a prompt is prefilled, not at the decode replica."""
     requests = [
         ask(name, at, prompt=8, output=2, keys="ab") for name, at in (("a", 0), ("b", 500))
     ]
@@ -100,21 +103,21 @@ def test_hits_count_once_where_a_prompt_is_prefilled():
 
 
 def test_one_token_needs_no_decode_replica():
-    """It ends where it is prefilled."""
+    """A request of one output token ends at its prefill replica."""
     result = serve([ask("a", prompt=4, output=1)])
     assert list(result.replica) == [0]
     assert not result.phases.transfers.ids
 
 
 def test_the_gap_is_between_the_first_two_tokens():
-    """ITL has the transfer: 64 ns and a step, then a step."""
+    """The time between the first two tokens includes the transfer."""
     result = serve([ask("a", prompt=4, output=3)], f"{SLOW},overlap=whole")
     assert list(result.log.tpot()) == [(74 + 10) * 1000 // 2]
     assert result.summary()["phases"]["gap_s"] == pytest.approx(64e-9)
 
 
 def test_a_full_decode_replica_holds_the_prefill_back():
-    """With 4 blocks each, a second prompt of 3 waits on both sides until the first ends."""
+    """A prefill waits until the decode replica has blocks for its prompt."""
     requests = [ask(name, prompt=12, output=4) for name in "abc"]
     result = serve(requests, f"{SLOW},overlap=whole", blocks=4)
     opened, done = result.phases.transfers.opened, result.phases.transfers.done
@@ -126,7 +129,7 @@ def test_a_full_decode_replica_holds_the_prefill_back():
 
 
 def test_preempted_decodes_compute_their_text_there():
-    """Two sequences that outgrow the pool: one is computed again, and moves once."""
+    """A preempted decode is recomputed at its replica, and its K/V is not moved again."""
     requests = [ask(name, prompt=8, output=10) for name in "ab"]
     result = serve(requests, SLOW, blocks=6)
     assert sum(result.log.recomputes) > 0
@@ -134,7 +137,7 @@ def test_preempted_decodes_compute_their_text_there():
 
 
 def test_a_prompt_too_long_for_the_decode_pool_is_rejected():
-    """Its prefill fits, its output does not: one row, rejected, and nothing is left."""
+    """A request whose output does not fit the decode pool is rejected once."""
     result = serve([ask("a", prompt=8, output=20), ask("b", prompt=8, output=4)], blocks=4)
     log = result.log
     assert sorted(log.ids) == ["a", "b"]
@@ -142,14 +145,14 @@ def test_a_prompt_too_long_for_the_decode_pool_is_rejected():
 
 
 class Refuses(Longest):
-    """A router that turns all away."""
+    """A router that refuses every request."""
 
     def route(self, request, replicas, now):
-        """Return nothing."""
+        """Return no replica."""
 
 
 def test_the_router_of_the_decode_pool_may_refuse():
-    """The prefill replica lets go of its blocks."""
+    """A request that the decode router refuses is rejected with that reason."""
     result = serve([ask("a", prompt=8, output=4)], decode_router=Refuses())
     assert set(result.log.reasons.values()) == {"the router refused it"}
 
@@ -158,7 +161,7 @@ def test_the_router_of_the_decode_pool_may_refuse():
 @pytest.mark.parametrize("replica", [0, 2])
 @pytest.mark.parametrize("at", ["5ns", "40ns", "150ns"])
 def test_requests_of_a_replica_that_fails_are_served_again(overlap, replica, at):
-    """While it prefills, moves or decodes: each ends once, elsewhere."""
+    """Requests of a failed replica are served again, whichever phase they are in."""
     requests = [ask(name, prompt=8, output=9) for name in "abcd"]
     split = f"prefill=2,decode=2,latency=0s,bandwidth=1GB,overlap={overlap}"
     result = serve(requests, split, failures=[f"replica={replica},at={at}"])
@@ -167,7 +170,7 @@ def test_requests_of_a_replica_that_fails_are_served_again(overlap, replica, at)
 
 
 def test_what_was_rejected_is_not_served_again():
-    """Its prefill fails after the decode replica has rejected it: one row, no retry."""
+    """A request that the decode pool has rejected is not retried when its prefill fails."""
     requests = [ask("a", prompt=12, output=20)]
     failures = ["replica=0,at=15ns,for=1ns"]
     limits = {"max_tokens": 4, "max_seqs": 1}
@@ -178,7 +181,7 @@ def test_what_was_rejected_is_not_served_again():
 
 
 def test_a_request_begins_again_where_it_was_prefilled():
-    """Its decode replica fails after the transfer: it hits where it was prefilled before."""
+    """After its decode replica has failed, a request returns to its prefill replica."""
     run = serve_cluster(
         [ask("a", prompt=8, output=20, keys=(1, 2))],
         split=f"{SLOW},overlap=whole",
@@ -195,7 +198,7 @@ def test_a_request_begins_again_where_it_was_prefilled():
 
 
 def test_a_scheduler_with_a_queue_of_its_own_hears_of_what_is_given_up():
-    """A request that waits to decode where its prefill is lost is no longer planned there."""
+    """After a failed prefill, the decode scheduler no longer plans the lost request."""
     requests = [ask(name, prompt=12, output=9, tenant=name) for name in "abcd"]
     split = "prefill=2,decode=1,latency=0s,bandwidth=1GB"
     limits = {"max_tokens": 4, "max_seqs": 1}
@@ -205,16 +208,16 @@ def test_a_scheduler_with_a_queue_of_its_own_hears_of_what_is_given_up():
 
 
 def test_usage_is_that_of_the_moment_a_request_is_routed():
-    """A decode replica that is jumping is seen with the blocks that it has taken by then."""
+    """The router is given a decode replica's usage at the time of routing, even in a jump."""
     seen = Longest()
     requests = [ask("a", prompt=4, output=30), ask("b", 200, prompt=4, output=2)]
     serve(requests, f"{ONE},bandwidth=1GB", decode_router=seen, blocks=20)
-    # It decodes from 66 on: at 200 the 14th slot beside those of the prompt is taken.
+    # It decodes from 66 ns on: at 200 ns the 14th token slot after the prompt is in use.
     assert seen.saw["b"] == [(200, [(1, 0, 5 / 20)])]
 
 
 def test_a_pool_that_is_down_is_waited_for():
-    """The decode replica returns at 500: its requests go on then."""
+    """Requests wait for a decode replica that is down and returns."""
     split = f"{SLOW},overlap=whole"
     result = serve(
         [ask("a", prompt=4, output=2)], split, failures=["replica=1,at=0s,for=500ns"]
@@ -223,13 +226,13 @@ def test_a_pool_that_is_down_is_waited_for():
 
 
 def test_without_a_decode_replica_requests_are_refused():
-    """It does not return: each is refused after its prefill."""
+    """If all decode replicas have failed for good, requests are rejected after prefill."""
     result = serve([ask("a", prompt=4, output=2)], failures=["replica=1,at=0s"])
     assert list(result.log.reasons.values()) == ["all replicas that decode have failed"]
 
 
 def test_what_waits_for_blocks_of_the_refused_runs():
-    """The decode replica fails for good while K/V moves: the next prefill has room then."""
+    """A prefill that waits for blocks runs after the requests that hold them are rejected."""
     requests = [ask(name, prompt=12, output=2) for name in "ab"]
     result = serve(requests, f"{SLOW},overlap=whole", blocks=4, failures=["replica=1,at=20ns"])
     assert sorted(result.log.ids) == ["a", "b"]
@@ -237,7 +240,7 @@ def test_what_waits_for_blocks_of_the_refused_runs():
 
 
 def test_a_mixed_replica_is_borrowed_for_a_long_queue():
-    """Two prompts wait at the prefill replica: a third runs whole at the mixed one."""
+    """Behind a long prefill queue a request runs entirely at a mixed replica."""
     requests = [ask(name, prompt=8, output=3) for name in "abc"]
     split = "prefill=1,decode=1,mixed=1,queue=16,latency=0s"
     result = serve(requests, split)
@@ -245,7 +248,7 @@ def test_a_mixed_replica_is_borrowed_for_a_long_queue():
 
 
 def test_a_mixed_replica_is_borrowed_for_a_full_memory():
-    """The decode replica has 9 of 10 blocks in use: the next request goes to the mixed one."""
+    """With an almost full decode replica, a request runs there or at the mixed one."""
     requests = [ask("a", prompt=36, output=4), ask("b", 100, prompt=4, output=4)]
     result = serve(
         requests, "prefill=1,decode=1,mixed=1,latency=0s,overlap=whole", blocks=10, max_seqs=2
@@ -266,13 +269,13 @@ def test_a_mixed_replica_is_borrowed_for_a_full_memory():
     ],
 )
 def test_refuses(text, reason):
-    """What cannot be is named."""
+    """An impossible split raises InputError that names the fault."""
     with pytest.raises(InputError, match=reason):
         Split.parse(text)
 
 
 def test_text_and_back():
-    """The text of a split reads as the same."""
+    """The text of a split is parsed as an equal split."""
     split = Split.parse("prefill=4,decode=2,bandwidth=25GB/s,latency=5us,overlap=whole,mixed=1")
     assert split.bandwidth == 25_000_000_000
     assert Split.parse(str(split)) == split

@@ -1,4 +1,4 @@
-"""Plans: what is found, by which tests the limit is told, and how requests are divided."""
+"""Plans: the best fleet, the tests that find its limit, and the split of requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ GPU = "roofline:compute=0.5,bandwidth=0.8,overhead=0.002,layer_overhead=0"
 """A GPU that takes 0.13 s for a prompt of 8 keys."""
 
 ONE = {"tensor_parallel": 1, "latency": GPU, "max_gpus": 1, "tier": "none", "policies": []}
-"""A search among pools of one GPU, in which no policy is tried but the one asked for."""
+"""Options of a search among pools of one GPU that tries no other policies."""
 
 
 @pytest.fixture
 def served(tmp_path):
-    """Return a function that plans for prompts, by their keys, one a second."""
+    """Return a function that plans for prompts, given by keys, at one per second."""
 
     def invoke(prompts, *, gap=1000, output=1, **options):
         rows = (
@@ -50,25 +50,25 @@ def served(tmp_path):
 
 
 def unique():
-    """Return a function that returns a prompt of 8 keys that no other has."""
+    """Return a function that returns a new prompt of 8 keys in each call."""
     fresh = count(1000)
     return lambda: [next(fresh) for _ in range(8)]
 
 
 def blocks(prompts):
-    """Return the blocks of 16 tokens that so many prompts of 8 keys take, and a few more."""
+    """Return the number of 16-token blocks of `prompts` prompts of 8 keys, plus 8."""
     return prompts * 8 * KEY // 16 + 8
 
 
 def test_what_any_fleet_meets_has_no_limit(served):
-    """The smallest pool that holds a request does, and no GPU more than one."""
+    """An SLO that the smallest pool meets has no limit, and takes one replica."""
     found = served([[1, 2]] * 4, slo="ttft=9", blocks=64)
     assert found.limit.verdict == "none" or found.limit.fleet.blocks < 64
     assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=64)
 
 
 def test_the_smallest_pool_is_searched(served):
-    """Two prompts in turn hit from the pool on that holds both, which a full GPU does."""
+    """The best pool is the smallest that meets the SLO, and a smaller one is its limit."""
     one, other = range(8), range(50, 58)
     found = served([[*one], [*other]] * 20, slo="ttft=0.03", percentile=95)
     assert 0.9 * blocks(2) <= found.best.fleet.blocks <= 1.1 * blocks(2)
@@ -77,7 +77,7 @@ def test_the_smallest_pool_is_searched(served):
 
 
 def test_the_limit_is_policy_if_another_one_does(served):
-    """A prompt that comes twice between others is kept by `slru`; LRU lets it go."""
+    """The limit is `policy` if another policy meets the SLO, as `slru` keeps hot prompts."""
     fresh, hot = unique(), [*range(8)]
     prompts = [hot, hot, *(each for _ in range(12) for each in (fresh(), fresh(), hot))]
     options = {"percentile": 30, "blocks": blocks(2)}
@@ -88,7 +88,7 @@ def test_the_limit_is_policy_if_another_one_does(served):
 
 
 def test_the_limit_is_capacity_if_the_optimum_does(served):
-    """Three prompts in turn, room for two: LRU hits nothing, and with foresight half hits."""
+    """The limit is `capacity` if foresight with the same memory meets the SLO."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     limit = served(parts * 12, percentile=40, blocks=blocks(2)).limit
     assert limit.verdict == "capacity"
@@ -97,7 +97,7 @@ def test_the_limit_is_capacity_if_the_optimum_does(served):
 
 
 def test_the_limit_is_capacity_if_only_more_memory_does(served):
-    """What foresight cannot reach, an endless pool may."""
+    """The limit is `capacity` if only an endless pool meets the SLO."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     limit = served(parts * 12, percentile=90, blocks=blocks(2)).limit
     assert limit.verdict == "capacity"
@@ -105,7 +105,7 @@ def test_the_limit_is_capacity_if_only_more_memory_does(served):
 
 
 def test_the_limit_is_content_if_prompts_diverge(served):
-    """No prompt comes twice: nothing hits in any pool, and the prefill alone takes too long."""
+    """The limit is `content` if only hits could meet the SLO, and no prompt repeats."""
     fresh = unique()
     found = served([fresh() for _ in range(20)])
     assert (found.best, found.limit.verdict) == (None, "content")
@@ -113,14 +113,14 @@ def test_the_limit_is_content_if_prompts_diverge(served):
 
 
 def test_the_limit_is_compute_if_no_hit_is_enough(served):
-    """A step takes longer than the SLO leaves, whatever hits."""
+    """The limit is `compute` if a step takes too long even with all blocks cached."""
     found = served([[1, 2, 3]] * 20, slo="ttft=0.001")
     assert (found.best, found.limit.verdict) == (None, "compute")
     assert found.limit.grants["seen"] == 0
 
 
 def test_the_limit_is_compute_if_more_gpus_do(served):
-    """Prompts that diverge are met by more GPUs: no memory makes fewer do."""
+    """The limit is `compute` if diverging prompts are met only by more GPUs."""
     fresh = unique()
     prompts = [fresh() for _ in range(40)]
     found = served(prompts, gap=100, slo="ttft=0.2", max_gpus=8, percentile=75)
@@ -130,7 +130,7 @@ def test_the_limit_is_compute_if_more_gpus_do(served):
 
 
 def test_host_ram_stands_in_for_replicas(served):
-    """What a pool does not hold is loaded from the host, and one replica is enough."""
+    """Host memory for evicted blocks makes one replica suffice, and is sized to the data."""
     parts = [[100 * n + key for key in range(8)] for n in range(6)]
     options = {"percentile": 80, "blocks": blocks(2), "max_gpus": 32}
     bare = served(parts * 6, **options).best.fleet
@@ -141,7 +141,7 @@ def test_host_ram_stands_in_for_replicas(served):
 
 
 def test_other_tiers_stay_as_they_are(served):
-    """A disk is no host RAM: it is there in every fleet, and nothing of it is searched."""
+    """A disk tier is part of every fleet, and its size is not searched."""
     parts = [[100 * n + key for key in range(8)] for n in range(6)]
     tier = "disk:path=kv,memory=64GiB,read_bandwidth=500GB,write_bandwidth=500GB"
     found = served(parts * 8, percentile=80, blocks=blocks(2), tier=tier).best.fleet
@@ -149,13 +149,13 @@ def test_other_tiers_stay_as_they_are(served):
 
 
 def test_every_number_of_replicas_that_is_asked_for_is_told(served):
-    """Also those that are more than it takes."""
+    """A plan has an option for each number of replicas that was requested."""
     found = served([[1, 2]] * 8, slo="ttft=9", replicas=[3, 1], max_gpus=4)
     assert sorted(option.fleet.replicas for option in found.options) == [1, 3]
 
 
 def test_a_plan_is_the_same_from_its_journal(served, tmp_path):
-    """Nothing is simulated again, and a part of the journal is a part of the work."""
+    """A plan resumed from its journal, or from a part of it, is the same."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     options = {"percentile": 40, "blocks": blocks(2), "journal": tmp_path / "journal"}
     first = served(parts * 12, **options)
@@ -168,7 +168,7 @@ def test_a_plan_is_the_same_from_its_journal(served, tmp_path):
 
 
 def test_progress_reaches_its_end(served):
-    """Simulations that are not needed count as done in the end, and none counts twice."""
+    """The ticks of progress are never negative, and add up to the total."""
     told = []
 
     def progress(_, total):
@@ -182,7 +182,7 @@ def test_progress_reaches_its_end(served):
 
 
 class _Telling:
-    """A context that gives a tick which notes what it is called with."""
+    """A progress context whose tick records the number it is called with."""
 
     def __init__(self, told):
         self._told = told
@@ -217,13 +217,13 @@ class _Telling:
     ],
 )
 def test_what_cannot_be_planned_is_refused(served, options, fault):
-    """By what is wrong with it."""
+    """An option that cannot be planned raises InputError with its name."""
     with pytest.raises(InputError, match=fault):
         served([[1, 2]], **options)
 
 
 def test_steps_verify_drafts(served):
-    """With a drafter requests end sooner, as in a simulation of one server."""
+    """A good drafter more than halves the mean time per output token."""
     prompts = [each() for each in [unique()] * 10]
     options = {"slo": "ttft=10", "blocks": blocks(10)}
     plain, drafted = (
@@ -234,7 +234,7 @@ def test_steps_verify_drafts(served):
 
 
 def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
-    """The verdict goes by the others."""
+    """A policy that cannot be built is skipped with a note."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     found = served(
         parts * 12, percentile=40, blocks=blocks(2), policies=[("eviction", "nothing")]
@@ -244,17 +244,17 @@ def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
 
 
 def test_a_simulation_that_fails_ends_the_search(served, monkeypatch):
-    """Its fleet is named, and why."""
+    """A failed simulation raises PluginError with its fleet and the error."""
     monkeypatch.setattr("kvcore.analysis.fleet.Traffic.split", lambda *_: 1 / 0)
     with pytest.raises(PluginError, match="1 x 1 GPUs could not be simulated: ZeroDivision"):
         served([[1, 2]])
 
 
-# How requests are divided.
+# The division of requests among replicas.
 
 
 class Requests(Workload):
-    """Requests as they are."""
+    """A workload of given requests."""
 
     name = "requests"
     key_tokens = 4
@@ -263,19 +263,19 @@ class Requests(Workload):
         self.requests = requests
 
     def __iter__(self):
-        """Yield them."""
+        """Yield the requests."""
         return iter(self.requests)
 
 
 def asked(number, keys, session=None):
-    """Return a request."""
+    """Return a request of the given keys."""
     return Request(
         id=number, prompt_tokens=4 * len(keys), keys=keys, key_tokens=4, session=session
     )
 
 
 def test_a_workload_that_is_no_plugin_is_planned_for():
-    """The instance itself is simulated, not a plugin of its name, and each by itself."""
+    """Workload instances are simulated as they are, even with the name of a plugin."""
 
     def traffic(count):
         return Requests(
@@ -293,7 +293,7 @@ def test_a_workload_that_is_no_plugin_is_planned_for():
 
 
 def test_sessions_stay_together_whatever_their_prompts():
-    """All requests of one go to one replica."""
+    """All requests of a session go to one replica."""
     requests = [asked(n, [10 * n, 10 * n + 1], f"s{n % 5}") for n in range(40)]
     for part in Traffic.of(Requests(requests)).split(3):
         for each in {request.session for request in part}:
@@ -301,7 +301,7 @@ def test_sessions_stay_together_whatever_their_prompts():
 
 
 def test_a_common_first_key_keeps_nothing_together():
-    """Conversations below one system prompt are divided; those of one conversation stay."""
+    """Conversations with a common first key are divided; each stays on one replica."""
     requests = [asked(n, [0, 100 + n % 10, 200 + n]) for n in range(100)]
     parts = Traffic.of(Requests(requests)).split(4)
     assert len(parts) > 1
@@ -310,13 +310,13 @@ def test_a_common_first_key_keeps_nothing_together():
 
 
 def test_requests_without_keys_are_spread():
-    """Each is on its own."""
+    """Requests without keys are spread evenly over replicas."""
     parts = Traffic.of(Requests([asked(n, []) for n in range(200)])).split(4)
     assert [30 < len(part) < 70 for part in parts] == [True] * 4
 
 
 def test_one_replica_more_moves_groups_to_itself_alone():
-    """A consistent hash: about one in n of them moves."""
+    """One more replica takes about 1/n of the groups, and no others move."""
     draw = Random(1)
     groups = [draw.getrandbits(64) for _ in range(2000)]
     for replicas in (1, 2, 7):
@@ -328,7 +328,7 @@ def test_one_replica_more_moves_groups_to_itself_alone():
 
 @pytest.mark.parametrize("pool", [3, 7, 12, 40])
 def test_foresight_hits_what_belady_does(pool):
-    """One request at a time, it is the rule itself, block for block."""
+    """In a serial replay `Foresight` hits as many blocks as the optimum."""
     draw = Random(pool)
     prompts = [[0, *(10 * draw.randrange(6) + n for n in range(1, 5))] for _ in range(80)]
     prompts = [[str(keys[: n + 1]) for n in range(5)] for keys in prompts]
@@ -341,15 +341,15 @@ def test_foresight_hits_what_belady_does(pool):
 
 
 class Lossy:
-    """An executor that takes tasks and has no outcomes."""
+    """An executor that takes tasks and yields no outcomes."""
 
     def run(self, tasks):
-        """Take one, and end."""
+        """Take one task and yield nothing."""
         tasks.popleft()
         yield from ()
 
 
 def test_an_executor_that_loses_tasks_is_named():
-    """Without the outcomes of all fleets there is no plan."""
+    """An executor without an outcome for each task raises PluginError with its name."""
     with pytest.raises(PluginError, match="Lossy: it ended without an outcome for each task"):
         search("zipf:requests=20,rate=4", slo="ttft=0.2", executor=Lossy(), **ONE)

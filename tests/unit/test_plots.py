@@ -1,4 +1,4 @@
-"""Plots of traces and results: what is drawn, said and refused, by the texts of an SVG."""
+"""Plots of traces and results: the texts in their SVG, and their errors."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ TRACED = {"occupancy": plots.occupancy, "hits": plots.hits, "timeline": plots.ti
 
 
 def texts(svg):
-    """Return the texts of an SVG, which are comments of their outlines."""
+    """Return the texts of an SVG, which are in comments."""
     return set(re.findall("<!-- (.*?) -->", svg.decode(), re.DOTALL))
 
 
 def drawn(draw, *given):
-    """Return the texts of a plot."""
+    """Return the texts of a plot drawn as SVG."""
     return texts(draw(*given, "svg"))
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """Return the timeline of a small server: a pause, a recompute, and a rejection."""
+    """Return the timeline of a small server with a pause, a recompute and a rejection."""
     return Timeline.read(traces.serve(tmp_path_factory.mktemp("served") / "run.jsonl"))
 
 
@@ -48,14 +48,14 @@ def result():
 
 @pytest.mark.parametrize("draw", TRACED.values(), ids=TRACED)
 def test_a_png(draw, served):
-    """It is one, and the same whenever it is drawn."""
+    """A plot is a PNG, with the same bytes in each call."""
     picture = draw(served, "png")
     assert picture.startswith(b"\x89PNG")
     assert picture == draw(served, "png")
 
 
 def test_occupancy(served):
-    """Blocks by what holds them, and the most requests that wait and run."""
+    """The occupancy plot shows blocks by use, and the peaks of waiting and running requests."""
     found = drawn(plots.occupancy, served)
     assert {"private", "cached", "free", "blocks of 4 tokens"} <= found
     assert {"running (at most 1)", "waiting (at most 1)", "time, ns"} <= found
@@ -64,7 +64,7 @@ def test_occupancy(served):
 
 
 def test_hits(tmp_path):
-    """Both ratios are labelled with what they are in the end."""
+    """The hits plot labels both ratios with their last values."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
         for now in range(100):
@@ -77,14 +77,14 @@ def test_hits(tmp_path):
 
 
 def test_rows_of_requests(served):
-    """Few requests have names, and marks for what happened to them."""
+    """A timeline of few requests has a row and a name for each, with marks of its events."""
     found = drawn(plots.timeline, served)
     assert {"long", "short", "huge"} <= found
     assert {"prefill", "decode", "preemption", "first token", "rejected"} <= found
 
 
 def test_many_requests_are_counted(served, monkeypatch):
-    """There is no room for rows; the plot says that it counts."""
+    """A timeline of many requests has counts instead of rows."""
     monkeypatch.setattr(plots, "ROWS", 3)
     found = drawn(plots.timeline, served)
     assert any("too many for rows" in text for text in found)
@@ -93,7 +93,7 @@ def test_many_requests_are_counted(served, monkeypatch):
 
 
 def test_counts_of_phases_add_up(served, monkeypatch):
-    """Means of the bins times their width are the time that requests spent in each phase."""
+    """The mean counts of a phase, times the width of their bins, are the time spent in it."""
     monkeypatch.setattr(plots, "BINS", 7)
     span = served.end - served.begin
     for kind, means in plots._means(served, served.begin, span).items():
@@ -106,7 +106,7 @@ def test_counts_of_phases_add_up(served, monkeypatch):
 
 
 def test_ages(tmp_path):
-    """Each distribution has its median, its 99th percentile, and how many blocks it is of."""
+    """Each distribution of ages has its median, its 99th percentile and its blocks."""
     file = traces.record(tmp_path / "run.jsonl")
     residency = rebuild_residency(file)
     found = drawn(plots.ages, residency, Timeline.read(file).header)
@@ -117,7 +117,7 @@ def test_ages(tmp_path):
 
 @pytest.mark.parametrize("draw", TRACED.values(), ids=TRACED)
 def test_without_requests(draw, tmp_path):
-    """An empty pool is drawn, and elsewhere that there is nothing."""
+    """Plots of a trace without requests show an empty pool or a sentence."""
     with Trace(tmp_path / "run.jsonl") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
     found = drawn(draw, Timeline.read(tmp_path / "run.jsonl"))
@@ -125,7 +125,7 @@ def test_without_requests(draw, tmp_path):
 
 
 def test_ages_of_nothing(tmp_path):
-    """Without hits and evictions there are no ages."""
+    """The ages plot of a trace without hits or evictions is a sentence."""
     with Trace(tmp_path / "run.jsonl") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
     header = {**traces.CACHE, "kvcore": "1", "mode": "untimed"}
@@ -134,7 +134,7 @@ def test_ages_of_nothing(tmp_path):
 
 
 def test_a_cut_trace_says_so(tmp_path):
-    """What is drawn is not taken for the whole run."""
+    """The plot of an incomplete trace says that it is incomplete."""
     file = traces.serve(tmp_path / "run.jsonl")
     file.write_bytes(file.read_bytes()[:-400])
     found = drawn(plots.occupancy, Timeline.read(file))
@@ -143,7 +143,7 @@ def test_a_cut_trace_says_so(tmp_path):
 
 @pytest.mark.parametrize("name", ["$x$ \\frac{", "<script>", "\x1b[31m\u202e", "漢字", "-->"])
 def test_texts_of_a_trace_are_drawn_as_they_are(name, tmp_path):
-    """They are no formulas, no markup and no controls."""
+    """Ids in a trace are drawn as plain text: no formulas, markup or controls."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
         seq = cache.open(traces.ask(name, "ab"), None, 1)
@@ -157,7 +157,7 @@ def test_texts_of_a_trace_are_drawn_as_they_are(name, tmp_path):
 
 
 def test_long_names_leave_room_for_the_plot(served):
-    """The title has a part of a name that is too long for it, the caption some lines."""
+    """A long name is cut in the title, and the caption has a bounded number of lines."""
     header = orjson.loads(orjson.dumps(served.header))
     header["workload"] = {"name": 500 * "L", "options": {"path": 5000 * "x"}}
     found = drawn(plots.occupancy, attrs.evolve(served, header=header))
@@ -166,7 +166,7 @@ def test_long_names_leave_room_for_the_plot(served):
 
 
 def test_no_clock_no_timeline_and_no_latency(tmp_path):
-    """The errors say what has them."""
+    """A trace without a clock raises InputError for a timeline and for latencies."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
         cache.close(cache.open(traces.ask("a", "ab"), None, 1), 1)
@@ -188,14 +188,17 @@ def test_requests_that_were_all_rejected_have_no_timeline(tmp_path):
 
 
 def test_latency(served):
-    """Percentiles are labelled, and stand on the distribution."""
+    """The latency plot has the percentiles of the queue, TTFT and end-to-end times."""
     found = drawn(plots.latency, plots.Latencies.of(served))
     assert {"queue, 3 requests", "TTFT, 2 requests", "E2E, 3 requests"} <= found
     assert {"p50 1 ns", "p99 9 ns"} <= found
 
 
 def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
-    """So has the result as it was written; the gaps between tokens are in results alone."""
+    """A trace and its result, also read from files, have the same latencies.
+
+    Only results have the gaps between tokens.
+    """
     file, out = tmp_path / "run.jsonl", tmp_path / "out"
     result = simulate("zipf:requests=60,prefixes=4,rate=40", slo="ttft=0.5", trace=file)
     result.write(out)
@@ -210,7 +213,7 @@ def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
 
 
 def test_an_slo_that_is_far_off_is_said(served):
-    """It has no room on the axis, and no line."""
+    """An SLO outside of the axis is a label, not a line."""
     found = plots.Latencies.of(served)
     for limit, told in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
         texts = drawn(plots.latency, attrs.evolve(found, expected={"E2E": limit}))
@@ -218,7 +221,7 @@ def test_an_slo_that_is_far_off_is_said(served):
 
 
 def test_latency_of_what_was_never_admitted(tmp_path):
-    """There is nothing to draw."""
+    """The latency plot without an admitted request is a sentence."""
     with Trace(tmp_path / "run.jsonl", mode="model") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
         trace.request(traces.ask("huge", "h", 99), 0)
@@ -231,7 +234,7 @@ def test_latency_of_what_was_never_admitted(tmp_path):
     ("summary", "requests"), [(None, ""), ("{", ""), ("{}", ""), ("[]", "{}"), ("{}", "{")]
 )
 def test_a_folder_that_is_no_result(summary, requests, tmp_path):
-    """It is named, whatever is wrong in it."""
+    """A folder that holds no valid result raises InputError with its name."""
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
         (tmp_path / "requests.jsonl").write_text(requests)
@@ -240,7 +243,7 @@ def test_a_folder_that_is_no_result(summary, requests, tmp_path):
 
 
 def test_without_matplotlib(served, monkeypatch):
-    """The error says what to install."""
+    """Without matplotlib a plot raises PluginError that names the package to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"a plot needs matplotlib .*'kvcore\[lab\]'"):
         plots.occupancy(served, "png")
@@ -248,7 +251,7 @@ def test_without_matplotlib(served, monkeypatch):
 
 @given(st.floats(1e-9, 1e6), st.floats(1.15, 1e5))
 def test_a_logarithmic_axis_has_ticks(low, ratio):
-    """Several, all on it, however short it is."""
+    """A logarithmic axis has at least two ticks, sorted, and all on the axis."""
     ticks = log_ticks(low, low * ratio)
     assert len(ticks) > 1
     assert ticks == sorted(ticks)
@@ -256,7 +259,7 @@ def test_a_logarithmic_axis_has_ticks(low, ratio):
 
 
 def test_a_window_without_lookups_at_any_point_has_no_line(tmp_path):
-    """The hits since the start are drawn alone."""
+    """A window in which no point has lookups has no line, only the hits since the start."""
     times = [0, *[1] * 100, 3000, 4000]
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)

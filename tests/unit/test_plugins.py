@@ -1,4 +1,4 @@
-"""Looking plugins up, and building them: everything here is registered in code."""
+"""Looking plugins up and building them, with plugins that are registered in code."""
 
 from __future__ import annotations
 
@@ -17,47 +17,47 @@ from kvcore.workloads import Workload
 
 @attrs.define(slots=False, eq=False)
 class Oldest(EvictionPolicy):
-    """An eviction policy with an option, never asked for a victim."""
+    """An eviction policy with an option, which has no victim."""
 
     name = "oldest"
     patience: float = attrs.field(default=1.5, validator=attrs.validators.gt(0))
 
     def victim(self, now):
-        """Find no victim."""
+        """Raise LookupError."""
         raise LookupError(now)
 
 
 class Newest(Oldest):
-    """Another one."""
+    """A second policy."""
 
     name = "newest"
 
 
 class NeedsGpu(Oldest):
-    """One that cannot work here."""
+    """A policy that cannot work here."""
 
     name = "needs-gpu"
 
     @classmethod
     def unavailable(cls):
-        """Say that it cannot work."""
+        """Return the reason."""
         return "there is no GPU"
 
 
 class CannotTell(Oldest):
-    """One that breaks when it is asked whether it can work here."""
+    """A policy whose `unavailable` raises."""
 
     name = "cannot-tell"
 
     @classmethod
     def unavailable(cls):
-        """Break."""
+        """Raise RuntimeError."""
         msg = "driver too old"
         raise RuntimeError(msg)
 
 
 class Twin(Oldest):
-    """One that inherits its name."""
+    """A policy that inherits its name."""
 
 
 class Requests(Workload):
@@ -68,7 +68,7 @@ class Requests(Workload):
     digest = "0"
 
     def __iter__(self):
-        """Yield nothing."""
+        """Yield no requests."""
         return iter(())
 
 
@@ -93,7 +93,7 @@ def implement(value):
 
 
 def evictions(*classes):
-    """Return plugins of which `classes` are the eviction policies."""
+    """Return plugins with `classes` as the only eviction policies."""
     return Plugins([module(kvcore_eviction_policies=list(classes))], entry_points=())
 
 
@@ -106,7 +106,7 @@ def error(kind, call, *arguments):
 
 
 def test_names_are_sorted():
-    """Names come sorted, whatever the order of registration."""
+    """Names are sorted, whatever the order of registration."""
     assert evictions(Oldest, NeedsGpu, Newest).names("eviction") == [
         "needs-gpu",
         "newest",
@@ -139,26 +139,26 @@ def test_a_hook_runs_once_and_only_when_its_kind_is_asked_for():
 
 
 def test_the_same_object_twice_is_registered_once():
-    """Registering what is registered already changes nothing."""
+    """Registering an object a second time changes nothing."""
     hooks = module(kvcore_eviction_policies=[Oldest])
     assert Plugins([hooks, hooks], entry_points=()).names("eviction") == ["oldest"]
 
 
 def test_build_takes_text_with_options():
-    """A text's options arrive converted."""
+    """Options in text are converted to their types."""
     assert evictions(Oldest).build("eviction", "oldest:patience=3").options() == {
         "patience": 3.0
     }
 
 
 def test_build_takes_a_parsed_spec():
-    """What was parsed before can be built."""
+    """A parsed `Spec` can be built."""
     spec = Spec("oldest", {"patience": "3"})
     assert evictions(Oldest).build("eviction", spec).patience == 3.0
 
 
 def test_build_many_builds_each_piece():
-    """A list of names with options gives one instance a name, in order."""
+    """A list of names with options is built in order, one instance for each."""
     built = evictions(Oldest, Newest).build_many("eviction", "newest,oldest:patience=2,newest")
     assert [(p.name, p.patience) for p in built] == [
         ("newest", 1.5),
@@ -168,20 +168,20 @@ def test_build_many_builds_each_piece():
 
 
 def test_build_many_gives_separate_instances():
-    """A name given twice is built twice: an instance serves one cache."""
+    """A name given twice makes two instances, since an instance serves one cache."""
     first, second = evictions(Oldest).build_many("eviction", "oldest,oldest")
     assert first is not second
 
 
 def test_build_refuses_several():
-    """One plugin means one."""
+    """Several names, where one plugin is needed, raise InputError."""
     assert error(InputError, evictions(Oldest).build, "eviction", "oldest,oldest") == (
         "'oldest,oldest' names 2 eviction plugins where one is needed"
     )
 
 
 def test_unknown_name_offers_the_nearest_and_the_list():
-    """A misspelled name's error has the likely one, and all."""
+    """A misspelled name raises InputError with the nearest name and all names."""
     assert error(InputError, evictions(Oldest, Newest).get, "eviction", "oldset") == (
         "no eviction plugin is named 'oldset' (did you mean 'oldest'?). "
         "There are: newest, oldest"
@@ -189,7 +189,7 @@ def test_unknown_name_offers_the_nearest_and_the_list():
 
 
 def test_the_optimum_is_no_plugin():
-    """The bound that comparisons know by name is told from a name that is unknown."""
+    """The error of `optimum` explains that it is a bound, not a policy."""
     assert error(InputError, evictions(Oldest).build, "eviction", "optimum") == (
         "no eviction plugin is named 'optimum': it is no policy but a bound, and comparisons "
         "alone know it. There are: oldest"
@@ -197,14 +197,14 @@ def test_the_optimum_is_no_plugin():
 
 
 def test_unknown_name_when_there_are_none():
-    """A kind without plugins says so."""
+    """An unknown name in a kind without plugins raises InputError that lists none."""
     assert error(InputError, evictions(Oldest).get, "workload", "zipf") == (
         "no workload plugin is named 'zipf'. There are none"
     )
 
 
 def test_unknown_kind_offers_the_nearest_and_the_list():
-    """A misspelled kind's error has the likely one, and all."""
+    """A misspelled kind raises InputError with the nearest kind and all kinds."""
     assert error(InputError, evictions().names, "evicton") == (
         "'evicton' is no kind of plugin (did you mean 'eviction'?). "
         f"The kinds are: {', '.join(KINDS)}"
@@ -212,13 +212,13 @@ def test_unknown_kind_offers_the_nearest_and_the_list():
 
 
 def test_unusable_plugin_is_listed_with_its_reason():
-    """What cannot work here is listed all the same, and says why."""
+    """A plugin that cannot work here is listed with its reason."""
     (info,) = evictions(NeedsGpu).listing()
     assert (info.name, info.usable, info.reason) == ("needs-gpu", False, "there is no GPU")
 
 
 def test_usable_plugin_is_listed_without_a_reason():
-    """A listing says what a plugin is, and that nothing is in its way."""
+    """A plugin that can work here is listed as usable, without a reason."""
     (info,) = evictions(Oldest).listing()
     assert attrs.asdict(info) == {
         "kind": "eviction",
@@ -232,7 +232,7 @@ def test_usable_plugin_is_listed_without_a_reason():
 
 
 def test_listing_is_by_kind_and_name():
-    """The listing's order does not depend on the order of registration."""
+    """The listing is sorted by kind and name."""
     hooks = module(kvcore_workloads=[Requests], kvcore_eviction_policies=[Oldest, Newest])
     infos = Plugins([hooks], entry_points=()).listing()
     assert [(i.kind, i.name) for i in infos] == [
@@ -243,14 +243,14 @@ def test_listing_is_by_kind_and_name():
 
 
 def test_building_an_unusable_plugin_gives_its_reason():
-    """Building what cannot work here fails with the reason the listing gives."""
+    """Building a plugin that cannot work here raises PluginError with the reason."""
     assert error(PluginError, evictions(NeedsGpu).build, "eviction", "needs-gpu") == (
         "eviction plugin 'needs-gpu' cannot work here: there is no GPU"
     )
 
 
 def test_a_plugin_that_cannot_say_whether_it_works_is_unusable():
-    """A raising `unavailable` is reported where its reason would be."""
+    """An error in `unavailable` is the reason of the plugin in the listing."""
     (info,) = evictions(CannotTell).listing()
     assert info.reason == (
         f"{__name__}.CannotTell.unavailable raised RuntimeError('driver too old')"
@@ -258,7 +258,7 @@ def test_a_plugin_that_cannot_say_whether_it_works_is_unusable():
 
 
 def test_duplicate_names_name_both_classes():
-    """Two classes of one name are refused, both named with where they are from."""
+    """Two classes of one name raise PluginError with both and their origins."""
     assert error(PluginError, evictions(Oldest, Twin).names, "eviction") == (
         f"two eviction plugins are named 'oldest': {__name__}.Oldest of extra[0] (registered "
         f"in code), and {__name__}.Twin of extra[0] (registered in code); rename one, or skip "
@@ -267,7 +267,7 @@ def test_duplicate_names_name_both_classes():
 
 
 def test_misspelled_hook_offers_the_nearest_and_the_list():
-    """A hook that does not exist is an error with the likely one, and all."""
+    """A misspelled hook raises PluginError with the nearest hook and all hooks."""
     hooks = module(kvcore_eviction_policy=[Oldest])
     assert error(PluginError, lambda: Plugins([hooks], entry_points=())) == (
         "extra[0] (registered in code) implements 'kvcore_eviction_policy', which is no hook "
@@ -277,7 +277,7 @@ def test_misspelled_hook_offers_the_nearest_and_the_list():
 
 
 def test_wrong_hook_argument_names_the_argument():
-    """A hook with an argument it is not given is an error naming hook and argument."""
+    """A hook with an unknown argument raises PluginError with the hook and the argument."""
 
     @hookimpl
     def kvcore_eviction_policies(config):
@@ -292,7 +292,7 @@ def test_wrong_hook_argument_names_the_argument():
 
 
 def test_object_without_hooks_is_refused():
-    """A module that registers nothing is a mistake, and the missing marker is named."""
+    """An object without marked hooks raises PluginError that names the marker."""
 
     def kvcore_eviction_policies():
         return [Oldest]
@@ -321,7 +321,7 @@ BAD_NAME = "a plugin class needs an attribute `name` of letters, digits, `_`, `-
     ids=["class", "nothing", "text", "other-kind", "abstract", "nameless", "odd-name"],
 )
 def test_hook_result_that_is_no_list_of_plugin_classes(value, fault):
-    """A hook's result is checked when it is taken, and the error says what it was."""
+    """A hook that does not return plugin classes raises PluginError with its result."""
     plugins = Plugins([module(kvcore_eviction_policies=value)], entry_points=())
     assert error(PluginError, plugins.names, "eviction") == (
         f"kvcore_eviction_policies of extra[0] (registered in code) returned {fault}"
@@ -329,7 +329,7 @@ def test_hook_result_that_is_no_list_of_plugin_classes(value, fault):
 
 
 def test_hook_that_raises():
-    """A raising hook is reported with its name and what it raised."""
+    """A hook that raises is reported with its name and the error."""
 
     @hookimpl
     def kvcore_workloads():
@@ -343,6 +343,6 @@ def test_hook_that_raises():
 
 
 def test_a_broken_kind_leaves_the_others_usable():
-    """A hook with a bad result spoils the look-ups of its own kind alone."""
+    """A faulty hook breaks only the look-ups of its own kind."""
     hooks = module(kvcore_workloads=None, kvcore_eviction_policies=[Oldest])
     assert Plugins([hooks], entry_points=()).names("eviction") == ["oldest"]

@@ -1,4 +1,4 @@
-"""The plugins that come with kvcore, found as anyone's are: through what is installed."""
+"""The plugins that come with kvcore, found through installed entry points like any others."""
 
 from __future__ import annotations
 
@@ -103,26 +103,26 @@ def test_built_ins_are_found(kind):
 
 
 def test_built_ins_need_nothing_else():
-    """Every built-in but those on tensors works wherever kvcore is installed."""
+    """Every built-in except backends and generators works with kvcore alone."""
     infos = [i for i in Plugins().listing() if i.distribution == "kvcore"]
     plain = [i for i in infos if i.kind not in {"backend", "generator"}]
     assert [i.name for i in plain if not i.usable] == []
 
 
 def test_built_in_modules_are_plugins_of_their_own():
-    """Built-ins live in the package of plugins, not in the core."""
+    """The modules of built-ins are in `kvcore_plugins`, not in the core."""
     infos = [i for i in Plugins().listing() if i.distribution == "kvcore"]
     assert [i.module for i in infos if not i.module.startswith("kvcore_plugins.")] == []
 
 
 @pytest.mark.parametrize(("kind", "name"), [("eviction", "lru"), ("prefix", "radix")])
 def test_default_is_the_class_that_plugins_find(kind, name):
-    """What a cache takes when nothing is said is the plugin of that name."""
+    """The default of a kind is the plugin of that name."""
     assert default(kind, name) is Plugins().get(kind, name)
 
 
 def test_no_hook_is_called_while_a_cache_works(monkeypatch):
-    """Hooks are for looking classes up: 10,000 block operations call none."""
+    """A running cache calls no hook: hooks are only for looking plugins up."""
     plugins = Plugins()
     eviction, prefix = plugins.build("eviction", "lru"), plugins.build("prefix", "radix")
     calls = []

@@ -1,4 +1,4 @@
-"""Plugin classes as people write them: plain, as dataclasses, with attrs, and half-way."""
+"""Plugin classes as people write them: plain, as dataclasses, and with attrs."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from kvcore.plugins.manager import KINDS, base_of
 from kvcore.plugins.options import instantiate, summary
 
 BY_KIND = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tier"])
-"""All kinds but tiers, which have the options of their base besides their own."""
+"""All kinds except tiers, whose base class has options of its own."""
 
 
 def contract(kind):
-    """Return a base class of that kind that defines all it must, but options."""
+    """Return a concrete class of a kind that defines all required methods, but no options."""
     base = base_of(kind)
     must = dict.fromkeys(base.__abstractmethods__)
     return type("Contract", (base,), must | {"name": f"some-{kind}", "__module__": "m"})
 
 
 def plain(kind):
-    """Return a class with a constructor of its own, which does not call the base's."""
+    """Return a class with a constructor that does not call the base's."""
 
     class Plain(contract(kind)):
         def __init__(self, width: int = 4, unit: Literal["s", "ms"] = "s") -> None:
@@ -51,7 +51,7 @@ def data(kind):
 
 
 def checked(kind):
-    """Return a class by attrs, in slots."""
+    """Return an attrs class with slots."""
 
     @attrs.define
     class Checked(contract(kind)):
@@ -68,7 +68,7 @@ BY_STYLE = pytest.mark.parametrize("style", [plain, data, checked])
 @BY_KIND
 @BY_STYLE
 def test_options_are_the_parameters_of_the_constructor(kind, style):
-    """By name, in text and in a description, whatever makes the constructor."""
+    """Options are the constructor's parameters, whatever makes the constructor."""
     cls = style(kind)
     built = instantiate(cls, {"width": "8"})
     assert (built.width, built.unit) == (8, "s")
@@ -86,7 +86,7 @@ def test_options_are_the_parameters_of_the_constructor(kind, style):
 @BY_KIND
 @BY_STYLE
 def test_an_instance_can_be_claimed_once(kind, style):
-    """Although its constructor has set nothing of the base class."""
+    """An instance can be bound once, even if it does not call the base's constructor."""
     built = style(kind)()
     built.bind()
     with pytest.raises(InputError, match="is in use already"):
@@ -96,7 +96,7 @@ def test_an_instance_can_be_claimed_once(kind, style):
 
 @BY_KIND
 def test_an_annotation_without_a_decorator_is_refused(kind):
-    """However the class is used, with the line to add."""
+    """An annotation without a decorator raises PluginError with the line to add."""
     base = contract(kind)
 
     class Bare(base):
@@ -120,7 +120,10 @@ def test_an_annotation_without_a_decorator_is_refused(kind):
 
 
 def test_annotations_that_are_no_options_are_allowed():
-    """Class variables, private names, names of the contract, and those of a constructor."""
+    """Annotations of class variables, private names and contract names are allowed.
+
+    So are those of a class with a constructor of its own, which defines the options.
+    """
 
     class Base(Plugin):
         kind = "eviction"
@@ -144,7 +147,7 @@ def test_annotations_that_are_no_options_are_allowed():
 
 
 def test_defaults_that_cannot_be_shown():
-    """One that is required, and those that are made for each instance."""
+    """Required options and defaults made for each instance are marked as such."""
 
     @dataclass
     class Data(contract("eviction")):
@@ -162,7 +165,7 @@ def test_defaults_that_cannot_be_shown():
 
 
 def test_parameters_that_collect_are_no_options():
-    """Nor private ones; a parameter without an annotation is text."""
+    """Collecting and private parameters are no options; one without an annotation is text."""
 
     class Plain(contract("eviction")):
         def __init__(self, label, *rest, _hidden=1, **more):
@@ -173,7 +176,7 @@ def test_parameters_that_collect_are_no_options():
 
 
 def test_an_option_that_is_not_kept_is_named():
-    """A trace could not say what the plugin was built with."""
+    """An option that the constructor does not store raises PluginError with its name."""
 
     class Forgets(contract("eviction")):
         def __init__(self, width=4):
@@ -184,19 +187,19 @@ def test_an_option_that_is_not_kept_is_named():
 
 
 def test_a_class_without_a_constructor_takes_no_arguments():
-    """As Python says it."""
+    """A class without a constructor raises TypeError for any argument."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
         contract("eviction")(width=4)
 
 
 def test_the_text_of_an_instance_has_its_options():
-    """Error messages show it."""
+    """The `repr` of an instance shows its options."""
     assert repr(plain("eviction")(width=5)) == "Plain(width=5, unit='s')"
 
 
 @pytest.mark.parametrize("kind", ["eviction", "scheduler", "latency"])
 def test_resolve(kind):
-    """A name, a class, an instance, or nothing."""
+    """`resolve` accepts a name, a class, an instance or None."""
     name = {"eviction": "lru", "scheduler": "fcfs", "latency": "roofline"}[kind]
     cls = Plugins().get(kind, name)
     instance = cls()
@@ -210,7 +213,7 @@ def test_resolve(kind):
 
 
 def test_resolve_refuses_what_cannot_be_built():
-    """An abstract class, and one that needs an option."""
+    """An abstract class, and one that lacks a required option, are errors."""
     with pytest.raises(PluginError, match="which does not define victim"):
         resolve("eviction", type("Unfinished", (base_of("eviction"),), {"name": "x"}))
     with pytest.raises(InputError, match="needs a value for option 'memory'"):
@@ -218,7 +221,7 @@ def test_resolve_refuses_what_cannot_be_built():
 
 
 def test_resolve_looks_in_the_plugins_it_is_given():
-    """Not only in those that are installed."""
+    """`resolve` searches the plugins that it is given."""
     cls = plain("eviction")
 
     @hookimpl
@@ -231,7 +234,7 @@ def test_resolve_looks_in_the_plugins_it_is_given():
 
 
 class PlainNewest(ScoreEviction):
-    """Evicts what was used last; its constructor does not call the base's."""
+    """A policy that evicts the most recent span; it does not call the base's constructor."""
 
     name = "newest"
 
@@ -240,27 +243,27 @@ class PlainNewest(ScoreEviction):
         self.width = width
 
     def score(self, span, now):
-        """Return less for what was used later."""
+        """Return a lower score for later use."""
         return -now
 
 
 @dataclass
 class DataNewest(PlainNewest):
-    """The same, whose constructor is a dataclass's."""
+    """The policy `newest` with a dataclass's constructor."""
 
     width: int = 4
 
 
 @attrs.define
 class CheckedNewest(PlainNewest):
-    """The same, whose constructor is attrs', in slots."""
+    """The policy `newest` with an attrs constructor and slots."""
 
     width: int = 4
 
 
 @pytest.mark.parametrize("cls", [PlainNewest, DataNewest, CheckedNewest])
 def test_a_policy_of_any_style_works(cls):
-    """In a cache that has to evict."""
+    """A policy works in a cache that evicts, whatever makes its constructor."""
     policy = cls(width=8)
     cache = KVCache(blocks=8, block_size=16, eviction=policy)
     for number in range(6):
@@ -279,7 +282,7 @@ def test_a_policy_of_any_style_works(cls):
     [("relased", "on_release"), ("on_relase", "on_release"), ("inserted", "on_insert")],
 )
 def test_a_method_that_nothing_calls_is_told_when_the_plugin_is_used(name, meant):
-    """A misspelled callback would never be called, and nobody would notice."""
+    """A misspelled hook warns when the policy is used, with the hook's name."""
     cls = type("Mine", (PlainNewest,), {name: lambda *_: None})
     with pytest.warns(UserWarning, match=rf"has a method {name}\(\), which .*: {meant}\(\) is"):
         KVCache(blocks=8, eviction=cls)
@@ -287,13 +290,13 @@ def test_a_method_that_nothing_calls_is_told_when_the_plugin_is_used(name, meant
 
 @pytest.mark.parametrize("names", [["helper"], ["_relased"], ["relased", "on_release"]])
 def test_methods_of_ones_own_are_not_taken_for_misspelled(names):
-    """Nor private ones, nor what is like a callback that is there as well."""
+    """Own methods, private ones, and ones beside the real hook, do not warn."""
     cls = type("Mine", (PlainNewest,), {name: lambda *_: None for name in names})
     assert KVCache(blocks=8, eviction=cls).eviction.name == "newest"
 
 
 def test_no_built_in_has_a_method_that_seems_to_be_misspelled():
-    """So that the hint does not cry wolf."""
+    """No built-in plugin has a method that warns as misspelled."""
     plugins = Plugins()
     found = {kind: [plugins.get(kind, name) for name in plugins.names(kind)] for kind in KINDS}
     assert [hint for classes in found.values() for hint in map(uncalled, classes) if hint] == []

@@ -1,4 +1,4 @@
-"""Options that a program fills in where the text leaves them out."""
+"""Default options that a program passes beside the text of a plugin."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ def plugins():
 
 
 def test_a_default_is_used_where_the_text_says_nothing(plugins):
-    """And not where it does."""
+    """A default is used if the text omits the option, and ignored if the text sets it."""
     assert plugins.build("eviction", "random", {"seed": 7}).seed == 7
     assert plugins.build("eviction", "random:seed=3", {"seed": 7}).seed == 3
 
 
 def test_a_default_without_such_an_option_is_left_out(plugins):
-    """`lru` draws nothing, so it has no seed."""
+    """A default for an option that the plugin does not have is ignored: `lru` has no seed."""
     assert plugins.build("eviction", "lru", {"seed": 7}).options() == {}
 
 
 def test_a_default_may_be_what_has_no_text(plugins):
-    """It is a value as in code, and can stand for an option that must be given."""
+    """A default is passed as a Python value, and can supply a required option."""
     with pytest.raises(InputError, match="needs a value for option 'path'"):
         plugins.build("workload", "jsonl", {"seed": 7})
     assert plugins.build("workload", "jsonl", {"path": Path("a.jsonl")}).path == Path("a.jsonl")
 
 
 def test_options_that_are_paths_are_known(plugins):
-    """Also those that may be something else, or nothing."""
+    """`takes_path` returns True if a path is one of the values that the option may have."""
     assert takes_path(plugins.get("latency", "table"), "path")
     assert takes_path(plugins.get("workload", "mooncake"), "path")
     assert not takes_path(plugins.get("workload", "zipf"), "skew")

@@ -1,4 +1,4 @@
-"""Every kind of plugin has its hook, and what the hook returns is found."""
+"""Every kind of plugin has a hook, and the classes that the hook returns can be looked up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcore_plugins.eviction import LRU
 
 
 def named(kind):
-    """Return a class of that kind which defines all it must."""
+    """Return a class of plugins of `kind` that defines every abstract method."""
     base = base_of(kind)
     must = dict.fromkeys(base.__abstractmethods__)
     return type("Named", (base,), must | {"name": f"some-{kind}"})
@@ -25,7 +25,7 @@ def named(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_of_a_hook_are_plugins_of_its_kind(kind):
-    """What the hook of a kind returns can be looked up by kind and name."""
+    """A class that the hook of a kind returns can be looked up by kind and name."""
     cls = named(kind)
 
     @hookimpl
@@ -37,18 +37,18 @@ def test_classes_of_a_hook_are_plugins_of_its_kind(kind):
 
 
 def test_every_hook_has_a_kind():
-    """Each hook belongs to one kind."""
+    """Each hook belongs to exactly one kind of plugin."""
     hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
     assert hooks == sorted(KINDS.values())
 
 
 def test_kinds_are_the_base_classes_own():
-    """A kind's name in look-ups is the `kind` of its base class."""
+    """The kind used in look-ups is the `kind` of the base class."""
     assert {kind: base_of(kind).kind for kind in KINDS} == {k: k for k in KINDS}
 
 
 def placed(**places):
-    """Return plugins whose eviction policies are at `places`, through an entry point."""
+    """Return plugins of one entry point whose hook gives import paths of eviction policies."""
     given = {name.replace("_", "-"): place for name, place in places.items()}
 
     @hookimpl
@@ -64,7 +64,7 @@ def placed(**places):
 
 
 def test_places_of_classes_are_imported_when_asked_for(tmp_path, monkeypatch):
-    """A class that a hook says the place of is known by name, and imported by `get`."""
+    """A class given as an import path is listed by name, and imported by `get` only."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("soon", "late"):
         code = (
@@ -89,7 +89,7 @@ def test_places_of_classes_are_imported_when_asked_for(tmp_path, monkeypatch):
     ],
 )
 def test_places_without_such_a_class(place, fault):
-    """A wrong place is an error of that name alone, and is listed with the reason."""
+    """A wrong import path is an error for its name only, and is listed with the reason."""
     plugins = placed(odd=place, lru="kvcore_plugins.eviction:LRU")
     with pytest.raises(PluginError, match=r"entry point 'acme' of acme 1\.0") as caught:
         plugins.get("eviction", "odd")
@@ -100,7 +100,7 @@ def test_places_without_such_a_class(place, fault):
 
 
 def test_a_name_both_given_and_placed_is_one_too_many():
-    """Two plugins of a name are refused, whether their classes are imported or not."""
+    """Two plugins of one name are an error, given as classes or as import paths."""
     both = [hooks, SimpleNamespace(kvcore_eviction_policies=hookimpl(lambda: [LRU]))]
     with pytest.raises(PluginError, match="two eviction plugins are named 'lru'"):
         Plugins(both, entry_points=()).get("eviction", "lru")
@@ -108,7 +108,7 @@ def test_a_name_both_given_and_placed_is_one_too_many():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_built_ins_are_all_named(kind):
-    """What a package of built-ins exports is what its hook names."""
+    """The hook of a kind names exactly the classes that the package of built-ins exports."""
     places = getattr(hooks, KINDS[kind])()
     package = import_module(f"kvcore_plugins.{kind}")
     assert sorted(places.values()) == sorted(f"{package.__name__}:{n}" for n in package.__all__)

@@ -1,4 +1,4 @@
-"""Finding plugins through entry points, with distributions installed in a directory."""
+"""Plugins found through the entry points of distributions installed in a directory."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Site:
     path: Path
 
     def module(self, name, source=None):
-        """Write the module `name`: by default, hooks with one eviction policy called so."""
+        """Write the module `name`; the default source has one eviction policy of that name."""
         (self.path / f"{name}.py").write_text(source or HOOKS.format(name=name))
 
     def install(self, name, points, version="1.0", direct_url=None):
-        """Install a distribution with these entry points, and return them."""
+        """Install a distribution with the entry points `points`, and return them."""
         info = self.path / f"{name}-{version}.dist-info"
         info.mkdir()
         lines = [f"{key} = {value}" for key, value in points]
@@ -53,7 +53,7 @@ class Site:
         return list(Distribution.at(info).entry_points)
 
     def checkout(self, name, pyproject, points):
-        """Install a checkout with this pyproject.toml, editable, when it had `points`."""
+        """Install an editable checkout with `pyproject` but the older entry points `points`."""
         (self.path / name).mkdir()
         (self.path / name / "pyproject.toml").write_text(pyproject)
         url = {"url": (self.path / name).as_uri(), "dir_info": {"editable": True}}
@@ -62,7 +62,7 @@ class Site:
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Return an empty directory on `sys.path`; what is imported from it is forgotten."""
+    """Yield an empty directory on `sys.path`; modules imported from it are removed later."""
     monkeypatch.delenv(DISABLE, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
@@ -74,7 +74,7 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture
 def only(site, monkeypatch):
-    """Make the distributions in `site` the only ones that are installed."""
+    """Make the distributions in `site` the only installed ones."""
     monkeypatch.setattr(sys, "path", [str(site.path)])
     default.cache_clear()
     yield
@@ -82,7 +82,7 @@ def only(site, monkeypatch):
 
 
 def error(kind, call, *arguments):
-    """Return the text of the error of exactly type `kind` that a call raises."""
+    """Return the message of the error that a call raises, whose type is exactly `kind`."""
     with pytest.raises(kind) as caught:
         call(*arguments)
     assert type(caught.value) is kind
@@ -90,12 +90,12 @@ def error(kind, call, *arguments):
 
 
 def loaded(points):
-    """Load only `points`."""
+    """Return the plugins of the entry points `points` only."""
     return Plugins(entry_points=points)
 
 
 def reasons(points):
-    """Load only `points`; return why each of what is listed cannot be used, by name."""
+    """Return why each plugin of the entry points `points` is unusable (or None), by name."""
     return {info.name: info.reason for info in loaded(points).listing()}
 
 
@@ -108,7 +108,7 @@ def test_plugin_comes_with_its_distribution(site):
 
 
 def test_order_is_by_distribution_and_name(site):
-    """Entry points load in order of distribution and name, however they are found."""
+    """Entry points load in order of distribution and name, whatever order they are found in."""
     for name in "abcd":
         site.module(
             f"order_{name}",
@@ -124,14 +124,14 @@ def test_order_is_by_distribution_and_name(site):
 
 
 def test_entry_points_without_a_distribution_load(site):
-    """An entry point made in code needs no distribution."""
+    """An entry point made in code, without a distribution, is loaded."""
     site.module("loose")
     (info,) = loaded([EntryPoint("loose", "loose", "kvcore")]).listing()
     assert (info.distribution, info.version) == (None, None)
 
 
 def test_duplicate_plugin_names_name_both_distributions(site):
-    """Two plugins of one name are refused, with both classes and distributions."""
+    """Two plugins of one name are unusable; the error names both classes and distributions."""
     site.module("dup_one", HOOKS.format(name="same"))
     site.module("dup_two", HOOKS.format(name="same"))
     points = site.install("two", [("two", "dup_two")]) + site.install(
@@ -148,7 +148,7 @@ def test_duplicate_plugin_names_name_both_distributions(site):
 
 
 def test_entry_points_of_one_name_both_load(site):
-    """No distribution keeps another from being found by taking the name of its entry point."""
+    """Entry points of the same name in two distributions are both loaded."""
     site.module("twin_one")
     site.module("twin_two")
     points = site.install("one", [("x", "twin_one")]) + site.install("two", [("x", "twin_two")])
@@ -156,7 +156,11 @@ def test_entry_points_of_one_name_both_load(site):
 
 
 def test_a_broken_plugin_fails_alone(site):
-    """Others work; a name that is not found may be one of its, so it is told why."""
+    """Other plugins work beside a module that cannot be imported.
+
+    The error for an unknown name reports the failed import, since the missing plugin may be in
+    that module.
+    """
     site.module("fine")
     site.module("torn", "def (")
     plugins = loaded(site.install("acme", [("one", "torn"), ("two", "fine")], version="0.3"))
@@ -178,7 +182,7 @@ def test_a_broken_plugin_fails_alone(site):
 
 
 def test_a_broken_hook_or_class_fails_alone(site):
-    """Other kinds and classes of the same entry point work."""
+    """A hook that raises or a wrong class leaves the rest of its entry point usable."""
     site.module(
         "mixed",
         HOOKS.format(name="fine").replace("[Policy]", "[Policy, 5]")
@@ -199,7 +203,7 @@ def test_a_broken_hook_or_class_fails_alone(site):
 
 
 def test_import_failure_names_distribution_cause_and_place(site):
-    """A plugin that cannot be imported is named with its distribution, and the line."""
+    """The error of a failed import names the distribution, the cause, the file and the line."""
     site.module("needs_x", "import x_that_is_not_there")
     points = site.install("acme", [("acme", "needs_x")], version="0.3")
     assert reasons(points) == {
@@ -210,14 +214,14 @@ def test_import_failure_names_distribution_cause_and_place(site):
 
 
 def test_exit_on_import_is_an_import_failure(site):
-    """A plugin that exits while it is imported does not end the program."""
+    """A module that calls `sys.exit` while it is imported does not end the program."""
     site.module("leaves", "raise SystemExit('bye')")
     text = reasons(site.install("acme", [("acme", "leaves")]))["acme"]
     assert "(leaves) cannot be imported: SystemExit: bye (" in text
 
 
 def test_exit_in_a_hook_is_a_failure_of_the_hook():
-    """A hook that exits is told like one that raises."""
+    """A hook that calls `sys.exit` is reported like a hook that raises."""
 
     @hookimpl
     def kvcore_eviction_policies():
@@ -230,7 +234,7 @@ def test_exit_in_a_hook_is_a_failure_of_the_hook():
 
 
 def test_every_broken_plugin_is_reported(site):
-    """The first broken plugin does not hide the second."""
+    """Every broken plugin is listed with its own reason."""
     site.module("bad_one", "1 / 0")
     site.module("bad_two", HOOKS.format(name="x").replace("policies", "policys"))
     found = reasons(site.install("acme", [("one", "bad_one"), ("two", "bad_two")]))
@@ -241,7 +245,7 @@ def test_every_broken_plugin_is_reported(site):
 
 
 def test_disabled_entry_points_are_not_imported(site, monkeypatch):
-    """Entry points named in the environment variable are skipped, the others load."""
+    """Entry points named in KVCORE_DISABLE_PLUGINS are skipped, and the others are loaded."""
     site.module("fine")
     site.module("broken", "1 / 0")
     points = site.install("acme", [("bad", "broken"), ("good", "fine"), ("worse", "broken")])
@@ -250,7 +254,7 @@ def test_disabled_entry_points_are_not_imported(site, monkeypatch):
 
 
 def test_disabling_one_of_two_equal_names(site, monkeypatch):
-    """With its distribution in front, one of two equal entry points can be skipped."""
+    """One of two entry points of the same name is skipped by DISTRIBUTION:NAME."""
     site.module("eq_one")
     site.module("eq_two")
     points = site.install("one", [("x", "eq_one")]) + site.install("two", [("x", "eq_two")])
@@ -259,7 +263,7 @@ def test_disabling_one_of_two_equal_names(site, monkeypatch):
 
 
 def test_unknown_name_mentions_what_is_disabled(site, monkeypatch):
-    """A plugin that is missing because it was disabled is not a riddle."""
+    """The error for an unknown plugin lists the entry points that are disabled."""
     site.module("hidden")
     points = site.install("acme", [("acme", "hidden")])
     monkeypatch.setenv(DISABLE, "acme")
@@ -270,7 +274,7 @@ def test_unknown_name_mentions_what_is_disabled(site, monkeypatch):
 
 
 def test_entry_point_at_a_class_has_no_hooks(site):
-    """An entry point that names a policy instead of hooks is explained."""
+    """An entry point that points to a policy instead of hooks is unusable, with the reason."""
     site.module("direct")
     points = site.install("acme", [("acme", "direct:Policy")])
     assert reasons(points)["acme"] == (
@@ -281,7 +285,7 @@ def test_entry_point_at_a_class_has_no_hooks(site):
 
 @pytest.mark.usefixtures("only")
 def test_installed_distributions_are_found(site):
-    """Without arguments, what is installed is loaded."""
+    """`Plugins()` loads the entry points of all installed distributions."""
     site.module("own")
     site.module("theirs")
     site.install("kvcore", [("own", "own")])
@@ -291,7 +295,7 @@ def test_installed_distributions_are_found(site):
 
 @pytest.mark.usefixtures("only")
 def test_kvcore_not_installed():
-    """A checkout on the path has no entry points, and is told how to get them."""
+    """The error in a checkout that is not installed gives the command that installs it."""
     checkout = Path(installation.__file__).resolve().parents[2]
     assert error(PluginError, Plugins) == (
         "kvcore is not installed, so it has no plugins: they are found through entry points, "
@@ -301,7 +305,7 @@ def test_kvcore_not_installed():
 
 @pytest.mark.usefixtures("only")
 def test_kvcore_installed_without_entry_points(site):
-    """An installation that lost its entry points has to be made again."""
+    """The error for a kvcore that was installed without entry points names this cause."""
     site.install("kvcore", [], version="0.9")
     assert error(PluginError, Plugins).startswith(
         "kvcore 0.9 is installed without its entry points, so there are no plugins; "
@@ -310,7 +314,7 @@ def test_kvcore_installed_without_entry_points(site):
 
 @pytest.mark.usefixtures("only")
 def test_default_is_a_built_in(site):
-    """`default` finds a class of kvcore's own, and does not look at other distributions."""
+    """`default` finds a class of kvcore, and does not import other distributions."""
     site.module("own")
     site.module("broken", "1 / 0")
     site.install("kvcore", [("own", "own")])
@@ -320,7 +324,7 @@ def test_default_is_a_built_in(site):
 
 @pytest.mark.usefixtures("only")
 def test_default_is_remembered(site):
-    """The second look-up of a default reads nothing."""
+    """A second look-up of a default returns the same class without reading entry points."""
     site.module("own")
     site.install("kvcore", [("own", "own")])
     first = default("eviction", "own")
@@ -331,7 +335,7 @@ def test_default_is_remembered(site):
 @pytest.mark.usefixtures("only")
 @pytest.mark.parametrize("installed", [True, False])
 def test_default_without_entry_points(site, installed):
-    """Without entry points there is no default, and the error says what to install."""
+    """Without the entry points of kvcore, the error of `default` gives the install command."""
     if installed:
         site.install("kvcore", [])
     assert "pip install -e ." in error(PluginError, default, "eviction", "lru")
@@ -347,7 +351,7 @@ second = "stale_second"
 
 
 def test_failed_look_up_finds_outdated_entry_points(site):
-    """A name that is missing because of an old installation is explained by it."""
+    """The error for an unknown plugin reports an installation older than its pyproject.toml."""
     site.module("stale_first")
     points = site.checkout("acme", DECLARES_TWO, [("first", "stale_first")])
     assert error(PluginError, loaded(points).get, "eviction", "stale_second") == (
@@ -360,7 +364,7 @@ def test_failed_look_up_finds_outdated_entry_points(site):
 
 
 def test_failed_import_finds_outdated_entry_points(site):
-    """A module that moved since the installation is explained by it."""
+    """The error of a failed import reports an installation older than its pyproject.toml."""
     points = site.checkout("acme", DECLARES_TWO, [("first", "stale_old"), ("gone", "stale_x")])
     failures = reasons(points)
     assert sorted(failures) == ["first", "gone"]
@@ -370,7 +374,7 @@ def test_failed_import_finds_outdated_entry_points(site):
 
 
 def test_outdated_installation_that_does_no_harm_is_not_mentioned(site):
-    """As long as nothing fails, nobody looks at pyproject.toml."""
+    """An outdated installation is not reported as long as nothing fails."""
     site.module("stale_first")
     points = site.checkout("acme", DECLARES_TWO, [("first", "stale_first")])
     assert loaded(points).names("eviction") == ["stale_first"]
@@ -378,7 +382,7 @@ def test_outdated_installation_that_does_no_harm_is_not_mentioned(site):
 
 @pytest.mark.usefixtures("only")
 def test_outdated_installation_of_kvcore_itself(site):
-    """A checkout installed before it had entry points has to be installed again."""
+    """An editable kvcore installed before it declared entry points must be installed again."""
     site.checkout("kvcore", DECLARES_TWO, [])
     assert error(PluginError, Plugins) == (
         f"the installed entry points of kvcore 1.0 are older than {site.path}/kvcore/"
@@ -389,7 +393,7 @@ def test_outdated_installation_of_kvcore_itself(site):
 
 @pytest.mark.usefixtures("only")
 def test_outdated_installation_is_found_among_all(site):
-    """A distribution whose first entry point is not installed yet is found, too."""
+    """An outdated distribution without any installed entry point is reported as well."""
     site.module("own")
     site.install("kvcore", [("own", "own")])
     site.checkout("acme", DECLARES_TWO, [])
@@ -408,7 +412,7 @@ def test_outdated_installation_is_found_among_all(site):
     ids=["same", "dynamic", "no-project", "damaged"],
 )
 def test_installation_that_is_not_known_to_be_outdated(site, pyproject):
-    """Only a pyproject.toml that decides the entry points, and differs, is blamed."""
+    """Only a pyproject.toml that declares other entry points makes an installation outdated."""
     site.module("cur_first")
     points = site.checkout("acme", pyproject, [("first", "cur_first")])
     error(InputError, loaded(points).get, "eviction", "x")
@@ -424,7 +428,7 @@ def test_installation_that_is_not_known_to_be_outdated(site, pyproject):
     ],
 )
 def test_installation_that_is_not_editable(site, direct_url):
-    """A direct_url.json that names no editable checkout is no reason for blame."""
+    """A direct_url.json without an editable checkout does not make an installation outdated."""
     site.module("cur_first")
     points = site.install("acme", [("first", "cur_first")], direct_url=direct_url)
     error(InputError, loaded(points).get, "eviction", "x")

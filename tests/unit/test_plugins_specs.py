@@ -1,4 +1,4 @@
-"""Plugins in text: how a list is read, and how options are converted."""
+"""Plugins given as text: how lists are parsed and how options are converted."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Everything(Plugin):
     label: str = "x"
     path: Path | None = None
     limit: int | float | None = 3
-    old: Optional[int] = None  # noqa: UP045 - what some will write
+    old: Optional[int] = None  # noqa: UP045 - some plugins write this
     unit: Literal["s", "accesses"] = "s"
     level: Literal[1, 2] | None = 1
     anything: Any = None
@@ -69,7 +69,7 @@ class Broken(Plugin):
     name = "broken"
 
     def __init__(self):
-        """Break."""
+        """Raise KeyError."""
         raise KeyError("table")  # noqa: EM101
 
 
@@ -98,7 +98,7 @@ def test_spaces_around_pieces_do_not_matter():
 
 
 def test_a_value_may_contain_signs():
-    """Only the first equals sign divides; colons and more of them belong to the value."""
+    """Only the first equals sign ends the name of an option; the value may contain others."""
     assert parse("jsonl:path=a=b:c,unit=d:e") == [
         Spec("jsonl", {"path": "a=b:c", "unit": "d:e"})
     ]
@@ -118,7 +118,7 @@ def test_a_value_may_contain_signs():
     ],
 )
 def test_text_that_cannot_be_read(text, message):
-    """What is wrong with a text is said with what to write instead."""
+    """The error for malformed text names the fault and the form that is accepted."""
     assert error(parse, text) == message
 
 
@@ -133,7 +133,7 @@ WORDS = st.text("abcxyz_-.019", min_size=1, max_size=8)
     )
 )
 def test_text_of_specs_parses_to_them(specs):
-    """Writing specs and reading them again gives the same."""
+    """The text of any list of specs is parsed back to equal specs."""
     assert parse(",".join(map(str, specs))) == specs
 
 
@@ -163,7 +163,7 @@ def test_text_of_specs_parses_to_them(specs):
     ],
 )
 def test_options_become_what_their_annotation_says(option, text, value):
-    """An option's text is converted to the annotated type, exactly."""
+    """The text of an option is converted to exactly the annotated type."""
     built = getattr(instantiate(Everything, {option: text}), option)
     assert built == value
     assert type(built) is type(value)
@@ -183,14 +183,14 @@ def test_options_become_what_their_annotation_says(option, text, value):
     ],
 )
 def test_a_value_of_the_wrong_type(option, text, expected):
-    """A value that cannot be converted is refused with what the option takes."""
+    """The error for a value of the wrong type names the types that the option takes."""
     assert error(instantiate, Everything, {option: text}) == (
         f"option {option!r} of eviction plugin 'everything' takes {expected}, not {text!r}"
     )
 
 
 def test_a_value_the_validator_refuses():
-    """A validator's message reaches the user, with what was asked."""
+    """The error for a rejected value has the message of the validator and the whole spec."""
     assert error(instantiate, Everything, {"checked": "0"}) == (
         "eviction plugin 'everything' cannot be built as 'everything:checked=0': "
         "'checked' must be >= 1: 0"
@@ -198,7 +198,7 @@ def test_a_value_the_validator_refuses():
 
 
 def test_a_type_validator_gives_its_message_alone():
-    """Of a validator's arguments only the message is shown."""
+    """The error of a type validator shows the message, without the attrs attribute."""
 
     @attrs.define(slots=False, eq=False)
     class Picky(Plugin):
@@ -212,7 +212,7 @@ def test_a_type_validator_gives_its_message_alone():
 
 
 def test_unknown_option_lists_the_options():
-    """A misspelled option's error has the likely one, and all with their defaults."""
+    """The error for an unknown option suggests a similar one and lists all with defaults."""
     assert error(instantiate, Everything, {"lable": "x"}) == (
         "eviction plugin 'everything' has no option 'lable' (did you mean 'label'?). "
         "Its options: count=1, rate=0.5, on=false, label=x, path=none, limit=3, old=none, "
@@ -221,14 +221,14 @@ def test_unknown_option_lists_the_options():
 
 
 def test_unknown_option_of_a_class_without_any():
-    """A class without options says so."""
+    """The error for an option of a class without options states that it has none."""
     assert error(instantiate, Optionless, {"size": "1"}) == (
         "prefix plugin 'optionless' has no option 'size'. It has no options."
     )
 
 
 def test_missing_option_is_named():
-    """An option without a default has to be given."""
+    """The error for a missing required option names that option and lists all."""
     assert error(instantiate, Required, {}) == (
         "workload plugin 'required' needs a value for option 'path'. "
         "Its options: path (required), limit=none."
@@ -236,7 +236,7 @@ def test_missing_option_is_named():
 
 
 def test_option_without_a_text_form():
-    """What text cannot say has to be said in code."""
+    """The error for an option without a text form advises to build the plugin in code."""
     assert error(instantiate, Everything, {"weights": "1"}) == (
         "option 'weights' of eviction plugin 'everything' takes dict[str, float], which has "
         f"no text form; build {__name__}.Everything in code"
@@ -244,7 +244,7 @@ def test_option_without_a_text_form():
 
 
 def test_option_of_which_text_can_say_some():
-    """Of a union, text is for the members that have a text form; the others are for code."""
+    """Text can set an option of a union type if one of the types has a text form."""
 
     @attrs.define(slots=False, eq=False)
     class Mixed(Plugin):
@@ -258,7 +258,7 @@ def test_option_of_which_text_can_say_some():
 
 
 def test_option_whose_annotation_is_unknown_at_run_time():
-    """An annotation that only type checkers can resolve has no text form either."""
+    """An option whose annotation cannot be resolved at run time has no text form."""
 
     @attrs.define(slots=False, eq=False)
     class Typed(Plugin):
@@ -279,7 +279,7 @@ def test_inherited_option_is_read_where_it_was_declared():
 
 
 def test_constructor_that_breaks_is_the_plugins_fault():
-    """An exception no input explains is the plugin's, and names its class."""
+    """An unexpected exception of a constructor becomes a PluginError that names the class."""
     with pytest.raises(PluginError) as caught:
         instantiate(Broken, {})
     assert str(caught.value) == (
@@ -290,7 +290,7 @@ def test_constructor_that_breaks_is_the_plugins_fault():
 
 @pytest.mark.parametrize("raised", [InputError("row 3"), FileNotFoundError(2, "gone")])
 def test_errors_a_user_can_read_pass(raised):
-    """Errors of kvcore and of the system reach the user as they are."""
+    """InputError and OSError of a constructor are raised unchanged."""
 
     class Reads(Plugin):
         kind = "workload"
@@ -305,5 +305,5 @@ def test_errors_a_user_can_read_pass(raised):
 
 
 def test_summary_is_a_sentence():
-    """Options are summed up as one sentence."""
+    """`summary` returns the options of a class as one sentence."""
     assert summary(Required) == "Its options: path (required), limit=none."

@@ -1,4 +1,4 @@
-"""A policy that fails: the error names it, and the cache cannot be used any more."""
+"""A plugin that raises or answers wrongly: the error names it, and the cache is unusable."""
 
 import sys
 from copy import copy
@@ -27,7 +27,7 @@ CALLBACKS = [
 
 @attrs.define(slots=False, eq=False)
 class Failing(ScoreEviction):
-    """Least recently used, as long as `fails`, called after each method, does not raise."""
+    """An LRU policy that calls `fails` after each method, and so may raise there."""
 
     name = "failing"
 
@@ -35,11 +35,11 @@ class Failing(ScoreEviction):
     answer = attrs.field(default=None)
 
     def score(self, span, _now):
-        """Return when it was last released."""
+        """Return when the span was last released."""
         return span.released_order
 
     def victim(self, now):
-        """Fail, give the answer that is set, or a right one."""
+        """Call `fails`; return what `answer` returns, or else the least recently used span."""
         self.fails("victim")
         return super().victim(now) if self.answer is None else self.answer()
 
@@ -57,7 +57,7 @@ for _method in CALLBACKS:
 
 
 def fail_in(*methods):
-    """Return what makes a policy raise in `methods`."""
+    """Return a function for `Failing.fails` that raises in `methods`."""
 
     def fails(method):
         if method in methods:
@@ -68,7 +68,7 @@ def fail_in(*methods):
 
 
 def full():
-    """Return a full cache of 8 blocks: ab, below it cd and e, and apart from it xyz."""
+    """Return a full cache of 8 blocks: ab with the children cd and e, and beside it xyz."""
     cache = make(8, Failing(), accounting="keys")
     serve(cache, "abcd", "abe", "xyz")
     assert cache.pool.free_blocks == 0
@@ -76,7 +76,7 @@ def full():
 
 
 def assert_poisoned(cache, error, *sequences):
-    """Check that every call raises the first error again, whatever the policy does now."""
+    """Check that every call raises the first error again, even if the policy works again."""
     if isinstance(cache.eviction, Failing):
         cache.eviction.fails = fail_in()
     request = ask("q")
@@ -114,7 +114,7 @@ def assert_poisoned(cache, error, *sequences):
     ],
 )
 def test_raising_in_open(method, keys):
-    """The call says which method of which plugin raised what; so do all later calls."""
+    """An error in a policy during `open` names plugin, method and cause, at once and later."""
     cache = full()
     seq = cache.open(ask(""))
     cache.eviction.fails = fail_in(method)
@@ -128,7 +128,10 @@ def test_raising_in_open(method, keys):
 
 @pytest.mark.parametrize("method", ["on_insert", "on_extend", "on_split", "on_pin"])
 def test_raising_in_commit(method):
-    """A commit that inserts, appends, splits or switches to what is cached."""
+    """An error in a policy during `commit` names plugin and method.
+
+    The commit inserts a span, extends one, splits one or switches to a cached one.
+    """
     cache = make(12, Failing(), accounting="keys")
     first, second = (cache.open(ask(keys)) for keys in ("abcd", "abx"))
     cache.commit(first, BLOCK)
@@ -143,7 +146,7 @@ def test_raising_in_commit(method):
 
 
 def test_raising_in_extend_and_close():
-    """Room for a sequence that grows, and a path that is released."""
+    """An error in a policy during `extend` or `close` names plugin and method."""
     cache = full()
     seq = cache.open(ask(""))
     cache.eviction.fails = fail_in("victim")
@@ -159,7 +162,7 @@ def test_raising_in_extend_and_close():
 
 
 def test_only_the_first_error_counts():
-    """A policy that would fail again is not asked again."""
+    """After its first error a policy is not called again."""
     cache = full()
     cache.eviction.fails = fail_in("on_miss", "victim", "on_release")
     with pytest.raises(PolicyError, match="in on_miss") as caught:
@@ -168,7 +171,7 @@ def test_only_the_first_error_counts():
 
 
 def test_leaving_is_a_failure():
-    """`sys.exit()` of a policy ends the use of the cache, not the program."""
+    """A policy that calls `sys.exit()` makes the cache unusable, but the program goes on."""
     cache = full()
     cache.eviction.fails = lambda _method: sys.exit(0)
     with pytest.raises(PolicyError, match=rf"{NAME} raised SystemExit in on_split") as caught:
@@ -178,7 +181,7 @@ def test_leaving_is_a_failure():
 
 @pytest.mark.parametrize("method", ["on_miss", "victim", "on_pin"])
 def test_an_interrupt_in_a_policy_ends_the_use_of_the_cache(method):
-    """It passes as it is; whoever goes on all the same is told that a call is half done."""
+    """KeyboardInterrupt in a policy passes unchanged; later calls raise PolicyError."""
 
     def interrupted(called):
         if called == method:
@@ -195,7 +198,7 @@ def test_an_interrupt_in_a_policy_ends_the_use_of_the_cache(method):
 
 
 def test_an_attachment_that_fails():
-    """The cache cannot be made, and the policy is named."""
+    """An error in `attach` is raised when the cache is made, and names the policy."""
 
     class Loose(Failing):
         def attach(self, blocks, block_size):
@@ -206,7 +209,7 @@ def test_an_attachment_that_fails():
 
 
 def test_a_score_without_a_value_is_refused():
-    """A `score` that forgets its `return` is not the least recently used in disguise."""
+    """A `score` that returns None raises PolicyError with a hint at the missing `return`."""
 
     class Forgetful(ScoreEviction):
         name = "forgetful"
@@ -224,7 +227,7 @@ def test_a_score_without_a_value_is_refused():
 
 
 def pinned(cache):
-    """Return a span that an open sequence holds."""
+    """Return a span that is pinned by an open sequence."""
     cache.open(ask("xyz"))
     return spans(cache)["|xyz"]
 
@@ -266,7 +269,7 @@ def root(cache):
 )
 @pytest.mark.parametrize("call", ["open", "extend"])
 def test_wrong_victims(answer, fault, call):
-    """The error says what is wrong with the answer."""
+    """The error for a span that cannot be evicted gives the reason."""
     cache = full()
     if call == "extend":
         seq = cache.open(ask(""))
@@ -280,7 +283,7 @@ def test_wrong_victims(answer, fault, call):
 
 
 def test_a_copy_of_a_span_is_no_victim():
-    """It would look like a leaf, and leave in the place of the span."""
+    """A policy that copies a span raises PolicyError, since a copy could pass as a leaf."""
     cache = full()
     cache.eviction.answer = lambda: copy(spans(cache)["ab|cd"])
     with pytest.raises(
@@ -291,7 +294,7 @@ def test_a_copy_of_a_span_is_no_victim():
 
 
 def test_a_wrong_number_of_evictable_blocks():
-    """The error names plugin, method, span and answer."""
+    """The error for a wrong `evictable_blocks` names plugin, method, span and number."""
 
     class Greedy(Failing):
         def evictable_blocks(self, span):
@@ -307,7 +310,7 @@ def test_a_wrong_number_of_evictable_blocks():
 
 
 def test_a_retention_policy_that_fails():
-    """A plugin of another kind ends the use of the cache in the same way."""
+    """An error in a retention policy makes the cache unusable as well."""
 
     class Lost(RetentionPolicy):
         name = "lost"
@@ -325,14 +328,14 @@ def test_a_retention_policy_that_fails():
 
 
 def look_up_and_compute(cache):
-    """Call every method of the cache's index: look up, then store behind a split."""
+    """Call every method of the prefix index: look up, then store blocks behind a split."""
     cache.probe(ask("ab"))
     compute(cache, cache.open(ask("abxy")))
 
 
 @pytest.mark.parametrize("method", ["match", "insert", "split", "remove"])
 def test_an_index_that_fails(method):
-    """Likewise an index: `probe` asks it as well."""
+    """An error in any method of the prefix index makes the cache unusable."""
 
     def fail(self, *args):
         if self.fails:
@@ -352,7 +355,7 @@ def test_an_index_that_fails(method):
 
 
 def test_an_index_that_does_not_find_what_is_cached():
-    """Two spans would begin with one key: the commit is refused, and the index named."""
+    """A commit raises if the index misses a cached span, as two spans would share a key."""
 
     class Blind(PrefixIndex):
         name = "blind"
@@ -374,7 +377,7 @@ def test_an_index_that_does_not_find_what_is_cached():
 
 
 def test_refusals_are_no_failures():
-    """What is refused before anything has changed leaves a cache that goes on."""
+    """OutOfBlocks leaves the cache unchanged and usable."""
     cache = full()
     seq = start(cache, "ab")
     with pytest.raises(OutOfBlocks):
@@ -387,7 +390,7 @@ def test_refusals_are_no_failures():
 @pytest.mark.parametrize("mix", [EVEN, FORKS])
 @pytest.mark.parametrize("seed", range(5))
 def test_failing_at_any_time(seed, mix, accounting):
-    """Whatever was going on: the integrity holds up to the failure, and then nothing works."""
+    """The cache is consistent until a policy fails, at any call, and unusable afterwards."""
     policy = Failing()
     cache = KVCache(
         45, BLOCK, eviction=policy, accounting=accounting, key_tokens=3 * BLOCK, ids=True

@@ -1,4 +1,4 @@
-"""The pool: which ids it hands out, in which order, and who owns them."""
+"""The block pool: the ids that it allocates, their order, and their owners."""
 
 from array import array
 
@@ -9,19 +9,19 @@ from kvcore.cache import BlockPool, CountingPool
 
 
 def ids(*blocks):
-    """Return block ids as the pool does."""
+    """Return `blocks` as an array, as the pool does."""
     return array("i", blocks)
 
 
 def test_unused_ids_come_in_ascending_order():
-    """A fresh pool hands out 0, 1, 2 and so on."""
+    """A new pool allocates 0, 1, 2 and so on."""
     pool = BlockPool(8)
     assert pool.allocate(3) == ids(0, 1, 2)
     assert pool.allocate(2) == ids(3, 4)
 
 
 def test_last_freed_is_taken_first():
-    """The block freed last is the next to be taken."""
+    """The block freed last is allocated first."""
     pool = BlockPool(8)
     pool.allocate(6)
     pool.free(ids(5, 1, 3), 3)
@@ -29,7 +29,7 @@ def test_last_freed_is_taken_first():
 
 
 def test_freed_blocks_come_before_unused_ones():
-    """A request larger than what was freed is completed with ids never used."""
+    """An allocation larger than the number of freed blocks is completed with unused ids."""
     pool = BlockPool(8)
     pool.allocate(4)
     pool.free(ids(2, 0), 2)
@@ -37,7 +37,7 @@ def test_freed_blocks_come_before_unused_ones():
 
 
 def test_taking_part_of_the_freed_leaves_the_rest_in_order():
-    """What is not taken keeps its place."""
+    """Freed blocks that are not allocated keep their order."""
     pool = BlockPool(8)
     pool.allocate(4)
     pool.free(ids(3, 2, 1, 0), 4)
@@ -59,7 +59,7 @@ def test_two_takes_are_one(first):
 
 
 def test_taking_nothing_changes_nothing():
-    """take(0) returns no ids, also where blocks lie freed."""
+    """`allocate(0)` returns no ids and changes nothing, even if freed blocks are there."""
     pool = BlockPool(4)
     pool.free(pool.allocate(2)[::-1], 2)
     assert pool.allocate(0) == ids()
@@ -68,7 +68,7 @@ def test_taking_nothing_changes_nothing():
 
 @pytest.mark.parametrize("kind", [CountingPool, BlockPool])
 def test_taking_more_than_is_free_changes_nothing(kind):
-    """It is refused with both numbers, and nothing is taken."""
+    """OutOfBlocks names the blocks asked for and the free ones, and nothing is allocated."""
     pool = kind(4)
     pool.allocate(1)
     with pytest.raises(OutOfBlocks, match="4 blocks were asked for; 3 of 4 are free"):
@@ -77,7 +77,7 @@ def test_taking_more_than_is_free_changes_nothing(kind):
 
 
 def test_counting_pool_counts():
-    """It hands out no ids and keeps the number of free blocks."""
+    """CountingPool allocates no ids, and keeps the number of free blocks."""
     pool = CountingPool(4)
     assert pool.allocate(3) is None
     pool.free(None, 2)
@@ -86,20 +86,20 @@ def test_counting_pool_counts():
 
 @pytest.mark.parametrize("blocks", [0, -1, 2**31])
 def test_size_must_be_possible(blocks):
-    """A pool without blocks, or with more than an id can name, is refused with its size."""
+    """A pool of no blocks, or of more than ids can number, raises InputError with the size."""
     with pytest.raises(InputError, match=rf"pool of {blocks} blocks"):
         CountingPool(blocks)
 
 
 def test_the_largest_pool_costs_nothing():
-    """Ids never used are not stored: a pool of 2^31 - 1 blocks is made and used at once."""
+    """A pool of 2^31 - 1 blocks is made and used at once, since unused ids are not stored."""
     pool = BlockPool(2**31 - 1)
     assert pool.allocate(2) == ids(0, 1)
     assert len(pool.free_ids()) == 0
 
 
 def test_release_frees_what_has_one_owner():
-    """Without a second owner the blocks are free, the last of them next to be taken."""
+    """`release` frees blocks with one owner; the last of them is allocated next."""
     pool = BlockPool(4)
     pool.allocate(3)
     assert pool.release(ids(2, 1)) == ids(2, 1)
@@ -107,7 +107,7 @@ def test_release_frees_what_has_one_owner():
 
 
 def test_shared_blocks_are_freed_by_their_last_owner():
-    """A block of three owners survives two releases."""
+    """A block with three owners is freed by the third release."""
     pool = BlockPool(4)
     blocks = pool.allocate(2)
     pool.share(blocks)
@@ -119,7 +119,7 @@ def test_shared_blocks_are_freed_by_their_last_owner():
 
 
 def test_disown_says_whether_another_owner_is_left():
-    """The last owner is told that nobody else holds the block."""
+    """`unshare` returns True if the block has another owner left."""
     pool = BlockPool(4)
     pool.share(pool.allocate(1))
     assert pool.unshare(0)

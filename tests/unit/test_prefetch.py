@@ -1,4 +1,4 @@
-"""The hint `prefetch`: what tiers have of a prompt comes up before its request arrives."""
+"""The hint `prefetch`: blocks of a prompt are loaded from tiers before its request arrives."""
 
 import attrs
 import pytest
@@ -16,22 +16,22 @@ from kvcore.trace import check_trace
 from kvcore_plugins.scheduler import FCFS
 
 SLOW_LINK = "host:memory=1MB,read_bandwidth=1GB,write_bandwidth=64GB,latency=0"
-"""A block of 64 bytes takes 64 ns up, and a nanosecond down."""
+"""A block of 64 bytes takes 64 ns to read, and 1 ns to write."""
 
 
 @attrs.define(slots=False, eq=False)
 class Slow(LatencyModel):
-    """A token of a prompt takes 100 ns, and a step of decoding too."""
+    """A latency model with 100 ns per token of a prompt, and per step with decoding."""
 
     name = "slow"
 
     def pieces(self, work):
-        """Return one flat line."""
+        """Return one flat piece."""
         return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
 
 
 def session(prefetch, *, think=100_000, **hints):
-    """Return a prompt of 4 blocks, one of 8 that displaces it, and the first again."""
+    """Return requests of 4 blocks, of 8 blocks that evict those, and of the first 4 again."""
     keys = [*range(4)]
     return [
         ask("first", 0, 17, keys=keys, session="s"),
@@ -50,29 +50,33 @@ def wait(run, name="again"):
 
 
 def told(run):
-    """Return blocks prefetched, and those of them that were hit; and hits of the tier."""
+    """Return the blocks prefetched, those of them that were hit, and the hits of the tier."""
     stats = run.result.cache.tiers.levels[0].stats
     return stats.prefetched, stats.prefetch_hits, stats.hits
 
 
 def serve_slowly(requests, **options):
-    """Serve them in few blocks, above a slow link."""
+    """Serve `requests` with few blocks and a tier behind a slow link."""
     return serve(requests, **{"blocks": 9, "latency": Slow(), "tiers": (SLOW_LINK,)} | options)
 
 
 @pytest.mark.parametrize(
     ("prefetch", "ttft", "counts", "hit", "loaded"),
     [
-        # 4 blocks take 256 ns, behind what they displace; one token is left to be computed.
+        # Loading 4 blocks takes 256 ns, after writing what they evict; one token is computed.
         (None, 364, (0, 0, 4), 0, 16),
         (50_000, 100, (4, 4, 0), 16, 0),
-        # At once, when the pool has no room: it is tried once.
+        # Due at once, while the pool is full; a prefetch is tried only once.
         (10**9, 364, (0, 0, 4), 0, 16),
         (10, 354, (4, 4, 4), 0, 16),
     ],
 )
 def test_what_comes_ahead_is_not_waited_for(prefetch, ttft, counts, hit, loaded):
-    """In time: a hit of the pool. Too late: the rest of the transfer, and no second one."""
+    """A prompt prefetched in time is a hit in the pool.
+
+    If the prefetch is late, the request waits for the rest of the same transfer; if the pool is
+    full when the prefetch is due, the blocks are loaded at the arrival.
+    """
     run = serve_slowly(session(prefetch))
     assert (wait(run), told(run)) == (ttft, counts)
     assert (run.result.log.hit[-1], run.result.log.loaded[-1]) == (hit, loaded)
@@ -82,7 +86,7 @@ def test_what_comes_ahead_is_not_waited_for(prefetch, ttft, counts, hit, loaded)
 @pytest.mark.parametrize(
     ("prefetch", "counts", "ttft"),
     [
-        # A block takes 1067 ns, and 400 to compute it. The last token takes 100.
+        # Loading a block takes 1067 ns, computing it 400; the last token takes 100.
         (4_000, (4, 4, 4), 375),
         (2_700, (2, 2, 0), 900),
         (1_100, (1, 1, 0), 1300),
@@ -90,14 +94,14 @@ def test_what_comes_ahead_is_not_waited_for(prefetch, ttft, counts, hit, loaded)
     ],
 )
 def test_time_before_the_arrival_costs_nothing(prefetch, counts, ttft):
-    """Over a link slower than computing as much comes ahead as pays when it arrives."""
+    """Over a link slower than computing, only blocks whose load saves time are prefetched."""
     slow = SLOW_LINK.replace("=1GB", "=60MB")
     run = serve_slowly(session(prefetch), tiers=(slow,))
     assert (told(run), wait(run)) == (counts, ttft)
 
 
 def test_without_tiers_it_does_nothing():
-    """The trace is that without the hint, but for the hint."""
+    """Without tiers the hint changes nothing: all requests have the same rows as without it."""
     run = serve(session(500), blocks=9)
     plain = serve(session(None), blocks=9)
     assert run.rows == plain.rows
@@ -109,21 +113,21 @@ def test_without_tiers_it_does_nothing():
     ["memory=1MB,load=never", "memory=1MB,max_wait=0,write_bandwidth=1MB", "memory=64"],
 )
 def test_a_tier_that_cannot_be_asked_is_left_alone(options):
-    """Nothing comes ahead from one that loads nothing, is busy, or has something else."""
+    """Nothing is prefetched from a tier that never loads, is busy, or holds other blocks."""
     run = serve_slowly(session(300, think=1000), tiers=(f"host:{options}",))
     assert told(run)[0] == 0
     assert len(run.rows) == 3
 
 
 def test_nobody_is_preempted_for_it():
-    """If all blocks are in use when it is due, nothing comes ahead."""
+    """No request is preempted for a prefetch: if all blocks are in use, it loads nothing."""
     long = ask("long", 20_000, 34, 800)
     run = serve_slowly([*session(50_000), long], blocks=209, watermark=0)
     assert (told(run)[0], run.of("PREEMPT")) == (0, [])
 
 
 def test_a_pool_full_of_what_is_on_its_way_blocks_nobody():
-    """A request that finds no block waits for the transfer, and is served then."""
+    """A request that finds no free block is admitted as soon as the prefetch ends."""
     requests = session(1000)
     requests.append(ask("late", 100_800, 24, keys=[*range(200, 206)]))
     slow = f"{SLOW_LINK},load=always".replace("=1GB", "=100MB")
@@ -133,19 +137,19 @@ def test_a_pool_full_of_what_is_on_its_way_blocks_nobody():
 
 
 def test_blocks_for_those_that_run_are_left():
-    """The watermark holds for what comes ahead too: it loads fewer blocks."""
+    """Prefetches keep the watermark free, so a higher one loads fewer blocks."""
     full, kept = (serve_slowly(session(50_000), watermark=watermark) for watermark in (0, 0.6))
     assert (told(full)[0], told(kept)[0]) == (4, 3)
 
 
 def test_only_what_may_be_shared_comes_ahead():
-    """Blocks that the request keeps for itself are none that it could hit in the pool."""
+    """Only blocks within the hint `share` are prefetched, since others cannot be hit."""
     run = serve_slowly(session(50_000, share=9))
     assert told(run)[0] == 2
 
 
 def test_open_loop_requests_are_known_as_early_as_they_ask():
-    """Those within the longest hint so far after the next one; of others one."""
+    """`Arrivals` reads ahead by the longest `prefetch` hint so far, and else by one request."""
     requests = [
         ask(number, 100 * number, hints=Hints(prefetch=250 if number > 2 else None))
         for number in range(8)
@@ -158,7 +162,7 @@ def test_open_loop_requests_are_known_as_early_as_they_ask():
 
 
 def test_prefetches_are_collected_for_tiers_alone():
-    """Else requests would be held for nothing."""
+    """`Arrivals` collects prefetches only with `prefetches=True`."""
     arrivals = Arrivals([ask(0), ask(1, 5, hints=Hints(prefetch=3))])
     arrivals.take()
     assert arrivals.prefetch_at > 10**18
@@ -166,7 +170,7 @@ def test_prefetches_are_collected_for_tiers_alone():
 
 
 def test_open_loop_requests_are_prefetched():
-    """The one before it need not have ended, nor even arrived."""
+    """The prompt of an open-loop request is prefetched before the request arrives."""
     keys = [*range(4)]
     requests = [
         ask("first", 0, 17, keys=keys),
@@ -177,7 +181,7 @@ def test_open_loop_requests_are_prefetched():
 
 
 def test_demoted_blocks_go_down_first():
-    """With write=evict a tier gets what is demoted before all that is older."""
+    """With `write=evict`, demoted blocks are written to the tier before older blocks."""
     requests = [
         ask("older", 0, 8, keys=[1, 2]),
         ask("done", 1000, 8, keys=[3, 4], hints=Hints(demote=True)),
@@ -189,7 +193,7 @@ def test_demoted_blocks_go_down_first():
 
 @pytest.mark.parametrize("prefetch", [50_000, 260, 10])
 def test_on_tensors_the_text_is_the_same(prefetch):
-    """What came ahead, or was waited for, is the right K/V; all is decided as simulated."""
+    """On tensors, a prefetch changes no output token, and loads are those of the simulation."""
     size = slot_bytes_of(SPEC, BLOCK)
     rate = 6_400_000 * size
     tiers = (f"host:memory=1MB,read_bandwidth={rate},write_bandwidth=64TB,latency=0",)
@@ -206,7 +210,7 @@ def test_on_tensors_the_text_is_the_same(prefetch):
 
 @pytest.fixture
 def trace(tmp_path):
-    """Return the path of a trace with a prefetch that found a block in the pool."""
+    """Return the path of a trace with a prefetch that finds one block already in the pool."""
     path = tmp_path / "trace.jsonl"
     run = serve_slowly(session(50_000), blocks=10)
     assert [line["blocks"] for line in run.lines if line["event"] == "PREFETCH"] == [1]
@@ -234,7 +238,7 @@ FORGED = [
 
 @pytest.mark.parametrize(("event", "fields", "reason"), FORGED)
 def test_no_field_can_be_forged(trace, event, fields, reason):
-    """What was loaded ahead, for whom, and that it was asked for."""
+    """A trace with a false field of a prefetch or its request is rejected with the reason."""
     events = lines(trace)
     begin = next(n for n, line in enumerate(events) if line["event"] == "PREFETCH")
     line = next(line for line in events[begin:] if line["event"] == event)
@@ -248,7 +252,7 @@ def test_no_field_can_be_forged(trace, event, fields, reason):
 
 @pytest.mark.parametrize("event", ["PREFETCH", "ALLOC", "LOAD_START", "LOAD", "COMMIT", "FREE"])
 def test_no_line_can_be_left_out(trace, event):
-    """Each follows from those before it."""
+    """A trace that lacks one line of a prefetch is rejected."""
     events = lines(trace)
     begin = next(n for n, line in enumerate(events) if line["event"] == "PREFETCH")
     del events[next(n for n in range(begin, len(events)) if events[n]["event"] == event)]
@@ -257,7 +261,7 @@ def test_no_line_can_be_left_out(trace, event):
 
 
 def test_a_request_that_never_arrives(trace):
-    """A trace may end before it does: what was loaded ahead of it is there."""
+    """A trace may end after a prefetch and before the arrival of its request."""
     events = lines(trace)
     end = next(
         n for n, line in enumerate(events) if line["event"] == "REQUEST" and "hints" in line
@@ -267,25 +271,25 @@ def test_a_request_that_never_arrives(trace):
 
 
 def test_explain_says_that_it_was_hit(trace):
-    """A request whose blocks came ahead of it has nothing that was missed below."""
+    """`explain` counts prefetched blocks as hits of their request."""
     again = explain(trace).requests["again"]
     assert (again.hit, again.losses[0].first) == (16, 16)
 
 
 class Greedy(FCFS):
-    """Pauses and offers seats to all that load, over and over."""
+    """A scheduler that pauses and admits every loading job in each step."""
 
     name = "greedy"
 
     def plan(self, state):
-        """Return them."""
+        """Return a plan that pauses all loading jobs, and admits them and all waiting ones."""
         loading = [job for job in state.running if job.stage == LOADING]
         self.named = max(getattr(self, "named", 0), len(loading))
         return StepPlan([*loading, *state.waiting], loading)
 
 
 def test_a_plan_may_name_jobs_that_load():
-    """They are neither paused nor admitted twice: their blocks are on their way."""
+    """Loading jobs in a plan are neither paused nor admitted twice."""
     requests = [*session(None), ask("more", 101_750, 8, 3)]
     scheduler = Greedy()
     run = serve_slowly(requests, blocks=12, scheduler=scheduler)

@@ -1,4 +1,4 @@
-"""Prices of APIs: the table, and prices from text."""
+"""Prices of APIs: the built-in table, and prices given as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvcore.models.pricing import PRICES, PROVIDERS, PriceModel, find_price
 
 @pytest.mark.parametrize("price", PRICES.values(), ids=str)
 def test_known_prices_say_where_they_are_from(price):
-    """Each has a source and a date, reads cost less than input, and its text finds it."""
+    """Every built-in price has a source and a date, and is found by its own text.
+
+    Cached input costs less than input, and input less than output.
+    """
     assert price.source
     assert re.fullmatch(r"2026-\d\d-\d\d", price.read)
     assert 0 < price.cached < price.input < price.output
@@ -21,12 +24,12 @@ def test_known_prices_say_where_they_are_from(price):
 
 
 def test_help_names_the_providers():
-    """The names in the help of `--price`, which does not import the table."""
+    """The help of `--price`, which does not import the table, names exactly its providers."""
     assert set(PRICED) == set(PROVIDERS)
 
 
 def test_claude_prices_are_multiples():
-    """Writes cost 1.25 and 2 times the input, reads a tenth."""
+    """Anthropic's writes cost 1.25 and 2 times the input, and reads a tenth."""
     for price in PRICES.values():
         if price.provider == "anthropic":
             multiples = [rate / price.input for rate in price.rates]
@@ -34,7 +37,7 @@ def test_claude_prices_are_multiples():
 
 
 def test_prices_are_read_from_text():
-    """A provider is its first model, figures replace others, and figures alone are a price."""
+    """A provider stands for its first model; figures replace its own, or make a price alone."""
     known = find_price("anthropic")
     assert known.name == "claude-sonnet-4.5"
     assert find_price("claude-sonnet-4.5, ttl=3600").ttl == 3600
@@ -45,7 +48,7 @@ def test_prices_are_read_from_text():
 
 
 def test_missing_rates_are_those_of_input():
-    """Without a discount, and without a price of writing, tokens cost what input costs."""
+    """Rates of reads and writes that are not given equal the rate of input."""
     assert PriceModel(input=2).rates == (2, 2, 2, 2, 0)
     assert PriceModel(input=2, write=3).rates == (2, 2, 3, 3, 0)
 
@@ -69,7 +72,7 @@ def test_missing_rates_are_those_of_input():
     ],
 )
 def test_wrong_prices_are_refused(text, why):
-    """The error says what is wrong, and what there is."""
+    """The error for a malformed price names the fault, and may suggest a similar name."""
     with pytest.raises(InputError, match=why):
         find_price(text)
 
@@ -79,11 +82,14 @@ def test_wrong_prices_are_refused(text, why):
     [(0, 0), (1023, 0), (1024, 1024), (1151, 1024), (1152, 1152), (2006, 1920)],
 )
 def test_steps_of_128(tokens, cached):
-    """From 1,024 tokens on in steps of 128; 1,920 of 2,006 is the example of the guide."""
+    """OpenAI caches from 1,024 tokens on in steps of 128.
+
+    The example of its guide is 1,920 of 2,006.
+    """
     assert find_price("openai").cacheable(tokens) == cached
 
 
 def test_steps_begin_at_the_least_length():
-    """Not at the prompt's start."""
+    """Steps are counted from `min_tokens` on, not from the start of the prompt."""
     price = find_price("input=1,min_tokens=100,step=128")
     assert [price.cacheable(tokens) for tokens in (99, 227, 228)] == [0, 100, 228]

@@ -1,4 +1,4 @@
-"""Progress that may be absent: items are counted in strides, if the count is shown."""
+"""Optional progress: items are counted in strides, and only if the count is shown."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from kvcore.progress import STRIDE, silent, ticked, unseen
 
 
 def test_every_item_is_counted():
-    """In steps of a stride, and the rest at the end."""
+    """`ticked` reports one tick for each full stride, and one for the rest."""
     ticks = []
     assert list(ticked(range(2 * STRIDE + 3), ticks.append)) == list(range(2 * STRIDE + 3))
     assert ticks == [STRIDE, STRIDE, 3]
 
 
 class Located(list):
-    """Items of a file, with the bytes of it that were read."""
+    """Items with the number of bytes of their file that were read."""
 
     position = 0
 
     def __iter__(self):
-        """Yield them, 10 bytes each, in pieces of 4,000 bytes."""
+        """Yield the items, 10 bytes each, read in pieces of 4,000 bytes."""
         for number, item in enumerate(super().__iter__(), 1):
             self.position = -(-number // 400) * 4000
             yield item
 
 
 def test_items_of_a_file_are_counted_in_bytes():
-    """What has a position in its file is counted by that, in the same steps."""
+    """Items that have a `position` in a file are counted in bytes, after the same strides."""
     ticks = []
     items = Located(range(STRIDE + 400))
     assert list(ticked(items, ticks.append)) == list(items)
@@ -37,7 +37,7 @@ def test_items_of_a_file_are_counted_in_bytes():
 
 
 def test_nothing_is_counted_that_is_not_shown():
-    """The items are then given as they are."""
+    """With the silent `Tick`, `ticked` returns the items themselves."""
     items = range(3)
     with silent("counting", 3) as tick:
         assert tick is unseen
@@ -49,12 +49,12 @@ def test_nothing_is_counted_that_is_not_shown():
     ("text", "most", "short"), [("abcdef", 6, "abcdef"), ("abcdefg", 6, "abc...")]
 )
 def test_long_texts_are_shortened(text, most, short):
-    """To what fits in a message."""
+    """`shorten` cuts a text that is longer than the limit, and marks the cut with dots."""
     assert shorten(text, most) == short
 
 
 def test_a_directory_is_made_with_those_above_it(tmp_path):
-    """One that is there stays; a file is refused."""
+    """`make_directory` makes parents and keeps an existing directory; a file is an error."""
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""Metrics: what Prometheus' own parser reads of them is what the JSON says."""
+"""Prometheus metrics: their values, as Prometheus' own parser reads them, equal the JSON's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TIMES = {
 
 @pytest.fixture(scope="module")
 def run():
-    """Return the result of a run that hits, evicts and rejects; its document; its samples."""
+    """Return a run that hits, evicts and rejects: its result, its document and its samples."""
     zipf = Zipf(requests=120, prefixes=12, rate=1e6, key_tokens=BLOCK)
     workload = [*zipf, ask("huge", at=10**9, prompt=10_000)]
     cache = KVCache(1500, BLOCK, eviction=LFU(), key_tokens=BLOCK)
@@ -49,7 +49,7 @@ def run():
 
 
 def parsed(text):
-    """Return the samples by name: (labels, value) each."""
+    """Return the samples of `text` by name, each as (labels, value)."""
     samples = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -58,13 +58,13 @@ def parsed(text):
 
 
 def only(samples, name, **labels):
-    """Return the value of the one sample with these labels."""
+    """Return the value of the only sample with `labels`."""
     (value,) = [v for has, v in samples[name] if labels.items() <= has.items()]
     return value
 
 
 def buckets(samples, name, **labels):
-    """Return the buckets of a histogram by their upper bound."""
+    """Return the buckets of a histogram by upper bound."""
     return {
         float(has["le"]): value
         for has, value in samples[f"{name}_bucket"]
@@ -74,7 +74,7 @@ def buckets(samples, name, **labels):
 
 @pytest.mark.parametrize("name", RESTING)
 def test_blocks_at_rest_are_those_of_the_json(run, name):
-    """Count, sum and every bucket."""
+    """Histograms of blocks have the count, the sum and the buckets of the JSON."""
     _, document, samples = run
     told = document["residency"]["gpu"][RESTING[name]]
     assert only(samples, f"{name}_count") == told["blocks"] > 0
@@ -85,7 +85,7 @@ def test_blocks_at_rest_are_those_of_the_json(run, name):
 
 @pytest.mark.parametrize("name", TIMES)
 def test_times_are_those_of_the_requests(run, name):
-    """The mean is that of the JSON; a bucket counts the requests up to there."""
+    """Histograms of times have the mean of the JSON, and buckets that count the requests."""
     result, document, samples = run
     times = [time for time in result.requests[TIMES[name]] if time is not None]
     count = only(samples, f"{name}_count")
@@ -97,7 +97,7 @@ def test_times_are_those_of_the_requests(run, name):
 
 
 def test_counters_are_those_of_the_json(run):
-    """Tokens, blocks, preemptions, requests."""
+    """Counters of tokens, blocks, preemptions and requests equal those of the JSON."""
     _, document, samples = run
     hit, rested = document["hit"], document["residency"]["gpu"]
     for name, value in {
@@ -118,7 +118,7 @@ def test_counters_are_those_of_the_json(run):
 
 
 def test_gauges_are_means_over_the_run(run):
-    """How full the pool was; and how many requests ran and waited, by Little's law."""
+    """Gauges show the usage of the pool, and running and waiting requests by Little's law."""
     _, document, samples = run
     pool, seconds = document["pool"], document["simulated_s"]
     for stat in ("mean", "peak"):
@@ -137,7 +137,7 @@ def test_gauges_are_means_over_the_run(run):
 
 
 def test_labels_say_what_was_run(run):
-    """Names with quotes are no trouble; a policy is written as the command line takes it."""
+    """Labels name workload, policy and options, even if a name contains quotes."""
     labels, _ = run[2]["kvcore_kv_block_lifetime_seconds_sum"][0]
     assert labels == {
         "workload": 'a "trace"',
@@ -150,7 +150,7 @@ def test_labels_say_what_was_run(run):
 
 
 def test_a_run_without_requests_has_metrics():
-    """Nothing is counted, and nothing is divided by it."""
+    """A run without requests has counts of 0 and omits metrics that need a request."""
     result = simulate([], cache=KVCache(8, BLOCK), latency=Even())
     samples = parsed(run_metrics(result.summary() | {"config": CONFIG}, result.requests))
     assert only(samples, "kvcore_time_to_first_token_seconds_count") == 0
@@ -159,7 +159,7 @@ def test_a_run_without_requests_has_metrics():
 
 
 def test_every_row_of_a_comparison_has_labels():
-    """Policies with their options, pools by their size."""
+    """Metrics of a comparison are labelled by policy with options and by pool size."""
     policies = [LRU, lambda: LFU(half_life=2), lambda: LFU(half_life=9)]
     comparison = compare(Zipf(requests=80), policies, [40, 90], residency=True)
     samples = parsed(comparison_metrics(comparison))
@@ -174,7 +174,7 @@ def test_every_row_of_a_comparison_has_labels():
 
 
 def test_without_the_package_the_error_says_what_to_install(monkeypatch):
-    """It is an extra."""
+    """Without prometheus_client the error gives the install command."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     comparison = compare(Zipf(requests=5), LRU, 10)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[prometheus\]'"):

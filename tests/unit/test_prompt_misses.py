@@ -1,4 +1,4 @@
-"""Why an API read no more of a prompt: each reason by the shortest log that has it."""
+"""The reasons why an API read no more of a prompt, each in the shortest log that has it."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ EXPLICIT = "input=4,cached=1,write=5,ttl=300,breakpoints=4"
 
 @pytest.fixture(autouse=True)
 def _short_edits(monkeypatch):
-    """Let two repeated tokens be an edit."""
+    """Make two repeated tokens enough for an edit."""
     monkeypatch.setattr(prompt_misses, "EDIT_TOKENS", 2)
 
 
 def unread(*served, price=AUTOMATIC):
-    """Return (reason, first, tokens) of what the last request did not read."""
+    """Return (reason, first, tokens) of each unread part of the last prompt."""
     last = explain_prompts(served, price).prompts[-1]
     return [(part.reason, part.first, part.tokens) for part in last.unread]
 
 
 def test_new_tokens():
-    """What no earlier prompt begins with, from where they part."""
+    """Tokens that no earlier prompt has after the same prefix are `new`."""
     assert unread(*requests((0, "ab"))) == [("new", 0, 2)]
     assert unread(*requests((0, "ab"), (1, "acd"))) == [("new", 1, 2)]
 
 
 def test_short_prompts():
-    """Prompts below the least length are never cached, however often they are sent."""
+    """Prompts below the minimum length are never cached, however often they are sent."""
     rows = requests((0, "ab"), (1, "ab"))
     assert unread(*rows, price=f"{AUTOMATIC},min_tokens=3") == [("short", 0, 2)]
 
 
 def test_a_ttl_that_has_lapsed():
-    """The gap is that to the last request with the same prefix, not to the last request."""
+    """The gap is measured from the last request with the same prefix, not the last request."""
     rows = requests((0, "abc"), (100, "abd"), (450, "xyz"), (500, "abc"))
     (last,) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
     assert (last.reason, last.first, last.tokens) == ("lapsed", 0, 3)
@@ -49,13 +49,13 @@ def test_a_ttl_that_has_lapsed():
 
 
 def test_a_part_that_has_lapsed():
-    """A prefix that others renewed is read, and what only an old request had is not."""
+    """A prefix renewed by another request is read; the older rest of it is `lapsed`."""
     rows = requests((0, "abcd"), (250, "abx"), (400, "abcd"))
     assert unread(*rows) == [("lapsed", 2, 2)]
 
 
 def test_an_entry_that_has_lapsed():
-    """The gap is that to the last request with what lapsed, not with a part that is alive."""
+    """The gap is measured from the last request with the lapsed entry, not with part of it."""
     rows = requests((0, "abcd"), (200, "abx"), (350, "abcd"))
     (last,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
     assert (last.reason, last.tokens, last.other) == ("lapsed", 4, 0)
@@ -63,14 +63,14 @@ def test_an_entry_that_has_lapsed():
 
 
 def test_no_entry_ends_there():
-    """Tokens that earlier prompts have, but no breakpoint or whole step after them."""
+    """Tokens of earlier prompts are `unmarked` if no breakpoint or whole step follows them."""
     rows = requests((0, "abcd"), (1, "abce"))
     assert unread(*rows, price=EXPLICIT) == [("unmarked", 0, 3), ("new", 3, 1)]
     assert unread(*rows, price=f"{AUTOMATIC},step=2") == [("unmarked", 2, 1), ("new", 3, 1)]
 
 
 def test_an_edited_prompt():
-    """One that repeats what stood after its first difference, and where that is."""
+    """A prompt that repeats tokens after its first difference is `edited`, with the place."""
     rows = [
         logged(0, 0, ("xab", None), ("cd", None)),
         logged(1, 9, ("yab", None), ("cde", None)),
@@ -83,7 +83,10 @@ def test_an_edited_prompt():
 
 
 def test_an_edit_further_in():
-    """The prefix before it is read where any prefix is, and belongs to it where none is."""
+    """The prefix before an edit is read with automatic caching.
+
+    With breakpoints alone nothing of it is read, and it counts as edited.
+    """
     rows = [
         logged(0, 0, ("ab", None), ("xcdef", None)),
         logged(1, 1, ("ab", None), ("ycdef", None)),
@@ -96,7 +99,7 @@ def test_an_edit_further_in():
 
 
 def test_a_dropped_message_is_an_edit():
-    """What stood after it is sent again, and none of it is read."""
+    """Dropping a message is an edit: the messages after it are sent again and not read."""
     rows = [
         logged(0, 0, ("ab", None), ("12", None), ("cdef", None)),
         logged(1, 1, ("ab", None), ("cdef", None), ("g", None)),
@@ -105,7 +108,7 @@ def test_a_dropped_message_is_an_edit():
 
 
 def test_the_original_is_not_the_last_prompt_alike():
-    """Others share more sentences with an edited prompt than its original does."""
+    """The original of an edit is found even if a later prompt has the same prefix."""
     rows = [
         logged(0, 0, ("abcdefgh", None), ("m", None), ("1234", None)),
         logged(1, 1, ("abcdefgh", None), ("z", None)),
@@ -116,13 +119,13 @@ def test_the_original_is_not_the_last_prompt_alike():
 
 
 def test_some_sentences_alike_are_no_edit():
-    """A prompt that repeats less than half of another after the difference is no edit of it."""
+    """A prompt that repeats less than half of another after the difference is not its edit."""
     rows = [logged(0, 0, ("xabcdef", None)), logged(1, 1, ("yab123", None))]
     assert unread(*rows) == [("new", 0, 6)]
 
 
 def test_old_prompts_are_forgotten(monkeypatch):
-    """An edit is looked for among the last prompts."""
+    """Originals of edits are searched among the last RECENT prompts only."""
     monkeypatch.setattr(prompt_misses, "RECENT", 1)
     rows = [
         logged(0, 0, ("xabcd", None)),
@@ -133,13 +136,13 @@ def test_old_prompts_are_forgotten(monkeypatch):
 
 
 def test_undetermined_edits():
-    """Where the TTL of the original had lapsed anyway, the edit is not what mattered."""
+    """An edit is `undetermined` if the TTL of its original had lapsed anyway."""
     rows = [logged(0, 0, ("xabcd", None)), logged(1, 300, ("yabcd", None))]
     assert unread(*rows) == [("undetermined", 0, 4), ("new", 4, 1)]
 
 
 def test_another_question_is_no_edit():
-    """Prompts that part and do not meet again are two prompts."""
+    """Prompts without common tokens after their first difference are not edits."""
     rows = [
         logged(0, 0, ("abcd", None), ("ef", None)),
         logged(1, 1, ("abcd", None), ("gh", None)),
@@ -148,13 +151,13 @@ def test_another_question_is_no_edit():
 
 
 def test_other_models_are_no_originals():
-    """A prompt to another model is no edited prompt of the first."""
+    """A prompt to another model is not the original of an edit."""
     rows = [logged(n, n, (f"{n}abcd", None), salt=f"m{n}") for n in range(2)]
     assert [reason for reason, *_ in unread(*rows)] == ["new"]
 
 
 def test_evictions():
-    """What the rule reads within the TTL and the log does not was evicted."""
+    """Tokens that the rule reads within the TTL, but the log does not, were `evicted`."""
     rows = [logged(n, n, ("abcd", 0), usage=Usage(400)) for n in range(2)]
     (gone,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
     assert (gone.reason, gone.tokens, gone.other) == ("evicted", 400, 0)
@@ -163,13 +166,13 @@ def test_evictions():
 
 @pytest.mark.parametrize("read", [370, 400])
 def test_about_as_much_is_no_eviction(read):
-    """Positions are estimates: a tenth less than the rule says is not another reason."""
+    """Reading up to a tenth less than expected is no eviction, as positions are estimates."""
     rows = [logged(n, n, ("abcd", 0), usage=Usage(400, read_tokens=read)) for n in range(2)]
     assert "evicted" not in [reason for reason, *_ in unread(*rows, price=EXPLICIT)]
 
 
 def test_what_lives_longer_than_its_ttl():
-    """A log that reads what should have lapsed is believed."""
+    """Tokens that the log reports as read are read, even if their TTL has lapsed."""
     rows = [
         logged(n, 400 * n, ("abcd", 0), usage=Usage(4, read_tokens=4 * n)) for n in range(2)
     ]
@@ -178,7 +181,7 @@ def test_what_lives_longer_than_its_ttl():
 
 
 def test_every_token_has_one_reason():
-    """Read and unread tokens add up, and the sums have each once."""
+    """Read and unread parts cover each prompt once, and the sums count each part once."""
     rows = [
         logged(n, 70 * n, (f"{'xyz'[n % 3]}ab", 0), ("cd" + "efgh"[: n % 5], 0))
         for n in range(20)
@@ -200,13 +203,13 @@ def test_every_token_has_one_reason():
 
 
 def test_dollars_are_what_reading_would_save():
-    """The difference between the prices of input and of what is read."""
+    """The dollars of a reason are the price of input minus that of cached input."""
     found = explain_prompts(requests((0, "abc"), (400, "abc")), find_price(AUTOMATIC))
     assert found.sums()["lapsed"]["usd"] == pytest.approx(3 * 3 / 1e6)
 
 
 def test_an_unknown_request():
-    """The error names the request and the workload."""
+    """The error for an unknown request names it, the workload and a similar request."""
     found = explain_prompts([request("abc", 0, "a")], AUTOMATIC, source="log")
     assert found.of("abc").request == "abc"
     with pytest.raises(InputError, match=r"'abd' is not in log \(did you mean 'abc'"):

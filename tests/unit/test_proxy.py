@@ -1,6 +1,6 @@
-"""The proxy: where requests go, what clients and servers may do, and what it tells of it."""
+"""The proxy: its routing, the limits of clients and servers, its metrics and its trace."""
 
-# ruff: noqa: ARG001 - a scene has all parts
+# ruff: noqa: ARG001 - every scene takes all parts
 
 import asyncio
 import gzip
@@ -34,27 +34,27 @@ COMPLETIONS = "/v1/completions"
 
 
 class Hits(Router):
-    """Sends a request where most of its prompt is thought to be."""
+    """A router that prefers the replica with the most hit tokens."""
 
     name = "hits"
 
     def cost(self, request, replica):
-        """Return the negative number of tokens."""
+        """Return the negative number of hit tokens."""
         return -replica.hit_tokens
 
 
 class Failing(Router):
-    """Fails."""
+    """A router that raises in `cost`."""
 
     name = "failing"
 
     def cost(self, request, replica):
-        """Raise."""
+        """Raise ZeroDivisionError."""
         raise ZeroDivisionError
 
 
 class Refusing(Router):
-    """Turns all requests away."""
+    """A router that refuses every request."""
 
     name = "refusing"
 
@@ -64,7 +64,7 @@ class Refusing(Router):
 
 
 def play(scene, count=2, **options):
-    """Run a scene with a proxy, its servers and a client; return what it returns."""
+    """Run a scene with a proxy, its servers and a client, and return the scene's result."""
 
     async def run():
         async with asyncio.timeout(30), routed(count, **options) as parts:
@@ -74,13 +74,13 @@ def play(scene, count=2, **options):
 
 
 async def ask(client, *, path=COMPLETIONS, headers=None, **more):
-    """Return status, headers and text of an answer."""
+    """Post a request, and return status, headers and text of the response."""
     async with client.post(path, json=prompt(**more), headers=headers) as answer:
         return answer.status, answer.headers, await answer.text()
 
 
 async def raw(proxy, data):
-    """Send bytes; return all that comes back until the proxy ends the connection."""
+    """Send bytes, and return all bytes received until the proxy closes the connection."""
     host, port = proxy.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
@@ -92,12 +92,12 @@ async def raw(proxy, data):
 
 
 def events(text):
-    """Return the documents of a stream."""
+    """Return the JSON documents of an event stream."""
     return [json.loads(data) for data in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]
 
 
 def sample(proxy, name, **labels):
-    """Return the value of a metric."""
+    """Return the value of a metric, summed over all samples with these labels."""
     line = re.compile(rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", re.MULTILINE)
     found = line.findall(proxy.fleet.metrics.text().decode())
     wanted = {f'{key}="{value}"' for key, value in labels.items()}
@@ -106,7 +106,7 @@ def sample(proxy, name, **labels):
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
 def test_an_answer_is_passed_on_with_the_name_of_its_server(path):
-    """Its status, its type and its body are those of the server."""
+    """A response has the status, type and body of its server, and a header that names it."""
 
     async def scene(proxy, servers, client):
         body = {"messages": [{"role": "user", "content": "hello"}]}
@@ -122,7 +122,10 @@ def test_an_answer_is_passed_on_with_the_name_of_its_server(path):
 
 @pytest.mark.parametrize("traced", [False, True])
 def test_a_stream_is_passed_on_as_it_is(traced, tmp_path):
-    """Also if the proxy has asked for its usage, which the client did not."""
+    """A stream is passed on unchanged, and has the usage only if the client asked for it.
+
+    A proxy that writes a trace asks its servers for the usage in any case.
+    """
 
     async def scene(proxy, servers, client):
         _, headers, text = await ask(client, stream=True)
@@ -139,7 +142,10 @@ def test_a_stream_is_passed_on_as_it_is(traced, tmp_path):
 
 @pytest.mark.parametrize("more", [{}, {"prefixes": "tokens", "key_tokens": 4}])
 def test_a_prefix_goes_to_the_server_that_has_it(more):
-    """By blocks of text, or by the tokens that a server is asked for."""
+    """A prompt is routed to the server that has its prefix.
+
+    Prefixes are known by blocks of characters, or by tokens that a server returns.
+    """
     texts = [letter * 64 for letter in "abcd"]
 
     async def scene(proxy, servers, client):
@@ -158,7 +164,7 @@ def test_a_prefix_goes_to_the_server_that_has_it(more):
 
 @pytest.mark.parametrize("script", ["die", "busy", "nonsense"])
 def test_what_has_not_begun_is_served_by_another(script):
-    """A server that dies, has no room, or answers with something else than JSON."""
+    """A request is sent to another server if the first one dies, is busy or returns no JSON."""
 
     async def scene(proxy, servers, client):
         servers[0].script = script
@@ -172,7 +178,7 @@ def test_what_has_not_begun_is_served_by_another(script):
 
 
 def test_a_stream_that_has_begun_ends_with_an_error_event():
-    """It is not sent again, half an event is not passed on, and the rest is."""
+    """A stream that breaks off is not retried; it ends with its whole events and an error."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "break"
@@ -187,7 +193,7 @@ def test_a_stream_that_has_begun_ends_with_an_error_event():
 
 
 def test_an_error_of_the_request_is_passed_on():
-    """It would be the same elsewhere."""
+    """A response 500 is returned to the client and not retried at another server."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "fail"
@@ -199,7 +205,7 @@ def test_an_error_of_the_request_is_passed_on():
 
 
 def test_without_a_server_requests_are_refused():
-    """With 503 and an error as the API has them; the proxy is not healthy."""
+    """With all servers down, requests and health checks get 503, with an error of the API."""
 
     async def scene(proxy, servers, client):
         for each in servers:
@@ -216,7 +222,7 @@ def test_without_a_server_requests_are_refused():
 
 
 def test_a_server_that_is_back_is_used_again():
-    """At the same address, after it was down; what it had cached is forgotten."""
+    """A server that restarts at its address is used again, and its prefixes are forgotten."""
 
     async def scene(proxy, servers, client):
         (server,) = servers
@@ -234,7 +240,10 @@ def test_a_server_that_is_back_is_used_again():
 
 
 def test_some_failures_in_a_row_make_a_server_down():
-    """Fewer do not; the router sees how full it is."""
+    """A server is down after three failed checks in a row, and up again after a success.
+
+    Its replica has the usage of its cache.
+    """
 
     async def scene(proxy, servers, client):
         replica = proxy.fleet.servers[0].replica
@@ -250,7 +259,7 @@ def test_some_failures_in_a_row_make_a_server_down():
 
 
 def test_a_request_that_waits_at_a_lost_server_goes_elsewhere():
-    """As soon as that is down: it does not wait for its time-out."""
+    """A request that waits at a server is sent to another one as soon as the first is down."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "wait"
@@ -265,7 +274,7 @@ def test_a_request_that_waits_at_a_lost_server_goes_elsewhere():
 
 
 def test_a_server_that_does_not_answer_in_time_is_left():
-    """Another one answers; with none, the client gets 503."""
+    """A request is sent to another server after the first-byte timeout, or gets 503."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "wait"
@@ -278,7 +287,7 @@ def test_a_server_that_does_not_answer_in_time_is_left():
 
 
 def test_a_stream_that_pauses_for_too_long_ends():
-    """With an error event."""
+    """A stream that pauses for longer than its timeout ends with an error event."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "pause"
@@ -291,7 +300,7 @@ def test_a_stream_that_pauses_for_too_long_ends():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_ends_its_request(stream):
-    """The server is told, and nothing counts as in flight any more."""
+    """A request whose client disconnects is cancelled at its server and no longer in flight."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "pause" if stream else "wait"
@@ -307,7 +316,7 @@ def test_a_client_that_goes_away_ends_its_request(stream):
 
 
 def test_a_client_that_does_not_read_is_left():
-    """The server is not read faster than the client reads, so memory is bounded."""
+    """A client that does not read is disconnected, and the proxy buffers a bounded amount."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "flood"
@@ -325,7 +334,7 @@ def test_a_client_that_does_not_read_is_left():
 
 
 def http_request(body, *headers):
-    """Return a request as bytes."""
+    """Return the bytes of a request."""
     lines = [
         f"POST {COMPLETIONS} HTTP/1.1",
         "Host: localhost",
@@ -337,7 +346,7 @@ def http_request(body, *headers):
 
 
 def test_a_client_that_sends_slowly_is_left():
-    """Its body, or its headers."""
+    """A client that sends its headers or body too slowly gets 408 or is disconnected."""
 
     async def scene(proxy, servers, client):
         whole = http_request(json.dumps(prompt()).encode())
@@ -362,7 +371,7 @@ def test_a_client_that_sends_slowly_is_left():
     ],
 )
 def test_a_request_that_is_none_is_refused(status, body, kind):
-    """Before a server hears of it, with an error as the API has them."""
+    """A malformed request gets an error of the API, and does not reach a server."""
 
     async def scene(proxy, servers, client):
         async with client.post(
@@ -376,7 +385,7 @@ def test_a_request_that_is_none_is_refused(status, body, kind):
 
 
 def test_a_large_request_is_passed_on():
-    """As long as it is not above the limit."""
+    """A request of 1.8 MB, below the limit, reaches its server whole."""
 
     async def scene(proxy, servers, client):
         body = BytesIO(json.dumps(prompt(["x" * 900_000, "y" * 900_000])).encode())
@@ -400,7 +409,7 @@ def test_a_large_request_is_passed_on():
     ],
 )
 def test_headers_that_are_wrong_are_refused(headers):
-    """Too long, too many, or such that two servers could read them differently."""
+    """Headers that are too long, too many, malformed or contradictory get status 400."""
 
     async def scene(proxy, servers, client):
         answer = await raw(proxy, http_request(json.dumps(prompt()).encode(), *headers))
@@ -411,7 +420,7 @@ def test_headers_that_are_wrong_are_refused(headers):
 
 
 def test_headers_of_the_connection_end_at_the_proxy():
-    """A server gets those that the API has, and no cookies."""
+    """The server gets headers of the API; cookies and headers of the connection are removed."""
 
     async def scene(proxy, servers, client):
         sent = {
@@ -438,7 +447,7 @@ def test_headers_of_the_connection_end_at_the_proxy():
     ["GET http://example.com/ HTTP/1.1", "GET /tokenize HTTP/1.1", "CONNECT a:1 HTTP/1.1"],
 )
 def test_nothing_else_is_passed_on(line):
-    """Neither other paths nor other hosts."""
+    """Requests for other paths or other hosts get an error."""
 
     async def scene(proxy, servers, client):
         answer = await raw(
@@ -450,7 +459,7 @@ def test_nothing_else_is_passed_on(line):
 
 
 def test_above_the_limit_requests_are_refused():
-    """With 503, at once; below it they are served again."""
+    """A request beyond the concurrency limit gets 503 at once; later ones are served."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "wait"
@@ -465,7 +474,7 @@ def test_above_the_limit_requests_are_refused():
 
 
 def test_above_the_limit_connections_are_closed():
-    """Before anything of them is read."""
+    """A connection beyond the limit is closed without a response."""
 
     async def scene(proxy, servers, client):
         assert (await ask(client))[0] == 200  # its connection stays open
@@ -475,7 +484,7 @@ def test_above_the_limit_connections_are_closed():
 
 
 class Telltale(Router):
-    """Fails whenever it is told something."""
+    """A router that raises in the callbacks named to its constructor."""
 
     name = "telltale"
 
@@ -483,7 +492,7 @@ class Telltale(Router):
         self._failing = methods
 
     def cost(self, request, replica):
-        """Return the same for all."""
+        """Return the same cost for every replica."""
         return 0
 
     def _told(self, method):
@@ -491,28 +500,28 @@ class Telltale(Router):
             raise ZeroDivisionError
 
     def on_routed(self, request, replica, now):
-        """Raise, if told to."""
+        """Raise if `on_routed` is to fail."""
         self._told("on_routed")
 
     def on_first_token(self, request, replica, now):
-        """Raise, if told to."""
+        """Raise if `on_first_token` is to fail."""
         self._told("on_first_token")
 
     def on_ended(self, request, replica, now):
-        """Raise, if told to."""
+        """Raise if `on_ended` is to fail."""
         self._told("on_ended")
 
     def on_joined(self, replica, now):
-        """Raise, if told to."""
+        """Raise if `on_joined` is to fail."""
         self._told("on_joined")
 
     def on_left(self, replica, now):
-        """Raise, if told to."""
+        """Raise if `on_left` is to fail."""
         self._told("on_left")
 
 
 class Stubborn(Router):
-    """Sends all requests to the first replica it has seen, tried or not."""
+    """A router that sends every request to the first replica it has seen."""
 
     name = "stubborn"
 
@@ -530,7 +539,7 @@ class Stubborn(Router):
     [("on_routed", 500), ("on_first_token", 500), ("on_ended", 200), ("on_joined", 200)],
 )
 def test_a_router_that_fails_when_told_leaves_the_counts_right(method, status):
-    """No request stays in flight that has been answered."""
+    """After a callback of the router has raised, no answered request counts as in flight."""
 
     async def scene(proxy, servers, client):
         assert (await ask(client))[0] == status
@@ -542,7 +551,7 @@ def test_a_router_that_fails_when_told_leaves_the_counts_right(method, status):
 
 
 def test_a_router_that_fails_at_a_loss_does_not_end_the_watch():
-    """Servers that come back are found."""
+    """A server that recovers is found even if the router raised in `on_left`."""
 
     async def scene(proxy, servers, client):
         servers[0].healthy = False
@@ -555,7 +564,7 @@ def test_a_router_that_fails_at_a_loss_does_not_end_the_watch():
 
 
 def test_a_router_may_not_send_a_request_back_where_it_was_refused():
-    """A server that is busy would be asked for ever."""
+    """If the router returns a replica that has refused the request, the client gets 500."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "busy"
@@ -567,7 +576,7 @@ def test_a_router_may_not_send_a_request_back_where_it_was_refused():
 
 @pytest.mark.parametrize("usage", ["nan", "inf", "-1"])
 def test_a_usage_that_is_no_share_is_none(usage):
-    """What a server says of itself does not make a router fail."""
+    """A cache usage that is not a finite share counts as 0."""
 
     async def scene(proxy, servers, client):
         servers[0].usage = usage
@@ -580,7 +589,7 @@ def test_a_usage_that_is_no_share_is_none(usage):
 
 
 def test_a_redirect_is_not_followed():
-    """A server cannot send the proxy, and what a client has told it, to another address."""
+    """A redirect of a server is returned to the client, and not followed by the proxy."""
 
     async def scene(proxy, servers, client):
         async def elsewhere(http):
@@ -600,7 +609,7 @@ def test_a_redirect_is_not_followed():
 
 
 def test_an_answer_that_is_compressed_is_not_passed_on():
-    """Its client would not know."""
+    """A request with a compressed response is sent to another server."""
 
     async def scene(proxy, servers, client):
         async def packed(http):
@@ -623,7 +632,7 @@ def test_an_answer_that_is_compressed_is_not_passed_on():
 
 @pytest.mark.parametrize(("router", "status"), [(Failing(), 500), (Refusing(), 503)])
 def test_a_router_may_fail_or_refuse(router, status):
-    """Its client is told; the proxy goes on."""
+    """Requests get 500 if the router raises and 503 if it refuses; the proxy goes on."""
 
     async def scene(proxy, servers, client):
         assert (await ask(client))[0] == status
@@ -633,7 +642,10 @@ def test_a_router_may_fail_or_refuse(router, status):
 
 
 def test_the_trace_has_requests_and_routes(tmp_path):
-    """In order of arrival, with the lengths that servers counted; it can be run again."""
+    """The trace has requests and routes in order of arrival, and can be run as a workload.
+
+    Its requests have the lengths that servers counted.
+    """
     path = tmp_path / "day.jsonl.gz"
 
     async def scene(proxy, servers, client):
@@ -660,7 +672,7 @@ def test_the_trace_has_requests_and_routes(tmp_path):
 
 
 def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
-    """Up to the last second: all that has ended, and before which nothing is in flight."""
+    """The unfinished trace of a killed proxy is readable up to its last synchronisation."""
     path = tmp_path / "day.jsonl.gz"
 
     async def scene(proxy, servers, client):
@@ -676,7 +688,7 @@ def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
 
 
 def test_a_refused_request_is_in_the_trace(tmp_path):
-    """It is part of the day; what it asked for at most stands for its output."""
+    """A request that the router refuses is in the trace, with max_tokens as its output."""
     path = tmp_path / "day.jsonl"
 
     async def scene(proxy, servers, client):
@@ -688,7 +700,7 @@ def test_a_refused_request_is_in_the_trace(tmp_path):
 
 
 def test_what_a_server_refuses_is_not_in_the_trace(tmp_path):
-    """It was no request that could be served."""
+    """A request that a server answers with an error is not in the trace."""
 
     async def scene(proxy, servers, client):
         servers[0].script = "fail"
@@ -701,7 +713,7 @@ def test_what_a_server_refuses_is_not_in_the_trace(tmp_path):
 
 
 def test_a_stream_is_cut_into_whole_events():
-    """However the bytes come."""
+    """A stream is passed on in whole lines, however its bytes are split."""
     data = (
         b'data: {"choices": [{"text": "a"}]}\r\n\r\ndata: {"usage": {"prompt_tokens": 5}}\n\n'
     )
@@ -715,7 +727,7 @@ def test_a_stream_is_cut_into_whole_events():
 
 
 def test_the_port_may_be_taken(tmp_path):
-    """Which is an error that says so, and leaves no file."""
+    """The error for a port in use names port and address, and no trace file is left."""
 
     async def scene(proxy, servers, client):
         port = int(proxy.url.rpartition(":")[2])
@@ -728,7 +740,7 @@ def test_the_port_may_be_taken(tmp_path):
 
 
 def test_the_client_is_that_of_openai():
-    """Its answers and its errors are what it expects."""
+    """The client of the package openai reads completions, streams, models and errors."""
     openai = pytest.importorskip("openai", reason="needs openai")
 
     async def scene(proxy, servers, client):
@@ -751,7 +763,10 @@ def test_the_client_is_that_of_openai():
 
 
 def test_events_of_servers_say_where_a_prefix_is():
-    """As soon as they come: what is stored, what has left, and what goes with its server."""
+    """KV events of servers update at once which replica holds a prefix.
+
+    Blocks are added when stored, and removed when evicted, cleared or lost with their server.
+    """
     pytest.importorskip("zmq", reason="needs pyzmq")
     tokens = [ord(letter) for letter in "abcdefgh"]
     stored = BlockStored(hashes=(1, 2), tokens=tuple(tokens), block_size=4, medium="GPU")
@@ -801,12 +816,12 @@ def test_events_of_servers_say_where_a_prefix_is():
 
 
 def tell(publisher, *events):
-    """Publish events in a batch."""
+    """Publish `events` in one batch."""
     publisher.publish(encode(EventBatch(ts=1.0, events=events)))
 
 
 def test_a_server_of_kvcore_tells_what_it_has():
-    """Its tokens, its events, and the keys that the proxy makes of both fit one another."""
+    """With a server of kvcore, the proxy's keys match the server's tokens and KV events."""
     pytest.importorskip("torch", reason="needs torch")
     from helpers.online import free_port, serving  # noqa: PLC0415 - imports torch
 

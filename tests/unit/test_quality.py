@@ -1,4 +1,4 @@
-"""What bounding and shrinking K/V loses, against small computations of its own."""
+"""The loss of quality by bounded or coded K/V, compared with small reference computations."""
 
 import sys
 from contextlib import contextmanager
@@ -26,22 +26,22 @@ WORDS = " ".join(f"word{number % 37}" for number in range(400))
 
 
 class Oracle(ScoreRetention):
-    """Keeps what it is told to."""
+    """A retention policy that keeps the tokens at `places`."""
 
     name = "oracle"
     places = ()
 
     def score(self, held):
-        """Return 1 for these positions."""
+        """Return 1 for the positions in `places`, and 0 for others."""
         return torch.isin(held.positions, torch.tensor(self.places)).double()
 
 
 class Hooks:
-    """Registers the policy."""
+    """Hooks that register `Oracle`."""
 
     @hookimpl
     def kvcore_retention_policies(self):
-        """Return it."""
+        """Return the class."""
         return [Oracle]
 
 
@@ -52,21 +52,21 @@ def rows(retention, generator="transformer", codec="fp32", **options):
 
 
 def only(found, retention, budget=None):
-    """Return the one row of a policy and a budget."""
+    """Return the only row of a policy and a budget."""
     (row,) = [r for r in found if r.retention == retention and r.budget == budget]
     return row
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
 def test_all_tokens_as_computed_lose_nothing(dtype):
-    """The same numbers in the same blocks are the same result, to the last bit."""
+    """Keeping all tokens in the computed type gives losses of exactly 0."""
     (row,) = measure("transformer", codec=dtype, dtype=dtype, **SMALL).rows
     assert (row.attention_error, row.kl, row.kl_p95, row.top1) == (0, 0, 0, 1)
     assert (row.share, row.budget, row.needle) == (1, None, None)
 
 
 def test_divergence_is_that_of_the_definition():
-    """Sum p log(p / q), by hand in Python; 0 for equal logits, however large."""
+    """`divergence` is the sum of p log(p / q), and 0 for equal logits, however large."""
     p, q = [0.5, 0.25, 0.25], [0.125, 0.125, 0.75]
     found = divergence(torch.tensor([p, q]).log() + 7, torch.tensor([q, q]).log() - 3)
     by_hand = 0.5 * 1.3862943611 + 0.25 * 0.6931471806 + 0.25 * -1.0986122887
@@ -75,7 +75,7 @@ def test_divergence_is_that_of_the_definition():
 
 
 def test_a_window_is_what_dense_attention_over_it_is():
-    """With blocks of one token, a window of 20 is attention to the last 20 and oneself."""
+    """With blocks of one token, `window:tokens=20` equals dense attention over 20 tokens."""
     kept, prompt = 20, 96
     generator = loaded(Plugins().build("generator", "transformer"), "fp32")
     ids = [generator.encode(WORDS)[:108], generator.encode(WORDS)[-108:]]
@@ -104,14 +104,17 @@ def test_a_window_is_what_dense_attention_over_it_is():
 
 
 def test_tokens_that_wait_to_be_coded_count():
-    """A block of 4 in 2 bits takes 448 bytes with its grids, a token as computed 512."""
+    """Bytes per token count tokens not yet coded.
+
+    A block of 4 takes 448 bytes in 2 bits with its grids, and each other token 512.
+    """
     _, row = rows("full", codec="fp32,kivi", tokens=3)
     steps = ((25 * 448 + waiting * 512) / (96 + waiting) for waiting in (1, 2, 3))
     assert row.bytes_per_token == pytest.approx(sum(steps) / 3)
 
 
 def dense(generator, tokens, prompt, kept):
-    """Yield logits and attention of the steps behind `prompt`, with the last `kept` tokens."""
+    """Yield logits and attention of each step after `prompt`, with the last `kept` tokens."""
     held, seen = {}, {}
 
     def attend(layer, queries, keys, values, **_):
@@ -135,7 +138,7 @@ def dense(generator, tokens, prompt, kept):
 
 
 def test_more_tokens_lose_less():
-    """Of one policy a larger budget has less of every loss."""
+    """A larger budget of the same policy has less of every loss."""
     found = rows("random", budgets=(0.2, 0.5, 0.9))
     few, some, most = (only(found, "random", budget) for budget in (0.2, 0.5, 0.9))
     for field in ("attention_error", "kl"):
@@ -144,7 +147,10 @@ def test_more_tokens_lose_less():
 
 
 def test_a_budget_is_bytes_whatever_the_codec():
-    """Of numbers half as long, twice as many tokens stay; where all do, there is no row."""
+    """A budget is a share of bytes: in fp16 it keeps twice as many tokens as in fp32.
+
+    A budget that keeps all tokens has no row.
+    """
     found = rows("random", codec="fp32,fp16", budgets=(0.25, 0.75))
     assert [(row.codec, row.budget) for row in found] == [
         ("fp32", None),
@@ -155,20 +161,20 @@ def test_a_budget_is_bytes_whatever_the_codec():
     ]
     shorter, longer = found[3:]
     assert shorter.kl < longer.kl
-    # Up to two blocks of four tokens more than the budget, of 96.
+    # Up to two blocks of four tokens, of 96 tokens in all, may exceed the budget.
     assert 0.2 < shorter.share < 0.25 + 8 / 96
     assert 0.2 < longer.share < 0.25 + 8 / 96
 
 
 def test_options_of_the_text_come_first():
-    """A policy that says its budget is measured once, as it says."""
+    """A policy whose text sets its size is measured once, at that size."""
     found = rows("window:tokens=10,random:budget=0.5,window:tokens=10", budgets=(0.1, 0.2))
     assert [row.retention for row in found] == [FULL, "random:budget=0.5", "window:tokens=10"]
     assert {row.budget for row in found} == {None}
 
 
 def test_every_needle_is_found_where_all_is_kept():
-    """Whether the policy could have known the questions or not, and at every depth."""
+    """With all tokens kept, every needle at every depth is found, announced or not."""
     for announced in (True, False):
         (row,) = rows(FULL, needles=6, announced=announced)
         assert row.needle == 1
@@ -178,16 +184,16 @@ def test_every_needle_is_found_where_all_is_kept():
 
 
 def test_chance_finds_its_share():
-    """A tenth kept at random answers about a tenth of 128 questions."""
+    """A tenth of the tokens kept at random answers about a tenth of 128 questions."""
     found = rows("random", prompt_tokens=400, texts=8, needles=16, budgets=(0.1,))
     assert 0.02 < only(found, "random", 0.1).needle < 0.22
 
 
 def test_an_oracle_finds_all_and_its_opposite_none(monkeypatch):
-    """Kept values are found, whatever else goes; without them nothing is."""
+    """All needles are found if exactly their values are kept, and none if all else is."""
     plugins = Plugins(extra=[Hooks()])
     options = SMALL | {"needles": 4, "announced": False, "prompt_tokens": 100, "texts": 3}
-    # 92 other tokens, with a needle before the one at an eighth, three eighths, ...
+    # 92 other tokens, with needles inserted at one eighth, three eighths, and so on.
     values = [int(92 * (place + 0.5) / 4) + 2 * place + 1 for place in range(4)]
     for places, share in ((values, 1), (set(range(100)) - {*values}, 0)):
         monkeypatch.setattr(Oracle, "places", [*places])
@@ -198,7 +204,7 @@ def test_an_oracle_finds_all_and_its_opposite_none(monkeypatch):
 
 
 def test_policies_that_see_the_question_keep_the_answer():
-    """Attention from announced questions marks their answers for h2o, later ones do not."""
+    """`h2o` keeps the answers of all announced questions, and of less than half of others."""
     options = {"prompt_tokens": 300, "texts": 4, "needles": 8, "budgets": (0.15,)}
     seen = only(rows("h2o", **options), "h2o", 0.15)
     unseen = only(rows("h2o", announced=False, **options), "h2o", 0.15)
@@ -207,14 +213,14 @@ def test_policies_that_see_the_question_keep_the_answer():
 
 
 def test_what_a_window_of_the_model_hides_is_no_loss():
-    """Tokens out of every layer's reach go first: while the others stay nothing is lost."""
+    """Tokens beyond the reach of every layer are dropped first, which loses nothing."""
     found = rows("knorm,h2o,random", "transformer:window=8", budgets=(0.2,))
     assert all(row.kl < 1e-12 and row.top1 == 1 for row in found), found
     assert max(row.share for row in found[1:]) < 0.4
 
 
 def test_texts_are_those_of_the_seed():
-    """The same seed has the same rows; another has other texts."""
+    """Equal seeds give equal rows, and another seed gives other texts."""
     assert (
         rows("window:tokens=20")
         == measure("transformer", retention="window:tokens=20", codec="fp32", **SMALL).rows
@@ -223,7 +229,7 @@ def test_texts_are_those_of_the_seed():
 
 
 def test_a_model_of_hugging_face(tmp_path):
-    """A folder is measured as any generator is, and asked for needles itself."""
+    """A Hugging Face model is measured like other generators, and for its own needles."""
     pytest.importorskip("transformers", reason="needs transformers")
     tiny = import_module("helpers.hugging").tiny
     tiny("llama").save_pretrained(tmp_path)
@@ -238,12 +244,12 @@ def test_a_model_of_hugging_face(tmp_path):
     full = only(found.rows[:1], FULL)
     assert (full.kl, full.top1) == (0, 1)
     assert all(row.kl > 0 for row in found.rows if row.budget)
-    # Random weights copy nothing.
+    # A model with random weights copies no needles.
     assert full.needle < 0.5
 
 
 def test_a_frame_has_a_row_each(monkeypatch):
-    """With polars a frame of the rows; without it, what to install."""
+    """`to_frame` returns a polars frame with a row per result, or an error without polars."""
     found = measure("transformer", retention="window", codec="fp32", budgets=(0.5,), **SMALL)
     polars = pytest.importorskip("polars")
     frame = found.to_frame()
@@ -282,13 +288,13 @@ def test_a_frame_has_a_row_each(monkeypatch):
     ],
 )
 def test_refuses(options, wrong):
-    """What cannot be measured is refused, by its name."""
+    """Impossible options raise InputError that names the option or plugin."""
     with pytest.raises(InputError, match=wrong):
         measure(**({"generator": "transformer"} | SMALL | options))
 
 
 def test_a_failing_generator_is_named(monkeypatch):
-    """What it raises is an error of its plugin; NaN has a remedy."""
+    """An exception in a generator raises PolicyError that names it; NaN raises InputError."""
     monkeypatch.setattr(Transformer, "logits", lambda *_: 1 / 0)
     with pytest.raises(PolicyError, match=r"transformer.*logits\(\).*division by zero"):
         measure("transformer", codec="fp32", **SMALL)
@@ -299,7 +305,7 @@ def test_a_failing_generator_is_named(monkeypatch):
 
 
 def test_steps_are_told():
-    """The ticks add up to what was announced."""
+    """The ticks of progress add up to the announced total."""
     told = []
 
     @contextmanager

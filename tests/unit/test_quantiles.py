@@ -1,4 +1,4 @@
-"""Percentiles of lists are exact; those of all token gaps are at most 1 % too large."""
+"""Percentiles: exact for lists, and at most 1 % too large for token gaps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIECES = st.lists(
 
 
 def stored(pieces):
-    """Return the gaps of progressions, and all their values one by one, in order."""
+    """Return TokenGaps of the progressions `pieces`, and all their values in order."""
     gaps = TokenGaps()
     gaps.pending.extend(pieces)
     values = [
@@ -37,17 +37,17 @@ def stored(pieces):
     [(50, 1, 1), (50, 4, 2), (50, 5, 3), (90, 10, 9), (99, 10, 10)],
 )
 def test_a_percentile_is_the_nearest_rank(percent, count, rank):
-    """At least p % of the samples are at or below it, and it is the first such one."""
+    """The percentile is the first sample that at least p % of the samples do not exceed."""
     assert nearest_rank(percent, count) == rank
 
 
 def test_percentiles_in_seconds():
-    """Samples are integers; mean and percentiles come in the unit asked for."""
+    """Mean and percentiles of integer samples are returned in the unit asked for."""
     assert Percentiles.of([4, 1, 3, 2], 10) == Percentiles(0.25, 0.2, 0.4, 0.4, 0.4)
 
 
 def test_no_samples_no_percentiles():
-    """Without samples there is no number to give, and 0 would be one."""
+    """Percentiles of no samples are None, not 0."""
     assert Percentiles.of([], 1) is None
     assert TokenGaps().percentiles(1) is None
     assert TokenGaps().count == 0
@@ -55,7 +55,7 @@ def test_no_samples_no_percentiles():
 
 @given(PIECES)
 def test_gaps_are_their_values(pieces):
-    """Mean and number are exact, and percentiles at most 1 % too large, never too small."""
+    """Mean and count of token gaps are exact, and percentiles 0 to 1 % too large."""
     gaps, values = stored(pieces)
     found = gaps.percentiles(1)
     assert gaps.count == len(values)
@@ -67,7 +67,7 @@ def test_gaps_are_their_values(pieces):
 
 @given(PIECES, st.integers(1, 5))
 def test_how_gaps_are_grouped_changes_nothing(pieces, every):
-    """Progressions, cut into others or into single gaps, give the same to the last bit."""
+    """Percentiles are exactly equal however the progressions are divided into pieces."""
     whole, cut = TokenGaps(), TokenGaps()
     whole.pending.extend(pieces)
     for first, slope, steps, jobs in pieces:
@@ -80,7 +80,7 @@ def test_how_gaps_are_grouped_changes_nothing(pieces, every):
 
 @given(PIECES)
 def test_a_progression_fills_the_buckets_of_its_values(pieces):
-    """In closed form as one by one."""
+    """A progression added in closed form fills the same buckets as its single values."""
     closed, one_by_one = Histogram(), Histogram()
     for first, slope, steps, jobs in pieces:
         closed.add_progression(first, slope + 1, steps, jobs)
@@ -95,7 +95,7 @@ def test_a_progression_fills_the_buckets_of_its_values(pieces):
 
 
 def test_a_million_gaps_of_few_progressions():
-    """Long progressions that cross each other cost a few thousand buckets."""
+    """Long overlapping progressions have the right mean and percentiles."""
     gaps = TokenGaps()
     gaps.pending.extend((start, 10, 100_000, 1 + start % 2) for start in range(10))
     found = gaps.percentiles(1)

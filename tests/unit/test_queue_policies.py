@@ -1,4 +1,4 @@
-"""What queues do with spans: hands that pass, victims that stay, runs that come back."""
+"""Queue-based eviction policies on spans: hands that skip spans, partial victims, ghosts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ every_policy = pytest.mark.parametrize("policy", [ARC, S3FIFO, SIEVE])
 
 
 def cache_of(blocks, policy):
-    """Return a cache that counts every block, so that a prompt can hit as a whole."""
+    """Return a cache with `keys` accounting, in which a whole prompt can hit."""
     return make(blocks, policy, accounting="keys")
 
 
 @every_policy
 def test_a_trimmed_span_stays_the_victim(policy):
-    """What lost its tail loses the rest before anything else is touched."""
+    """A span that has lost its tail is evicted entirely before any other span."""
     cache = cache_of(9, policy())
     serve(cache, "abc", "def", "ghi")
     for text in "xyz":
@@ -28,7 +28,7 @@ def test_a_trimmed_span_stays_the_victim(policy):
 
 
 def test_the_hand_passes_a_pinned_span_and_leaves_its_bit():
-    """A span that was hit and is in use keeps its bit for the next lap."""
+    """In `sieve`, a pinned span that was hit keeps its visited bit for the next lap."""
     cache = cache_of(3, SIEVE())
     serve(cache, "a", "b", "c")
     seq = start(cache, "a")
@@ -41,7 +41,7 @@ def test_the_hand_passes_a_pinned_span_and_leaves_its_bit():
 
 
 def test_the_hand_stays_where_it_was():
-    """What was stored behind the hand waits for the next lap, hit or not."""
+    """In `sieve`, spans behind the hand are examined in the next lap only, hit or not."""
     cache = cache_of(3, SIEVE())
     serve(cache, "a", "b", "c", "a", "d")
     assert set(spans(cache)) == {"|a", "|c", "|d"}
@@ -50,7 +50,7 @@ def test_the_hand_stays_where_it_was():
 
 
 def test_a_ghost_comes_back_to_the_main_queue():
-    """What the small queue dropped, and is asked for again, outlives what is new."""
+    """In `s3fifo`, a span that is requested again after its eviction outlives new spans."""
     cache = cache_of(3, S3FIFO())
     serve(cache, "a", "b", "c", "d", "a", *"efgh")
     assert "|a" in spans(cache)
@@ -61,7 +61,7 @@ def test_a_ghost_comes_back_to_the_main_queue():
 
 @pytest.mark.parametrize(("text", "main"), [("abX", True), ("aXYZ", False)])
 def test_half_of_a_run_decides(text, main):
-    """A run goes to the main queue if at least half of its tokens are remembered."""
+    """A run enters the main queue if at least half of its tokens are in the ghost queue."""
     cache = cache_of(4, S3FIFO(ghost=2))
     serve(cache, "ab", "cdef", text)
     found = [span for span in spans(cache).values() if span.keys()[-1] == text]
@@ -69,14 +69,14 @@ def test_half_of_a_run_decides(text, main):
 
 
 def test_a_scan_does_not_take_what_is_used_again():
-    """A long run of new prompts leaves T2 alone."""
+    """In `arc`, a long run of new prompts does not evict spans of T2."""
     cache = cache_of(4, ARC())
     serve(cache, "a", "b", "a", "b", *map(chr, range(1000, 1020)))
     assert {"|a", "|b"} < set(spans(cache))
 
 
 def test_arc_learns_from_its_ghosts():
-    """Misses on what was used once raise the target; on what was used again lower it."""
+    """In `arc`, hits in the ghost list B1 raise the target of T1, and hits in B2 lower it."""
     policy = ARC()
     cache = cache_of(4, policy)
     serve(cache, "a", "b", "a", "b", "c", "d", "e")

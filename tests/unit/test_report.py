@@ -1,4 +1,4 @@
-"""A comparison as text, table and CSV."""
+"""A comparison as text, as a table and as CSV."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def comparison(*rows, hits=60):
 
 
 def report(*rows, **options):
-    """Return the report of such a comparison."""
+    """Return the report of a comparison of `rows`."""
     return ComparisonReport(comparison(*rows, **options))
 
 
@@ -58,7 +58,7 @@ BOTH = (
 
 
 def test_the_table_is_of_policies_by_sizes():
-    """A cell is the hit ratio and the share of the optimum; the infinite cache ends it."""
+    """A cell is the hit ratio and its share of the optimum; the last row is `infinite`."""
     assert report(*BOTH).headers == ["eviction", "   10", "1,000"]
     assert report(*BOTH).rows == [
         ["lru", "20.0% (40%)", "30.0% (50%)"],
@@ -68,7 +68,7 @@ def test_the_table_is_of_policies_by_sizes():
 
 
 def test_sizes_given_in_bytes_are_named_so():
-    """Where pools are given in bytes the headers, and the winners, are in bytes."""
+    """For pools given in bytes, headers and winners name their size in bytes."""
     rows = row("lru", 10, 20), row("fifo", 10, 10)
     told = ComparisonReport(comparison(*rows), {10: "40 GiB"})
     assert told.headers == ["eviction", "40 GiB"]
@@ -77,7 +77,7 @@ def test_sizes_given_in_bytes_are_named_so():
 
 
 def test_namesakes_are_told_apart_by_their_options():
-    """Options are named in the table where they differ, and below it where they do not."""
+    """Options are in the table if they differ between rows of a policy, and else below it."""
     told = report(
         row("lfu", 10, 20, half_life=300.0, unit="s", decay=None),
         row("lfu", 10, 25, half_life=60.0, unit="s", decay=None),
@@ -91,7 +91,7 @@ def test_namesakes_are_told_apart_by_their_options():
 
 
 def test_the_headline_says_what_was_measured():
-    """Workload, requests, lookups, block size and counting are stated."""
+    """The headline names workload, requests, lookups, block size and accounting."""
     assert report(*BOTH).headline == (
         "toy: 1,234 requests look up 100 blocks of 16 tokens (keys counting).\n"
         "The share of these that hit, by blocks in the pool; in brackets, the share of the "
@@ -100,7 +100,7 @@ def test_the_headline_says_what_was_measured():
 
 
 def test_one_of_a_thing_is_singular():
-    """One request, one block and one token are named so."""
+    """A single request, block or token is written in the singular."""
     one = comparison(attrs.evolve(row("lru", 1, 0), block_size=1), row("fifo", 1, 1))
     one = attrs.evolve(
         one,
@@ -120,7 +120,7 @@ def test_one_of_a_thing_is_singular():
     ],
 )
 def test_the_headline_of_nothing_to_look_up(count, reason):
-    """Without a lookup there is nothing but the reason."""
+    """Without lookups the headline is the number of requests and the reason."""
     nothing = comparison(row("lru", 10, 0), hits=0)
     empty = attrs.evolve(nothing.infinite, lookup_blocks=0)
     told = ComparisonReport(attrs.evolve(nothing, accounting=count, infinite=empty))
@@ -129,7 +129,7 @@ def test_the_headline_of_nothing_to_look_up(count, reason):
 
 
 def test_the_options_name_the_cost_of_computing_again():
-    """`cost` depends on a model and a device, which are named where it takes part."""
+    """If `cost` takes part, the reading names the model and device of its recompute cost."""
     cost = default_prefill_cost()
     rows = comparison(row("lfu", 10, 20, unit="s"), row("cost", 10, 20))
     told = ComparisonReport(rows, recompute=cost)
@@ -139,12 +139,12 @@ def test_the_options_name_the_cost_of_computing_again():
 
 
 def test_the_headline_speaks_of_the_optimum_only_if_it_was_run():
-    """Without the optimum there are no brackets to explain."""
+    """Without an optimum the headline explains no brackets."""
     assert report(row("lru", 10, 20)).headline.endswith("by blocks in the pool.")
 
 
 def test_the_reading_names_the_winner_of_each_size():
-    """Sizes are listed by the policy that hits most; a tie has no winner."""
+    """The reading lists the sizes that each policy wins; a size with a tie is not listed."""
     told = report(
         row("lru", 10, 20),
         row("lru", 20, 30),
@@ -157,36 +157,36 @@ def test_the_reading_names_the_winner_of_each_size():
 
 
 def test_one_policy_wins_nothing():
-    """Without a contest there is no winner, and the optimum takes part in none."""
+    """A single policy beside the optimum has no winner."""
     assert "Most hits" not in report(*BOTH).reading
 
 
 def test_the_reading_says_where_the_optimum_has_all():
-    """The smallest pool in which the optimum hits as much as an infinite cache is named."""
+    """The reading names the smallest pool in which the optimum hits all that can hit."""
     assert "With 1,000 blocks the optimum hits all that can hit" in report(*BOTH).reading
 
 
 def test_the_reading_of_nothing_shared():
-    """Where nothing can hit, that is all there is to say."""
+    """If no requests share a block, the reading is that nothing can hit."""
     told = report(row("lru", 10, 0), hits=0)
     assert told.reading == ("No request shares a block with an earlier one: nothing can hit.")
 
 
 def test_the_reading_of_a_prefix_cache_that_shares_nothing():
-    """Where the prefix cache is the reason, the requests are not blamed."""
+    """If the prefix cache shares nothing, the reading names it instead of the requests."""
     told = ComparisonReport(comparison(row("lru", 10, 0), hits=0), prefix="none")
     assert told.reading == "With prefix cache 'none' nothing can hit."
 
 
 def test_no_lookups_no_ratio():
-    """A ratio that does not exist is a dash."""
+    """A hit ratio without lookups is a dash."""
     nothing = row("lru", 10, 0)
     nothing.hit_ratio["block"] = None
     assert report(nothing).rows[0] == ["lru", "    -"]
 
 
 def test_csv_has_a_row_a_row():
-    """Every field is a column; options are JSON, and what is missing is empty."""
+    """The CSV has all fields; options are JSON, and missing values are empty."""
     file = io.StringIO()
     write_csv(comparison(row("lfu", 10, 20, half_life=1.5), row("lru", 10, 30, best=60)), file)
     first, second = csv.DictReader(file.getvalue().splitlines())
@@ -215,7 +215,10 @@ def test_csv_has_a_row_a_row():
 
 
 def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
-    """As commands take them; a model that is no name is told by its own."""
+    """The setup has every option that does not repeat the deployment, as commands take it.
+
+    A model given as figures is written by its name.
+    """
     plugins = {
         "eviction": {"name": "lfu", "options": {"half_life": 60.0, "unit": None}},
         "latency": {
@@ -251,7 +254,7 @@ def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
 
 
 def test_the_setup_of_a_header_with_little_in_it():
-    """A trace written by hand: what it does not say is left out, its own words are kept."""
+    """The setup of a trace written by hand omits missing fields and keeps a model's text."""
     header = {
         "kvcore": "1.2",
         "mode": "untimed",

@@ -1,4 +1,4 @@
-"""The report of a cluster: its sentences and tables."""
+"""The report of a cluster: sentences and tables."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def reported():
 
 
 def test_few_replicas_have_a_row_each(reported):
-    """With what each served, and how well."""
+    """Up to 16 replicas have a row each with the requests that they served."""
     rows = reported(replicas=16).replicas
     assert [row[0] for row in rows] == [str(number) for number in range(16)]
     assert {row[2] for row in rows} == {"6", "7"}
 
 
 def test_many_replicas_are_told_in_groups(reported):
-    """Eight, which together are all."""
+    """More replicas are reported in eight groups, which together include all."""
     report = reported(replicas=20)
     names = [row[0] for row in report.replicas]
     assert names == ["3 busiest", *["next 3"] * 3, *["next 2"] * 3, "2 least busy"]
@@ -47,7 +47,7 @@ def test_many_replicas_are_told_in_groups(reported):
 
 
 def test_the_headline_names_unlike_devices(reported):
-    """And the pools, with all of their memory."""
+    """The headline names the different devices and pools, and the total memory."""
     report = reported(replicas=[{"count": 2, "blocks": 10}, UNLIKE])
     assert (
         "3 replicas, 2 of 1 x h100 and 1 of 1 x h200, routed by round-robin" in report.headline
@@ -56,7 +56,7 @@ def test_the_headline_names_unlike_devices(reported):
 
 
 def test_a_failure_is_told(reported):
-    """With the requests that began again."""
+    """A failure is reported with its replica and the number of restarted requests."""
     report = reported(replicas=2, fail="replica=1,at=0.5,for=0.5")
     assert report.reading.startswith("Failed, 1 time in all: replica 1.")
     assert [row[-1] for row in report.replicas] == ["0", "1"]

@@ -1,4 +1,4 @@
-"""Miss reasons in words: a sentence for every reason."""
+"""Explanations of misses as text: a sentence for every reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcore_plugins.eviction import LRU
 
 @pytest.fixture
 def explained(tmp_path):
-    """Return a function that replays requests a nanosecond apart, and explains that."""
+    """Return a function that replays requests 1 ns apart, and explains their misses."""
 
     def make(*requests, blocks=8, eviction=None, accounting="tokens"):
         file = tmp_path / "trace.jsonl"
@@ -32,12 +32,15 @@ def explained(tmp_path):
 
 
 def told(explanation, name):
-    """Return the report on a request, as lines."""
+    """Return the lines of the report on a request."""
     return str(RequestReport(explanation, explanation.of(name))).splitlines()
 
 
 def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
-    """Who had it last, when which policy evicted it for whom, and how long before this use."""
+    """A miss by eviction names the policy, the last user and the request that evicted it.
+
+    It also has the time of the eviction, and how long before this use that was.
+    """
     explanation = explained(
         ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=2 * 10**9), blocks=6
     )
@@ -55,7 +58,7 @@ def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
 
 
 def test_evictions_one_after_another_are_told_together(explained):
-    """Losses that differ in their evictions alone are one line, from the first to the last."""
+    """Losses that differ only in their evictions are one line, with the first and the last."""
     scan = [ask("x", "xyzu"), ask("y", "m"), ask("z", "n")]
     explanation = explained(ask("a", "abcd"), *scan, ask("b", "abcd", 17))
     evicted = [line for line in told(explanation, "b") if "Used last" in line]
@@ -64,7 +67,7 @@ def test_evictions_one_after_another_are_told_together(explained):
 
 
 def test_what_expired_is_told_with_how_long_it_rested(explained):
-    """An expiry says when it was noticed, and how long before that the last use began."""
+    """An expired block is reported with the time of the drop and the time since its use."""
     explanation = explained(ask("a", "ab"), ask("b", "ab", 9, arrival=50), eviction=Mortal())
     assert (
         "Used last by request a. Expired; dropped at 50 ns, 0 ns before this use and 50 ns "
@@ -73,7 +76,10 @@ def test_what_expired_is_told_with_how_long_it_rested(explained):
 
 
 def test_what_is_new_is_told_by_how_it_begins(explained):
-    """Parting, going on, starting, and ending in a part of a block each have their sentence."""
+    """A compulsory miss has a sentence for each cause.
+
+    It continues a prompt, differs from one, starts with other text, or ends within a block.
+    """
     explanation = explained(
         ask("one", "ab"),
         ask("more", "abcd"),
@@ -95,13 +101,13 @@ def test_what_is_new_is_told_by_how_it_begins(explained):
 
 
 def test_a_prompt_that_hits_whole_has_nothing_to_explain(explained):
-    """In `keys` counting a full match is a full hit: no loss is told."""
+    """With `keys` accounting a fully cached prompt hits entirely and has no loss."""
     explanation = explained(ask("a", "ab"), ask("b", "ab"), accounting="keys")
     assert told(explanation, "b")[1:] == ["Of 8 tokens, 8 hit and 0 missed."]
 
 
 def test_a_trace_without_requests_has_an_empty_summary(explained):
-    """Nothing was asked, nothing was lost: no row, and no division by nothing."""
+    """The summary of a trace without requests has no rows."""
     explanation = explained()
     report = SummaryReport(explanation, explanation.summary())
     assert (report.rows, report.place_rows, report.request_rows) == ([], [], [])
@@ -109,14 +115,14 @@ def test_a_trace_without_requests_has_an_empty_summary(explained):
 
 
 def test_what_other_salts_may_hold_is_said_once(explained):
-    """The summary says how much could be there under another salt, at most."""
+    """The summary names the number of tokens that may be cached under other salts."""
     explanation = explained(ask("a", "ab", salt="x"), ask("b", "pq", salt="y"))
     report = SummaryReport(explanation, explanation.summary())
     assert "8 tokens came after requests of other salts" in report.notes
 
 
 def test_all_who_lost_are_listed_though_one_won(explained):
-    """The rankings stand side by side, and the shorter one ends first."""
+    """The two rankings are side by side; the shorter one has empty cells at its end."""
     explanation = explained(
         *(ask(name, name) for name in "abc"),
         ask("thief", "pqrstu"),

@@ -1,4 +1,4 @@
-"""The table of a contiguous run beside a paged one."""
+"""The report that compares a contiguous run with a paged one."""
 
 from kvcore.report import PagingReport
 
@@ -6,7 +6,7 @@ TIMES = {"mean": 1.5, "p99": 2.0}
 
 
 def summary(*, running=2.0, **changes):
-    """Return the numbers of a run, some of them changed."""
+    """Return the summary of a run, with some values changed."""
     return {
         "completed": 1200,
         "rejected": 0,
@@ -27,14 +27,14 @@ def summary(*, running=2.0, **changes):
 
 
 def test_rows_are_side_by_side():
-    """A row has its name, the contiguous run's number, and the paged one's."""
+    """A row has a name, the value of the contiguous run, and that of the paged run."""
     rows = PagingReport(summary(), summary(running=3.0, completed=7), 8).rows
     assert rows[:2] == [["running at a time", "2", "3"], ["completed", "1,200", "7"]]
     assert [row[1] for row in rows[-4:]] == ["12.5%", "6.2%", "30.0%", "40.0%"]
 
 
 def test_what_was_not_measured_is_a_dash():
-    """A run in which nothing was served has no times, and no time in which memory was short."""
+    """Values that a run does not have, such as times without a served request, are dashes."""
     nothing = summary(throughput_tokens_s=None, ttft_s=None)
     nothing["fragmentation"]["external_free"] = None
     rows = PagingReport(nothing, summary(), 8).rows
@@ -47,7 +47,7 @@ def test_what_was_not_measured_is_a_dash():
 
 
 def test_what_paging_bought():
-    """The sentence below says how many more run at a time, if there are more."""
+    """The reading has the ratio of requests running at a time, if paging runs more of them."""
     assert PagingReport(summary(), summary(running=3.0), 8).reading.startswith(
         "Paging runs 1.50 times as many at a time."
     )
@@ -57,7 +57,7 @@ def test_what_paging_bought():
 
 
 def test_the_headline_has_the_size():
-    """It says how much memory both have, and what a request reserves in one of them."""
+    """The headline has the memory of both runs and the output that a request reserves."""
     headline = PagingReport(summary(), summary(), 2000).headline
     assert headline.startswith("The same memory of 1,600 tokens")
     assert "2,000 tokens of output" in headline

@@ -1,4 +1,4 @@
-"""The parts of a report: charts with their numbers, commands, what a sweep varied."""
+"""The parts of a report page: charts with their numbers, commands, and axes of a sweep."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ TIME, SHARE = Axis("time", "s"), Axis("share", "%")
 
 
 def test_a_distribution_counts_what_has_no_place_on_its_scale():
-    """Times of 0 lie below the first point of a logarithmic axis, and are in the table."""
+    """Times of 0, which a logarithmic axis cannot show, count in the curve and the table."""
     axis = Axis("time", "s", log=True)
     (part,) = distributions("", "", axis, {"TTFT": [2.0, 0.0, 1.0, 0.0], "none": []})
     (line,) = part["lines"]
@@ -23,7 +23,10 @@ def test_a_distribution_counts_what_has_no_place_on_its_scale():
 
 
 def test_a_long_line_has_a_short_table_with_both_ends():
-    """A step holds its value; a point that a line lacks is empty."""
+    """The table of a long chart has few rows, with both ends.
+
+    A step line holds its value, and a point that a line lacks is empty.
+    """
     steps = Line("held", [0, 1000], [10.0, 20.0], "blue", step=True)
     points = Line("seen", range(1000), [*map(float, range(1000))], "orange")
     (part,) = chart("", "", TIME, SHARE, [steps, points])
@@ -35,7 +38,7 @@ def test_a_long_line_has_a_short_table_with_both_ends():
 
 
 def test_nothing_to_show_is_no_part():
-    """Neither an empty chart nor an empty table takes room."""
+    """An empty chart or table makes no part of the report."""
     assert chart("", "", TIME, SHARE, [Line("none", [], [], "blue")]) == []
     assert table("", ["a"], []) == []
 
@@ -58,19 +61,19 @@ def test_nothing_to_show_is_no_part():
     ],
 )
 def test_commands_are_quoted_for_a_shell(options, text):
-    """Whatever files and plugins are called."""
+    """Commands are quoted for a shell, whatever the names of files and plugins are."""
     assert command("explain", "a b.jsonl", **options) == text
 
 
 def test_the_part_of_a_workload_becomes_options():
-    """As commands take it; what it was not shrunk by is left out."""
+    """Selections of a workload become options of the command, except a shrink by 1."""
     options = {"path": None, "limit": 5, "window": "0:9", "shrink": 1}
     source = {"name": "mooncake", "options": options}
     assert command("curve", source) == "kvcore curve mooncake --limit 5 --window 0:9"
 
 
 def test_settings_leave_out_what_was_not_set():
-    """Plugins have every option, and the coefficients of a latency model are none."""
+    """Settings omit options that were not set, and the coefficients of a latency model."""
     header = {
         "n": 0,
         "mode": "model",
@@ -90,7 +93,7 @@ def test_settings_leave_out_what_was_not_set():
 
 
 def test_pools_that_follow_from_something_else_are_no_axis():
-    """Where all else tells cells apart, their blocks are what fits."""
+    """Pool sizes are no axis of a sweep if other options distinguish all its cells."""
     rows = [
         {"codec": codec, "blocks": blocks} for codec, blocks in (("fp16", 10), ("int8", 20))
     ]
@@ -100,7 +103,7 @@ def test_pools_that_follow_from_something_else_are_no_axis():
 
 
 def test_labels_are_the_shortest_ends_that_differ():
-    """Folders above are named where files are called alike; what comes again has a number."""
+    """Files of the same name are labelled with their folders, and repeated files numbered."""
     assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
     assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]
     assert _labels(["a/run", "a/run"]) == ["run", "run (2)"]

@@ -1,4 +1,4 @@
-"""What is said of blocks at rest: numbers, and what to do."""
+"""The report on the residency of blocks: figures, and advice on thrashing."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ RESTED = {
 
 
 def test_thrashing_is_said_with_its_numbers():
-    """And with the pool that would keep what comes back."""
+    """The warning of thrashing has its figures and the pool size that would avoid it."""
     told = thrashing({"gpu": RESTED}, 64)
     for part in ("THRASHING (gpu)", "75% of the 1,000", "1,200", "30 hit", "--blocks 128"):
         assert part in told
 
 
 def test_thrashing_without_a_hit():
-    """Where nothing hit there is no age at a hit."""
+    """The warning of thrashing counts 0 hit blocks if there is no age at a hit."""
     assert "only 0 hit" in thrashing({"gpu": RESTED | {"age_at_hit_s": None}}, 64)
 
 
 def test_a_cache_that_does_not_thrash_is_passed_over():
-    """So is one of which nothing is known."""
+    """There is no warning without thrashing or without residency statistics."""
     assert thrashing({"gpu": RESTED | {"thrashing": False}}, 64) == thrashing(None, 64) == ""
 
 
 def test_the_table_has_a_row_for_each_policy_and_pool():
-    """And the reading says in whose time the ages are."""
+    """The table has a row per policy and pool, and the reading names the clock of the ages."""
     report = ResidencyReport(compare(Zipf(requests=80), [LRU, MRU], [40, 90], residency=True))
     assert [row[:2] for row in report.rows] == [
         [name, size] for name in ("lru", "mru") for size in ("40", "90")
@@ -44,7 +44,7 @@ def test_the_table_has_a_row_for_each_policy_and_pool():
 
 
 def test_residency_is_measured_on_request_alone():
-    """Nothing is paid by those who do not ask, and the optimum has none."""
+    """`compare` measures residency only if asked to, and never for the optimum."""
     rows = compare(Zipf(requests=20), ["lru", "optimum"], 40, residency=True).rows
     assert [row.residency is None for row in rows] == [False, True]
     assert compare(Zipf(requests=20), LRU, 40).rows[0].residency is None

@@ -1,4 +1,4 @@
-"""The report of a simulation: what it says first, and what it leaves out."""
+"""The report of a simulation: its warnings, its headline and its amounts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SATURATION = {"saturated": True, "why": "3 requests/s come and 2/s are served"}
 
 
 def summary(**changes):
-    """Return the numbers of a run, some of them changed."""
+    """Return the summary of a run, with some values changed."""
     timeline = {"t_s": [0.0, 1.0], "active": [0, 5], "cached": [0, 2], "free": [10, 3]}
     return {
         "requests": 3,
@@ -79,13 +79,13 @@ def summary(**changes):
 
 
 def amounts(**changes):
-    """Return the amounts of a run, by name."""
+    """Return the amounts in the report of a run, by name."""
     report = SimulationReport(summary(**changes), CONFIG)
     return {name: amount for name, amount in report.amounts if name}
 
 
 def test_compactions_are_told_where_there_were_some():
-    """With the tokens that they removed; and how often there was no room for one."""
+    """Compactions, if any, are reported with the tokens removed and the times deferred."""
     assert "compactions" not in amounts()
     told = amounts(compactions=2, compacted_tokens=1500)["compactions"]
     assert told == "2 removed 1,500 tokens"
@@ -95,7 +95,7 @@ def test_compactions_are_told_where_there_were_some():
 
 @pytest.mark.parametrize("found", [None, SATURATION | {"saturated": False}])
 def test_there_is_no_warning_of_a_queue_that_does_not_grow(found):
-    """Nor where nothing is known of it, whatever the load."""
+    """There is no warning unless the queue is found to grow, whatever the load is."""
     report = SimulationReport(summary(offered_load=2.0, saturation=found), CONFIG)
     assert report.warning == ""
 
@@ -105,7 +105,7 @@ def test_there_is_no_warning_of_a_queue_that_does_not_grow(found):
     [(1.6, "at least 1.60 times what"), (0.97, "more than"), (None, "more than")],
 )
 def test_a_queue_that_grows_is_warned_of(load, much):
-    """With the figures; how much is asked for is said where it is known."""
+    """A growing queue is warned of with the reason, and with the load if it is known."""
     report = SimulationReport(summary(offered_load=load, saturation=SATURATION), CONFIG)
     first, _, rest = report.warning.partition(": ")
     assert first == "SATURATED"
@@ -113,7 +113,10 @@ def test_a_queue_that_grows_is_warned_of(load, much):
 
 
 def test_it_is_told_if_most_miss_the_slo():
-    """And that what would hold comes later, if it does."""
+    """The warning names the share of requests that miss the SLO.
+
+    With `searching` it announces the options that would sustain the load.
+    """
     slo = summary()["slo"] | {"met": 0.0}
     told = summary(saturation=SATURATION, slo=slo)
     warning = SimulationReport(told, CONFIG, searching=True).warning
@@ -122,7 +125,7 @@ def test_it_is_told_if_most_miss_the_slo():
 
 
 def test_what_holds_is_said_in_options():
-    """Each that was found, or that none was."""
+    """`holding` lists the options found to sustain the load, or states that there are none."""
     report = SimulationReport(summary(), CONFIG)
     told = report.holding({"rate_scale": 0.47, "tensor_parallel": 4})
     assert "with --rate-scale 0.47 or --tensor-parallel 4:" in told
@@ -130,7 +133,7 @@ def test_what_holds_is_said_in_options():
 
 
 def test_unknown_outputs_are_told():
-    """Where no request has a first token, that is said, and nothing of what is not known."""
+    """If no request has a first token, the headline explains why, and amounts are left out."""
     unknown = dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "throughput_tokens_s", "goodput"))
     report = SimulationReport(summary(**unknown), CONFIG)
     assert "Lengths of outputs are unknown: no request asks for any." in report.headline
@@ -138,13 +141,13 @@ def test_unknown_outputs_are_told():
 
 
 def test_requests_that_are_not_judged_are_not_counted():
-    """The share is of those of which something can be said."""
+    """The share within the SLO is that of the judged requests, whose number is shown."""
     slo = summary()["slo"] | {"judged": 2}
     assert amounts(slo=slo)["within the SLO"] == "75.0% of 2 judged (TTFT 30 s, E2E 60 s)"
 
 
 def test_the_headline_says_what_was_run():
-    """Workload, model, devices, pool, load and outcome."""
+    """The headline has workload, model, devices, pool, load and outcome."""
     assert SimulationReport(summary(), CONFIG).headline.splitlines() == [
         "mine: 3 requests to llama-3-8b on 2 x h100, in 10 simulated seconds.",
         "Pool: 10 blocks of 16 tokens, 160 tokens in all, 20 MiB in fp16.",
@@ -154,13 +157,13 @@ def test_the_headline_says_what_was_run():
 
 
 def test_the_headline_says_how_fast_requests_came():
-    """If not as recorded."""
+    """The headline has the factor of the arrival rate if it is not 1."""
     report = SimulationReport(summary(), CONFIG | {"rate_scale": 2.5})
     assert "2.5 times as fast as recorded" in report.headline
 
 
 def test_rejections_have_a_reason():
-    """That of the first."""
+    """The headline gives the reason of the first rejection."""
     report = SimulationReport(
         summary(completed=1, rejected=2), CONFIG, refusal="it is too long"
     )
@@ -168,20 +171,20 @@ def test_rejections_have_a_reason():
 
 
 def test_times_have_a_unit_each():
-    """Three digits, in the unit that suits."""
+    """Times have three digits and a suitable unit each."""
     rows = SimulationReport(summary(), CONFIG).times
     assert rows[0] == ["TTFT", "1.5 s", "1 s", "2 s", "2.5 s", "12.5 ms"]
     assert [name for name, *_ in rows] == ["TTFT", "TPOT", "ITL", "E2E", "queueing"]
 
 
 def test_a_time_without_samples_is_a_dash():
-    """Nothing generated a second token, say."""
+    """Times without samples are dashes, such as TPOT if no request has a second token."""
     rows = SimulationReport(summary(tpot_s=None), CONFIG).times
     assert rows[1] == ["TPOT", *["–"] * 5]
 
 
 def test_amounts():
-    """What is generated, met, hit, preempted, evicted and used."""
+    """The amounts are goodput, hits, preemptions, evictions and the use of the pool."""
     found = amounts()
     assert found["goodput"] == "0.25 requests/s within the SLO"
     assert found["within the SLO"] == "75.0% (TTFT 30 s, E2E 60 s)"
@@ -193,7 +196,7 @@ def test_amounts():
 
 
 def test_amounts_that_are_not_known_are_left_out():
-    """Goodput without an SLO, hits without a look-up, throughput in no time."""
+    """Unknown amounts are left out, such as goodput without an SLO or hits without lookups."""
     hit = summary()["hit"] | {"lookup_blocks": 0}
     pool = summary()["pool"] | {"active": {"mean": None, "peak": 0}}
     found = amounts(goodput=None, throughput_tokens_s=None, hit=hit, pool=pool)
@@ -203,13 +206,13 @@ def test_amounts_that_are_not_known_are_left_out():
 
 
 def test_own_blocks_are_told_apart():
-    """What preempted requests find again of their own is no prefix hit."""
+    """Blocks of a preempted request that it finds again are not counted as prefix hits."""
     hit = summary()["hit"] | {"self_hit_blocks": 7}
     assert amounts(hit=hit)["own blocks again"] == "7 found after preemption"
 
 
 def test_an_slo_of_the_requests_own_is_named():
-    """Where the run expects nothing, they do."""
+    """If the run has no SLO, the share within the SLO is marked "their own"."""
     slo = {
         "ttft_s": None,
         "tpot_s": None,
@@ -225,7 +228,10 @@ def test_an_slo_of_the_requests_own_is_named():
     ("own", "label"), [(1, "TTFT 5 s; 1 by their own"), (3, "their own"), (0, "TTFT 5 s")]
 )
 def test_requests_that_bring_an_slo_are_not_judged_by_that_of_the_run(own, label):
-    """How many of the three do is said beside it; if all do, it judges none."""
+    """The number of requests with an SLO of their own is shown beside the SLO of the run.
+
+    If all requests have one, the SLO of the run is not shown.
+    """
     slo = {
         "ttft_s": 5.0,
         "tpot_s": None,
@@ -238,7 +244,7 @@ def test_requests_that_bring_an_slo_are_not_judged_by_that_of_the_run(own, label
 
 
 def test_blocks_at_rest():
-    """Times in seconds, hits as numbers; nothing where nothing is known."""
+    """Residency has times in seconds and hits as numbers, and omits what is unknown."""
     rested = {"age_at_hit_s": SPREAD, "hits_at_eviction": SPREAD}
     rested |= dict.fromkeys(("age_at_eviction_s", "lifetime_s"))
     rows = SimulationReport(summary(residency={"gpu": rested}), CONFIG).resting
@@ -250,7 +256,7 @@ def test_blocks_at_rest():
 
 
 def test_a_sparkline_is_a_step_function():
-    """Each bar is what holds in the middle of its time; a full bar is all of it."""
+    """A bar of a sparkline is the share that holds in the middle of its interval."""
     assert sparkline([0.0, 2.0, 4.0], [0.0, 1.0, 0.5], 4) == "▁▁██"
     assert sparkline([5.0], [0.5], 3) == "▅▅▅"
     assert sparkline([], [], 3) == ""

@@ -1,4 +1,4 @@
-"""A sweep for people, and its rows in files."""
+"""The report of a sweep as text, and its rows in files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COLUMNS = {
 
 
 def untimed(grid, *hits, best=None):
-    """Return a sweep without a clock whose cells hit such shares of blocks."""
+    """Return a sweep without a clock whose cells have the hit ratios `hits`."""
     rows = [
         {
             "workload": str(cell.workload),
@@ -41,7 +41,7 @@ def untimed(grid, *hits, best=None):
 
 
 def timed(grid, *results):
-    """Return a sweep under a clock whose cells have such results."""
+    """Return a simulated sweep whose cells have the columns `results`."""
     rows = [
         {"scheduler": str(cell.scheduler), "eviction": str(cell.eviction), **COLUMNS, **result}
         for cell, result in zip(grid, results, strict=True)
@@ -50,7 +50,10 @@ def timed(grid, *results):
 
 
 def test_the_best_of_each_contest_is_a_row():
-    """By workload and size, in the order of the grid; the optimum does not compete."""
+    """A row is the best policy for one workload, in the order of the grid.
+
+    The optimum does not compete.
+    """
     grid = Grid(
         "compare", workload=["zipf", "weka"], blocks=1000, eviction=["lru", "lfu", "optimum"]
     )
@@ -64,14 +67,14 @@ def test_the_best_of_each_contest_is_a_row():
 
 
 def test_equals_are_counted():
-    """Two of three that hit as much, and all that do."""
+    """A tie names one policy and the number of others, or states that all are equal."""
     grid = Grid("compare", blocks=[1000, 2000], eviction=["lru", "lfu", "fifo"])
     rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).rows
     assert rows == [["1,000", "lru and 1 more", "50.0%"], ["2,000", "all alike", "20.0%"]]
 
 
 def test_a_simulation_has_a_best_by_each_measure():
-    """The least of a time, the most of everything else; schedulers compete with policies."""
+    """A simulation has a best by each measure: the least of times, and the most of others."""
     grid = Grid("simulate", scheduler=["fcfs", "srpt"], eviction="lru", seed=1)
     report = SweepReport(
         timed(
@@ -85,7 +88,7 @@ def test_a_simulation_has_a_best_by_each_measure():
 
 
 def test_saturation_is_told():
-    """Times of a queue that only grows say nothing of a policy."""
+    """The reading counts saturated cells, whose times depend on the length of the workload."""
     grid = Grid("simulate", seed=[1, 2])
     report = SweepReport(timed(grid, {"saturated": False}, {"saturated": True}))
     assert report.reading == (
@@ -95,7 +98,7 @@ def test_saturation_is_told():
 
 
 def test_engines_stand_for_options_that_are_not_in_common():
-    """Where cells are like several engines, the setup has what all of them share."""
+    """If cells follow several engines, the setup has only the options that all cells share."""
     grid = Grid("simulate", like=["vllm", "sglang"], max_tokens=64)
     same = {"max_tokens": 64, "reserve": "chunk"}
     sweep = timed(grid, {**same, "lag": 1}, {**same, "lag": 0})
@@ -105,7 +108,7 @@ def test_engines_stand_for_options_that_are_not_in_common():
 
 
 def test_measures_that_no_cell_has_are_left_out():
-    """Without an SLO there is no goodput."""
+    """A measure that no cell has, such as goodput without an SLO, is left out."""
     grid = Grid("simulate", eviction=["lru", "lfu"])
     report = SweepReport(timed(grid, {"ttft_s_mean": 1.0}, {"ttft_s_mean": 2.0}))
     assert report.headers == ["least TTFT", "mean"]
@@ -113,7 +116,7 @@ def test_measures_that_no_cell_has_are_left_out():
 
 
 def test_failed_cells_do_not_compete():
-    """A contest without any other has no best."""
+    """Failed cells do not compete; if all cells of a row have failed, it has no best."""
     grid = Grid("compare", memory=[2**30, 2**31], eviction=["lru", "lfu"])
     report = SweepReport(untimed(grid, None, 0.5, None, None))
     assert report.rows == [["1 GiB", "lfu", "50.0%"], ["2 GiB", "–", "–"]]
@@ -121,7 +124,7 @@ def test_failed_cells_do_not_compete():
 
 
 def test_without_competitors_there_is_nothing_to_explain():
-    """A sweep over sizes alone."""
+    """A sweep over sizes alone has no winners, and no text to explain them."""
     grid = Grid("compare", blocks=[10, 20])
     report = SweepReport(untimed(grid, 0.1, 0.2))
     assert report.reading == ""
@@ -135,7 +138,7 @@ def sweep():
 
 
 def test_csv_has_a_column_for_each_field(sweep, tmp_path):
-    """Ratios in full, nothing where there is no value."""
+    """The CSV has every field, ratios in full precision, and empty cells for missing values."""
     write_table(sweep, tmp_path / "t.csv")
     with (tmp_path / "t.csv").open(newline="") as file:
         first, second = csv.DictReader(file)
@@ -145,7 +148,7 @@ def test_csv_has_a_column_for_each_field(sweep, tmp_path):
 
 
 def test_json_is_the_document(sweep, tmp_path):
-    """What `--json` prints."""
+    """The JSON file is the document that `--json` prints."""
     write_table(sweep, tmp_path / "t.json")
     document = json.loads((tmp_path / "t.json").read_bytes())
     assert document == json.loads(json.dumps(sweep_document(sweep)))
@@ -153,27 +156,27 @@ def test_json_is_the_document(sweep, tmp_path):
 
 
 def test_parquet_has_the_rows(sweep, tmp_path):
-    """With nulls where there is no value."""
+    """The Parquet file has the rows of the sweep, with nulls for missing values."""
     polars = pytest.importorskip("polars", reason="Parquet needs polars")
     write_table(sweep, tmp_path / "t.parquet")
     assert polars.read_parquet(tmp_path / "t.parquet").to_dicts() == sweep.rows
 
 
 def test_parquet_needs_polars(tmp_path, monkeypatch):
-    """Without it the error says what to install, before anything is run."""
+    """Without polars, the error for a Parquet file gives the install command before any run."""
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
         check_table(tmp_path / "t.parquet")
 
 
 def test_other_files_are_refused():
-    """Naming those there are."""
+    """The error for another file type lists the supported ones."""
     with pytest.raises(InputError, match=r"t.txt: .*one of .csv, .json, .parquet"):
         check_table(Path("t.txt"))
 
 
 def test_what_a_killed_sweep_has_left_is_replaced(sweep, tmp_path):
-    """The journal is this sweep's alone, so an unfinished table is its own."""
+    """An unfinished table of a killed sweep is replaced."""
     (tmp_path / "t.csv.part").write_text("half")
     write_table(sweep, tmp_path / "t.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]

@@ -1,4 +1,4 @@
-"""What a run says of its tiers: in its summary, its report, its metrics and its residency."""
+"""Tiers in the summary, the report, the metrics and the residency of a run."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ NVME = f"disk:memory={40 * SLOT},load=never"
 
 
 def served(*tiers, max_seqs=1):
-    """Serve two prompts of 4 blocks in turn, of which the pool of 4 holds one.
+    """Serve two prompts of 4 blocks in turn, of which the pool of 4 blocks holds one.
 
-    a b a: the first three blocks of a prompt can hit, and the second a finds them in a tier.
+    The prompts are a, b, a: their first three blocks can hit, and the second a finds them in a
+    tier.
     """
     cache = KVCache(4, BLOCK, accounting="tokens", key_tokens=BLOCK)
     if tiers:
@@ -36,7 +37,10 @@ def served(*tiers, max_seqs=1):
 
 
 def test_hits_are_told_by_level():
-    """In blocks and in the three countings; `reuse_ratio` is of the pool and all tiers."""
+    """Hits are counted by tier and by block, token and request.
+
+    `reuse_ratio` is that of the pool and all tiers together.
+    """
     summary = served(HOST).summary()
     (host,) = summary["tiers"]
     assert (host["hit_blocks"], host["loads"], host["found_blocks"]) == (3, 1, 3)
@@ -47,7 +51,7 @@ def test_hits_are_told_by_level():
 
 
 def test_without_tiers_nothing_is_said_of_them():
-    """Neither in the summary nor in the report."""
+    """Without tiers, neither the summary nor the report has figures of tiers."""
     summary = served().summary()
     assert (summary["tiers"], summary["loaded_tokens"]) == (None, 0)
     assert summary["reuse_ratio"] == summary["hit"]["ratio"]
@@ -57,7 +61,7 @@ def test_without_tiers_nothing_is_said_of_them():
 
 
 def test_a_return_after_preemption_is_no_hit_of_a_tier():
-    """It loads what it had itself; that is counted apart from first admissions."""
+    """Blocks that a preempted request loads again are no hits of the tier."""
     cache = KVCache(6, BLOCK, accounting="tokens", key_tokens=BLOCK)
     Tiers(cache, [HOST], SLOT)
     requests = [
@@ -71,7 +75,10 @@ def test_a_return_after_preemption_is_no_hit_of_a_tier():
 
 
 def test_the_report_has_a_column_for_each_tier():
-    """A load takes its turn after the write of what it displaces; times are means a load."""
+    """The report has a column per tier, with mean times of its loads.
+
+    A load waits for the write of the blocks that it displaces.
+    """
     report = SimulationReport(served(HOST, NVME).summary(), CONFIG)
     rows = {name: cells for name, *cells in report.tiers}
     assert rows["memory"] == ["19.5 KiB, 40.0% full", "39.1 KiB, 0.0% full"]
@@ -85,7 +92,7 @@ def test_the_report_has_a_column_for_each_tier():
 
 
 def test_a_tier_whose_store_failed_says_so():
-    """Else its link would be called busy for what was not even tried."""
+    """Blocks skipped after an error of the tier are not blamed on a busy link alone."""
     summary = served(HOST).summary()
     summary["tiers"][0] |= {"errors": 2, "skipped_blocks": 7}
     rows = {name: cells for name, *cells in SimulationReport(summary, CONFIG).tiers}
@@ -94,7 +101,7 @@ def test_a_tier_whose_store_failed_says_so():
 
 
 def test_blocks_at_rest_are_told_by_level():
-    """What is loaded hits in the tier it comes from."""
+    """Residency is reported by tier: loaded blocks hit in the tier that they come from."""
     summary = served(HOST).summary()
     assert list(summary["residency"]) == ["gpu", "host"]
     host = summary["residency"]["host"]
@@ -104,7 +111,7 @@ def test_blocks_at_rest_are_told_by_level():
 
 
 def test_a_tier_that_thrashes_needs_memory():
-    """The pool's advice is about blocks, a tier's about its own bytes."""
+    """The warning of a thrashing tier advises more memory of that tier."""
     rested = {
         "thrashing": True,
         "evicted_blocks": {"capacity": 900, "expired": 100},
@@ -120,7 +127,10 @@ def test_a_tier_that_thrashes_needs_memory():
 
 
 def test_metrics_have_a_sample_for_each_tier():
-    """As vLLM counts what is outside of the GPU: queries are what no nearer level held."""
+    """Metrics have a sample per tier, as vLLM counts external caches.
+
+    Queries of a tier are the tokens that no nearer level holds.
+    """
     result = served(HOST, NVME)
     config = CONFIG | {"workload": {"name": "mine"}}
     text = run_metrics(result.summary() | {"config": config}, result.requests)

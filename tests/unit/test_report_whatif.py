@@ -1,4 +1,4 @@
-"""Two runs side by side, for people."""
+"""The report of a run beside the same run with other options."""
 
 import attrs
 import pytest
@@ -56,7 +56,7 @@ CHANGES = [
 
 
 def report(before, after, changes=(), *, timed=False, here="1"):
-    """Return the report of two runs."""
+    """Return the report on the runs `before` and `after`."""
     found = WhatIf(
         file="t.jsonl",
         header={
@@ -76,7 +76,7 @@ def report(before, after, changes=(), *, timed=False, here="1"):
 
 
 def test_what_was_different_is_told():
-    """A line for each part of the configuration that differs, as the command line has it."""
+    """The headline has a line per changed option, as the command line takes it."""
     config = {"blocks": 8192, "eviction": {"name": "lfu", "options": {"unit": "s", "x": None}}}
     told = report(UNTIMED, attrs.evolve(UNTIMED, config=config)).headline
     assert told.splitlines() == [
@@ -87,7 +87,7 @@ def test_what_was_different_is_told():
 
 
 def test_all_that_was_run_again_is_told():
-    """The setup has what is as recorded and what is not, and the version that ran it."""
+    """The setup has the options of the second run, and the version that ran it."""
     config = {"blocks": 8, "block_size": 16, "eviction": {"name": "lfu", "options": {"x": 1}}}
     told = report(UNTIMED, attrs.evolve(UNTIMED, config=config), here="2").setup
     assert told == (
@@ -97,18 +97,21 @@ def test_all_that_was_run_again_is_told():
 
 
 def test_nothing_different_is_told():
-    """A run again as recorded says so."""
+    """The headline of a rerun without changes states that nothing was changed."""
     assert "nothing was to be different" in report(UNTIMED, UNTIMED).headline
 
 
 def test_another_version_is_told():
-    """Policies of another version may decide otherwise, whatever was asked."""
+    """The headline names both versions of kvcore if they differ."""
     told = report(UNTIMED, UNTIMED, here="2").headline
     assert "Recorded by kvcore 1; this is 2" in told
 
 
 def test_changes_are_in_the_unit_of_the_value():
-    """Shares change by points, counts by their difference; equal and unknown are told."""
+    """Shares change by points and counts by their difference.
+
+    Equal values are marked `=`, and unknown ones are dashes.
+    """
     hit = HIT | {"hit_blocks": 4, "ratio": RATIOS | {"block": 0.1}}
     rows = report(UNTIMED, attrs.evolve(UNTIMED, hit=hit)).rows
     assert rows == [
@@ -121,7 +124,7 @@ def test_changes_are_in_the_unit_of_the_value():
 
 
 def test_times_change_in_percent():
-    """Of a run with a clock there are times; what neither run has is a dash."""
+    """Timed runs have rows of times, which change in percent; unknown values are dashes."""
     after = attrs.evolve(TIMED, ttft_s=SPREAD | {"mean": 0.5}, goodput=2.0, slo_met=0.5)
     rows = {name: cells for name, *cells in report(TIMED, after, timed=True).rows}
     assert rows["TTFT, mean"] == ["1 s", "500 ms", "-50.0%"]
@@ -133,7 +136,7 @@ def test_times_change_in_percent():
 
 @pytest.mark.parametrize("factor", [0.9999, 1.0001])
 def test_next_to_no_change_has_no_sign(factor):
-    """What rounds to nothing is told from what is the same, and is no `-0.0%`."""
+    """A change that rounds to 0 is marked `≈`, and equal values are marked `=`."""
     hit = HIT | {"ratio": RATIOS | {"block": 0.25 * factor}}
     after = attrs.evolve(TIMED, hit=hit, ttft_s=SPREAD | {"mean": factor})
     rows = {row[0]: row[-1] for row in report(TIMED, after, timed=True).rows}
@@ -142,13 +145,13 @@ def test_next_to_no_change_has_no_sign(factor):
 
 
 def test_goodput_has_rows_where_it_is_judged():
-    """Without an SLO in either run there is nothing to say of it."""
+    """Without an SLO in either run, there is no row for the share within the SLO."""
     names = [row[0] for row in report(TIMED, TIMED, timed=True).rows]
     assert "within the SLO" not in names
 
 
 def test_who_fared_better_and_worse():
-    """Requests are counted and listed, those that changed most first."""
+    """Requests with more or fewer hits, or a first token earlier or later, are listed."""
     told = report(TIMED, TIMED, CHANGES, timed=True)
     assert told.verdict == (
         "1 request hit more, 1 less. The first token comes earlier for 1, later for 1. Served "
@@ -165,13 +168,13 @@ def test_who_fared_better_and_worse():
 
 @pytest.mark.parametrize("timed", [True, False])
 def test_headers_fit_their_rows(timed):
-    """Every table has a header for each cell, no two of them alike."""
+    """Every table has one distinct header per column."""
     for headers, rows in report(TIMED, TIMED, CHANGES, timed=timed).tables:
         assert len(set(headers)) == len(headers) == len(rows[0])
 
 
 def test_compactions_are_told_where_one_run_has_some():
-    """As rows; of two runs without any nothing is said."""
+    """If one run has compactions, there are rows for them and for the tokens removed."""
     after = attrs.evolve(UNTIMED, compactions=2, compacted_tokens=1500)
     rows = {name: cells for name, *cells in report(UNTIMED, after).rows}
     assert rows["compactions"] == ["0", "2", "+2"]
@@ -179,7 +182,10 @@ def test_compactions_are_told_where_one_run_has_some():
 
 
 def test_several_runs_differ_from_the_first():
-    """Each has its value and its change; more than ten times as much is a factor."""
+    """Each run has its value and its change from the first run.
+
+    An increase to more than ten times the value is a factor.
+    """
     runs = [
         attrs.evolve(TIMED, throughput_tokens_s=speed, evicted_blocks=evicted)
         for speed, evicted in ((100.0, 7), (4_200.0, 9), (None, 7))
@@ -190,5 +196,5 @@ def test_several_runs_differ_from_the_first():
 
 
 def test_one_run_has_no_changes():
-    """A row is its name and its value."""
+    """The rows of a single run have a name and a value only."""
     assert {len(row) for row in run_rows([TIMED], timed=True)} == {2}

@@ -1,4 +1,4 @@
-"""How long blocks rest before they are used again, or evicted."""
+"""Residency: how long blocks stay in the cache before they are hit again or evicted."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kvcore_plugins.prefix import NoPrefix
 
 
 class Listed(Histogram):
-    """Keeps the samples."""
+    """A histogram that also keeps its samples."""
 
     __slots__ = ("samples",)
 
     def __init__(self):
-        """Start empty."""
+        """Start without samples."""
         super().__init__()
         self.samples = []
 
     def extend(self, values, weights):
-        """Keep them as (value, weight)."""
+        """Add `values`, and keep them as (value, weight)."""
         super().extend(values, weights)
         self.samples += zip(values, weights, strict=True)
 
 
 def watched(blocks=8, *args, **options):
-    """Return a cache whose blocks are watched, and who watches."""
+    """Return a cache with residency statistics, and these statistics."""
     cache = make(blocks, *args, **options)
     cache.tree.residency = seen = Residency(blocks)
     seen.age_at_hit, seen.age_at_eviction = Listed(), Listed()
@@ -41,7 +41,7 @@ def hits(seen):
 
 
 def evictions(seen):
-    """Return (time since the last access, lifetime, hits, blocks) of what was evicted."""
+    """Return (time since the last access, lifetime, hits, blocks) of each eviction."""
     seen.settle()
     columns = seen.age_at_eviction, seen.lifetime, seen.hits_at_eviction
     rows = zip(*(column.samples for column in columns), strict=True)
@@ -49,12 +49,15 @@ def evictions(seen):
 
 
 def test_nobody_is_told_unless_asked_for():
-    """A cache has no observer of its own."""
+    """A cache collects no residency statistics by default."""
     assert make().tree.residency is None
 
 
 def test_a_hit_has_the_age_of_the_access_before():
-    """Stored at 0 and hit at 10 and at 25: two blocks rested for 10 ns, then for 15."""
+    """The age at a hit is the time since the previous access.
+
+    Two blocks stored at 0 and hit at 10 and at 25 have ages of 10 and 15 ns.
+    """
     cache, seen = watched()
     serve(cache, "ab", now=0)
     serve(cache, "abc", now=10)
@@ -63,7 +66,7 @@ def test_a_hit_has_the_age_of_the_access_before():
 
 
 def test_every_span_on_the_path_is_a_row():
-    """The end of the path was used later than its beginning was stored."""
+    """Each span on the path of a hit is a sample of its own."""
     cache, seen = watched()
     serve(cache, "ab", now=0)
     serve(cache, "abcd", now=10)
@@ -72,7 +75,7 @@ def test_every_span_on_the_path_is_a_row():
 
 
 def test_a_preempted_request_hits_nothing():
-    """Finding one's own blocks again is no reuse."""
+    """A preempted request that finds its own blocks again counts no hits."""
     cache, seen = watched()
     request = ask("abc")
     cache.close(cache.open(request, now=0))
@@ -82,7 +85,10 @@ def test_a_preempted_request_hits_nothing():
 
 
 def test_an_eviction_has_age_lifetime_and_hits():
-    """Stored at 0, hit at 10, evicted at 40, tail first; the tail was never hit."""
+    """An eviction has the block's idle time, lifetime and hits.
+
+    Of blocks stored at 0, hit at 10 and evicted at 40, the tail was never hit.
+    """
     cache, seen = watched(4)
     serve(cache, "abc", now=0)
     cache.close(start(cache, "abx", 9, now=10), 10)
@@ -91,7 +97,7 @@ def test_an_eviction_has_age_lifetime_and_hits():
 
 
 def test_part_of_a_span_is_weighted_by_its_blocks():
-    """One block leaves the tail of three."""
+    """The eviction of one block of a span counts one block."""
     cache, seen = watched(4)
     serve(cache, "abc", now=0)
     serve(cache, "uv", now=7)
@@ -99,7 +105,7 @@ def test_part_of_a_span_is_weighted_by_its_blocks():
 
 
 def test_what_expires_is_evicted():
-    """A span whose time is over leaves when it is met."""
+    """An expired span counts as evicted when it is found."""
     cache, seen = watched(eviction=Mortal())
     serve(cache, "ab", now=0)
     serve(cache, "ab", now=50)
@@ -107,14 +113,14 @@ def test_what_expires_is_evicted():
 
 
 def test_a_prefix_cache_that_shares_nothing_tells_nothing():
-    """There are no rows without spans."""
+    """A prefix cache without spans has no hits and no evictions."""
     cache, seen = watched(prefix=NoPrefix())
     serve(cache, "ab", "ab")
     assert (hits(seen), evictions(seen)) == ([], [])
 
 
 def test_what_is_stored_again_soon_is_a_refault():
-    """With 4 blocks: "ab" leaves for "uvwx", and 4 blocks later it is back."""
+    """Blocks stored again within a pool of evictions after their own are refaults."""
     cache, seen = watched(4)
     serve(cache, "ab", "uvwx", "ab")
     seen.settle()
@@ -122,14 +128,14 @@ def test_what_is_stored_again_soon_is_a_refault():
 
 
 def test_what_is_stored_again_after_more_than_a_pool_is_none():
-    """Between its eviction and its return, 6 other blocks of a pool of 4 have gone."""
+    """Blocks stored again after more than a pool of other evictions are no refaults."""
     cache, seen = watched(4)
     serve(cache, "ab", "uvwx", "mnop", "ij", "ab")
     assert seen.restored_blocks == 0
 
 
 def test_what_expired_is_no_refault():
-    """It did not leave for want of room."""
+    """Expired blocks that are stored again are no refaults."""
     cache, seen = watched(eviction=Mortal())
     serve(cache, "ab", now=0)
     serve(cache, "ab", now=50)
@@ -138,7 +144,7 @@ def test_what_expired_is_no_refault():
 
 
 def test_a_loop_longer_than_the_pool_thrashes():
-    """Under LRU all of it leaves just before it is wanted: Belady's worst case."""
+    """Under LRU a loop longer than the pool evicts each block before its use, and thrashes."""
     cache, seen = watched(4)
     serve(cache, *["ab", "uv", "xy"] * 5)
     seen.settle()
@@ -147,7 +153,7 @@ def test_a_loop_longer_than_the_pool_thrashes():
 
 
 def test_what_is_never_asked_for_again_does_not_thrash():
-    """It evicts as much, and nobody misses it."""
+    """Evictions of blocks that are never requested again are no thrashing."""
     cache, seen = watched(4)
     serve(cache, *"abcdefghijklmnopqrs")
     seen.settle()
@@ -156,7 +162,7 @@ def test_what_is_never_asked_for_again_does_not_thrash():
 
 
 def test_a_loop_that_fits_does_not_thrash():
-    """It hits from its second round on."""
+    """A loop that fits into the pool hits from its second round on, and does not thrash."""
     cache, seen = watched(7)
     serve(cache, *["ab", "uv", "xy"] * 5)
     seen.settle()
@@ -165,7 +171,7 @@ def test_a_loop_that_fits_does_not_thrash():
 
 
 def test_less_than_a_pool_of_evictions_is_no_thrashing():
-    """There is too little to judge by."""
+    """Fewer evictions than the pool has blocks are no thrashing."""
     cache, seen = watched(4)
     serve(cache, "ab", "uvw", "ab")
     assert seen.restored_blocks == 1
@@ -173,7 +179,7 @@ def test_less_than_a_pool_of_evictions_is_no_thrashing():
 
 
 def test_what_hits_more_than_it_brings_back_does_not_thrash():
-    """One prefix is hit all the time, beside a loop that never is."""
+    """A cache with more hit blocks than refaults does not thrash."""
     cache, seen = watched(6)
     serve(cache, *["hhhh", "hhhha", "hhhhb", "hhhhc"] * 5)
     seen.settle()
@@ -182,7 +188,7 @@ def test_what_hits_more_than_it_brings_back_does_not_thrash():
 
 
 def test_json_has_the_counts_and_the_histograms():
-    """By tier, in seconds; None where nothing was hit and nothing left."""
+    """The document has counts and histograms by tier in seconds, or is None without samples."""
     cache, seen = watched(4)
     assert seen.by_tier() is None
     serve(cache, "ab", now=0)
@@ -200,7 +206,11 @@ def test_json_has_the_counts_and_the_histograms():
 
 
 def test_tokens_lost_to_block_granularity():
-    """Of 11 tokens two blocks of 4 hit; but for the last, which is computed, 2 are lost."""
+    """Lost tokens are those of a partial block that could have hit.
+
+    Of 11 tokens two blocks of 4 hit; the last token is computed in any case, so 2 tokens are
+    lost.
+    """
     cache = make()
     start(cache, "abc")
     start(cache, "abc", 11)
@@ -208,7 +218,7 @@ def test_tokens_lost_to_block_granularity():
 
 
 def test_nothing_is_lost_where_more_blocks_could_have_hit():
-    """What misses is lost to the cache, not to the size of its blocks."""
+    """Tokens of a block that misses are not lost to the block size."""
     cache = make()
     start(cache, "abc")
     start(cache, "abx", 12)
@@ -217,7 +227,7 @@ def test_nothing_is_lost_where_more_blocks_could_have_hit():
 
 
 def test_nothing_is_lost_of_what_has_no_keys():
-    """A prompt that goes on without keys could not have hit there."""
+    """Tokens after the last key are not lost to the block size."""
     cache = make()
     start(cache, "ab")
     start(cache, "ab", 14)

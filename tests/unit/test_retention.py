@@ -1,4 +1,4 @@
-"""Forgetting: what leaves the table of a running sequence, is freed, or is only hidden."""
+"""Retention: blocks that leave the table of a running sequence are freed or only hidden."""
 
 import pytest
 from helpers.caches import BLOCK, Lines, ask, compute, make, start, table
@@ -10,22 +10,22 @@ from kvcore_plugins.retention import Window
 
 
 class Ranges(RetentionPolicy):
-    """Forgets whatever it is told to."""
+    """A retention policy that drops the ranges given to its constructor."""
 
     name = "ranges"
 
     def __init__(self, *ranges):
-        """Take the ranges."""
+        """Store the ranges."""
         super().__init__()
         self.ranges = ranges
 
     def droppable(self, seq):
-        """Return those that are computed."""
+        """Return the ranges that are computed."""
         return [(a, b) for a, b in self.ranges if b <= seq.computed]
 
 
 def running(cache, prompt, tokens):
-    """Return a sequence with a prompt of keyed blocks, and `tokens` tokens generated."""
+    """Return a sequence with a prompt of keyed blocks and `tokens` generated tokens."""
     seq = start(cache, prompt)
     for _ in range(tokens):
         cache.extend(seq, 1)
@@ -34,7 +34,7 @@ def running(cache, prompt, tokens):
 
 
 def test_a_window_frees_what_a_sequence_generated():
-    """Blocks of its own that lie before the window are free while the sequence runs."""
+    """Private blocks before the window are freed while the sequence runs."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 16)
     assert (cache.pool.free_blocks, seq.private_blocks, seq.freed) == (7, 1, 3)
@@ -42,7 +42,7 @@ def test_a_window_frees_what_a_sequence_generated():
 
 
 def test_shared_blocks_are_hidden_and_stay_pinned():
-    """What it published stays in the cache, pinned, but is not in its table any more."""
+    """Shared blocks before the window leave the table, but stay cached and pinned."""
     cache = make(retention=Window(tokens=4))
     seq = start(cache, "abc")
     assert (table(cache, seq), seq.dropped, seq.freed) == ([2], 2, 0)
@@ -54,20 +54,20 @@ def test_shared_blocks_are_hidden_and_stay_pinned():
 
 
 def test_sinks_stay():
-    """The first tokens stay in the table, rounded up to whole blocks."""
+    """The sinks stay in the table, rounded up to whole blocks."""
     cache = make(retention=Window(tokens=4, sinks=5))
     seq = start(cache, "abcde")
     assert table(cache, seq) == [0, 1, 4]
 
 
 def test_a_block_goes_when_all_its_tokens_may():
-    """A window that ends inside a block keeps it."""
+    """A block stays in the table as long as one of its tokens is in the window."""
     cache = make(retention=Window(tokens=5))
     assert table(cache, start(cache, "abc")) == [1, 2]
 
 
 def test_a_sequence_publishes_nothing_after_it_forgot():
-    """Blocks it computes later are not what their keys stand for, so that nobody finds them."""
+    """After dropping tokens a sequence publishes no blocks, as their K/V differs."""
     cache = make(retention=Window(tokens=4))
     seq = cache.open(ask("abcd"))
     cache.commit(seq, 12)
@@ -77,14 +77,14 @@ def test_a_sequence_publishes_nothing_after_it_forgot():
 
 
 def test_a_chunk_that_nothing_was_forgotten_before_is_published_whole():
-    """Forgetting comes after the tokens are computed, so all of a first chunk is shareable."""
+    """A first chunk is published whole, since tokens are dropped after it is computed."""
     cache = make(retention=Window(tokens=4))
     start(cache, "abcdef")
     assert cache.tree.cached_blocks == 6
 
 
 def test_closing_frees_what_is_left():
-    """Everything is free or cached in the end, each block once."""
+    """After closing, each block is either free or cached."""
     cache = make(retention=Window(tokens=4, sinks=4))
     cache.close(running(cache, "ab", 13))
     cache.check_integrity()
@@ -92,7 +92,7 @@ def test_closing_frees_what_is_left():
 
 
 def test_counting_decides_alike():
-    """A cache without ids has as many blocks free at every token."""
+    """A cache without block ids has the same number of free blocks at every token."""
     caches = [make(retention=Window(tokens=6, sinks=1), ids=ids) for ids in (True, False)]
     sequences = [start(cache, "ab") for cache in caches]
     for _ in range(30):
@@ -103,14 +103,14 @@ def test_counting_decides_alike():
 
 
 def test_gaps_may_lie_anywhere():
-    """Ranges in any order, overlapping or told again: each block goes once."""
+    """Ranges in any order, overlapping or repeated, drop each block once."""
     cache = make(retention=Ranges((16, 20), (4, 8), (4, 12), (0, 3), (4, 8)))
     seq = start(cache, "abcdef")
     assert (table(cache, seq), seq.holes) == ([0, 3, 5], ((1, 3), (4, 5)))
 
 
 def test_gaps_among_blocks_of_its_own():
-    """Each frees the blocks that stood there, whatever went before it or with it."""
+    """Each range frees the private blocks at its positions, whatever was freed before them."""
     cache = make(retention=Ranges((4, 8), (12, 16), (20, 24)))
     seq = cache.open(Request(id=0, prompt_tokens=28, key_tokens=BLOCK))
     cache.commit(seq, 20)
@@ -120,7 +120,7 @@ def test_gaps_among_blocks_of_its_own():
 
 
 def test_a_gap_reaches_over_shared_and_private_blocks():
-    """Of one range, what is shared is hidden and what is private is freed."""
+    """In a range over shared and private blocks, the former are hidden and the latter freed."""
     cache = make(retention=Ranges((4, 16)))
     seq = running(cache, "ab", 8)
     assert (table(cache, seq), seq.dropped, seq.freed) == ([0], 3, 2)
@@ -128,7 +128,7 @@ def test_a_gap_reaches_over_shared_and_private_blocks():
 
 
 def test_a_fork_keeps_what_it_shares():
-    """While two sequences own private blocks together, neither forgets any."""
+    """While forks share private blocks, neither drops any."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 4)
     child = cache.fork(seq)
@@ -144,7 +144,7 @@ def test_a_fork_keeps_what_it_shares():
 
 
 def test_a_fork_that_shares_nothing_of_its_own_forgets():
-    """Once each has a last block of its own, both free what they generated."""
+    """Forks with a last block of their own both free blocks that they generated."""
     cache = make(16, retention=Window(tokens=4))
     seq = running(cache, "ab", 2)
     child = cache.fork(seq)
@@ -158,7 +158,7 @@ def test_a_fork_that_shares_nothing_of_its_own_forgets():
 
 
 def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published():
-    """It would compute published blocks without what it forgot, for all who find them."""
+    """A fork drops nothing until it has computed the blocks that the other published."""
     cache = make(retention=Window(tokens=1))
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
@@ -170,7 +170,7 @@ def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published(
 
 
 def test_a_fork_of_what_has_forgotten():
-    """The child has forgotten the same, and both are freed once."""
+    """A fork has the table of its parent after a drop, and each block is freed once."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 12)
     child = cache.fork(seq)
@@ -183,7 +183,7 @@ def test_a_fork_of_what_has_forgotten():
 
 
 def test_rollback_stops_at_what_is_forgotten():
-    """Tokens before a gap cannot become the newest again: what they attended to is gone."""
+    """A rollback to before a dropped range raises InputError and changes nothing."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 16)
     before = snapshot(cache)
@@ -197,7 +197,7 @@ def test_rollback_stops_at_what_is_forgotten():
 
 @pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,), (0.0, 4.0)])
 def test_a_wrong_answer_drops_nothing(ranges):
-    """Tokens that are not computed, and what is no range: the plugin is named."""
+    """A wrong range of `droppable` raises PolicyError with the plugin, and drops nothing."""
 
     class Wrong(Ranges):
         name = "wrong"
@@ -213,7 +213,7 @@ def test_a_wrong_answer_drops_nothing(ranges):
 
 
 def test_one_policy_serves_one_cache():
-    """A policy in use is refused by name."""
+    """A retention policy in use by a cache is refused by another one, by name."""
     window = Window()
     make(retention=window)
     with pytest.raises(InputError, match="retention plugin 'window' is in use"):
@@ -225,13 +225,13 @@ def test_one_policy_serves_one_cache():
     [({"tokens": 0}, "tokens=0 must be 1 or more"), ({"sinks": -1}, "sinks=-1 must be 0")],
 )
 def test_a_window_checks_its_options(options, reason):
-    """A window without tokens, and sinks below none, are refused."""
+    """A window of 0 tokens and a negative number of sinks raise InputError."""
     with pytest.raises(InputError, match=reason):
         Window(**options)
 
 
 def test_a_line_says_what_was_forgotten():
-    """One EVICT line a gap, of the scope `sequence`: whose, where, and what is free again."""
+    """The trace has an EVICT line of scope `sequence` for each range, with the freed blocks."""
     lines = Lines()
     cache = make(retention=Window(tokens=4), trace=lines)
     running(cache, "a", 8)
@@ -246,7 +246,7 @@ def test_a_line_says_what_was_forgotten():
 
 
 def test_long_outputs_fit_that_would_not_without():
-    """Two streams whose lengths together exceed the pool both run, since they forget."""
+    """Two outputs longer than the pool together run without preemption under a window."""
     requests = [
         Request(id=i, prompt_tokens=4, output_tokens=80, key_tokens=BLOCK) for i in range(2)
     ]
@@ -260,13 +260,13 @@ def test_long_outputs_fit_that_would_not_without():
 
 
 def test_contiguous_memory_forgets_nothing():
-    """A piece of memory is given back whole or not at all: refused, naming both."""
+    """Contiguous allocation with a retention policy raises InputError that names both."""
     with pytest.raises(InputError, match=r"contiguous.*'window'"):
         simulate([], cache=KVCache(8, retention=Window()), allocation="contiguous")
 
 
 def test_a_full_pool_has_room_once_something_was_forgotten():
-    """A block is refused while everything is needed, and given as soon as it is not."""
+    """A full pool can extend a sequence as soon as it has dropped blocks."""
     cache = make(4, retention=Window(tokens=4))
     seq = cache.open(Request(id=0, prompt_tokens=16, key_tokens=BLOCK))
     with pytest.raises(OutOfBlocks):

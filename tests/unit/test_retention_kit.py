@@ -1,4 +1,4 @@
-"""The conformance tests of retention policies: a right policy passes, wrong ones do not."""
+"""The conformance tests of retention policies pass a right policy and fail wrong ones."""
 
 from functools import partial
 
@@ -12,103 +12,103 @@ torch = pytest.importorskip("torch", reason="scores are computed on torch tensor
 
 
 class Newest(ScoreRetention):
-    """Keeps the newest tokens."""
+    """A score that keeps the newest tokens."""
 
     name = "newest"
     reads = Reads(keys=True)
 
     def score(self, held):
-        """Return their positions."""
+        """Return the positions."""
         return held.positions.double()
 
 
 class Requester(Newest):
-    """Keeps less of some requests than of others of the same lengths."""
+    """A policy whose budget depends on the identifier of the request."""
 
     def keeps(self, seq):
-        """Ask for the identifier."""
+        """Return a fixed budget for one identifier."""
         return 20 if seq.request.id == "other" else super().keeps(seq)
 
 
 class Nothing(TokenRetention):
-    """Keeps no token of a long sequence."""
+    """A policy that keeps no token of a long sequence."""
 
     name = "nothing"
 
     def keeps(self, seq):
-        """Return 0."""
+        """Return 0 for more than 60 tokens, and else None."""
         return 0 if seq.held > 60 else None
 
     def score(self, held):
-        """Return their positions."""
+        """Return the positions."""
         return held.positions.double()
 
 
 class Growing(Newest):
-    """Never compacts again."""
+    """A policy that never compacts after the prompt."""
 
     def keeps(self, seq):
-        """Ask at the end of the prompt alone."""
+        """Return the budget at the end of the prompt, and else None."""
         return self.budget if seq.position == seq.target else None
 
 
 class Rough(Newest):
-    """Scores in half precision."""
+    """A policy that scores in half precision."""
 
     def score(self, held):
-        """Return key norms in fp16."""
+        """Return the norms of the keys in fp16."""
         return held.keys.norm(dim=-1).half()
 
 
 class Infinite(Newest):
-    """Divides by zero."""
+    """A policy that divides by zero."""
 
     def score(self, held):
-        """Return the inverse of key norms."""
+        """Return the inverse norms of the keys."""
         return 1 / held.keys.double().norm(dim=-1)
 
 
 class Greedy(Newest):
-    """Writes into what it is given."""
+    """A policy that changes its input."""
 
     def score(self, held):
-        """Return key norms, and clear the keys."""
+        """Return the norms of the keys, and set the keys to 0."""
         norms = held.keys.double().norm(dim=-1)
         held.keys.zero_()
         return norms
 
 
 class Undeclared(Newest):
-    """Reads what it has not declared."""
+    """A policy that reads values without declaring it."""
 
     def score(self, held):
-        """Return value norms."""
+        """Return the norms of the values."""
         return held.values.double().norm(dim=-1)
 
 
 class Ranked(Newest):
-    """Compares layers with one another."""
+    """A policy that compares layers."""
 
     def score(self, held):
-        """Return key norms less those of the mean layer."""
+        """Return the norms of the keys less their mean over layers."""
         norms = held.keys.double().norm(dim=-1)
         return norms - norms.mean(0)
 
 
 class Together(Newest):
-    """Compares heads with one another."""
+    """A policy that compares heads."""
 
     def score(self, held):
-        """Return key norms less those of the mean head."""
+        """Return the norms of the keys less their mean over heads."""
         norms = held.keys.double().norm(dim=-1)
         return norms - norms.mean(1, keepdim=True)
 
 
 class Placed(Newest):
-    """Takes the place in the table for the position."""
+    """A policy that takes the index in the block table for the position."""
 
     def score(self, held):
-        """Return places."""
+        """Return the indices in the table."""
         shape = held.positions.shape
         return torch.arange(shape[-1], dtype=torch.float64).expand(shape)
 
@@ -129,7 +129,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("wrong", "test", "given"), WRONG, ids=[w.__name__ for w, *_ in WRONG])
 def test_a_wrong_policy_fails(wrong, test, given):
-    """Each mistake is found by the test that is made for it."""
+    """Each mistake fails the conformance test that is made for it."""
     options = {"budget": 30} if issubclass(wrong, ScoreRetention) else {}
 
     class Kit(RetentionPolicyTests):
@@ -140,10 +140,10 @@ def test_a_wrong_policy_fails(wrong, test, given):
 
 
 def test_a_policy_that_forgets_by_position_has_no_scores():
-    """Tests of scores are skipped for it, and say so."""
+    """Tests of scores are skipped for a policy without scores, with the reason."""
 
     class Blocks(RetentionPolicy):
-        """Forgets nothing."""
+        """A retention policy that drops nothing."""
 
         name = "blocks"
 
@@ -168,6 +168,6 @@ def test_a_policy_that_forgets_by_position_has_no_scores():
     ],
 )
 def test_options_are_checked(options, reason):
-    """Options that leave no choice are refused, with what to give."""
+    """Impossible options raise InputError with the values that are accepted."""
     with pytest.raises(InputError, match=reason):
         Newest(**options)

@@ -1,4 +1,4 @@
-"""The built-in scores: which token stays on cases made for each, and by which formula."""
+"""The built-in retention scores: which tokens they keep in constructed cases, and formulas."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ TOKENS = 24
 
 
 def held(*, request=0, layers=(0,), kv_heads=1, **fields):
-    """Return tokens of a text whose last one is computed, at their places."""
+    """Return the tokens of a text whose last token is computed, each at its position."""
     positions = torch.arange(TOKENS).expand(len(layers), kv_heads, -1)
     seq = SimpleNamespace(position=TOKENS, request=SimpleNamespace(id=request))
     return HeldTokens(
@@ -25,19 +25,19 @@ def held(*, request=0, layers=(0,), kv_heads=1, **fields):
 
 
 def looking(at, queries):
-    """Return weights of `queries` newest tokens, all on the token `at`, for one head."""
+    """Return weights of `queries` newest tokens for one head, all on the token `at`."""
     weights = torch.zeros(1, 1, queries, TOKENS)
     weights[..., at] = 1
     return weights
 
 
 def best(score, count=1):
-    """Return the tokens of the highest scores in the first head."""
+    """Return the tokens with the highest scores in the first head."""
     return set(score[0, 0].topk(count).indices.tolist())
 
 
 def test_h2o_keeps_what_got_attention_early():
-    """Attention counts whoever gave it; tova follows the newest token to another one."""
+    """`h2o` scores the attention of all queries so far, `tova` that of the newest token."""
     got = torch.full((1, 1, TOKENS), 0.1)
     got[..., 3] = 5.0
     tokens = held(attention=got, weights=looking(17, 1))
@@ -46,7 +46,7 @@ def test_h2o_keeps_what_got_attention_early():
 
 
 def test_h2o_splits_its_budget():
-    """Half of it is for the newest tokens, unless `recent` says otherwise."""
+    """`h2o` reserves half of its budget, or the option `recent`, for the newest tokens."""
     seq = SimpleNamespace(request=SimpleNamespace(prompt_tokens=40))
     assert H2O(budget=9).recent_of(seq) == 4
     assert H2O(budget=0.5, recent=0.25).recent_of(seq) == 5
@@ -54,7 +54,7 @@ def test_h2o_splits_its_budget():
 
 
 def test_tova_decides_for_all_heads_of_a_layer_together():
-    """Heads that look elsewhere are averaged; every K/V head has the same scores."""
+    """`tova` averages the heads of a layer, so every K/V head has the same scores."""
     weights = torch.rand(2, 4, 1, TOKENS, dtype=torch.float64)
     score = TOVA().score(held(layers=(0, 1), kv_heads=2, weights=weights))
     assert score[:, 0].equal(score[:, 1])
@@ -62,26 +62,26 @@ def test_tova_decides_for_all_heads_of_a_layer_together():
 
 
 def test_tova_asks_the_newest_token():
-    """Of several queries the last one decides."""
+    """`tova` scores by the last of several queries."""
     weights = torch.cat((looking(4, 1), looking(9, 1)), 2)
     assert best(TOVA().score(held(weights=weights))) == {9}
 
 
 def test_snapkv_keeps_neighbours_of_what_the_window_looks_at():
-    """Five tokens around the one voted for stay, and none of the others has a vote."""
+    """`snapkv` scores the five tokens around the attended one, and no others."""
     score = SnapKV(window=4).score(held(weights=looking(10, 4)))
     assert best(score, 5) == {8, 9, 10, 11, 12}
     assert score[0, 0].count_nonzero() == 5
 
 
 def test_snapkv_counts_no_votes_inside_the_window():
-    """What the window gives itself does not spread to the tokens before it."""
+    """Attention to tokens of the window does not spread to the tokens before it."""
     score = SnapKV(window=4).score(held(weights=looking(TOKENS - 4, 4)))
     assert not score.count_nonzero()
 
 
 def test_snapkv_pools_in_the_order_of_the_text():
-    """Neighbours are those in the text, wherever they lie in the block table."""
+    """`snapkv` pools neighbours in the text, not in the block table."""
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(1))
     tokens = held(
         weights=looking(10, 4)[..., order], positions=torch.arange(TOKENS)[order][None, None]
@@ -91,14 +91,14 @@ def test_snapkv_pools_in_the_order_of_the_text():
 
 
 def test_snapkv_averages_votes():
-    """Over the window, over the query heads of a K/V head, and over neighbours."""
+    """`snapkv` averages over the window, the query heads of a K/V head, and neighbours."""
     weights = torch.rand(1, 4, 3, TOKENS, dtype=torch.float64)
     score = SnapKV(window=3, pool=3).score(held(kv_heads=2, weights=weights))
     assert score[0, 1, 7].item() == pytest.approx(weights[0, 2:, :, 6:9].mean().item())
 
 
 def compactions(policy, prompt, output, blocks=100):
-    """Return the positions at which a sequence is compacted, and what it holds then."""
+    """Return (position, tokens held) at each compaction of a sequence."""
     cache = KVCache(blocks, 4, retention=policy)
     seq = cache.open(Request(id=0, prompt_tokens=prompt, key_tokens=4))
     found = []
@@ -113,28 +113,31 @@ def compactions(policy, prompt, output, blocks=100):
 
 
 def test_snapkv_compacts_once():
-    """At the end of the prompt; what is generated is kept."""
+    """`snapkv` compacts once, at the end of the prompt, and keeps all generated tokens."""
     assert compactions(SnapKV(budget=16, window=8), 40, 60) == [(40, 16)]
 
 
 def test_snapkv_leaves_a_short_prompt_whole():
-    """A prompt within the budget is not compacted, and neither is what follows it."""
+    """A prompt within the budget of `snapkv` is not compacted, nor are tokens after it."""
     assert compactions(SnapKV(budget=64, window=8), 40, 60) == []
 
 
 def test_a_budget_is_kept_block_by_block():
-    """`always` compacts when the prompt is computed, and when a block too many is full."""
+    """With `when=always`, tokens beyond the budget are compacted whenever they fill blocks.
+
+    The first compaction is at the end of the prompt.
+    """
     assert compactions(KNorm(budget=14), 40, 20) == [(40, 14), (46, 14), (52, 14), (58, 14)]
 
 
 def test_a_share_is_of_the_prompt():
-    """A budget of a quarter, and of so little that one token is left."""
+    """A budget given as a share is that of the prompt, and at least one token."""
     assert compactions(KNorm(budget=0.25), 40, 0) == [(40, 10)]
     assert compactions(KNorm(budget=0.001), 40, 0) == [(40, 1)]
 
 
 def test_once_is_later_where_there_was_no_room():
-    """A prompt whose blocks are cached is compacted when there is room to copy, once."""
+    """A compaction without free blocks for the copy is deferred until there are some."""
     cache = KVCache(7, 4, retention=KNorm(budget=8, when="prompt"))
     prompt = Request(id=0, prompt_tokens=20, keys=range(5), key_tokens=4)
     seq = cache.open(prompt)
@@ -151,7 +154,7 @@ def test_once_is_later_where_there_was_no_room():
 
 
 def test_knorm_keeps_the_smallest_keys():
-    """The norm of the keys alone decides."""
+    """`knorm` keeps the tokens whose keys have the smallest norms."""
     keys = torch.ones(1, 1, TOKENS, 4, dtype=torch.float16)
     keys[0, 0, 5] = 0.5
     keys[0, 0, 6] = -0.25
@@ -159,7 +162,7 @@ def test_knorm_keeps_the_smallest_keys():
 
 
 def test_random_keeps_every_token_as_often():
-    """Over requests, layers and heads each position is among the best quarter as often."""
+    """Over requests, layers and heads, `random` keeps every position about equally often."""
     tokens, drawn = 64, 0
     positions = torch.arange(tokens).expand(8, 4, -1)
     for request in range(40):
@@ -171,7 +174,7 @@ def test_random_keeps_every_token_as_often():
 
 
 def test_random_draws_are_uniform():
-    """Draws of many tokens are spread evenly over 0 to 1, and no two are equal."""
+    """Draws of `random` are uniform between 0 and 1, and practically all different."""
     positions = torch.arange(10_000)[None, None]
     draws = Random().score(held(positions=positions))[0, 0].sort().values
     even = torch.linspace(0, 1, len(draws), dtype=torch.float64)
@@ -180,7 +183,7 @@ def test_random_draws_are_uniform():
 
 
 def test_random_draws_depend_on_seed_request_layer_and_head():
-    """Any of them changes the draws; nothing else does."""
+    """Draws of `random` depend on seed, request, layer and head, and on nothing else."""
     one = Random().score(held(layers=(3, 4), kv_heads=2))
     others = [one[0, 1], one[1, 0], Random(seed=1).score(held(layers=(3,)))[0, 0]]
     others.append(Random().score(held(layers=(3,), request="0"))[0, 0])
@@ -189,7 +192,7 @@ def test_random_draws_depend_on_seed_request_layer_and_head():
 
 
 def test_random_draws_stay():
-    """A token that stays has the same draw at the next compaction, among others."""
+    """A token that is kept has the same draw at the next compaction."""
     first = Random().score(held())
     some = torch.tensor([20, 3, 11])
     later = Random().score(held(positions=some[None, None]))
@@ -200,7 +203,7 @@ SPEEDS = (1.0, 0.2, 0.04, 0.008)
 
 
 def gaussian(heads, width, *, spread=0.6):
-    """Return mean and covariance of random queries, and the factor that samples them."""
+    """Return mean and covariance of random queries, and a factor to sample them."""
     source = torch.Generator().manual_seed(3)
     mean = torch.randn(heads, width, generator=source, dtype=torch.float64)
     factor = torch.randn(heads, width, width, generator=source, dtype=torch.float64)
@@ -209,7 +212,7 @@ def gaussian(heads, width, *, spread=0.6):
 
 
 def test_expected_attention_is_the_mean_over_gaussian_queries():
-    """The closed form agrees with the mean of exp(s q·k) over sampled queries."""
+    """The closed form equals the mean of exp(s q·k) over sampled Gaussian queries."""
     from kvcore_plugins.retention.expected import log_expected  # noqa: PLC0415 - needs torch
 
     source = torch.Generator().manual_seed(5)
@@ -223,7 +226,7 @@ def test_expected_attention_is_the_mean_over_gaussian_queries():
 
 
 def test_expected_attention_in_parts(monkeypatch):
-    """A long text is scored part by part, to the same numbers."""
+    """A long text scored in parts has the same scores as the whole text."""
     whole = Expected().score(expectable())
     monkeypatch.setattr("kvcore_plugins.retention.expected._TOKENS", 5)
     assert Expected().score(expectable()).allclose(whole)
@@ -231,7 +234,10 @@ def test_expected_attention_in_parts(monkeypatch):
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_future_queries_are_rotated_past_ones(adjacent):
-    """Mean and covariance are those of the queries, un-rotated, at the average rotation."""
+    """Future queries have the statistics of past ones at the average future rotation.
+
+    Mean and covariance are those of the queries without their rotation.
+    """
     from kvcore_plugins.retention.expected import future_queries  # noqa: PLC0415 - needs torch
 
     rotary = Rotary(SPEEDS, adjacent)
@@ -249,7 +255,7 @@ def test_future_queries_are_rotated_past_ones(adjacent):
 
 
 def expectable(**changes):
-    """Return tokens of which one is read by queries like those before, in one head."""
+    """Return tokens whose past queries all point at the same token, in one head."""
     source = torch.Generator().manual_seed(2)
     keys = torch.randn(1, 1, TOKENS, 8, generator=source, dtype=torch.float64)
     queries = torch.randn(1, 2, 12, 8, generator=source, dtype=torch.float64) / 4
@@ -264,12 +270,12 @@ def expectable(**changes):
 
 
 def test_expected_keeps_what_queries_to_come_read():
-    """The token that queries point at has the highest score; without a rotation as they are."""
+    """`expected` scores the token highest that queries point at."""
     assert best(Expected().score(expectable())) == {6}
 
 
 def test_expected_weighs_values():
-    """A token whose value is nothing adds nothing, whatever its attention."""
+    """A token whose value is 0 has a score of 0, whatever its attention."""
     values = torch.ones(1, 1, TOKENS, 4, dtype=torch.float64)
     values[0, 0, 6] = 0
     score = Expected().score(expectable(values=values))
@@ -277,14 +283,14 @@ def test_expected_weighs_values():
 
 
 def test_expected_sums_to_one_over_what_a_window_reaches():
-    """Attention is shared among the tokens that the next one attends to."""
+    """Expected attention sums to 1 over the tokens within the window of the next token."""
     score = Expected().score(expectable(windows=(8,))) / 2  # values have the norm 2
     assert score[0, 0, : TOKENS - 7].count_nonzero() == 0
     assert score.sum().item() == pytest.approx(1)
 
 
 def test_expected_leaves_out_queries_of_sinks():
-    """The first tokens ask like no other: a huge query of one changes nothing."""
+    """`expected` ignores the queries of sinks: a huge query there changes no score."""
     positions = torch.arange(12)
     tokens = expectable(query_positions=positions)
     tokens.seq.position = 12
@@ -297,7 +303,7 @@ def test_expected_leaves_out_queries_of_sinks():
 
 
 def test_expected_takes_the_scale_of_the_layer():
-    """A layer that multiplies by twice as much is one whose queries are twice as long."""
+    """Doubling the scale of a layer has the effect of doubling its queries."""
     twice = Expected().score(expectable(scales=(2 * 8**-0.5,)))
     longer = Expected().score(expectable(queries=expectable().queries * 2))
     assert twice.allclose(longer)
@@ -305,7 +311,7 @@ def test_expected_takes_the_scale_of_the_layer():
 
 @pytest.mark.parametrize("adjacent", [False, True])
 def test_rotations_add_up(adjacent):
-    """A vector at p, rotated by d, is the vector at p + d; what is not rotated stays."""
+    """Rotation by p and then by d equals rotation by p + d, and the other dimensions stay."""
     rotary = Rotary(SPEEDS, adjacent)
     x = torch.randn(3, 11, dtype=torch.float64)
     p, d = torch.tensor([4, 1000, 7]), torch.tensor([-4, 17, 0])
@@ -316,7 +322,10 @@ def test_rotations_add_up(adjacent):
 
 
 def test_a_closing_window_holds_sinks_and_window():
-    """`positions=cache` compacts to exactly these tokens, in the prompt too; `text` drops."""
+    """`window:positions=cache` compacts to sinks and window, in the prompt too.
+
+    With positions of the text, the window drops tokens and compacts nothing.
+    """
     closing = Window(tokens=9, sinks=2, positions="cache")
     assert compactions(closing, 40, 10) == [(40, 11), (45, 11), (50, 11)]
     assert closing.rebases
@@ -326,7 +335,7 @@ def test_a_closing_window_holds_sinks_and_window():
 
 
 def test_full_is_as_no_policy():
-    """The cache does not ask a policy that keeps everything, though the run names it."""
+    """`retention="full"` makes a cache without a retention policy."""
     cache = KVCache(20, 4, retention="full")
     assert cache.retention is None
 
@@ -344,13 +353,13 @@ def test_full_is_as_no_policy():
     ],
 )
 def test_refuses(spec, reason):
-    """Options without a meaning are refused, with what to give."""
+    """Impossible options raise InputError with the values that are accepted."""
     with pytest.raises(InputError, match=reason):
         Plugins().build("retention", spec)
 
 
 def test_a_share_is_written_with_a_point():
-    """1.0 is all of the prompt, 1 is one token, and 1.5k tokens are 1,500."""
+    """A budget of 1.0 is the whole prompt, 1 is one token, and 1.5k are 1,500 tokens."""
     budgets = [instantiate(KNorm, {"budget": text}).budget for text in ("1.0", "1", "1.5k")]
     assert budgets == [1.0, 1, 1500]
     assert [type(each) for each in budgets] == [float, int, int]
@@ -358,10 +367,10 @@ def test_a_share_is_written_with_a_point():
 
 @pytest.mark.parametrize("reads", ["keys", Reads(queries=-3), Reads(queries=0.5)])
 def test_what_cannot_be_read_is_refused_by_name(reads):
-    """Before anything is computed, with what to give."""
+    """A wrong `reads` raises PolicyError that names the plugin, before any computation."""
 
     class Wrong(ScoreRetention):
-        """A policy that says what it reads in another way."""
+        """A retention policy whose `reads` is set by the test."""
 
         name = "wrong"
 

@@ -1,4 +1,4 @@
-"""The options of a proxy, and what it makes of prompts."""
+"""The configuration of the proxy, and the requests that it makes of prompts."""
 
 import json
 
@@ -10,7 +10,7 @@ from kvcore.online.route_config import RouteConfig
 
 
 def test_prompts_with_the_same_beginning_have_the_same_first_keys():
-    """Of chats whose messages grow, and unless model or salt differ."""
+    """Chats with the same first messages, model and salt share their first keys."""
 
     def keys(*texts, **more):
         messages = [{"role": "user", "content": text} for text in texts]
@@ -50,7 +50,7 @@ def test_prompts_with_the_same_beginning_have_the_same_first_keys():
     ],
 )
 def test_a_wrong_file_is_refused(text, wrong, tmp_path):
-    """With its name, the key, and the nearest one."""
+    """The error for a wrong file has its path, the option, and a similar option if any."""
     path = tmp_path / "replicas.toml"
     path.write_text(text)
     with pytest.raises(InputError, match=wrong) as caught:
@@ -59,12 +59,12 @@ def test_a_wrong_file_is_refused(text, wrong, tmp_path):
 
 
 def test_a_seed_may_be_negative():
-    """As everywhere."""
+    """A negative seed is accepted."""
     assert RouteConfig.of(["http://a"], seed=-5).seed == -5
 
 
 def test_a_file_gives_servers_and_options(tmp_path):
-    """Options of the command line win; the trace lies beside the file."""
+    """Keywords override the options of a file, and paths in it are relative to it."""
     path = tmp_path / "replicas.toml"
     path.write_text(
         "router = 'least-requests'\nbody = '1MiB'\ntrace = 'day.jsonl'\n"

@@ -1,4 +1,4 @@
-"""The built-in routers: each by its formula, and by where it is known to go wrong."""
+"""The built-in routers: their formulas, and the traffic on which they fail."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SIZE = 16
 
 
 def build(spec):
-    """Build a router from text."""
+    """Return the router of the spec `spec`."""
     return Plugins().build("router", spec)
 
 
 def seen(*replicas, usage=None):
-    """Return replicas with these counts; `hit` is what each has of the prompt, in tokens."""
+    """Return replicas with these counts; `hit` is the cached part of the prompt in tokens."""
     hits = [each.pop("hit", 0) for each in replicas]
     made = [
         Replica(number, 1000, SIZE, 64, up=True, **each) for number, each in enumerate(replicas)
@@ -37,7 +37,7 @@ def seen(*replicas, usage=None):
 
 
 def joined(router, replicas):
-    """Return `router`, which knows of the replicas."""
+    """Return the router `router` after `replicas` have joined."""
     router = build(router) if isinstance(router, str) else router
     router.bind()
     for replica in replicas:
@@ -46,13 +46,13 @@ def joined(router, replicas):
 
 
 def choose(spec, replicas, request=None):
-    """Return the number of the replica that gets a request, of 160 tokens if none is given."""
+    """Return the number of the replica that a request, by default of 160 tokens, goes to."""
     request = prompt(0, 10) if request is None else request
     return joined(spec, replicas).route(request, replicas, 0).number
 
 
 def prompt(name, blocks, **fields):
-    """Return a request of so many blocks, or of these keys."""
+    """Return a request with a number of blocks, or with a list of keys."""
     keys = [(name, place) for place in range(blocks)] if isinstance(blocks, int) else blocks
     fields = {"arrival": 0, "output_tokens": 8} | fields
     return Request(
@@ -61,7 +61,7 @@ def prompt(name, blocks, **fields):
 
 
 class Served:
-    """A router at work over `count` replicas, each of which ends what `end` says."""
+    """A router that dispatches requests to `count` replicas."""
 
     def __init__(self, router, count=2):
         self.replicas = seen(*({} for _ in range(count)))
@@ -73,11 +73,11 @@ class Served:
             self.dispatcher.joined(replica, 0)
 
     def send(self, request):
-        """Route a request, and return the replica."""
+        """Route a request, and return its replica."""
         return self.dispatcher.route(request, request.arrival)
 
     def serve(self, request):
-        """Route a request that ends before the next comes."""
+        """Route a request, end it before the next one, and return its replica."""
         replica = self.send(request)
         self.dispatcher.first_token(request, replica, request.arrival)
         self.dispatcher.ended(request, replica, request.arrival + 10**8)
@@ -85,15 +85,15 @@ class Served:
 
     @property
     def routed(self):
-        """How many requests each replica got, most first."""
+        """The number of requests of each replica, in descending order."""
         return sorted((replica.routed for replica in self.replicas), reverse=True)
 
 
 class TestFormulas:
-    """Small cases, worked out by hand."""
+    """Each router decides small cases as calculated by hand."""
 
     def test_round_robin_goes_around(self):
-        """One after the other, and on where it was when a replica has left."""
+        """`round-robin` takes replicas in turn, and goes on in turn after one has left."""
         replicas, router = seen({}, {}, {}), build("round-robin")
         turns = [router.route(prompt(n, 1), replicas, 0).number for n in range(4)]
         assert turns == [0, 1, 2, 0]
@@ -108,18 +108,21 @@ class TestFormulas:
         ],
     )
     def test_least_requests(self, counts, chosen):
-        """The fewest in flight, then the fewest ever sent, then the first."""
+        """The replica with the fewest requests in flight wins.
+
+        Ties go to the fewest ever routed, and then to the first replica.
+        """
         assert choose("least-requests", seen(*counts)) == chosen
 
     def test_random_is_even(self):
-        """4,000 draws over 4: each within 5 standard deviations of 1,000."""
+        """4,000 draws over 4 replicas are within 5 standard deviations of 1,000 each."""
         replicas, router = seen({}, {}, {}, {}), build("random")
         count = Counter(router.route(prompt(n, 1), replicas, 0).number for n in range(4000))
         assert all(abs(count[n] - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for n in range(4))
 
     @pytest.mark.parametrize("name", ["random", "power-of-two", "prefix-affinity", "dynamo"])
     def test_draws_are_those_of_the_request(self, name):
-        """What was routed before changes none; another seed changes some."""
+        """A draw depends on the request and the seed, not on requests routed before."""
         replicas = seen({}, {}, {}, {})
 
         def drawn(spec, order):
@@ -131,7 +134,10 @@ class TestFormulas:
         assert forth != drawn(f"{name}:seed=1", range(50))
 
     def test_power_of_two_takes_the_better_of_two(self):
-        """The most loaded never; the k-th most of n is the better one of k - 1 pairs."""
+        """`power-of-two` takes the less loaded of a random pair.
+
+        So the most loaded replica of n gets nothing, and the k-th most loaded wins k - 1 pairs.
+        """
         replicas = seen(*({"requests": n} for n in range(4)))
         router, count = build("power-of-two"), Counter()
         for n in range(6000):
@@ -141,14 +147,21 @@ class TestFormulas:
         assert choose("power-of-two", seen({})) == 0
 
     def test_prefix_affinity_takes_the_least_loaded_of_the_best(self):
-        """160 tokens, a tenth is 16: 128 is near 144, 112 is not."""
+        """The least loaded of the replicas within the tolerance of the best match wins.
+
+        For 160 tokens a tenth is 16: a match of 128 is within it of 144, one of 112 is not.
+        """
         counts = [{"hit": 144, "requests": 5}, {"hit": 128, "requests": 3}, {"hit": 112}]
         assert choose("prefix-affinity", seen(*map(dict, counts))) == 1
         assert choose("prefix-affinity:tolerance=0", seen(*map(dict, counts))) == 0
         assert choose("prefix-affinity:tolerance=1", seen(*map(dict, counts))) == 2
 
     def test_dynamo(self):
-        """10 blocks: 10 + 10 - 6 to prefill and 20 held are 34, against 10 and 25."""
+        """The cost is the blocks to prefill plus those in flight.
+
+        Waiting 10, the prompt's 10 less 6 that hit, and 20 in flight are 34; the other replica
+        costs 10 + 25.
+        """
         replicas = seen(
             {"hit": 96, "waiting_tokens": 160, "prompt_blocks": 20, "requests": 3},
             {"prompt_blocks": 25},
@@ -156,13 +169,13 @@ class TestFormulas:
         costs = [build("dynamo").cost(prompt(0, 10), replica) for replica in replicas]
         assert costs == [34, 35]
         assert choose("dynamo", replicas) == 0
-        # Ten blocks more wait there than elsewhere: hits are worth half.
+        # Ten more blocks wait there than at the other replica, so that its hits count half.
         assert choose("dynamo:delta=1", replicas) == 1
         assert choose("dynamo:load_weight=1", replicas) == 1
         assert choose("dynamo:hit_weight=0.5", replicas) == 1
 
     def test_dynamo_draws_by_the_cost(self):
-        """At temperature 1 the worse of two has exp(-1) the weight of the better."""
+        """At temperature 1, a relative cost difference of 1 gives the weight exp(-1)."""
         replicas = seen({"prompt_blocks": 1}, {"prompt_blocks": 3})
         router = build("dynamo:temperature=1")
         worse = sum(router.route(prompt(n, 1), replicas, 0).number for n in range(4000))
@@ -170,7 +183,11 @@ class TestFormulas:
         assert worse / 4000 == pytest.approx(share, abs=0.04)
 
     def test_llm_d(self):
-        """2·0 + 2·0.5 + 3·1 is 4, 2·1 + 2·0.1 + 3·0 is 2.2; equal queues score 1."""
+        """The score is the weighted sum of queue, free cache and match.
+
+        The first replica has 2·0 + 2·0.5 + 3·1 = 4, the other 2·1 + 2·0.1 + 3·0 = 2.2; equal
+        queues score 1.
+        """
         loaded = [{"waiting": 4, "hit": 160}, {}]
         assert choose("llm-d", seen(*map(dict, loaded), usage=[0.5, 0.9])) == 0
         assert choose("llm-d:prefix=1", seen(*map(dict, loaded), usage=[0.5, 0.9])) == 1
@@ -180,31 +197,44 @@ class TestFormulas:
         ("loads", "chosen"), [((64, 0), 0), ((65, 0), 1), ((200, 134), 0), ((210, 130), 1)]
     )
     def test_sglang_leaves_a_match_where_load_is_uneven(self, loads, chosen):
-        """By more than 64, and more than 1.5 times as many: 200 of 134 is 1.49 times."""
+        """A match is ignored if loads differ by more than 64 and by more than 1.5 times.
+
+        200 requests are 1.49 times 134.
+        """
         first, second = loads
         assert choose(
             "sglang", seen({"requests": first, "hit": 160}, {"requests": second})
         ) == (chosen)
 
     def test_sglang_follows_matches_above_the_threshold(self):
-        """48 of 160 tokens are 0.3, which is not above it."""
+        """A match of more than 0.3 of the prompt is followed; 48 of 160 tokens are just 0.3."""
         assert choose("sglang", seen({"requests": 1, "hit": 48}, {})) == 1
         assert choose("sglang", seen({"requests": 1, "hit": 64}, {})) == 0
 
     def test_loadaware(self):
-        """1 - (4 - 2) / 2 is 0, 0 - (0 - 2) / 2 is 1; at a weight of 0.4: 0.6 and 0.4."""
+        """The score is the match less the weighted excess of requests over the mean.
+
+        It is 1 - (4 - 2) / 2 = 0 against 0 - (0 - 2) / 2 = 1; with a weight of 0.4 it is 0.6
+        against 0.4.
+        """
         counts = [{"requests": 4, "hit": 160}, {}]
         assert choose("loadaware", seen(*map(dict, counts))) == 1
         assert choose("loadaware:weight=0.4", seen(*map(dict, counts))) == 0
 
     def test_lmetric(self):
-        """(100 + 32) · 3 is 396; 160 · 2 is 320, 160 · 3 is 480."""
+        """The cost is the tokens to prefill times the requests in flight with this one.
+
+        (100 + 32) · 3 is 396, 160 · 2 is 320 and 160 · 3 is 480.
+        """
         counts = {"waiting_tokens": 100, "requests": 2, "hit": 128}
         assert choose("lmetric", seen(dict(counts), {"requests": 1})) == 1
         assert choose("lmetric", seen(dict(counts), {"requests": 2})) == 0
 
     def test_mooncake_adds_the_queue_to_the_prefill(self):
-        """A ms a token: 160 that wait, and 16 that miss, are more than 160 elsewhere."""
+        """The cost is the prefill time of waiting and missing tokens, at 1 ms per token.
+
+        160 waiting tokens and 16 missing ones are more than 160 elsewhere.
+        """
         served = Served("mooncake")
         first = prompt("a", 10)
         assert served.send(first).number == 0
@@ -213,7 +243,10 @@ class TestFormulas:
         assert served.send(prompt("c", [*first.keys[:9], "c"])).number == 0
 
     def test_mooncake_refuses_what_cannot_keep_its_slo(self):
-        """160 ms wait on the one replica; its own prefill takes as long."""
+        """With `reject=true` a request that will miss its TTFT is refused.
+
+        The only replica has 160 ms of waiting prefill, and the request takes as long again.
+        """
         for limit, refused in ((330, False), (310, True)):
             served = Served("mooncake:reject=true", 1)
             served.send(prompt("a", 10))
@@ -222,13 +255,16 @@ class TestFormulas:
         assert Served("mooncake:reject=true", 1).send(prompt("a", 10)) is not None
 
     def test_preble_exploits_what_hits_more_than_it_misses(self):
-        """80 of 160 tokens are enough, 64 are not; then the least work counts."""
+        """A match of at least half the prompt is followed; otherwise the least work counts."""
         busy = {"requests": 1}
         assert choose("preble", seen({**busy, "hit": 80}, {})) == 0
         assert choose("preble", seen({**busy, "hit": 64}, {})) == 1
 
     def test_preble_leaves_a_replica_with_too_much_work(self):
-        """More than 1.5 times the work of the other, after 50 requests for each replica."""
+        """A match with more than 1.5 times the work of another replica is not followed.
+
+        This is so only after 50 requests for each replica.
+        """
         counts = [{"requests": 4, "hit": 160, "routed": 60}, {"requests": 2, "routed": 39}]
         assert choose("preble", seen(*map(dict, counts))) == 0
         counts[1]["routed"] = 40
@@ -237,7 +273,7 @@ class TestFormulas:
         assert choose("preble", seen(*map(dict, counts))) == 0
 
     def test_preble_forgets_prefill_after_the_window(self):
-        """A prompt of a minute ago is work, one of four minutes ago is not."""
+        """A prefill counts as work a minute later, but not four minutes later."""
         for minutes, chosen in ((1, 1), (4, 0)):
             served = Served("preble")
             assert served.serve(prompt("a", 10)).number == 0
@@ -259,16 +295,16 @@ class TestFormulas:
         ],
     )
     def test_options_are_checked(self, spec):
-        """What has no meaning is refused."""
+        """Impossible options raise InputError that names the router."""
         with pytest.raises(InputError, match=spec.partition(":")[0]):
             build(spec)
 
 
 class TestSessions:
-    """Consistent hashing with bounded loads."""
+    """Consistent hashing of sessions with bounded loads."""
 
     def test_a_session_stays(self):
-        """So does a tenant, and a first key, where there is no session."""
+        """Requests of one session, or else tenant, or else first key, go to one replica."""
         served = Served("session", 8)
         for fields in ({"session": "s"}, {"tenant": "t"}, {}):
             homes = {
@@ -278,7 +314,7 @@ class TestSessions:
             assert len(homes) == 1
 
     def test_a_replica_that_leaves_moves_its_own_sessions_alone(self):
-        """They go elsewhere, and come home when it returns."""
+        """Only the sessions of a replica that leaves move, and they return with it."""
         served = Served("session", 8)
 
         def homes():
@@ -297,7 +333,7 @@ class TestSessions:
 
     @pytest.mark.parametrize("bound", [1.1, 1.25, 2.0])
     def test_no_replica_has_more_than_the_bound(self, bound):
-        """One session of 200 requests in flight: none has more than bound times the mean."""
+        """No replica has more than `bound` times the mean of requests in flight."""
         served = Served(f"session:bound={bound}", 5)
         for n in range(200):
             served.send(prompt(n, 1, session="s"))
@@ -306,7 +342,7 @@ class TestSessions:
 
 
 def stream():
-    """Return requests of 4 sessions in bursts: each turn has what came before."""
+    """Return six turns of five sessions with a common beginning; each turn is longer."""
     return [
         prompt(
             f"{turn}/{name}",
@@ -321,7 +357,7 @@ def stream():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_was_tried_is_not_tried_again(name):
-    """A proxy that no server answers asks for the others, each once."""
+    """A request that no replica answers is routed to each replica once."""
     dispatcher = Served(name, 3).dispatcher
     for number in range(20):
         tried = set()
@@ -334,7 +370,7 @@ def test_what_was_tried_is_not_tried_again(name):
 
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"round-robin"}))
 def test_every_router_differs_from_round_robin(name):
-    """On sessions that grow, of which every other one pauses, over 3 replicas."""
+    """Each other router differs from `round-robin` on growing sessions over 3 replicas."""
 
     def routed(spec):
         served = Served(spec, 3)
@@ -348,20 +384,21 @@ def test_every_router_differs_from_round_robin(name):
 
 @attrs.define(slots=False, eq=False)
 class InFlight(Router):
-    """Blocks that miss, and blocks in flight."""
+    """A router whose cost is the missing blocks plus the blocks in flight."""
 
     name: ClassVar[str] = "in-flight"
 
     def cost(self, request, replica):
-        """Return their sum."""
+        """Return the sum of missing blocks and blocks in flight."""
         missing = request.prompt_tokens - replica.hit_tokens
         return missing / replica.block_size + replica.prompt_blocks
 
 
 def paced(router, shared):
-    """Return how 448 requests are shared by 2: 56 sessions of 8 turns, one at a time.
+    """Return how many of 448 requests each of 2 replicas gets, most first.
 
-    All begin with `shared` blocks in common, and grow by 20 a turn.
+    There are 56 sessions of 8 turns, one request at a time. All prompts begin with `shared`
+    common blocks, and grow by 20 blocks a turn.
     """
     served = Served(router)
     for serial in range(448):
@@ -373,7 +410,7 @@ def paced(router, shared):
 
 
 class TestRegressions:
-    """What has gone wrong elsewhere goes wrong here, and what does not."""
+    """Known weaknesses: paced sessions and shared prefixes may overload one replica."""
 
     @pytest.mark.parametrize(
         "router",
@@ -388,7 +425,10 @@ class TestRegressions:
         ],
     )
     def test_paced_sessions_all_go_to_one(self, router):
-        """Nothing is in flight when the next turn comes: what all share decides, 448 to 0."""
+        """Routers that follow any match send all paced sessions to one replica.
+
+        Nothing is in flight when the next turn comes, so the common blocks decide.
+        """
         assert paced(router() if router is InFlight else router, 2) == [448, 0]
 
     @pytest.mark.parametrize(
@@ -404,13 +444,13 @@ class TestRegressions:
         ],
     )
     def test_paced_sessions_are_spread(self, router):
-        """By those that do not follow short matches, or count what was sent before."""
+        """Routers that ignore short matches, or count past requests, spread paced sessions."""
         most, fewest = paced(router, 2)
         assert most + fewest == 448
         assert most < 300
 
     def test_long_system_prompts_draw_paced_sessions_to_one(self):
-        """More than a threshold of the prompt: those that spread short ones follow it."""
+        """A shared prefix longer than the threshold sends all paced sessions to one replica."""
         assert paced("sglang", 40) == [448, 0]
         assert paced("prefix-affinity", 40) == [448, 0]
         assert paced("prefix-affinity", 2)[0] < 300
@@ -431,16 +471,20 @@ class TestRegressions:
         ],
     )
     def test_equal_prompts(self, router, used):
-        """400 equal prompts in flight: by overlap alone one of eight replicas gets all."""
+        """400 equal prompts in flight all go to one of eight replicas by overlap alone.
+
+        Other routers use seven or eight.
+        """
         served = Served(router, 8)
         for serial in range(400):
             served.send(prompt(serial, [("same", n) for n in range(40)], session=f"{serial}"))
         assert sum(1 for count in served.routed if count) == used
 
     def test_a_tolerance_of_0_loses_the_tail_of_tpot(self):
-        """A short prefix that all share: by exact match one of four decodes for all.
+        """Without tolerance, a short shared prefix makes one of four replicas serve all.
 
-        With a tolerance of a tenth of the prompt, of which it is a twentieth, they share.
+        With a tolerance of a tenth of the prompt, of which the prefix is a twentieth, the p99
+        of TPOT is about that of `round-robin`.
         """
         requests = _poisson(shared=1, own=19, gap=60_000)
         exact, near, around = (
@@ -451,9 +495,10 @@ class TestRegressions:
         assert near == pytest.approx(around, rel=0.1)
 
     def test_sticking_saves_prefill_and_spilling_saves_the_tail(self):
-        """A long prefix: at low rates those that stick have the better mean TTFT.
+        """Following a long shared prefix improves the mean TTFT at low rates only.
 
-        At ten times the rate those that spill have the better one, with fewer hits.
+        At ten times the rate, a router that spills has fewer hits but a lower mean TTFT and p99
+        of TPOT.
         """
         sticks, spills = "sglang", "sglang:absolute=4"
         around = "round-robin"
@@ -468,12 +513,12 @@ class TestRegressions:
 
 @attrs.define(slots=False, eq=False)
 class Laden(LatencyModel):
-    """A step takes 5 us and 1 us more for each token: what is batched slows the rest."""
+    """A latency model in which a step takes 5 us, and 1 us more for each token."""
 
     name: ClassVar[str] = "laden"
 
     def pieces(self, work):
-        """Return one flat line."""
+        """Return one flat piece."""
         return [(5_000_000 + 1_000_000 * (work.prefill + work.decode), 0)]
 
 
@@ -488,7 +533,7 @@ def _poisson(*, shared, own, gap):
 
 
 def _serve(requests, router):
-    """Serve them with four replicas."""
+    """Serve `requests` with four replicas, and return the result."""
     return serve_cluster(
         requests,
         4,

@@ -1,4 +1,4 @@
-"""`RunConfig`: what it reads and refuses, and the parts that it makes."""
+"""`RunConfig`: the values that it accepts or refuses, and the parts that it makes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ZIPF = "zipf:requests=20,prefixes=3"
 
 
 def test_text_is_read():
-    """Sizes, expectations and plugins are what the command line takes."""
+    """Sizes, SLOs and plugins are read from the text that the command line takes."""
     config = RunConfig(memory="1GiB", slo="ttft=3,tpot=0.1", eviction="lfu:half_life=3")
     assert config.memory == 2**30
     assert config.slo == SLO(ttft_ns=3 * 10**9, tpot_ns=10**8)
@@ -27,7 +27,7 @@ def test_text_is_read():
 
 
 def test_tables_are_read():
-    """As TOML has them."""
+    """SLOs and plugins are read from tables as TOML has them."""
     config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
     assert config.slo == SLO(ttft_ns=1_500_000_000)
     assert config.scheduler == Spec("srpt", {"preemptive": "false"})
@@ -35,7 +35,7 @@ def test_tables_are_read():
 
 @pytest.mark.parametrize(("given", "slo"), [(None, SLO()), ("none", SLO())])
 def test_nothing_may_be_expected(given, slo):
-    """`none` in text, None in code."""
+    """The SLO may be left out with the text `none` or with None."""
     assert RunConfig(slo=given).slo == slo
 
 
@@ -67,14 +67,14 @@ def test_nothing_may_be_expected(given, slo):
     ],
 )
 def test_what_an_option_cannot_have_is_refused(options, reason):
-    """The message begins with the name of the option."""
+    """The error for a wrong value begins with the name of the option."""
     with pytest.raises(InputError) as refused:
         RunConfig.of(**options)
     assert str(refused.value).startswith(reason)
 
 
 def test_a_change_is_checked_as_well():
-    """Whatever builds a configuration converts and checks it."""
+    """`attrs.evolve` converts and checks the changed options."""
     assert attrs.evolve(RunConfig(), memory="1KiB").memory == 1024
     with pytest.raises(InputError, match="blocks: expected a whole number"):
         attrs.evolve(RunConfig(), blocks="many")
@@ -82,20 +82,20 @@ def test_a_change_is_checked_as_well():
 
 @pytest.mark.parametrize("policy", ["lfu", LFU, LFU(), partial(LFU), Spec("lfu")])
 def test_plugins_are_given_in_any_way(policy):
-    """Names, classes, instances and functions make the same cache."""
+    """A plugin given by name, class, instance, function or Spec makes the same cache."""
     cache = RunParts(RunConfig(workload=ZIPF, blocks=9, eviction=policy)).cache()
     assert isinstance(cache.eviction, LFU)
 
 
 def test_a_plugin_of_another_kind_is_refused():
-    """The message names the option."""
+    """The error for a plugin of another kind names the option."""
     parts = RunParts(RunConfig(workload=ZIPF, blocks=9, scheduler=LRU))
     with pytest.raises(InputError, match="scheduler: scheduler=LRU is no scheduler plugin"):
         parts.scheduler()
 
 
 def test_models_and_devices_are_given_in_any_way(tmp_path):
-    """By name or whole; a workload by name, path or instance."""
+    """Models and devices may be names or objects; a workload a name, a path or an object."""
     path = tmp_path / "mine.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n"
@@ -111,31 +111,34 @@ def test_models_and_devices_are_given_in_any_way(tmp_path):
 
 
 def test_a_simulation_has_a_codec():
-    """Without one there are no bytes: it is said so, not stumbled over."""
+    """A simulation without a codec raises InputError that names the option."""
     with pytest.raises(InputError, match=r"^codec: no codec is given"):
         simulate("zipf:requests=2", codec=None)
 
 
 def test_an_error_names_its_option_once():
-    """Also where several parts need it."""
+    """An error has the name of its option once, even if several parts use the option."""
     with pytest.raises(InputError, match=r"^fail: 'replica=1': a failure needs"):
         simulate_cluster("zipf:requests=2", blocks=60, replicas=2, fail="replica=1")
 
 
 def test_a_name_that_no_file_can_have_is_refused():
-    """As one that no file has."""
+    """A workload path that is impossible is reported as a missing file."""
     with pytest.raises(InputError, match="there is no such file"):
         RunParts(RunConfig(workload="a\0b"))
 
 
 def test_a_pool_is_sized_once():
-    """Blocks and memory exclude one another."""
+    """Giving both `blocks` and `memory` raises InputError."""
     with pytest.raises(InputError, match="both say how large the pool is"):
         RunParts(RunConfig(workload=ZIPF, blocks=9, memory="1GiB"))
 
 
 def test_defaults_follow_the_mode():
-    """A replay has blocks of a key and counts keys; a server has blocks of 16 tokens."""
+    """A replay defaults to blocks of one key and `keys` accounting.
+
+    A simulation defaults to blocks of 16 tokens and `tokens` accounting.
+    """
     replayed = RunParts(RunConfig.of("compare", workload="mooncake", blocks=9))
     served = RunParts(RunConfig.of("simulate", workload="mooncake", blocks=9))
     assert (replayed.geometry.block_size, replayed.geometry.accounting) == (512, "keys")
@@ -143,7 +146,7 @@ def test_defaults_follow_the_mode():
 
 
 def test_a_file_gives_options(tmp_path):
-    """From TOML, with paths relative to the file."""
+    """Options are read from a TOML file, whose paths are relative to it."""
     (tmp_path / "run.toml").write_text(
         'workload = "zipf:requests=9"\nmax-seqs = 4\nmodel = "mine"\n'
         "[batching]\nchunked = false\n"
@@ -160,14 +163,14 @@ def test_a_file_gives_options(tmp_path):
 
 
 def test_a_mode_is_one_of_three():
-    """However the configuration is made."""
+    """An unknown mode raises InputError, given to `of` or to the constructor."""
     for make in (RunConfig.of, lambda mode: RunConfig(mode=mode)):
         with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):
             make("plan")
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
-    """Its plugins are built as they were recorded; the requests are those of the trace."""
+    """`from_trace` restores the options and plugins of the run, with the trace's requests."""
     path = tmp_path / "trace.jsonl"
     options = {"blocks": 60, "max_seqs": 5, "device": "h200", "seed": 3}
     simulate(ZIPF, trace=path, eviction="lfu:half_life=3", slo="ttft=1", **options)

@@ -1,4 +1,4 @@
-"""Whom each built-in scheduler serves first: constructed traffic with its plain order."""
+"""The order of each built-in scheduler on constructed traffic."""
 
 from __future__ import annotations
 
@@ -27,43 +27,43 @@ CONSTRUCTED = {
 
 @pytest.mark.parametrize("name", CONSTRUCTED)
 def test_a_scheduler_differs_from_fcfs(name):
-    """On its constructed traffic a scheduler serves whom its idea says, FCFS who came first."""
+    """On constructed traffic each scheduler serves in its own order, and `fcfs` by arrival."""
     scheduler, requests, order = CONSTRUCTED[name]
     assert serve(scheduler(), requests) == order
     assert serve(FCFS(), requests) == "".join(request.id for request in requests)
 
 
 def test_constructed_traffic_covers_all():
-    """No scheduler does the same as FCFS everywhere."""
+    """Every built-in scheduler except `fcfs` has constructed traffic."""
     assert {*CONSTRUCTED, "fcfs"} == set(Plugins().names("scheduler"))
 
 
 def test_srpt_lets_the_shorter_one_finish_first():
-    """Who is closer to the end takes the seat; a paused job goes on where it was."""
+    """The job closest to its end runs first, and a paused job resumes where it was."""
     requests = [ask("a", output=9), ask("b", at=2, output=3), ask("c", at=3, output=1)]
     assert serve(SRPT(), requests, what="finished") == "cba"
 
 
 def test_srpt_spares_who_is_as_close():
-    """For a job that takes just as long nobody loses a seat."""
+    """A running job is not paused for one with the same remaining time."""
     requests = [ask("a", output=9), ask("b", at=6, output=3)]
     assert serve(SRPT(), requests) == "ab"
 
 
 def test_srpt_without_preemption_waits():
-    """Who runs is left running; those who wait go by their length."""
+    """Without preemption running jobs go on, and waiting ones are ordered by length."""
     requests = [ask("a", output=9), ask("b", at=2, output=5), ask("c", at=3, output=3)]
     assert serve(SRPT(preemptive=False), requests) == "acb"
 
 
 def test_srpt_counts_prefill_as_well():
-    """A long prompt with a short output is no short job."""
+    """A long prompt with a short output counts as a long job."""
     requests = [ask("a", output=2), ask("b", prompt=8 * PROMPT), ask("c", output=4)]
     assert serve(SRPT(preemptive=False), requests) == "acb"
 
 
 def test_sjf_goes_by_what_is_predicted():
-    """By default it knows no more than the workload's predictor."""
+    """`sjf` orders by predicted lengths by default, and by true ones with `length=true`."""
     requests = [
         ask("a"),
         ask("b", output=9, predicted_output_tokens=2),
@@ -74,75 +74,78 @@ def test_sjf_goes_by_what_is_predicted():
 
 
 def test_slo_leaves_the_hopeless_for_last():
-    """A job that is late whatever happens does not delay one that can still make it."""
+    """A job that cannot meet its SLO any more does not delay one that can."""
     b = ask("b", at=1, output=9, slo=SLO(deadline_ns=12 * STEP))
     c = ask("c", at=1, output=9, slo=SLO(deadline_ns=15 * STEP))
-    # To be in time, b must begin by step 4 and c by step 7. The seat is free at 4, or at 5.
+    # To be in time, b must begin by step 4 and c by step 7. The slot is free at 4, or at 5.
     assert serve(LeastSlack(), [ask("a", output=4), b, c]) == "abc"
     assert serve(LeastSlack(), [ask("a", output=5), b, c]) == "acb"
 
 
 def test_slo_may_take_seats():
-    """If it is preemptive, a seat goes to who must be started earlier, and comes back."""
+    """Only a preemptive `slo` pauses a job for one with an earlier latest start."""
     requests = [ask("a", output=9), ask("b", at=2, output=3, slo=SLO(deadline_ns=4 * STEP))]
     assert serve(LeastSlack(), requests) == "ab"
     assert serve(LeastSlack(preemptive=True), requests) == "aba"
 
 
 def test_slo_does_not_swap_seats_forever():
-    """Of two jobs alike the one with the seat keeps it, though the other's slack shrinks."""
+    """Of two equal jobs the running one goes on, though the other's slack shrinks."""
     requests = [ask(name, output=9, slo=SLO(deadline_ns=40 * STEP)) for name in "ab"]
     assert serve(LeastSlack(preemptive=True), requests) == "ab"
 
 
 def test_priority_serves_equals_as_they_came():
-    """Among equal priorities it is first come, first served."""
+    """Requests of equal priority run in the order of their arrival."""
     requests = [ask("a"), ask("b", priority=1), ask("c", priority=1), ask("d")]
     assert serve(Priority(), requests) == "bcad"
 
 
 def test_priority_may_take_seats():
-    """If it is preemptive, a higher priority takes the seat of a lower one."""
+    """Only a preemptive `priority` pauses a job for one with a higher priority."""
     requests = [ask("a", output=9), ask("b", at=2, priority=1)]
     assert serve(Priority(), requests) == "ab"
     assert serve(Priority(preemptive=True), requests) == "aba"
 
 
 def test_ageing_is_worth_a_level():
-    """With a level for 0.1 s, who came 0.1 s earlier goes before one of a level more."""
+    """With `ageing=0.1`, an arrival 0.1 s earlier outweighs one level of priority."""
     requests = [ask("a", output=99), ask("b", at=1), ask("c", at=11, priority=1)]
     assert serve(Priority(ageing=0.1), requests) == "abc"
     assert serve(Priority(ageing=0.11), requests) == "acb"
 
 
 def test_lpm_serves_equals_as_they_came():
-    """Where as much hits, or nothing, it is first come, first served."""
+    """Requests with equal matches run in the order of their arrival."""
     requests = [ask("a", keys="p"), ask("b", keys="q"), ask("c", keys="r")]
     assert serve(LPM(), requests) == "abc"
 
 
 def test_lpm_prefers_the_longer_match():
-    """Not any hit, but the longest comes first."""
+    """The request with the longest match runs first."""
     requests = [ask("a", keys="pqr"), ask("b", keys="pxx"), ask("c", keys="pqy")]
     assert serve(LPM(), requests) == "acb"
 
 
 def test_lpm_looks_at_a_sample():
-    """What hits behind the sample waits for its turn."""
+    """A request behind the sample is not ranked by its match until it enters the sample."""
     requests = [ask("a", keys="pq"), *(ask(name) for name in "bc"), ask("d", keys="pq")]
     assert serve(LPM(sample=3), requests) == "adbc"
     assert serve(LPM(sample=2), requests) == "abdc"
 
 
 def test_lpm_beyond_its_sample_may_be_first_come_first_served():
-    """A queue longer than the sample is then served in its order."""
+    """With `beyond=fcfs`, a queue longer than the sample runs in the order of arrival."""
     requests = [ask("a", keys="pq"), ask("b"), ask("c", keys="pq"), ask("d")]
     assert serve(LPM(sample=2), requests) == "acbd"
     assert serve(LPM(sample=2, beyond="fcfs"), requests) == "abcd"
 
 
 def test_lpm_defers_who_shares_with_one_that_waits():
-    """Of two that share as much and hit nothing, the second goes last, and hits it."""
+    """With `defer_shared`, the second of two requests with a common prefix runs last.
+
+    Its prefix must be as long as the option, and nothing of it may be cached.
+    """
     requests = [ask("a", keys="pq"), ask("b", keys="pq"), ask("c", keys="rs")]
     assert serve(LPM(), requests, max_seqs=2) == "abc"
     assert serve(LPM(defer_shared=8), requests, max_seqs=2) == "acb"
@@ -150,7 +153,7 @@ def test_lpm_defers_who_shares_with_one_that_waits():
 
 
 def test_lpm_probes_nobody_without_need():
-    """Probes cost, so they are made only when somebody can be seated."""
+    """Requests are probed only when the plan is asked for a job to admit."""
     probed = []
 
     class Server(ToyServer):
@@ -180,12 +183,12 @@ def test_lpm_probes_nobody_without_need():
     ],
 )
 def test_options_are_checked(spec, message):
-    """An option that cannot be used is refused, with what it must be."""
+    """An impossible option raises InputError with the values that are accepted."""
     with pytest.raises(InputError, match=message):
         Plugins().build("scheduler", spec)
 
 
 def test_a_length_in_code_is_checked():
-    """The same holds for a text given in code, where nothing converts it."""
+    """An unknown `length` given in code raises InputError with the known values."""
     with pytest.raises(InputError, match="length='guess' is not known; there are: true, pred"):
         SRPT(length="guess")

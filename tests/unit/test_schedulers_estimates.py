@@ -1,4 +1,4 @@
-"""What schedulers take a job to need, and when they must start it."""
+"""Estimates of schedulers: the remaining time of a job, and its latest start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK = 16
 
 
 def make(scheduler, **fields):
-    """Return `scheduler` at work, and a job that has just arrived."""
+    """Return `scheduler`, bound to a toy server, and a job that has just arrived."""
     ToyServer(scheduler)
     fields = {"id": 1, "prompt_tokens": 4 * CHUNK, "output_tokens": 10} | fields
     request = Request(key_tokens=16, **fields)
@@ -30,7 +30,7 @@ def make(scheduler, **fields):
 
 
 def progress(job, computed, generated=0):
-    """Let `job` run, with so many tokens of its prompt computed and so many generated."""
+    """Return `job`, running with `computed` tokens of its prompt and `generated` ones."""
     job.computed, job.stage = computed, DECODE if generated else PREFILL
     if generated:
         job.generated_before = generated
@@ -38,13 +38,13 @@ def progress(job, computed, generated=0):
 
 
 def test_prefill_and_decode_steps_add_up():
-    """Four steps of prefill, the last of which generates a token, then nine more."""
+    """A job takes four steps of prefill, with the first token, and nine of decoding."""
     scheduler, job = make(SRPT())
     assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == (4 + 9) * STEP
 
 
 def test_what_is_done_no_longer_counts():
-    """Neither computed tokens, which include a hit, nor generated ones."""
+    """Computed and hit tokens, and generated ones, reduce the remaining time."""
     scheduler, job = make(SRPT())
     assert scheduler.remaining_ns(progress(job, 2 * CHUNK)) == (2 + 9) * STEP
     assert scheduler.remaining_ns(progress(job, 4 * CHUNK, 1)) == 9 * STEP
@@ -53,7 +53,7 @@ def test_what_is_done_no_longer_counts():
 
 
 def test_what_was_recomputed_counts_again():
-    """After its blocks were taken, the prompt and what was generated are to be computed."""
+    """After a preemption, the prompt and the generated tokens count as prefill again."""
     scheduler, job = make(SRPT())
     progress(job, 4 * CHUNK, 8)
     job.target, job.computed = job.request.prompt_tokens + 8, 0
@@ -61,14 +61,14 @@ def test_what_was_recomputed_counts_again():
 
 
 def test_a_request_without_output_takes_its_prefill():
-    """Nobody predicts tokens that were not asked for."""
+    """A request without output takes the time of its prefill, whatever is predicted."""
     for options in ({}, {"predicted_output_tokens": 9}):
         scheduler, job = make(SJF(error=1), output_tokens=0, **options)
         assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == 4 * STEP
 
 
 def test_a_step_is_shared():
-    """The server is asked for the time of `concurrency` sequences, at the job's own length."""
+    """Decode times are those of a batch of `concurrency` sequences of the job's length."""
     asked = []
     scheduler, job = make(SRPT(concurrency=7))
     scheduler.server.decode_ns = lambda *arguments: asked.append(arguments) or 0
@@ -80,7 +80,7 @@ def test_a_step_is_shared():
 
 @pytest.mark.parametrize("output", [1, 10, 40])
 def test_remaining_time_never_rises(output):
-    """Not either when the prediction, ten tokens, was wrong, and contexts cost time."""
+    """The remaining time never rises, even if the predicted ten tokens were wrong."""
     scheduler, job = make(SJF(), output_tokens=output, predicted_output_tokens=10)
     scheduler.server.decode_ns = lambda tokens, context, _: sum(
         range(context, context + tokens)
@@ -91,20 +91,20 @@ def test_remaining_time_never_rises(output):
 
 
 def test_who_outlives_a_prediction_is_about_to_end():
-    """One token is left, for as long as it takes."""
+    """A job that outlives its prediction is expected to generate one more token."""
     scheduler, job = make(SJF(), predicted_output_tokens=3)
     assert scheduler.remaining_ns(progress(job, 64, 3)) == STEP
     assert scheduler.remaining_ns(progress(job, 64, 9)) == STEP
 
 
 def test_true_lengths_ignore_predictions():
-    """`length=true` is the truth, whatever the workload or an error model says."""
+    """With `length=true`, predictions and the error model are ignored."""
     scheduler, job = make(SRPT(error=2), predicted_output_tokens=99)
     assert scheduler.expected(job) == 10
 
 
 def test_predictions_come_from_the_workload_first():
-    """The error model stands in where there are none; a prediction of nothing is one token."""
+    """Predictions of the workload precede the error model, and are at least one token."""
     for predicted in (1, 77):
         scheduler, job = make(SJF(error=5), predicted_output_tokens=predicted)
         assert scheduler.expected(job) == predicted
@@ -113,21 +113,21 @@ def test_predictions_come_from_the_workload_first():
 
 
 def expected(scheduler, ids=range(1000), output=10**6):
-    """Return what `scheduler` expects of requests of one length, by id."""
+    """Return the length that `scheduler` expects of each request, by id; all are equal."""
     return {
         name: scheduler.expected(make(SJF(), id=name, output_tokens=output)[1]) for name in ids
     }
 
 
 def test_errors_are_lognormal():
-    """Their logarithms scatter around the truth with the standard deviation asked for."""
+    """The logarithms of errors have the mean 0 and the given standard deviation."""
     errors = [log(tokens / 10**6) for tokens in expected(SJF(error=0.5)).values()]
     assert abs(mean(errors)) < 4 * 0.5 / 1000**0.5
     assert abs(stdev(errors) - 0.5) < 4 * 0.5 / 2000**0.5
 
 
 def test_errors_depend_on_seed_and_request_alone():
-    """Not on the order of calls; another seed, or scheduler, draws others."""
+    """Errors depend on seed, scheduler and request, and not on the order of calls."""
     forwards = expected(SJF(error=1), range(20))
     assert forwards == expected(SJF(error=1), reversed(range(20)))
     assert forwards != expected(SJF(error=1, seed=1), range(20))
@@ -135,24 +135,24 @@ def test_errors_depend_on_seed_and_request_alone():
 
 
 def test_predictions_are_at_least_a_token():
-    """However wrong."""
+    """Predictions are at least one token, however large the error is."""
     assert min(expected(SJF(error=10), output=1).values()) == 1
 
 
 def test_latest_start_by_deadline():
-    """The deadline, less all that is still to do."""
+    """The latest start by a deadline is the deadline less the remaining time."""
     scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(deadline_ns=SECOND))
     assert scheduler.latest_start(job) == 5 + SECOND - 13 * STEP
 
 
 def test_latest_start_by_ttft():
-    """Before the first token only the prefill matters."""
+    """Before the first token, the latest start is that of the TTFT less the prefill."""
     scheduler, job = make(LeastSlack(), arrival=5, slo=SLO(ttft_ns=SECOND, tpot_ns=1))
     assert scheduler.latest_start(job) == 5 + SECOND - 4 * STEP
 
 
 def test_latest_start_by_tpot():
-    """After the first token each of the nine others has its time from then on."""
+    """After the first token, each of the nine others adds its TPOT to the deadline."""
     scheduler, job = make(LeastSlack(), slo=SLO(ttft_ns=1, tpot_ns=3 * STEP))
     job.first_token = SECOND
     progress(job, 64, 4)
@@ -160,7 +160,7 @@ def test_latest_start_by_tpot():
 
 
 def test_the_options_speak_for_who_says_nothing():
-    """Seconds, in place of a missing TTFT or TPOT, but not beside a deadline."""
+    """The options `ttft` and `tpot` replace those missing in a request without a deadline."""
     scheduler, job = make(LeastSlack(ttft=2, tpot=0.5), slo=SLO(tpot_ns=7))
     assert scheduler.latest_start(job) == 2 * SECOND - 4 * STEP
     scheduler, job = make(LeastSlack(ttft=2, tpot=0.5))
@@ -172,14 +172,14 @@ def test_the_options_speak_for_who_says_nothing():
 
 
 def test_the_earliest_start_counts():
-    """Of a TTFT and a deadline, whichever leaves less time."""
+    """Of a TTFT and a deadline, the one with the earlier start decides."""
     for ttft, start in ((SECOND, SECOND - 4 * STEP), (9 * SECOND, 5 * SECOND - 13 * STEP)):
         scheduler, job = make(LeastSlack(), slo=SLO(ttft_ns=ttft, deadline_ns=5 * SECOND))
         assert scheduler.latest_start(job) == start
 
 
 def test_a_job_becomes_hopeless_just_after_its_latest_start():
-    """The priority changes then, once, and the loop is told when."""
+    """The priority changes once, 1 ns after the latest start, and `changes_at` returns that."""
     scheduler, job = make(LeastSlack(), slo=SLO(deadline_ns=SECOND))
     start = scheduler.latest_start(job)
     assert scheduler.changes_at(job, start) == start + 1
@@ -189,7 +189,7 @@ def test_a_job_becomes_hopeless_just_after_its_latest_start():
 
 
 def test_a_seat_keeps_its_rank():
-    """With preemption a running job is ranked as when it waited, without it as it stands."""
+    """A running job keeps its rank with preemption, and is ranked again without it."""
     for preemptive in (True, False):
         scheduler, job = make(LeastSlack(preemptive=preemptive), slo=SLO(deadline_ns=SECOND))
         job.rank = scheduler.priority(job, 0)

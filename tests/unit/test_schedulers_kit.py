@@ -1,4 +1,4 @@
-"""The conformance tests of schedulers: a right scheduler passes, wrong ones do not."""
+"""The conformance tests of schedulers pass right schedulers and fail wrong ones."""
 
 from __future__ import annotations
 
@@ -16,151 +16,151 @@ from kvcore_plugins.scheduler import FCFS, SRPT, LeastSlack
 
 @attrs.define(slots=False, eq=False)
 class Mine(Scheduler):
-    """First come, first served, as a third party would write it."""
+    """A first-come, first-served scheduler as a third party would write it."""
 
     name = "mine"
 
     def priority(self, job, _now):
-        """Return its place."""
+        """Return the serial number of the job."""
         return job.serial
 
 
 class TestMine(SchedulerTests):
-    """The lines of the docstring are enough."""
+    """A scheduler with a `priority` alone passes."""
 
     def make(self):
-        """Make it."""
+        """Return a scheduler."""
         return Mine()
 
 
 @attrs.define(slots=False, eq=False)
 class Turns(Mine):
-    """Writes its own plan: whoever is first and last in the queue, in turns."""
+    """A scheduler whose plan takes the first and the last of the queue in turns."""
 
     def plan(self, state):
-        """Offer the seats."""
+        """Return a plan that admits all waiting jobs."""
         waiting = list(state.waiting)
         return StepPlan([waiting.pop(-1 if place % 2 else 0) for place in range(len(waiting))])
 
 
 class TestTurns(SchedulerTests):
-    """A lawful plan of its own passes as well."""
+    """A scheduler with a plan of its own passes."""
 
     starves = True
 
     def make(self):
-        """Make it."""
+        """Return a scheduler."""
         return Turns()
 
 
 class Fickle(Mine):
-    """Draws lots."""
+    """A scheduler with random priorities."""
 
     def priority(self, _job, _now):
-        """Return anything."""
+        """Return a random number."""
         return random()
 
 
 class Drifting(Mine):
-    """Counts the time that has passed, in both directions."""
+    """A scheduler whose priorities depend on the clock."""
 
     def priority(self, job, now):
-        """Return a distance that shrinks, and grows again."""
+        """Return a distance in time that shrinks, and then grows."""
         return abs(job.arrival + 10**8 - now)
 
 
 class Silent(LeastSlack):
-    """Does not say when jobs become hopeless."""
+    """A scheduler that does not report when jobs become hopeless."""
 
     def changes_at(self, job, now):
-        """Say nothing."""
+        """Return None."""
 
 
 class Late(LeastSlack):
-    """Says when it was."""
+    """A scheduler that reports the present as the time of the next change."""
 
     def changes_at(self, job, now):
-        """Name the present."""
+        """Return `now`."""
         return now
 
 
 class Swapping(LeastSlack):
-    """Ranks who runs anew: as work is done, its latest start moves away."""
+    """A scheduler that ranks running jobs by a latest start that moves with their work."""
 
     def priority(self, job, now):
-        """Forget about the seat."""
+        """Return the latest start, whether the job runs or not."""
         return self.latest_start(job)
 
 
 class Thieving(Turns):
-    """Pauses without saying that it is preemptive."""
+    """A scheduler that pauses jobs without declaring itself preemptive."""
 
     def plan(self, state):
-        """Take a seat from whoever has one."""
+        """Return a plan that pauses a running job."""
         return StepPlan(state.waiting, state.running[:1])
 
 
 class Seated(Turns):
-    """Offers seats to those who have one."""
+    """A scheduler that admits running jobs."""
 
     def plan(self, state):
-        """Offer them."""
+        """Return a plan that admits all jobs."""
         return StepPlan([*state.running, *state.waiting])
 
 
 class Confused(Thieving):
-    """Pauses those who have no seat."""
+    """A scheduler that pauses waiting jobs."""
 
     preemptive = True
 
     def plan(self, state):
-        """Take what is not there."""
+        """Return a plan that pauses a waiting job."""
         return StepPlan(state.waiting, list(state.waiting)[:1])
 
 
 class Lazy(Turns):
-    """Offers one seat a plan."""
+    """A scheduler that admits one job per plan."""
 
     def plan(self, state):
-        """Offer it."""
+        """Return a plan that admits the first waiting job."""
         return StepPlan(list(state.waiting)[:1])
 
 
 class Idle(Turns):
-    """Offers nothing."""
+    """A scheduler that admits no job."""
 
     def plan(self, state):
-        """Offer nothing."""
+        """Return an empty plan."""
         return StepPlan()
 
 
 class Hoarder(Mine):
-    """Never forgets a job."""
+    """A scheduler that keeps a reference to every job."""
 
     def finished(self, job, _now):
-        """Keep it."""
+        """Keep the job."""
         self.__dict__.setdefault("kept", []).append(job)
 
 
 class Forgetful(Mine):
-    """Computes a priority and forgets to return it."""
+    """A scheduler whose `priority` returns nothing."""
 
     def priority(self, job, now):
-        """Return nothing."""
+        """Compute a priority without returning it."""
         self.last = now - job.arrival
 
 
 class Vague(LeastSlack):
-    """Names no whole nanosecond."""
+    """A scheduler that reports a fraction of a nanosecond."""
 
     def changes_at(self, job, now):
-        """Return half of one."""
+        """Return half a nanosecond after `now`."""
         return now + 0.5
 
 
 @attrs.define(slots=False, eq=False)
 class Mangled(Mine):
-    """Has an option that it does not keep as given."""
+    """A scheduler with an option that it changes."""
 
     share: float = attrs.field(default=0.5, converter=lambda share: share / 2)
 
@@ -186,7 +186,7 @@ class Mangled(Mine):
     ],
 )
 def test_catches(scheduler, test, message):
-    """The test named fails for a scheduler with that fault, on the toy server."""
+    """The conformance test named fails for a scheduler with that fault on the toy server."""
     with pytest.raises(AssertionError, match=message):
         run(scheduler, test, "toy")
 
@@ -204,13 +204,13 @@ def test_catches(scheduler, test, message):
     ],
 )
 def test_catches_in_the_loop(scheduler, test, error):
-    """Likewise in the serving loop, which refuses some itself."""
+    """A faulty scheduler fails in the serving loop, which raises some of the errors itself."""
     with pytest.raises(error):
         run(scheduler, test, "loop")
 
 
 def run(scheduler, test, server):
-    """Run one test of the kit on `scheduler`."""
+    """Run one conformance test on `scheduler`."""
 
     class Kit(SchedulerTests):
         def make(self):
@@ -225,14 +225,14 @@ def run(scheduler, test, server):
 
 @attrs.define(slots=False, eq=False)
 class Opaque(FCFS):
-    """Has an option without a text form, and cannot work."""
+    """A scheduler that is unavailable and has an option without a text form."""
 
     name = "opaque"
     order: Any = attrs.field(factory=list)
 
     @classmethod
     def unavailable(cls):
-        """Say why."""
+        """Return the reason."""
         return "no such device"
 
 
@@ -244,6 +244,6 @@ class Opaque(FCFS):
     ],
 )
 def test_says_why_it_skips(test, reason):
-    """What cannot be tested of a scheduler is skipped, with the reason."""
+    """A conformance test that cannot run for a scheduler is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(Opaque, test, "toy")

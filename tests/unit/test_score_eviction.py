@@ -1,4 +1,4 @@
-"""The easy tier: one function, in the order it says."""
+"""`ScoreEviction`: spans are evicted in the order of their scores."""
 
 from __future__ import annotations
 
@@ -12,55 +12,55 @@ from kvcore import ScoreEviction
 
 
 class Backwards(ScoreEviction):
-    """The ten-line policy of the documentation: the deepest span goes first."""
+    """A policy that evicts the deepest span first; the example of the documentation."""
 
     name = "backwards"
 
     def score(self, span, now):
-        """Return the depth, the greatest first."""
+        """Return the negative depth."""
         del now
         return -span.depth
 
 
 class Alike(ScoreEviction):
-    """A policy to which all spans are alike."""
+    """A policy with equal scores for all spans."""
 
     name = "alike"
 
     def score(self, span, now):
-        """Return the same for all."""
+        """Return 0."""
         del span, now
         return 0
 
 
 @attrs.define(slots=False, eq=False)
 class Drifting(ScoreEviction):
-    """Scores that cross: a span is worth its hits at first, and its age in the end."""
+    """A policy whose scores cross: the first span is worth less at first, and more later."""
 
     name: ClassVar[str] = "drifting"
     drifts: ClassVar[bool] = True
 
     def score(self, span, now):
-        """Return a score in which older spans rise faster."""
+        """Return a score that rises with age for the first span alone."""
         return (now - span.created) * (span.created_order == 1) - (span.created_order == 1)
 
 
 def test_the_lowest_score_goes_first():
-    """The victim is the leaf with the lowest score."""
+    """The leaf with the lowest score is evicted."""
     cache = make(5, Backwards(), accounting="keys")
     serve(cache, "ab", "abc", "x", "y", "z")
     assert set(spans(cache)) == {"|ab", "|x", "|y", "|z"}
 
 
 def test_ties_go_to_the_least_recent():
-    """Among equal scores the policy is LRU."""
+    """Of leaves with equal scores the least recently used is evicted."""
     cache = make(3, Alike(), accounting="keys")
     serve(cache, "a", "b", "c", "a", "d")
     assert set(spans(cache)) == {"|a", "|c", "|d"}
 
 
 def test_ties_go_to_the_deeper_of_one_path():
-    """A split leaves halves of equal recency; the lower goes first."""
+    """Of two halves of a split with equal scores the lower is evicted."""
     cache = make(4, Alike(), accounting="keys")
     serve(cache, "ab", "x")
     serve(cache, "y", "z")
@@ -70,7 +70,7 @@ def test_ties_go_to_the_deeper_of_one_path():
 
 @pytest.mark.parametrize(("now", "left"), [(0, {"|b", "|c"}), (10, {"|a", "|c"})])
 def test_drifting_scores_are_those_of_the_moment(now, left):
-    """A policy that drifts is asked for its scores when a victim is needed."""
+    """Scores of a policy with `drifts` are computed when a victim is needed."""
     cache = make(2, Drifting(), accounting="keys")
     serve(cache, "a", "b")
     serve(cache, "c", now=now)
@@ -78,7 +78,7 @@ def test_drifting_scores_are_those_of_the_moment(now, left):
 
 
 def test_the_heap_does_not_grow_with_time():
-    """Entries that no longer count are dropped: memory is that of the spans cached now."""
+    """Outdated entries are removed from the heap, whose size is bounded by the cached spans."""
     policy = Alike()
     cache = make(4, policy, accounting="keys")
     serve(cache, *["a", "b", "c"] * 300)
@@ -86,18 +86,18 @@ def test_the_heap_does_not_grow_with_time():
 
 
 class Ticking(ScoreEviction):
-    """A policy that drifts: what is old falls fastest."""
+    """A policy whose scores fall at different speeds."""
 
     name = "ticking"
     drifts = True
 
     def score(self, span, now):
-        """Return less the older a span is, and the more so the later it is."""
+        """Return the negative age, times a factor of the span."""
         return -(now - span.created) * (span.created_order % 7 + 1)
 
 
 def test_a_drifting_policy_gives_one_answer():
-    """However many leaves there are, the victim stays the same until something changes."""
+    """The victim of a policy with `drifts` is the same until the cache changes."""
     policy = Ticking()
     cache = make(200, policy, accounting="keys")
     serve(cache, *map(chr, range(1000, 1200)))
@@ -108,7 +108,7 @@ def test_a_drifting_policy_gives_one_answer():
 
 
 def test_a_score_may_depend_on_size():
-    """What a split leaves of a span is scored as what it is now."""
+    """After a split the remaining span is scored by its new size."""
 
     class Longest(ScoreEviction):
         name = "longest"

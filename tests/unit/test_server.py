@@ -1,5 +1,5 @@
-# ruff: noqa: E402 - what is missing skips the module first
-"""`kvcore serve`: an OpenAI client gets what `kvcore run` computes, and nobody harms it."""
+# ruff: noqa: E402 - a missing package skips the module first
+"""`kvcore serve`: its responses equal `kvcore run`, and no client disturbs it."""
 
 import asyncio
 import http.client
@@ -45,20 +45,20 @@ def client(server):
 
 @pytest.fixture(autouse=True, scope="module")
 def _closing():
-    """Close the connections of all clients in the end."""
+    """Close the connections of all clients at the end."""
     yield
     for each in CLIENTS.values():
         each.close()
 
 
 def cached_keys(cache):
-    """Return the hashes of all blocks that are cached, as events have them."""
+    """Return the hashes of all cached blocks, as events have them."""
     keys = [key for span in cache.tree.spans() for key in list(Span.keys(span))]
     return {int.from_bytes(key[-8:], "big") for key in keys}
 
 
 def ask(server, path, body, headers=None):
-    """Send a request as it is; return status and document."""
+    """Send raw bytes, and return status and document of the response."""
     host = server.url.removeprefix("http://")
     connection = http.client.HTTPConnection(host, timeout=30)
     connection.request(
@@ -72,7 +72,7 @@ def ask(server, path, body, headers=None):
 
 @pytest.fixture(scope="module")
 def server():
-    """A server for tests that leave it as it is."""
+    """Yield a server for tests that do not change its state."""
     with serving() as made:
         yield made
 
@@ -86,13 +86,13 @@ def complete(server, prompt=PROMPT, tokens=8, **options):
 
 
 def test_the_text_is_that_of_a_run(server):
-    """Greedy output over HTTP is what `kvcore run --prompt` computes."""
+    """Greedy output over HTTP equals that of `kvcore run --prompt`."""
     result = kvcore.run(prompts=[PROMPT], max_output=8, generator=SMALL, memory="4MiB")
     assert complete(server) == " ".join(map(str, result.outputs[0]))
 
 
 def test_a_stream_is_the_text_in_parts(server):
-    """The parts of a streamed answer are the whole, with its usage at the end."""
+    """The parts of a stream add up to the whole text, with the usage at the end."""
     parts = client(server).completions.create(
         model="tiny",
         prompt=PROMPT,
@@ -108,7 +108,7 @@ def test_a_stream_is_the_text_in_parts(server):
 
 
 def test_chats(server):
-    """A chat is answered by the assistant, streamed or not alike."""
+    """A chat gets the same response of the assistant with and without streaming."""
     messages = [{"role": "user", "content": "how are you"}]
     chats = client(server).chat.completions
     whole = chats.create(model="tiny", messages=messages, max_tokens=5)
@@ -119,7 +119,7 @@ def test_chats(server):
 
 
 def test_prefixes_hit():
-    """The second request with a prompt finds its full blocks, and says so."""
+    """The second request with a prompt reports its full blocks as cached tokens."""
     with serving() as server:
         usages = [
             client(server).completions.create(model="tiny", prompt=PROMPT, max_tokens=2).usage
@@ -129,7 +129,7 @@ def test_prefixes_hit():
 
 
 def test_a_salt_keeps_prompts_apart(server):
-    """A request hits what was sent with its own `cache_salt` alone."""
+    """A request hits only blocks of requests with the same `cache_salt`."""
     prompt = f"salted {PROMPT}"
     cached = [
         client(server)
@@ -143,7 +143,7 @@ def test_a_salt_keeps_prompts_apart(server):
 
 
 def test_many_at_once_are_as_one_after_the_other(server):
-    """Requests that share prefixes and run together have the texts of serial ones."""
+    """Concurrent requests with shared prefixes return the same texts as serial ones."""
     prompts = [f"{PROMPT} and {number % 4}" for number in range(16)]
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(lambda each: complete(server, each), prompts))
@@ -151,7 +151,7 @@ def test_many_at_once_are_as_one_after_the_other(server):
 
 
 def test_a_client_that_goes_away_is_let_go():
-    """Its sequence ends, its blocks are free or cached, and others are served."""
+    """If a client disconnects, its sequence is cancelled and other requests are served."""
     with serving() as server:
         stream = client(server).completions.create(
             model="tiny", prompt="a b", max_tokens=3000, stream=True
@@ -189,7 +189,7 @@ def test_a_client_that_goes_away_is_let_go():
     ],
 )
 def test_what_cannot_be_served_is_refused(server, body, status, what):
-    """A wrong request gets the error that the API has, and no other is disturbed."""
+    """A wrong request gets an error of the API, and later requests are served."""
     answered, document = ask(server, "/v1/completions", body)
     assert answered == status
     assert what in document["error"]["message"]
@@ -199,7 +199,7 @@ def test_what_cannot_be_served_is_refused(server, body, status, what):
 
 @pytest.mark.parametrize("messages", ["hi", [], [{"role": "user"}], [{"content": "x"}], [3]])
 def test_what_is_no_chat_is_refused(server, messages):
-    """Messages need a role and a text each."""
+    """Chat messages without a role or a text get status 400."""
     body = json.dumps({"messages": messages}).encode()
     status, document = ask(server, "/v1/chat/completions", body)
     assert status == 400
@@ -207,19 +207,19 @@ def test_what_is_no_chat_is_refused(server, messages):
 
 
 def test_a_huge_header_is_refused(server):
-    """A header beyond the limit is not read to its end."""
+    """A header beyond the limit gets status 400."""
     status, _ = ask(server, "/v1/completions", b"{}", {"X-Long": "a" * 100_000})
     assert status == 400
 
 
 def test_a_form_of_a_browser_is_refused(server):
-    """A page of another site may send text to any address, but no JSON."""
+    """A body that is not declared as JSON, as a form of a browser, gets status 415."""
     body = b'{"prompt": "a"}'
     assert ask(server, "/v1/completions", body, {"Content-Type": "text/plain"})[0] == 415
 
 
 def test_a_slow_client_is_not_waited_for():
-    """A body that does not come in time ends the request."""
+    """A body that does not arrive in time gets status 408."""
     with serving(ServeConfig(port=0, client_timeout=0.2)) as server:
         host, port = server.url.removeprefix("http://").split(":")
         with socket.create_connection((host, int(port)), timeout=30) as slow:
@@ -229,7 +229,7 @@ def test_a_slow_client_is_not_waited_for():
 
 
 def test_too_many_requests_are_told_to_come_again():
-    """Beyond the limit the answer is 503, and when to try again."""
+    """Requests beyond the limit get status 503 and the header Retry-After."""
     with serving(ServeConfig(port=0, requests=1)) as server:
         stream = client(server).completions.create(
             model="tiny", prompt="a", max_tokens=3000, stream=True
@@ -242,7 +242,7 @@ def test_too_many_requests_are_told_to_come_again():
 
 
 def test_models_tokens_and_metrics(server):
-    """What routers and dashboards ask: the model, the tokens of a prompt, the counts."""
+    """The server lists its model, tokenizes prompts and exports metrics."""
     assert [model.id for model in client(server).models.list()] == ["tiny"]
     status, document = ask(server, "/tokenize", json.dumps({"prompt": PROMPT}).encode())
     assert (status, document["count"], len(document["tokens"])) == (200, 40, 40)
@@ -256,14 +256,17 @@ def test_models_tokens_and_metrics(server):
 
 @pytest.mark.parametrize("port", ["65536", "99999"])
 def test_a_port_that_no_address_has_is_refused(port):
-    """In a line that names it."""
+    """The error for an impossible port names the address and the port."""
     run = run_here("serve", "--port", port)
     assert run.returncode == 2
     assert f"port {port} of 127.0.0.1" in run.stderr
 
 
 def test_events_say_what_is_cached():
-    """A subscriber that adds and removes blocks as told has those of the cache."""
+    """Blocks stored and not removed by KV events are cached.
+
+    Only blocks stored before the subscription are missing.
+    """
     address = f"tcp://127.0.0.1:{free_port()}"
     with (
         serving(ServeConfig(port=0, kv_events=address), memory="64KiB") as server,
@@ -274,7 +277,7 @@ def test_events_say_what_is_cached():
         socket_.subscribe(b"")
         socket_.rcvtimeo = 30_000
         held, tokens = set(), {}
-        # Until the subscription has come, nothing is heard.
+        # No event arrives until the subscription has reached the publisher.
         number = 0
         while not socket_.poll(200):
             complete(server, f"start {number} " * 20, tokens=1)
@@ -298,7 +301,7 @@ def test_events_say_what_is_cached():
 
 @pytest.mark.slow
 def test_a_process_ends_well_and_its_trace_replays(tmp_path):
-    """SIGTERM lets requests end, the cache is checked, and the trace is whole."""
+    """On SIGTERM the server finishes its requests, checks the cache and completes the trace."""
     trace = tmp_path / "day.jsonl.gz"
     server = ServerProcess("--trace", str(trace)).wait()
     try:
@@ -320,7 +323,7 @@ def test_a_process_ends_well_and_its_trace_replays(tmp_path):
 
 @pytest.mark.slow
 def test_the_trace_can_be_read_after_sigkill(tmp_path):
-    """A request that has ended is in the unfinished file."""
+    """The unfinished trace of a killed server has the requests that finished."""
     server = ServerProcess("--trace", str(tmp_path / "day.jsonl.gz")).wait()
     try:
         complete(server, PROMPT, 4)
@@ -332,12 +335,15 @@ def test_the_trace_can_be_read_after_sigkill(tmp_path):
 
 
 def events_of(path):
-    """Return the kinds of lines of a trace that may be cut."""
+    """Return the events of a trace that may be cut off."""
     return [each.event for each in read_events(path)] if path.stat().st_size else []
 
 
 def test_an_engine_that_fails_answers_what_is_open():
-    """Its requests are told why, and the error is raised at the end."""
+    """If the engine fails, requests get 503 with the reason.
+
+    The server raises the error when it ends.
+    """
 
     def forward(batch, attend):
         del batch, attend
@@ -361,7 +367,7 @@ def test_an_engine_that_fails_answers_what_is_open():
 
 
 def test_two_servers_cannot_have_one_port(server):
-    """The error names the port; nothing is left running."""
+    """The error for a port in use names it, and the process ends."""
     port = server.url.rsplit(":", 1)[1]
     done = subprocess.run(
         [sys.executable, "-m", "kvcore", "serve", "--port", port, "--generator", SMALL],
@@ -375,21 +381,21 @@ def test_two_servers_cannot_have_one_port(server):
 
 
 def test_events_that_are_not_published_are_not_sent_again():
-    """`--kv-replay` needs `--kv-events`."""
+    """`--kv-replay` without `--kv-events` is an error."""
     run = run_here("serve", "--kv-replay", "tcp://127.0.0.1:5558")
     assert run.returncode == 2
     assert "--kv-replay sends the events of --kv-events again" in run.stderr
 
 
 def test_times_of_a_file_may_be_numbers(tmp_path):
-    """Seconds, as text or not; the pool is refused after them."""
+    """Times in a configuration file may be numbers of seconds or text."""
     (tmp_path / "serve.toml").write_text('client_timeout = 5\ngrace = "500ms"\nblocks = 0\n')
     run = run_here("serve", "--config", "serve.toml", cwd=tmp_path)
     assert "serve.toml: blocks: a pool of 0 blocks" in run.stderr
 
 
 def test_no_character_is_cut():
-    """Text that comes token by token is the whole text, its characters whole."""
+    """A text that grows byte by byte is returned in whole characters."""
     whole = "naïve ☃ 🎉 end"
     data = whole.encode()
     text = Text(lambda ids: bytes(ids).decode(errors="replace"))
@@ -401,7 +407,10 @@ def test_no_character_is_cut():
 
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_a_stop_text_ends_the_text_wherever_it_is_cut(size):
-    """What comes before the first stop text is told, and nothing of it; near ones are text."""
+    """A text ends before its first stop text, however it is split into tokens.
+
+    A beginning of a stop text that is not completed remains in the text.
+    """
     text = Text(lambda ids: bytes(ids).decode(), ("END", "\n\n"))
     data, told = b"one\nEN two END three\n\n", []
     for begin in range(0, len(data), size):
@@ -413,7 +422,7 @@ def test_a_stop_text_ends_the_text_wherever_it_is_cut(size):
 
 
 def test_a_long_stop_text_costs_no_more_than_what_is_held_back():
-    """A stop text as long as a body may be does not make each token slow."""
+    """A long stop text is compared once per token, not once per character of it."""
 
     class Long(str):
         __slots__ = ()
@@ -429,7 +438,7 @@ def test_a_long_stop_text_costs_no_more_than_what_is_held_back():
 
 
 def test_what_might_have_been_a_stop_text_is_told_at_the_end():
-    """A text that ends with the beginning of one is whole, also before its end token."""
+    """A text that ends with the beginning of a stop text is returned whole."""
     for ids, last in ((b"", True), (b"\0", False)):
         text = Text(lambda ids: bytes(ids).decode(), ("END",), frozenset({0}))
         assert text.add(b"the EN") + text.add(ids, last=last) == "the EN"
@@ -437,7 +446,7 @@ def test_what_might_have_been_a_stop_text_is_told_at_the_end():
 
 
 def test_a_stop_text_ends_an_answer(server):
-    """Streamed or not, an answer ends before it, and nothing more is computed for it."""
+    """A response ends before the stop text, streamed or not, and computes no further tokens."""
     whole = complete(server, tokens=12).split()
     stop = f" {whole[4]} {whole[5]}"
     expected = " ".join(whole).split(stop)[0]
@@ -451,7 +460,7 @@ def test_a_stop_text_ends_an_answer(server):
 
 
 def test_threads_are_gone_at_the_end():
-    """A server that was stopped leaves no thread of its own."""
+    """A server that has stopped leaves no thread running."""
     before = set(threading.enumerate())
     with serving() as server:
         complete(server, tokens=1)

@@ -1,4 +1,4 @@
-"""When requests arrive: recorded times, sessions at their own pace, and bad workloads."""
+"""Arrivals: recorded times, sessions with think times, and invalid workloads."""
 
 import pytest
 from helpers.serving import STEP, ask, serve
@@ -13,7 +13,7 @@ def turn(name, at=0, *, after=None, think_time=0, session="s", **fields):
 
 
 def take(arrivals, now=NEVER - 1):
-    """Return what arrives up to `now`: (time, id)."""
+    """Return (time, id) of each request that arrives up to `now`."""
     taken = []
     while arrivals.next_at <= now:
         at, request = arrivals.take()
@@ -22,7 +22,7 @@ def take(arrivals, now=NEVER - 1):
 
 
 def test_requests_come_in_order():
-    """Those that arrive at one time come in the order of the workload."""
+    """Requests that arrive at the same time keep the order of the workload."""
     arrivals = Arrivals([ask("b", 5), ask("a", 5), ask("c", 7)])
     assert arrivals.next_at == 5
     assert take(arrivals, 4) == []
@@ -31,7 +31,7 @@ def test_requests_come_in_order():
 
 
 def test_open_loop_requests_are_read_as_their_time_comes():
-    """A workload that streams is one request ahead, not in memory."""
+    """A streamed workload is read one request ahead."""
     read = []
 
     def streamed():
@@ -46,14 +46,14 @@ def test_open_loop_requests_are_read_as_their_time_comes():
 
 
 def test_an_empty_workload():
-    """Nothing arrives, and that is no error."""
+    """An empty workload has no arrivals and can be run."""
     arrivals = Arrivals([])
     assert (arrivals.next_at, take(arrivals)) == (NEVER, [])
     assert serve([]).rows == {}
 
 
 def test_a_follower_waits_for_the_end_and_thinks():
-    """It is sent `think_time` ns after the end of the one before, whatever was recorded."""
+    """A later turn arrives `think_time` after the end of the one before, not when recorded."""
     arrivals = Arrivals([turn("a", 5), turn("b", 6, after="a", think_time=30)])
     assert take(arrivals) == [(5, "a")]
     arrivals.ended(turn("a"), 100)
@@ -61,7 +61,7 @@ def test_a_follower_waits_for_the_end_and_thinks():
 
 
 def test_followers_and_others_are_merged():
-    """A session may fall behind its recording: what is recorded for later comes first."""
+    """Turns of a delayed session and recorded arrivals are merged in the order of time."""
     first = turn("a", 0)
     arrivals = Arrivals(
         [first, turn("b", 1, after="a", think_time=50), ask("c", 70), ask("d", 90)]
@@ -72,7 +72,7 @@ def test_followers_and_others_are_merged():
 
 
 def test_two_may_follow_one():
-    """Sent at one time, followers come in the order of the workload."""
+    """Two requests that follow the same one arrive in the order of the workload."""
     first = turn("a")
     arrivals = Arrivals(
         [first, turn("b", after="a", think_time=9), turn("c", after="a", think_time=9)]
@@ -83,7 +83,7 @@ def test_two_may_follow_one():
 
 
 def test_a_session_under_a_clock():
-    """In the loop: a turn ends, the client thinks, the next turn arrives."""
+    """In the serving loop, a turn arrives its think time after the end of the one before."""
     requests = [
         turn("a", 3, output=2),
         turn("b", 4, after="a", think_time=100, output=1),
@@ -96,7 +96,7 @@ def test_a_session_under_a_clock():
 
 
 def test_a_rejected_turn_has_ended_as_well():
-    """What follows a request that does not fit is sent all the same."""
+    """A turn whose predecessor is rejected arrives after its think time."""
     requests = [turn("a", 3, prompt=999), turn("b", 4, after="a", think_time=7)]
     run = serve(requests, blocks=5)
     assert list(run.rejected) == ["a"]
@@ -105,19 +105,19 @@ def test_a_rejected_turn_has_ended_as_well():
 
 @pytest.mark.parametrize(("scale", "times"), [(2, [0, 5, 10]), (0.1, [0, 100, 200])])
 def test_rate_scale(scale, times):
-    """Twice the rate is half the time between arrivals."""
+    """Twice the rate halves the times of arrival."""
     arrivals = Arrivals([ask(number, 10 * number) for number in range(3)], scale)
     assert [at for at, _ in take(arrivals)] == times
 
 
 def test_rate_scale_is_exact():
-    """A decimal rate is that decimal, not its binary neighbour; times are rounded down."""
+    """A decimal rate is exact, not its binary neighbour, and times are rounded down."""
     arrivals = Arrivals([ask("a", 3), ask("b", 10**18 + 1)], 0.3)
     assert [at for at, _ in take(arrivals)] == [10, (10**18 + 1) * 10 // 3]
 
 
 def test_rate_scale_leaves_think_times_alone():
-    """People do not think faster when there are more of them."""
+    """`rate_scale` does not change think times."""
     first = turn("a", 10)
     arrivals = Arrivals([first, turn("b", 20, after="a", think_time=8)], 2)
     assert take(arrivals) == [(5, "a")]
@@ -127,13 +127,13 @@ def test_rate_scale_leaves_think_times_alone():
 
 @pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
 def test_a_rate_that_is_none(scale):
-    """A rate must be a positive number."""
+    """A `rate_scale` that is not a positive finite number raises InputError."""
     with pytest.raises(InputError, match=rf"rate_scale={scale}: give how many times"):
         Arrivals([], scale)
 
 
 def test_a_rate_at_which_time_ends():
-    """However late a request would come, the error names it."""
+    """The error for an arrival at or after 2^63 ns names the request."""
     with pytest.raises(InputError, match=r"request 'b' arrives 2\^63 ns .* or more"):
         take(Arrivals([ask("a"), ask("b", 1)], 1e-320))
 
@@ -161,13 +161,13 @@ def test_a_rate_at_which_time_ends():
     ],
 )
 def test_workloads_that_cannot_be_served(requests, message):
-    """Time that runs backwards, ids that are not unique, sessions that do not close."""
+    """Arrivals out of order, repeated ids and broken sessions raise InputError."""
     with pytest.raises(InputError, match=message):
         serve(requests)
 
 
 def test_an_order_that_breaks_off_late():
-    """What is out of order is found when it is read, with its place in the workload."""
+    """The error for a late arrival out of order has its number in the workload."""
     requests = [*(ask(number, number) for number in range(1000)), ask("late", 7)]
     with pytest.raises(InputError, match=r"'late' \(number 1001\) arrives at 7 ns, before 999"):
         serve(requests)
@@ -176,19 +176,19 @@ def test_an_order_that_breaks_off_late():
 @pytest.mark.parametrize("field", ["think_time", "predicted_output_tokens"])
 @pytest.mark.parametrize("value", [-1, 2.5])
 def test_what_is_counted_is_whole_and_not_negative(field, value):
-    """Nobody thinks for less than no time, or is expected to say less than nothing."""
+    """Think times and predicted outputs must be whole numbers of 0 or more."""
     with pytest.raises(InputError, match=rf"request 'b': {field}={value} must be .*0 or more"):
         ask("b", **{field: value})
 
 
 def test_times_are_whole_nanoseconds():
-    """A fraction of a nanosecond is refused where the request is made."""
+    """An arrival at a fraction of a nanosecond raises InputError when the request is made."""
     with pytest.raises(InputError, match=r"arrival \(ns\).* are whole numbers.*arrival=1\.5"):
         Request(id="a", arrival=1.5, prompt_tokens=1, key_tokens=1)
 
 
 def test_a_session_goes_on_between_requests_without_one():
-    """A turn that is recorded long after its session is due, behind others, is sent in time."""
+    """A turn recorded long after other requests arrives at its think time, before them."""
     requests = [
         ask("turn", 0, session="s"),
         ask("alone", 1000),

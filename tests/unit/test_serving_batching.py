@@ -1,4 +1,4 @@
-"""The caps of a step: which are refused, and how many blocks a watermark keeps."""
+"""`Batching`: the limits of a step that are refused, and the blocks of the watermark."""
 
 import pytest
 
@@ -24,13 +24,13 @@ from kvcore.serving import Batching
     ],
 )
 def test_caps_that_let_nothing_run(options, message):
-    """A cap is refused with what it is, and what it may be."""
+    """The error for an impossible limit has its value and the accepted values."""
     with pytest.raises(InputError, match=message):
         Batching(**options)
 
 
 def test_a_token_for_each_sequence_is_enough():
-    """The tightest caps there are."""
+    """A step of one sequence and one token is accepted."""
     assert Batching(max_tokens=1, max_seqs=1).max_tokens == 1
 
 
@@ -39,5 +39,5 @@ def test_a_token_for_each_sequence_is_enough():
     [(0, 100, 0), (0.01, 100, 1), (0.01, 101, 2), (0.5, 7, 4)],
 )
 def test_reserved_blocks(watermark, blocks, reserved):
-    """A watermark keeps whole blocks, rounded up."""
+    """A watermark reserves whole blocks, rounded up."""
     assert Batching(watermark=watermark).reserved_blocks(blocks) == reserved

@@ -1,4 +1,4 @@
-"""Schedulers that fail, let nobody in, or go round in circles: the error says which and how."""
+"""Schedulers and latency models that fail or cause livelock: the error names the plugin."""
 
 import sys
 from typing import ClassVar
@@ -17,7 +17,7 @@ REQUESTS = [ask(number, number, output=9) for number in range(6)]
 
 @attrs.define(slots=False, eq=False)
 class Perverse(FCFS):
-    """Whoever queued up last goes before whoever runs."""
+    """A preemptive scheduler that ranks the job queued last above running jobs."""
 
     name: ClassVar[str] = "perverse"
 
@@ -25,7 +25,7 @@ class Perverse(FCFS):
     queued_up: int = 0
 
     def priority(self, job, now):
-        """Return how many queued up, counted down; of one that has a seat, more."""
+        """Return a number that falls with each job queued, and 1 for running jobs."""
         if job.stage in {"prefill", "decode"}:
             return 1
         self.queued_up -= 1
@@ -34,7 +34,7 @@ class Perverse(FCFS):
 
 @attrs.define(slots=False, eq=False)
 class Closed(FCFS):
-    """Admits nobody."""
+    """A scheduler that admits no job."""
 
     name: ClassVar[str] = "closed"
 
@@ -44,7 +44,7 @@ class Closed(FCFS):
 
 
 def test_livelock_by_pauses():
-    """Two jobs that take each other's seat forever: the run stops and says what goes on."""
+    """Two jobs that pause each other forever raise PolicyError that explains the livelock."""
     with pytest.raises(PolicyError) as caught:
         serve(REQUESTS, scheduler=Perverse(), max_seqs=1)
     text = str(caught.value)
@@ -57,27 +57,27 @@ def test_livelock_by_pauses():
 
 @pytest.mark.parametrize("scheduler", [FCFS, Planning])
 def test_much_preemption_is_no_livelock(scheduler):
-    """As long as tokens come, a run may preempt as often as it likes."""
+    """A run with many preemptions is no livelock as long as tokens are generated."""
     requests = [ask(number, prompt=3, output=80) for number in range(40)]
     run = serve(requests, blocks=21, scheduler=scheduler())
     assert run.sum("recomputes") > 150
 
 
 def test_a_scheduler_that_admits_nobody():
-    """Nothing runs, nothing will: that is said, with who waits."""
+    """If no job runs and none is admitted, the error names the scheduler and a waiting job."""
     message = "'closed' leaves 6 requests waiting while nothing runs: the first is <Job 1: req"
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, scheduler=Closed())
 
 
 def test_a_scheduler_that_admits_later():
-    """As long as something runs or arrives, a seat may stay empty."""
+    """A scheduler may leave slots free as long as jobs run or requests arrive."""
 
     class Reluctant(FCFS):
-        """Admits one when three wait."""
+        """A scheduler that admits jobs when three wait."""
 
         def plan(self, state):
-            """Return a plan for the crowd."""
+            """Return a plan that admits all waiting jobs if there are three."""
             return StepPlan(list(state.waiting) if len(state.waiting) > 2 else ())
 
     run = serve([ask(number, 100 * number) for number in range(6)], scheduler=Reluctant())
@@ -96,7 +96,7 @@ def _failing(method):
     "method", ["priority", "plan", "queued", "admitted", "finished", "changes_at"]
 )
 def test_a_scheduler_that_raises(method):
-    """The error names the plugin, the method, and what it raised."""
+    """The error names the plugin, the method and the exception."""
     message = rf"'failing' .* raised RuntimeError in {method}\(\): no luck"
     with pytest.raises(PolicyError, match=message) as caught:
         serve(REQUESTS, scheduler=_failing(method)())
@@ -126,7 +126,7 @@ def _answering(answer, *, jumps=True):
 )
 @pytest.mark.parametrize("jumps", [True, False])
 def test_a_latency_model_that_gives_no_time(answer, message, jumps):
-    """The error names the plugin, and what it answered or raised, at whatever step."""
+    """The error for a wrong time names the latency model and its answer or exception."""
     if not jumps:
         message = message.replace("the lines of 1 decoding", r"takes -\d+ ps; give|decoding")
     with pytest.raises((PolicyError, InputError), match=message):
@@ -142,15 +142,15 @@ def test_a_latency_model_that_gives_no_time(answer, message, jumps):
     ],
 )
 def test_seconds_that_are_no_time(seconds, message):
-    """The error says what the easy method returned, and that a `return` may be missing."""
+    """The error for a wrong `seconds` has the value and hints at a missing `return`."""
 
     class Timed(LatencyModel):
-        """Returns no time."""
+        """A latency model that returns a wrong time."""
 
         name: ClassVar[str] = "timed"
 
         def seconds(self, work):
-            """Return what is no time."""
+            """Return the wrong time."""
             return seconds
 
     with pytest.raises(PolicyError, match=message):
@@ -159,16 +159,16 @@ def test_seconds_that_are_no_time(seconds, message):
 
 @pytest.mark.parametrize("jumps", [True, False])
 def test_a_decode_step_that_takes_too_long(jumps):
-    """The clock has an end, and the latency model that passes it is named."""
+    """A step that ends after 2^63 ns raises InputError that names the latency model."""
     with pytest.raises(InputError, match=r"s by latency model 'answering', to .* 2\^63 ns"):
         serve(REQUESTS, latency=_answering(lambda: [(0, 10**40)], jumps=jumps), max_seqs=1)
 
 
 def test_a_plan_that_raises_midway():
-    """A plan may be lazy; what it raises when it is asked for the next job counts as well."""
+    """An exception in a plan's generator raises PolicyError that names `plan`."""
 
     class Midway(FCFS):
-        """Yields one job and breaks."""
+        """A scheduler whose plan yields one job and raises."""
 
         name: ClassVar[str] = "midway"
 
@@ -194,15 +194,15 @@ def test_a_plan_that_raises_midway():
     ],
 )
 def test_a_plan_that_is_none(plan):
-    """What is no plan, or holds no jobs, is the plugin's fault."""
+    """A plan that is no StepPlan, or has no jobs in it, raises PolicyError."""
 
     class Odd(FCFS):
-        """Answers with something else."""
+        """A scheduler that returns a wrong plan."""
 
         name: ClassVar[str] = "odd"
 
         def plan(self, state):
-            """Return it."""
+            """Return the wrong plan."""
             return plan
 
     with pytest.raises(PolicyError, match=r"scheduler plugin 'odd'.* plan\(\)"):
@@ -210,15 +210,15 @@ def test_a_plan_that_is_none(plan):
 
 
 def test_a_plan_that_admits_who_has_a_seat():
-    """A job cannot have two seats."""
+    """A plan that admits a running job raises PolicyError that names the job."""
 
     class Twice(FCFS):
-        """Offers seats to all there are."""
+        """A scheduler that admits running jobs."""
 
         name: ClassVar[str] = "twice"
 
         def plan(self, state):
-            """Return them."""
+            """Return a plan that admits all jobs."""
             return StepPlan([*state.running, *state.waiting])
 
     message = r"'twice': plan\(\) admitted <Job 1: request 0, decode>, which is not waiting"
@@ -227,15 +227,15 @@ def test_a_plan_that_admits_who_has_a_seat():
 
 
 def test_a_plan_that_pauses_who_has_no_seat():
-    """Only who runs can be paused."""
+    """A plan that pauses a waiting job raises PolicyError that names the job."""
 
     class Wrong(FCFS):
-        """Pauses those that wait."""
+        """A scheduler that pauses waiting jobs."""
 
         name: ClassVar[str] = "wrong"
 
         def plan(self, state):
-            """Return them."""
+            """Return a plan that pauses all waiting jobs."""
             return StepPlan((), list(state.waiting))
 
     with pytest.raises(PolicyError, match=r"plan\(\) paused <Job 1: .*>, which is not running"):
@@ -243,7 +243,7 @@ def test_a_plan_that_pauses_who_has_no_seat():
 
 
 def test_a_scheduler_serves_once():
-    """Schedulers keep counts: a second run needs a new one."""
+    """A scheduler that has served a run is refused by a second one."""
     scheduler = FCFS()
     serve(REQUESTS, scheduler=scheduler)
     with pytest.raises(InputError, match="fcfs"):
@@ -251,16 +251,16 @@ def test_a_scheduler_serves_once():
 
 
 def test_priority_is_all_a_scheduler_needs():
-    """The easy tier: one method."""
+    """A scheduler needs no method but `priority`."""
 
     @attrs.define(slots=False, eq=False)
     class Shortest(Scheduler):
-        """Shortest output first."""
+        """A scheduler that runs the shortest output first."""
 
         name: ClassVar[str] = "shortest"
 
         def priority(self, job, now):
-            """Return the output."""
+            """Return the length of the output."""
             return job.request.output_tokens
 
     requests = [ask(number, output=9 - number) for number in range(5)]
@@ -269,13 +269,13 @@ def test_priority_is_all_a_scheduler_needs():
 
 @attrs.define(slots=False, eq=False)
 class Undecided(FCFS):
-    """Gives every second job a priority of another type, or when it runs."""
+    """A scheduler whose priorities cannot be compared."""
 
     name: ClassVar[str] = "undecided"
     preemptive: bool = False
 
     def priority(self, job, now):
-        """Return what cannot be compared."""
+        """Return a priority whose type depends on the job, or on whether it runs."""
         if self.preemptive:
             return -job.serial if job.stage == "waiting" else (job.serial,)
         return "first" if job.serial % 2 else job.serial
@@ -283,7 +283,7 @@ class Undecided(FCFS):
 
 @pytest.mark.parametrize("preemptive", [False, True])
 def test_priorities_that_have_no_order(preemptive):
-    """Priorities that cannot be compared are the scheduler's fault, and the error says so."""
+    """Priorities that cannot be compared raise PolicyError that names `priority`."""
     scheduler = Undecided(preemptive=preemptive)
     with pytest.raises(PolicyError, match=r"'undecided' .* raised TypeError in priority\(\)"):
         serve([ask(n, n, output=9) for n in range(6)], scheduler=scheduler, max_seqs=2)
@@ -296,7 +296,7 @@ def _giving(**answers):
 
 @pytest.mark.parametrize("priority", [None, float("nan")])
 def test_a_priority_without_a_place_is_refused(priority):
-    """None, of a `priority` that forgets its `return`, is not first come, first served."""
+    """A priority of None or NaN raises PolicyError that names the job."""
     message = rf"'giving' .* answered priority\(\) of <Job 1: .* with {priority}, which has no"
     with pytest.raises(PolicyError, match=message):
         serve(REQUESTS, scheduler=_giving(priority=priority))
@@ -304,7 +304,7 @@ def test_a_priority_without_a_place_is_refused(priority):
 
 @pytest.mark.parametrize("due", ["soon", 0, -1, 0.5, float("inf"), float("nan"), True])
 def test_a_change_at_no_time_is_refused(due):
-    """A time that is no whole number, or has passed, is no time to ask again."""
+    """A `changes_at` that is no whole number, or not in the future, raises PolicyError."""
     message = (
         rf"'giving' .* answered changes_at\(\) of <Job 1: .* with {due!r} at 0 ns: give wh"
     )
@@ -313,7 +313,7 @@ def test_a_change_at_no_time_is_refused(due):
 
 
 def test_a_latency_model_that_fails_a_scheduler_is_named():
-    """A scheduler that asks for times of service is not blamed for them."""
+    """An exception of the latency model in a scheduler's call names the latency model."""
     latency = _answering(lambda: 1 // 0)
     with pytest.raises(PolicyError, match=r"^latency plugin 'answering' .* in pieces\(\)"):
         serve(REQUESTS, scheduler=SRPT(), latency=latency)

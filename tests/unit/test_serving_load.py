@@ -1,4 +1,4 @@
-"""Saturation: a queue that grows until the last arrival is told from one that drains."""
+"""Saturation: a queue that grows until the last arrival, as opposed to one that drains."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from kvcore.serving.result import FEWEST, saturation_of
 from kvcore.serving.stats import Column, RunLog
 
 SERVICE = 1000
-"""Nanoseconds of a request on a server of one, which takes them in turn."""
+"""Nanoseconds that a request takes on a server that serves them one by one."""
 
 
 def poisson(load, requests, seed=0):
-    """Return times of arrival at `load` times the rate that the server can do."""
+    """Return Poisson arrivals at `load` times the rate that the server can serve."""
     draw = Random(seed).expovariate
     gaps = (round(draw(load) * SERVICE) for _ in range(requests))
     return list(accumulate(gaps))
 
 
 def queue(arrivals, **columns):
-    """Return the log of a server that takes requests one by one, `SERVICE` ns each."""
+    """Return the log of a server that takes requests one by one, each for `SERVICE` ns."""
     log, free = RunLog(1), 0
     for at in arrivals:
         log.arrival.append(at)
@@ -37,7 +37,7 @@ def queue(arrivals, **columns):
 
 
 def found(arrivals, load=None):
-    """Return whether the queue of `arrivals` is said to grow; None if nothing is said."""
+    """Return whether the queue of `arrivals` is found to grow; None if that is unknown."""
     told = saturation_of(queue(arrivals), 1, load)
     return told and told.saturated
 
@@ -45,7 +45,7 @@ def found(arrivals, load=None):
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
 @pytest.mark.parametrize("requests", [FEWEST, 100, 1000, 10_000])
 def test_a_server_that_is_fast_enough_is_not_saturated(load, requests):
-    """M/D/1 below a load of 1, however few the requests are."""
+    """M/D/1 below a load of 1 is not saturated, however few the requests are."""
     assert not any(found(poisson(load, requests, seed)) for seed in range(10))
 
 
@@ -53,31 +53,31 @@ def test_a_server_that_is_fast_enough_is_not_saturated(load, requests):
     ("load", "requests"), [(3, 60), (1.5, 200), (1.2, 1000), (1.1, 3000), (1.05, 10_000)]
 )
 def test_a_server_that_is_too_slow_is(load, requests):
-    """M/D/1 above a load of 1: the less, the more requests it takes to see it."""
+    """M/D/1 above a load of 1 is saturated, given enough requests for that load."""
     assert all(found(poisson(load, requests, seed)) for seed in range(10))
 
 
 def test_bursts_that_drain_are_none():
-    """Ten times a hundred requests at once, each time done before the next come."""
+    """Ten bursts of 100 requests that drain before the next one are no saturation."""
     bursts = [number * 150 * SERVICE for number in range(10) for _ in range(100)]
     assert found(bursts) is False
 
 
 def test_a_burst_at_the_end_is_none():
-    """The last third comes within a twentieth of the time, after an idle server."""
+    """A burst at the end, after an idle server, is no saturation."""
     calm = poisson(0.5, 200)
     assert found(calm + [calm[-1] + SERVICE * place // 10 for place in range(100)]) is False
 
 
 def test_overload_in_the_second_half_alone_is_told():
-    """Nobody waits at half time; a load above 1 in the mean is not needed."""
+    """An overload that starts in the second half of the run is saturation."""
     calm = poisson(0.3, 300)
     busy = [calm[-1] + at for at in poisson(1.6, 1600)]
     assert found(calm + busy) is True
 
 
 def test_an_overload_that_is_over_is_none():
-    """A peak in the middle, whose queue drains before the last requests come."""
+    """An overload whose queue drains before the last arrivals is no saturation."""
     calm = poisson(0.3, 300)
     peak = [calm[-1] + at for at in poisson(2, 300)]
     after = [peak[-1] + at for at in poisson(0.3, 300, 1)]
@@ -88,12 +88,12 @@ def test_an_overload_that_is_over_is_none():
     "arrivals", [[], [5] * 1000, poisson(5, FEWEST - 1)], ids=["none", "at once", "a few"]
 )
 def test_nothing_is_said_of_a_batch_or_of_a_few(arrivals):
-    """Requests that all come at once have no rate, and a few no trend, whatever the load."""
+    """Saturation is unknown for requests that arrive at once, or for too few, at any load."""
     assert found(arrivals, load=9.0) is None
 
 
 def test_one_long_step_is_no_queue():
-    """A hundred requests come while one step runs, and start with the next."""
+    """Requests that arrive during one step and start with the next are no saturation."""
     log = queue(range(100), admitted=repeat(200, 100))
     told = saturation_of(log, 256, 0.9)
     assert told is not None
@@ -101,7 +101,7 @@ def test_one_long_step_is_no_queue():
 
 
 def test_above_a_load_of_one_a_queue_that_grows_is_enough():
-    """As for the hundred of one step, if the offered load says that they are too much."""
+    """At an offered load above 1, a growing queue is saturation even within one step."""
     log = queue(range(100), admitted=repeat(200, 100))
     told = saturation_of(log, 256, 1.1)
     assert told is not None
@@ -109,7 +109,7 @@ def test_above_a_load_of_one_a_queue_that_grows_is_enough():
 
 
 def test_who_is_paused_waits():
-    """Admitted at once and paused for one another: but one can run."""
+    """Paused jobs count as waiting, even if they were admitted at once."""
     log = queue(poisson(1.5, 400))
     log.admitted = log.arrival
     told = saturation_of(log, 1, None)
@@ -118,7 +118,7 @@ def test_who_is_paused_waits():
 
 
 def test_rejected_requests_do_not_wait():
-    """They are in none of the figures."""
+    """Rejected requests change no figure of saturation."""
     log = queue(poisson(1.5, 400))
     plain = saturation_of(log, 1, None)
     log.reasons = {400: "too long"}
@@ -129,7 +129,10 @@ def test_rejected_requests_do_not_wait():
 
 
 def test_the_figures():
-    """One request a microsecond is served, two come; waiting grows by one in two."""
+    """The figures are the rates of arrivals and completions, and the waiting requests.
+
+    Two requests arrive per us and one is served.
+    """
     told = saturation_of(queue(range(0, 640 * SERVICE, SERVICE // 2)), 1, None)
     assert told is not None
     assert told.arrivals_per_s == pytest.approx(2e6)

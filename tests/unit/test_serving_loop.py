@@ -1,4 +1,4 @@
-"""The serving loop step by step: every step takes 10 ns, a block is 4 tokens."""
+"""The serving loop step by step: a step takes 10 ns, a block holds 4 tokens."""
 
 import attrs
 import pytest
@@ -14,7 +14,10 @@ TOKENS = ("FIRST_TOKEN", "FINISH")
 
 
 def test_a_request_from_arrival_to_finish():
-    """A prefill step with the first token, then a decode step a token, then all is free."""
+    """A request has a prefill step with the first token, then a decode step for each token.
+
+    At its end all blocks are free.
+    """
     run = serve([ask("a", 3, prompt=7, output=4, keys=[1, 2])])
     assert run.story() == [
         "3 REQUEST a",
@@ -30,16 +33,16 @@ def test_a_request_from_arrival_to_finish():
 
 
 def test_a_long_prompt_takes_several_steps():
-    """Chunks of at most `max_tokens` tokens; the last one gives the first token."""
+    """A prompt is computed in chunks of `max_tokens`; the last chunk gives the first token."""
     run = serve([ask("a", prompt=9, output=2)], max_tokens=4, max_seqs=1)
     assert run.story(*TOKENS) == [f"{3 * STEP} FIRST_TOKEN a", f"{4 * STEP} FINISH a"]
 
 
 def test_mixed_steps():
-    """Those that decode take a token of a step each; prefill gets what is left."""
+    """In mixed steps decoding sequences take one token each, and prefill the rest."""
     requests = [ask("a", output=6), ask("b", 1, prompt=10, output=1)]
     run = serve(requests, max_tokens=4, max_seqs=2)
-    # Of b 3 + 3 + 3 + 1 tokens, while a goes on.
+    # b is computed in chunks of 3, 3, 3 and 1 tokens, while a decodes.
     assert run.story(*TOKENS) == [
         "10 FIRST_TOKEN a",
         "50 FIRST_TOKEN b",
@@ -49,7 +52,7 @@ def test_mixed_steps():
 
 
 def test_prefill_first_steps():
-    """While there is anything to prefill nobody decodes, and the whole step is for it."""
+    """With `steps=prefill-first`, no sequence decodes while there is a prompt to compute."""
     requests = [ask("a", output=3), ask("b", 1, prompt=10, output=1)]
     run = serve(requests, max_tokens=4, max_seqs=2, steps="prefill-first")
     assert run.story(*TOKENS) == [
@@ -61,7 +64,7 @@ def test_prefill_first_steps():
 
 
 def test_without_chunks_a_prompt_waits_for_a_step_it_fits_into():
-    """And who comes after it waits as well."""
+    """Without chunks, a prompt that does not fit in a step waits, and later prompts with it."""
     requests = [ask("a", prompt=3), ask("b", prompt=3), ask("c", prompt=1)]
     run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
     assert [row["finish"] for row in run.rows.values()] == [10, 20, 20]
@@ -69,7 +72,10 @@ def test_without_chunks_a_prompt_waits_for_a_step_it_fits_into():
 
 
 def test_without_chunks_a_prompt_above_the_budget_has_a_step_for_itself():
-    """It is the only prefill of its step; who decodes goes on."""
+    """Without chunks, a prompt above the limit is the only prefill of its step.
+
+    Decoding sequences go on in that step.
+    """
     requests = [ask("a", output=3), ask("b", 1, prompt=99), ask("c", 1, prompt=1)]
     run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
     assert run.story(*TOKENS) == [
@@ -83,7 +89,10 @@ def test_without_chunks_a_prompt_above_the_budget_has_a_step_for_itself():
 
 
 def test_the_order_at_the_end_of_a_step():
-    """Arrivals, commits, first tokens, completions as they were admitted, the next plan."""
+    """A step ends with arrivals, commits, first tokens, completions and then the next plan.
+
+    Completions are in the order of admission.
+    """
     requests = [
         ask("a", output=2, keys=[1]),
         ask("b", 5, keys=[2]),
@@ -109,7 +118,7 @@ def test_the_order_at_the_end_of_a_step():
 
 
 def test_a_request_that_arrives_in_mid_step_is_written_at_its_own_time():
-    """It is planned for when the step ends."""
+    """A request that arrives during a step is recorded at its arrival, and planned later."""
     run = serve([ask("a", output=9), ask("b", 33)])
     assert [line for line in run.story() if line.endswith(" b")][:2] == [
         "33 REQUEST b",
@@ -118,7 +127,7 @@ def test_a_request_that_arrives_in_mid_step_is_written_at_its_own_time():
 
 
 def test_the_clock_counts_picoseconds():
-    """Steps of 2.5 ns: others are told whole nanoseconds, rounded down, and none gets lost."""
+    """Steps of 2.5 ns add up exactly; recorded times are whole nanoseconds, rounded down."""
     run = serve([ask("a", prompt=1, output=8)], latency=TokenRate(prefill=4e5, decode=4e5))
     assert run.rows["a"]["first_token"] == 2
     assert run.rows["a"]["finish"] == 20
@@ -126,21 +135,21 @@ def test_the_clock_counts_picoseconds():
 
 
 def test_an_idle_server_waits():
-    """Between two requests far apart nothing happens."""
+    """No step runs between two requests that are far apart."""
     run = serve([ask("a"), ask("b", 10**18)])
     assert run.rows["b"]["finish"] == 10**18 + STEP
     assert run.result.log.steps == 2
 
 
 def test_zero_output():
-    """A request for nothing but its prompt ends with its prefill, without a first token."""
+    """A request without output ends with its prefill, and has no first token."""
     run = serve([ask("a", prompt=9, output=0)], max_tokens=4, max_seqs=1)
     assert run.story("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
     assert run.rows["a"]["first_token"] == -1
 
 
 def test_zero_output_among_others():
-    """Requests without output leave their seats to others like any other."""
+    """Requests without output free their slots like others."""
     requests = [ask(number, output=number % 2 * 3) for number in range(20)]
     run = serve(requests, max_seqs=2)
     assert len(run.rows) == 20
@@ -148,7 +157,10 @@ def test_zero_output_among_others():
 
 
 def test_what_can_never_fit_is_rejected():
-    """At arrival, with the reason; others are not held up."""
+    """A request that can never fit is rejected at its arrival with the reason.
+
+    Other requests are served.
+    """
     requests = [
         ask("empty", prompt=0),
         ask("huge", prompt=21),
@@ -167,7 +179,7 @@ def test_what_can_never_fit_is_rejected():
 
 
 def test_a_workload_of_which_nothing_fits():
-    """Everything is rejected, and that is an answer."""
+    """A workload of requests that do not fit is rejected entirely, without a step."""
     run = serve([ask(number, prompt=99) for number in range(5)], blocks=3)
     assert (len(run.rejected), run.rows, run.result.log.steps) == (5, {}, 0)
 
@@ -175,7 +187,7 @@ def test_a_workload_of_which_nothing_fits():
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["fcfs", "srpt", "slo", "fair", "lpm", "priority"])
 def test_a_burst(scheduler):
-    """10,000 requests at one time, and all are served; FCFS does so in their order."""
+    """10,000 simultaneous requests are all served, by `fcfs` in their order."""
     requests = [
         ask(number, at=7, prompt=1 + number % 50, output=number % 20, tenant=number % 7 * "x")
         for number in range(10_000)
@@ -189,14 +201,14 @@ def test_a_burst(scheduler):
 
 
 def test_equal_timestamps_go_in_the_order_of_the_workload():
-    """Ties are broken by place, not by id."""
+    """Requests with equal arrivals run in the order of the workload, whatever their ids."""
     run = serve([ask(name, 5) for name in "cab"], max_seqs=1)
     assert list(run.rows) == ["c", "a", "b"]
 
 
 @pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
 def test_ten_times_the_memory(steps):
-    """What wants to run at once needs 10 pools; every request is served all the same."""
+    """Requests that together need ten times the pool are all served, with preemptions."""
     requests = [ask(number, prompt=20 + number % 9, output=60) for number in range(60)]
     need = sum(
         -(-(request.prompt_tokens + request.output_tokens - 1) // 4) for request in requests
@@ -207,14 +219,17 @@ def test_ten_times_the_memory(steps):
 
 
 def test_a_pool_of_one_block():
-    """The smallest pool there is serves what fits, one at a time."""
+    """A pool of one block serves requests that fit into it, one at a time."""
     run = serve([ask(number, prompt=2, output=3) for number in range(5)], blocks=1)
     assert [row["finish"] for row in run.rows.values()] == [30, 60, 90, 120, 150]
     assert run.sum("recomputes") == 0
 
 
 def test_what_others_computed_is_hit():
-    """Blocks are shared from the step on that computed them; a last block is computed again."""
+    """Blocks can be hit from the step on that computed them.
+
+    The last block of a prompt is computed again.
+    """
     requests = [ask(name, at, prompt=8, keys=[1, 2]) for name, at in (("a", 0), ("b", 5))]
     run = serve(requests, latency=TokenRate(prefill=1000, decode=1000))
     assert (run.rows["a"]["hit"], run.rows["b"]["hit"]) == (0, 4)
@@ -222,7 +237,7 @@ def test_what_others_computed_is_hit():
 
 
 def test_outputs_with_known_keys_are_shared():
-    """A follow-up whose prompt holds an answer hits it, block by block."""
+    """A prompt that contains an earlier output with known keys hits its full blocks."""
     requests = [
         ask("a", prompt=6, output=7, keys=[1], output_keys=[2, 3]),
         ask("b", 500, prompt=14, keys=[1, 2, 3]),
@@ -232,15 +247,15 @@ def test_outputs_with_known_keys_are_shared():
 
 
 def test_attention_windows():
-    """A context counts in each window only as far as it reaches."""
+    """A context counts in each attention window up to the size of the window."""
     asked = []
 
     @attrs.define(slots=False, eq=False)
     class Asked(Bent):
-        """Notes the batches."""
+        """A latency model that records the work of each step."""
 
         def pieces(self, work):
-            """Note the batch."""
+            """Record the work."""
             asked.append(attrs.evolve(work))
             return super().pieces(work)
 
@@ -251,14 +266,14 @@ def test_attention_windows():
 
 
 def test_a_cache_that_counts_keys_is_refused():
-    """Under a clock tokens count."""
+    """A cache with `keys` accounting is refused under a clock."""
     cache = KVCache(9, 4, eviction=LRU(), accounting="keys", key_tokens=4)
     with pytest.raises(InputError, match="'keys' accounting: under a clock tokens count"):
         simulate([], cache=cache, latency=Even())
 
 
 def test_a_cache_that_has_served_is_refused():
-    """Each run begins with an empty cache."""
+    """A cache that has served a run is refused by another one."""
     cache = KVCache(9, 4, eviction=LRU(), accounting="tokens", key_tokens=4)
     simulate([ask("a")], cache=cache, latency=Even())
     with pytest.raises(InputError, match="served before: make a new KVCache for each run"):
@@ -266,7 +281,7 @@ def test_a_cache_that_has_served_is_refused():
 
 
 def test_keys_of_another_length_are_refused():
-    """A request whose keys the cache was not made for."""
+    """A request whose keys cover another number of tokens raises InputError that names it."""
     odd = Request(id="odd", prompt_tokens=6, output_tokens=1, keys=[1, 2], key_tokens=3)
     with pytest.raises(InputError, match="odd"):
         serve([odd])

@@ -1,4 +1,4 @@
-"""What a run came to: numbers that can be checked by hand."""
+"""The result of a run, with numbers that can be checked by hand."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NS = 10**9
 
 
 def run(requests, *, blocks=1000, slo=None, latency=None, retention=None, **batching):
-    """Serve requests that share nothing; a step takes 10 ns."""
+    """Serve requests without shared blocks, in steps of 10 ns."""
     return simulate(
         requests,
         cache=KVCache(blocks, BLOCK, eviction=LRU(), prefix=NoPrefix(), retention=retention),
@@ -47,7 +47,7 @@ def three(**options):
 
 
 def rows(result):
-    """Return the requests as a dict each, by id."""
+    """Return the columns of each request as a dict, by id."""
     columns = result.requests
     names = list(columns)
     return {
@@ -57,12 +57,12 @@ def rows(result):
 
 
 def evenly(nanoseconds):
-    """Return the distribution of samples that are all the same."""
+    """Return the distribution of samples that are all equal."""
     return dict.fromkeys(("mean", "p50", "p90", "p95", "p99"), nanoseconds / NS)
 
 
 def test_the_columns_of_a_request():
-    """Times are seconds, and count from the arrival."""
+    """The columns of a request are in seconds; durations count from its arrival."""
     assert rows(three())["long"] == {
         "id": "long",
         "status": "finished",
@@ -87,14 +87,14 @@ def test_the_columns_of_a_request():
 
 
 def test_requests_stand_in_the_order_in_which_they_ended():
-    """All columns are as long as there are requests, rejected ones too."""
+    """Requests are in the order in which they ended, with rejected ones."""
     result = three()
     assert result.requests["id"] == ["huge", "short", "long"]
     assert {len(column) for column in result.requests.values()} == {3}
 
 
 def test_a_rejected_request_has_a_reason_and_no_times():
-    """It arrived, and that is all."""
+    """A rejected request has its arrival and the reason, and no other times."""
     row = rows(three())["huge"]
     assert (row["status"], row["arrival_s"]) == ("rejected", 5 / NS)
     assert row["reason"] == "it needs 1,001 blocks; the pool has 1,000"
@@ -103,13 +103,13 @@ def test_a_rejected_request_has_a_reason_and_no_times():
 
 
 def test_one_token_has_no_time_per_token():
-    """TPOT is the mean time of the tokens after the first."""
+    """A request with one token has no TPOT, the mean time of tokens after the first."""
     row = rows(three())["short"]
     assert (row["queue_s"], row["ttft_s"], row["tpot_s"]) == (5 / NS, 15 / NS, None)
 
 
 def test_a_request_without_output_has_no_first_token():
-    """It is done when its prompt is computed."""
+    """A request without output has an end-to-end time, but neither TTFT nor TPOT."""
     result = run([ask("none", output=0)])
     row = rows(result)["none"]
     assert (row["ttft_s"], row["tpot_s"], row["e2e_s"]) == (None, None, 10 / NS)
@@ -117,7 +117,7 @@ def test_a_request_without_output_has_no_first_token():
 
 
 def test_the_summary_of_three_requests():
-    """Counts, rates and distributions of a run that was worked out by hand."""
+    """The summary of three requests has the counts, rates and times calculated by hand."""
     summary = three().summary()
     assert summary["schema"] == 1
     assert summary["count"] == "tokens"
@@ -141,7 +141,7 @@ def test_the_summary_of_three_requests():
 
 
 def test_the_pool_over_time():
-    """1 block for 10 ns, 3 for the next 10 (the long request grows), and then 2."""
+    """The pool has 1 active block for 10 ns, 3 for the next 10, and 2 for the last 10."""
     pool = three().summary()["pool"]
     assert (pool["blocks"], pool["block_size"]) == (1000, BLOCK)
     assert pool["active"] == {"mean": 2, "peak": 3}
@@ -155,7 +155,7 @@ def test_the_pool_over_time():
 
 
 def test_a_run_without_requests():
-    """There is nothing to count: numbers are 0, rates and distributions null."""
+    """A run without requests has counts of 0, and null rates and distributions."""
     summary = run([]).summary()
     assert (summary["requests"], summary["simulated_s"], summary["steps"]) == (0, 0, 0)
     names = ("offered_load", "ttft_s", "itl_s", "throughput_tokens_s", "goodput", "residency")
@@ -174,9 +174,9 @@ def test_a_run_without_requests():
     ],
 )
 def test_who_meets_the_slo(slo, met):
-    """All has to hold that it says, and of which there is a sample; rejected is not met.
+    """A request meets its SLO if every bound with a sample holds; a rejected one does not.
 
-    One token has no TPOT: by that alone nothing is said of the request.
+    A request of one token has no TPOT, so an SLO of TPOT alone does not judge it.
     """
     result = three(slo=slo)
     assert result.requests["met_slo"] == met
@@ -186,7 +186,7 @@ def test_who_meets_the_slo(slo, met):
 
 
 def test_goodput_is_what_met_its_slo_over_time():
-    """Two requests in 30 ns; what is expected is in the summary."""
+    """Goodput is the number of requests within the SLO over the time of the run."""
     summary = three(slo=SLO(ttft_ns=15)).summary()
     assert summary["goodput"] == pytest.approx(2 / (30 / NS))
     assert summary["slo"] == {
@@ -200,20 +200,20 @@ def test_goodput_is_what_met_its_slo_over_time():
 
 
 def test_the_slo_of_a_request_goes_first():
-    """What the run expects holds for those that bring no SLO of their own."""
+    """The SLO of the run applies to requests without an SLO of their own."""
     requests = [ask("patient", slo=SLO(ttft_ns=10)), ask("usual")]
     met = run(requests, slo=SLO(ttft_ns=9)).requests["met_slo"]
     assert met == [True, False]
 
 
 def test_requests_with_an_slo_of_their_own_are_counted():
-    """So that nobody takes the share for one by the run's SLO."""
+    """The summary counts the requests with an SLO of their own."""
     requests = [ask("own", slo=SLO(ttft_ns=10)), ask("usual")]
     assert run(requests, slo=SLO(ttft_ns=9)).summary()["slo"]["own"] == 1
 
 
 def test_without_any_slo_there_is_no_goodput():
-    """Nobody expected anything."""
+    """Without any SLO, goodput and the share within the SLO are None."""
     summary = three().summary()
     assert (summary["goodput"], summary["slo"]["met"]) == (None, None)
 
@@ -225,33 +225,36 @@ def test_without_any_slo_there_is_no_goodput():
         (0.75, {"max_seqs": 2}),
         # 24 tokens, two at a time
         (1.5, {"max_seqs": 2, "max_tokens": 2}),
-        # K/V of 5 + 6 tokens, four times, in 8
+        # K/V of 5 + 6 tokens for each of 4 requests, in a pool of 8 tokens
         (0.6875, {"max_seqs": 4, "blocks": 2}),
-        # 4 steps of prefill and 8 of decoding, two at a time, either by itself
+        # 4 steps of prefill and 8 of decoding, two at a time, in separate steps
         (0.75, {"max_seqs": 2, "steps": "prefill-first"}),
         # 16 prompt tokens in steps of 2, and 8 steps of decoding
         (1.5, {"max_seqs": 2, "max_tokens": 2, "steps": "prefill-first"}),
-        # prompts are not cut: a step of 4 tokens there may be
+        # prompts are not chunked, so a step may have the 4 tokens of a prompt
         (0.75, {"max_seqs": 2, "max_tokens": 2, "chunked": False}),
         (1.5, {"max_seqs": 1}),
     ],
 )
 def test_the_offered_load_is_a_share_of_the_time_between_arrivals(load, options):
-    """Every 20 ns comes a request that needs 10 ns for each of its steps."""
+    """The offered load is the time that a request needs over that between two arrivals.
+
+    Every 20 ns a request arrives that needs three steps of 10 ns.
+    """
     requests = [ask(number, at=20 * number, output=3) for number in range(4)]
     assert run(requests, **options).summary()["offered_load"] == load
 
 
 @pytest.mark.parametrize("retention", ["window:tokens=8", "h2o:budget=8"])
 def test_the_offered_load_of_a_bounded_run_is_a_lower_bound_too(retention):
-    """The least time is no more than the time it took: what is forgotten is no work."""
+    """With a retention policy, the offered load is no more than the measured busy time."""
     requests = [ask(number, at=number, output=400) for number in range(50)]
     result = run(requests, blocks=400, retention=retention, latency=Linear())
     assert 0 < result.offered_load <= result.log.busy_ps / 1000 / 50
 
 
 def test_one_at_a_time_the_offered_load_is_that_of_queueing_theory():
-    """Arrival rate x mean service time, as it is in M/G/1."""
+    """For one sequence at a time, the load is arrival rate x mean service time (M/G/1)."""
     requests = [
         ask(number, at=number * 40_000_000, prompt=1 + number * 37 % 100, output=number % 7)
         for number in range(50)
@@ -264,13 +267,13 @@ def test_one_at_a_time_the_offered_load_is_that_of_queueing_theory():
 
 @pytest.mark.parametrize("ats", [[0], [0, 0], [7, 7, 7]])
 def test_arrivals_at_one_time_have_no_rate(ats):
-    """Then no load was offered over time."""
+    """Requests that all arrive at once have no offered load."""
     requests = [ask(number, at=at) for number, at in enumerate(ats)]
     assert run(requests).summary()["offered_load"] is None
 
 
 def test_littles_law_for_requests():
-    """Requests in the server, in the mean = completions per second x mean time in it."""
+    """The mean of requests in the server is their rate x their mean time (Little's law)."""
     requests = [ask(n, at=n * n, prompt=1 + n % 9, output=n % 5) for n in range(40)]
     served = serve(requests, max_seqs=3)
     here, since, area = 0, 0, 0
@@ -286,7 +289,10 @@ def test_littles_law_for_requests():
 
 
 def test_littles_law_for_blocks():
-    """Active blocks, in the mean = blocks a request holds x time for which it does."""
+    """The mean of active blocks is their total time over the time of the run (Little's law).
+
+    Each of these requests holds one block.
+    """
     requests = [ask(n, at=n * n, prompt=1 + n % 3, output=1 + n % 2) for n in range(40)]
     result = run(requests, max_seqs=3)
     log = result.log
@@ -297,7 +303,10 @@ def test_littles_law_for_blocks():
 
 @given(servers())
 def test_every_token_after_the_first_is_one_gap(server):
-    """Inter-token latencies are as many, whatever is preempted, and add up to the time."""
+    """Every token after the first has one inter-token latency, even after preemptions.
+
+    Together they are the time from the first token to the end.
+    """
     result = server.run("fcfs", trace=False).result
     log = result.log
     finished = [row for row in range(len(log.ids)) if row not in log.reasons]
@@ -312,7 +321,7 @@ def test_every_token_after_the_first_is_one_gap(server):
 @pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
 @given(server=servers())
 def test_jumps_change_no_number(scheduler, server):
-    """Requests and summary are equal, to the last bit, when every step is run by itself."""
+    """The result with jumps is exactly equal to that of single steps."""
     jumped, stepped = (
         server.run(scheduler, trace=False, jumps=jumps).result for jumps in (True, False)
     )
@@ -321,7 +330,7 @@ def test_jumps_change_no_number(scheduler, server):
 
 
 def test_typed_numbers_are_those_of_the_summary():
-    """What JSON has under a name, the result has as an attribute."""
+    """The attributes of the result equal the values of the summary."""
     result = three(slo=SLO.in_seconds(ttft=15e-9))
     summary = result.summary()
     for name in ("ttft", "tpot", "itl", "e2e", "queue"):
@@ -338,13 +347,13 @@ def test_typed_numbers_are_those_of_the_summary():
 
 
 def test_a_run_of_nothing_has_no_percentiles():
-    """Without samples there is none, and no rate."""
+    """Distributions and rates of a run without requests are None."""
     result = run([])
     assert (result.ttft, result.itl, result.goodput, result.hit_ratio.token) == (None,) * 4
 
 
 def test_a_frame_has_a_row_a_request():
-    """Its columns are those of `requests`."""
+    """`to_frame` returns a frame with the columns of `requests`."""
     pytest.importorskip("polars")
     result = three()
     frame = result.to_frame()
@@ -354,13 +363,13 @@ def test_a_frame_has_a_row_a_request():
 
 @pytest.mark.parametrize("time", [0, -1.0, float("nan"), float("inf")])
 def test_an_slo_in_seconds_is_checked(time):
-    """A time is a finite number of seconds, at least a nanosecond."""
+    """A time of an SLO that is not finite and positive raises InputError."""
     with pytest.raises(InputError, match=r"SLO tpot=.*give seconds"):
         SLO.in_seconds(tpot=time)
 
 
 def test_both_files_are_written(tmp_path):
-    """The summary is one document, and a line a request has the columns as fields."""
+    """`write` writes the summary as JSON, and a line per request with its columns."""
     result = three()
     result.write(tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
@@ -371,7 +380,7 @@ def test_both_files_are_written(tmp_path):
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    """Neither file is there by halves, and an older one stays."""
+    """A `write` that fails leaves older files unchanged, and no partial ones."""
     (tmp_path / "requests.jsonl").write_text("older")
 
     def fail(_):
@@ -385,14 +394,14 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
 
 
 def test_a_file_is_no_directory(tmp_path):
-    """The error says what cannot be written, and why."""
+    """The error of `write` to a file names the path and the reason."""
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file: cannot be made a directory: it is a file"):
         three().write(tmp_path / "file")
 
 
 def test_the_wall_time_is_measured():
-    """It is the only number that another run may not repeat."""
+    """The wall time is positive, and the only value that differs between equal runs."""
     first, second = three(), three()
     assert first.wall_s > 0
     assert first.summary() | {"wall_s": 0} == second.summary() | {"wall_s": 0}
@@ -408,7 +417,7 @@ def test_the_wall_time_is_measured():
     ],
 )
 def test_what_is_no_cap_and_no_slo_is_refused(options, message):
-    """Before anything runs, with what to give."""
+    """A `batching` or `slo` of another type raises InputError with an example."""
     cache = KVCache(8, BLOCK, eviction=LRU())
     with pytest.raises(InputError, match=message):
         simulate([ask("one")], cache=cache, latency=Even(), **options)
@@ -417,13 +426,13 @@ def test_what_is_no_cap_and_no_slo_is_refused(options, message):
 
 
 def test_the_public_names():
-    """The loop, its options and its result are public names of their room."""
+    """`kvcore.serving` exports the loop, its options and its result."""
     names = kvcore.serving.simulate, kvcore.serving.Batching, kvcore.serving.Result
     assert names == (simulate, Batching, Result)
 
 
 def test_nobody_has_to_measure_how_long_blocks_rest():
-    """Without residency there is none in the summary, and all else is as with it."""
+    """With `residency=False` the summary has no residency, and is otherwise unchanged."""
     requests = [ask(n, at=10 * n, prompt=8, output=4, keys=(n % 2, 2 + n)) for n in range(9)]
 
     def summary(**options):

@@ -1,4 +1,4 @@
-"""The rules by which engines differ, each alone. A step takes 10 ns, a block is 4 tokens."""
+"""The rules by which engines differ, each alone: steps of 10 ns, blocks of 4 tokens."""
 
 from typing import ClassVar
 
@@ -23,19 +23,19 @@ TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
 
 @pytest.mark.parametrize(("commit", "hit"), [("computed", 0), ("scheduled", 8)])
 def test_blocks_can_be_hit_once_they_are_scheduled(commit, hit):
-    """The next admission of the same step shares what the one before it will compute."""
+    """With `commit=scheduled`, a request hits blocks that its own step will compute."""
     assert serve(TWINS, commit=commit).rows["b"]["hit"] == hit
 
 
 def test_scheduled_blocks_of_a_chunk_end_with_it():
-    """What a step computes of a prompt can be hit in it, and no more."""
+    """With `commit=scheduled`, only blocks of the chunk in the current step can be hit."""
     rows = serve(TWINS, commit="scheduled", max_tokens=300, max_chunk=4).rows
     assert rows["b"]["hit"] == 4
 
 
 @pytest.mark.parametrize(("reserve", "blocks"), [("prompt", 5), ("chunk", 2)])
 def test_blocks_of_a_prompt_are_taken_chunk_by_chunk(reserve, blocks):
-    """An admission takes the blocks of the whole prompt, or those of its first chunk."""
+    """An admission allocates blocks for the whole prompt, or for its first chunk."""
     run = serve([ask("a", 0, 20, 1)], reserve=reserve, max_tokens=8, max_seqs=2)
     first = next(line for line in run.lines if line["event"] == "ALLOC")
     assert sum(abs(count) for _, count in first["runs"]) == blocks
@@ -45,14 +45,14 @@ def test_blocks_of_a_prompt_are_taken_chunk_by_chunk(reserve, blocks):
     ("reserve", "admitted"), [("prompt", 40), ("chunk", 40), ("first-chunk", 10)]
 )
 def test_the_whole_prompt_must_be_free_but_for_first_chunk(reserve, admitted):
-    """With room for its first chunk alone, a prompt waits, unless that is enough."""
+    """A prompt waits until all of it fits, unless `reserve=first-chunk`."""
     requests = [ask("a", 0, 8, 4), ask("b", 1, 20, 1)]
     run = serve(requests, blocks=6, reserve=reserve, max_tokens=9, max_seqs=2)
     assert run.rows["b"]["admitted"] == admitted
 
 
 def test_who_finds_no_block_for_a_chunk_gives_up_the_last():
-    """A prompt that goes on and finds no block preempts the job that is last in order."""
+    """A prompt without blocks for its next chunk preempts the last job in order."""
     requests = [ask("a", 0, 16, 1), ask("b", 0, 16, 1)]
     rows = serve(requests, blocks=6, reserve="first-chunk", max_chunk=4).rows
     assert (rows["a"]["recomputes"], rows["b"]["recomputes"]) == (0, 1)
@@ -60,32 +60,38 @@ def test_who_finds_no_block_for_a_chunk_gives_up_the_last():
 
 @pytest.mark.parametrize(("null_block", "kept"), [(False, 5), (True, 4)])
 def test_the_watermark_of_all_blocks_is_rounded_down(null_block, kept):
-    """Of 95 blocks, or of 96 with the one that is never used, 5 % are kept."""
+    """With a null block, the watermark counts it and is rounded down.
+
+    5 % of 95 blocks are 5, and of 96 with the null block 4.
+    """
     assert Batching(watermark=0.05, null_block=null_block).reserved_blocks(95) == kept
 
 
 def test_the_null_block_is_of_the_pool():
-    """The pool that is asked for has one block less to give away."""
+    """The null block reduces the pool by one block."""
     result = kvcore.simulate("zipf:requests=5", blocks=900, null_block=True)
     assert result.cache.pool.blocks == 899
 
 
 def test_a_pool_of_the_null_block_alone_is_refused():
-    """Something must be left."""
+    """A pool of the null block alone raises InputError."""
     with pytest.raises(InputError, match="never used: give 2 or more"):
         kvcore.simulate("zipf:requests=5", blocks=1, null_block=True)
 
 
 @pytest.mark.parametrize(("unchunked", "first"), [("alone", 20), ("wait", 50)])
 def test_an_unchunked_prompt_waits_for_room(unchunked, first):
-    """A prompt of 8 beside 2 that decode, of 9 tokens: a step of its own, or a later one."""
+    """A prompt too large for the rest of a step gets a step alone, or waits.
+
+    The prompt has 8 tokens, and two sequences decode in a step of 9.
+    """
     requests = [ask("a", 0, 2, 4), ask("b", 0, 2, 4), ask("c", 1, 8, 1)]
     run = serve(requests, unchunked=unchunked, chunked=False, max_tokens=9, max_seqs=4)
     assert run.rows["c"]["first_token"] == first
 
 
 def test_a_prompt_that_no_step_can_hold_is_rejected():
-    """Where it has to wait for room that there never is, it is turned away at once."""
+    """With `unchunked=wait`, a request that no step can hold is rejected at once."""
     run = serve([ask("a", 0, 8, 3)], unchunked="wait", chunked=False, max_tokens=9, max_seqs=2)
     assert run.rejected == {
         "a": "its 10 tokens may have to be computed in one step, which has 9 at most"
@@ -93,7 +99,7 @@ def test_a_prompt_that_no_step_can_hold_is_rejected():
 
 
 def test_a_chunk_has_a_cap_beside_others():
-    """One prompt takes no more than the cap of a step; alone it takes the step."""
+    """`max_chunk` limits the chunk of a prompt, but not if it is alone."""
     both = serve([ask("a", 0, 12, 1), ask("b", 0, 12, 1)], max_chunk=4).rows
     assert (both["a"]["first_token"], both["b"]["first_token"]) == (30, 30)
     assert serve([ask("a", 0, 12, 1)], max_chunk=4).rows["a"]["first_token"] == 10
@@ -101,7 +107,7 @@ def test_a_chunk_has_a_cap_beside_others():
 
 @pytest.mark.parametrize(("generated", "again"), [("keyed", 0), ("cached", 8)])
 def test_generated_blocks_stay_cached(generated, again):
-    """A preempted request finds what it has generated, where all of that stays cached."""
+    """With `generated=cached`, a preempted request hits the blocks that it has generated."""
     requests = [ask("a", 0, 4, 13, keys=[1]), ask("b", 0, 4, 13, keys=[2])]
     run = serve(requests, blocks=7, generated=generated)
     back = [line for line in run.lines if line["event"] == "HIT" and line.get("again")]
@@ -109,13 +115,13 @@ def test_generated_blocks_stay_cached(generated, again):
 
 
 def test_nobody_else_hits_generated_blocks():
-    """They have a name of their own, whatever follows the same prompt."""
+    """Generated blocks without keys are not hit by other requests."""
     requests = [ask("a", 0, 6, 9, keys=[1]), ask("b", 500, 12, 1, keys=[1, 2, 3])]
     assert serve(requests, generated="cached").rows["b"]["hit"] == 4
 
 
 def test_generated_blocks_begin_inside_a_key():
-    """Where a key is several blocks, the prompt may end inside one: two ways go on there."""
+    """Requests hit a common prompt that ends within a key, and generate blocks after it."""
     requests = [ask(n, n * 500, 20, 9, keys=[1, 2], key_tokens=16) for n in range(3)]
     run = serve(requests, generated="cached", key_tokens=16)
     assert [row["hit"] for row in run.rows.values()] == [0, 16, 16]
@@ -123,7 +129,7 @@ def test_generated_blocks_begin_inside_a_key():
 
 @pytest.mark.parametrize("key_tokens", [4, 16])
 def test_generated_blocks_are_exported_as_events(key_tokens, tmp_path):
-    """A recording stores them under hashes of their own, and removes what it has stored."""
+    """Generated blocks are exported under hashes of their own, and removed when evicted."""
     keys = [1] if key_tokens == 16 else [1, 2, 3]
     requests = [
         ask(n, 400 * n, 18, 30, keys=[*keys, 10 + n], key_tokens=key_tokens) for n in range(4)
@@ -144,7 +150,7 @@ def test_generated_blocks_are_exported_as_events(key_tokens, tmp_path):
 
 @pytest.mark.parametrize(("allowed", "admitted"), [(True, 10), (False, 20)])
 def test_a_step_that_preempts_admits_nobody(allowed, admitted):
-    """With priorities a job behind could be preempted, and another one admitted at once."""
+    """With `admit_after_preemption=False`, a step that preempts a job admits none."""
     requests = [
         ask("a", 0, 4, 9, priority=2),
         ask("b", 0, 8, 9, priority=0),
@@ -162,7 +168,7 @@ def test_a_step_that_preempts_admits_nobody(allowed, admitted):
 
 @pytest.mark.parametrize(("ties", "victim"), [("last", "b"), ("first", "a")])
 def test_ties_decide_who_is_preempted(ties, victim):
-    """Of equal priority and arrival, the one admitted last or first loses its blocks."""
+    """`ties` selects which of two equal jobs is preempted: the last or the first admitted."""
     requests = [ask("a", 0, 4, 9), ask("b", 0, 4, 9)]
     run = serve(requests, blocks=4, scheduler=scheduler_of("priority"), ties=ties)
     assert run.rows[victim]["recomputes"]
@@ -170,14 +176,14 @@ def test_ties_decide_who_is_preempted(ties, victim):
 
 @pytest.mark.parametrize(("lag", "admitted"), [(0, 10), (1, 20)])
 def test_who_arrives_during_a_step_counts_a_step_later(lag, admitted):
-    """The step after the one that runs is planned already."""
+    """With `lag=1`, a request that arrives during a step is admitted one step later."""
     run = serve([ask("a", 0, 4, 9), ask("b", 5, 4, 1)], lag=lag)
     assert run.rows["b"]["admitted"] == admitted
 
 
 @pytest.mark.parametrize(("lag", "admitted"), [(0, 20), (1, 30)])
 def test_what_a_step_finishes_is_free_a_step_later(lag, admitted):
-    """A slot is held for a step longer, though the last token has come."""
+    """With `lag=1`, the slot of a finished request is free one step later."""
     requests = [ask("a", 0, 4, 2), ask("c", 0, 4, 9), ask("b", 1, 4, 2)]
     run = serve(requests, lag=lag, max_seqs=2)
     assert run.rows["a"]["finish"] == 20
@@ -185,21 +191,21 @@ def test_what_a_step_finishes_is_free_a_step_later(lag, admitted):
 
 
 def test_an_idle_server_lags_behind_nothing():
-    """Who comes to an idle server is admitted at once."""
+    """With `lag=1`, a request to an idle server is admitted at once."""
     run = serve([ask("a", 0, 4, 3), ask("b", 500, 4, 1)], lag=1)
     assert run.rows["b"]["admitted"] == 500
 
 
 @attrs.define(slots=False, eq=False)
 class Behind(Even):
-    """Steps of 10 ns behind a front end that takes 25."""
+    """A latency model with steps of 10 ns and a front end of 25 ns."""
 
     name: ClassVar[str] = "behind"
     frontend = 25e-9
 
 
 def test_a_front_end_comes_before_the_queue():
-    """A request is planned 25 ns after it has arrived, in an idle server and in a busy one."""
+    """With a front end of 25 ns, requests are planned 25 ns after their arrival."""
     requests = [ask("a", 100, 4, 9), ask("b", 131, 4, 1)]
     run = serve(requests, latency=Behind())
     assert [run.rows[name]["admitted"] for name in "ab"] == [125, 165]
@@ -210,14 +216,14 @@ def test_a_front_end_comes_before_the_queue():
 @pytest.mark.parametrize("lag", [0, 1])
 @given(server=servers())
 def test_jumps_behind_a_front_end(lag, server):
-    """Many decode steps at once or one by one: the same trace."""
+    """With a front end, jumps over decode steps give the same trace as single steps."""
     jumps = server.run("fcfs", latency=Behind(), lag=lag)
     steps = server.run("fcfs", latency=Behind(), lag=lag, jumps=False)
     assert jumps.trace == steps.trace
 
 
 def test_a_text_ends_at_the_longest_sequence():
-    """The output is what the model's context leaves; a prompt that fills it is turned away."""
+    """`max_model_len` cuts outputs, and rejects prompts that leave no room for one."""
     run = serve([ask("a", 0, 8, 9), ask("b", 0, 12, 1)], max_model_len=12)
     assert run.rows["a"]["output"] == 4
     assert run.rejected == {"b": "its prompt has 12 tokens, and max_model_len is 12"}
@@ -238,47 +244,47 @@ def test_a_text_ends_at_the_longest_sequence():
     ],
 )
 def test_rules_that_there_are_not(rule, message):
-    """A wrong value names its option, and what may be given."""
+    """The error for a wrong rule names the option and the accepted values."""
     with pytest.raises(InputError, match=message):
         Batching(**rule)
 
 
 def test_a_lag_goes_without_retention():
-    """What a step leaves behind would be decided before it is known."""
+    """`lag=1` with a retention policy raises InputError."""
     with pytest.raises(InputError, match="lag=1 with a retention policy"):
         serve([ask("a")], lag=1, retention="window:tokens=4")
 
 
 def test_defaults_are_left_out_of_headers():
-    """A trace names the limits, and those rules that are others than kvcore's."""
+    """A header has the limits, and only the rules that are not the default."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
     assert set(Batching().as_dict()) == limits
     assert Batching(lag=1).as_dict().keys() - limits == {"lag"}
 
 
 class TestLike:
-    """The engine whose rules are the defaults."""
+    """The option `like`: the rules of an engine become the defaults."""
 
     @pytest.mark.parametrize("engine", LIKENESSES)
     def test_its_options_are_options_of_a_run(self, engine):
-        """Each value is one that its option can have, and is not changed by it."""
+        """Each option of an engine is valid, and its value is kept."""
         config = RunConfig.of(like=engine)
         for name, value in LIKENESSES[engine].options.items():
             got = getattr(config, name)
             assert (got if type(got) is type(value) else str(got)) == value
 
     def test_given_options_win(self):
-        """What is given beside the engine is not as in the engine."""
+        """Options that are given override those of the engine."""
         config = RunConfig.of(like="vllm", lag=0, watermark=0.05)
         assert (config.lag, config.watermark, config.commit) == (0, 0.05, "scheduled")
 
     def test_an_engine_that_there_is_not(self):
-        """The message names those that there are."""
+        """The error for an unknown engine lists the known ones."""
         with pytest.raises(InputError, match=r"like: 'vlm' is no engine; there are: .*vllm"):
             RunConfig.of(like="vlm")
 
     def test_in_python_it_is_its_options(self):
-        """`like` and the options that it stands for are the same run."""
+        """A run with `like` equals a run with the options that it stands for."""
         given = {"limit": 40, "blocks": 3000, "block_size": 16}
         like = kvcore.simulate("mooncake", like="vllm", **given)
         options = kvcore.simulate("mooncake", **given, **LIKENESSES["vllm"].options)
@@ -287,14 +293,17 @@ class TestLike:
 
 @pytest.mark.parametrize(("ratio", "first"), [(None, 20), (1.0, 120)])
 def test_an_admission_leaves_room_for_what_is_to_be_generated(ratio, first):
-    """Beside a request that is to generate, another waits for it where both would not fit."""
+    """With `new_token_ratio`, an admission leaves blocks for the tokens of running requests."""
     requests = [ask("a", 0, 8, 12), ask("b", 5, 8, 12)]
     rows = serve(requests, blocks=7, watermark=0, new_token_ratio=ratio).rows
     assert rows["b"]["first_token"] >= first
 
 
 def test_the_ratio_falls_and_is_set_by_a_preemption():
-    """It falls over 600 steps to 0.14 of itself; a preemption adds 20 tokens a job."""
+    """The ratio falls over 600 steps to 0.14 of its start; a preemption sets it again.
+
+    It is then the share that remaining jobs have generated, with 20 tokens more each.
+    """
     ratio = TokenRatio(0.7)
     assert ratio.at(0) == 0.7
     assert ratio.at(300) == pytest.approx(0.7 * 0.57)
@@ -308,14 +317,17 @@ def test_the_ratio_falls_and_is_set_by_a_preemption():
 
 @pytest.mark.parametrize("rule", [{"new_token_ratio": 0}, {"new_token_ratio": 1.5}])
 def test_a_ratio_is_a_share(rule):
-    """A share of nothing, or of more than all, is refused."""
+    """A `new_token_ratio` that is not above 0 and at most 1 raises InputError."""
     with pytest.raises(InputError, match="give a share above 0, at most 1"):
         Batching(**rule)
 
 
 @pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])
 def test_the_shortest_loses_its_blocks(preempts, loser):
-    """Of two that decode, equally far, the later one loses its blocks, or the longer prompt."""
+    """With `preempts=shortest`, the job with the longer prompt of two is preempted.
+
+    Both have generated equally many tokens; `preempts=last` takes the later one.
+    """
     requests = [ask("a", 0, 12, 12), ask("b", 0, 4, 12)]
     lines = serve(requests, blocks=7, watermark=0, preempts=preempts).lines
     assert next(each["request"] for each in lines if each["event"] == "PREEMPT") == loser

@@ -1,4 +1,4 @@
-"""Who gets a seat, who waits for room, who is preempted: steps of 10 ns, blocks of 4 tokens."""
+"""Admission, waiting and preemption: steps of 10 ns, blocks of 4 tokens."""
 
 import pytest
 from helpers.schedulers import Latest, Urgent, scheduler_of
@@ -17,39 +17,42 @@ def kinds(run):
 
 
 def finish(run):
-    """Return when each request finished."""
+    """Return the time at which each request finished."""
     return {name: row["finish"] for name, row in run.rows.items()}
 
 
 def test_a_cap_on_sequences():
-    """Who finds no seat waits until somebody leaves, though there are blocks enough."""
+    """A request beyond `max_seqs` waits for a slot, even if there are enough blocks."""
     run = serve([ask("a", output=3), ask("b", output=2), ask("c")], max_seqs=2)
     assert [row["admitted"] for row in run.rows.values()] == [0, 0, 20]
     assert run.story("FINISH") == ["20 FINISH b", "30 FINISH a", "30 FINISH c"]
 
 
 def test_nobody_slips_past_who_waits_for_room():
-    """The first for whom there are no blocks ends the admissions, though a later one fits."""
+    """The first request without blocks ends the admissions, even if a later one fits."""
     requests = [ask("a", prompt=16, output=9), ask("b", 1, prompt=24), ask("c", 1)]
     run = serve(requests, blocks=8)
     assert {row["admitted"] for name, row in run.rows.items() if name in "bc"} == {90}
 
 
 def test_the_watermark_keeps_blocks_for_those_that_run():
-    """Two blocks fit, but two must stay: the second request waits for the first to end."""
+    """A request that would use blocks of the watermark waits for the first to end."""
     requests = [ask("a", prompt=16, output=9), ask("b", 1, prompt=8, output=2)]
     assert finish(serve(requests, blocks=8)) == {"a": 90, "b": 30}
     assert finish(serve(requests, blocks=8, watermark=0.25)) == {"a": 90, "b": 110}
 
 
 def test_the_watermark_does_not_keep_blocks_for_nobody():
-    """Where nobody else holds blocks, a request may have them all."""
+    """The watermark does not apply if no other request holds blocks."""
     run = serve([ask("a", prompt=32), ask("b", 1, prompt=32)], blocks=8, watermark=0.9)
     assert finish(run) == {"a": 10, "b": 20}
 
 
 def test_out_of_blocks_the_last_in_order_computes_again():
-    """It gives all blocks up; its prompt and what it generated are one prefill, later."""
+    """Without free blocks the last job in order is preempted and frees its blocks.
+
+    Later its prompt and its generated tokens are one prefill.
+    """
     keys = {"a": [1, 2, 3], "b": [4, 5, 6]}
     requests = [ask(name, ord(name) - 97, 12, 14, keys=keys[name]) for name in keys]
     run = serve(requests, blocks=8)
@@ -67,9 +70,9 @@ def test_out_of_blocks_the_last_in_order_computes_again():
 
 @pytest.mark.parametrize(("named", "found"), [((), 2), ((5, 6, 7), 4)])
 def test_who_computes_again_hits_all_its_work_that_is_left(named, found, tmp_path):
-    """All full blocks of its prompt, and those of its output that have keys.
+    """A preempted request hits the blocks of its prompt, and those of its output with keys.
 
-    b has five full blocks when each needs a sixth; the last of them leaves for a.
+    b has five full blocks when each needs a sixth; the last of them is evicted for a.
     """
     requests = [
         ask("a", 0, 8, 14, keys=[1, 2]),
@@ -81,7 +84,7 @@ def test_who_computes_again_hits_all_its_work_that_is_left(named, found, tmp_pat
     path = tmp_path / "trace.jsonl"
     path.write_bytes(run.trace)
     assert check_trace(path).hit["self_hit_blocks"] == found
-    # A block less than there was is a contradiction, too.
+    # A HIT line with one block less than was cached is rejected.
     events = lines(path)
     again = next(line for line in events if line["event"] == "HIT" and line.get("again"))
     again["blocks"] -= 1
@@ -91,7 +94,7 @@ def test_who_computes_again_hits_all_its_work_that_is_left(named, found, tmp_pat
 
 
 def test_no_token_is_generated_twice():
-    """However often a request is preempted, its tokens come once each, one a step at most."""
+    """However often a request is preempted, each of its tokens is generated once."""
     requests = [ask(number, prompt=9, output=40) for number in range(5)]
     run = serve(requests, blocks=14, block_size=4)
     assert run.sum("recomputes") > 5
@@ -101,7 +104,10 @@ def test_no_token_is_generated_twice():
 
 
 def test_among_equals_the_latest_admitted_goes():
-    """By priority a and b are equal, and c is more urgent than either."""
+    """Of jobs with equal priority the one admitted last is preempted.
+
+    Here a and b are equal, and c is more urgent.
+    """
     requests = [ask(name, 0, 8, 20, priority=int(name != "c")) for name in "abc"]
     run = serve(requests, blocks=8, scheduler=Urgent())
     assert run.story("PREEMPT")[:2] == ["10 PREEMPT b", "90 PREEMPT a"]
@@ -109,7 +115,7 @@ def test_among_equals_the_latest_admitted_goes():
 
 
 def test_who_was_preempted_goes_before_equals_that_never_ran():
-    """First come, first served: it is still the first that came."""
+    """Under `fcfs` a preempted request is admitted before later ones."""
     requests = [ask(name, 0, 12, 14) for name in "ab"] + [ask("c", 60, 12)]
     run = serve(requests, blocks=8)
     assert run.story("PREEMPT") == ["50 PREEMPT b"]
@@ -118,7 +124,7 @@ def test_who_was_preempted_goes_before_equals_that_never_ran():
 
 
 def test_a_pause_keeps_the_blocks():
-    """The shorter job takes the seat; the longer one then goes on where it was."""
+    """A job paused for a shorter one keeps its blocks, and resumes where it was."""
     requests = [ask("a", 0, 8, 20), ask("b", 35, 8, 3)]
     run = serve(requests, blocks=8, scheduler=scheduler_of("srpt"), max_seqs=1)
     assert run.story(*PREEMPTION) == ["40 PREEMPT a", "70 RESUME a"]
@@ -127,7 +133,7 @@ def test_a_pause_keeps_the_blocks():
 
 
 def test_a_pause_in_mid_prefill():
-    """A prompt that is half computed goes on with its other half."""
+    """A job paused within its prefill resumes with the rest of its prompt."""
     requests = [ask("a", 0, 40, 2, priority=1), ask("b", 15, 4, 2)]
     run = serve(requests, scheduler=Urgent(), max_seqs=1, max_tokens=4)
     assert run.story(*PREEMPTION) == ["20 PREEMPT a", "40 RESUME a"]
@@ -135,7 +141,7 @@ def test_a_pause_in_mid_prefill():
 
 
 def test_a_seat_is_not_taken_where_there_is_no_room():
-    """Who is more urgent would pause the other, but has no room beside its blocks: it waits."""
+    """A job is not paused for a more urgent one that would find no blocks."""
     requests = [ask("a", 0, 16, 17, priority=1), ask("b", 35, 16, 13)]
     run = serve(requests, blocks=8, scheduler=Urgent(), max_seqs=1)
     hows = [(line["t"], line["how"]) for line in run.lines if line["event"] == "PREEMPT"]
@@ -144,7 +150,7 @@ def test_a_seat_is_not_taken_where_there_is_no_room():
 
 
 def test_blocks_are_not_taken_for_an_admission():
-    """There is a seat but no room: who is more urgent waits, and no work is thrown away."""
+    """No job is preempted for the blocks of a more urgent one, which waits."""
     requests = [ask("a", 0, 16, 9, priority=1), ask("b", 35, 24, 3)]
     run = serve(requests, blocks=8, scheduler=Urgent())
     assert kinds(run) == {"a": (0, 0), "b": (0, 0)}
@@ -152,20 +158,23 @@ def test_blocks_are_not_taken_for_an_admission():
 
 
 def test_equals_do_not_preempt_one_another():
-    """Who is as urgent waits."""
+    """A job is not preempted for one of equal urgency."""
     run = serve([ask(number, number, 8, 9) for number in range(9)], scheduler=Urgent())
     assert set(kinds(run).values()) == {(0, 0)}
 
 
 def test_a_scheduler_that_is_not_preemptive_takes_no_seat():
-    """The shortest job waits for a seat like any other."""
+    """Without preemption, the shortest job waits for a slot."""
     scheduler = scheduler_of("srpt:preemptive=false")
     run = serve([ask("a", 0, 8, 90), ask("b", 5)], scheduler=scheduler, max_seqs=1)
     assert finish(run) == {"a": 900, "b": 910}
 
 
 def test_the_latest_first():
-    """Each arrival pauses the one before; they end in the opposite order."""
+    """Under a latest-first scheduler each arrival pauses the job before it.
+
+    So jobs finish in the reverse order.
+    """
     requests = [ask(number, 20 * number, output=9) for number in range(4)]
     run = serve(requests, scheduler=Latest(), max_seqs=1)
     assert list(run.rows) == [3, 2, 1, 0]
@@ -173,7 +182,7 @@ def test_the_latest_first():
 
 
 def test_an_order_that_changes_by_itself():
-    """A waiting job goes back when its time is over, with nothing else happening."""
+    """A priority that changes at a given time reorders the queue without another event."""
     requests = [
         ask("a", output=60),
         ask("b", 1, output=30),
@@ -185,7 +194,7 @@ def test_an_order_that_changes_by_itself():
 
 
 def test_a_victim_is_not_seated_again_at_once():
-    """It would take back the blocks for which it was preempted."""
+    """A preempted job is not admitted again in the same step."""
     requests = [ask("a", 0, 8, 20), ask("b", 0, 8, 20)]
     run = serve(requests, blocks=7)
     times = [(line["t"], line["event"]) for line in run.lines if line.get("request") == "b"]
@@ -195,7 +204,7 @@ def test_a_victim_is_not_seated_again_at_once():
 
 @pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
 def test_two_that_cannot_run_together(steps):
-    """Each alone fits exactly: one after the other they are served."""
+    """Two requests that each need the whole pool are served one after the other."""
     requests = [ask("a", 0, 16, 17), ask("b", 0, 16, 17)]
     run = serve(requests, blocks=8, steps=steps)
     assert len(run.rows) == 2

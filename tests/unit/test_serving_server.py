@@ -1,4 +1,4 @@
-"""What schedulers are told of the time that work takes."""
+"""`ServiceEstimates`: the decode times that schedulers ask for."""
 
 import pytest
 from helpers.serving import Bent, Single
@@ -11,12 +11,12 @@ MAX_SEQS = 8
 
 
 def server(latency):
-    """Return the estimates of a server that takes 8 sequences."""
+    """Return the estimates of a server for 8 sequences."""
     return ServiceEstimates(KVCache(100, 4), latency, MAX_SEQS)
 
 
 def step_by_step(latency, tokens, context, count):
-    """Return the ns of `tokens` decode steps, one after another."""
+    """Return the ns of `tokens` decode steps, computed one by one."""
     time = 0
     for length in range(context + 1, context + tokens + 1):
         pairs = tuple(count * min(length, window or length) for window in latency.windows)
@@ -29,20 +29,20 @@ def step_by_step(latency, tokens, context, count):
     ("tokens", "context"), [(0, 9), (1, 0), (1, 7), (40, 1), (9, 18), (3, 99)]
 )
 def test_decoding_takes_what_its_steps_take(windows, tokens, context):
-    """By lines it is exact, also where windows fill on the way."""
+    """With a latency model in lines the estimate is exact, even if windows fill on the way."""
     latency = Bent(reach=windows)
     expected = step_by_step(latency, tokens, context, 3)
     assert server(latency).decode_ns(tokens, context, 3) == expected
 
 
 def test_no_more_sequences_decode_than_may_run():
-    """The others that were thought of have to wait."""
+    """No more sequences than `max_seqs` count in a decode step."""
     asked = server(Bent())
     assert asked.decode_ns(5, 9, 100) == asked.decode_ns(5, 9, MAX_SEQS)
 
 
 def test_without_lines_the_time_left_never_rises():
-    """A model that foresees nothing is taken to be a little slower than it is."""
+    """Without lines, the remaining time never rises and is at most 20 % too long."""
     latency = Single()
     asked = server(latency)
     left = [asked.decode_ns(2000 - done, 100 + done, 4) for done in range(2001)]

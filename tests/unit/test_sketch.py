@@ -1,4 +1,4 @@
-"""The frequency sketch against exact counts."""
+"""The frequency sketch, compared with exact counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KEYS = st.lists(st.integers(0, 40) | st.text("abcdef", max_size=2), max_size=200
 
 @given(KEYS)
 def test_it_never_counts_too_few(keys):
-    """However small it is, and with counts that end at 16, no key has less than its uses."""
+    """An estimate is never below the exact count, however small the sketch is."""
     sketch, counts = FrequencySketch(4, 1000), Counts(1000)
     for key in keys:
         sketch.add(key)
@@ -23,7 +23,7 @@ def test_it_never_counts_too_few(keys):
 
 @given(st.lists(st.integers(0, 5), max_size=200))
 def test_it_is_exact_for_a_few_keys(keys):
-    """With room for many more keys than there are, ageing included, estimates are exact."""
+    """With far more room than keys, estimates are exact, even after ageing."""
     sketch, counts = FrequencySketch(4096, 50), Counts(50)
     for key in keys:
         sketch.add(key)
@@ -34,7 +34,7 @@ def test_it_is_exact_for_a_few_keys(keys):
 
 
 def test_most_estimates_are_exact_at_full_load():
-    """With as many keys as it is made for, used once or twice, nine of ten are right."""
+    """With as many keys as the sketch is made for, nine of ten estimates are exact."""
     sketch, counts = FrequencySketch(1000, 10_000), Counts(10_000)
     for key in [*range(1000), *range(0, 1000, 2)]:
         sketch.add(key)
@@ -44,7 +44,10 @@ def test_most_estimates_are_exact_at_full_load():
 
 
 def test_counts_halve_and_the_doors_close():
-    """After a period of 8 uses, six later ones than the first count three."""
+    """After a period counts are halved and the doorkeeper is cleared.
+
+    A key used 7 times counts 3 then, and a key used once 0.
+    """
     sketch = FrequencySketch(100, 8)
     for _ in range(7):
         sketch.add("a")

@@ -1,4 +1,4 @@
-"""Speculative decoding on tensors: the output is as without it, and all is on record."""
+"""Speculative decoding on tensors: unchanged outputs, and complete traces."""
 
 from fractions import Fraction
 from itertools import product
@@ -25,7 +25,7 @@ SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"
 
 
 def requests(count=10):
-    """Return texts that share beginnings, of which several run at a time."""
+    """Return texts with common beginnings, several of which run at a time."""
     return [
         text_request(
             number,
@@ -43,7 +43,7 @@ def requests(count=10):
 @pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
 @pytest.mark.parametrize("right", [0, 70, 100])
 def test_output_is_that_without_drafts(blocks, block_size, steps, right):
-    """Whatever is drafted, in any blocks, with preemption and prefix hits."""
+    """Drafts do not change outputs, for any block size, with preemption and prefix hits."""
     options = {"blocks": blocks * 16 // block_size // 4, "block_size": block_size}
     asked = [
         ask(n, 300 * n, 5 + 3 * n % 11, 6 + 5 * n % 19, keys=[n % 2], key_tokens=16)
@@ -58,7 +58,7 @@ def test_output_is_that_without_drafts(blocks, block_size, steps, right):
 
 
 def test_few_blocks_preempt_drafting_requests():
-    """The case above with few blocks does preempt, and computes tokens again."""
+    """With few blocks, drafting requests are preempted and outputs are unchanged."""
     asked = [ask(n, 0, 9, 30) for n in range(4)]
     run = compute(asked, blocks=24, drafter=Knowing(right=90))
     assert sum(run.result.log.recomputes) > 0
@@ -67,7 +67,7 @@ def test_few_blocks_preempt_drafting_requests():
 
 @pytest.mark.parametrize("right", [0, 80])
 def test_shared_blocks_hold_accepted_tokens_alone(right):
-    """Generated blocks that are published have the keys that they have without drafts."""
+    """Published blocks have the same keys with and without drafts."""
     asked = [
         text_request(name, range(10), output=21, block_size=4, publish=True, arrival=at)
         for name, at in (("a", 0), ("b", 10**6))
@@ -84,7 +84,7 @@ def test_shared_blocks_hold_accepted_tokens_alone(right):
 
 
 def test_a_published_answer_is_hit_while_it_grows():
-    """One that comes meanwhile finds the blocks filled so far, and computes the same tokens."""
+    """A request hits the published blocks of an unfinished output, and its tokens are right."""
     text = text_request("a", range(10), output=40, block_size=4, publish=True)
     known = compute([text]).result.outputs["a"]
     later = text_request(
@@ -96,14 +96,14 @@ def test_a_published_answer_is_hit_while_it_grows():
 
 
 def test_forced_outputs_are_verified():
-    """Tokens that output keys stand for are what drafts are held against."""
+    """Drafts are verified against the tokens that output keys stand for."""
     asked = [ask("a", 0, 6, 15, keys=[1], output_keys=[2, 3, 4, 5])]
     assert compute(asked, drafter=Knowing()).result.outputs == compute(asked).result.outputs
 
 
 @pytest.mark.parametrize("ending", [5, 40])
 def test_texts_end_where_they_would(ending):
-    """An end among accepted drafts ends the text; what was drafted behind it is dropped."""
+    """An end token among accepted drafts ends the text, and later drafts are dropped."""
     asked = [ask(n, 0, 5 + n, 30) for n in range(8)]
     options = {"generator": Exact(ending), "clock": "wall", "stop_at_eos": True}
     plain = compute(asked, **options).result
@@ -114,7 +114,7 @@ def test_texts_end_where_they_would(ending):
 
 
 def test_trace_is_checked_and_repeated(tmp_path):
-    """Slots of drafts and their rollback are lines that `replay` accepts, and repeats."""
+    """A trace with drafts and rollbacks passes the check, and is the same in a second run."""
     asked = [ask(n, 0, 9, 30) for n in range(4)]
     first, again = (
         compute(asked, block_size=2, key_tokens=4, drafter=Knowing(right=50)).trace
@@ -137,7 +137,7 @@ def test_trace_is_checked_and_repeated(tmp_path):
     st.sampled_from(["mixed", "prefill-first"]),
 )
 def test_twin_of_a_run(tmp_path_factory, right, tokens, blocks, block_size, steps):
-    """A simulation with the drafts that a run accepted takes the run's every decision."""
+    """A simulation with the acceptance recorded in a run makes the same decisions."""
     asked = [
         ask(n, 900 * n, 5 + 3 * n % 11, 1 + 5 * n % 19, keys=[n % 2], key_tokens=12)
         for n in range(7)
@@ -153,14 +153,14 @@ def test_twin_of_a_run(tmp_path_factory, right, tokens, blocks, block_size, step
 
 
 def test_wall_clock_counts_drafts_as_they_were_computed():
-    """Step times for `calibrate` have drafts among the tokens that are computed in bulk."""
+    """Step times for `calibrate` count drafts as prefill tokens."""
     run = compute([ask(0, 0, 5, 20)], clock="wall", drafter=Knowing(right=100, silent=0)).result
     assert sum(step.prefill for step in run.steps) == 5 + run.log.drafts.drafted
     assert sum(step.decode for step in run.steps) == run.log.drafts.steps
 
 
 class Wrong(TokenDrafter):
-    """Drafts what it may not."""
+    """A drafter that returns the drafts given to its constructor."""
 
     name = "wrong"
 
@@ -168,11 +168,11 @@ class Wrong(TokenDrafter):
         self.drafts_ = drafts
 
     def options(self):
-        """Return none."""
+        """Return no options."""
         return {}
 
     def draft(self, tokens, most):
-        """Return what it was made with."""
+        """Return the given drafts, or raise if there are none."""
         if self.drafts_ is None:
             return 1 / 0
         return self.drafts_
@@ -183,14 +183,14 @@ class Wrong(TokenDrafter):
     [([1] * 9, "up to 4 tokens"), ([-1], r"\[-1\]"), ([0.5], "0.5"), (None, "ZeroDivision")],
 )
 def test_wrong_drafts_are_the_drafters_fault(drafts, told):
-    """Too many, no tokens, or an exception: the error names the plugin."""
+    """Too many drafts, invalid tokens or an exception raise PolicyError with the plugin."""
     with pytest.raises(PolicyError, match=told) as caught:
         compute([ask(0, 0, 5, 20)], drafter=Wrong(drafts))
     assert "wrong" in str(caught.value)
 
 
 def test_what_does_not_fit_is_refused():
-    """Retention; a drafter of simulations in a run, and one of tokens in a simulation."""
+    """Drafters with a retention policy, or in the wrong kind of run, raise InputError."""
     asked = [ask(0, 0, 5, 20)]
     with pytest.raises(InputError, match="cannot be rolled back"):
         compute(asked, drafter=Knowing(), retention=PLUGINS.build("retention", "window"))
@@ -202,7 +202,7 @@ def test_what_does_not_fit_is_refused():
         compute(asked).result.write_acceptance("nowhere")
 
 
-# Rejection sampling, exactly: by all levels of a fine enough grid, not by chance.
+# Rejection sampling is tested exactly: all levels of a fine enough grid are enumerated.
 
 
 def shares(weights):
@@ -213,7 +213,7 @@ def shares(weights):
 @pytest.mark.parametrize("p", [(1, 1, 2), (0, 1, 3), (4, 0, 0), (1, 2, 1)])
 @pytest.mark.parametrize("q", [(2, 1, 1), (1, 3, 0), (0, 0, 4), (1, 2, 1)])
 def test_rejection_sampling_keeps_the_distribution(p, q):
-    """Drafts drawn from q, judged by p, are distributed as p: every case is enumerated."""
+    """Drafts drawn from q and judged by p are distributed as p, over all cases."""
     grid = 24  # every threshold is a multiple of 1 / 24, or lies on one
     p_floats, q_floats = [x / 4 for x in p], [x / 4 for x in q]
     found = [Fraction(0)] * 3
@@ -228,14 +228,14 @@ def test_rejection_sampling_keeps_the_distribution(p, q):
 
 
 GRIDS = {"accept": 6, "residual": 2, "draw": 4}
-"""Levels of each draw: all thresholds below lie between two of them."""
+"""Number of levels of each draw; every threshold of the test lies between two levels."""
 
 
 def test_drafts_of_several_tokens_keep_the_distribution():
-    """Each token of a step is distributed as the model says after those before it.
+    """Each token of a step has the model's distribution given the tokens before it.
 
-    Two drafts: every pair of them, and every level that is asked for, is enumerated, through
-    the code that appends tokens to a text.
+    All pairs of two drafts, and all levels of each draw, are enumerated through the code that
+    appends tokens to a text.
     """
     model = {(): (1, 3, 0)} | {(t,): w for t, w in enumerate([(2, 1, 1), (0, 2, 2), (4, 0, 0)])}
     model |= dict.fromkeys(product(range(3), repeat=2), (1, 2, 1))
@@ -262,7 +262,7 @@ def test_drafts_of_several_tokens_keep_the_distribution():
 
 
 def verified(drafts, outcomes, weights, levels):
-    """Return the tokens that a step appends if it draws these levels, or what it wants more."""
+    """Return the tokens that a step appends with `levels`, or the name of a missing draw."""
     executor = object.__new__(SpeculativeTensorExecutor)
     executor._eos_token_ids = frozenset()
     asked = text_request(0, [1], output=9, block_size=4)
@@ -287,7 +287,7 @@ def verified(drafts, outcomes, weights, levels):
 
 @pytest.mark.parametrize("weights", [(1, 1, 2), (0, 1, 3), (4, 0, 0), (0, 0, 8)])
 def test_inversion_draws_by_weight(weights):
-    """A token is drawn in the share of its weight; one without weight never."""
+    """Tokens are drawn in proportion to their weights, and never with a weight of 0."""
     grid = 24
     found = [0] * 3
     for step in range(grid):
@@ -297,7 +297,7 @@ def test_inversion_draws_by_weight(weights):
 
 @pytest.mark.parametrize("level", [0.0, 1 - 2**-53])
 def test_ends_of_the_unit_interval(level):
-    """The least and the greatest level draw tokens that can be drawn."""
+    """The smallest and the largest level draw tokens with a weight above 0."""
     assert inverted([0.0, 0.1, 0.2, 0.0], level) in (1, 2)
     assert judged([0.0, 1.0], [1.0, 0.0], 0, level, level) == 1
 
@@ -306,7 +306,7 @@ def test_ends_of_the_unit_interval(level):
 
 
 def torch_run(drafter, generator="transformer:" + SIZE, dtype="fp32", **options):
-    """Return the outputs and the statistics of a run on torch."""
+    """Return the outputs and the draft statistics of a run on torch."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     run = compute(
         requests(options.pop("count", 8)),
@@ -334,7 +334,7 @@ DRAFTERS = [
 @pytest.mark.parametrize("temperature", [0, 1])
 @pytest.mark.parametrize("blocks", [500, 20])
 def test_chosen_drafts_leave_the_output_as_it_is(drafter, temperature, blocks):
-    """Greedy or sampled: the same tokens by the same seeds, and some drafts are accepted."""
+    """No drafter changes the output, greedy or sampled, and some drafts are accepted."""
     generator = f"transformer:{SIZE},temperature={temperature}"
     plain, _ = torch_run(None, generator, dtype="fp64")
     drafted, stats = torch_run(drafter, generator, dtype="fp64", blocks=blocks)
@@ -344,10 +344,10 @@ def test_chosen_drafts_leave_the_output_as_it_is(drafter, temperature, blocks):
 
 @pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "kivi"])
 def test_codecs(codec):
-    """Rejected drafts leave nothing behind in blocks, coded by token or whole."""
+    """Rejected drafts do not change outputs; with codecs that quantize, most are equal."""
     options = {"codec": codec, "count": 5}
     plain, _ = torch_run(None, **options)
-    # Rounding K/V of unfinished blocks or whole ones is the codec's business, not the drafts'.
+    # int8 and kivi may round the K/V of drafted blocks differently, so two texts may differ.
     drafted, _ = torch_run("prompt-lookup", **options)
     agree = sum(drafted[name] == plain[name] for name in plain)
     assert agree == len(plain) if codec in ("fp32", "bf16") else agree >= len(plain) - 2
@@ -357,33 +357,33 @@ def test_codecs(codec):
     "generator", ["sincos:layers=2,heads=4,kv_heads=2,head_dim=8", "induction"]
 )
 def test_other_generators(generator):
-    """A generator need know nothing of drafts."""
+    """Generators without support for drafts have the same outputs with drafts."""
     plain, _ = torch_run(None, generator, dtype="fp64")
     assert torch_run("prompt-lookup", generator, dtype="fp64")[0] == plain
 
 
 def test_a_draft_model_like_the_model_is_always_right():
-    """All drafts of the served model itself are accepted."""
+    """All drafts of a draft model equal to the served model are accepted."""
     _, stats = torch_run(DRAFTERS[3], dtype="fp64")
     assert stats.accepted == stats.drafted > 20
 
 
 def test_drawn_drafts_of_the_model_itself_are_accepted():
-    """Where p is q, every draft is accepted, whatever is drawn."""
+    """Drafts sampled from the distribution of the served model are all accepted."""
     drafter = f"{DRAFTERS[3]},temperature=0.7"
     _, stats = torch_run(drafter, f"transformer:{SIZE},temperature=0.7", dtype="fp64")
     assert stats.accepted == stats.drafted > 20
 
 
 def test_drawn_drafts_need_probabilities():
-    """A generator that cannot tell them is refused, with the way out."""
+    """A draft model without probabilities is refused at a temperature above 0."""
     drafter = "draft-model:generator=sincos,layers=2,heads=4,kv_heads=2,temperature=1"
     with pytest.raises(InputError, match="temperature"):
         torch_run(drafter, "sincos:layers=2,heads=4,kv_heads=2,head_dim=8")
 
 
 def test_what_a_model_cannot_be_drafted_with_is_refused():
-    """Other token ids, no hidden states, a pool too small to learn in."""
+    """Other token ids, missing hidden states or too small a pool raise InputError."""
     with pytest.raises(InputError, match="has 512 token ids, the served model 31"):
         torch_run("draft-model")
     with pytest.raises(InputError, match="does not tell its hidden states"):
@@ -393,7 +393,7 @@ def test_what_a_model_cannot_be_drafted_with_is_refused():
 
 
 def test_a_draft_model_takes_the_options_that_are_given():
-    """Of a generator without a seed none is asked, and a size of 0 is refused as elsewhere."""
+    """A draft model without a seed option is built, and a size of 0 raises InputError."""
     sizes = "layers=2,heads=4,kv_heads=2,head_dim=8"
     drafter = PLUGINS.build("drafter", f"draft-model:generator=sincos,vocab_size=31,{sizes}")
     assert drafter._drafting.vocabulary == 31
@@ -402,13 +402,13 @@ def test_a_draft_model_takes_the_options_that_are_given():
 
 
 def test_lengths_that_look_nothing_up():
-    """The shortest n-gram is no longer than the longest."""
+    """A shortest n-gram above the longest raises InputError."""
     with pytest.raises(InputError, match="shortest=4 is above longest=3"):
         PLUGINS.build("drafter", "prompt-lookup:shortest=4")
 
 
 def test_heads_keep_the_states_of_their_sequences_alone():
-    """A state that is kept does not keep those of all other sequences of its step."""
+    """`medusa` keeps the state of a sequence without those of the rest of its step."""
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     drafter = PLUGINS.build("drafter", "medusa")
     drafter._generator = SimpleNamespace(states=torch.arange(32.0).view(8, 4))
@@ -419,7 +419,7 @@ def test_heads_keep_the_states_of_their_sequences_alone():
 
 
 def test_a_drafter_that_is_refused_leaves_tiers_closed(tmp_path):
-    """The directory of a tier can be used by the next run."""
+    """After a drafter is refused, the directory of a tier can be used by the next run."""
     tiers = [f"disk:memory=1MiB,path={tmp_path}"]
     with pytest.raises(InputError, match="token ids"):
         torch_run("draft-model", tiers=tiers)
@@ -427,7 +427,7 @@ def test_a_drafter_that_is_refused_leaves_tiers_closed(tmp_path):
 
 
 def followed(tokens, longest, shortest, most):
-    """Return what `PromptLookup` drafts, by trying every place."""
+    """Return the drafts of `PromptLookup`, found by trying every position."""
     count = len(tokens)
     for length in range(min(longest, count - 1), shortest - 1, -1):
         tail = tokens[count - length :]
@@ -446,7 +446,10 @@ def followed(tokens, longest, shortest, most):
     most=st.integers(1, 8),
 )
 def test_lookups_find_the_latest_place(tokens, shortest, more, most):
-    """It is one of whole tokens, of the longest n-gram, with enough tokens behind it if any."""
+    """A lookup finds the latest match of the longest n-gram.
+
+    Matches with enough tokens after them come first.
+    """
     drafter = PromptLookup(longest=shortest + more, shortest=shortest)
     found = drafter.draft(tokens, most)
     assert [*found] == followed(tokens, shortest + more, shortest, most)

@@ -1,4 +1,4 @@
-"""Speculative decoding in simulations: what is accepted, and how long steps take."""
+"""Speculative decoding in simulations: accepted drafts, and the times of steps."""
 
 import attrs
 import orjson
@@ -23,7 +23,7 @@ PLUGINS = Plugins()
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("share", [0, 0.3, 0.8, 1])
 def test_tokens_a_step_are_as_expected(tokens, share):
-    """(1 - a^(k+1)) / (1 - a) tokens a step (Leviathan et al., 2023, equation 1)."""
+    """Tokens per step are (1 - a^(k+1)) / (1 - a) (Leviathan et al., 2023, equation 1)."""
     asked = [ask(number, 0, 3, 4000) for number in range(4)]
     result = serve(
         asked, blocks=10**5, trace=False, drafter=Acceptance(tokens=tokens, probability=share)
@@ -34,7 +34,7 @@ def test_tokens_a_step_are_as_expected(tokens, share):
 
 
 def test_probabilities_by_position():
-    """Each position has its own; the last holds for all that follow; they are reported."""
+    """Acceptance has a probability by position, of which the last holds for all later ones."""
     asked = [ask(number, 0, 3, 3000) for number in range(4)]
     drafter = Acceptance(tokens=4, probability="0.9/0.5/0.2")
     drafts = serve(asked, blocks=10**5, trace=False, drafter=drafter).result.summary()["drafts"]
@@ -42,11 +42,11 @@ def test_probabilities_by_position():
 
 
 def test_draws_do_not_depend_on_the_others():
-    """What is accepted of a request is the same alone, and among others that preempt it."""
+    """The accepted drafts of a request are the same with and without other requests."""
 
     @attrs.define(slots=False, eq=False)
     class Watched(Acceptance):
-        """Keeps what it has answered."""
+        """An acceptance that records its answers."""
 
         def accepted(self, request, index, most):
             answer = super().accepted(request, index, most)
@@ -73,7 +73,7 @@ def test_draws_do_not_depend_on_the_others():
     st.integers(1, 5),
 )
 def test_any_server(tmp_path_factory, server, scheduler, share, tokens):
-    """Any server serves all with drafts; its trace is sound, and the same each time."""
+    """With drafts all requests are served in full, with a valid and repeatable trace."""
     runs = [
         server.run(scheduler, drafter=Acceptance(tokens=tokens, probability=share))
         for _ in range(2)
@@ -90,7 +90,7 @@ def test_any_server(tmp_path_factory, server, scheduler, share, tokens):
 
 
 def test_verified_work():
-    """Drafts are computed as prompt tokens after their sequence; its K/V is read once."""
+    """Drafts count as prompt tokens after their sequence, whose K/V is read once."""
 
     class Short:
         length = 9
@@ -102,7 +102,10 @@ def test_verified_work():
 
 
 def test_costs():
-    """A draft model adds its passes, heads their weights; a lookup nothing."""
+    """A draft model costs its passes and its prefill, and heads cost their weights.
+
+    Steps without drafts cost nothing.
+    """
     latency = PLUGINS.build("latency", "roofline:model=llama-3-70b,tensor_parallel=4")
     small = PLUGINS.build("latency", "roofline:model=llama-3-8b,tensor_parallel=4")
     work = StepWork(0, (0,), 8, (8000,))
@@ -122,7 +125,7 @@ def test_costs():
 
 
 def test_costs_that_cannot_be_known_are_refused():
-    """Of a latency model without a model, and of windows that the served model has not."""
+    """A draft model without a known model, or with unknown attention windows, is refused."""
     with pytest.raises(InputError, match="take `roofline`"):
         Acceptance(draft="llama-3-8b").attach(PLUGINS.build("latency", "token-rate"))
     windowed = find_model("llama-3-8b").with_window(1000)
@@ -131,7 +134,7 @@ def test_costs_that_cannot_be_known_are_refused():
 
 
 def test_speedup_is_that_of_two_runs():
-    """What the summary says of decode steps is the time without drafts over that with them."""
+    """The speedup is the decode time without drafts over that with them."""
     options = {"model": "llama-3-8b", "blocks": 10**4, "slo": None}
     asked = "zipf:requests=40,rate=0.5,output_tokens=400"
     plain = simulate(asked, **options)
@@ -141,7 +144,7 @@ def test_speedup_is_that_of_two_runs():
 
 
 def test_replicas_draft():
-    """A cluster of one is the run of one; several count their drafts together."""
+    """A cluster of one replica equals a single run, and several sum up their drafts."""
     options = {"blocks": 4000, "max_seqs": 16, "drafter": "acceptance:probability=0.8"}
     asked = "zipf:requests=60"
     alone = simulate(asked, **options)
@@ -160,14 +163,14 @@ def test_replicas_draft():
 
 
 def test_without_a_drafter_nothing_is_said():
-    """Neither the summary nor the trace knows of drafts."""
+    """Without a drafter, neither the summary nor the trace has entries of drafts."""
     run = serve([ask(0, 0, 5, 5)], latency=Even())
     assert "drafts" not in run.result.summary()
     assert b"draft" not in run.trace
 
 
 def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
-    """What was measured elsewhere is drawn by position."""
+    """Drafts of a request that is not in the file are drawn from the file's probabilities."""
     path = tmp_path / "acceptance.jsonl"
     path.write_text(
         '{"acceptance": [1.0, 0.0]}\n{"request":"x","output":1,"drafts":1,"accepted":1}\n'
@@ -190,7 +193,7 @@ def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
     ],
 )
 def test_files_of_something_else_are_refused(tmp_path, text, line):
-    """The error names the file, the line, and what writes such files."""
+    """The error for a malformed file names the file, the line and the option `--acceptance`."""
     path = tmp_path / "other.jsonl"
     path.write_text(text)
     with pytest.raises(InputError, match=rf"other\.jsonl, line {line}, .*--acceptance FILE"):
@@ -199,13 +202,13 @@ def test_files_of_something_else_are_refused(tmp_path, text, line):
 
 @pytest.mark.parametrize("options", [{"probability": 2}, {"probability": "a"}, {"tokens": 0}])
 def test_impossible_options_are_refused(options):
-    """No probability, or no draft."""
+    """A wrong probability or a number of 0 drafts raises InputError."""
     with pytest.raises(InputError, match="acceptance: "):
         serve([ask(0, 0, 5, 5)], drafter=Acceptance(**options))
 
 
 def test_a_missing_file_and_two_sources(tmp_path):
-    """Both are told."""
+    """A missing file, or a file together with probabilities, raises InputError."""
     with pytest.raises(InputError, match="cannot be read"):
         Acceptance(file=tmp_path / "none")
     with pytest.raises(InputError, match="give one"):

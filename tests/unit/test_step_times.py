@@ -1,4 +1,4 @@
-"""The step times in the package: held-out steps, names, and what is composed of an engine."""
+"""The step times in the package: held-out steps, names, and their composition."""
 
 from __future__ import annotations
 
@@ -36,7 +36,10 @@ def built(name):
 
 
 def test_held_out_steps_are_within_three_per_cent():
-    """Over all, and of each kind, GPU, engine, model and format: the median absolute error."""
+    """The median error of held-out steps is at most 3 %, in total and in each group.
+
+    Groups are kinds of steps, GPUs, engines, models and formats.
+    """
     held_out = json.loads(gzip.decompress(HELD_OUT.read_bytes()))
     assert [tuple(name) for name, _ in held_out] == list(shipped_grids())
     groups = defaultdict(list)
@@ -53,7 +56,7 @@ def test_held_out_steps_are_within_three_per_cent():
 
 
 def test_every_grid_is_of_names_of_the_catalogue_and_can_jump():
-    """Each is a whole grid of lines, and is found by its own name."""
+    """Every grid is complete, is found by its own name and allows jumps."""
     for name, grid in list(shipped_grids().items())[::10]:
         assert shipped_grid(*name) is grid
         assert (len(grid.base), len(grid.base[0])) == (len(PREFILL), len(DECODE))
@@ -61,7 +64,10 @@ def test_every_grid_is_of_names_of_the_catalogue_and_can_jump():
 
 
 def test_a_model_of_the_same_shape_has_the_same_times():
-    """Llama 3.3 is 3.1 in shape; weights in fp8 are other times."""
+    """Models of the same shape have the same times, and fp8 weights have others.
+
+    Llama 3.3 has the shape of 3.1.
+    """
     found = shipped_grid("llama-3.3-70b", "h100", 4, "trtllm")
     assert found is shipped_grid("llama-3.1-70b", "h100", 4, "trtllm")
     fp8 = MODELS["llama-3.1-70b"].with_weights("fp8")
@@ -69,7 +75,7 @@ def test_a_model_of_the_same_shape_has_the_same_times():
 
 
 def test_composed_steps_are_those_of_the_engine(monkeypatch, tmp_path):
-    """An engine whose times are a sum is met within 1 %, through the file that is written."""
+    """Composed steps, written and read again, are within 1 % of the engine's times."""
     fake_aic(monkeypatch)
     path = tmp_path / "steps.csv"
     with path.open("w") as file:
@@ -90,7 +96,7 @@ def test_composed_steps_are_those_of_the_engine(monkeypatch, tmp_path):
 
 
 def test_fp8_is_asked_for_by_name(monkeypatch):
-    """Weights, experts and K/V; attention computes in bf16 where the engine can."""
+    """fp8 applies to weights, experts and K/V, while attention computes in bf16."""
     calls = fake_aic(monkeypatch)
     compose_steps(Deployment("qwen3-32b", "h200", 2, "sglang", "fp8"))
     (model, system, backend), modes = calls[-1]
@@ -113,21 +119,21 @@ def test_fp8_is_asked_for_by_name(monkeypatch):
     ],
 )
 def test_what_aiconfigurator_does_not_have_is_refused(monkeypatch, changes, message):
-    """The error says what it has, or its own reason."""
+    """The error for an unsupported device or model lists the supported ones or the reason."""
     fake_aic(monkeypatch)
     with pytest.raises(InputError, match=message):
         compose_steps(ASKED._replace(**changes))
 
 
 def test_without_the_package_it_is_named(monkeypatch):
-    """And how to install it."""
+    """Without aiconfigurator the error gives the install command."""
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     with pytest.raises(PluginError, match="pip install aiconfigurator-core"):
         compose_steps(ASKED)
 
 
 def test_composed_by_the_real_package():
-    """The times in the package are made again."""
+    """The real package reproduces the step times that kvcore ships."""
     pytest.importorskip("aiconfigurator_core.sdk.engine", reason="aiconfigurator-core")
     made, there = (
         [step.time for step in grid.steps()]

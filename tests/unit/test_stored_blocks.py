@@ -1,4 +1,4 @@
-"""What a server publishes of its cache: tokens, salts, and gaps where readers are slow."""
+"""The KV events that a server publishes: tokens, salts, and gaps for slow readers."""
 
 from threading import Event
 
@@ -12,10 +12,10 @@ from kvcore.request import text_request
 
 
 class Publisher:
-    """Keeps what it is given, as subscribers would get it: (number, event).
+    """A publisher that records (number, event) as subscribers would receive them.
 
     Attributes:
-        gate: set unless subscribers take nothing.
+        gate: an event that is set while subscribers read.
     """
 
     def __init__(self):
@@ -23,18 +23,18 @@ class Publisher:
         self.gate.set()
 
     def publish(self, payload):
-        """Take a batch, if subscribers do."""
+        """Record a batch, unless the gate is closed."""
         self.gate.wait()
         (event,) = decode(payload).events
         self.got.append((self.number, event))
         self.number += 1
 
     def skip(self, batches):
-        """Leave numbers out."""
+        """Skip sequence numbers."""
         self.number += batches
 
     def serve(self, seconds):
-        """Nobody asks for replays."""
+        """Ignore requests for a replay."""
 
     def close(self):
         """Record that it was closed."""
@@ -43,14 +43,14 @@ class Publisher:
 
 @pytest.fixture
 def publisher():
-    """A publisher whose subscribers take everything."""
+    """Yield a publisher whose subscribers read everything."""
     made = Publisher()
     yield made
     made.gate.set()
 
 
 def serve(cache, blocks, *requests):
-    """Open, commit and close requests, one after the other."""
+    """Open, commit and close requests one by one."""
     for request in requests:
         blocks.opened(request)
         seq = cache.open(request, None, None)
@@ -65,13 +65,13 @@ def ask(name, tokens, salt=None):
 
 
 def make(publisher, blocks=8):
-    """Return a cache and what is told of it."""
+    """Return a cache and its StoredBlocks."""
     cache = KVCache(blocks, 4, accounting="tokens", ids=True)
     return cache, StoredBlocks(cache, publisher)
 
 
 def test_blocks_come_with_their_tokens_and_parents(publisher):
-    """What a prompt adds to the cache is told after what it hits; what leaves, by its hash."""
+    """New blocks are published with their tokens and their parent, and evicted ones by hash."""
     cache, told = make(publisher, blocks=4)
     told.start()
     serve(cache, told, ask(0, range(8)), ask(1, [*range(8), *range(50, 54)]))
@@ -90,7 +90,7 @@ def test_blocks_come_with_their_tokens_and_parents(publisher):
 
 
 def test_a_salt_is_told_with_the_first_block(publisher):
-    """Equal prompts of two salts are other blocks, and readers can tell them apart."""
+    """Equal prompts of two salts have different hashes, and the first block has its salt."""
     cache, told = make(publisher)
     told.start()
     serve(cache, told, ask(0, range(8)), ask(1, range(8), salt="tenant"))
@@ -103,7 +103,7 @@ def test_a_salt_is_told_with_the_first_block(publisher):
 
 
 def test_what_is_dropped_is_a_gap(publisher, monkeypatch):
-    """Batches for which there is no room are counted, and their numbers left out."""
+    """Batches dropped for lack of room are counted, and leave a gap in the numbers."""
     monkeypatch.setattr(room, "_QUEUED", 2)
     cache, told = make(publisher, blocks=100)
     prompts = [ask(number, range(4 * number, 4 * number + 4)) for number in range(6)]
@@ -122,7 +122,7 @@ def test_what_is_dropped_is_a_gap(publisher, monkeypatch):
 def test_a_subscriber_that_takes_nothing_does_not_keep_a_server_from_ending(
     publisher, monkeypatch
 ):
-    """The end waits for it for a while, and no longer."""
+    """Closing waits a limited time for a subscriber that does not read."""
     monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.01)
     cache, told = make(publisher)
     publisher.gate.clear()
@@ -133,7 +133,7 @@ def test_a_subscriber_that_takes_nothing_does_not_keep_a_server_from_ending(
 
 
 def test_only_what_is_cached_is_remembered(publisher):
-    """Memory is that of the blocks that are cached: prompts that are gone leave nothing."""
+    """Tokens and salts are kept only for the blocks that are cached."""
     cache, told = make(publisher, blocks=4)
     told.start()
     for number in range(20):

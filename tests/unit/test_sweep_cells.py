@@ -1,4 +1,4 @@
-"""What a cell's result is, and what names it."""
+"""The cells of a sweep: their results and the digests that identify them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ ZIPF = "zipf:requests=60,prefixes=4"
 
 
 class Here:
-    """Runs tasks in this process, in reverse, and remembers them."""
+    """An executor that runs tasks in this process, in reverse, and records them."""
 
     def __init__(self):
         self.ran = []
 
     def run(self, tasks):
-        """Yield the outcomes."""
+        """Yield the outcome of each task."""
         runner = CellRunner()
         for task in reversed(list(tasks)):
             self.ran.append(task.digest)
@@ -61,7 +61,7 @@ def digest(**fields):
 
 
 def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
-    """The same hits, evictions and share of the optimum as `compare` finds."""
+    """An untimed cell has the hits, evictions and share of the optimum of `compare`."""
     policies = ["belady", "lru", "lfu:half_life=5", "optimum:bypass=true"]
     rows = swept("compare", workload=ZIPF, eviction=policies, blocks=[40, 160]).rows
     by_size = compare(Zipf(requests=60, prefixes=4, seed=0), policies, [40, 160]).rows
@@ -74,7 +74,7 @@ def test_an_untimed_cell_is_a_row_of_a_comparison(swept):
 
 
 def test_a_cell_that_lacks_a_column_is_run_again(swept, tmp_path):
-    """As one that a journal edited by hand has: the row is whole, and no other is run."""
+    """A cell that lacks a column in the journal is run again, and no other cell is."""
     axes = {"workload": ZIPF, "blocks": [40, 160]}
     whole = swept("compare", **axes).rows
     journal = tmp_path / "journal"
@@ -84,7 +84,7 @@ def test_a_cell_that_lacks_a_column_is_run_again(swept, tmp_path):
 
 
 def test_a_timed_cell_is_a_simulation(swept):
-    """The numbers of `simulate`, as its summary has them."""
+    """A timed cell has the values of the summary of `simulate`."""
     (row,) = swept("simulate", workload=ZIPF, blocks=900, tensor_parallel=2, seed=3).rows
     workload = Zipf(requests=60, prefixes=4, seed=3)
     summary = simulate(
@@ -98,14 +98,14 @@ def test_a_timed_cell_is_a_simulation(swept):
 
 
 def test_rows_come_in_the_order_of_the_grid(swept):
-    """Whatever the order in which cells are finished."""
+    """Rows are in the order of the grid, whatever the order in which cells finish."""
     rows = swept("compare", workload=ZIPF, eviction=["lru", "fifo"], blocks=[20, 40]).rows
     order = [(row["blocks"], row["eviction"]) for row in rows]
     assert order == [(20, "lru"), (20, "fifo"), (40, "lru"), (40, "fifo")]
 
 
 def test_finished_cells_are_not_run_again(swept):
-    """A larger sweep runs what is new, and has the rows of all."""
+    """An extended sweep runs only the new cells, and has the rows of all."""
     first, second = Here(), Here()
     swept("compare", first, workload=ZIPF, eviction="lru", blocks=[20, 40])
     result = swept("compare", second, workload=ZIPF, eviction=["lru", "fifo"], blocks=[20, 40])
@@ -116,7 +116,7 @@ def test_finished_cells_are_not_run_again(swept):
 
 
 def test_cells_that_come_to_the_same_are_run_once(swept):
-    """An option at its default is the option left out; both have a row."""
+    """Cells that differ only by a spelled-out default are run once, and have a row each."""
     executor = Here()
     rows = swept(
         "compare", executor, workload=ZIPF, eviction=["lfu", "lfu:half_life=none"], blocks=40
@@ -154,12 +154,15 @@ def test_cells_that_come_to_the_same_are_run_once(swept):
     ],
 )
 def test_another_cell_has_another_digest(fields):
-    """Whatever its result may depend on."""
+    """Every option that may change a result changes the digest."""
     assert digest(**fields) != digest()
 
 
 def test_a_policy_that_draws_numbers_is_another_one_with_another_seed():
-    """Though the workload has a seed of its own."""
+    """The seed changes the digest of a random policy, but not of a deterministic one.
+
+    The workload has a seed of its own.
+    """
     fields = {"workload": f"{ZIPF},seed=5", "eviction": "random"}
     assert digest(**fields, seed=1) != digest(**fields, seed=2)
     fields["eviction"] = "lru"
@@ -167,25 +170,28 @@ def test_a_policy_that_draws_numbers_is_another_one_with_another_seed():
 
 
 def test_without_a_clock_the_cost_of_a_block_counts():
-    """The model enters there by nothing else, and policies may weigh it."""
+    """Without a clock the model still changes the digest, as policies may weigh its costs."""
     assert digest(mode="compare", model="llama-3-70b") != digest(mode="compare")
 
 
 def test_another_version_of_kvcore_runs_all_anew(monkeypatch):
-    """What it would come to is not known from the last one."""
+    """Another version of kvcore changes the digest."""
     before = digest()
     monkeypatch.setattr("kvcore.analysis.sweep.runner.version", lambda _: "99")
     assert digest() != before
 
 
 def test_the_digest_says_what_is_run_not_how_it_was_written():
-    """Memory for as many blocks, a default spelled out, a model's name in capitals."""
+    """Equal runs have equal digests, however their options are written.
+
+    Such are memory for as many blocks, a default spelled out, and a model's name in capitals.
+    """
     assert digest(blocks=None, memory="180MiB") == digest()
     assert digest(model="Llama-3-8B", latency="roofline:compute=0.8") == digest()
 
 
 def test_files_count_by_what_is_in_them(tmp_path):
-    """A workload that was moved is the same; one that was changed is another."""
+    """The content of a workload file changes the digest, and its path does not."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
     paths = [tmp_path / name for name in "abc"]
     for path, length in zip(paths, (50, 50, 51), strict=True):
@@ -195,7 +201,7 @@ def test_files_count_by_what_is_in_them(tmp_path):
 
 
 def test_a_policy_that_was_edited_is_another_one(tmp_path, monkeypatch):
-    """The file that a plugin is written in is part of what names a cell."""
+    """The source file of a plugin is part of the digest."""
     module = sys.modules["kvcore_plugins.eviction.lru"]
     before = digest()
     edited = tmp_path / "lru.py"
@@ -205,21 +211,21 @@ def test_a_policy_that_was_edited_is_another_one(tmp_path, monkeypatch):
 
 
 def test_a_worker_that_would_run_another_cell_refuses():
-    """As one whose kvcore, plugins or files are not those that the sweep was planned with."""
+    """A worker whose digest of a cell differs from the plan returns an error."""
     outcome = CellRunner().attempt(Task("00", RunConfig(workload=ZIPF)))
     assert outcome.result is None
     assert "this process would run another cell" in outcome.error
 
 
 def test_what_a_cell_raises_is_its_outcome():
-    """Of an error that is not kvcore's own, with the place."""
+    """An unexpected exception is the outcome of its cell, with the place."""
     outcome = CellRunner().attempt(Task("00", None))
     assert outcome == Outcome("00", None, outcome.error)
     assert outcome.error.startswith("AttributeError in ")
 
 
 def test_a_cell_that_fails_leaves_the_others_alone(swept, tmp_path):
-    """It has a row without results that says why, and is tried again the next time."""
+    """A failed cell has a row with its error, and is run again by the next sweep."""
     path = tmp_path / "cut.jsonl"
     rows = [
         {"timestamp": 0, "input_length": 900, "output_length": 3, "hash_ids": [1, 2]},
@@ -236,7 +242,7 @@ def test_a_cell_that_fails_leaves_the_others_alone(swept, tmp_path):
 
 
 def test_processes_give_the_same_as_this_one(swept, tmp_path):
-    """Workers are no part of the result."""
+    """Worker processes give the same rows as a sweep in one process."""
     axes = {"workload": ZIPF, "eviction": ["lru", "fifo", "optimum"], "blocks": [20, 40]}
     here = swept("compare", **axes)
     with Journal(tmp_path / "other") as journal:
@@ -255,12 +261,12 @@ def test_processes_give_the_same_as_this_one(swept, tmp_path):
     ],
 )
 def test_executors_have_names(text, executor):
-    """With an address of a cluster behind the colon."""
+    """An executor is selected by name, with the address of a cluster after a colon."""
     assert executor_named(text, 3) == executor
 
 
 def test_a_cluster_needs_ray(monkeypatch):
-    """Without it the error says what to install."""
+    """Without ray the error gives the install command."""
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[ray\]'"):
         next(RayCluster().run([Task("00", RunConfig())]))

@@ -27,13 +27,17 @@ def swept(tmp_path):
 
 
 def digest(**fields):
-    """Return the digest of a cell."""
+    """Return the digest of a cell with these fields."""
     config = RunConfig(**{"workload": ZIPF, "blocks": 90, "replicas": 2, **fields})
     return CellRun(config, WorkloadCache()).digest
 
 
 def test_a_cell_is_a_cluster(swept):
-    """The numbers of `simulate_cluster`, in the order of the grid."""
+    """A cell with several replicas has the results of `simulate_cluster`.
+
+    Rows come in the order of the grid, and a cell with one replica has the results of
+    `simulate`.
+    """
     rows = swept(workload=ZIPF, blocks=200, replicas=[1, 3], router=ROUTERS).rows
     order = [(row["replicas"], row["router"]) for row in rows]
     assert order == [(n, router) for n in (1, 3) for router in ROUTERS]
@@ -48,7 +52,10 @@ def test_a_cell_is_a_cluster(swept):
 
 
 def test_one_server_is_run_once_for_all_routers(swept):
-    """It needs none, and its cell is that of a sweep without routers."""
+    """A cell with one replica runs once for all routers.
+
+    It is found again by a sweep without routers.
+    """
     assert swept(workload=ZIPF, blocks=200, router=ROUTERS).ran == 1
     again = swept(workload=ZIPF, blocks=200)
     assert (again.found, again.ran) == (1, 0)
@@ -56,7 +63,7 @@ def test_one_server_is_run_once_for_all_routers(swept):
 
 
 def test_processes_find_the_same(swept, tmp_path):
-    """Wherever cells run."""
+    """A sweep in two processes returns the same rows as a sweep in one."""
     axes = {"workload": ZIPF, "blocks": 200, "replicas": [2, 3], "router": ROUTERS}
     rows = swept(**axes).rows
     (tmp_path / "journal").unlink()
@@ -64,7 +71,10 @@ def test_processes_find_the_same(swept, tmp_path):
 
 
 def test_unlike_servers_are_a_value(swept):
-    """As a list of tables, which a table of results has as text."""
+    """A list of tables of unlike replicas is one value of the axis `replicas`.
+
+    The table of results shows it as text.
+    """
     fleet = [{"count": 2, "blocks": 100}, {"blocks": 50, "device": "h200"}]
     rows = swept(workload=ZIPF, replicas=[fleet, 2], fail="replica=1,at=0.5").rows
     assert [row["replicas"] for row in rows] == [
@@ -87,7 +97,10 @@ def test_unlike_servers_are_a_value(swept):
     ],
 )
 def test_a_cell_is_named_by_what_its_result_depends_on(fields):
-    """Each option makes another one; tables that say the same do not."""
+    """Each option of a cluster changes the digest of a cell.
+
+    Two replicas have the same digest as a number and as a table.
+    """
     assert digest(**fields) != digest()
     assert digest(replicas=[{"count": 2}]) == digest()
 

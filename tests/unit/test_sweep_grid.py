@@ -1,4 +1,4 @@
-"""The grid of a sweep: its order, what is left out, what cannot be."""
+"""The grid of a sweep: the order of its cells, duplicates, impossible axes and cells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvcore.config import RunConfig
 
 
 def test_the_last_axis_changes_fastest():
-    """Cells come in the order of the fields, whatever the order they were given in."""
+    """Cells come in the order of the fields, whatever the order of the arguments."""
     grid = Grid("compare", eviction=["lru", "lfu"], blocks=[10, 20], workload=["zipf", "weka"])
     cells = [(str(cell.workload), cell.blocks, str(cell.eviction)) for cell in grid]
     assert cells == [
@@ -22,26 +22,26 @@ def test_the_last_axis_changes_fastest():
 
 
 def test_a_single_value_needs_no_list():
-    """What has one value is not varied."""
+    """An axis may be a single value without a list, and is then not varied."""
     grid = Grid("compare", blocks=10, eviction=("lru", "fifo"))
     assert grid.axes["blocks"] == (10,)
     assert grid.varied == ["eviction"]
 
 
 def test_values_given_twice_count_once():
-    """Also where they are written in two ways."""
+    """Equal values of an axis count once, even if they are written in different units."""
     grid = Grid("compare", memory=["1GiB", 2**30, "1024MiB"], eviction=["lru", "lru"])
     assert grid.axes == {"memory": (2**30,), "eviction": grid.axes["eviction"]}
     assert len(list(grid)) == 1
 
 
 def test_without_axes_there_is_one_cell():
-    """A simulation as `kvcore simulate` runs it."""
+    """A grid without axes has one cell: a simulation with the defaults of `kvcore simulate`."""
     assert list(Grid()) == [RunConfig()]
 
 
 def test_a_run_without_a_clock_has_nothing_that_takes_time():
-    """The axes of the two modes differ by what they have a use for."""
+    """Only `simulate` has axes that concern time, and only `compare` has `accounting`."""
     timed, untimed = set(axes_of("simulate")), set(axes_of("compare"))
     assert timed - untimed >= {"scheduler", "latency", "slo", "rate_scale", "max_seqs"}
     assert untimed - timed == {"accounting"}
@@ -69,7 +69,7 @@ def test_a_run_without_a_clock_has_nothing_that_takes_time():
     ],
 )
 def test_axes_that_cannot_be_are_refused(mode, axes, reason):
-    """The message names the axis, and what there is."""
+    """Unknown modes, axes and values raise InputError that names the axis and the reason."""
     with pytest.raises(InputError) as refused:
         Grid(mode, **axes)
     assert reason in str(refused.value)
@@ -98,7 +98,10 @@ def test_axes_that_cannot_be_are_refused(mode, axes, reason):
     ],
 )
 def test_a_cell_that_cannot_be_is_refused_before_anything_runs(mode, axes, reason):
-    """One such cell is enough; the message names the field."""
+    """One impossible cell is refused when the plan is made.
+
+    The error begins with the name of the field.
+    """
     with pytest.raises(InputError) as refused:
         Plan.of(Grid(mode, workload="zipf", **axes))
     assert reason in str(refused.value)
@@ -112,13 +115,13 @@ def test_a_cell_that_cannot_be_is_refused_before_anything_runs(mode, axes, reaso
     ],
 )
 def test_the_optimum_is_refused_where_it_is_no_bound(axes, reason):
-    """As `compare` refuses it."""
+    """A sweep refuses the optimum with accounting by tokens and without a prefix index."""
     with pytest.raises(InputError, match=reason):
         Plan.of(Grid("compare", workload="zipf", blocks=9, eviction="optimum", **axes))
 
 
 def test_a_row_says_what_was_chosen_for_it():
-    """The pool in blocks and bytes, whichever was given; plugins as text."""
+    """A row has the pool in blocks and in bytes, and the options and plugins as text."""
     grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft_ns=10**9), None])
     first, second = Plan.of(grid).rows
     assert (first["blocks"], first["pool_bytes"]) == (512, 2**30)

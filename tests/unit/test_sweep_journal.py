@@ -1,4 +1,4 @@
-"""The journal of a sweep: what a killed writer leaves, whose it is, what is none."""
+"""The journal of a sweep: torn and damaged files, locks, and files that are no journals."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def read(path):
 
 
 def test_what_was_added_is_there_again(tmp_path):
-    """Numbers come back as they were, to the last digit."""
+    """Results read from the journal equal those that were added, to the last digit."""
     write(tmp_path / "j", CELLS)
     assert read(tmp_path / "j") == CELLS
 
 
 def test_a_line_says_what_the_cell_was(tmp_path):
-    """Axes, result and time, for people who look into the file."""
+    """A line has the axes, the result and the wall time of its cell, as readable JSON."""
     write(tmp_path / "j", {"ab": {"hits": 1}})
     *_, line = (tmp_path / "j").read_text().splitlines()
     expected = {"cell": "ab", "axes": {"blocks": 3}, "result": {"hits": 1}, "wall_s": 0.25}
@@ -47,7 +47,10 @@ def test_a_line_says_what_the_cell_was(tmp_path):
 
 @given(data=st.data())
 def test_a_torn_end_is_cut_off(tmp_path_factory, data):
-    """Wherever the file ends: whole lines are kept, and what is added next is readable."""
+    """A file cut at any byte keeps its whole lines.
+
+    Lines that are added afterwards are readable.
+    """
     path = tmp_path_factory.mktemp("torn") / "j"
     write(path, CELLS)
     whole = path.read_bytes()
@@ -60,7 +63,7 @@ def test_a_torn_end_is_cut_off(tmp_path_factory, data):
 
 
 def test_zeros_at_the_end_are_torn_too(tmp_path):
-    """Some file systems leave them after a power cut."""
+    """Zeros at the end, as some file systems leave after a power cut, lose no result."""
     write(tmp_path / "j", CELLS)
     with (tmp_path / "j").open("ab") as file:
         file.write(bytes(100))
@@ -69,7 +72,10 @@ def test_zeros_at_the_end_are_torn_too(tmp_path):
 
 @given(data=st.data())
 def test_a_changed_byte_costs_cells_but_changes_none(tmp_path_factory, data):
-    """Whichever it is: a line is told, or the last one is torn; what is left is as it was."""
+    """A changed byte loses at most two cells, and changes the result of none.
+
+    Unless it is the last byte, the journal reports a damaged line.
+    """
     path = tmp_path_factory.mktemp("changed") / "j"
     write(path, CELLS)
     damaged = bytearray(path.read_bytes())
@@ -83,7 +89,10 @@ def test_a_changed_byte_costs_cells_but_changes_none(tmp_path_factory, data):
 
 
 def test_a_line_edited_by_hand_is_told(tmp_path):
-    """By its number; the file stays as it is, and what is added after it counts."""
+    """The number of a line edited by hand is in `damaged`, and its cell is ignored.
+
+    The file is not rewritten, and a result that is added for the cell counts.
+    """
     write(tmp_path / "j", CELLS)
     lines = (tmp_path / "j").read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b'"hit_blocks":1,', b'"hit_blocks":2,')
@@ -107,7 +116,10 @@ def test_a_line_edited_by_hand_is_told(tmp_path):
     ],
 )
 def test_another_file_is_refused(tmp_path, text):
-    """A journal without digests, JSON lines of something else, a table; it stays as it is."""
+    """A file that is no journal of this version is refused and remains unchanged.
+
+    Among them are a journal without digests, other JSON lines, and a table.
+    """
     (tmp_path / "j").write_text(text)
     with pytest.raises(InputError, match=r"j:1: no line .* of an older kvcore: remove .* anew"):
         read(tmp_path / "j")
@@ -115,14 +127,14 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_two_cannot_have_it_at_once(tmp_path):
-    """The second is told which process has it."""
+    """Opening a journal that is in use raises InputError with the id of the other process."""
     with Journal(tmp_path / "j"), pytest.raises(InputError) as refused, Journal(tmp_path / "j"):
         pass
     assert f"process {os.getpid()} is using it" in str(refused.value)
 
 
 def test_the_lock_of_a_killed_process_is_none(tmp_path):
-    """The kernel takes it back: there is nothing to remove."""
+    """A journal of a killed process can be opened again without removing any file."""
     code = (
         "import os, signal, sys; from kvcore.analysis.sweep import Journal\n"
         "with Journal(sys.argv[1]) as journal:\n"
@@ -135,7 +147,10 @@ def test_the_lock_of_a_killed_process_is_none(tmp_path):
 
 
 def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
-    """No other process has the journal there: the lock itself failed."""
+    """On a file system without locks the error gives the reason of the system.
+
+    It does not report that another process uses the journal.
+    """
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -147,6 +162,6 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    """Naming it."""
+    """A journal in a missing directory raises InputError that names its path."""
     with pytest.raises(InputError, match="nowhere/j: cannot be written"):
         read(tmp_path / "nowhere" / "j")

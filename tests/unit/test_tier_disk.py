@@ -1,4 +1,4 @@
-"""The disk tier: whatever happens to its files, it gives right K/V or none."""
+"""The disk tier: whatever happens to its files, it returns correct K/V or none."""
 
 import errno
 import json
@@ -35,28 +35,29 @@ def found(path, **options):
 
 
 def filled(path):
-    """Write a path into all slots."""
+    """Write a path of blocks into all slots."""
     with opened(path) as store:
         write(store, blocks(range(SLOTS)))
 
 
 def the(path, suffix):
-    """Return the one file with a suffix."""
+    """Return the only file with this suffix."""
     (file,) = path.glob(f"*.{suffix}")
     return file
 
 
 def kills(how, path, **options):
-    """Return the command of the program that is killed."""
+    """Return the command and options of a program that writes into a tier and is killed."""
     tests = Path(tier_kills.__file__).parents[1]
     command = [sys.executable, tier_kills.__file__, how, str(path)]
     return command, {"env": os.environ | {"PYTHONPATH": str(tests)}, **options}
 
 
 def test_killed_at_any_write_leaves_no_half(tmp_path):
-    """Killed before, amid and after each of its writes, it leaves whole blocks or none.
+    """A process killed before, during or after any write leaves whole blocks only.
 
-    All headers that are found are those of right K/V, and slots not written then keep theirs.
+    Every header that is recovered belongs to correct K/V, and slots that it did not write keep
+    theirs.
     """
     command, options = kills("all", tmp_path)
     results = json.loads(subprocess.check_output(command, **options))
@@ -69,7 +70,10 @@ def test_killed_at_any_write_leaves_no_half(tmp_path):
 
 
 def test_a_killed_process_gives_its_directory_back(tmp_path):
-    """While a process writes, another is told who it is; once it is killed, all is usable."""
+    """A directory in use is refused with the id of its process until that is killed.
+
+    Afterwards all blocks that it left can be read.
+    """
     command, options = kills("on", tmp_path, stdout=subprocess.PIPE)
     for lines in (1, 7):
         with subprocess.Popen(command, **options) as writer:
@@ -87,7 +91,7 @@ def test_a_killed_process_gives_its_directory_back(tmp_path):
 
 
 def test_one_store_has_a_directory_at_a_time(tmp_path):
-    """A second store in the same process is refused too, until the first is closed."""
+    """A second store of the same process in a directory is refused while the first is open."""
     with opened(tmp_path), pytest.raises(InputError, match="in use by this process"):
         opened(tmp_path, identity=b"another")
     opened(tmp_path).thing.close()
@@ -95,9 +99,9 @@ def test_one_store_has_a_directory_at_a_time(tmp_path):
 
 @pytest.mark.parametrize("call", range(1, 9))
 def test_full_disk(tmp_path, monkeypatch, call):
-    """A write that fails for want of room raises; of its blocks none is believed wrongly.
+    """A write to a full disk raises OSError, and none of its blocks is read wrongly.
 
-    Others are still there, and once there is room it goes on.
+    Other blocks can still be read, and writing works again once there is space.
     """
     filled(tmp_path)
     pwrite, calls = os.pwrite, 0
@@ -127,7 +131,7 @@ def test_full_disk(tmp_path, monkeypatch, call):
 
 
 def test_files_may_grow_to_a_limit(tmp_path):
-    """Where a process may write no files as large as that, it is refused at the start."""
+    """A tier larger than the process's limit of file sizes is refused when it is opened."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (SLOTS * SIZE - 1, hard))
     try:
@@ -138,7 +142,10 @@ def test_files_may_grow_to_a_limit(tmp_path):
 
 
 def test_too_little_room_is_refused(tmp_path, monkeypatch):
-    """More memory than its file system has is refused; what it has already counts as room."""
+    """More memory than the file system has free is refused.
+
+    Space that the tier's own files occupy counts as free.
+    """
     filled(tmp_path)
     monkeypatch.setattr(disk, "disk_usage", lambda _: SimpleNamespace(free=SIZE))
     with pytest.raises(StorageError, match=r"has room for .* give it less memory"):
@@ -147,7 +154,7 @@ def test_too_little_room_is_refused(tmp_path, monkeypatch):
 
 
 def test_short_writes_are_continued(tmp_path, monkeypatch):
-    """A call may write or read only a part: the rest follows."""
+    """System calls that write or read only a part are repeated for the rest."""
     pwrite, preadv = os.pwrite, os.preadv
     monkeypatch.setattr(os, "pwrite", lambda file, data, at: pwrite(file, data[:700], at))
     monkeypatch.setattr(os, "preadv", lambda file, into, at: preadv(file, [into[0][:700]], at))
@@ -156,7 +163,10 @@ def test_short_writes_are_continued(tmp_path, monkeypatch):
 
 
 def test_headers_follow_their_data(tmp_path, monkeypatch):
-    """Old headers go, then K/V are written, then new headers; `sync` waits before these."""
+    """Old headers are erased, then K/V are written, then new headers.
+
+    With `sync` the K/V are on the disk before the new headers are written.
+    """
     filled(tmp_path)
     pwrite, calls = os.pwrite, []
 
@@ -182,7 +192,7 @@ def test_headers_follow_their_data(tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", [0, 1, 700, SIZE + 1])
 @pytest.mark.parametrize("suffix", ["slots", "headers"])
 def test_cut_files(tmp_path, suffix, size):
-    """A file that was cut, while it is open or before, has what is left in it, and no more."""
+    """Only whole slots of a truncated file are used, whenever it was cut."""
     filled(tmp_path)
     with opened(tmp_path) as store:
         os.truncate(the(tmp_path, suffix), size)
@@ -195,7 +205,7 @@ def test_cut_files(tmp_path, suffix, size):
 
 
 def test_removed_files(tmp_path):
-    """Where one of the files is missing there are no blocks to use, and new ones can be."""
+    """If one of its two files is missing, a tier has no blocks."""
     for suffix in ("slots", "headers"):
         filled(tmp_path)
         the(tmp_path, suffix).unlink()
@@ -203,7 +213,7 @@ def test_removed_files(tmp_path):
 
 
 def test_damaged_headers_are_counted(tmp_path, caplog):
-    """Headers that are no headers are dropped, counted, and logged once."""
+    """Damaged headers are dropped, counted and logged once."""
     filled(tmp_path)
     with the(tmp_path, "headers").open("r+b") as file:
         file.seek(2 * disk.HEADER_BYTES)
@@ -218,7 +228,7 @@ def test_damaged_headers_are_counted(tmp_path, caplog):
 
 
 def test_headers_in_other_slots_are_damaged(tmp_path):
-    """A header that lies where another one should does not make its K/V those of that slot."""
+    """A header copied to another slot counts as damaged, and that slot is not read."""
     filled(tmp_path)
     with the(tmp_path, "headers").open("r+b") as file:
         file.seek(disk.HEADER_BYTES)
@@ -231,7 +241,7 @@ def test_headers_in_other_slots_are_damaged(tmp_path):
 
 
 def test_slots_of_another_model_are_damaged(tmp_path):
-    """Headers and K/V that somebody has put into another model's files are not used there."""
+    """Headers copied from the files of another model count as damaged, and are not used."""
     for name in ("one", "two"):
         with opened(tmp_path / name, identity=name.encode()) as store:
             write(store, blocks(range(SLOTS)))
@@ -245,7 +255,7 @@ def test_slots_of_another_model_are_damaged(tmp_path):
 
 
 def test_a_damaged_file_is_kept_aside(tmp_path, caplog):
-    """Files whose first bytes are not theirs are not used, and not overwritten either."""
+    """Files with a damaged beginning are renamed, and neither used nor overwritten."""
     filled(tmp_path)
     before = the(tmp_path, "slots").read_bytes()
     with the(tmp_path, "headers").open("r+b") as file:
@@ -260,7 +270,7 @@ def test_a_damaged_file_is_kept_aside(tmp_path, caplog):
 
 
 def test_another_schema_is_left_alone(tmp_path, monkeypatch, caplog):
-    """Files of another format are neither used nor changed; the log says what they take."""
+    """Files of another format are neither used nor changed; the log names their size."""
     filled(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.glob("*.*")}
     monkeypatch.setattr(disk, "SCHEMA", disk.SCHEMA + 1)
@@ -273,7 +283,7 @@ def test_another_schema_is_left_alone(tmp_path, monkeypatch, caplog):
 
 @pytest.mark.parametrize("slots", [3, SLOTS, 20])
 def test_memory_may_change(tmp_path, slots):
-    """With more memory all blocks are found again; with less those in slots that are left."""
+    """More memory keeps all blocks; less memory keeps those whose slots remain."""
     filled(tmp_path)
     there = found(tmp_path, slots=slots)
     assert there == [f"0-{at}" for at in range(min(slots, SLOTS))]
@@ -281,14 +291,14 @@ def test_memory_may_change(tmp_path, slots):
 
 
 def test_slots_take_room_as_they_are_written(tmp_path):
-    """A file of many slots takes only the room of those that were written."""
+    """A file of many slots occupies disk space only for those that were written."""
     with opened(tmp_path, slots=10_000) as store:
         write(store, blocks([9_000]))
     assert the(tmp_path, "slots").stat().st_blocks * 512 < 100 * SIZE
 
 
 def test_others_cannot_read_it(tmp_path):
-    """Prompts of others show in K/V: the directory and its files are the owner's alone."""
+    """Only the owner can read the directory and its files, since K/V reveal prompts."""
     path = tmp_path / "deep" / "kv"
     filled(path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o700
@@ -296,7 +306,7 @@ def test_others_cannot_read_it(tmp_path):
 
 
 def test_links_are_refused(tmp_path):
-    """A link in place of a file is not followed; a link to the directory is."""
+    """A link in place of a file raises InputError; a link to the directory is followed."""
     filled(tmp_path / "kv")
     slots = the(tmp_path / "kv", "slots")
     (tmp_path / "link").symlink_to("kv")
@@ -312,7 +322,7 @@ def test_links_are_refused(tmp_path):
 
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
 def test_no_directory_is_refused(tmp_path, what):
-    """A file in its place, a pipe in place of its file, or no path: an error says which."""
+    """A file as directory, a pipe as file, or no path raises InputError with the reason."""
     path, expected = tmp_path / "kv", "cannot be used"
     if what == "file":
         path.write_text("mine")
@@ -329,7 +339,7 @@ def test_no_directory_is_refused(tmp_path, what):
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch, number):
-    """A read-only or full file system is refused, with its reason and the file."""
+    """A read-only, forbidden or full directory raises InputError with the reason and file."""
 
     def refuse(path, *_):
         raise OSError(number, os.strerror(number), path)
@@ -340,7 +350,7 @@ def test_a_directory_that_cannot_be_written(tmp_path, monkeypatch, number):
 
 
 def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
-    """Where nobody can know whether another process has it, it is not used."""
+    """A tier on a file system without locks raises InputError with the system's reason."""
 
     def refuse(*_):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
@@ -351,7 +361,7 @@ def test_a_file_system_without_locks_is_refused(tmp_path, monkeypatch):
 
 
 def test_errors_of_the_disk_are_raised(tmp_path, monkeypatch):
-    """A disk that cannot be read raises OSError, as the contract allows."""
+    """A read error of the disk raises OSError, as the contract of stores allows."""
 
     def broken(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -363,7 +373,7 @@ def test_errors_of_the_disk_are_raised(tmp_path, monkeypatch):
 
 
 def test_needs_a_package(tmp_path, monkeypatch):
-    """Without the package of its checksums it says which extra has it."""
+    """Without `xxhash` opening the tier raises PluginError that names the extra to install."""
     monkeypatch.setitem(sys.modules, "xxhash", None)
     with pytest.raises(PluginError, match=r"xxhash.*pip install 'kvcore\[torch\]'"):
         opened(tmp_path)

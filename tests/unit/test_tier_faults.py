@@ -1,4 +1,4 @@
-"""Runs on tensors above a disk or a server that fails: the text is that of a run without."""
+"""Runs on tensors above a failing disk or server generate the text of a run without tiers."""
 
 import errno
 import json
@@ -29,7 +29,10 @@ def _no_pause(monkeypatch):
 
 
 def served(tiers):
-    """Run; return the texts, what the tier counted, and its DROP lines by reason."""
+    """Return the texts of a run with this tier, and the tier's statistics.
+
+    Check that they agree with the DROP lines of the trace, by reason.
+    """
     run = compute(sessions(), tiers=[tiers], **OPTIONS)
     (level,) = run.result.cache.tiers.levels
     dropped = {}
@@ -41,7 +44,7 @@ def served(tiers):
 
 
 def files(path):
-    """Return the headers and the slots."""
+    """Return the header file and the slot file of a disk tier."""
     return [next(path.glob(f"*.{suffix}")) for suffix in ("headers", "slots")]
 
 
@@ -54,7 +57,7 @@ def flip(path, step):
 
 
 def swap(headers, slots):
-    """Let two slots change places, K/V and headers, from 512 bytes and 0 on."""
+    """Exchange the first two slots of a disk tier, K/V and headers."""
     for path, first, size in ((headers, 512, 512), (slots, 0, SLOT)):
         data = path.read_bytes()
         one, two = data[first : first + size], data[first + size : first + 2 * size]
@@ -77,7 +80,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=list(DAMAGE))
 def test_a_damaged_disk(damage, tmp_path, plain):
-    """What was damaged between two runs is not used by the second; the rest may be."""
+    """Blocks damaged between two runs do not change the text of the second run."""
     written, first = served(disk_tier(tmp_path, write="through"))
     headers, slots = files(tmp_path)
     damage(headers, slots)
@@ -87,7 +90,7 @@ def test_a_damaged_disk(damage, tmp_path, plain):
 
 
 def test_slots_of_another_schema_or_model(tmp_path, monkeypatch, plain):
-    """Files of another format, or another model's under this one's name, are not used."""
+    """Files of another format, or of another model under this model's name, are not used."""
     served(disk_tier(tmp_path, write="through"))
     monkeypatch.setattr(disk, "SCHEMA", disk.SCHEMA + 1)
     text, stats = served(disk_tier(tmp_path, write="through"))
@@ -103,13 +106,13 @@ def test_slots_of_another_schema_or_model(tmp_path, monkeypatch, plain):
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5, 9])
 def test_a_disk_that_fills_up(after, tmp_path, monkeypatch, plain):
-    """Once the disk is full nothing more is stored; what is not there is computed again."""
+    """A disk that fills up drops blocks as failed, and the run computes them again."""
     pwrite, calls = os.pwrite, 0
 
     def full(file, data, at):
         nonlocal calls
         calls += 1
-        if calls > after + 2:  # The lock and the first record are there.
+        if calls > after + 2:  # The first two write the lock and the header.
             raise OSError(errno.ENOSPC, "No space left on device")
         return pwrite(file, data, at)
 
@@ -122,7 +125,7 @@ def test_a_disk_that_fills_up(after, tmp_path, monkeypatch, plain):
 
 @pytest.mark.slow
 def test_killed_runs(tmp_path, plain):
-    """Killed at any of many writes, a run leaves what the next one can use."""
+    """A run killed at any write leaves blocks that the next run uses without dropping one."""
     tests = Path(tier_kills.__file__).parents[1]
     done = subprocess.check_output(
         [sys.executable, tier_kills.__file__, "runs", tmp_path],
@@ -139,7 +142,7 @@ def test_killed_runs(tmp_path, plain):
 @pytest.mark.parametrize("call", [8, 15])
 @pytest.mark.parametrize("what", ["stops", "restarts", "is flushed", "is full"])
 def test_a_server_that_fails(what, call, monkeypatch, plain):
-    """A server that goes, comes back empty, or has no memory left costs no text."""
+    """A Redis server that stops, restarts, is flushed or fills up does not change the text."""
     ask, calls = redis.RedisStore._ask, 0
     monkeypatch.setattr(redis, "FIRST_PAUSE", 0.0)
     monkeypatch.setattr(redis, "LONGEST_PAUSE", 0.0)
@@ -172,7 +175,7 @@ def test_a_server_that_fails(what, call, monkeypatch, plain):
 
 @pytest.mark.parametrize("answer", [None, b"", b"?\r\n", b"$-1\r\n", b":1\r\n", b"*0\r\n"])
 def test_a_server_that_answers_anything(answer, plain):
-    """What is no Redis is no tier: the run goes on without, also where it never answers."""
+    """A server that answers no Redis protocol, or never, does not change the text."""
     with answering(answer) as (url, asked):
         text, stats = served(tier("redis", url=url, timeout=0.2))
         assert text == plain

@@ -1,4 +1,4 @@
-"""The host tier: memory that is taken as it is used."""
+"""The host tier: K/V in memory that is allocated as it is used."""
 
 import mmap
 from contextlib import closing
@@ -19,7 +19,7 @@ def opened(slots=SLOTS):
 
 
 def test_keeps_blocks():
-    """What was written is read, until it is dropped or the slot is another block's."""
+    """A written block can be read until it is dropped or its slot is written again."""
     old, new = blocks([5, 0, 7]), blocks([5], text=1)
     with opened() as store:
         write(store, old)
@@ -31,7 +31,7 @@ def test_keeps_blocks():
 
 
 def test_takes_memory_as_it_is_used():
-    """Slots that are not used take no memory."""
+    """Slots that are not written occupy no memory."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
@@ -43,14 +43,14 @@ def test_takes_memory_as_it_is_used():
 
 
 def test_more_than_the_host_has_is_refused(monkeypatch):
-    """More memory than is free is refused at the start: later the process would be killed."""
+    """A tier larger than the free memory of the host is refused when it is opened."""
     monkeypatch.setattr(host, "host_memory", lambda: (SIZE, None))
     with pytest.raises(InputError, match="give it less"):
         opened()
 
 
 def test_memory_that_cannot_be_had_is_refused(monkeypatch):
-    """Where the system gives no such range of addresses, an error says what was asked for."""
+    """If the system cannot map the memory, InputError gives its size and the reason."""
 
     def refuse(*_, **__):
         raise OSError(12, "Cannot allocate memory")

@@ -1,4 +1,4 @@
-"""The option `tier`: what it reads in text, TOML and Python, and what it builds of it."""
+"""The option `tier`: how text, TOML and Python are read, and the tiers that are built."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HOST, DISK = Spec("host", {"memory": "1GiB"}), Spec("disk", {"memory": "2GiB"})
 
 
 def levels(**options):
-    """Return the levels below a cache of 90 blocks."""
+    """Return the levels of tiers below a cache of 90 blocks."""
     return RunParts(RunConfig(workload=ZIPF, blocks=90, **options)).cache().tiers.levels
 
 
@@ -38,13 +38,13 @@ def levels(**options):
     ],
 )
 def test_several_tiers_are_read(given):
-    """In one text or in lists, in order."""
+    """Several tiers may be given in one text or in lists, and keep their order."""
     assert RunConfig(tier=given).tier == (HOST, DISK)
 
 
 @pytest.mark.parametrize("given", [None, "none", (), [], ["none"]])
 def test_there_may_be_no_tier(given):
-    """However that is said."""
+    """None, "none" and empty lists all mean a cache without tiers."""
     assert RunConfig(tier=given).tier == ()
     assert RunParts(RunConfig(workload=ZIPF, blocks=90, tier=given)).cache().tiers is None
 
@@ -59,14 +59,17 @@ def test_there_may_be_no_tier(given):
     ],
 )
 def test_a_tier_is_given_in_any_way(given):
-    """Text, an instance or a function make the same tier."""
+    """Text, an instance, a list and a function make the same tier."""
     (level,) = levels(tier=given)
     assert type(level.tier) is Host
     assert level.tier.memory == 2**30
 
 
 def test_the_eviction_policy_of_a_tier_may_have_an_option():
-    """After a second colon; it is built as that of the pool is."""
+    """An eviction policy of a tier may have an option after a second colon.
+
+    A random policy gets the seed of the run.
+    """
     first, second = levels(
         tier="host:memory=1GiB,eviction=lfu:half_life=30,disk:memory=1GiB,eviction=random",
         seed=7,
@@ -92,20 +95,23 @@ def test_the_eviction_policy_of_a_tier_may_have_an_option():
     ],
 )
 def test_what_cannot_be_built_is_refused(tier, reason):
-    """The message begins with the name of the option."""
+    """A tier that cannot be built raises InputError that begins with "tier:"."""
     with pytest.raises(InputError) as refused:
         levels(tier=tier)
     assert str(refused.value).startswith(f"tier: {reason}")
 
 
 def test_contiguous_memory_has_no_tiers():
-    """Nothing in it could be moved."""
+    """Contiguous allocation refuses tiers, since it has no blocks to move."""
     with pytest.raises(InputError, match="allocation='contiguous' has no blocks that a tier"):
         simulate(ZIPF, blocks=90, tier="host:memory=1GiB", allocation="contiguous")
 
 
 def test_a_cache_of_the_callers_has_its_tiers_below_it():
-    """`Tiers` puts them there; `tier=` is for a cache that is built."""
+    """A caller's cache has tiers only if `Tiers` was made for it.
+
+    The option `tier` is refused together with a cache.
+    """
     cache = KVCache(900, 16, accounting="tokens")
     Tiers(cache, ["host:memory=1GiB,write=through"], 2**21)
     assert simulate(RunParts(RunConfig(workload=ZIPF)).workload, cache=cache).summary()[
@@ -127,7 +133,10 @@ SMALL = 'workload = "zipf:requests=20,prefixes=3"\nblocks = 90\n'
     ],
 )
 def test_files_have_lists_and_tables(toml, tmp_path):
-    """Paths are relative to the file; a run's JSON lists the tiers, nearest first."""
+    """A TOML file gives tiers as text, list or tables, with paths relative to the file.
+
+    The JSON output of a run lists them from the nearest on.
+    """
     (tmp_path / "run.toml").write_text(SMALL + toml)
     done = run_here("simulate", "--config", tmp_path / "run.toml", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -137,7 +146,7 @@ def test_files_have_lists_and_tables(toml, tmp_path):
 
 
 def test_the_flag_is_repeated_and_wins_over_the_file(tmp_path):
-    """Each adds a tier; together they stand for what the file says."""
+    """Repeated flags `--tier` each add a tier, and replace the tiers of the file."""
     (tmp_path / "run.toml").write_text(f'{SMALL}tier = "redis:memory=1GiB"\n')
     flags = ("--tier", "host:memory=1GiB", "--tier", "disk:memory=2GiB")
     command = "simulate", "--config", tmp_path / "run.toml", "--json"
@@ -152,7 +161,10 @@ def test_the_flag_is_repeated_and_wins_over_the_file(tmp_path):
 
 
 def test_an_axis_has_a_choice_of_tiers_as_a_value():
-    """One text may name several; what differs in a tier or its policy is another cell."""
+    """A value of the axis `tier` may name several tiers; equal values count once.
+
+    Another tier, policy or policy option makes another cell.
+    """
     grid = Grid(
         workload=ZIPF,
         blocks=90,
@@ -170,7 +182,10 @@ def test_an_axis_has_a_choice_of_tiers_as_a_value():
 
 
 def test_a_comparison_has_the_hits_of_pool_and_tiers():
-    """Beside those of the pool; the optimum bounds both; each row has tiers of its own."""
+    """A comparison reports the hits of the tiers beside those of the pool.
+
+    Together they are bounded by the optimum, and tiers do not change the hits of the pool.
+    """
     asked = "zipf:requests=60,prefixes=9", "lru,fifo,optimum", [150, 300]
     found = compare(*asked, tier="host:memory=1GiB,disk:memory=2GiB")
     *policies, small, large = found.rows
@@ -188,7 +203,10 @@ def test_a_comparison_has_the_hits_of_pool_and_tiers():
 
 
 def test_the_command_tells_the_hits_of_pool_and_tiers():
-    """In rows of their own, with their share of the bound; JSON has the fields."""
+    """`kvcore compare` prints the hits of pool and tiers in rows of their own.
+
+    They show the share of the bound; the JSON output has the same fields.
+    """
     command = "compare", ZIPF, "--blocks", "20", "--tier", "host:memory=1GiB"
     done = run_here(*command, "--eviction", "lru,optimum")
     assert (done.returncode, done.stderr) == (0, "")
@@ -200,7 +218,7 @@ def test_the_command_tells_the_hits_of_pool_and_tiers():
 
 
 def test_a_sweep_without_a_clock_has_tiers_too():
-    """The same numbers as a comparison has, the optimum's bound among them."""
+    """A sweep without a clock reuses as many blocks as `compare` with the same tier."""
     grid = Grid("compare", workload=ZIPF, blocks=20, tier=HOST, eviction=["lru", "optimum"])
     lru, bound = (CellRun(cell, WorkloadCache()).run() for cell in grid)
     expected = compare(ZIPF, "lru,optimum", 20, tier=HOST, seed=0).rows
@@ -210,7 +228,7 @@ def test_a_sweep_without_a_clock_has_tiers_too():
 
 
 def test_each_disk_is_a_tier_of_its_own():
-    """Two of one kind are told apart by a number."""
+    """Two disks have numbered names, `disk-1` and `disk-2`."""
     tiers = RunParts(
         RunConfig(workload=ZIPF, blocks=90, tier=[Disk(memory="1GiB"), DISK])
     ).cache()

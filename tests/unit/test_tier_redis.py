@@ -1,4 +1,4 @@
-"""The Redis tier: whatever its server does, it gives right K/V, none, or an OSError."""
+"""The Redis tier: whatever its server does, it returns correct K/V, none, or an OSError."""
 
 import sys
 from contextlib import closing, suppress
@@ -27,7 +27,7 @@ def opened(url, slots=SLOTS, **options):
 
 @pytest.fixture
 def url(redis_server, redis_client):
-    """Return where a server with nothing in it is."""
+    """Return the URL of an empty server."""
     assert not redis_client.dbsize()
     return redis_server.url
 
@@ -42,13 +42,13 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def own_server():
-    """Run a server for this test alone, which it may stop."""
+    """Run a server for this test alone, which the test may stop."""
     with running() as server:
         yield server
 
 
 def test_large_blocks_are_many_values(url, redis_client, monkeypatch):
-    """A block is kept in values of bounded size, and moved in bounded batches."""
+    """A large block is stored as values of bounded size, and moved in bounded batches."""
     monkeypatch.setattr(redis, "CHUNK_BYTES", 700)
     monkeypatch.setattr(redis, "BATCH_BYTES", 2 * SIZE)
     path = blocks(range(5))
@@ -62,7 +62,7 @@ def test_large_blocks_are_many_values(url, redis_client, monkeypatch):
 
 @pytest.mark.parametrize("field", [b"0", b"2", b"header"])
 def test_a_missing_value_is_noticed(url, redis_client, monkeypatch, field):
-    """A block of which a value is gone, or of another type, is not right."""
+    """A block with a missing or changed value is not read; a value of another type raises."""
     monkeypatch.setattr(redis, "CHUNK_BYTES", 1100)
     path = blocks([4])
     with opened(url) as store:
@@ -80,7 +80,7 @@ def test_a_missing_value_is_noticed(url, redis_client, monkeypatch, field):
 
 
 def test_time_to_live(url, redis_client):
-    """A block lives `ttl` seconds from when it was written or read; without, for ever."""
+    """A block expires `ttl` seconds after its last write or read, and never without `ttl`."""
     for ttl, least, most in ((50.0, 40_000, 50_000), (None, -1, -1)):
         path = blocks([0])
         with opened(url, ttl=ttl) as store:
@@ -94,7 +94,7 @@ def test_time_to_live(url, redis_client):
 
 
 def test_two_runs_share_blocks(url):
-    """Of the same model, a later run finds what another has, and misses what that drops."""
+    """Two runs of one model share blocks, and both miss a block that one of them drops."""
     path = blocks([5, 6, 7])
     with opened(url) as store, opened(url) as other:
         write(store, path)
@@ -106,7 +106,7 @@ def test_two_runs_share_blocks(url):
 
 
 def test_takes_no_more_than_its_slots(url):
-    """A run with less memory takes as many blocks as it has slots for, first ones first."""
+    """A run with less memory recovers as many blocks as it has slots, from the first on."""
     with opened(url) as store:
         write(store, blocks(range(SLOTS)))
     with opened(url, slots=3) as store:
@@ -114,7 +114,7 @@ def test_takes_no_more_than_its_slots(url):
 
 
 def test_a_flushed_server_has_nothing(url, redis_client):
-    """Blocks that somebody else has deleted are neither present nor read; new ones are."""
+    """Blocks deleted on the server are neither present nor read; new ones can be written."""
     path = blocks(range(3))
     with opened(url) as store:
         write(store, path)
@@ -125,7 +125,7 @@ def test_a_flushed_server_has_nothing(url, redis_client):
 
 
 def test_a_full_server(own_server):
-    """Where the server has no memory left a write raises, and nothing of it is there."""
+    """A write to a full server raises OSError and stores none of its blocks."""
     old, new = blocks(range(3)), blocks(range(3, SLOTS), text=1)
     with own_server.client() as client, opened(own_server.url) as store:
         write(store, old)
@@ -139,7 +139,7 @@ def test_a_full_server(own_server):
 
 
 def test_a_server_that_stops_and_comes_back(own_server, clock):
-    """While it is away every call raises OSError; when it is back, empty, all goes on."""
+    """Calls raise OSError while the server is down, and work when it restarts empty."""
     path = blocks(range(3))
     with opened(own_server.url) as store:
         write(store, path)
@@ -160,7 +160,7 @@ def test_a_server_that_stops_and_comes_back(own_server, clock):
 
 
 def test_pauses_grow(clock):
-    """After each failure the server is left alone for twice as long, up to 30 s."""
+    """After each failure in a row the pause before the next attempt doubles, up to 30 s."""
     path = blocks([0])
     with answering(b"?!\r\n") as (url, asked), opened(url) as store:
         store._held[0] = path[0]
@@ -201,7 +201,10 @@ GARBAGE = {
 
 
 def hurry(store, seconds):
-    """Let answers take no longer from now on: a greeting may, where others use the CPU."""
+    """Shorten the time-out of all later answers, but not of the greeting.
+
+    A greeting may take longer on a busy CPU.
+    """
     pool = store._client.connection_pool
     pool.disconnect()
     pool.connection_kwargs["socket_timeout"] = seconds
@@ -209,7 +212,7 @@ def hurry(store, seconds):
 
 @pytest.mark.parametrize("answer", GARBAGE.values(), ids=list(GARBAGE))
 def test_garbage(answer, clock):
-    """What is no answer of Redis is an error or no block: never a crash, never K/V."""
+    """An invalid answer raises OSError or finds no block; it never crashes or returns K/V."""
     path = blocks(range(2))
     with answering(answer) as (url, _), opened(url, timeout=0.2) as store:
         hurry(store, 0.05)
@@ -227,7 +230,7 @@ def test_garbage(answer, clock):
 
 @pytest.mark.parametrize("greets", [True, False])
 def test_a_server_that_never_answers(greets, clock):
-    """A server that takes commands and says nothing costs the time-out, then OSError."""
+    """Calls to a server that never answers raise an error after the time-out."""
     path = blocks([0])
     with answering(None, greets=greets) as (url, _):
         if not greets:
@@ -243,7 +246,7 @@ def test_a_server_that_never_answers(greets, clock):
 
 
 def test_endless_scans_end(clock):
-    """A server whose scan never ends is left after as many blocks or seconds as are enough."""
+    """`recover` ends after a bounded time on a server whose scan never ends."""
     endless = b"*2\r\n$1\r\n7\r\n*0\r\n"
     with answering(endless) as (url, asked), opened(url) as store:
         scan = store._ask
@@ -258,7 +261,7 @@ def test_endless_scans_end(clock):
 
 
 def test_no_server_is_refused():
-    """Where no server is, opening says so, and what to do."""
+    """Opening a tier without a server raises InputError that suggests to start one."""
     with answering(b"") as (url, _):
         pass
     with pytest.raises(InputError, match=r"redis://127.*does not answer.*start the server"):
@@ -269,7 +272,7 @@ def test_no_server_is_refused():
     "url", ["redis://me:secret@127.0.0.1:1/0", "http://me:secret@h/", "redis://me:secret@h:x/0"]
 )
 def test_credentials_are_shown_nowhere(url):
-    """Neither options, text, header nor error of the tier has its user or its password."""
+    """User and password of the URL are in no option, text, header or error of the tier."""
     tier = Redis(url=f"{url}?password=secret", memory=SIZE)
     out = BytesIO()
     trace = Trace(out)
@@ -289,14 +292,14 @@ def test_credentials_are_shown_nowhere(url):
     "wrong", ["latency=-1", "ttl=x", "timeout=0", "colour=red", "url=x", "memory=2", "=", ":x"]
 )
 def test_credentials_are_not_in_errors_of_options(wrong):
-    """An error about another option repeats the text, but for user and password."""
+    """An error about another option repeats the given text without the password."""
     with pytest.raises(InputError) as error:
         resolve("tier", f"redis:memory=1GiB,url=redis://me:secret@h/0?password=secret,{wrong}")
     assert "secret" not in str(error.value)
 
 
 def test_needs_a_package(monkeypatch):
-    """Without the client's package it says which extra has it."""
+    """Without the package `redis`, opening raises PluginError that names the extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[redis\]'"):
         opened("redis://127.0.0.1:1/0")

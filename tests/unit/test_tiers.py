@@ -1,4 +1,4 @@
-"""What moves between a pool and its tiers, and when: small stories, told to the nanosecond."""
+"""Moves of blocks between a pool and its tiers, with times exact to the nanosecond."""
 
 import attrs
 import orjson
@@ -13,17 +13,17 @@ from kvcore.tiers import Tier, Tiers
 from kvcore_plugins.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
-"""A block of 64 bytes takes a nanosecond."""
+"""Bandwidths at which a block of 64 bytes moves in one nanosecond."""
 
 
 @attrs.define(slots=False, eq=False)
 class Slow(LatencyModel):
-    """A token of a prompt takes 100 ns, and a step of decoding too."""
+    """A latency model of 100 ns for each prompt token and for each step that decodes."""
 
     name = "slow"
 
     def pieces(self, work):
-        """Return one flat line."""
+        """Return a single constant piece."""
         return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
 
 
@@ -33,7 +33,10 @@ def prompt(branch, blocks):
 
 
 def shared(*rows, spaced=10**6):
-    """Return requests far apart: each row is a branch and its blocks, and a token more."""
+    """Return requests `spaced` ns apart.
+
+    Each row is a branch and its number of blocks; the prompt has one token more.
+    """
     return [
         ask(number, number * spaced, blocks * BLOCK + 1, keys=prompt(branch, blocks))
         for number, (branch, blocks) in enumerate(rows)
@@ -52,21 +55,21 @@ def stats(run, *names, number=0):
 
 
 ROTATION = ((1, 4), (2, 4), (3, 4), (1, 4), (2, 4), (3, 4))
-"""Three prompts in turn, of which a pool of nine blocks holds one and a half."""
+"""Three prompts of four full blocks in turn; a pool of nine blocks does not hold all three."""
 
 
 def test_evicted_blocks_are_loaded_again():
-    """With write=evict what the pool evicts is found below, by every request that needs it."""
+    """With write=evict, evicted blocks are loaded by every later request that needs them."""
     run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=(f"host:memory=1MB,{FAST}",))
     assert list(run.result.log.hit) == [0] * 6
     assert list(run.result.log.loaded) == [0, 0, 0, 16, 16, 16]
-    # 16 tokens come in 4 ns, after as many of victims have gone; one is left to be computed.
+    # 16 tokens load in 4 ns, after 16 tokens of victims were stored in 4; one is computed.
     waits = [row["first_token"] - row["arrival"] for row in run.rows.values()]
     assert waits == [1700, 1700, 1700, 108, 108, 104]
 
 
 def test_not_only_the_first_of_a_prefix_loads():
-    """Requests that share a prefix and arrive together all load it, one after the other."""
+    """Requests that share a prefix and arrive together load it one after the other."""
     requests = shared((1, 4), (2, 4), (3, 4))
     at = 5 * 10**6
     requests += [ask(f"same {n}", at, 17, keys=prompt(1, 4)) for n in range(2)]
@@ -78,7 +81,7 @@ def test_not_only_the_first_of_a_prefix_loads():
 
 
 def test_others_run_while_a_load_is_under_way():
-    """A request that waits for its load keeps no other one from running."""
+    """A request that waits for its load does not delay other requests."""
     requests = shared((1, 4), (2, 4), (3, 4))
     at = 5 * 10**6
     requests += [ask("loads", at, 17, keys=prompt(1, 4)), ask("other", at, 4, output=3)]
@@ -88,7 +91,7 @@ def test_others_run_while_a_load_is_under_way():
 
 
 def test_write_through_stores_at_once():
-    """With write=through all that is committed is below at once, and eviction moves nothing."""
+    """With write=through blocks are stored at commit, and an eviction moves nothing."""
     run = serve(
         shared(*ROTATION), blocks=9, latency=Slow(),
         tiers=(f"host:memory=1MB,write=through,{FAST}",),
@@ -109,7 +112,7 @@ def test_write_n_stores_what_is_used(uses, stored):
 
 
 def test_victims_of_a_tier_go_to_the_next():
-    """What the host evicts is on the disk, from where it is loaded."""
+    """Blocks that the host evicts move to the disk and are loaded from there."""
     tiers = (f"host:memory={4 * SLOT},{FAST}", f"disk:memory=1MB,{FAST}")
     run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=tiers)
     assert list(run.result.log.loaded)[3:] == [16, 16, 16]
@@ -119,7 +122,7 @@ def test_victims_of_a_tier_go_to_the_next():
 
 
 def test_exclusive_blocks_leave_when_loaded():
-    """With keep=exclusive what comes up is no longer below; inclusive, it is in both."""
+    """With keep=exclusive a loaded block leaves its level; with keep=inclusive it stays."""
     for keep, moved in (("exclusive", 4), ("inclusive", None)):
         run = serve(
             shared(*ROTATION[:4]), blocks=9, latency=Slow(),
@@ -129,7 +132,7 @@ def test_exclusive_blocks_leave_when_loaded():
 
 
 def test_a_level_that_never_loads_hides_nothing_below():
-    """With load=never a level is passed over: what a farther one has as well is loaded."""
+    """A level with load=never is skipped, and blocks are loaded from the level below it."""
     tiers = (
         f"host:memory=1MB,write=through,load=never,{FAST}",
         f"disk:memory=1MB,write=through,{FAST}",
@@ -141,7 +144,7 @@ def test_a_level_that_never_loads_hides_nothing_below():
 
 
 def test_a_busy_link_writes_nothing_more():
-    """A write that would wait longer than max_wait is not done, and counted."""
+    """A write that would wait longer than `max_wait` is skipped and counted."""
     slow = "host:memory=1MB,read_bandwidth=64GB,write_bandwidth=64kB,max_wait=0"
     run = serve(shared(*ROTATION, spaced=10_000), blocks=9, latency=Slow(), tiers=(slow,))
     stored, skipped = stats(run, "stored", "skipped")
@@ -150,7 +153,7 @@ def test_a_busy_link_writes_nothing_more():
 
 
 def test_paths_longer_than_a_level_keep_their_beginning():
-    """A level smaller than a path stores the first of its blocks."""
+    """A level smaller than a path stores the first blocks of the path."""
     run = serve(
         shared((1, 8), (2, 8), (1, 8)), blocks=9, latency=Slow(),
         tiers=(f"host:memory={3 * SLOT},write=through,{FAST}",),
@@ -161,7 +164,7 @@ def test_paths_longer_than_a_level_keep_their_beginning():
 
 
 def test_retention_priorities_go_down_with_their_blocks():
-    """A stored block has the retention priority it had above, for the time that is left."""
+    """A stored block keeps its retention priority and the time until which it holds."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     (level,) = Tiers(cache, ["host:memory=1MB,write=through"], SLOT).levels
     hint = kvcore.request.Retention(0, 2 * BLOCK, 80, 50)
@@ -175,13 +178,13 @@ def test_retention_priorities_go_down_with_their_blocks():
 # Preemption by swap.
 
 TWO = [ask("a", prompt=8, output=12), ask("b", prompt=8, output=12)]
-"""Requests that need five blocks each in the end."""
+"""Two requests that need five blocks each at their end."""
 
 ALWAYS = f"host:memory=1MB,load=always,{FAST}"
 
 
 def test_a_swapped_request_computes_one_token():
-    """It resumes where it was: nothing is computed twice, but the step it was taken from."""
+    """A swapped request computes one token again when it resumes, and no more."""
     run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
     assert (run.result.log.swaps[-1], run.sum("recomputes")) == (1, 0)
     _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
@@ -191,7 +194,10 @@ def test_a_swapped_request_computes_one_token():
 
 
 def test_a_swap_is_on_record():
-    """PREEMPT says swap; what is parked goes down, comes up, and gives its slots back."""
+    """A swap is recorded as PREEMPT, OFFLOAD, LOAD_START, LOAD and DROP.
+
+    Afterwards no slot of the level is parked.
+    """
     run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
     told = [
         (line["event"], line.get("how") or line.get("parked") or line.get("reason"))
@@ -209,7 +215,7 @@ def test_a_swap_is_on_record():
 
 
 def test_swap_or_recompute_by_what_takes_less_time():
-    """Where out and in take longer than to compute again, blocks are freed instead."""
+    """A preempted request is recomputed if the swap would take longer."""
     for rate, swaps in ((64, 0), (64 * 10**9, 1)):
         tier = f"host:memory=1MB,read_bandwidth={rate},write_bandwidth={rate},latency=0"
         run = serve(TWO, blocks=6, latency=Slow(), tiers=(tier,))
@@ -217,7 +223,7 @@ def test_swap_or_recompute_by_what_takes_less_time():
 
 
 def test_a_swap_waits_for_a_busy_link_once():
-    """What comes up goes behind what went down, which went behind all else."""
+    """The estimated time of a swap counts the queue of its link once, then write and read."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
     (level,) = tiers.levels
@@ -230,7 +236,7 @@ def test_a_swap_waits_for_a_busy_link_once():
 
 @pytest.mark.parametrize("forks", [False, True])
 def test_what_could_not_be_restored_is_not_swapped(forks):
-    """Forks share private blocks, and a retention policy has seen what it could not again."""
+    """A forked sequence is not swapped, nor one under a retention policy."""
     retention = None if forks else kvcore.Plugins().build("retention", "window:tokens=99")
     cache = KVCache(
         100, BLOCK, accounting="tokens", key_tokens=BLOCK, retention=retention, ids=True
@@ -245,14 +251,17 @@ def test_what_could_not_be_restored_is_not_swapped(forks):
 
 
 def test_no_swap_without_room():
-    """A level with too few slots for a sequence takes none of it."""
+    """A sequence is recomputed if a level has too few slots for all of its blocks."""
     tier = f"host:memory={2 * SLOT},load=always,{FAST}"
     run = serve(TWO, blocks=6, latency=Tally(), tiers=(tier,))
     assert (sum(run.result.log.swaps), run.sum("recomputes")) == (0, 1)
 
 
 def test_loads_that_hold_all_blocks_end():
-    """Who finds no block while others load gives its own up, and goes on when they are done."""
+    """A request is preempted if it needs a block and loads in progress hold them all.
+
+    It continues when the loads are done: swapped to a host, or recomputed above a disk.
+    """
     requests, at = shared((1, 4), (2, 4)), 5 * 10**6
     requests += [ask("loads", at, 17, keys=prompt(1, 4)), ask("grows", at, 4, output=14)]
     for parks in (True, False):
@@ -265,7 +274,7 @@ def test_loads_that_hold_all_blocks_end():
 
 
 def test_parked_blocks_are_no_victims():
-    """Blocks of a preempted sequence stay in a level that is full, whatever is written."""
+    """Parked blocks of a preempted sequence are not evicted from a full level."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [f"host:memory={4 * SLOT},write=through,{FAST}"], SLOT)
     (level,) = tiers.levels
@@ -287,7 +296,7 @@ def test_parked_blocks_are_no_victims():
 
 
 def test_a_preempted_prefill_parks_what_is_computed():
-    """A prompt that is half computed resumes there, and not at its end."""
+    """A sequence swapped during its prefill resumes at the tokens computed before."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [ALWAYS], SLOT)
     seq = cache.open(ask("a", prompt=40))
@@ -301,7 +310,7 @@ def test_a_preempted_prefill_parks_what_is_computed():
 
 
 def test_swaps_of_long_prefills_leave_no_token_out():
-    """Swapped again while its prompt is computed anew, a request has all its tokens."""
+    """A request swapped again during its prefill still computes all tokens of its prompt."""
     requests = [
         ask(name, at, prompt=30, output=20, priority=rank)
         for name, at, rank in (("a", 0, 2), ("b", 30, 1), ("c", 60, 0), ("d", 90, 0))
@@ -314,11 +323,14 @@ def test_swaps_of_long_prefills_leave_no_token_out():
     assert prefill >= 120 + sum(run.result.log.swaps)
 
 
-# What they are made of.
+# Capacity, links, names and policies of levels.
 
 
 def test_capacity_counts_blocks_of_all_layers():
-    """Slots are memory over the bytes of a block in all layers, whatever groups these form."""
+    """A tier has its memory divided by the bytes of a block in all layers as slots.
+
+    This holds for models with several groups of layers.
+    """
     for model in ("gpt-oss-20b", "gemma-3-27b", "mistral-7b-v0.1"):
         result = kvcore.simulate(
             "zipf", limit=5, model=model, device="h200", tensor_parallel=4, block_size=16,
@@ -331,7 +343,7 @@ def test_capacity_counts_blocks_of_all_layers():
 
 
 def test_links_of_gpus_add_up():
-    """A host link is one a GPU; that of a disk is one for all."""
+    """The bandwidth of a host is multiplied by the number of GPUs; that of a disk is not."""
     cache = KVCache(10)
     tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB"], SLOT, devices=4)
     host, disk = (level.link.load_ns(10**9, 0) for level in tiers.levels)
@@ -340,22 +352,22 @@ def test_links_of_gpus_add_up():
 
 
 def test_levels_of_one_kind_have_numbers():
-    """Two hosts are told apart by number, in reports and traces."""
+    """Two tiers of one kind have numbered names."""
     cache = KVCache(10)
     tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB", "host:memory=1MB"], SLOT)
     assert [level.name for level in tiers.levels] == ["host-1", "disk", "host-2"]
 
 
 def test_a_policy_that_fails_in_a_tier_ends_the_use_of_the_cache():
-    """Its error names it, and every call after it says the same."""
+    """A policy of a tier that raises is named by PolicyError, in every later call as well."""
 
     class Broken(EvictionPolicy):
-        """Has no victim."""
+        """An eviction policy that raises in `victim`."""
 
         name = "broken"
 
         def victim(self, now):
-            """Fail."""
+            """Raise an error."""
             raise RuntimeError(now)
 
     cache = KVCache(8, BLOCK, accounting="tokens", key_tokens=BLOCK)
@@ -369,28 +381,28 @@ def test_a_policy_that_fails_in_a_tier_ends_the_use_of_the_cache():
 
 
 def test_policies_of_tiers_hear_what_those_of_the_pool_hear():
-    """Misses reach a policy that knows what it evicted, queued requests one that looks on."""
+    """The eviction policy of a tier is called for queued requests and for misses."""
     heard = []
 
     class Curious(EvictionPolicy):
-        """Notes what it is told, and evicts the first it finds."""
+        """An eviction policy that records the calls of its hooks."""
 
         name = "curious"
 
         def on_miss(self, request, hit_blocks, now):
-            """Note it."""
+            """Record the miss."""
             heard.append(("miss", request.id, hit_blocks))
 
         def on_queued(self, request, now, *, front=False):
-            """Note it."""
+            """Record the request."""
             heard.append(("queued", request.id))
 
         def victim(self, now):
-            """Fail: nothing has to leave here."""
+            """Fail, since this run needs no eviction."""
             raise AssertionError(now)
 
     class Own(Tier):
-        """A tier in code."""
+        """A tier class that is no plugin."""
 
         name = "own"
 
@@ -402,7 +414,7 @@ def test_policies_of_tiers_hear_what_those_of_the_pool_hear():
 
 
 def test_header_names_the_tiers():
-    """The header of a trace has every tier, with options, slots and what a slot holds."""
+    """The header of a trace has each tier's options, number of slots and bytes of a slot."""
     run = serve(shared((1, 1)), tiers=("host:memory=1000,eviction=arc", "disk:memory=1MB"))
     header = orjson.loads(run.trace.splitlines()[0])
     assert [(t["name"], t["slots"], t["slot_bytes"]) for t in header["tiers"]] == [
@@ -412,7 +424,7 @@ def test_header_names_the_tiers():
 
 
 def test_a_hierarchy_may_be_empty():
-    """Without a tier nothing is stored or loaded, and the cache works."""
+    """A cache with an empty list of tiers works, and stores nothing below."""
     cache = KVCache(8, BLOCK)
     tiers = Tiers(cache, [], SLOT)
     (request,) = shared((1, 2))
@@ -423,13 +435,16 @@ def test_a_hierarchy_may_be_empty():
 
 
 def test_memory_smaller_than_a_block_is_refused():
-    """The message says what a block takes in all layers."""
+    """A tier smaller than a block raises InputError with the bytes of a block."""
     with pytest.raises(InputError, match="takes 64 bytes in all layers"):
         serve([], tiers=("host:memory=63",))
 
 
 def test_fragmentation_counts_loaded_tokens():
-    """Slots filled from a tier hold tokens like others: none is left idle in the end."""
+    """The shares of fragmentation are valid when tokens are loaded from a tier.
+
+    They lie between 0 and 1.
+    """
     cache = KVCache(9, BLOCK, accounting="tokens", key_tokens=BLOCK)
     Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
     result = kvcore.serving.simulate(

@@ -1,4 +1,4 @@
-"""Runs on tensors whose blocks move to tiers and back: the text is that of a run without."""
+"""Runs on tensors whose blocks move to tiers and back generate the same text as without."""
 
 from threading import Event
 from threading import enumerate as threads
@@ -20,7 +20,7 @@ MODEL = "transformer:layers=2,hidden=16,heads=2,kv_heads=1,head_dim=8,mlp=16,voc
 
 
 def sessions(turns=3, users=4, prompt=40, output=9, gap=400):
-    """Return requests of users who come back with what they had said before, and more."""
+    """Return requests of users whose prompts extend their earlier prompts."""
     found = []
     for turn in range(turns):
         for user in range(users):
@@ -32,7 +32,7 @@ def sessions(turns=3, users=4, prompt=40, output=9, gap=400):
 
 
 def tier(name="host", blocks=40, size=None, **options):
-    """Return a tier of so many slots, which is used whenever it can be."""
+    """Return the option of a tier with this many slots that loads whenever it can."""
     size = slot_bytes_of(SPEC, 4) if size is None else size
     options = {"memory": blocks * size, "latency": 0, "load": "always"} | options
     return f"{name}:" + ",".join(f"{key}={value}" for key, value in options.items())
@@ -47,7 +47,7 @@ def moved(run, column="loaded"):
 @pytest.mark.parametrize("swaps", [False, True], ids=["evicted", "swapped"])
 @pytest.mark.parametrize("codec", CODECS)
 def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
-    """With a small pool, blocks and parked sequences come back as they were, in any codec."""
+    """Loads and swaps with a small pool do not change the text, whatever the codec."""
     pytest.importorskip("torch", reason="K/V lies in tensors")
     size = slot_bytes_of(resolve("generator", MODEL).spec, 16, codec=codec)
     requests = [
@@ -62,8 +62,8 @@ def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
         tier("disk", 40, size, path=tmp_path, write=write),
     ]
     run = compute(requests, tiers=tiers, **options)
-    # Without a pool that is too small: what is swapped goes on as if nothing had happened,
-    # where what is computed again, all at once, may read coded blocks that were not full.
+    # The pool is large: a swapped request resumes exactly, while one that is recomputed
+    # at once may read coded blocks that were not full before.
     plain = compute(requests, **options | {"blocks": 200})
     assert run.result.outputs == plain.result.outputs
     host, disk = moved(run)
@@ -74,12 +74,12 @@ def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
 
 
 class Buffered(Slots):
-    """Has buffers of its own to copy to and from."""
+    """A backend with buffers of its own for copies to and from the host."""
 
     name = "buffered"
 
     def host_buffer(self, blocks):
-        """Return one."""
+        """Return a buffer of the default kind."""
         return super().host_buffer(blocks)
 
 
@@ -96,7 +96,10 @@ MEMORY = {
 @pytest.mark.parametrize("write", ["evict", "through"])
 @pytest.mark.parametrize("how", MEMORY)
 def test_slots_in_memory_are_copied_without_a_thread(how, write, tmp_path, monkeypatch):
-    """Nearest the pool they are, scattered or not, also while loads and swaps take long."""
+    """Slots of a memory tier next to the pool are copied without a thread.
+
+    This holds for long and short runs of slots, and while loads and swaps are in progress.
+    """
     names, backend, direct = MEMORY[how]
     called = set()
     serve = engine_tiers._Channel._serve
@@ -122,13 +125,13 @@ def test_slots_in_memory_are_copied_without_a_thread(how, write, tmp_path, monke
     assert run.result.outputs == compute(requests, **options).result.outputs
     assert all(moved(run))
     assert called == {level.name for level in run.result.cache.tiers.levels} - direct
-    # What a disk has next to the pool evicted, the memory below it may not have.
+    # Blocks that the disk has evicted need not be in the memory below it.
     assert sum(run.result.log.swaps) or how == "below a disk"
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)
 class Faulty(Tier):
-    """Keeps blocks in a dict, and does what a test wants to its calls."""
+    """A tier that keeps blocks in a dict, and whose calls fail as a test asks."""
 
     name: ClassVar[str] = "faulty"
 
@@ -145,12 +148,12 @@ class Faulty(Tier):
         return self.opened
 
     def made(self, size):
-        """Make the store, unless a test has another."""
+        """Make the store, unless a test replaces this method."""
         return FaultyStore(self, size)
 
 
 class FaultyStore(TierStore):
-    """Its calls go wrong from the `after`th on."""
+    """A store whose calls fail after the first `after` ones."""
 
     def __init__(self, tier, size):
         self.tier, self.size = tier, size
@@ -162,7 +165,7 @@ class FaultyStore(TierStore):
         return self.tier.fault == fault and self.calls > self.tier.after
 
     def write(self, blocks, data):
-        """Keep them."""
+        """Keep the blocks."""
         if self._meet("full disk"):
             raise OSError(28, "No space left on device")
         if self._meet("hangs in write"):
@@ -172,7 +175,7 @@ class FaultyStore(TierStore):
             self.held[block.slot] = block, rows[at * self.size : (at + 1) * self.size]
 
     def read(self, blocks, into):
-        """Return what is kept."""
+        """Return how many blocks were read."""
         if self._meet("unreadable"):
             raise OSError(5, "Input/output error")
         if self._meet("hangs in read"):
@@ -189,7 +192,7 @@ class FaultyStore(TierStore):
         return len(blocks)
 
     def present(self, blocks):
-        """Say that half is gone."""
+        """Return the number of blocks, or half of it with the fault "gone"."""
         if self._meet("fails to look"):
             raise OSError
         if self._meet("gone"):
@@ -197,14 +200,14 @@ class FaultyStore(TierStore):
         return len(blocks)
 
     def drop(self, slots):
-        """Forget them."""
+        """Remove the blocks."""
         if self._meet("fails to drop"):
             raise RuntimeError
         for slot in slots:
             self.held.pop(slot, None)
 
     def close(self):
-        """Remember that it was closed."""
+        """Record that the store was closed."""
         self.closed = True
         if self._meet("fails to close"):
             raise OSError
@@ -228,7 +231,7 @@ FAULTS = {
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch, tmp_path):
-    """What goes wrong is counted, its blocks are dropped on record, and computed again."""
+    """A fault is counted, its blocks have DROP lines, and the text does not change."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
     requests, options = sessions(), {"blocks": 40, "max_seqs": 2}
     keep = "exclusive" if fault == "fails to drop" else "inclusive"
@@ -253,7 +256,7 @@ def test_a_faulty_tier_does_not_change_the_text(fault, after, monkeypatch, tmp_p
 
 
 def test_a_late_read_overwrites_no_other_block():
-    """What a hanging tier was to read for the one below is put where nothing else is."""
+    """The buffer of a read that is still in progress is not reused for another block."""
     above, below = Faulty(fault="hangs in read", call_timeout=0.05), Faulty()
     cache = KVCache(8, 4, accounting="tokens", key_tokens=4, ids=True)
     tiers = Tiers(cache, [above, below], above.memory // 400, ids=True)
@@ -274,7 +277,7 @@ def test_a_late_read_overwrites_no_other_block():
 
 
 def test_a_tier_that_comes_back_is_used_again(monkeypatch):
-    """After a failure a tier is left alone for a while, and then asked again."""
+    """A tier that failed once is used again after its pause."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
     flaky = Faulty(fault="unreadable")
 
@@ -293,7 +296,7 @@ def test_a_tier_that_comes_back_is_used_again(monkeypatch):
 
 
 def test_a_tier_that_failed_is_left_alone(monkeypatch):
-    """During the pause nothing is written into it or asked of it; the run goes on."""
+    """During the pause after a failure nothing is written to the tier or loaded from it."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
     faulty = Faulty(fault="full disk")
     run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
@@ -305,7 +308,7 @@ def test_a_tier_that_failed_is_left_alone(monkeypatch):
 
 
 def test_what_a_tier_cannot_say_is_not_gone(monkeypatch):
-    """While it is left alone its blocks stay in the directory, and are computed again."""
+    """A tier whose `present` fails loses no block: the error is counted, nothing dropped."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
     faulty = Faulty(fault="fails to look", after=20)
     run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
@@ -315,7 +318,7 @@ def test_what_a_tier_cannot_say_is_not_gone(monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
 def test_threads_end_and_stores_close_when_a_run_fails(error):
-    """Also after Ctrl-C no thread is left, and the store is closed."""
+    """After an error or Ctrl-C no thread of a tier is left, and its store is closed."""
 
     class Stops(Exact):
         name = "stops"
@@ -336,7 +339,7 @@ def test_threads_end_and_stores_close_when_a_run_fails(error):
 
 
 def test_what_was_written_is_found_by_the_next_run(tmp_path):
-    """A second run on the same directory begins with the paths of the first."""
+    """A second run on the same directory recovers the blocks that the first has stored."""
     tiers = [tier("disk", 400, path=tmp_path, write="through")]
     first = compute(sessions(), tiers=tiers)
     second = compute(sessions(), tiers=tiers)
@@ -351,7 +354,7 @@ def test_what_was_written_is_found_by_the_next_run(tmp_path):
 
 
 def test_recovered_blocks_can_be_evicted_and_extended(tmp_path):
-    """Recovered blocks are not in use: a smaller tier evicts them for new ones."""
+    """Recovered blocks are not in use: a full tier evicts them for new ones."""
     compute(sessions(users=2), tiers=[tier("disk", 60, path=tmp_path, write="through")])
     run = compute(
         sessions(users=3, turns=4), tiers=[tier("disk", 60, path=tmp_path, write="through")]
@@ -366,7 +369,7 @@ def test_recovered_blocks_can_be_evicted_and_extended(tmp_path):
     "other", [{"seed": 1}, {"generator": Exact(ending=1)}, {"retention": "window:tokens=99"}]
 )
 def test_another_model_finds_nothing(other, tmp_path):
-    """K/V of another generator, seed or retention is not taken for one's own."""
+    """A run with another generator, seed or retention policy recovers no block."""
     tiers = [tier("disk", 400, path=tmp_path, write="through")]
     compute(sessions(), tiers=tiers)
     run = compute(sessions(), tiers=tiers, **other)
@@ -374,7 +377,10 @@ def test_another_model_finds_nothing(other, tmp_path):
 
 
 def test_identity_tells_apart_what_keys_stand_for():
-    """The tokens of equal keys differ where a key covers more of them, or is of a text."""
+    """The identity of a store differs with the tokens of a key, and between texts and ids.
+
+    The chain of a block differs between an integer key and a text.
+    """
     backend = Slots()
     backend.allocate(tensor_layout(SPEC, 8, 4, "fp32", None))
     found = {
@@ -387,7 +393,7 @@ def test_identity_tells_apart_what_keys_stand_for():
 
 
 def test_pauses_grow_up_to_a_limit(caplog):
-    """A tier that goes on failing is asked less and less often; one call that works ends it."""
+    """The pause doubles with each failure up to 60 s; a call that succeeds resets it."""
     faulty = Faulty()
     cache = KVCache(8, 4, accounting="tokens", key_tokens=4, ids=True)
     tiers = Tiers(cache, [faulty], faulty.memory // 400, ids=True)
@@ -406,7 +412,7 @@ def test_pauses_grow_up_to_a_limit(caplog):
 
 
 def test_orphans_are_dropped():
-    """Of what a store has left, blocks that do not follow from a first block are dropped."""
+    """Recovered blocks that do not continue a chain from a first block are dropped."""
 
     def blocks(_):
         first = StoredBlock(3, 0, 7, engine_tiers.chained(b"", 0, 7), b"")
@@ -439,7 +445,7 @@ def test_orphans_are_dropped():
 
 @pytest.mark.parametrize("where", ["open", "recover"])
 def test_a_tier_that_hangs_when_it_is_opened_is_refused(where):
-    """What gives nothing for longer than a call may take is named, and not waited for."""
+    """A tier that hangs while it is opened is refused after `call_timeout`."""
     go_on = Event()
 
     class Hangs(FaultyStore):
@@ -464,7 +470,7 @@ def test_a_tier_that_hangs_when_it_is_opened_is_refused(where):
 
 
 def test_a_backend_without_bytes_is_refused():
-    """A backend of others, which gives no bytes, is told to be used without tiers."""
+    """A backend without `read_blocks` and `write_blocks` is refused together with tiers."""
 
     class Dumb(Slots):
         name = "dumb"
@@ -481,7 +487,7 @@ def test_a_backend_without_bytes_is_refused():
     ("size", "ids", "said"), [(1, True, "slots of 1 bytes"), (64, False, "only count slots")]
 )
 def test_tiers_of_another_shape_are_refused(size, ids, said):
-    """Tiers must be made for the blocks of the run, and know slots by id."""
+    """A run refuses tiers with slots of another size than its blocks, or without ids."""
     cache = KVCache(40, 4, accounting="tokens", key_tokens=4, ids=True)
     Tiers(cache, [tier()], size, ids=ids)
     with pytest.raises(InputError, match=said):
@@ -489,7 +495,7 @@ def test_tiers_of_another_shape_are_refused(size, ids, said):
 
 
 def test_the_wall_clock_waits_for_what_is_late():
-    """Under the wall clock a load that takes long makes the step that needs it long."""
+    """Under the wall clock a slow load lengthens the step that needs it."""
     slow = Faulty(write="through")
 
     class Slow(FaultyStore):
@@ -506,7 +512,7 @@ def test_the_wall_clock_waits_for_what_is_late():
 
 
 def test_a_tier_that_cannot_be_had_leaves_the_others_closed(tmp_path):
-    """Where the second tier is refused, the first gives its directory back."""
+    """If the second tier is refused, the first is closed and its directory released."""
     one = tier("disk", 40, path=tmp_path)
     with pytest.raises(InputError, match="is in use by this process: each tier needs its own"):
         compute(sessions(), tiers=[one, one])

@@ -1,4 +1,4 @@
-"""What a pool's blocks were used for: means over time, a peak, and few samples."""
+"""The timeline of a pool's use: means over time, the peak, and a bounded number of samples."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from kvcore.serving.stats import MAX_SAMPLES, PoolTimeline
 
 
 def test_means_are_weighted_by_time():
-    """2 blocks for 10 ns and 6 for 30 ns are 5 in the mean; the peak is 6."""
+    """2 blocks for 10 ns and 6 for 30 ns have the mean 5; the peak is 6."""
     timeline = PoolTimeline(8)
     timeline.pending.append((0, 6, 0))
     timeline.pending.append((10, 2, 0))
@@ -16,7 +16,7 @@ def test_means_are_weighted_by_time():
 
 
 def test_what_the_last_event_left_counts_to_the_end():
-    """From 10 to 40 ns nothing happens: 8 cached blocks are 6 in the mean."""
+    """The counts after the last event hold until the end of the time span."""
     timeline = PoolTimeline(8)
     timeline.pending.append((0, 8, 0))
     timeline.pending.append((10, 0, 8))
@@ -24,7 +24,7 @@ def test_what_the_last_event_left_counts_to_the_end():
 
 
 def test_what_can_be_evicted_is_cached():
-    """Free, cached and active add up to the pool."""
+    """Evictable blocks count as cached: free, cached and active add up to the pool."""
     timeline = PoolTimeline(8)
     timeline.pending.append((0, 5, 1))
     timeline.pending.append((2_000_000_000, 4, 4))
@@ -37,14 +37,17 @@ def test_what_can_be_evicted_is_cached():
 
 
 def test_a_span_without_length_has_no_mean():
-    """Nothing happened for no time: there is no mean, and no error."""
+    """A time span of no length has no mean, and raises no error."""
     timeline = PoolTimeline(8)
     timeline.pending.append((0, 8, 0))
     assert timeline.summary(0, 0)["active"] == {"mean": None, "peak": 0}
 
 
 def test_samples_are_thinned_out_and_means_are_not():
-    """100,000 events leave a bounded number of samples, the last among them, exact means."""
+    """100,000 events leave a bounded number of samples and exact means.
+
+    The first and the last sample are those of the first and the last event.
+    """
     timeline = PoolTimeline(100)
     for now in range(100_001):
         timeline.pending.append((now, 100 - now % 10, 0))
@@ -57,7 +60,7 @@ def test_samples_are_thinned_out_and_means_are_not():
 
 
 def test_samples_lie_evenly_in_time():
-    """A burst of events does not crowd out the rest."""
+    """A burst of events leaves samples of the rest of the time span."""
     timeline = PoolTimeline(100)
     for now in [*range(50_000), *range(50_000, 1_000_000, 1000)]:
         timeline.pending.append((now, 50, 0))

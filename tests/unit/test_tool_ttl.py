@@ -1,4 +1,4 @@
-"""The policy that learns how long each tool takes."""
+"""The eviction policy `tool-ttl`, which learns how long each tool takes."""
 
 import pytest
 from helpers.caches import ask, make, serve, spans
@@ -26,14 +26,14 @@ def rounds(tool, seconds, count, start=0):
 
 
 def kept(eviction, requests, blocks=4):
-    """Return what is cached after `requests`, which are served by their time of arrival."""
+    """Return the cached spans after `requests`, served in the order of their arrival."""
     cache = make(blocks, eviction, accounting="keys")
     replay(sorted(requests, key=lambda request: request.arrival), cache)
     return set(spans(cache))
 
 
 def test_it_differs_from_lru():
-    """What waits for a slow tool outlives what has waited too long for a fast one."""
+    """A prefix that waits for a slow tool outlives one overdue from a fast tool."""
     lessons = [*rounds("build", 100, 20), *rounds("grep", 1, 20, 500)]
     waiting = [
         call("ab", 30_000, "build", "slow"),
@@ -45,7 +45,7 @@ def test_it_differs_from_lru():
 
 
 def test_a_tool_that_never_returned_is_not_waited_for():
-    """Waits that have not ended count as well: its prefix goes before one that is older."""
+    """A prefix whose tool has never returned is evicted before an older one."""
     lessons = [call("z", 1000 * number, "quit", f"quit {number}") for number in range(20)]
     lessons += rounds("build", 100, 20, 500)
     waiting = [
@@ -57,7 +57,7 @@ def test_a_tool_that_never_returned_is_not_waited_for():
 
 
 def test_without_sessions_older_goes_first():
-    """Where nothing is known, and blocks cost the same, it does what LRU does."""
+    """Without sessions, and with equal costs, the policy evicts the blocks that LRU evicts."""
     texts = ["a", "b", "c", "a", "d", "e"]
     for policy in (ToolTTL(), LRU()):
         cache = KVCache(3, 4, eviction=policy, accounting="keys", recompute=lambda _, n: n)
@@ -66,7 +66,10 @@ def test_without_sessions_older_goes_first():
 
 
 def test_another_branch_of_a_session_ends_no_wait():
-    """A wait ends when a prompt begins with the prefix, not with any request of the session."""
+    """A wait ends only with a prompt that extends the waiting prefix.
+
+    Other requests of the session do not end it.
+    """
     for text, ended in (("abc", 1), ("xyz", 0), ("a", 0)):
         policy = ToolTTL()
         cache = make(16, policy)
@@ -75,13 +78,13 @@ def test_another_branch_of_a_session_ends_no_wait():
 
 
 def test_a_prior_of_no_weight_is_refused():
-    """The first wait would then decide alone."""
+    """A prior of no weight raises InputError."""
     with pytest.raises(InputError, match="prior=0 must be a number of waits above 0"):
         ToolTTL(prior=0)
 
 
 def test_what_a_tier_gives_back_costs_less_to_lose():
-    """A block costs the time to compute it, or to load it from a tier, if that is less."""
+    """The cost of losing a block is its time to load from a tier, if that is shorter."""
     cache = make(4, accounting="keys")
     serve(cache, "ab")
     span = spans(cache)["|ab"]

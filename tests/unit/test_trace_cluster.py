@@ -1,4 +1,4 @@
-"""The trace of a cluster: checked line by line, and read as those of its replicas."""
+"""The trace of a cluster, checked line by line, and read as the traces of its replicas."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SCALED = "load:interval=0.2,start_up=0.1,cool_down=0,start=2"
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    """Return the trace of a cluster, of which one replica fails and returns."""
+    """Return the trace of a cluster in which one replica fails and returns."""
     return record_cluster(tmp_path_factory.mktemp("cluster") / "trace.jsonl")
 
 
 @pytest.fixture
 def forge(tmp_path):
-    """Return a function that writes other lines, and returns why they cannot be."""
+    """Return a function that writes forged lines and returns the error of their check."""
 
     def forged(events):
         with pytest.raises(TraceError) as told:
@@ -38,15 +38,15 @@ def forge(tmp_path):
 
 
 def places(events, name):
-    """Return where the lines of an event are."""
+    """Return the indices of the lines of an event."""
     return [n for n, line in enumerate(events) if line["event"] == name]
 
 
 class TestCheck:
-    """`check_trace` of a cluster: each replica by itself, and the routing between."""
+    """`check_trace` of a cluster: its replicas, and the routing between them."""
 
     def test_totals_and_replicas(self, path):
-        """What the report says of all replicas is the sum of what it says of each."""
+        """The counts of the report are the sums of the counts of its replicas."""
         report = check_trace(path)
         document = report.as_dict()
         parts = document["replicas"]
@@ -61,14 +61,14 @@ class TestCheck:
                 assert total == sum(part[name][key] for part in parts)
         for key in ("lookup_blocks", "hit_blocks", "self_hit_blocks"):
             assert document["hit"][key] == sum(part["hit"][key] for part in parts)
-        # Of the evictions it is the digest of theirs, lives that ended included.
+        # Evictions: their digests are hashed together, those of ended lives included.
         evictions = [part["evictions"] for part in parts]
         assert document["evictions"]["blocks"] == sum(each["blocks"] for each in evictions)
         digests = b"".join(bytes.fromhex(each["digest"]) for each in evictions)
         assert document["evictions"]["digest"] == sha256(digests).hexdigest()
 
     def test_hits_are_those_of_the_result(self, tmp_path):
-        """The hits of a trace, lives that ended included, are those that the run counted."""
+        """The hits of a trace, lives before a failure included, are those of the run."""
         given = {"replicas": 2, "blocks": 40, "tensor_parallel": 1, "limit": 30}
         trace = tmp_path / "trace.jsonl"
         result = kvcore.simulate_cluster(
@@ -79,7 +79,7 @@ class TestCheck:
         assert report.hit["lookup_blocks"] == result.stats.lookup_blocks
 
     def test_the_state_while_a_replica_is_down(self, path):
-        """Until it returns, a replica that has failed is not up, and its pool is empty."""
+        """A replica that has failed is down with an empty pool until it returns."""
         down = check_trace(path, at=350_000_000).replicas[1]
         assert not down["up"]
         assert (down["pool"]["cached"], down["pool"]["private"]) == (0, 0)
@@ -87,26 +87,26 @@ class TestCheck:
 
     @pytest.mark.parametrize("fail", ["replica=0,at=0.1", "replica=1,at=0.123456789,for=0.5"])
     def test_failures_for_ever_and_at_odd_times(self, tmp_path, fail):
-        """A replica may not return, and fail at any nanosecond: the trace says when exactly."""
+        """A replica may fail at any nanosecond, and may not return."""
         trace = record_cluster(tmp_path / "trace.jsonl", fail=fail)
         assert check_trace(trace).finished == 30
 
     def test_all_replicas_fail(self, tmp_path):
-        """What the router turns away is rejected, though no replica had it."""
+        """A request that the router rejects counts as rejected, by no replica."""
         fail = [f"replica={number},at=0.2" for number in range(3)]
         report = check_trace(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         assert report.rejected == 30 - report.finished > 0
         assert not any(part["rejected"] for part in report.replicas)
 
     def test_replicas_that_start_and_stop(self, tmp_path):
-        """A planner lets replicas come and go: the trace says which were up at first."""
+        """The trace of an autoscaled cluster is valid and has RETURN or LEAVE lines."""
         trace = record_cluster(tmp_path / "trace.jsonl", fail=(), autoscale=SCALED)
         report = check_trace(trace)
         assert report.finished == 30
         assert {"RETURN", "LEAVE"} & report.events.keys()
 
     def test_a_cluster_of_one(self, tmp_path):
-        """The trace of one replica that fails is that of a cluster."""
+        """The trace of one replica that fails is the trace of a cluster."""
         trace = record_cluster(
             tmp_path / "trace.jsonl", replicas=1, fail="replica=0,at=1,for=1"
         )
@@ -114,10 +114,10 @@ class TestCheck:
 
 
 class TestForgeries:
-    """Even with numbers, counts and digest made right, no line can be another."""
+    """Forged lines are refused even in a file with correct numbers, counts and digest."""
 
     def test_no_line_of_the_routing_can_be_left_out_or_come_twice(self, path, forge):
-        """ROUTE, FAIL and RETURN have their place; so have REQUEST and FINISH."""
+        """No REQUEST, ROUTE, FAIL, RETURN or FINISH can be left out or repeated."""
         events = lines(path)
         for name in ("REQUEST", "ROUTE", "FAIL", "RETURN", "FINISH"):
             for n in places(events, name):
@@ -125,7 +125,7 @@ class TestForgeries:
                 assert forge(events[: n + 1] + events[n:])
 
     def test_no_line_can_be_of_another_replica(self, path, forge):
-        """Whatever a replica did, another one cannot have done, nor none."""
+        """A line with another replica, an unknown one, or none is refused."""
         events = lines(path)
         for n, line in [*enumerate(events)][::5]:
             if "replica" in line:
@@ -139,7 +139,7 @@ class TestForgeries:
                 assert "'replica' must be one from 0 to 2" in forge([*before, none, *after])
 
     def test_no_field_of_a_route_can_be_another(self, path, forge):
-        """Request, time and tokens of ROUTE follow from the lines before, or those after."""
+        """A ROUTE with another request, time or number of tokens is refused."""
         events = lines(path)
         given = [n for n in places(events, "ROUTE") if "tokens" in events[n]]
         assert given
@@ -156,7 +156,10 @@ class TestForgeries:
                 assert forge([*before, line | change, *after])
 
     def test_a_router_thinks_of_what_it_sent(self, path, forge):
-        """Without the exact view, no more can be thought cached than was ever sent there."""
+        """ROUTE cannot estimate more cached tokens than were ever sent to the replica.
+
+        This holds for routers without the exact view.
+        """
         events = lines(path)
         events[0]["routing"]["view"] = "index"
         (n, *_) = [n for n in places(events, "ROUTE") if "tokens" in events[n]]
@@ -166,7 +169,7 @@ class TestForgeries:
 
     @pytest.mark.parametrize("name", ["FAIL", "RETURN"])
     def test_a_failure_is_when_the_header_says(self, path, forge, name):
-        """FAIL and RETURN cannot be earlier or later, nor of another replica."""
+        """FAIL and RETURN of another time or replica than the header's are refused."""
         events = lines(path)
         (n,) = places(events, name)
         line, before, after = events[n], events[:n], events[n + 1 :]
@@ -179,7 +182,7 @@ class TestForgeries:
             assert forge([*before, line | change, *after])
 
     def test_a_request_comes_once(self, path, forge):
-        """Over the whole cluster an id has one REQUEST, and one end."""
+        """A request that has finished cannot be routed again."""
         events = lines(path)
         (n, *_) = places(events, "FINISH")
         again = {"n": 0, "t": events[n + 1]["t"], "event": "ROUTE", "replica": 0}
@@ -187,7 +190,7 @@ class TestForgeries:
         assert "does not wait" in forge([*events[: n + 2], again, *events[n + 2 :]])
 
     def test_nothing_is_sent_to_a_replica_that_is_down(self, path, forge):
-        """Between FAIL and RETURN a replica gets no request."""
+        """A ROUTE to a replica between its FAIL and RETURN is refused."""
         events = lines(path)
         (down,), (up,) = places(events, "FAIL"), places(events, "RETURN")
         n = next(n for n in places(events, "ROUTE") if down < n < up)
@@ -195,7 +198,10 @@ class TestForgeries:
         assert "is not up" in forge([*events[:n], line, *events[n + 1 :]])
 
     def test_a_refusal_of_the_router_is_of_who_waits(self, tmp_path, forge):
-        """A REJECT without a replica ends a request that is nowhere."""
+        """A REJECT of the router is refused for a request that does not wait.
+
+        It cannot be left out, repeated, or given to a replica.
+        """
         fail = [f"replica={number},at=0.2" for number in range(3)]
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         (n, *_) = places(events, "REJECT")
@@ -206,7 +212,7 @@ class TestForgeries:
         assert forge([*before, line | {"replica": 0}, *after])
 
     def test_no_line_of_split_phases_can_be_another(self, tmp_path, forge):
-        """Legs, pools, what is thought cached, when K/V is there: all follow from the rest."""
+        """With disaggregation a wrong replica, estimate, transfer time or header is refused."""
         split = {"replicas": 1, "disaggregate": "prefill=1,decode=2,overlap=whole"}
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=(), **split))
         routes, moves = places(events, "ROUTE"), places(events, "TRANSFER")
@@ -228,7 +234,7 @@ class TestForgeries:
             assert reason in forge([*events[:n], events[n] | change, *events[n + 1 :]])
 
     def test_what_leaves_stops(self, tmp_path, forge):
-        """A replica that is sent no more requests stops when it has ended all."""
+        """A replica that leaves must stop after its last request."""
         trace = record_cluster(tmp_path / "trace.jsonl", fail=(), autoscale=SCALED)
         events = lines(trace)
         stops = places(events, "FAIL")
@@ -251,12 +257,12 @@ class TestForgeries:
         ],
     )
     def test_the_header_of_another_cluster(self, path, forge, change):
-        """Number and pools of replicas, and failures, are those of the lines."""
+        """A header with other replicas, pools or failures than the lines is refused."""
         events = lines(path)
         assert forge([events[0] | change, *events[1:]])
 
     def test_one_server_has_no_replica(self, tmp_path, forge):
-        """The trace of one server has no line of a replica, and none about one."""
+        """A trace of one server has no ROUTE and no line with a replica."""
         events = lines(record(tmp_path / "one.jsonl"))
         for n in range(1, len(events) - 1):
             placed = events[n] | {"replica": 0}
@@ -267,11 +273,11 @@ class TestForgeries:
 
 
 class TestServerReader:
-    """A replica of a cluster reads as one server."""
+    """`ServerReader` reads a replica of a cluster as one server."""
 
     @pytest.mark.parametrize("replica", ["0", "1:1", "1:2", "2:1", 2])
     def test_each_life_is_the_trace_of_a_server(self, path, replica):
-        """The lines of a life pass the check of one server, and are numbered from 0 on."""
+        """The lines of one life pass the check of one server, and are numbered from 0 on."""
         reader, checker, numbers = ServerReader(path, replica), None, []
         for event in reader:
             checker = check_event(reader, checker, event)
@@ -282,7 +288,7 @@ class TestServerReader:
         assert len(numbers) > 10
 
     def test_lives_have_all_lines_of_replicas(self, path):
-        """Every line of a replica is in one life, and a REQUEST for every ROUTE."""
+        """The lives have every line of their replicas, and one REQUEST for every ROUTE."""
         found = [
             event.event
             for replica in ("0", "1:1", "1:2", "2")
@@ -305,19 +311,19 @@ class TestServerReader:
         ],
     )
     def test_which_one_must_be_said(self, path, replica, reason):
-        """A replica that is not there, or not enough said of it, is told with what there is."""
+        """A missing, unknown or ambiguous replica raises InputError with the choices."""
         with pytest.raises(InputError, match=reason):
             list(ServerReader(path, replica))
 
     def test_one_server_is_no_replica(self, tmp_path):
-        """A trace of one server is read without a replica alone."""
+        """A trace of one server is read only without a replica."""
         one = record(tmp_path / "one.jsonl")
         assert len(list(ServerReader(one))) == len(lines(one))
         with pytest.raises(InputError, match="leave --replica out"):
             list(ServerReader(one, 0))
 
     def test_damage_after_a_life_is_told(self, path, tmp_path):
-        """The rest of the file is checked also where nothing of the replica follows."""
+        """Damage after the last line of a replica raises TraceError, too."""
         cut = tmp_path / "cut.jsonl"
         cut.write_bytes(path.read_bytes().replace(b'"output":8}', b'"output":9}'))
         reader = ServerReader(cut, "1:1")
@@ -325,7 +331,7 @@ class TestServerReader:
             list(reader)
 
     def test_what_shows_one_server_shows_a_replica(self, path):
-        """Timeline, residency and KV events are of the replica that is asked for."""
+        """Timeline, residency and KV events can be read for one replica of a cluster."""
         timeline = Timeline.read(path, replica="1:2")
         finished = sum(time >= 0 for time in timeline.requests.finish)
         assert finished == len(timeline.requests) > 0

@@ -1,4 +1,4 @@
-"""A compaction in a trace: what it says must follow from the lines before it, and lead on."""
+"""Compactions in a trace must follow from the lines before them and fit those after them."""
 
 import pytest
 from helpers.traces import BLOCK, ask, compact, lines, seal
@@ -18,7 +18,7 @@ def trace(tmp_path):
 
 
 def test_the_state_after_a_compaction(trace):
-    """Only the sequence's own blocks are private, and nothing is pinned for it."""
+    """After a compaction only the sequence's own blocks are private, and none is pinned."""
     header, *events = read_events(trace)
     checker = TraceChecker(header)
     for event in events[:19]:
@@ -30,7 +30,7 @@ def test_the_state_after_a_compaction(trace):
 
 
 def test_the_report_counts_compactions(trace):
-    """Like every event."""
+    """The report counts the COMPACT lines."""
     assert check_trace(trace).events["COMPACT"] == 4
 
 
@@ -82,7 +82,10 @@ def test_the_report_counts_compactions(trace):
     ],
 )
 def test_a_forged_compaction_is_told(trace, n, fields, reason):
-    """A change that keeps the file well-formed is told with line, event and reason."""
+    """A changed COMPACT or FREE raises TraceError with the event and the reason.
+
+    The changes keep the file well-formed.
+    """
     events = lines(trace)
     events[n] |= fields
     with pytest.raises(TraceError) as caught:
@@ -91,7 +94,7 @@ def test_a_forged_compaction_is_told(trace, n, fields, reason):
 
 
 def told(trace, events):
-    """Return why a trace of these lines cannot be."""
+    """Return the reason of the error that the check of these lines raises."""
     with pytest.raises(TraceError) as caught:
         check_trace(seal(trace, events))
     return str(caught.value).split(": ", 2)[2]
@@ -99,14 +102,14 @@ def told(trace, events):
 
 @pytest.mark.parametrize("n", [11, 17, 19, 24])
 def test_a_compaction_cannot_be_left_out_nor_come_twice(trace, n):
-    """Its blocks and its tokens are missed, or there are too many."""
+    """A trace with a COMPACT left out or repeated is refused."""
     events = lines(trace)
     assert told(trace, events[:n] + events[n + 1 :])
     assert told(trace, events[: n + 1] + events[n:])
 
 
 def test_a_compacted_sequence_shares_nothing_more(trace):
-    """What it computes is not what its keys stand for."""
+    """A COMMIT of a compacted sequence is refused."""
     events = lines(trace)
     forged = {"seq": 2, "span": 4, "first": 0, "blocks": 1, "how": "new"}
     commit = {"n": 0, "t": 3, "event": "COMMIT", **forged}
@@ -115,7 +118,7 @@ def test_a_compacted_sequence_shares_nothing_more(trace):
 
 
 def test_victims_leave_for_a_compaction_that_needs_blocks(trace):
-    """Where its own are enough, nothing is evicted for its sake."""
+    """An EVICT for a compaction that needs no new block is refused."""
     events = lines(trace)
     victim = events[16] | {"t": 3, "for": "long", "span": 3, "runs": [[8, -2]]}
     victim |= {"age": 0, "hits": 0}
@@ -124,7 +127,10 @@ def test_victims_leave_for_a_compaction_that_needs_blocks(trace):
 
 
 def test_a_server_compacts_by_a_policy(trace):
-    """One that HEADER names; calls made by hand, without a clock, need none."""
+    """Compactions of a server need a retention policy in the header.
+
+    Those of an untimed trace do not.
+    """
     events = lines(trace)
     del events[0]["plugins"]["retention"]
     assert told(trace, events) == "HEADER has no retention policy that asks for it"
@@ -135,7 +141,7 @@ def test_a_server_compacts_by_a_policy(trace):
 
 
 def test_what_is_served_has_blocks_for_what_is_left(trace):
-    """At FINISH as many as for the whole text, without the tokens that were removed."""
+    """At FINISH a sequence needs blocks for its tokens without the removed ones."""
     events = lines(trace)
     del events[25]
     events[26] |= {"runs": [[4, 1]]}
@@ -143,7 +149,7 @@ def test_what_is_served_has_blocks_for_what_is_left(trace):
 
 
 def test_a_rollback_stops_at_what_a_compaction_left(tmp_path):
-    """Of 6 tokens in 2 blocks none can be rolled back; a block after them can."""
+    """Blocks that a compaction left cannot be rolled back; those after them can."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -160,7 +166,10 @@ def test_a_rollback_stops_at_what_a_compaction_left(tmp_path):
 
 
 def test_what_was_forgotten_before_is_gone_too(tmp_path):
-    """A window drops two blocks of four, a compaction one: three of the text are gone."""
+    """Blocks dropped before a compaction count among the removed tokens.
+
+    A window drops two blocks of four, a compaction one: three are removed.
+    """
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(
@@ -182,7 +191,10 @@ def test_what_was_forgotten_before_is_gone_too(tmp_path):
 
 
 def test_what_a_fork_has_too_is_not_freed(tmp_path):
-    """It is its alone from then on, by the rebuilt tables as by the pool's order."""
+    """A compaction does not free blocks that a fork shares.
+
+    The last sequence that compacts frees them.
+    """
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(12, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)

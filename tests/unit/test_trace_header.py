@@ -9,7 +9,7 @@ from kvcore_plugins.workload import Mooncake
 
 
 def test_the_header_says_what_the_run_is(tmp_path):
-    """HEADER has the schema, the cache, the clock, the workload and the seed."""
+    """HEADER has the schema, the cache, the clock, the workload, the seed and the model."""
     source = {"name": "mine", "digest": "00", "options": {"rate": 2.5}}
     path = tmp_path / "trace.jsonl"
     with Trace(path, mode="model", workload=source, seed=7, model="llama-3-8b") as trace:
@@ -23,7 +23,7 @@ def test_the_header_says_what_the_run_is(tmp_path):
 
 
 def test_a_workload_names_itself(tmp_path):
-    """A workload plugin is written with its name, digest and options."""
+    """A workload plugin is written with its name and digest."""
     workload = Mooncake()
     with Trace(tmp_path / "trace.jsonl", workload=workload) as trace:
         trace.begin(**CACHE)
@@ -32,7 +32,7 @@ def test_a_workload_names_itself(tmp_path):
 
 
 def test_options_that_json_has_no_word_for_are_written_as_text(tmp_path):
-    """An infinity, a path and any object become text that is the same in equal runs."""
+    """Infinities, paths and objects in options are written as text without addresses."""
     options = {
         "half_life": float("inf"),
         "path": Path("a/b"),
@@ -58,7 +58,7 @@ def described(path, **about):
 
 
 def test_a_run_adds_to_the_header(tmp_path):
-    """What a run knows of itself stands in the header, whenever before a line it says it."""
+    """Fields that a run describes before the first line are in the header."""
     about = {
         "batching": {"max_tokens": 8192, "max_seqs": 256},
         "latency": {"lines": [(1, 2), (3, 4)]},
@@ -73,7 +73,7 @@ def test_a_run_adds_to_the_header(tmp_path):
 
 @pytest.mark.parametrize("first", ["probe", "plan_ahead", "announce", "open"])
 def test_the_first_request_decides_the_tokens_of_a_key(tmp_path, first):
-    """The header has its `key_tokens`, whichever call of the cache is the first."""
+    """The header has the `key_tokens` of the first request, whichever call has it."""
     path = tmp_path / "trace.jsonl"
     request = Request(id=1, prompt_tokens=1024, keys=[7, 8], key_tokens=512)
     with Trace(path) as trace:
@@ -97,14 +97,14 @@ def test_a_request_with_other_keys_is_not_announced(tmp_path):
 
 
 def test_plugins_of_the_run_join_those_of_the_cache(tmp_path):
-    """The header has the plugins that the cache tells of and those that the run does."""
+    """The header has the plugins of the cache and those of the run."""
     more = {"scheduler": {"name": "fcfs", "options": {}}}
     header = described(tmp_path / "trace.jsonl", plugins=more)
     assert header["plugins"] == CACHE["plugins"] | more
 
 
 def test_what_the_trace_was_given_stays(tmp_path):
-    """A workload and a seed that the run tells count where the trace has none."""
+    """Workload and seed of the trace take precedence over those of the run."""
     source = {"name": "mine", "digest": "00", "options": {}}
     header = described(tmp_path / "trace.jsonl", workload=source, seed=8)
     assert (header["workload"], header["seed"], header["mode"]) == (source, 7, "untimed")
@@ -116,7 +116,7 @@ def test_what_the_trace_was_given_stays(tmp_path):
 
 
 def test_a_header_that_is_written_stays(tmp_path):
-    """After the first line, and after the end, there is nothing left to describe."""
+    """Describing a run raises InputError once the header or the end is written."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.describe(seed=1)
         trace.begin(**CACHE)
@@ -139,7 +139,7 @@ def test_a_header_that_is_written_stays(tmp_path):
     ],
 )
 def test_what_no_header_holds_is_refused(tmp_path, about, reason):
-    """A description that readers would refuse is refused, and changes nothing."""
+    """A description that readers would refuse raises InputError and changes nothing."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
         with pytest.raises(InputError, match=reason):
@@ -148,7 +148,10 @@ def test_what_no_header_holds_is_refused(tmp_path, about, reason):
 
 
 def test_a_header_that_json_cannot_hold_is_refused(tmp_path):
-    """It is told when the header would be written, and no file is left."""
+    """A value that JSON cannot hold raises InputError at the first line.
+
+    No line is written, and the value can be replaced.
+    """
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
         trace.describe(batching={"max_tokens": 2**70})
@@ -159,7 +162,7 @@ def test_a_header_that_json_cannot_hold_is_refused(tmp_path):
 
 
 def test_a_bound_write_outlives_the_header(tmp_path):
-    """`write` that was looked up before the header was written goes on writing lines."""
+    """A `write` method taken before the header is written still writes lines after it."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
         write = trace.write
@@ -170,13 +173,13 @@ def test_a_bound_write_outlives_the_header(tmp_path):
 
 
 def test_a_checkout_has_no_version(tmp_path, monkeypatch):
-    """Where kvcore runs without being installed, the header says so."""
+    """The header has "not installed" as its version if kvcore is not installed."""
     monkeypatch.setattr(distributions, "version", {}.get)
     assert lines(write(tmp_path / "trace.jsonl"))[0]["kvcore"] == "not installed"
 
 
 def test_an_unknown_mode_is_refused():
-    """The error lists the modes."""
+    """An unknown mode raises InputError that lists the modes."""
     with pytest.raises(
         InputError, match=r"'real' is not known; there are: untimed, model, wall"
     ):
@@ -184,6 +187,6 @@ def test_an_unknown_mode_is_refused():
 
 
 def test_an_unknown_header_field_is_refused():
-    """The error lists the fields that may be given."""
+    """An unknown header field raises InputError that lists the fields."""
     with pytest.raises(InputError, match=r"'modle' is not known; there are: batching, device"):
         Trace(io.BytesIO(), modle="llama-3-8b")

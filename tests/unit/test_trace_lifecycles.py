@@ -11,12 +11,12 @@ from kvcore_plugins.prefix import Radix
 
 @pytest.fixture
 def trace(tmp_path):
-    """Return the path of a trace of 37 lines in which requests wait, pause, end and fail."""
+    """Return the path of a trace of 34 lines in which requests wait, pause, end and fail."""
     return serve(tmp_path / "trace.jsonl")
 
 
 def told(path):
-    """Return what replay tells of the first line that cannot be."""
+    """Return the error of the check, without the path: it begins with the line."""
     with pytest.raises(TraceError) as caught:
         check_trace(path)
     return str(caught.value).removeprefix(f"{path}:")
@@ -30,21 +30,21 @@ def forged(trace, n, event, **fields):
 
 
 def test_a_run_with_a_clock_replays_clean(trace):
-    """What a server does to requests contradicts itself nowhere; the report counts it."""
+    """The trace of a server is valid, and its report counts requests and preemptions."""
     report = check_trace(trace)
     assert (report.lines, report.requests, report.finished, report.rejected) == (34, 4, 3, 1)
     assert report.preemptions == {"pause": 1, "recompute": 1, "swap": 0}
 
 
 def test_the_counts_at_a_time_are_those_until_then(trace):
-    """Asked for a moment, the report has the ends and preemptions up to it."""
+    """The report of a moment counts the ends and preemptions up to it."""
     report = check_trace(trace, 3)
     assert (report.requests, report.finished, report.rejected) == (3, 1, 1)
     assert report.preemptions == {"pause": 1, "recompute": 0, "swap": 0}
 
 
 def test_a_trace_without_clock_has_no_ends(tmp_path):
-    """Where no line tells of ends and preemptions there are none."""
+    """The report of a trace without a clock counts no ends and no preemptions."""
     report = check_trace(write(tmp_path / "trace.jsonl", ask("a", "a")))
     assert (report.finished, report.rejected) == (0, 0)
     assert report.preemptions == {"pause": 0, "recompute": 0, "swap": 0}
@@ -71,7 +71,10 @@ def test_a_trace_without_clock_has_no_ends(tmp_path):
     ],
 )
 def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
-    """A change that keeps the file well-formed is told with line, event and reason."""
+    """A changed line raises TraceError with the line, the event and the reason.
+
+    The changes keep the file well-formed.
+    """
     events = lines(trace)
     events[n] |= fields
     assert told(seal(trace, events)).startswith(reason)
@@ -123,25 +126,25 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
     ],
 )
 def test_a_line_that_comes_at_the_wrong_time_is_told(trace, n, event, fields, reason):
-    """What a server does comes in an order that can be."""
+    """A line that does not fit the state of its request raises TraceError with the reason."""
     assert told(forged(trace, n, event, **fields)) == f"{n + 1}: {event}: {reason}"
 
 
 @contextmanager
 def serving(path, mode="model"):
-    """Record what the body does with a trace and a cache of 8 blocks."""
+    """Record the calls of the body with a trace and a cache of 8 blocks."""
     with Trace(path, mode=mode) as trace:
         yield trace, KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
 
 
 def finish(trace, cache, seq, output=0):
-    """Finish the request of a sequence."""
+    """Finish the request of a sequence and close the sequence."""
     trace.finish(cache.now, request=seq.request.id, seq=seq.id, output=output)
     cache.close(seq)
 
 
 def test_nothing_is_admitted_after_its_end(tmp_path):
-    """A finished request does not return, with a clock or without."""
+    """A finished request cannot be admitted again, with a clock or without."""
     path = tmp_path / "trace.jsonl"
     for mode in ("untimed", "model"):
         with serving(path, mode) as (trace, cache):
@@ -151,7 +154,7 @@ def test_nothing_is_admitted_after_its_end(tmp_path):
 
 
 def test_a_paused_request_may_lose_its_blocks(tmp_path):
-    """Recompute follows a pause as well as running; another admission follows it."""
+    """A paused request may be preempted by recompute, and admitted again."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
         seq = cache.open(ask("r", "a"))
@@ -163,7 +166,7 @@ def test_a_paused_request_may_lose_its_blocks(tmp_path):
 
 
 def test_an_admission_again_follows_a_recompute(tmp_path):
-    """With a clock a request is admitted again only after it has lost its blocks."""
+    """With a clock a request is admitted again only after a PREEMPT by recompute."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (_, cache):
         cache.open(ask("r", "a"))
@@ -172,7 +175,7 @@ def test_an_admission_again_follows_a_recompute(tmp_path):
 
 
 def test_without_a_clock_not_all_is_told(tmp_path):
-    """An untimed trace closes and admits again without a word why."""
+    """In an untimed trace a sequence may close and be admitted again without a reason."""
     path = tmp_path / "trace.jsonl"
     with serving(path, "untimed") as (_, cache):
         cache.close(cache.open(ask("r", "a")))
@@ -182,13 +185,13 @@ def test_without_a_clock_not_all_is_told(tmp_path):
 
 @pytest.mark.parametrize(("cut", "stage"), [(4, "waiting"), (8, "running"), (22, "preempted")])
 def test_every_request_has_an_end(trace, cut, stage):
-    """A trace with a clock is over when its requests are."""
+    """A trace with a clock needs a FINISH or REJECT for every request."""
     reason = f"END: requests without FINISH or REJECT: 1; the first, 'long', is {stage}"
     assert told(seal(trace, lines(trace)[:cut])) == f"{cut + 1}: {reason}"
 
 
 def test_every_sequence_is_closed(tmp_path):
-    """A trace with a clock has no sequence open at its end, also if it is a fork's."""
+    """A trace with a clock has no open sequence at its end, forks included."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
         seq = cache.open(ask("r", "a"))
@@ -198,7 +201,7 @@ def test_every_sequence_is_closed(tmp_path):
 
 
 def test_a_fork_closes_for_no_reason(tmp_path):
-    """Only the sequence that was admitted needs a reason to close."""
+    """A fork may close without FINISH or PREEMPT."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
         seq = cache.open(ask("r", "a"))
@@ -208,7 +211,7 @@ def test_a_fork_closes_for_no_reason(tmp_path):
 
 
 def test_a_model_may_stop_early(tmp_path):
-    """By the wall's clock a request ends with what was generated, not with what was asked."""
+    """Under the wall clock a request may finish with fewer tokens than requested."""
     path = tmp_path / "trace.jsonl"
     with serving(path, "wall") as (trace, cache):
         seq = cache.open(ask("r", "a", output_tokens=5))
@@ -220,7 +223,7 @@ def test_a_model_may_stop_early(tmp_path):
 
 
 def test_a_finish_without_its_close_is_told(trace):
-    """The line after FINISH closes the sequence."""
+    """FINISH must be followed by the FREE of its sequence."""
     events = lines(trace)
     del events[17]
     reason = "RESUME: FREE of sequence 2 must come before this"
@@ -228,7 +231,7 @@ def test_a_finish_without_its_close_is_told(trace):
 
 
 def test_what_is_served_has_blocks_for_its_tokens(trace):
-    """The first token needs the K/V of the prompt, the last that of all tokens before it."""
+    """FIRST_TOKEN needs blocks for the prompt, FINISH for all tokens before the last."""
     events = lines(trace)
     events[1]["prompt"] = 13
     assert told(seal(trace, events)).startswith(
@@ -243,7 +246,7 @@ def test_what_is_served_has_blocks_for_its_tokens(trace):
 
 
 def test_what_fits_is_not_rejected(trace):
-    """A server rejects an empty prompt, and what the pool is too small for."""
+    """A REJECT of a request that fits into the pool is refused."""
     events = lines(trace)
     events[2]["prompt"] = 32
     reason = "4: REJECT: request 'huge' needs 8 blocks, and the pool has enough"
@@ -251,7 +254,7 @@ def test_what_fits_is_not_rejected(trace):
 
 
 def test_only_what_runs_generates(trace):
-    """Keys of generated blocks are those of a request that runs."""
+    """KEYS of generated blocks are refused for a request that does not run."""
     asked = {"request": "long", "keys": [7]}
     assert told(forged(trace, 4, "KEYS", **asked)) == (
         "5: KEYS: request 'long' is waiting, and generates nothing"
@@ -259,7 +262,7 @@ def test_only_what_runs_generates(trace):
 
 
 def test_what_is_paused_commits_nothing(trace):
-    """Blocks of a paused sequence are as they were."""
+    """A COMMIT of a paused sequence is refused."""
     events = lines(trace)
     at = next(n for n, event in enumerate(events) if event["event"] == "COMMIT")
     pause = {"n": 0, "t": 1, "event": "PREEMPT", "request": "long", "seq": 1, "how": "pause"}

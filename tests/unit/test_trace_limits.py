@@ -1,4 +1,4 @@
-"""What a trace may cost: files of a few kB that ask for gigabytes, or for hours."""
+"""Limits of traces: files of a few kB that would take gigabytes of memory, or hours."""
 
 import gzip
 import tracemalloc
@@ -27,7 +27,10 @@ PACK = {
 
 @pytest.fixture
 def peak():
-    """Return a function that reads a file, and returns the peak of what Python allocated."""
+    """Return a function that reads a file to its error.
+
+    It returns the text of the error and the peak of the memory that Python allocated.
+    """
 
     def read(reader):
         tracemalloc.start()
@@ -50,14 +53,14 @@ def header(tmp_path):
 
 @pytest.mark.parametrize("kind", PACK)
 def test_a_stream_that_expands_too_far_is_refused(kind):
-    """A file of kB does not become one of hundreds of MB; the error says what to do."""
+    """A compressed stream that expands beyond the given factor raises DamageError."""
     with pytest.raises(DamageError, match=f"the {kind} stream expands to more than 24 times"):
         for _ in decompressed(BytesIO(PACK[kind](ZEROS, 64)), 24):
             pass
 
 
 def test_traces_and_recordings_may_not_expand_without_end(tmp_path, monkeypatch):
-    """Their readers have that limit, and name file and line."""
+    """Readers of traces and recordings limit the expansion, and name the file and the line."""
     for reader in (SealedReader, RecordingReader):
         monkeypatch.setattr(reader, "expansion", 1)
     monkeypatch.setattr("kvcore.files.EXPANDED_BYTES", 0)
@@ -69,7 +72,7 @@ def test_traces_and_recordings_may_not_expand_without_end(tmp_path, monkeypatch)
 
 
 def test_a_recording_has_no_more_lines_than_its_size_allows(tmp_path, monkeypatch):
-    """Lines that compress to nothing are refused where they begin to cost much time."""
+    """A recording with more lines than its compressed size allows is refused."""
     monkeypatch.setattr("kvcore.kv_events.recording._FREE_LINES", 10)
     path = tmp_path / "recording.jsonl.gz"
     line = b'{"kind":"SKIPPED"}\n'
@@ -82,7 +85,7 @@ def test_a_recording_has_no_more_lines_than_its_size_allows(tmp_path, monkeypatc
 
 
 def test_pieces_are_small_however_dense_the_stream_is():
-    """Decompressed bytes come in pieces of 64 KiB, and not all of them at once."""
+    """Decompressed bytes come in pieces of at most 64 KiB, however dense the stream is."""
     for pack in PACK.values():
         packed = pack(ZEROS, 64)
         tracemalloc.start()
@@ -94,7 +97,7 @@ def test_pieces_are_small_however_dense_the_stream_is():
 
 @pytest.mark.parametrize("reader", [read_events, RecordingReader, workload_lines])
 def test_a_line_has_a_greatest_length(tmp_path, reader, peak):
-    """What has no newline for 16 MiB is refused with file and line, and no longer held."""
+    """A line longer than 16 MiB is refused with its file and line, and not kept in memory."""
     path = tmp_path / "long"
     path.write_bytes(ZEROS * 20)
     told, most = peak(reader(path))
@@ -105,7 +108,7 @@ def test_a_line_has_a_greatest_length(tmp_path, reader, peak):
 
 
 def test_a_line_has_a_greatest_number_of_values(tmp_path, header, peak):
-    """Short values, each of which takes much memory once parsed, are counted before."""
+    """A line with too many values is refused before it is parsed into memory."""
     path = tmp_path / "dense"
     keys = b"1," * MOST_VALUES + b"1"
     line = b'{"n":1,"t":0,"event":"REQUEST","id":1,"prompt":0,"output":0,"keys":[%s]}\n' % keys
@@ -116,7 +119,7 @@ def test_a_line_has_a_greatest_number_of_values(tmp_path, header, peak):
 
 
 def test_a_header_has_a_greatest_length(tmp_path, header):
-    """The one line in which anything may stand is a short one."""
+    """A HEADER longer than 1 MiB is refused."""
     path = tmp_path / "header"
     path.write_bytes(header.replace(b'"seed"', b'"model":"%s","seed"' % (b"x" * MIB)))
     with pytest.raises(TraceError, match=":1: HEADER is longer than 1,048,576 bytes"):
@@ -124,7 +127,7 @@ def test_a_header_has_a_greatest_length(tmp_path, header):
 
 
 def test_a_header_that_cannot_be_written_again_is_refused(tmp_path, header):
-    """JSON that is nested too deep to be exported is told where it is read."""
+    """JSON nested too deep to be written again is refused when it is read."""
     path = tmp_path / "deep"
     deep = b"[" * 900 + b"]" * 900
     path.write_bytes(header.replace(b"}\n", b',"model":%s}\n' % deep))
@@ -146,7 +149,10 @@ def test_a_header_that_cannot_be_written_again_is_refused(tmp_path, header):
     ],
 )
 def test_there_is_one_way_to_write_a_line(tmp_path, old, new):
-    """Names that stand twice, blanks, CRLF and longer spellings are refused: readers differ."""
+    """Repeated names, blanks, CRLF and longer spellings are refused in every line.
+
+    JSON parsers differ in how they read them.
+    """
     path = record(tmp_path / "trace.jsonl")
     text = path.read_bytes().splitlines(keepends=True)
     at = next(n for n, line in enumerate(text) if old in line and (n > 3 or b"HEADER" in line))
@@ -159,13 +165,13 @@ def test_there_is_one_way_to_write_a_line(tmp_path, old, new):
 
 
 def test_texts_may_hold_what_stands_between_values(tmp_path):
-    """Colons, blanks and backslashes in a text are no second way to write a line."""
+    """Texts may contain colons, blanks, quotes and backslashes."""
     path = write(tmp_path / "trace.jsonl", ask('a:b \\ "c":\t', "a", tenant="x: y"))
     assert lines(path)[1]["id"] == 'a:b \\ "c":\t'
 
 
 def test_a_recording_is_written_in_one_way_too(tmp_path):
-    """A recording that names a value twice is refused as a trace is."""
+    """A recording with a repeated name in a line is refused."""
     path = tmp_path / "recording.jsonl"
     path.write_bytes(b'{"n":0,"kind":"RECORDING","schema":2,"schema":1,"format":"msgpack"}\n')
     with pytest.raises(TraceError, match=":1: the line is not written as kvcore writes"):
@@ -173,7 +179,7 @@ def test_a_recording_is_written_in_one_way_too(tmp_path):
 
 
 def test_runs_are_counted_before_they_are_expanded():
-    """Two numbers that stand for two billion blocks are refused at once."""
+    """Runs of more blocks than a line may have are refused before they are expanded."""
     for runs in ([(0, 2**31 - 1)], [(5, 5), (2**30, -MOST_BLOCKS_OF_LINE)]):
         with pytest.raises(ValueError, match="more than 4,194,304 blocks, which is the most"):
             decode_runs(runs)
@@ -190,7 +196,7 @@ def begun(tmp_path, *more):
 
 
 def test_blocks_in_use_have_a_limit(tmp_path, monkeypatch):
-    """Many lines cannot take what one may not."""
+    """The blocks in use of a trace are limited, over all of its lines."""
     monkeypatch.setattr("kvcore.trace.state.MOST_BLOCKS", 20)
     more = [{"event": "ALLOC", "seq": 1, "first": at, "runs": [[at, 10]]} for at in (0, 10, 20)]
     with pytest.raises(TraceError, match=":6: ALLOC: more than 20 blocks are in use"):
@@ -198,7 +204,7 @@ def test_blocks_in_use_have_a_limit(tmp_path, monkeypatch):
 
 
 def test_work_has_a_limit(tmp_path, monkeypatch):
-    """The same blocks, taken and given back, are counted each time they are named."""
+    """The blocks that all lines of a trace name are limited, repetitions included."""
     monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
     monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
     more = [
@@ -211,7 +217,7 @@ def test_work_has_a_limit(tmp_path, monkeypatch):
 
 
 def test_compactions_are_work(tmp_path, monkeypatch):
-    """Each copies a table, however short its line is."""
+    """A COMPACT counts as work for the whole block table, however short its line is."""
     monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
     monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
     alloc = {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 300]]}
@@ -221,7 +227,7 @@ def test_compactions_are_work(tmp_path, monkeypatch):
 
 
 def test_forks_have_a_limit(tmp_path):
-    """A fork copies the table of its parent, and a line is enough for one."""
+    """The blocks that open forks share are limited."""
     more = [{"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1 << 16]]}]
     more += [{"event": "FORK", "seq": 1, "child": child} for child in range(2, 9)]
     for read in (check_trace, explain):
@@ -230,7 +236,7 @@ def test_forks_have_a_limit(tmp_path):
 
 
 def test_a_block_to_copy_to_is_in_the_pool(tmp_path):
-    """A copy to a block that no machine integer can name is refused."""
+    """A COPY to a block id outside the pool is refused, even beyond 32 bits."""
     more = [
         {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1]]},
         {"event": "FORK", "seq": 1, "child": 2},

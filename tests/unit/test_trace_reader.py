@@ -16,7 +16,7 @@ def trace(tmp_path):
 
 
 def edited(path, number, **fields):
-    """Change fields of line `number` (from 1), and leave all else as it is."""
+    """Change fields of line `number` (from 1), and leave the other lines as they are."""
     text = path.read_bytes().splitlines(keepends=True)
     text[number - 1] = orjson.dumps(orjson.loads(text[number - 1]) | fields) + b"\n"
     path.write_bytes(b"".join(text))
@@ -24,13 +24,13 @@ def edited(path, number, **fields):
 
 
 def test_events_come_with_header_and_end(trace):
-    """Iterating yields each line of the file, the first and the last included."""
+    """Iterating yields each line of the file, HEADER and END included."""
     events = [event.event for event in read_events(trace)]
     assert (len(events), events[0], events[-1]) == (49, "HEADER", "END")
 
 
 def test_a_whole_file_is_complete(trace):
-    """After END, with nothing behind it, the reader says that the file is complete."""
+    """The reader is `complete` only after END, and then has no `cut_reason`."""
     reader = read_events(trace)
     assert not reader.complete
     assert len(list(reader)) == reader.line == 49
@@ -39,7 +39,7 @@ def test_a_whole_file_is_complete(trace):
 
 
 def test_reading_streams(trace):
-    """The first event is there before the rest of the file has been looked at."""
+    """The first event is returned before the rest of the file is read."""
     whole = trace.read_bytes()
     trace.write_bytes(whole + b"no JSON\n" * 100_000)
     assert next(iter(read_events(trace))).event == "HEADER"
@@ -49,7 +49,7 @@ def test_reading_streams(trace):
     ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
 )
 def test_compression_is_recognised_by_content(trace, pack, name):
-    """A compressed file is read whatever it is called, also if it is several streams."""
+    """A compressed file is read whatever its name, even if it has several streams."""
     del name
     whole = trace.read_bytes()
     before = lines(trace)
@@ -61,7 +61,7 @@ def test_compression_is_recognised_by_content(trace, pack, name):
     ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
 )
 def test_a_damaged_stream_is_told(trace, pack, name):
-    """A compressed stream that cannot be decoded is an error with file and line."""
+    """A damaged compressed stream raises TraceError with the file and the line."""
     packed = bytearray(pack(trace.read_bytes()))
     packed[len(packed) // 2] ^= 0xFF
     trace.write_bytes(bytes(packed))
@@ -73,14 +73,14 @@ def test_a_damaged_stream_is_told(trace, pack, name):
     ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
 )
 def test_what_follows_a_compressed_stream_is_told(trace, pack, name):
-    """Bytes behind the end of a compressed stream are no part of a trace."""
+    """Bytes after the end of a compressed stream raise TraceError."""
     trace.write_bytes(pack(trace.read_bytes()) + b"more")
     with pytest.raises(TraceError, match=f"the {name} stream is damaged"):
         lines(trace)
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path):
-    """A missing file, or a directory, is bad input: it says which and why."""
+    """A missing file or a directory raises InputError with its path and the reason."""
     with pytest.raises(InputError, match=r"cannot read the trace .*nowhere: No such file"):
         lines(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"Is a directory"):
@@ -88,7 +88,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path):
 
 
 def test_another_file_is_no_trace(tmp_path):
-    """A JSONL file of something else is told by its first line."""
+    """A file that is no trace raises TraceError that suggests `kvcore compare`."""
     path = tmp_path / "other.jsonl"
     for text in ('{"timestamp": 0}\n', "TIMESTAMP,ContextTokens\n"):
         path.write_text(text)
@@ -99,7 +99,7 @@ def test_another_file_is_no_trace(tmp_path):
 
 
 def test_an_unknown_schema_is_told_with_both_numbers(trace):
-    """A file of a later schema is refused before anything else in it is looked at."""
+    """A later schema is refused with both numbers, before unknown fields are checked."""
     edited(trace, 1, schema=2, colour="blue")
     with pytest.raises(
         TraceError, match=r":1: schema 2; this version of kvcore reads schema 1"
@@ -124,20 +124,20 @@ def test_an_unknown_schema_is_told_with_both_numbers(trace):
     ],
 )
 def test_a_changed_line_is_told_where_it_can_be(trace, number, fields, reason):
-    """What a line alone gives away is an error with file, line number and reason."""
+    """A line that is invalid by itself raises TraceError with file, line and reason."""
     with pytest.raises(TraceError) as caught:
         lines(edited(trace, number, **fields))
     assert str(caught.value).startswith(f"{trace}:{number}: {reason}")
 
 
 def test_a_change_that_fits_the_schema_breaks_the_digest(trace):
-    """A line that is changed into another valid line shows at END."""
+    """A line changed into another valid line raises TraceError at END."""
     with pytest.raises(TraceError, match=r":49: END has digest"):
         lines(edited(trace, 2, prompt=14))
 
 
 def test_end_can_be_written_in_one_way(trace):
-    """END, which no digest covers, has no room for a change either."""
+    """An END line, which no digest covers, is refused in any other spelling."""
     whole = trace.read_bytes()
     trace.write_bytes(whole.replace(b'{"n":48,', b'{"n": 48,'))
     with pytest.raises(TraceError, match=r":49: END is not written as kvcore writes it"):
@@ -146,14 +146,14 @@ def test_end_can_be_written_in_one_way(trace):
 
 @pytest.mark.parametrize("more", [b"\n", b"{}\n", b"{"])
 def test_nothing_follows_end(trace, more):
-    """A line after END is an error, also if it is empty or not whole."""
+    """Any line after END raises TraceError, also an empty or an incomplete one."""
     trace.write_bytes(trace.read_bytes() + more)
     with pytest.raises(TraceError, match=r":50: a line follows END"):
         lines(trace)
 
 
 def test_json_that_is_broken_in_the_middle_is_told(trace):
-    """A line that is no JSON is an error where a newline follows it: no cut does that."""
+    """Invalid JSON in a line with a newline raises TraceError: no cut file has it."""
     text = trace.read_bytes().splitlines(keepends=True)
     text[6] = text[6][:20] + b"\n"
     trace.write_bytes(b"".join(text))
@@ -162,7 +162,7 @@ def test_json_that_is_broken_in_the_middle_is_told(trace):
 
 
 def test_a_header_stands_first_and_once(trace):
-    """A second header is an error, even if its number is right."""
+    """A second HEADER raises TraceError, even if its number is right."""
     events = lines(trace)
     seal(trace, [events[0], events[0], *events[1:]])
     with pytest.raises(TraceError, match=r":2: HEADER stands in line 1 only"):
@@ -179,7 +179,7 @@ def test_a_header_stands_first_and_once(trace):
     ],
 )
 def test_a_cut_is_told_and_no_error(trace, size, reason):
-    """A file without END is read up to the cut, and the reader says where that is."""
+    """A cut file is read up to the cut without an error; `cut_reason` says where that is."""
     trace.write_bytes(trace.read_bytes()[:size])
     reader = read_events(trace)
     list(reader)
@@ -187,7 +187,7 @@ def test_a_cut_is_told_and_no_error(trace, size, reason):
 
 
 def test_a_cut_between_lines_is_told(trace):
-    """A file that ends with a whole line that is not END is cut after it."""
+    """A file without END that ends with a whole line is cut after that line."""
     whole = trace.read_bytes()
     trace.write_bytes(whole[: whole.index(b'{"n":7,')])
     reader = read_events(trace)
@@ -196,7 +196,10 @@ def test_a_cut_between_lines_is_told(trace):
 
 
 def test_a_cut_compressed_file_is_told(tmp_path):
-    """If only the end of the compressed stream is missing, all lines come, and a reason."""
+    """If only the end of a compressed stream is missing, all lines are read.
+
+    The reader is then not complete.
+    """
     path = record(tmp_path / "trace.jsonl.gz")
     path.write_bytes(path.read_bytes()[:-1])
     reader = read_events(path)
@@ -205,7 +208,7 @@ def test_a_cut_compressed_file_is_told(tmp_path):
 
 
 def test_long_lines_are_read_whole(tmp_path):
-    """A line may be longer than what is read of the file at a time."""
+    """A line may be longer than the read buffer."""
     keys = list(range(300_000))
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -215,7 +218,7 @@ def test_long_lines_are_read_whole(tmp_path):
 
 
 def test_a_trace_may_be_empty(tmp_path):
-    """The trace of a cache that never did anything is a header and an end."""
+    """The trace of a cache that was never used has HEADER and END only."""
     assert [line["event"] for line in lines(write(tmp_path / "trace.jsonl"))] == [
         "HEADER",
         "END",

@@ -17,7 +17,7 @@ def trace(tmp_path):
 
 
 def test_a_recorded_run_replays_clean(trace):
-    """The trace of a real cache contradicts itself nowhere, and its state is the cache's."""
+    """The trace of a cache is valid, and its final pool is that of the cache."""
     cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), ids=True)
     drive(cache)
     report = check_trace(trace)
@@ -31,7 +31,7 @@ def test_a_recorded_run_replays_clean(trace):
 
 
 def test_block_tables_are_rebuilt(tmp_path):
-    """The table of every open sequence is the cache's, id by id, after a fork as well."""
+    """The rebuilt block table of every open sequence is that of the cache, forks included."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(12, 4, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -48,7 +48,7 @@ def test_block_tables_are_rebuilt(tmp_path):
 
 
 def test_output_blocks_are_shared_by_their_keys(tmp_path):
-    """Blocks that follow the prompt are committed under the keys the request gives them."""
+    """Output blocks are committed under the `output_keys` of their request, and can hit."""
     path = tmp_path / "trace.jsonl"
     longer = ask("longer", "abcd")
     with Trace(path) as trace:
@@ -62,14 +62,14 @@ def test_output_blocks_are_shared_by_their_keys(tmp_path):
 
 
 def test_the_report_counts_hits_of_first_admissions(trace):
-    """Lookups and hits are those of the five admissions with `again` left out."""
+    """The report counts lookups and hits of first admissions only."""
     ratio = {"block": 5 / 17, "request": (0 + 2 / 3 + 2 / 3 + 1 / 2 + 0) / 5}
     counts = {"lookup_blocks": 17, "hit_blocks": 5, "self_hit_blocks": 1}
     assert check_trace(trace).hit == {**counts, "ratio": pytest.approx(ratio)}
 
 
 def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
-    """An admission `again` looks up nothing; what it hits is its own."""
+    """A resumed request adds no lookups; its hits count as `self_hit_blocks`."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -83,14 +83,14 @@ def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
 
 
 def test_without_lookups_the_ratios_are_null(tmp_path):
-    """A trace in which nothing was looked up has no hit ratio."""
+    """The hit ratios of a trace without lookups are None."""
     report = check_trace(write(tmp_path / "trace.jsonl", ask(1, "a")))
     assert report.hit["ratio"] == {"block": None, "request": None}
     assert report.requests == 1
 
 
 def test_the_report_as_json_has_its_schema(trace):
-    """As JSON the report has the documented names, in their order."""
+    """The report as JSON has the documented names, in their order."""
     assert list(check_trace(trace).as_dict()) == [
         *("schema", "file", "complete", "lines", "events", "pool"),
         *("requests", "finished", "rejected", "preemptions", "evictions"),
@@ -100,7 +100,7 @@ def test_the_report_as_json_has_its_schema(trace):
 
 @pytest.mark.parametrize(("at", "lines_until", "private"), [(0, 1, 0), (2, 5, 1), (15, 31, 2)])
 def test_the_state_at_a_time(trace, at, lines_until, private):
-    """Asked for a moment, the report is of the last line not later than that."""
+    """The report of a moment covers the lines up to it."""
     report = check_trace(trace, at)
     assert (report.lines, report.pool["private"], report.complete) == (
         lines_until,
@@ -110,12 +110,12 @@ def test_the_state_at_a_time(trace, at, lines_until, private):
 
 
 def test_a_time_after_the_end_is_the_end(trace):
-    """A moment that never came is the end of the trace."""
+    """The report of a moment after the end is that of the whole trace."""
     assert check_trace(trace, 10**9) == check_trace(trace)
 
 
 def test_lines_after_the_moment_are_checked_too(trace):
-    """A report of an early state is of a trace that is right to its end."""
+    """The report of an early moment is refused if a later line is invalid."""
     events = lines(trace)
     events[46]["runs"] = [[4, 1], [1, 1], [3, 1]]
     with pytest.raises(TraceError, match=":47: ALLOC"):
@@ -125,7 +125,7 @@ def test_lines_after_the_moment_are_checked_too(trace):
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 @pytest.mark.parametrize("size", [512, 128])
 def test_the_bundled_workload_replays_clean(tmp_path, count, size):
-    """A few hundred real requests, in both countings: same hits, same state."""
+    """The trace of 300 bundled requests has the hits of their run, in both accountings."""
     path = tmp_path / "trace.jsonl"
     with Trace(path, workload=Mooncake()) as trace:
         cache = KVCache(
@@ -149,7 +149,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
 
 
 def test_without_a_prefix_cache_nothing_hits(tmp_path):
-    """A trace of the prefix cache `none` replays clean: every block is private."""
+    """The trace of the prefix index `none` is valid, with no hits and no cached blocks."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, 4, eviction=LRU(), prefix=NoPrefix(), trace=trace)
@@ -166,7 +166,7 @@ def test_without_a_prefix_cache_nothing_hits(tmp_path):
 
 
 def test_what_expired_is_a_miss_that_says_so(tmp_path):
-    """Expired blocks are dropped in front of the miss they cause, and free at once."""
+    """A miss on expired blocks has the reason "expired", and the blocks are free."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         cache = KVCache(8, 4, eviction=TTL(ttl=1), prefix=Radix(), trace=trace)
@@ -180,7 +180,7 @@ def test_what_expired_is_a_miss_that_says_so(tmp_path):
 
 
 def test_a_cut_trace_is_reported_up_to_the_cut(trace):
-    """An incomplete file is no error here: the report is of what could be read."""
+    """The report of a cut trace covers the lines up to the cut, without an error."""
     whole = trace.read_bytes()
     trace.write_bytes(whole[: whole.index(b'{"n":19,')])
     report = check_trace(trace)
@@ -189,7 +189,7 @@ def test_a_cut_trace_is_reported_up_to_the_cut(trace):
 
 
 def test_an_empty_file_has_an_empty_report(tmp_path):
-    """Where not even the header can be read, everything is 0."""
+    """All counts of the report of an empty file are 0."""
     (tmp_path / "trace.jsonl").touch()
     report = check_trace(tmp_path / "trace.jsonl")
     assert (report.lines, report.events) == (0, {})
@@ -260,7 +260,10 @@ def test_an_empty_file_has_an_empty_report(tmp_path):
     ],
 )
 def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
-    """A change that keeps the file well-formed is told with file, line, event and reason."""
+    """A changed line raises TraceError with the line, the event and the reason.
+
+    The changes keep the file well-formed.
+    """
     events = lines(trace)
     events[n] |= fields
     with pytest.raises(TraceError) as caught:
@@ -272,14 +275,14 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
 
 
 def without(trace, n):
-    """Take line `n` out of a trace and seal it."""
+    """Remove line `n` from a trace and seal it."""
     events = lines(trace)
     del events[n]
     return seal(trace, events)
 
 
 def test_a_copy_needs_another_owner(trace):
-    """A sequence writes into a block that it alone owns; it gets no copy of it."""
+    """A COPY of a block with a single owner is refused."""
     events = lines(trace)
     copy = dict(events[30], **{"from": 6, "to": 7})
     with pytest.raises(
@@ -289,7 +292,7 @@ def test_a_copy_needs_another_owner(trace):
 
 
 def test_a_partial_hit_is_followed_by_its_miss(trace):
-    """Where not the whole prompt hit, the next line says why."""
+    """A partial HIT must be followed by its MISS."""
     with pytest.raises(
         TraceError, match=":11: ALLOC: MISS of sequence 2 must come before this"
     ):
@@ -297,33 +300,33 @@ def test_a_partial_hit_is_followed_by_its_miss(trace):
 
 
 def test_a_switch_is_followed_by_the_duplicates(trace):
-    """Where a sequence uses another's blocks, the next line frees its own."""
+    """A COMMIT that uses another sequence's blocks must be followed by the FREE of its own."""
     with pytest.raises(TraceError, match=":19: FREE: FREE of sequence 3 must come before this"):
         check_trace(without(trace, 18))
 
 
 def test_forked_siblings_pin_what_one_commits(trace):
-    """Between a commit and the pins of those who share its blocks nothing else happens."""
+    """A COMMIT of a fork must be followed by those of the sequences that share its blocks."""
     with pytest.raises(TraceError, match=":30: COPY: forked sequences still hold blocks"):
         check_trace(without(trace, 29))
 
 
 def test_no_miss_without_an_admission(trace):
-    """A second MISS of a sequence opens nothing."""
+    """A second MISS of a sequence is refused."""
     events = lines(trace)
     with pytest.raises(TraceError, match=":4: MISS: sequence 1 opens; the next one is 2"):
         check_trace(seal(trace, [*events[:3], *events[2:]]))
 
 
 def test_a_block_is_freed_once(trace):
-    """A sequence that is closed cannot be closed again."""
+    """A second FREE of a closed sequence is refused."""
     events = lines(trace)
     with pytest.raises(TraceError, match=":21: FREE: no sequence 1 is open"):
         check_trace(seal(trace, [*events[:20], *events[19:]]))
 
 
 def test_victims_that_no_sequence_takes_are_told(trace):
-    """Blocks are evicted for the request whose ALLOC follows; a call that fails is the last."""
+    """An EVICT for a request must be followed by its ALLOC, unless the trace ends."""
     events = lines(trace)
     asked = {**events[34], "id": "other", "keys": [1, 2, 3, 4, 5, 6], "prompt": 24}
     with pytest.raises(

@@ -50,7 +50,7 @@ FULL = Request(
     ],
 )
 def test_a_request_is_read_as_it_was(request_):
-    """Every field comes back, keys of all three kinds included; none is made up."""
+    """A request read from its line equals the original in every field."""
     line = {"n": 1, "t": request_.arrival, "event": "REQUEST", **request_fields(request_)}
     event = decode(orjson.dumps(line))
     assert read_request(event) == request_
@@ -58,7 +58,7 @@ def test_a_request_is_read_as_it_was(request_):
 
 
 def recorded(path, requests, **options):
-    """Record a simulation of `requests`, the workload of which is called `mine`."""
+    """Record a simulation of `requests` whose workload is called `mine`."""
     source = {"name": "mine", "digest": "d1ce", "options": {"x": 2}}
     with Trace(path, workload=source) as trace:
         simulate(
@@ -78,7 +78,7 @@ def turns():
 
 
 def test_it_is_the_workload_that_was_recorded(tmp_path):
-    """Name, digest, options and key size are in the header."""
+    """Name, digest, options and key size are those of the workload in the header."""
     workload = TraceWorkload(recorded(tmp_path / "trace.jsonl.gz", [ask("a", 3)]))
     assert (workload.name, workload.digest, workload.options()) == ("mine", "d1ce", {"x": 2})
     assert workload.key_tokens == 4
@@ -86,7 +86,7 @@ def test_it_is_the_workload_that_was_recorded(tmp_path):
 
 
 def test_without_a_workload_it_is_a_trace(tmp_path):
-    """Where the header names none, it has the name of the format and the file's digest."""
+    """Without a workload in the header the name is "trace" and the digest the file's."""
     path = write(tmp_path / "trace.jsonl", ask("a", 0, key_tokens=4))
     workload = TraceWorkload(path)
     assert (workload.name, workload.options()) == ("trace", {})
@@ -95,7 +95,7 @@ def test_without_a_workload_it_is_a_trace(tmp_path):
 
 @pytest.mark.parametrize("scale", [1, 0.3, 1e-3, 3, 1.7])
 def test_times_are_those_of_the_workload(tmp_path, scale):
-    """Whatever the rate: run at that rate again, requests arrive when they did."""
+    """Requests recorded at any rate arrive at the same times when run again at that rate."""
     arrivals = [0, 1, 2, 7, 1000, 123_456_789]
     requests = [ask(place, at) for place, at in enumerate(arrivals)]
     path = recorded(tmp_path / "trace.jsonl", requests, rate_scale=scale)
@@ -117,14 +117,17 @@ def test_times_are_those_of_the_workload(tmp_path, scale):
     ],
 )
 def test_the_digest_is_the_workloads_where_the_requests_are(tmp_path, requests, scale, same):
-    """Times that were rounded, and those of sessions, are the run's: then it is the file's."""
+    """The digest is the workload's only if the requests are restored exactly.
+
+    Otherwise, with rounded times or sessions, it is the file's.
+    """
     path = recorded(tmp_path / "trace.jsonl", requests, rate_scale=scale)
     assert TraceWorkload(path).restores == same
     assert Recording(path).digest == ("d1ce" if same else file_digest(path))
 
 
 def test_a_comparison_of_a_recording_is_that_of_its_workload(tmp_path):
-    """The plugin gives the requests, hence the hits, and the digest of what was recorded."""
+    """A comparison of a recording has the hits and the digest of the recorded workload."""
     source, path = Zipf(requests=120, prefixes=9), tmp_path / "trace.jsonl.zst"
     first = compare(source, "lru", 200, trace=path)
     second = compare(Recording(path), "lru", 200)
@@ -134,7 +137,7 @@ def test_a_comparison_of_a_recording_is_that_of_its_workload(tmp_path):
 
 
 def test_texts_have_the_keys_that_their_run_told(tmp_path):
-    """Of a run on tensors, keys of generated blocks are known from the start."""
+    """Requests from a run on tensors have the recorded keys of generated blocks."""
     path = tmp_path / "trace.jsonl"
     text = text_request("a", range(5), output=9, block_size=4, publish=True)
     key = text.keys[0].hex()
@@ -153,7 +156,7 @@ def test_texts_have_the_keys_that_their_run_told(tmp_path):
 
 
 def test_a_cut_trace_is_told_at_the_cut(tmp_path):
-    """The requests before it come, then an error says where it ends."""
+    """A cut trace yields the requests before the cut, then raises TraceError."""
     path = recorded(tmp_path / "trace.jsonl", [ask("a", 3)])
     path.write_bytes(path.read_bytes()[:-10])
     requests = iter(TraceWorkload(path))
@@ -163,7 +166,7 @@ def test_a_cut_trace_is_told_at_the_cut(tmp_path):
 
 
 def test_a_request_that_cannot_be_is_told_with_its_line(tmp_path):
-    """A hint for no tokens passes no Request, and no trace."""
+    """An invalid retention hint raises TraceError with the file and the line."""
     path = write(tmp_path / "trace.jsonl", ask("a", 0, key_tokens=4))
     events = lines(path)
     events[1]["retention"] = [[8, 4, 35, None]]
@@ -172,7 +175,7 @@ def test_a_request_that_cannot_be_is_told_with_its_line(tmp_path):
 
 
 def test_what_is_no_trace(tmp_path):
-    """A file without a header, an empty one, and none at all are told apart."""
+    """A file without HEADER, an empty file and a missing file raise different errors."""
     path = tmp_path / "requests.csv"
     path.write_text("TIMESTAMP,ContextTokens\n")
     with pytest.raises(TraceError, match="its first line is no HEADER"):
@@ -185,7 +188,7 @@ def test_what_is_no_trace(tmp_path):
 
 
 def test_a_trace_by_hand_has_its_requests_too(tmp_path):
-    """Nothing but REQUEST lines matters: who ran them does not."""
+    """Requests are read from any trace, whatever program has recorded it."""
     path = serve_by_hand(tmp_path / "trace.jsonl")
     assert [request.id for request in TraceWorkload(path)] == [
         "long",

@@ -1,4 +1,4 @@
-"""How long blocks rested, told by hand-made and damaged traces."""
+"""Statistics of block residency, rebuilt from handmade and damaged traces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from kvcore_plugins.prefix import Radix
 
 
 def test_every_kind_of_line_is_heard(tmp_path):
-    """A run with switches, forks, rollbacks, splits and a return says what it said alive."""
+    """The statistics rebuilt from a trace equal those of its run.
+
+    The run has switches, forks, rollbacks and splits.
+    """
     cache = KVCache(8, traces.BLOCK, eviction=LRU(), prefix=Radix(), ids=True)
     cache.tree.residency = seen = Residency(8)
     traces.drive(cache)
@@ -24,7 +27,7 @@ def test_every_kind_of_line_is_heard(tmp_path):
 
 
 def test_a_cut_trace_is_refused(tmp_path):
-    """Half a run would pass for a whole one."""
+    """A cut trace is refused, since half a run would pass for a whole one."""
     file = traces.record(tmp_path / "run.jsonl")
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(TraceError, match=r"run\.jsonl: incomplete: "):
@@ -32,21 +35,21 @@ def test_a_cut_trace_is_refused(tmp_path):
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    """There is no run in it."""
+    """An empty file raises TraceError."""
     (tmp_path / "run.jsonl").write_bytes(b"")
     with pytest.raises(TraceError, match="is empty, without END"):
         residency(tmp_path / "run.jsonl")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
-    """By its name."""
+    """A missing file raises InputError with its path."""
     with pytest.raises(InputError, match=r"cannot read the trace .*none\.jsonl"):
         residency(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("event", ["HIT", "EVICT", "SPLIT", "COMMIT"])
 def test_a_line_of_what_is_not_there_names_file_and_line(event, tmp_path):
-    """It is the replay that says what is wrong, not a look-up that fails."""
+    """A line about an unknown span or sequence raises TraceError with file and line."""
     lines = traces.lines(traces.record(tmp_path / "run.jsonl"))
     wrong = next(line for line in lines if line["event"] == event)
     wrong |= {"span": 999, "seq": 999} if event == "COMMIT" else {"span": 999}

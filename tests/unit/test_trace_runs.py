@@ -22,13 +22,13 @@ CASES = [
 
 @pytest.mark.parametrize(("ids", "runs"), CASES)
 def test_ids_are_written_in_the_one_maximal_form(ids, runs):
-    """From left to right every run is as long as it can be; a single block is [x, 1]."""
+    """From left to right every run is as long as possible; a single block is [x, 1]."""
     assert encode_runs(array("i", ids)) == runs
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
 def test_decoding_brings_the_ids_back(ids):
-    """What `encode_runs` writes, `decode_runs` accepts, and it stands for the same ids."""
+    """`decode_runs` returns the ids that `encode_runs` has encoded."""
     ids = array("i", ids)
     assert decode_runs(encode_runs(ids)) == ids
 
@@ -38,7 +38,7 @@ NEIGHBOURS = st.lists(st.integers(0, 12), unique=True)
 
 @given(st.lists(st.one_of(NEIGHBOURS, st.permutations(range(6)), st.just([4, 5, 3, 6, 2]))))
 def test_runs_of_many_arrays_are_those_of_each(lists):
-    """Found in one pass over all ids, they are the same, in whatever order the ids are."""
+    """Many arrays encoded in one pass have the runs of each array by itself."""
     arrays = [array("i", ids) for ids in lists]
     if any(lists):
         found = [[tuple(run) for run in runs] for runs in fields._all_runs(arrays)]
@@ -46,7 +46,7 @@ def test_runs_of_many_arrays_are_those_of_each(lists):
 
 
 def test_runs_are_found_without_numpy(monkeypatch):
-    """Where numpy is not installed, many arrays are looked through one by one."""
+    """Without numpy many arrays are encoded one by one."""
     arrays = [array("i", range(start, start + 999)) for start in (7, 5_000)]
     monkeypatch.setattr(fields, "_ids_seen", fields._MANY_IDS)
     monkeypatch.setitem(sys.modules, "numpy", None)
@@ -56,7 +56,7 @@ def test_runs_are_found_without_numpy(monkeypatch):
 
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(-5, 5)), max_size=4))
 def test_only_the_maximal_form_is_accepted(runs):
-    """Runs that decode are those that their ids encode to."""
+    """Runs that `decode_runs` accepts are those that their ids encode to."""
     try:
         ids = decode_runs(runs)
     except ValueError:
@@ -80,6 +80,6 @@ def test_only_the_maximal_form_is_accepted(runs):
     ],
 )
 def test_other_forms_are_refused(runs, reason):
-    """A run that is empty, not maximal or out of range is an error that says which."""
+    """A run that is empty, not maximal or out of range raises ValueError with the reason."""
     with pytest.raises(ValueError, match=re.escape(reason)):
         decode_runs(runs, 8)

@@ -32,13 +32,13 @@ FREE = {"n": 3, "t": 0, "event": "FREE", "seq": 1, "runs": [[0, 2]], "reason": "
 
 
 def rows(heading):
-    """Return the table under a heading of the reference: what each field holds."""
+    """Return the table under a heading of the reference: the type of each field."""
     section = PAGE.split(f"\n{heading}\n", 1)[1].split("\n#", 1)[0]
     return dict(re.findall(r"^\| `(\w+)` \| (.+?) \| ", section, re.MULTILINE))
 
 
 def described(event):
-    """Return what each field of an event holds, but for those that all lines have."""
+    """Return the type of each field of an event, without those that all lines have."""
     return {
         name: field.holds if field.required else f"{field.holds}, or left out"
         for name, field in describe_fields(event).items()
@@ -48,17 +48,17 @@ def described(event):
 
 @pytest.mark.parametrize("event", EVENTS)
 def test_the_reference_describes_every_field_of(event):
-    """The page has each event with each of its fields, what it holds, and no others."""
+    """The reference describes exactly the fields of each event, with their types."""
     assert rows(f"### {event}") == described(EVENTS[event])
 
 
 def test_the_reference_describes_what_a_sequence_evicts():
-    """The fields of the other scope have a table of their own."""
+    """The reference has a table of its own for EVICT of scope `sequence`."""
     assert rows("#### EVICT of scope `sequence`") == described(Drop)
 
 
 def test_the_reference_describes_what_every_line_has():
-    """The page has the fields that every line has, or may have."""
+    """The reference describes the fields that every line has or may have."""
     fields = describe_fields(EVENTS["FORK"])
     told = {name: fields[name].holds for name in COMMON}
     told["replica"] += ", or left out"
@@ -66,12 +66,12 @@ def test_the_reference_describes_what_every_line_has():
 
 
 def test_the_reference_describes_no_other_event():
-    """The page has no event that is gone."""
+    """The reference has a heading for each event, in order, and for no other."""
     assert re.findall(r"^### ([A-Z_]+)$", PAGE, re.MULTILINE) == list(EVENTS)
 
 
 def test_what_the_cache_writes_is_of_the_schema(tmp_path):
-    """Every line of a recorded run has the fields of its event, and no others."""
+    """Every line of a recorded run matches the schema."""
     path = record(tmp_path / "trace.jsonl")
     assert [find_fault(line) for line in lines(path)] == [None] * 49
 
@@ -94,20 +94,20 @@ def test_what_the_cache_writes_is_of_the_schema(tmp_path):
     ],
 )
 def test_a_fault_is_told(change, reason):
-    """A line that is not of the schema is told with event, field, what it must be and is."""
+    """A line that breaks the schema is described by event, field, expected type and value."""
     assert reason in find_fault(FREE | change)
 
 
 @pytest.mark.parametrize("field", FREE)
 def test_a_missing_field_is_told(field):
-    """Each field of an event must be there."""
+    """Leaving out any field of an event is a fault."""
     reason = find_fault({name: value for name, value in FREE.items() if name != field})
     assert reason == f"FREE has no field {field!r}" or "unknown event None" in reason
 
 
 @pytest.mark.parametrize("hint", [3, [0, 4, 50], [0, "end", 50, None], [0, 4, None, None]])
 def test_a_retention_hint_has_four_parts(hint):
-    """Start, end or null, priority, and nanoseconds or null: anything else is told."""
+    """A retention hint that is not a valid [start, end, priority, duration] is a fault."""
     request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
     line = {"n": 1, "t": 0, "event": "REQUEST", **request}
     assert find_fault({**line, "retention": [[0, None, 50, None], [4, 8, 50, 9]]}) is None
@@ -118,7 +118,7 @@ def test_a_retention_hint_has_four_parts(hint):
 
 @pytest.mark.parametrize("slo", [3, {"ttft": 0}, {"tpot": 1.5}, {"patience": 1}])
 def test_expectations_are_whole_nanoseconds(slo):
-    """Any of three times in whole nanoseconds above 0, or none: anything else is told."""
+    """An SLO with other names, or with values that are no whole ns above 0, is a fault."""
     request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
     line = {"n": 1, "t": 0, "event": "REQUEST", **request}
     assert find_fault({**line, "slo": {"ttft": 1, "tpot": 2, "deadline": 3}}) is None
@@ -129,24 +129,24 @@ def test_expectations_are_whole_nanoseconds(slo):
 
 
 def test_what_a_server_does_is_of_the_schema(tmp_path):
-    """Every line of a run with a clock has the fields of its event, and no others."""
+    """Every line of a run with a clock matches the schema."""
     path = serve(tmp_path / "trace.jsonl")
     assert [find_fault(line) for line in lines(path)] == [None] * 34
 
 
 def test_what_tiers_do_is_of_the_schema(tmp_path):
-    """Every line of a run with tiers has the fields of its event, and no others."""
+    """Every line of a run with tiers matches the schema."""
     path = rest(tmp_path / "trace.jsonl")
     assert [find_fault(line) for line in lines(path)] == [None] * 90
 
 
 def test_a_line_is_an_object():
-    """Other JSON is no line."""
+    """JSON other than an object is a fault."""
     assert find_fault([1]) == "a line must be a JSON object, not [1]"
 
 
 def test_what_is_told_is_not_the_whole_value():
-    """A huge value is cut short in the reason."""
+    """The description of a fault shortens a huge value."""
     assert len(find_fault(FREE | {"runs": [[0, "x"]] * 1000})) < 150
 
 
@@ -157,7 +157,7 @@ def keyed(key):
 
 @pytest.mark.parametrize("key", [0, 2**63 - 1, "00ff" * 8, "00FF" * 8])
 def test_keys(key):
-    """A key in JSON is an int below 2**63, or 32 hex digits."""
+    """A key in JSON is an int below 2**63 or 32 hex digits."""
     assert decode(json.dumps(keyed(key)).encode()).keys == [key]
 
 
@@ -165,7 +165,7 @@ def test_keys(key):
     "key", [-1, 2**63, True, 1.0, None, "00", "zz" * 16, "0 " * 16, "0" * 32 + "\n"]
 )
 def test_no_keys(key):
-    """Anything else is no key."""
+    """Keys of any other type, range or spelling are refused."""
     with pytest.raises(ValueError, match="KEYS field 'keys' must be a list of integers"):
         decode(json.dumps(keyed(key)).encode())
 
@@ -182,13 +182,13 @@ def test_no_keys(key):
     ],
 )
 def test_what_is_no_line_is_told(raw, reason):
-    """Bytes that are no line of the schema are told in the words of the schema."""
+    """Bytes that are no line of the schema raise ValueError with the words of the schema."""
     with pytest.raises(ValueError, match=f"^{reason}"):
         decode(raw)
 
 
 def test_fields_come_in_any_order():
-    """A line means the same in whatever order its fields are written."""
+    """A line is decoded the same whatever the order of its fields."""
     line = {"scope": "sequence", "reason": "retention", "by": "window", "blocks": 1}
     line |= {"runs": [], "first": 0, "seq": 1, "event": "EVICT", "t": 0, "n": 3}
     assert isinstance(decode(json.dumps(line).encode()), Drop)
@@ -196,7 +196,7 @@ def test_fields_come_in_any_order():
 
 
 def test_a_line_read_is_the_line_written(tmp_path):
-    """`as_dict` gives back what stands in the file, field by field and in its order."""
+    """`as_dict` returns the fields of the line in the file, in their order."""
     for path in (record(tmp_path / "a"), serve(tmp_path / "b"), forget(tmp_path / "c")):
         text = path.read_text().splitlines()
         assert [json.dumps(json.loads(line)) for line in text] == [
@@ -285,20 +285,20 @@ CALLS = {
     "finish": {"request": "r", "seq": 1, "output": 2, "output_keys": [b"0123456789abcdef"]},
     "reject": {"request": "r", "why": "too long"},
 }
-"""By method of a recorder: arguments with every field of its event."""
+"""Arguments of each method of a recorder, with every field of its event."""
 
 STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()}
 STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
 
 
 def test_every_event_has_a_method():
-    """A recorder can write every event but those that a file or a cluster writes for itself."""
+    """A recorder has a method for each event but HEADER, REQUEST, END and routing events."""
     of_clusters = {name.lower() for name in OF_CLUSTERS}
     assert STRUCTS.keys() - CALLS.keys() == {"header", "request", "end"} | of_clusters
 
 
 def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
-    """Each event of the routing has a method, whose line has all of its fields."""
+    """Each routing event is written by a cluster's method, with all of its fields."""
     path, asked = tmp_path / "trace.jsonl", Request(id="r", prompt_tokens=2, key_tokens=1)
     with Trace(path) as trace:
         cluster = ClusterTrace(trace)
@@ -317,7 +317,7 @@ def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
     assert [type(line) for line in lines] == [EVENTS[name] for name in names]
     for line in lines:
         fields = {*describe_fields(type(line))}
-        # What moves is of two replicas, and names both.
+        # A transfer names two replicas in fields of its own.
         fields -= {"replica"} if line.event == "TRANSFER" else set()
         assert line.as_dict().keys() == fields
     assert (lines[0].request, lines[0].tokens, lines[0].replica) == ("r", 32, 0)
@@ -328,7 +328,10 @@ def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
 
 @pytest.mark.parametrize("method", CALLS)
 def test_a_recorder_method_has_the_fields_of_its_event(method):
-    """Parameters and fields are the same, in one order, and the same may be left out."""
+    """The parameters of a recorder method are the fields of its event.
+
+    Their order is the same, and so are those with a default.
+    """
     _, now, *parameters = inspect.signature(getattr(Recorder, method)).parameters.values()
     fields = [
         field
@@ -347,7 +350,7 @@ def test_a_recorder_method_has_the_fields_of_its_event(method):
 
 @pytest.mark.parametrize("method", CALLS)
 def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
-    """Every argument is in the line, in the order of the fields; a default is left out."""
+    """A recorder method writes all arguments in the order of the fields, without defaults."""
     given = CALLS[method]
     _, _, *parameters = inspect.signature(getattr(Recorder, method)).parameters.values()
     short = {p.name: given[p.name] for p in parameters if p.default is p.empty}
@@ -369,7 +372,7 @@ def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
 
 
 def test_a_request_has_a_field_for_all_that_a_reader_needs():
-    """The attributes of a request and the fields of REQUEST are as many, but for the time."""
+    """REQUEST has as many fields as a request has attributes, without the arrival."""
     fields = [name for name in describe_fields(EVENTS["REQUEST"]) if name not in COMMON]
     attributes = [name for name in inspect.signature(Request).parameters if name != "arrival"]
     assert len(fields) == len(attributes)
@@ -382,6 +385,6 @@ def test_the_published_schema_is_current():
 
 
 def test_the_header_of_a_run_has_what_cannot_be_left_out():
-    """What a cache is made of must be in HEADER."""
+    """HEADER requires every field that describes the cache."""
     required = {field.name for field in describe_fields(Header).values() if field.required}
     assert required >= CACHE.keys()

@@ -1,4 +1,4 @@
-"""Tiers in a trace: what lies in them follows from its lines, and no line can be forged."""
+"""Tiers in a trace: their contents follow from the lines, and forged lines are refused."""
 
 from functools import partial
 from random import Random
@@ -31,7 +31,7 @@ def trace(tmp_path):
 
 
 def told(path, events):
-    """Return why a trace of these lines cannot be; None if it can."""
+    """Return the error of the check of these lines; None if they are valid."""
     try:
         check_trace(seal(path, events))
     except TraceError as error:
@@ -40,7 +40,10 @@ def told(path, events):
 
 
 def forged(path, n, **fields):
-    """Return why the trace cannot be with other fields in line `n`; None: without it."""
+    """Return the error of the check with other fields in line `n`.
+
+    A field of value None is removed; return None if the lines are valid.
+    """
     events = lines(path)
     events[n] |= fields
     for name in [name for name, value in fields.items() if value is None]:
@@ -49,7 +52,7 @@ def forged(path, n, **fields):
 
 
 def test_the_report_has_each_tier(trace):
-    """Nearest first: its slots, what is in it, and what has gone in, up and out."""
+    """The report has each tier, nearest first, with its slots, contents and transfers."""
     host, disk = check_trace(trace).tiers
     assert host == {
         "tier": "host",
@@ -78,7 +81,7 @@ def test_the_report_has_each_tier(trace):
     ],
 )
 def test_the_report_at_a_time(trace, at, loading, parked, used):
-    """It has the blocks that are on their way then, and those of who was swapped out."""
+    """The report of a moment has the blocks that are loading and those that are parked."""
     tiers = check_trace(trace, at).tiers
     assert [tier["loading_blocks"] for tier in tiers] == loading
     assert [tier["parked_blocks"] for tier in tiers] == parked
@@ -86,12 +89,12 @@ def test_the_report_at_a_time(trace, at, loading, parked, used):
 
 
 def test_the_report_of_a_trace_without_tiers(tmp_path):
-    """There are none."""
+    """The report of a trace without tiers has an empty list of tiers."""
     assert check_trace(rest(tmp_path / "trace.jsonl", ())).tiers == []
 
 
 def refused(events):
-    """Return True if these events cannot be; as `told`, but for what a reader sees."""
+    """Return True if the checker refuses these events, or if their time goes back."""
     checker = TraceChecker(events[0])
     now = 0
     for event in events[1:-1]:
@@ -109,7 +112,7 @@ WORDS = {
     "tier": ["host", "disk", "tape"],
     "from": ["host", "disk", None],
     "parked": [True, None],
-    # No two of these have a text in common but "a" and "again": each names other blocks.
+    # These requests name different blocks, except "a" and "again", which share a prefix.
     "request": ["a", "b", "c", "p", "r", "nobody"],
     "reason": ["capacity", "expired", "moved", "parked", "corrupt", "gone", "failed"],
 }
@@ -127,7 +130,7 @@ def forgeries(event):
 
 @pytest.mark.parametrize("event", LINES)
 def test_no_field_of_a_line_can_be_forged(trace, event):
-    """Whatever else one says, by any other value: the trace cannot be."""
+    """A line of tiers with any other value in any field is refused."""
     events = lines(trace)
     read = [decode(orjson.dumps(line)) for line in events]
     for n, line in enumerate(events):
@@ -143,7 +146,7 @@ def test_no_field_of_a_line_can_be_forged(trace, event):
 
 @pytest.mark.parametrize("event", LINES)
 def test_no_line_can_come_twice(trace, event):
-    """What is there is not stored again, what has come does not come again."""
+    """A repeated line of tiers is refused."""
     events = lines(trace)
     for n, line in enumerate(events):
         if line["event"] == event:
@@ -152,7 +155,7 @@ def test_no_line_can_come_twice(trace, event):
 
 @pytest.mark.parametrize("event", ["OFFLOAD", "LOAD_START", "LOAD"])
 def test_no_transfer_can_stand_elsewhere(trace, event):
-    """One that stands two lines later is told."""
+    """A transfer moved down by two lines is refused."""
     events = lines(trace)
     for n, line in enumerate(events):
         if line["event"] == event:
@@ -197,7 +200,7 @@ def test_no_transfer_can_stand_elsewhere(trace, event):
     ],
 )
 def test_a_forgery_is_told_in_its_words(trace, n, fields, reason):
-    """With the event, and what cannot be."""
+    """A forged line raises TraceError with the event and the reason."""
     found = forged(trace, n, **fields)
     assert found.startswith(reason), found
 
@@ -216,14 +219,14 @@ def test_a_forgery_is_told_in_its_words(trace, n, fields, reason):
     ],
 )
 def test_what_a_line_leads_to_cannot_be_left_out(trace, n, reason):
-    """What is evicted makes room, what is loaded is committed, what is swapped is parked."""
+    """A trace without a transfer, drop or commit that other lines depend on is refused."""
     events = lines(trace)
     found = told(trace, events[:n] + events[n + 1 :])
     assert found.startswith(reason), found
 
 
 def test_lines_of_tiers_need_tiers(trace):
-    """Without any in the header, nothing can be in one."""
+    """A DROP without tiers in HEADER is refused."""
     events = lines(trace)
     drop = events[21] | {"t": 10}
     del events[0]["tiers"]
@@ -231,7 +234,7 @@ def test_lines_of_tiers_need_tiers(trace):
 
 
 def test_swaps_need_tiers(tmp_path):
-    """Without any, a sequence rests nowhere."""
+    """A PREEMPT by swap without tiers in HEADER is refused."""
     path = serve(tmp_path / "trace.jsonl")
     (n,) = [n for n, line in enumerate(lines(path)) if line.get("how") == "recompute"]
     assert forged(path, n, how="swap") == "PREEMPT: HEADER has no tiers"
@@ -252,7 +255,7 @@ def test_swaps_need_tiers(tmp_path):
     ],
 )
 def test_readers_that_trust_a_file_do_not_fall_over_it(trace, n, fields):
-    """What does not fit together is an error of the trace to them as well."""
+    """Readers that skip the check raise TraceError for inconsistent lines of tiers."""
     events = lines(trace)
     events[n] |= fields
     with pytest.raises(TraceError):
@@ -260,7 +263,7 @@ def test_readers_that_trust_a_file_do_not_fall_over_it(trace, n, fields):
 
 
 def test_a_path_of_an_earlier_run_is_no_request(recovered):
-    """To no reader: nothing is admitted by its name."""
+    """A request cannot have the name of a recovered path."""
     events = lines(recovered)
     (n,) = [n for n, line in enumerate(events) if line["event"] == "MISS"][:1]
     events[n]["request"] = "disk:1"
@@ -291,7 +294,10 @@ def test_a_path_of_an_earlier_run_is_no_request(recovered):
     ],
 )
 def test_a_tier_of_the_header_can_be(trace, change, reason):
-    """Its name is its own, its link is known, and its size is that of the lines."""
+    """Invalid names, links or sizes of tiers in HEADER are refused.
+
+    So are valid ones that do not match the lines.
+    """
     events = lines(trace)
     events[0]["tiers"][0] |= change
     assert told(trace, events).startswith(reason)
@@ -302,14 +308,14 @@ def test_a_tier_of_the_header_can_be(trace, change, reason):
     [("write", "through"), ("write", 1), ("keep", "inclusive"), ("load", "never")],
 )
 def test_the_rules_of_the_header_hold(trace, option, value):
-    """By another rule for what goes down and comes up the trace cannot be."""
+    """A trace is refused if HEADER has other rules to write, keep or load than the run."""
     events = lines(trace)
     events[0]["tiers"][0]["options"][option] = value
     assert told(trace, events)
 
 
 def test_a_trace_that_is_cut_shows_what_is_in_the_tiers(trace):
-    """As it was at the cut, loads that were on their way included."""
+    """The report of a cut trace has the tiers as of the cut, loads in progress included."""
     whole = trace.read_bytes().splitlines(keepends=True)
     trace.write_bytes(b"".join(whole[:34]))
     report = check_trace(trace)
@@ -318,7 +324,7 @@ def test_a_trace_that_is_cut_shows_what_is_in_the_tiers(trace):
 
 
 def test_a_write_waits_no_longer_than_it_may(tmp_path):
-    """One that would wait longer for its turn is not done."""
+    """An OFFLOAD that waits for its link longer than `max_wait` is refused."""
     slow = TIERS[0].replace("write_bandwidth=1TB", "write_bandwidth=10GB")
     path = rest(tmp_path / "trace.jsonl", (slow,))
     assert check_trace(path).complete
@@ -329,7 +335,7 @@ def test_a_write_waits_no_longer_than_it_may(tmp_path):
 
 
 def test_a_run_on_tensors_may_lose_blocks(trace):
-    """What cannot be read is dropped, what comes after it is of no use, the rest computed."""
+    """Only a run on tensors may lose blocks of a load to a DROP."""
     events = lines(trace)[:42]
     events[36] |= {"blocks": 1}
     events[37] |= {"blocks": 2}
@@ -368,13 +374,13 @@ def recovered(tmp_path):
         ]
         simulate(requests, cache=cache, latency=Even(), batching=Batching(watermark=0.0))
     events = lines(path)
-    # Only a run on tensors finds anything.
+    # Only a run on tensors may recover blocks.
     events[0]["executor"] = "run"
     return seal(path, events)
 
 
 def test_what_an_earlier_run_has_left(recovered):
-    """It is told first, can be loaded, and leaves by the name that it was given."""
+    """Recovered paths are recorded first; they can be loaded, and dropped by their names."""
     events = lines(recovered)
     told = [(line["request"], line["first"], line["blocks"]) for line in events[1:3]]
     assert [line["event"] for line in events[1:4]] == ["RECOVER", "RECOVER", "REQUEST"]
@@ -401,13 +407,13 @@ def test_what_an_earlier_run_has_left(recovered):
     ],
 )
 def test_a_forgery_of_what_was_left_is_told(recovered, n, fields, reason):
-    """Its place, its size, its name, and that there was anything."""
+    """A RECOVER with another tier, position, size, name or time is refused."""
     found = forged(recovered, n, **fields)
     assert found.startswith(reason), found
 
 
 def test_all_that_was_left_is_told_first(recovered):
-    """As much as HEADER says, and nothing of it later."""
+    """RECOVER lines before the first REQUEST must have as many blocks as HEADER names."""
     events = lines(recovered)
     reason = "tier 'disk' had 5 blocks from an earlier run by HEADER, and 4 by RECOVER"
     assert told(recovered, [*events[:2], *events[3:]]) == f"REQUEST: {reason}"
@@ -416,7 +422,7 @@ def test_all_that_was_left_is_told_first(recovered):
 
 
 def test_what_is_needed_is_not_dropped(trace):
-    """Not while it is on its way up, nor what a parked sequence shares."""
+    """A DROP of blocks that are loading, or that a parked sequence needs, is refused."""
     events = lines(trace)
     events[0]["executor"] = "run"
     gone = {"n": 0, "event": "DROP", "reason": "gone", "blocks": 1}
@@ -429,7 +435,7 @@ def test_what_is_needed_is_not_dropped(trace):
 
 
 def test_what_was_parked_needs_no_block_that_others_share(tmp_path):
-    """While a sequence comes back with blocks of its own, those of equal keys may leave."""
+    """Blocks that equal a parked sequence's own blocks may be dropped while it returns."""
     shapes = [(0, 8, 7, 1), (1, 4, 9, 1), (2, 4, 11, 2)]
     requests = [
         arrive(at, time, prompt, output, keys=[key], key_tokens=8)
@@ -444,7 +450,7 @@ def test_what_was_parked_needs_no_block_that_others_share(tmp_path):
 
 
 def test_by_the_wall_clock_a_transfer_takes_as_long_as_it_takes(trace):
-    """When it is done is no more than a guess; not before it began."""
+    """Under the wall clock a transfer may end at any time after its beginning."""
     events = lines(trace)
     events[0] |= {"mode": "wall", "executor": "run"}
     events[10]["done"] += 7
@@ -454,7 +460,7 @@ def test_by_the_wall_clock_a_transfer_takes_as_long_as_it_takes(trace):
 
 
 def test_without_a_clock_nothing_takes_time(tmp_path):
-    """Every transfer is done at once: no link is busy, and no wait is too long."""
+    """Without a clock every transfer ends at once, and no link is busy."""
     path, host = tmp_path / "trace.jsonl", "host:memory=100MiB,max_wait=0"
     tiers = partial(Tiers, tiers=[host], slot_bytes=2**20)
     compare(Zipf(requests=60, prefixes=6), "lru", 60, tiers=tiers, trace=path)
@@ -467,14 +473,14 @@ def test_without_a_clock_nothing_takes_time(tmp_path):
 
 
 def test_hostile_traces_end(trace, monkeypatch):
-    """What is in all tiers together is limited, so that a small file takes little memory."""
+    """The keys in all tiers together are limited, so that a small file takes little memory."""
     monkeypatch.setattr(traced, "MOST_KEYS", 10)
     with pytest.raises(TraceError, match="tiers hold more than 10 keys, which is the most"):
         check_trace(trace)
 
 
 def test_work_on_tiers_counts(tmp_path, monkeypatch):
-    """The keys of a line are work, whose sum is limited by the lines."""
+    """The keys of lines of tiers count towards the limit of work."""
     monkeypatch.setattr("kvcore.trace.state.WORK", 300)
     monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
     with pytest.raises(TraceError, match="too many"):
@@ -482,17 +488,17 @@ def test_work_on_tiers_counts(tmp_path, monkeypatch):
 
 
 class Watching(Trace):
-    """Notes what is in the tiers whenever a request has its output."""
+    """A trace that records the contents of the tiers at every FINISH."""
 
     tiers = None
 
     def finish(self, now, **fields):
-        """Write FINISH, and note what is in each tier."""
+        """Write FINISH, and record the contents of each tier."""
         super().finish(now, **fields)
         self.seen.append([self.held(level) for level in self.tiers.levels])
 
     def held(self, level):
-        """Return blocks by key, what is parked, the slots in use, and the link of a level."""
+        """Return the blocks by key, the parked blocks, used slots and link of a level."""
         blocks = {}
         for span in level.tree.spans():
             for at in range(span.start, span.end):
@@ -505,7 +511,7 @@ class Watching(Trace):
 
 
 def random_run(path, seed):
-    """Record a server with random tiers and requests; return what the tiers held, and when."""
+    """Record a server with random tiers and requests; return the tiers at each FINISH."""
     random = Random(seed)
     tiers = [
         f"{random.choice(['host', 'disk'])}:memory={random.randint(4, 30) * 1000},"
@@ -545,7 +551,7 @@ def random_run(path, seed):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_the_state_is_that_of_the_run(tmp_path, seed):
-    """After every FINISH the tiers hold, by the lines alone, what they held in the run."""
+    """The tiers rebuilt from a trace equal those of the run after every FINISH."""
     path = tmp_path / "trace.jsonl"
     seen = iter(random_run(path, seed))
     assert check_trace(path).complete

@@ -21,7 +21,7 @@ def phases(timeline):
 
 
 def test_a_server(tmp_path):
-    """A pause returns to what it interrupted; after a recompute there is prefill again."""
+    """A paused request resumes its phase; a recomputed one has a second prefill."""
     timeline = Timeline.read(traces.serve(tmp_path / "run.jsonl"))
     assert phases(timeline) == {
         "long": [
@@ -48,7 +48,7 @@ def test_a_server(tmp_path):
 
 
 def test_a_return_that_hits_all(tmp_path):
-    """Where no COMMIT can tell, the step after the admission ends the second prefill."""
+    """The second prefill of a request without COMMIT ends with the next step."""
     lines = traces.lines(traces.serve(tmp_path / "run.jsonl"))
     at = next(n for n, line in enumerate(lines) if line["event"] == "FINISH" and n > 30)
     step = {"t": 7, "event": "FORK", "seq": 4, "child": 5}
@@ -60,7 +60,7 @@ def test_a_return_that_hits_all(tmp_path):
 
 
 def test_loads_from_tiers(tmp_path):
-    """A request that waits for blocks from a tier is loading; slots in use are counted."""
+    """A request that waits for blocks from a tier is loading; the slots in use are counted."""
     timeline = Timeline.read(traces.rest(tmp_path / "run.jsonl"))
     kinds = [kind for kind, _, _ in phases(timeline)["again"]]
     assert kinds == ["loading", "prefill"]
@@ -69,7 +69,7 @@ def test_loads_from_tiers(tmp_path):
 
 
 def test_without_a_clock(tmp_path):
-    """A request ends when its last sequence closes, and can be opened again after that."""
+    """Without a clock a request ends when its last sequence closes, and may be opened again."""
     timeline = Timeline.read(traces.record(tmp_path / "run.jsonl"))
     assert phases(timeline) == {
         "first": [
@@ -90,7 +90,7 @@ def test_without_a_clock(tmp_path):
 
 
 def test_a_cut_trace_is_read_up_to_the_cut(tmp_path):
-    """What was under way ends with the last line, and has not finished."""
+    """A cut ends the phases in progress with the last line; their requests are unfinished."""
     file = traces.serve(tmp_path / "run.jsonl")
     lines = file.read_bytes().splitlines(keepends=True)
     cut = next(n for n, line in enumerate(lines) if b'"RESUME"' in line) + 1
@@ -104,7 +104,7 @@ def test_a_cut_trace_is_read_up_to_the_cut(tmp_path):
 
 
 def test_a_trace_without_requests(tmp_path):
-    """It has a row of an empty pool."""
+    """The timeline of a trace without requests has one row, of an empty pool."""
     with Trace(tmp_path / "run.jsonl") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
     timeline = Timeline.read(tmp_path / "run.jsonl")
@@ -114,7 +114,7 @@ def test_a_trace_without_requests(tmp_path):
 
 
 def test_an_empty_file_is_refused(tmp_path):
-    """There is nothing to draw."""
+    """An empty file raises TraceError."""
     (tmp_path / "run.jsonl").write_bytes(b"")
     with pytest.raises(TraceError, match="is empty, without END"):
         Timeline.read(tmp_path / "run.jsonl")
@@ -122,7 +122,7 @@ def test_an_empty_file_is_refused(tmp_path):
 
 @pytest.mark.parametrize("event", ["FREE", "FINISH", "PREEMPT", "EVICT"])
 def test_a_line_of_what_is_not_there_names_file_and_line(event, tmp_path):
-    """It is a TraceError, not a look-up that fails."""
+    """A line about an unknown request or span raises TraceError with file and line."""
     lines = traces.lines(traces.rest(tmp_path / "run.jsonl"))
     wrong = next(line for line in lines if line["event"] == event)
     wrong |= {name: 999 for name in ("request", "span", "seq") if name in wrong}
@@ -131,7 +131,7 @@ def test_a_line_of_what_is_not_there_names_file_and_line(event, tmp_path):
 
 
 def test_ticks_come_while_lines_are_read(tmp_path, monkeypatch):
-    """Whoever shows progress is told of the bytes of the file, all of them in the end."""
+    """The callback for progress gets the bytes read, and all bytes of the file in sum."""
     monkeypatch.setattr("kvcore.progress.STRIDE", 8)
     ticks = []
     path = traces.serve(tmp_path / "run.jsonl")
@@ -141,7 +141,7 @@ def test_ticks_come_while_lines_are_read(tmp_path, monkeypatch):
 
 
 def series(rows):
-    """Return a series of which `rows` rows have one peak of free and of waiting each."""
+    """Return a series of `rows` rows with a single peak of `free` and one of `waiting`."""
     made = Series(tiers={"host": array("i", range(rows))})
     for row in range(rows):
         made.time.append(row * 10)
@@ -157,7 +157,7 @@ def series(rows):
 
 
 def test_thinning_keeps_peaks():
-    """However few rows are left, the only peaks of a thousand are among them."""
+    """A thinned series keeps the peaks, the first and the last row."""
     whole = series(1000)
     thin = whole.thinned(50)
     assert len(thin) <= 50
@@ -170,13 +170,13 @@ def test_thinning_keeps_peaks():
 
 
 def test_few_rows_are_not_thinned():
-    """They are what was asked for."""
+    """A series with no more rows than allowed is returned as it is."""
     whole = series(40)
     assert whole.thinned(40) is whole
 
 
 def test_hit_ratio_of_a_window():
-    """Lookups within the window count, those before it do not; none is no ratio."""
+    """The hit ratio is that of the lookups within the window, and NaN without any."""
     made = Series()
     made.time.extend([0, 10, 20, 40])
     made.lookup_blocks.extend([0, 4, 8, 8])
@@ -189,5 +189,5 @@ def test_hit_ratio_of_a_window():
 
 
 def test_kinds_say_who_is_in_the_batch():
-    """Two kinds wait."""
+    """Requests wait in the phases QUEUED and PREEMPTED only."""
     assert [kind for kind in Kind if kind.waits] == [Kind.QUEUED, Kind.PREEMPTED]

@@ -20,7 +20,7 @@ KINDS = ["trace.jsonl", "trace.jsonl.gz", "trace.jsonl.zst"]
 
 
 def requests(path):
-    """Return the REQUEST lines of a trace, without what every line has."""
+    """Return the REQUEST lines of a trace, without the fields of every line."""
     return [
         {name: value for name, value in line.items() if name not in {"n", "t", "event"}}
         for line in lines(path)
@@ -29,13 +29,13 @@ def requests(path):
 
 
 def test_a_request_is_written_once(tmp_path):
-    """A request that is heard of again is not written again."""
+    """A request announced again is not written again."""
     path = write(tmp_path / "trace.jsonl", ask(1, "ab"), ask("1", "ab"), ask(1, "ab"))
     assert [request["id"] for request in requests(path)] == [1, "1"]
 
 
 def test_a_plain_request_has_no_optional_field(tmp_path):
-    """Fields at their default are left out."""
+    """Fields with their default values are not written."""
     path = write(tmp_path / "trace.jsonl", ask(1, "ab"))
     (request,) = requests(path)
     assert request == {"id": 1, "prompt": 8, "output": 0, "keys": [97, 24930], "key_tokens": 4}
@@ -67,7 +67,7 @@ def test_a_request_is_written_whole(tmp_path):
 
 
 def test_what_a_client_expects_is_written_in_ns(tmp_path):
-    """Of an SLO the times given are written; one that asks for nothing is written as well."""
+    """The given times of an SLO are written in ns; an SLO without times is written as {}."""
     asked = [SLO(deadline_ns=3, ttft_ns=5), SLO(), None]
     path = write(
         tmp_path / "trace.jsonl", *(ask(n, "a", slo=slo) for n, slo in enumerate(asked))
@@ -77,7 +77,7 @@ def test_what_a_client_expects_is_written_in_ns(tmp_path):
 
 
 def test_keys_are_ints_or_hex(tmp_path):
-    """Keys of 16 bytes are written in hex; ints and hex digits stay as they are."""
+    """Keys of 16 bytes are written in hex; ints and hex digits are not changed."""
     keys = [2**63 - 1, bytes(range(16)), "ab" * 16, 0]
     path = write(
         tmp_path / "trace.jsonl", Request(id=1, prompt_tokens=16, keys=keys, key_tokens=4)
@@ -87,7 +87,7 @@ def test_keys_are_ints_or_hex(tmp_path):
 
 @pytest.mark.parametrize("key", [-1, 2**63, "no hex", b"short", 1.5, None, (1, 2)])
 def test_other_keys_are_refused(tmp_path, key):
-    """A key that a trace cannot hold is an error that names request, key and place."""
+    """A key that a trace cannot hold raises InputError with request, key and place."""
     path = tmp_path / "trace.jsonl"
     with pytest.raises(InputError, match=r"request 'r' has the block key .* \(place 1\)"):
         write(path, Request(id="r", prompt_tokens=8, keys=[1, key], key_tokens=4))
@@ -95,7 +95,7 @@ def test_other_keys_are_refused(tmp_path, key):
 
 
 def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
-    """An id beyond 64 bits, or text that is no Unicode, is an error that names the request."""
+    """A value that JSON cannot hold raises InputError that names the request."""
     with pytest.raises(InputError, match=r"request 1000.* cannot be written to a trace"):
         write(tmp_path / "trace.jsonl", attrs.evolve(ask(1, "a"), id=10**30))
     with pytest.raises(InputError, match=r"request 2 cannot be written to a trace"):
@@ -111,7 +111,7 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
     [("id", None), ("id", 1.5), ("id", (1, 2)), ("salt", 3), ("tenant", 4), ("priority", 0.5)],
 )
 def test_a_field_that_no_reader_would_take_is_refused(tmp_path, field, value):
-    """A request that serves well in memory does not make a trace that cannot be read."""
+    """A field of a wrong type raises InputError, and no file is left."""
     request = attrs.evolve(ask(1, "a"), **{field: value})
     where = rf"cannot be written to a trace: REQUEST field '{field}' must be"
     with pytest.raises(InputError, match=where):
@@ -120,7 +120,7 @@ def test_a_field_that_no_reader_would_take_is_refused(tmp_path, field, value):
 
 
 def test_an_array_of_ids_is_written_as_runs(tmp_path):
-    """The cache hands over ids as they are; the line has runs."""
+    """An array of block ids is written as runs."""
     free = ("FREE", {"seq": 1, "runs": array("i", [7, 6, 3]), "reason": "close"})
     path = write(tmp_path / "trace.jsonl", free)
     assert lines(path)[1]["runs"] == [[7, -2], [3, 1]]
@@ -128,7 +128,7 @@ def test_an_array_of_ids_is_written_as_runs(tmp_path):
 
 @pytest.mark.parametrize("blocks", [3, 2_000])
 def test_an_array_is_written_as_it_is_then(tmp_path, blocks):
-    """Lines are rendered some at a time; what changes meanwhile does not change them."""
+    """An array changed after the call does not change its line, though lines are buffered."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
         ids = array("i", range(blocks))
@@ -141,7 +141,7 @@ def test_an_array_is_written_as_it_is_then(tmp_path, blocks):
 
 
 def test_a_flush_writes_the_last_line(tmp_path):
-    """What a trace is told before is in the file then, as a reader of it sees."""
+    """After `flush` the file has every line written before."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
         for now in range(3):
@@ -152,7 +152,7 @@ def test_a_flush_writes_the_last_line(tmp_path):
 
 
 def test_the_end_counts_and_digests(tmp_path):
-    """END says how many lines and events stand before it, and is at the time of the last."""
+    """END has the numbers of lines and events before it, and the time of the last line."""
     path = write(tmp_path / "trace.jsonl", ask(1, "a"), ask(2, "b"))
     end = lines(path)[-1]
     assert (end["lines"], end["events"], end["t"]) == (3, {"HEADER": 1, "REQUEST": 2}, 1)
@@ -160,7 +160,7 @@ def test_the_end_counts_and_digests(tmp_path):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_equal_runs_give_equal_bytes(tmp_path, name):
-    """The same run twice gives the same file, compressed or not."""
+    """The same run twice writes the same bytes, compressed or not."""
     (tmp_path / "again").mkdir()
     once, again = record(tmp_path / name), record(tmp_path / "again" / name)
     assert once.read_bytes() == again.read_bytes()
@@ -168,13 +168,13 @@ def test_equal_runs_give_equal_bytes(tmp_path, name):
 
 @pytest.mark.parametrize("name", KINDS[1:])
 def test_files_are_compressed_by_their_name(tmp_path, name):
-    """A compressed trace has the lines of a plain one."""
+    """A trace whose name ends in .gz or .zst is compressed, and has the same lines."""
     assert lines(record(tmp_path / name)) == lines(record(tmp_path / "trace.jsonl"))
     assert (tmp_path / name).stat().st_size < (tmp_path / "trace.jsonl").stat().st_size / 2
 
 
 def test_a_file_object_is_written_to_and_left_open():
-    """A trace can go to any binary file object; it is not closed."""
+    """A trace can be written to a binary file object, which is not closed."""
     file = io.BytesIO()
     with Trace(file) as trace:
         drive(KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace))
@@ -182,7 +182,7 @@ def test_a_file_object_is_written_to_and_left_open():
 
 
 def test_a_trace_spans_many_buffers(tmp_path):
-    """What is longer than the write buffer arrives whole and in order."""
+    """A trace longer than the write buffer is written in whole and in order."""
     path = tmp_path / "trace.jsonl.gz"
     with Trace(path) as trace:
         trace.begin(**CACHE)
@@ -192,7 +192,7 @@ def test_a_trace_spans_many_buffers(tmp_path):
 
 
 def test_the_file_appears_when_it_is_whole(tmp_path):
-    """Until the trace is closed, it is `<path>.part`, and what was at the path stays."""
+    """Until `close` the trace is `<path>.part`, and an older file at the path remains."""
     path = tmp_path / "trace.jsonl"
     path.write_text("before")
     with Trace(path) as trace:
@@ -210,14 +210,14 @@ def _fail_after_the_header(trace):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_an_exception_leaves_nothing(tmp_path, name):
-    """If the run fails there is no file, and the exception is the run's own."""
+    """If a run fails no file is left, and the exception is the run's own."""
     with pytest.raises(LookupError), Trace(tmp_path / name) as trace:
         _fail_after_the_header(trace)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_killed_process_leaves_what_it_wrote(tmp_path):
-    """Without a chance to close, `<path>.part` has every line that left the buffer."""
+    """A killed process leaves `<path>.part` with every line that left the buffer."""
     script = f"""
 import os
 from kvcore import Trace
@@ -235,7 +235,7 @@ os._exit(9)
 
 
 def test_a_process_that_forgets_to_close_leaves_all_but_the_end(tmp_path):
-    """A trace that is still open when Python exits is whole but for END, and `.part`."""
+    """A trace that is open when Python exits lacks only END, and remains `.part`."""
     script = f"""
 from kvcore import Trace
 trace = Trace({str(tmp_path / "trace.jsonl")!r})
@@ -251,7 +251,7 @@ for now in range(30_000):
 
 
 def test_a_trace_without_a_cache_leaves_nothing(tmp_path):
-    """A trace that no cache has begun has no header, so closing it is an error."""
+    """Closing a trace that no cache has begun raises InputError and leaves no file."""
     with pytest.raises(InputError, match=r"is empty: no KVCache was made with it"):
         Trace(tmp_path / "trace.jsonl").close()
     assert list(tmp_path.iterdir()) == []
@@ -278,7 +278,7 @@ def test_one_trace_one_cache(tmp_path):
 
 
 def test_lines_stand_between_header_and_end(tmp_path):
-    """A line before the header or after the end is an error that says so."""
+    """A line before HEADER or after END raises InputError."""
     trace = Trace(tmp_path / "trace.jsonl")
     with pytest.raises(InputError, match=r"FREE before the header"):
         trace.free(0, seq=1, runs=[], reason="close")
@@ -289,14 +289,14 @@ def test_lines_stand_between_header_and_end(tmp_path):
 
 
 def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
-    """A missing directory, a directory, and a name that cannot be are told when opening."""
+    """A missing directory, a directory and an invalid name are refused by `Trace` itself."""
     for path in (tmp_path / "no" / "trace", tmp_path, "a\0b"):
         with pytest.raises(InputError, match=r"cannot write the trace"):
             Trace(path)
 
 
 def full(name):
-    """Return a trace that is more than the write buffer of a disk that is full."""
+    """Write a trace longer than the write buffer to a full disk."""
     with Trace(name) as trace:
         trace.begin(**CACHE)
         for now in range(40_000):
@@ -306,7 +306,7 @@ def full(name):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["/dev/full", "full.gz", "full.zst"])
 def test_a_full_disk_is_told(name, tmp_path, monkeypatch):
-    """A full disk is an error with its own exit code, also if a thread meets it."""
+    """A full disk raises StorageError with exit code 3, also when a thread compresses."""
     if name != "/dev/full":
         monkeypatch.chdir(tmp_path)
         Path(name).symlink_to("/dev/full")
@@ -318,7 +318,7 @@ def test_a_full_disk_is_told(name, tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fails_at_the_end_is_told():
-    """What only shows when the last buffer is written is raised by `close`; no file is left."""
+    """`close` raises the error of the last write, and can be called again."""
 
     class Failing(io.BytesIO):
         def write(self, _):
@@ -332,7 +332,7 @@ def test_a_disk_that_fails_at_the_end_is_told():
 
 
 def test_importing_the_trace_is_cheap():
-    """What is slow to import and not always needed comes with the first use."""
+    """Importing `kvcore.trace` imports no package that is slow and not always needed."""
     script = "import kvcore.trace, sys, json; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     assert not {"structlog", "zstandard", "rich", "click", "numpy"} & set(

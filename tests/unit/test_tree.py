@@ -1,4 +1,4 @@
-"""The tree of spans: pins, commits, evictions, forks and expiry, whatever the index."""
+"""The tree of spans: pins, commits, evictions, forks and expiry, with every prefix index."""
 
 import pytest
 from helpers.caches import BLOCK, ask, make, serve, start
@@ -14,18 +14,18 @@ SHARING = [Radix, Hashed]
 
 @pytest.fixture(params=SHARING)
 def prefix(request):
-    """Return a new index of each kind that stores something."""
+    """Return a new prefix index of each kind that shares blocks."""
     return request.param()
 
 
 @pytest.fixture(params=[*SHARING, NoPrefix])
 def any_prefix(request):
-    """Return a new index of each kind."""
+    """Return a new prefix index of each kind."""
     return request.param()
 
 
 def test_the_last_token_is_computed(prefix):
-    """Of a prompt cached in whole, the last full block does not hit; it is freed at commit."""
+    """The last block of a fully cached prompt is computed again and freed at its commit."""
     cache = make(12, prefix=prefix)
     serve(cache, "abc")
     seq = cache.open(ask("abc"))
@@ -44,7 +44,7 @@ def test_hits_are_the_blocks_themselves(prefix):
 
 
 def test_close_leaves_what_is_shared(any_prefix):
-    """Committed full blocks stay cached, if at all; everything else is free."""
+    """After `close` committed full blocks are cached if the index shares; others are free."""
     cache = make(12, prefix=any_prefix)
     serve(cache, "abc", tokens=2 * BLOCK + 1)
     tree = cache.tree
@@ -53,7 +53,7 @@ def test_close_leaves_what_is_shared(any_prefix):
 
 
 def test_pinned_blocks_stay(any_prefix):
-    """What open sequences hold is never evicted: there is no room."""
+    """Blocks of open sequences are never evicted: an admission raises OutOfBlocks."""
     cache = make(8, prefix=any_prefix)
     held = [start(cache, text) for text in ("abcd", "abcx")]
     with pytest.raises(OutOfBlocks):
@@ -65,7 +65,7 @@ def test_pinned_blocks_stay(any_prefix):
 
 
 def test_a_refused_open_changes_nothing(any_prefix):
-    """All or nothing: no pin, no split, no eviction."""
+    """An `open` that raises OutOfBlocks leaves pins, spans and blocks unchanged."""
     cache = make(8, prefix=any_prefix)
     serve(cache, "abc")
     start(cache, "xyz")
@@ -76,7 +76,7 @@ def test_a_refused_open_changes_nothing(any_prefix):
 
 
 def test_a_refused_extend_changes_nothing(any_prefix):
-    """All or nothing: what would have fitted is not allocated."""
+    """An `extend` that raises OutOfBlocks allocates no block."""
     cache = make(8, prefix=any_prefix)
     serve(cache, "abc")
     seq = start(cache, "xyz")
@@ -87,7 +87,7 @@ def test_a_refused_extend_changes_nothing(any_prefix):
 
 
 def test_evicts_what_is_missing_and_no_more(prefix):
-    """Free blocks are used up first; what is left of a victim still matches."""
+    """Only as many blocks as needed are evicted; the rest of the victim still hits."""
     cache = make(8, prefix=prefix)
     serve(cache, "abcd", "xy")
     cache.open(ask("lmnop"))
@@ -97,7 +97,7 @@ def test_evicts_what_is_missing_and_no_more(prefix):
 
 
 def test_a_hit_is_no_victim_of_its_own(prefix):
-    """What an admission hits is safe from the evictions that it causes."""
+    """An admission does not evict the blocks that it hits."""
     cache = make(6, prefix=prefix)
     serve(cache, "abc", "xyz")
     seq = cache.open(ask("abclmn"))
@@ -106,7 +106,7 @@ def test_a_hit_is_no_victim_of_its_own(prefix):
 
 
 def test_duplicates_are_freed(prefix):
-    """Two sequences that compute one prompt end with one copy of it."""
+    """Two sequences that compute the same prompt end with one copy of it."""
     cache = make(12, prefix=prefix)
     one, two = cache.open(ask("abc")), cache.open(ask("abc"))
     for seq in (one, two):
@@ -117,7 +117,7 @@ def test_duplicates_are_freed(prefix):
 
 
 def test_a_fork_pins(any_prefix):
-    """What two sequences hold stays until both have closed."""
+    """Blocks that a fork shares stay until both sequences have closed."""
     cache = make(6, prefix=any_prefix)
     seq = start(cache, "abc")
     child = cache.fork(seq)
@@ -132,7 +132,7 @@ def test_a_fork_pins(any_prefix):
 
 
 def test_a_fork_commits_for_both(any_prefix):
-    """Blocks that two sequences hold are cached once, or stay private to both."""
+    """Blocks that a fork shares are cached once, or stay private to both sequences."""
     cache = make(12, prefix=any_prefix)
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
@@ -144,7 +144,7 @@ def test_a_fork_commits_for_both(any_prefix):
 
 
 def test_expired_spans_do_not_match(prefix):
-    """They end the match; an admission drops them, a probe does not."""
+    """Expired spans do not hit. An admission drops them; a probe changes nothing."""
     cache = make(8, ExpiringPolicy(), prefix=prefix)
     serve(cache, "abc")
     before = snapshot(cache)
@@ -156,7 +156,7 @@ def test_expired_spans_do_not_match(prefix):
 
 
 def test_spans_yields_parents_before_children(prefix):
-    """`spans()` has every span, each after its parent, and as many blocks as cached."""
+    """`spans()` yields every span after its parent, with all cached blocks in sum."""
     cache = make(24, prefix=prefix)
     serve(cache, "ab", "abcd", "abxy", "lmn")
     seen: set[Span] = set()
@@ -168,7 +168,7 @@ def test_spans_yields_parents_before_children(prefix):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_policy_is_told_of_every_change(seed, prefix):
-    """Spans, their sizes and pins can be kept from the policy's callbacks alone."""
+    """Spans, their sizes and pins can be tracked from the policy's hooks alone."""
     ledger = BookkeepingPolicy()
     cache = make(14, ledger, prefix=prefix, key_tokens=2 * BLOCK)
     driver = Driver(cache)
@@ -181,7 +181,7 @@ def test_the_policy_is_told_of_every_change(seed, prefix):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_decides_alike_without_ids(seed, any_prefix):
-    """A pool that only counts gives the same hits and evictions as one with ids."""
+    """A pool without block ids gives the same hits and evictions as one with ids."""
     steps = random_steps(seed, 80, TRAFFIC)
     runs = [
         Driver(make(14, prefix=type(any_prefix)(), key_tokens=2 * BLOCK, ids=ids)).run(steps)

@@ -1,4 +1,4 @@
-"""Sizes and times: read exactly, refused clearly, written readably."""
+"""Parsing and formatting of sizes, counts and times."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvcore.units import (
     ],
 )
 def test_sizes_are_read(text, size):
-    """A number and a unit, of either kind and any case; a fraction of a byte is dropped."""
+    """A size is a number and a unit of any case; a fraction of a byte is dropped."""
     assert parse_bytes(text) == size
 
 
@@ -47,7 +47,7 @@ def test_sizes_are_read(text, size):
     ["", "GiB", "40 Gi", "40G", "40", "-1GiB", "1e9", "4O96", "1,000", "nan", "1..5GB", "٤GB"],
 )
 def test_garbage_is_no_size(text):
-    """Whatever is not a number and a known unit is refused, with the units there are."""
+    """Text that is not a number and a known unit raises InputError with the units."""
     with pytest.raises(InputError, match="expected a number followed by B, KiB, MiB, GiB"):
         parse_bytes(text)
 
@@ -62,7 +62,7 @@ def test_garbage_is_no_size(text):
     ],
 )
 def test_what_is_wrong_with_a_size_is_hinted_at(text, hint):
-    """A unit left out and a comma are the usual slips."""
+    """The error of a size hints at a missing unit or at a decimal comma."""
     with pytest.raises(InputError) as caught:
         parse_bytes(text)
     assert str(caught.value).endswith(hint)
@@ -82,7 +82,7 @@ def test_what_is_wrong_with_a_size_is_hinted_at(text, hint):
     ],
 )
 def test_counts_are_read(text, count):
-    """Digits, with a power of ten or a unit, exactly."""
+    """A count may have a power of ten or a unit, and is parsed exactly."""
     assert parse_whole(text, least=1) == count
 
 
@@ -91,7 +91,7 @@ def test_counts_are_read(text, count):
     ["", "0", "-1", "0.5", "1e-5", "x", "1_000", str(INT64_LIMIT), "9" * 400, "9" * 5000],
 )
 def test_no_count_is_refused(text):
-    """Nothing, part of a token, and more than 63 bits hold."""
+    """Text that is no number, fractions, and counts below 1 or above 63 bits are refused."""
     with pytest.raises(InputError, match=r"such as 8192, 8k or 1e5|at least 1|than 64 bits"):
         parse_whole(text, least=1)
 
@@ -101,7 +101,7 @@ def test_no_count_is_refused(text):
     [("60:120", (60, 120)), (" 0.5 : 1e3 ", (0.5, 1000)), (":9", (0, 9)), ("60:", (60, None))],
 )
 def test_windows_are_read(text, window):
-    """Two times in seconds, of which either may be left out."""
+    """A window is two times in seconds, either of which may be omitted."""
     start, end = parse_window(text)
     assert (start / 10**9, end and end / 10**9) == window
     assert parse_window(window_text((start, end))) == (start, end)
@@ -109,13 +109,13 @@ def test_windows_are_read(text, window):
 
 @pytest.mark.parametrize("text", ["", ":", "60", "1:2:3", "2:1", "1:1", "a:b", "-1:2"])
 def test_no_window_is_refused(text):
-    """Nothing may lie in it, and both ends are needed."""
+    """An empty, reversed or malformed window raises InputError."""
     with pytest.raises(InputError, match=r"window|time"):
         parse_window(text)
 
 
 def test_a_size_past_64_bits_is_refused():
-    """No file offset or memory is that large."""
+    """A size of 2^63 bytes or more raises InputError."""
     assert parse_bytes(f"{2**63 - 1}B") == 2**63 - 1
     with pytest.raises(InputError, match="below 2\\^63 bytes"):
         parse_bytes("8388608TiB")
@@ -138,7 +138,7 @@ def test_a_size_past_64_bits_is_refused():
     ],
 )
 def test_seconds_are_nanoseconds_exactly(text, nanoseconds):
-    """No float on the way: 9007199.254740993 s is past what a float of ns can hold."""
+    """Seconds are converted to ns exactly, even where a float could not hold the ns."""
     assert parse_seconds(text) == nanoseconds
 
 
@@ -146,26 +146,26 @@ def test_seconds_are_nanoseconds_exactly(text, nanoseconds):
     "text", ["", "soon", "-1", "1x", "1m", "nan", "inf", "1e9999", "1/3", "1_0"]
 )
 def test_garbage_is_no_time(text):
-    """Whatever is not a plain number is refused."""
+    """Text that is no plain number of seconds raises InputError."""
     with pytest.raises(InputError, match="expected a number of seconds"):
         parse_seconds(text)
 
 
 def test_a_time_finer_than_the_clock_is_refused():
-    """Rounding it would change what was asked."""
+    """A time finer than a nanosecond raises InputError and is not rounded."""
     with pytest.raises(InputError, match="'1e-10': finer than a nanosecond"):
         parse_seconds("1e-10")
 
 
 def test_a_time_past_the_clock_is_refused():
-    """2^63 ns are 292 years."""
+    """A time of 2^63 ns (292 years) or more raises InputError."""
     with pytest.raises(InputError, match="too large"):
         parse_seconds("1e10")
 
 
 @given(st.integers(0, 2**63 - 1))
 def test_any_nanosecond_count_is_read_back(nanoseconds):
-    """Seconds with nine decimals give the integer they were written from."""
+    """Seconds with nine decimals are parsed to the ns they were written from."""
     seconds, rest = divmod(nanoseconds, 10**9)
     assert parse_seconds(f"{seconds}.{rest:09}") == nanoseconds
 
@@ -182,14 +182,14 @@ def test_any_nanosecond_count_is_read_back(nanoseconds):
     ],
 )
 def test_sizes_are_written_with_three_digits(size, binary, decimal):
-    """The largest unit not above the size, in either system."""
+    """A size is written with three digits and the largest unit not above it."""
     assert format_bytes(size) == binary
     assert format_bytes(size, DECIMAL) == decimal
 
 
 @given(st.sampled_from([*BINARY, *DECIMAL]), st.integers(1, 999))
 def test_what_is_written_in_whole_units_is_read_back(unit, number):
-    """A whole number of one unit survives writing and reading."""
+    """A whole number of one unit is the same after formatting and parsing."""
     units = BINARY if unit in BINARY else DECIMAL
     size = number * units[unit]
     assert parse_bytes(format_bytes(size, units)) == size
@@ -200,7 +200,7 @@ def test_what_is_written_in_whole_units_is_read_back(unit, number):
     [(1.5, "1.5 s"), (0.0312, "31.2 ms"), (7.06e-6, "7.06 us"), (2e-9, "2 ns"), (816, "816 s")],
 )
 def test_durations_are_written_with_a_fitting_unit(seconds, text):
-    """The unit that leaves at least one digit before the point."""
+    """A duration is written with a unit that leaves a digit before the point."""
     assert format_seconds(seconds) == text
 
 
@@ -209,7 +209,7 @@ def test_durations_are_written_with_a_fitting_unit(seconds, text):
     [(12345.6, "12,346"), (1.0, "1"), (8.03, "8.03"), (12.88, "12.9"), (-1e300, "-1e+300")],
 )
 def test_numbers_are_written_with_three_digits(value, text):
-    """Zeros after the point are left away, digits before it while they can be read."""
+    """A number is written with three digits, or all before the point unless it is huge."""
     assert format_number(value) == text
 
 
@@ -225,13 +225,13 @@ def test_numbers_are_written_with_three_digits(value, text):
     ],
 )
 def test_seconds_in_picoseconds(seconds, expected):
-    """Rounded to the nearest whole number."""
+    """Seconds are converted to the nearest whole number of picoseconds."""
     assert picoseconds(seconds, "step") == expected
 
 
 @pytest.mark.parametrize("seconds", [-1e-9, float("nan"), float("inf"), 1e7])
 def test_seconds_that_are_no_step_time_are_refused(seconds):
-    """The error has the name that the caller gives it, and the bounds."""
+    """An invalid time of a step raises InputError with the caller's name and the bounds."""
     with pytest.raises(InputError) as caught:
         picoseconds(seconds, "linear: step")
     assert str(caught.value) == (

@@ -1,4 +1,4 @@
-"""Untimed replay: what becomes of requests one by one."""
+"""Untimed replay: requests admitted, committed and closed one by one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvcore.analysis import replay
 
 
 def test_a_request_comes_at_its_time_and_leaves_at_once():
-    """Nothing stays open, and what was committed stays cached."""
+    """After a replay no sequence is open, and the committed blocks are cached."""
     cache = make(8)
     replay([ask("ab"), ask("abc")], cache)
     assert (cache.sequences, cache.tree.cached_blocks, cache.tree.unpinned_blocks) == ({}, 3, 3)
@@ -17,7 +17,7 @@ def test_a_request_comes_at_its_time_and_leaves_at_once():
 
 
 def test_the_time_is_that_of_the_arrival():
-    """A span was created and last used when the request arrived."""
+    """The times of a span are the arrivals of the requests that created and hit it."""
     cache = make(8, accounting="keys")
     replay([ask("a", arrival=7), ask("a", arrival=9)], cache)
     (span,) = cache.tree.spans()
@@ -26,24 +26,27 @@ def test_the_time_is_that_of_the_arrival():
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 def test_a_request_longer_than_the_pool_keeps_its_leading_blocks(count):
-    """Two of four blocks are cached; all four are looked up, and two hit the second time."""
+    """A request longer than the pool leaves its leading blocks cached.
+
+    All of its blocks are looked up.
+    """
     cache = make(2, accounting=count)
     stats = replay([ask("abcd"), ask("abcd")], cache)
     assert (cache.tree.cached_blocks, stats.lookup_blocks, stats.hit_blocks) == (2, 8, 2)
 
 
 def test_the_last_token_is_computed():
-    """Counting tokens, a prompt of two full blocks hits one: its last token is computed."""
+    """In `tokens` accounting a prompt of two full blocks hits one of them."""
     assert replay([ask("ab"), ask("ab")], make(8)).hit_blocks == 1
 
 
 def test_a_partial_block_is_not_cached():
-    """Counting tokens, of a prompt of 9 tokens in blocks of 4 two blocks are cached."""
+    """In `tokens` accounting a partial block is not cached."""
     cache = make(8)
     replay([ask("abc", 9)], cache)
     assert cache.tree.cached_blocks == 2
 
 
 def test_whole_keys_hit_whole():
-    """Counting keys, lengths do not matter: a full match is a full hit."""
+    """In `keys` accounting a full match is a full hit, whatever the length in tokens."""
     assert replay([ask("abc", 9), ask("abc", 9)], make(8, accounting="keys")).hit_blocks == 3

@@ -1,4 +1,4 @@
-"""Measured rows beside simulated ones: how they are read, simulated and counted."""
+"""Validation of simulations against measured rows: how rows are read, run and compared."""
 
 import csv
 import json
@@ -47,7 +47,7 @@ SILICON = {
 
 
 def write_csv(path, *rows):
-    """Write rows as a table whose columns are those of the first."""
+    """Write rows as a table with the columns of the first."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), restval="")
         writer.writeheader()
@@ -93,7 +93,7 @@ LOAD = ("input_tokens", "output_tokens", "requests", "spread", "concurrency", "r
 
 @given(row=loads, load=st.sampled_from([{"concurrency": 3}, {"rate": 20}, {"rate": "inf"}]))
 def test_what_kvcore_measured_validates_without_an_error(tmp_path_factory, row, load):
-    """Rows with the figures of `kvcore.simulate` of the same load are met to the last bit."""
+    """Rows that `kvcore.simulate` has measured are validated with errors of exactly 0."""
     row |= load
     options = {name: value for name, value in row.items() if name not in LOAD}
     bench = ",".join(f"{name}={row[name]}" for name in LOAD if name in row)
@@ -108,7 +108,7 @@ def test_what_kvcore_measured_validates_without_an_error(tmp_path_factory, row, 
 
 
 def test_a_closed_loop_has_rounds_of_its_clients(path):
-    """Where a row does not say how many requests there were, each client sends four."""
+    """A row without `requests` sends `rounds` requests for each of its clients."""
     rows = write_lines(path, ROW, ROW | {"requests": 3, "spread": 0})
     drawn, given_ = kvcore.validate(rows, rounds=4, spread=0.5).compared
     assert drawn.config.workload.options["requests"] == "8"
@@ -118,14 +118,17 @@ def test_a_closed_loop_has_rounds_of_its_clients(path):
 
 
 def test_options_are_for_rows_that_do_not_have_them(path):
-    """A row's own value of a column wins over an option of the call."""
+    """A row's own value of a column takes precedence over an option of the call."""
     rows = write_lines(path, ROW, ROW | {"max_seqs": 7})
     found = kvcore.validate(rows, max_seqs=5).compared
     assert [each.config.max_seqs for each in found] == [5, 7]
 
 
 def test_a_known_engine_serves_by_its_rules(path):
-    """Of an engine that is not known, and with `like=None`, by those of kvcore."""
+    """A row of a known engine is simulated like that engine, unless `like` is None.
+
+    A row of another engine is simulated with the defaults.
+    """
     rows = write_lines(path, ROW | {"engine": "vllm"}, ROW | {"engine": "trtllm"})
     found = kvcore.validate(rows).compared
     assert [each.config.like for each in found] == ["vllm", None]
@@ -135,7 +138,7 @@ def test_a_known_engine_serves_by_its_rules(path):
 
 
 def test_rows_are_chosen_by_their_columns(path):
-    """Each condition must hold; a condition may name several values."""
+    """`where` selects rows that meet all conditions; a condition may list several values."""
     others = {"device": "h200"}, {"device": "b200"}, {"tensor_parallel": 2}
     rows = write_lines(path, ROW, *(ROW | other for other in others))
     where = {"device": "h100,h200", "tensor_parallel": "1"}
@@ -144,7 +147,7 @@ def test_rows_are_chosen_by_their_columns(path):
 
 
 def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
-    """A model that is not known, and weights that do not fit; the others are simulated."""
+    """Rows that cannot be simulated are counted by reason; the others are simulated."""
     unknown, large = ROW | {"model": "llama-9-8b"}, ROW | {"model": "llama-3.1-70b"}
     found = kvcore.validate(write_lines(path, unknown, ROW, large, unknown))
     assert len(found.compared) == 1
@@ -155,14 +158,14 @@ def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
 
 
 def test_requests_that_are_rejected_leave_their_row_out(path):
-    """A prompt that the pool cannot hold has no figures to compare."""
+    """A row whose requests are rejected is left out, with the reason."""
     found = kvcore.validate(write_lines(path, ROW, ROW | {"input_tokens": 20_000}), blocks=100)
     assert [each.row.line for each in found.compared] == [1]
     assert "rejected" in next(iter(found.left_out))
 
 
 def test_no_row_that_can_be_simulated_is_an_error(path):
-    """The first reason is told."""
+    """If no row can be simulated, InputError has the first reason."""
     told = refused(path, ROW | {"device": "h900"})
     assert "none of 1 rows can be simulated; the first: " in told
     assert "unknown device 'h900'" in told
@@ -189,7 +192,7 @@ def test_no_row_that_can_be_simulated_is_an_error(path):
     ],
 )
 def test_a_bad_cell_is_named(path, change, told):
-    """With its file, its line and its column."""
+    """A bad cell raises InputError with its file, line and column."""
     assert f"{path}:2: {told}" in refused(path, ROW, ROW | change)
 
 
@@ -205,26 +208,29 @@ def test_a_bad_cell_is_named(path, change, told):
     ],
 )
 def test_a_file_that_is_no_table_is_refused(path, text, told):
-    """The file and the line are named."""
+    """A file that is no table raises InputError that names the file."""
     path.write_text(text)
     with pytest.raises(InputError, match=f"^{path}.*{told}"):
         kvcore.validate(path)
 
 
 def test_an_unknown_option_is_refused_at_once(path):
-    """Not for each row, as a row that cannot be simulated."""
+    """An unknown option raises InputError, instead of a reason for each row."""
     with pytest.raises(InputError, match=r"there is no option 'max_seq' .did you mean"):
         kvcore.validate(write_lines(path, ROW), max_seq=3)
 
 
 def test_errors_are_medians_and_a_nearest_rank():
-    """Of -50, -10, 20 and 30 %: signed 5 %, absolute 25 %, and the largest as the 90th."""
+    """Errors are medians, signed and absolute, and the 90th percentile by nearest rank."""
     assert Errors.of([0.2, -0.1, -0.5, 0.3]) == Errors(4, pytest.approx(0.05), 0.25, 0.5)
     assert Errors.of([]) is None
 
 
 def test_groups_are_sorted_by_number_or_name(path):
-    """By one column, or by several at once."""
+    """Groups by a column are sorted by number; groups by several columns by text.
+
+    An unknown column raises InputError.
+    """
     rows = [ROW | {"concurrency": clients} for clients in (16, 2, 4)]
     found = kvcore.validate(write_lines(path, *rows), rounds=1)
     assert list(found.groups("concurrency")) == ["2", "4", "16"]
@@ -234,7 +240,7 @@ def test_groups_are_sorted_by_number_or_name(path):
 
 
 def test_the_worst_rows_are_those_with_the_largest_share(path):
-    """Whatever the sign; rows without the measure are none."""
+    """`worst` sorts rows by absolute error, those without the measure left out."""
     rows = [ROW | {"tpot": time} for time in (1, 1e-6, 0.01)]
     rows.append({k: v for k, v in ROW.items() if k != "tpot"} | {"ttft": 1})
     found = kvcore.validate(write_lines(path, *rows), rounds=1)
@@ -242,7 +248,7 @@ def test_the_worst_rows_are_those_with_the_largest_share(path):
 
 
 def test_silicon_samples_are_read(path):
-    """Names become those of the catalogue, ms seconds, and fp8 holds for K/V too."""
+    """A silicon sample has models, units and codecs converted to those of kvcore."""
     (row,) = measured.read_measured(write_csv(path, SILICON))
     assert row.options.items() >= {"model": "llama-3.1-8b", "device": "h100"}.items()
     assert (row.options["weights_dtype"], str(row.options["codec"])) == ("fp8", "fp8")
@@ -265,13 +271,13 @@ def test_silicon_samples_are_read(path):
     ],
 )
 def test_silicon_samples_that_are_not_plain_are_left_out(path, change, why):
-    """With the reason."""
+    """Silicon samples that kvcore cannot simulate are left out, with the reason."""
     found = kvcore.validate(write_csv(path, SILICON, SILICON | change))
     assert found.left_out == {why: 1}
 
 
 def test_weights_without_a_format_are_as_released(path):
-    """So are those that the samples call nvfp4 where the release is mxfp4."""
+    """Samples without a format use weights as released, and so do those of mxfp4 models."""
     bare = SILICON | {"gemm_quant_mode": "", "precision": ""}
     oss = SILICON | {"gemm_quant_mode": "nvfp4", "model_path": "openai/gpt-oss-120b"}
     for row in measured.read_measured(write_csv(path, bare, oss)):
@@ -280,7 +286,10 @@ def test_weights_without_a_format_are_as_released(path):
 
 
 def test_the_samples_are_found_where_the_package_is_installed(tmp_path, monkeypatch):
-    """Without importing it; where it is not installed the error says what to do."""
+    """The source `aic` reads the samples of an installed package without importing it.
+
+    Without the package, PluginError suggests to install it.
+    """
     with pytest.raises(PluginError, match="pip install aiconfigurator-core, or name a file"):
         kvcore.validate("aic")
     package = tmp_path / "aiconfigurator_core"
@@ -293,7 +302,7 @@ def test_the_samples_are_found_where_the_package_is_installed(tmp_path, monkeypa
 
 
 def test_published_throughputs_are_rows_too():
-    """Full load of 3,000 requests on TensorRT-LLM: one of the 60 cells, within 60 %."""
+    """One of the 60 published throughputs of TensorRT-LLM is simulated within 60 %."""
     where = {"model": "llama-3.1-405b", "device": "h100", "input_tokens": "1000"}
     found = kvcore.validate(PUBLISHED, where=where | {"output_tokens": "1000"})
     assert found.measures == ["throughput"]

@@ -1,4 +1,4 @@
-"""The schedulers that vLLM loads to record steps, on a stand-in of its own schedulers.
+"""The vLLM schedulers that record steps, tested on fakes of vLLM's own schedulers.
 
 `tests/peers/test_vllm_step_times.py` runs them in the real package.
 """
@@ -21,7 +21,7 @@ SOURCE = Path(calibration_module.__file__).with_name("vllm_steps.py")
 
 
 class Base:
-    """Stands in for vLLM's scheduler: it plans the steps of a script, and is then idle."""
+    """A fake of vLLM's scheduler that plans the steps of a script and is then idle."""
 
     def __init__(self, vllm_config):
         self.vllm_config = vllm_config
@@ -33,7 +33,7 @@ class Base:
         return self.script.popleft()
 
     def update_from_output(self, scheduler_output, model_runner_output):
-        """Pass the output on."""
+        """Return the output unchanged."""
         return model_runner_output
 
     def has_unfinished_requests(self):
@@ -41,17 +41,17 @@ class Base:
         return bool(self.script)
 
     def shutdown(self):
-        """Note that it was called."""
+        """Record the call."""
         self.closed = True
 
 
 class AsyncBase(Base):
-    """Stands in for the one that plans ahead."""
+    """A fake of vLLM's scheduler that plans ahead."""
 
 
 @pytest.fixture
 def steps(monkeypatch):
-    """Import the module as vLLM would, without vLLM; steps are recorded from the first on."""
+    """Import the module as vLLM would, without vLLM; record steps from the first on."""
     for name, members in {
         "vllm.v1.core.sched.scheduler": {"Scheduler": Base},
         "vllm.v1.core.sched.async_scheduler": {"AsyncScheduler": AsyncBase},
@@ -63,7 +63,7 @@ def steps(monkeypatch):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     name = f"kvcore.serving.{SOURCE.stem}"
     monkeypatch.setitem(sys.modules, name, None)
-    del sys.modules[name]  # restored to nothing afterwards
+    del sys.modules[name]  # monkeypatch removes the entry afterwards
     found = import_module(name)
     monkeypatch.setattr(found, "WARM_UP", 0)
     return found
@@ -71,7 +71,7 @@ def steps(monkeypatch):
 
 @pytest.fixture
 def path(tmp_path, monkeypatch):
-    """Name the file in the environment."""
+    """Return the path of the recording, and set it in the environment."""
     path = tmp_path / "steps.csv"
     monkeypatch.setenv("KVCORE_STEPS", str(path))
     return path
@@ -79,7 +79,7 @@ def path(tmp_path, monkeypatch):
 
 @pytest.fixture
 def server(steps):
-    """Return a function that starts a scheduler; all are shut down after the test."""
+    """Yield a function that starts a scheduler; shut all down after the test."""
     started = []
 
     def start(kind=None, **options):
@@ -95,7 +95,7 @@ def server(steps):
 
 
 def config(*, lag=False, pipeline=1, data=1, rank=0, drafts=None, lora=None):
-    """Return the parts of a `VllmConfig` that are looked at."""
+    """Return the parts of a `VllmConfig` that the schedulers read."""
     return SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=lag),
         parallel_config=SimpleNamespace(
@@ -107,7 +107,10 @@ def config(*, lag=False, pipeline=1, data=1, rank=0, drafts=None, lora=None):
 
 
 def step(*, new=(), known=(), resumed=(), **special):
-    """Return a plan of (tokens, tokens before), for known requests also tokens generated."""
+    """Return a plan of requests, each given as (tokens, tokens before).
+
+    Known requests have the number of generated tokens as a third item.
+    """
     counts = {f"new {i}": tokens for i, (tokens, _) in enumerate(new)}
     counts |= {f"known {i}": tokens for i, (tokens, *_) in enumerate(known)}
     return SimpleNamespace(
@@ -133,7 +136,7 @@ def decode(context):
 
 
 def serve(scheduler, plans, ends, *, ahead=0):
-    """Plan steps, `ahead` of the one that runs, and end them; return their outputs."""
+    """Plan steps, `ahead` of the running one, and end them; return their outputs."""
     scheduler.script.extend(plans)
     running, times = deque(), iter(ends)
     scheduler.clock = lambda: next(times)
@@ -154,7 +157,7 @@ def rows(path):
 
 
 def test_the_module_needs_only_vllm_and_the_standard_library():
-    """A copy of the file works in an environment without kvcore."""
+    """The file imports only vLLM and the standard library, and so works without kvcore."""
     nodes = ast.walk(ast.parse(SOURCE.read_text("utf-8")))
     names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
     nodes = ast.walk(ast.parse(SOURCE.read_text("utf-8")))
@@ -163,7 +166,10 @@ def test_the_module_needs_only_vllm_and_the_standard_library():
 
 
 def test_a_row_is_the_work_of_a_step_and_the_time_since_the_one_before(server, path):
-    """Prompt tokens with their pairs, sequences that generate with their contexts."""
+    """A row has the work of a step and the time since the end of the step before.
+
+    The work is prompt tokens with their pairs, and decoding sequences with their contexts.
+    """
     scheduler = server()
     mixed = step(new=[(3, 16)], known=[(1, 9, 4), (1, 99, 1), (5, 20, 0)])
     assert serve(scheduler, [decode(5), mixed, decode(6)], [1, 1.004, 1.010]) == [0, 1, 2]
@@ -185,14 +191,17 @@ def test_a_row_is_the_work_of_a_step_and_the_time_since_the_one_before(server, p
 def test_one_token_of_a_request_that_has_generated_decodes(
     server, path, plan, prefill, decoding
 ):
-    """All other tokens are prompt tokens."""
+    """A single token of a request that has generated is decoding.
+
+    All other tokens are prompt tokens.
+    """
     scheduler = server()
     serve(scheduler, [decode(5), step(**plan)], [1, 2])
     assert rows(path)[0][:2] == (prefill, decoding)
 
 
 def test_the_first_step_after_idle_time_is_left_out(server, path):
-    """Nobody waited for the step before: the time since it is not the step's."""
+    """The first step after idle time is not recorded, since its time is unknown."""
     scheduler = server()
     serve(scheduler, [decode(5), decode(6)], [1, 2])
     serve(scheduler, [decode(7), decode(8)], [60, 63])
@@ -200,7 +209,10 @@ def test_the_first_step_after_idle_time_is_left_out(server, path):
 
 
 def test_ahead_a_step_counts_if_it_was_planned_before_the_one_before_ended(server, path):
-    """Its device went from one to the other; requests that are left do not prove that."""
+    """A step is recorded if it was planned before the step before it ended.
+
+    Unfinished requests alone are not enough.
+    """
     scheduler = server(lag=True)
     serve(scheduler, [decode(5), decode(6), decode(7)], [1, 2, 4], ahead=1)
     serve(scheduler, [decode(8), decode(9)], [5, 6], ahead=0)
@@ -209,7 +221,7 @@ def test_ahead_a_step_counts_if_it_was_planned_before_the_one_before_ended(serve
 
 @pytest.mark.parametrize("lag", [False, True])
 def test_a_step_after_an_empty_one_is_left_out(server, path, lag):
-    """A step without tokens is a wait for something else."""
+    """A step without tokens and the step after it are not recorded."""
     plans = [decode(5), step(), decode(6), decode(7)]
     serve(server(lag=lag), plans, [1, 2, 3, 4], ahead=int(lag))
     assert [row[2] for row in rows(path)] == [7]
@@ -227,14 +239,17 @@ def test_a_step_after_an_empty_one_is_left_out(server, path, lag):
     ids=lambda special: next(iter(special)),
 )
 def test_steps_that_do_more_are_left_out_and_the_next_are_not(server, path, special):
-    """Drafts, encoders, grammars, loads: their time is not that of prefill and decode."""
+    """Steps with drafts, encoders, grammars, loads or copies are not recorded.
+
+    The step after such a step is recorded.
+    """
     odd = step(known=[(1, 5, 1)], **special)
     serve(server(), [decode(5), odd, decode(7)], [1, 2, 3])
     assert [row[2] for row in rows(path)] == [7]
 
 
 def test_the_first_steps_of_a_server_are_left_out(server, steps, path, monkeypatch):
-    """Kernels are compiled in them; empty steps do not count."""
+    """The first steps with tokens are not recorded, since kernels are compiled in them."""
     monkeypatch.setattr(steps, "WARM_UP", 3)
     plans = [step(), *map(decode, range(1, 6))]
     serve(server(), plans, range(6))
@@ -244,7 +259,7 @@ def test_the_first_steps_of_a_server_are_left_out(server, steps, path, monkeypat
 def test_rows_are_written_many_at_a_time_while_the_server_is_busy(
     server, steps, path, monkeypatch
 ):
-    """A write costs the server more than a row; what waits is written when it shuts down."""
+    """A busy server writes rows in batches, and the rest when it shuts down."""
     monkeypatch.setattr(steps, "ROWS_AT_ONCE", 3)
     scheduler = server()
     scheduler.has_unfinished_requests = lambda: True
@@ -258,14 +273,14 @@ def test_rows_are_written_many_at_a_time_while_the_server_is_busy(
 
 
 def test_recording_ends_after_so_many_rows(server, steps, path, monkeypatch):
-    """A variable that is left in the environment does not fill a disk."""
+    """Recording ends after `MOST_ROWS` rows, so that it does not fill a disk."""
     monkeypatch.setattr(steps, "MOST_ROWS", 4)
     serve(server(), map(decode, range(1, 9)), range(8))
     assert len(rows(path)) == 4
 
 
 class FullDisk(FileIO):
-    """A file on a disk that takes two rows and a half."""
+    """A file on a disk with room for two and a half rows."""
 
     left = 50
 
@@ -282,7 +297,7 @@ class FullDisk(FileIO):
 def test_a_full_disk_ends_recording_with_whole_rows_and_one_warning(
     server, steps, path, monkeypatch, caplog
 ):
-    """The server goes on; no half of a row is left, which would be a wrong time."""
+    """On a full disk recording ends with whole rows and one warning. The server continues."""
     monkeypatch.setattr(steps, "ROWS_AT_ONCE", 1)
     scheduler = server()
     scheduler._recorder._file.close()
@@ -296,7 +311,7 @@ def test_a_full_disk_ends_recording_with_whole_rows_and_one_warning(
 
 
 def test_a_plan_of_another_layout_ends_recording_and_not_the_server(server, path, caplog):
-    """Plans are vLLM's own business and may change with any version."""
+    """A plan with unknown attributes ends recording with one warning. The server continues."""
     scheduler = server()
     other = SimpleNamespace(total_num_scheduled_tokens=1)
     assert serve(scheduler, [decode(1), decode(2), other, decode(3)], range(4)) == [*range(4)]
@@ -306,7 +321,7 @@ def test_a_plan_of_another_layout_ends_recording_and_not_the_server(server, path
 
 
 def test_a_file_that_exists_is_left_alone(server, path, caplog):
-    """What was measured before is not overwritten, and the server runs."""
+    """An existing file is not overwritten: the server logs a warning and continues."""
     path.write_text("mine")
     assert serve(server(), [decode(1), decode(2)], [1, 2]) == [0, 1]
     assert path.read_text() == "mine"
@@ -327,7 +342,10 @@ def test_a_file_that_exists_is_left_alone(server, path, caplog):
 def test_a_server_without_plain_steps_records_nothing_and_says_why(
     server, steps, path, caplog, options, why
 ):
-    """One warning, no file, and the server runs."""
+    """A server whose steps cannot be recorded writes one warning with the reason.
+
+    It writes no file and continues.
+    """
     scheduler = server(steps.TimedScheduler, **options)
     assert serve(scheduler, [decode(1), decode(2)], [1, 2]) == [0, 1]
     scheduler.shutdown()
@@ -337,14 +355,14 @@ def test_a_server_without_plain_steps_records_nothing_and_says_why(
 
 
 def test_without_the_variable_nothing_is_recorded(server, monkeypatch, caplog):
-    """The scheduler is vLLM's, and says what to set."""
+    """Without KVCORE_STEPS nothing is recorded, and the log names the variable."""
     monkeypatch.delenv("KVCORE_STEPS", raising=False)
     serve(server(), [decode(1), decode(2)], [1, 2])
     assert "KVCORE_STEPS" in caplog.text
 
 
 def test_each_rank_of_a_dense_model_has_a_file(server, path):
-    """Ranks that do not wait for each other are servers of their own, in one environment."""
+    """Each data-parallel rank of a dense model records a file of its own."""
     for rank in (0, 1):
         scheduler = server(rank=rank)
         serve(scheduler, [decode(1), decode(2 + rank)], [1, 2])
@@ -353,7 +371,7 @@ def test_each_rank_of_a_dense_model_has_a_file(server, path):
 
 
 def test_what_is_recorded_calibrates(server, steps, path):
-    """The constants of the steps are found again."""
+    """Constants fitted to the recorded steps are those that the times were made from."""
     plans = [
         step(new=[(tokens, 0)] * bool(tokens), known=[(1, context - 1, 1)] * seqs)
         for tokens in (0, 512, 2048)

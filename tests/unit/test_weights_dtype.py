@@ -1,4 +1,4 @@
-"""The number format of the weights: what it changes, and where it is said."""
+"""The option `weights_dtype`: its effects on pool and times, and where it is shown."""
 
 import pytest
 from helpers.commands import run_here
@@ -13,7 +13,7 @@ SERVED = {"model": "llama-3-70b", "device": "h100", "tensor_parallel": 4}
 
 
 def test_smaller_weights_leave_more_blocks():
-    """Of the memory, what 70 billion bytes less of weights leave is more pool."""
+    """The pool grows by the memory that weights in fp8 save, 70 billion bytes here."""
     pools = [
         RunParts(RunConfig.of(workload=BENCH, weights_dtype=dtype, **SERVED))
         for dtype in (None, "fp8")
@@ -24,7 +24,7 @@ def test_smaller_weights_leave_more_blocks():
 
 
 def test_a_model_by_its_numbers_gets_the_format_too():
-    """A ModelSpec with the option is the catalogue's model with the option."""
+    """The option gives a ModelSpec the same weights as the model of that name."""
     by_name, by_numbers = (
         RunParts(
             RunConfig.of(workload=BENCH, weights_dtype="int4", **SERVED | {"model": model})
@@ -36,7 +36,7 @@ def test_a_model_by_its_numbers_gets_the_format_too():
 
 
 def test_fewer_bytes_are_read_in_less_time():
-    """Decoding, which reads the weights in every step, gets faster."""
+    """Decoding with weights in fp8 takes less than 80% of the time of bf16."""
     slow, fast = (
         kvcore.simulate(BENCH, weights_dtype=dtype, **SERVED) for dtype in ("bf16", "fp8")
     )
@@ -44,7 +44,7 @@ def test_fewer_bytes_are_read_in_less_time():
 
 
 def test_reports_say_the_format_that_was_given(tmp_path):
-    """The setup of a run and of its trace name it; without the option nothing does."""
+    """Reports of a run and of its trace name the given format, and none without the option."""
     options = ["--model", "llama-3-70b", "--trace", tmp_path / "run.jsonl"]
     told = run_here("simulate", BENCH, *options, "--weights-dtype", "fp8").stdout
     assert "weights in fp8" in " ".join(told.split())
@@ -54,12 +54,12 @@ def test_reports_say_the_format_that_was_given(tmp_path):
 
 
 def test_a_run_on_tensors_refuses_it():
-    """Its weights are the generator's."""
+    """A run on tensors refuses the option, since its weights are the generator's."""
     with pytest.raises(InputError, match="weights_dtype: a run on tensors"):
         kvcore.run(prompts=["a b c"], weights_dtype="fp8")
 
 
 def test_an_unknown_format_is_refused():
-    """The error lists those that there are."""
+    """An unknown format raises InputError that lists the known ones."""
     with pytest.raises(InputError, match="weights_dtype: 'fp3' is not one of 'fp32'"):
         RunConfig.of(weights_dtype="fp3")

@@ -1,4 +1,4 @@
-"""What if: what may be different, what is built again, and what is refused."""
+"""What-if runs: options that may change, and parts that are built again from a trace."""
 
 from functools import partial
 
@@ -26,19 +26,19 @@ class TestAnotherPolicy:
 
     @pytest.fixture
     def path(self, tmp_path):
-        """Return it: three prompts of a block, asked for twice in turn, in a pool of two."""
+        """Return a trace of three prompts of a block, each sent twice, in a pool of two."""
         return untimed(tmp_path / "trace.jsonl", "abcabc", blocks=2)
 
     @pytest.mark.parametrize("eviction", ["mru", MRU, MRU(), partial(MRU)])
     def test_it_is_given_in_any_way(self, path, eviction):
-        """A name, a class, an instance, or a function: all say the same."""
+        """A name, a class, an instance and a function give the same eviction policy."""
         found = whatif(path, eviction=eviction)
         assert found.rerun.config["eviction"] == {"name": "mru", "options": {}}
         assert found.recorded.config["eviction"] == {"name": "lru", "options": {}}
         assert (found.recorded.hit["hit_blocks"], found.rerun.hit["hit_blocks"]) == (0, 2)
 
     def test_who_gained_and_who_lost(self, path):
-        """Each request that fared differently is told, with what it hit in both runs."""
+        """`changes` has each request whose hits differ, with its hits in both runs."""
         found = whatif(path, eviction="mru")
         assert [(c.request, c.prompt, c.tokens) for c in found.gained()] == [
             (3, 4, 4),
@@ -50,7 +50,7 @@ class TestAnotherPolicy:
         assert back.changes == []
 
     def test_the_new_trace_is_that_of_the_new_run(self, path, tmp_path):
-        """What is exported is what a fresh run under that policy writes."""
+        """The exported trace has the bytes of a fresh run under the new policy."""
         whatif(path, eviction="mru", export=tmp_path / "new.jsonl")
         with Trace(tmp_path / "fresh.jsonl") as trace:
             cache = KVCache(2, 4, eviction=MRU(), accounting="keys", trace=trace)
@@ -58,11 +58,11 @@ class TestAnotherPolicy:
         assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
 
     def test_no_prefix_is_shared(self, path):
-        """Another prefix cache is as easily asked for."""
+        """Another prefix index can be given: with NoPrefix nothing hits."""
         assert whatif(path, prefix=NoPrefix).rerun.hit["hit_blocks"] == 0
 
     def test_an_option_may_be_infinite(self, tmp_path):
-        """Infinities are text in the header, and numbers again in the policy."""
+        """An infinite option is text in the header and a number again in the policy."""
         path = tmp_path / "trace.jsonl"
         compare(Zipf(requests=50), "lfu:half_life=inf", 30, trace=path)
         found = whatif(path, export=tmp_path / "new.jsonl")
@@ -70,7 +70,7 @@ class TestAnotherPolicy:
         assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
 
     def test_a_random_policy_takes_the_seed_of_the_run(self, tmp_path):
-        """A plugin that is named, and draws, draws from the recorded seed."""
+        """A random policy given by name gets the recorded seed."""
         path = tmp_path / "trace.jsonl"
         compare(Zipf(requests=50), "lru", 30, trace=path, seed=9)
         options = whatif(path, eviction="random").rerun.config["eviction"]["options"]
@@ -78,10 +78,10 @@ class TestAnotherPolicy:
 
 
 class TestAnotherPool:
-    """Blocks of another size, and more of them."""
+    """Blocks of another size, and pools of another number of blocks."""
 
     def test_another_block_size_is_the_same_memory(self, tmp_path):
-        """Without a number of blocks there are as many as the memory holds."""
+        """Another block size keeps the memory of the pool, unless `blocks` is given."""
         path = untimed(tmp_path / "trace.jsonl", ["abc", "abd", "abc"], blocks=4)
         config = whatif(path, block_size=2).rerun.config
         assert (config["block_size"], config["blocks"]) == (2, 8)
@@ -89,30 +89,30 @@ class TestAnotherPool:
         assert (config["block_size"], config["blocks"]) == (1, 5)
 
     def test_a_block_size_that_fits_no_key(self, tmp_path):
-        """The error names both sizes."""
+        """A block size that does not fit the keys raises InputError with both sizes."""
         path = untimed(tmp_path / "trace.jsonl", ["abc"])
         with pytest.raises(InputError, match=r"block size 3 and .* keys of 4 tokens"):
             whatif(path, block_size=3)
 
     def test_a_pool_without_a_block(self, tmp_path):
-        """Blocks larger than the whole pool are refused."""
+        """A block size larger than the whole pool raises InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")], blocks=2)
         with pytest.raises(InputError, match="2 blocks of 4 tokens is less than a block of 16"):
             whatif(path, block_size=16, plugins=PLUGINS)
 
     @pytest.mark.parametrize("size", [0, -4])
     def test_a_block_size_that_is_none(self, tmp_path, size):
-        """A block has at least one token."""
+        """A block size below 1 raises InputError."""
         path = untimed(tmp_path / "trace.jsonl", ["abc"])
         with pytest.raises(InputError, match=f"block size {size}"):
             whatif(path, block_size=size)
 
 
 class TestUnderAClock:
-    """Schedulers, latency models, caps, rates and expectations."""
+    """Schedulers, latency models, batching, rates and SLOs."""
 
     def test_sessions_keep_their_own_pace(self, tmp_path):
-        """A turn comes when the one before has ended and its client has thought."""
+        """A turn arrives a think time after the end of the turn before, in each run."""
         turns = [
             ask("a", 0, output=3, session="s"),
             ask("b", 1, session="s", after="a", think_time=100),
@@ -125,7 +125,7 @@ class TestUnderAClock:
         assert ended(slow) == {"a": 3000, "b": 4100}
 
     def test_another_scheduler(self, tmp_path):
-        """Who gains time and who loses it is told by request, in nanoseconds."""
+        """`sooner` and `later` have the requests whose times differ, in nanoseconds."""
         requests = [ask("long", 0, output=2), ask("late", 1), ask("dear", 1, priority=1)]
         path = timed(tmp_path / "trace.jsonl", requests, batching={"max_seqs": 1})
         found = whatif(path, scheduler="priority", plugins=PLUGINS)
@@ -135,7 +135,7 @@ class TestUnderAClock:
         assert found.gained() == found.lost() == []
 
     def test_other_caps_leave_the_rest(self, tmp_path):
-        """A cap that is not given is as recorded; a whole `Batching` replaces all."""
+        """A cap that is not given stays as recorded; a whole `Batching` replaces all."""
         path = timed(
             tmp_path / "trace.jsonl", [ask("a")], batching={"max_tokens": 64, "max_seqs": 8}
         )
@@ -147,7 +147,7 @@ class TestUnderAClock:
             whatif(path, batching={"max_seqs": 0}, plugins=PLUGINS)
 
     def test_another_rate_is_one_of_the_workload(self, tmp_path):
-        """Twice as fast as the workload, however fast the recorded run was."""
+        """`rate_scale` is relative to the workload, whatever the rate of the recorded run."""
         requests = [ask(place, place * 1000) for place in range(4)]
         path = timed(tmp_path / "trace.jsonl", requests, rate_scale=4)
         whatif(path, rate_scale=2, export=tmp_path / "new.jsonl", plugins=PLUGINS)
@@ -156,13 +156,13 @@ class TestUnderAClock:
 
     @pytest.mark.parametrize("rate", [0, -1])
     def test_a_rate_at_which_nothing_arrives(self, tmp_path, rate):
-        """It is refused, not taken for the recorded one."""
+        """A `rate_scale` of 0 or less raises InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         with pytest.raises(InputError, match=f"rate_scale={rate}"):
             whatif(path, rate_scale=rate, plugins=PLUGINS)
 
     def test_both_runs_are_judged_alike(self, tmp_path):
-        """What is expected now is expected of the recorded run as well."""
+        """A new SLO applies to the recorded run as well."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b", 100)])
         assert whatif(path, plugins=PLUGINS).recorded.slo_met is None
         found = whatif(path, slo=SLO(ttft_ns=9), plugins=PLUGINS)
@@ -171,7 +171,7 @@ class TestUnderAClock:
         assert (found.recorded.slo_met, found.rerun.slo_met) == (1, 1)
 
     def test_sequences_may_forget_or_not(self, tmp_path):
-        """A retention policy can be had, replaced and left out."""
+        """A retention policy can be added, kept or removed."""
         path = timed(tmp_path / "trace.jsonl", [ask("a", prompt=40, output=9)])
         windowed = tmp_path / "windowed.jsonl"
         found = whatif(path, retention="window:tokens=8", export=windowed, plugins=PLUGINS)
@@ -182,14 +182,14 @@ class TestUnderAClock:
         assert whatif(windowed, plugins=PLUGINS).rerun == found.rerun
 
     def test_nothing_may_be_expected(self, tmp_path):
-        """An empty SLO takes the recorded one away, in the new header too."""
+        """An empty SLO removes the recorded one, in the new header as well."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")], slo=SLO(ttft_ns=9))
         found = whatif(path, slo=SLO(), export=tmp_path / "new.jsonl", plugins=PLUGINS)
         assert found.rerun.slo_met is None
         assert "slo" not in lines(tmp_path / "new.jsonl")[0]
 
     def test_a_latency_model_is_of_what_was_recorded(self, tmp_path):
-        """Named, it takes model and device of the header where it says nothing of them."""
+        """A latency model given by name uses the recorded model and device by default."""
         about = {
             "model": {"name": "llama-3-8b", "kv_dtype": "bf16"},
             "device": {"name": "h200", "count": 2},
@@ -202,7 +202,7 @@ class TestUnderAClock:
         assert options["tensor_parallel"] == 2
 
     def test_a_model_without_a_name_is_recorded_whole(self, tmp_path):
-        """A model or device that is in no catalogue is built again from its fields."""
+        """A model that is in no catalogue is built again from its fields."""
         model = attrs.evolve(find_model("gemma-2-2b"), name="mine")
         latency = Roofline(model=model, device=find_device("h100"), tensor_parallel=1)
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b")], latency=latency)
@@ -222,12 +222,15 @@ class TestUnderAClock:
     ],
 )
 def test_a_cost_comes_back_from_the_header(cost):
-    """Names are enough for what is in the catalogue; else the seconds are written too."""
+    """A cost read from the header equals the recorded cost.
+
+    Entries of the catalogue are recorded by name, others with their seconds.
+    """
     assert read_cost(orjson.loads(orjson.dumps(cost_fields(cost)))) == cost
 
 
 def test_the_cost_of_a_comparison_is_recorded(tmp_path):
-    """A policy that weighs what a block costs decides alike when it is run again."""
+    """A cost policy makes the same decisions in a rerun, since the cost is recorded."""
     path = tmp_path / "trace.jsonl"
     cost = PrefillCost(1e-3, ((None, 1e-5),))
     compare(Zipf(requests=80), "cost", 40, trace=path, recompute=cost)

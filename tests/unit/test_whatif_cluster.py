@@ -40,7 +40,7 @@ def record(path, **options):
 
 @pytest.mark.parametrize("options", RECORDED.values(), ids=RECORDED)
 def test_as_recorded_it_is_the_same_byte_by_byte(tmp_path, options):
-    """With nothing different, replicas, routing and failures make the same trace again."""
+    """Without changes, a what-if run of a cluster exports the bytes of its trace."""
     path, again = record(tmp_path / "trace.jsonl", **options), tmp_path / "again.jsonl"
     found = whatif(path, export=again)
     assert again.read_bytes() == path.read_bytes()
@@ -49,7 +49,7 @@ def test_as_recorded_it_is_the_same_byte_by_byte(tmp_path, options):
 
 
 def test_the_recorded_run_is_that_of_its_result(tmp_path):
-    """Summed up from its lines, a cluster fares as its result says."""
+    """Figures computed from the trace of a cluster equal those of its result."""
     path = tmp_path / "trace.jsonl"
     given = {"replicas": 3, "blocks": 20, "tensor_parallel": 1, "trace": path}
     result = kvcore.simulate_cluster(ZIPF, fail="replica=1,at=0.3,for=0.1", **given)
@@ -79,14 +79,14 @@ def test_the_recorded_run_is_that_of_its_result(tmp_path):
     ],
 )  # fmt: skip
 def test_with_options_it_is_a_run_with_these(tmp_path, asked, same):
-    """A run with other options is, line by line, one that was recorded with them."""
+    """A what-if run with options exports the bytes of a run recorded with them."""
     path, again = record(tmp_path / "trace.jsonl"), tmp_path / "again.jsonl"
     whatif(path, export=again, **asked)
     assert again.read_bytes() == record(tmp_path / "same.jsonl", **same).read_bytes()
 
 
 def test_a_server_becomes_a_cluster(tmp_path):
-    """The requests of one server can be run again by several of its kind."""
+    """The requests of one server can be run again on two replicas of its kind."""
     path, again = tmp_path / "one.jsonl", tmp_path / "again.jsonl"
     kvcore.simulate("zipf:requests=40,rate=50", blocks=100, trace=path)
     found = whatif(path, replicas=2, router="least-requests", export=again)
@@ -97,7 +97,7 @@ def test_a_server_becomes_a_cluster(tmp_path):
 
 
 def test_a_router_alone_makes_no_cluster(tmp_path):
-    """To ask for a router of one server is refused, with what to give too."""
+    """A router for a trace of one server is refused; the error suggests --replicas."""
     path = tmp_path / "one.jsonl"
     kvcore.simulate("zipf:requests=5", blocks=100, trace=path)
     with pytest.raises(InputError, match="give --replicas too"):
@@ -105,7 +105,7 @@ def test_a_router_alone_makes_no_cluster(tmp_path):
 
 
 def test_a_header_without_routing_is_refused(tmp_path):
-    """What does not say how it was routed cannot be run again."""
+    """A trace of a cluster without `routing` in its header is refused."""
     path = record(tmp_path / "trace.jsonl")
     events = lines(path)
     del events[0]["routing"]
@@ -114,7 +114,7 @@ def test_a_header_without_routing_is_refused(tmp_path):
 
 
 def test_a_damaged_trace_is_not_run_again(tmp_path):
-    """Every line of a cluster is checked before it is compared."""
+    """A damaged trace of a cluster raises TraceError."""
     path = record(tmp_path / "trace.jsonl")
     path.write_bytes(
         path.read_bytes().replace(b'"FINISH","request":7', b'"FINISH","request":8')
@@ -124,7 +124,10 @@ def test_a_damaged_trace_is_not_run_again(tmp_path):
 
 
 def test_a_configuration_from_a_trace_makes_the_cluster_again(tmp_path):
-    """`RunConfig.from_trace` has replicas, router, view, failures and planner of the trace."""
+    """`RunConfig.from_trace` has the replicas, view and failures of the trace.
+
+    A run of it has the recorded hits.
+    """
     path = record(tmp_path / "trace.jsonl", replicas=UNLIKE)
     config = RunConfig.from_trace(path)
     assert [table["count"] for table in config.replicas] == [2, 1, 1]

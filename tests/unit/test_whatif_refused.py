@@ -1,4 +1,4 @@
-"""What if: what cannot be run again, or not so."""
+"""What-if: traces, headers and options that are refused."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from kvcore_plugins.scheduler import FCFS, Priority
 
 
 class TestRefused:
-    """What cannot be run again, or not so; nothing is left of an export."""
+    """Traces, headers and options that are refused, without leaving a file of the export."""
 
     def refused(self, path, kind, message, **asked):
-        """Check that it is refused, and that no file is left of the export."""
+        """Check that the run is refused, and that no file is left of the export."""
         with pytest.raises(kind, match=message):
             whatif(path, export=path.with_name("new.jsonl"), **{"plugins": PLUGINS} | asked)
         assert not list(path.parent.glob("new.jsonl*"))
@@ -36,13 +36,13 @@ class TestRefused:
         ids=lambda asked: next(iter(asked)),
     )
     def test_time_without_a_clock(self, tmp_path, asked):
-        """An untimed trace has no server; the error says what has."""
+        """Options of a server are refused for a trace without a clock."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         message = f"without a clock: it has no {next(iter(asked))}.*kvcore simulate trace:FILE"
         self.refused(path, InputError, message, **asked)
 
     def test_a_flood_of_requests(self, tmp_path, monkeypatch):
-        """Requests are bounded by the size of the file, since each takes more memory."""
+        """A trace with more requests than its file size allows is refused."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b"), ask("c")])
         monkeypatch.setattr("kvcore.analysis.recorded_run.FREE_REQUESTS", 2)
         monkeypatch.setattr(
@@ -51,7 +51,7 @@ class TestRefused:
         self.refused(path, TraceError, "of this size has at most 2 requests")
 
     def test_the_wall_clock(self, tmp_path):
-        """Nothing can run again what real time decided."""
+        """A trace under the wall clock is refused, since it cannot be repeated."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         events = lines(path)
         events[0]["mode"] = "wall"
@@ -59,12 +59,12 @@ class TestRefused:
 
     @pytest.mark.parametrize("make", [record, serve_by_hand])
     def test_calls_made_by_hand(self, tmp_path, make):
-        """Sequences that overlap, forks, and a clock without a server are no run of ours."""
+        """Traces of calls made by hand are refused."""
         path = make(tmp_path / "trace.jsonl")
         self.refused(path, InputError, "by hand|says nothing of the batching")
 
     def test_a_request_that_was_never_admitted(self, tmp_path):
-        """An untimed trace in which a request got no room was made by hand as well."""
+        """An untimed trace with a request that was never admitted is refused."""
         path = tmp_path / "trace.jsonl"
         with Trace(path) as trace:
             cache = KVCache(2, 4, eviction=LRU(), trace=trace)
@@ -73,13 +73,13 @@ class TestRefused:
         self.refused(path, InputError, r"trace\.jsonl:3: .*made by hand")
 
     def test_a_cut_trace(self, tmp_path):
-        """Half a run is not compared with a whole one."""
+        """A cut trace raises TraceError."""
         path = untimed(tmp_path / "trace.jsonl", ["ab", "cd"])
         path.write_bytes(path.read_bytes()[:-20])
         self.refused(path, TraceError, "incomplete: the file ends inside.*record it again")
 
     def test_a_trace_that_contradicts_itself(self, tmp_path):
-        """It is checked line by line before anything is compared."""
+        """An inconsistent trace raises TraceError with its file and line."""
         path = untimed(tmp_path / "trace.jsonl", ["ab", "ab"])
         events = lines(path)
         hit = next(event for event in events if event["event"] == "HIT")
@@ -88,7 +88,7 @@ class TestRefused:
         self.refused(seal(path, events), TraceError, message)
 
     def test_a_plugin_that_is_not_installed(self, tmp_path):
-        """It is named, with what to do; another one in its place is taken."""
+        """A missing plugin raises PluginError that names it, unless it is replaced."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         events = lines(path)
         events[0]["plugins"]["eviction"]["name"] = "mine"
@@ -112,14 +112,14 @@ class TestRefused:
         ],
     )
     def test_options_that_are_not_what_they_were(self, tmp_path, name, options, message):
-        """Another version of a plugin is not taken for the recorded one."""
+        """A plugin that cannot be built with exactly the recorded options is refused."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         events = lines(path)
         events[0]["plugins"]["eviction"] = {"name": name, "options": options}
         self.refused(seal(path, events), InputError, message)
 
     def test_a_file_that_the_trace_names(self, tmp_path):
-        """No file is opened because a header names it; named again by the caller it is."""
+        """A file named by the header is not opened, unless the caller names it again."""
         table = tmp_path / "steps.csv"
         head = "prefill_tokens,decode_sequences,context_tokens,seconds\n"
         table.write_text(f"{head}0,0,0,1e-8\n")
@@ -132,7 +132,7 @@ class TestRefused:
         self.refused(path, InputError, message)
 
     def test_a_latency_model_that_has_changed(self, tmp_path):
-        """Coefficients other than recorded would make another run."""
+        """A latency model with other coefficients than recorded is refused."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         events = lines(path)
         events[0]["latency"] = {"step_ps": 1}
@@ -149,14 +149,14 @@ class TestRefused:
         ],
     )
     def test_a_header_that_cannot_be(self, tmp_path, field, value, message):
-        """What the schema leaves open is looked at where it is used."""
+        """Invalid batching and costs in a header raise InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         events = lines(path)
         events[0][field] = value
         self.refused(seal(path, events), InputError, message)
 
     def test_an_export_over_the_trace(self, tmp_path):
-        """The trace that is read stays."""
+        """An export to the path of the trace is refused, and the trace stays."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         before = path.read_bytes()
         for name in ("trace.jsonl", "./trace.jsonl"):
@@ -165,7 +165,7 @@ class TestRefused:
         assert path.read_bytes() == before
 
     def test_what_is_no_plugin(self, tmp_path):
-        """An unknown name, and a plugin of another kind."""
+        """An unknown plugin, or one of another kind, raises InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         self.refused(path, InputError, "no eviction plugin is named 'lruu'", eviction="lruu")
         self.refused(path, InputError, "is no eviction plugin", eviction=FCFS)

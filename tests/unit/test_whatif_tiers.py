@@ -1,4 +1,4 @@
-"""What if, with tiers: built again from the header, changed, or left out; no path is opened."""
+"""What-if with tiers, which are built again from the header, replaced or left out."""
 
 import pytest
 from helpers.commands import run_here
@@ -26,7 +26,7 @@ def path(tmp_path):
 
 
 def test_a_run_with_tiers_is_made_again(path, tmp_path):
-    """As recorded it writes the same bytes, and opens none of the paths that it names."""
+    """A rerun with tiers writes the same bytes, and opens no path of the header."""
     found = whatif(path, export=tmp_path / "new.jsonl")
     assert found.changes == []
     assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
@@ -35,7 +35,7 @@ def test_a_run_with_tiers_is_made_again(path, tmp_path):
 
 
 def test_both_runs_say_what_came_from_tiers(path):
-    """The recorded one by its LOAD lines, as the new one by its log."""
+    """Both runs report the tokens loaded from tiers, and equal ones without a change."""
     found = whatif(path)
     assert found.recorded.loaded_tokens == found.rerun.loaded_tokens > 0
     assert found.recorded.preemptions == found.rerun.preemptions
@@ -45,7 +45,7 @@ def test_both_runs_say_what_came_from_tiers(path):
 
 @pytest.mark.parametrize("tier", ["none", "disk:memory=2GiB", ["host:memory=1GiB", HOST]])
 def test_other_tiers(path, tmp_path, tier):
-    """They take the place of the recorded ones; the new trace is whole, and has them."""
+    """Other tiers replace the recorded ones, in the new trace as well."""
     found = whatif(path, tier=tier, export=tmp_path / "new.jsonl")
     asked = [] if tier == "none" else [tier] if isinstance(tier, str) else tier
     names = [each.partition(":")[0] for each in asked]
@@ -54,7 +54,7 @@ def test_other_tiers(path, tmp_path, tier):
 
 
 def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
-    """Slots are as large as the new blocks."""
+    """Another block size changes the slots of tiers, and keeps their memory."""
     whatif(path, block_size=32, export=tmp_path / "new.jsonl")
     old, new = (lines(file)[0]["tiers"] for file in (path, tmp_path / "new.jsonl"))
     assert [tier["slot_bytes"] for tier in new] == [2 * tier["slot_bytes"] for tier in old]
@@ -62,7 +62,7 @@ def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
 
 
 def test_the_command_line_takes_tiers(path):
-    """`none` leaves them out; without the option the trace is checked, and shows them."""
+    """`kvcore replay --tier none` removes the tiers; without the option it prints them."""
     told = run_here("replay", path, "--tier", "none").stdout
     assert "tiers: none instead of" in " ".join(told.split())
     assert "tier host: blocks of" in run_here("replay", path).stdout
@@ -76,7 +76,7 @@ def test_the_command_line_takes_tiers(path):
     ],
 )
 def test_a_header_that_makes_no_tier_is_refused(path, change, reason):
-    """With what is wrong."""
+    """A header whose tiers cannot be built is refused with the reason."""
     events = lines(path)
     events[0]["tiers"][0] |= change
     with pytest.raises(KvcoreError, match=reason):
@@ -84,7 +84,7 @@ def test_a_header_that_makes_no_tier_is_refused(path, change, reason):
 
 
 def test_the_policy_of_a_tier_opens_no_file(path, monkeypatch):
-    """An option that is a path is refused wherever a header has it."""
+    """A recorded option that is a path is refused in the policy of a tier, too."""
     monkeypatch.setattr(
         "kvcore.config.recorded.takes_path", lambda _, name: name == "half_life"
     )

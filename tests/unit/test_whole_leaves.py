@@ -1,4 +1,4 @@
-"""Leaves that leave whole, and splits that renew: SGLang's rules of its radix cache."""
+"""Eviction of whole leaves, and splits that renew spans: rules of SGLang's radix cache."""
 
 import pytest
 from helpers.caches import ask, make, serve, start
@@ -11,7 +11,7 @@ from kvcore_plugins.prefix import Radix
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize(("evict", "evicted"), [("blocks", 2), ("leaf", 4)])
 def test_a_leaf_leaves_whole(evict, evicted, ids):
-    """Where two blocks are missing a leaf of four leaves with two, or all; the rest is free."""
+    """With evict="leaf" a whole leaf is evicted even if two blocks are enough."""
     cache = make(8, prefix=Radix(evict=evict), ids=ids)
     serve(cache, "abcd", "ef")
     seq = start(cache, "uvwx")
@@ -22,7 +22,7 @@ def test_a_leaf_leaves_whole(evict, evicted, ids):
 
 
 def test_each_step_of_a_prompt_is_a_leaf():
-    """What is computed of a prompt at a time leaves at a time."""
+    """With evict="leaf" the blocks of each prefill step are a leaf of their own."""
     cache = make(8, prefix=Radix(evict="leaf"))
     seq = cache.open(ask("abcd"))
     cache.commit(seq, 8)
@@ -34,7 +34,7 @@ def test_each_step_of_a_prompt_is_a_leaf():
 
 @pytest.mark.parametrize(("renews", "left"), [(False, "uv"), (True, "abcd")])
 def test_a_split_renews_what_was_not_hit(renews, left):
-    """Who parts inside a span makes the rest of it the most recent, or leaves it as old."""
+    """With `renew_split` the unhit rest of a split span becomes the most recent."""
     cache = make(8, LRU(renew_split=renews))
     serve(cache, "abcd", "uv")
     seq = start(cache, "abx")
@@ -45,6 +45,6 @@ def test_a_split_renews_what_was_not_hit(renews, left):
 
 
 def test_there_are_two_ways_to_evict():
-    """Any other is refused."""
+    """An unknown value of `evict` raises InputError."""
     with pytest.raises(InputError, match="radix: evict='span' is not known"):
         Radix(evict="span")

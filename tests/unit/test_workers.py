@@ -1,4 +1,4 @@
-"""Worker processes: what is said of one that dies."""
+"""Worker processes that die or are interrupted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from kvcore.analysis.workers import WorkerDied, work_all
 
 
 def test_the_end_of_a_worker_is_known_however_late_its_exit_code_is(monkeypatch):
-    """Also if the thread of the pool has taken it from the kernel, but not stored it yet."""
+    """The signal that killed a worker is reported even if its exit code is stored late.
+
+    Another thread may have collected the process from the kernel.
+    """
     poll, taken, asked = Popen.poll, Event(), Event()
 
     def slow(self, flag=os.WNOHANG):
@@ -31,7 +34,7 @@ def test_the_end_of_a_worker_is_known_however_late_its_exit_code_is(monkeypatch)
         pid, status = os.waitpid(self.pid, flag)
         if pid:
             taken.set()
-            asked.wait(0.1)  # nobody should
+            asked.wait(0.1)  # the main thread should not ask
             self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
 
@@ -43,7 +46,7 @@ def test_the_end_of_a_worker_is_known_however_late_its_exit_code_is(monkeypatch)
 
 
 def test_an_interrupt_amid_the_start_of_a_worker_comes_after_it(monkeypatch):
-    """Whichever thread is told; the worker is known by then, and ends with its pool."""
+    """An interrupt during the start of a worker is raised afterwards, and ends the worker."""
     start = ProcessPoolExecutor._spawn_process
     started = []
 

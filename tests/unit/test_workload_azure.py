@@ -14,7 +14,7 @@ def write(path, *rows, newline="\r\n"):
 
 
 def test_arrivals_count_from_the_first_row(tmp_path):
-    """Timestamps are exact to their last digit, and relative to the first."""
+    """Arrivals are exact to the last digit, and relative to the first row."""
     path = write(tmp_path / "t.csv", HEADER, ROW, "2023-11-16 18:16:00.0000001,396,109")
     first, second = Azure(path)
     assert (first.arrival, second.arrival) == (0, 13_319_410_100)
@@ -24,19 +24,19 @@ def test_arrivals_count_from_the_first_row(tmp_path):
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_newlines_of_either_kind(tmp_path, newline):
-    """A file may have either line end, and one after the last row or not."""
+    """A file may have either line end, with or without one after the last row."""
     for rows in ((HEADER, ROW), (HEADER, ROW, "")):
         assert len(list(Azure(write(tmp_path / "t.csv", *rows, newline=newline)))) == 1
 
 
 @pytest.mark.parametrize("stamp", ["2024-05-10 00:00:00+00:00", "2024-05-10 00:00:00.009930"])
 def test_stamps_of_other_years(tmp_path, stamp):
-    """Times without a fraction, with six digits, and with a UTC offset are read."""
+    """Times without a fraction, with six digits and with a UTC offset are read."""
     assert len(list(Azure(write(tmp_path / "t.csv", HEADER, f"{stamp},1,0")))) == 1
 
 
 def test_requests_have_no_keys(tmp_path):
-    """The format knows no prefixes; `key_tokens` is what the options say."""
+    """Requests have no keys; `key_tokens` is that of the option."""
     workload = Azure(write(tmp_path / "t.csv", HEADER, ROW), key_tokens=64)
     (request,) = workload
     assert request.keys == ()
@@ -44,7 +44,7 @@ def test_requests_have_no_keys(tmp_path):
 
 
 def test_digest_depends_on_the_option(tmp_path):
-    """Requests that differ in `key_tokens` do not have the same digest."""
+    """Workloads that differ in `key_tokens` have different digests."""
     path = write(tmp_path / "t.csv", HEADER, ROW)
     assert Azure(path).digest != Azure(path, key_tokens=64).digest
 
@@ -63,25 +63,25 @@ def test_digest_depends_on_the_option(tmp_path):
     ],
 )
 def test_bad_field_is_named(tmp_path, row, complaint):
-    """A row that cannot be used is reported with file, line, column and what it holds."""
+    """A bad field raises InputError with file, line, column and value."""
     path = write(tmp_path / "t.csv", HEADER, ROW, row)
     with pytest.raises(InputError, match=rf"t\.csv:3: {complaint}"):
         list(Azure(path))
 
 
 def test_wrong_header_is_shown(tmp_path):
-    """A file of other columns is refused at its first line."""
+    """A file with other columns is refused at its first line."""
     with pytest.raises(InputError, match=r't\.csv:1: expected the header TIME.*, got "a,b"'):
         list(Azure(write(tmp_path / "t.csv", "a,b")))
 
 
 def test_header_alone_is_refused(tmp_path):
-    """A file without rows has nothing to run."""
+    """A file without rows raises InputError."""
     with pytest.raises(InputError, match="no rows after the header"):
         list(Azure(write(tmp_path / "t.csv", HEADER)))
 
 
 def test_key_tokens_must_be_positive(tmp_path):
-    """A block of no tokens is refused when the workload is built."""
+    """`key_tokens` below 1 is refused when the workload is built."""
     with pytest.raises(ValueError, match="'key_tokens' must be >= 1"):
         Azure(tmp_path / "t.csv", key_tokens=0)

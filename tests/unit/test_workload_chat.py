@@ -24,14 +24,14 @@ CHAT = [
 
 
 def write(path, *rows):
-    """Write `rows` to `path`, one a line, and return it."""
+    """Write `rows` to `path`, one a line, and return the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
 @pytest.fixture
 def read(tmp_path):
-    """Return what reads rows as a chat workload, in keys of one token."""
+    """Return a function that reads rows as a chat workload, in keys of one token."""
 
     def read(*rows, **options):
         path = write(tmp_path / "chats.jsonl", *rows)
@@ -41,7 +41,11 @@ def read(tmp_path):
 
 
 def test_a_conversation_is_a_request_for_each_answer(read):
-    """A turn starts with the prompt and the answer before it, and waits for that answer."""
+    """Each answer of a conversation is a request.
+
+    A turn begins with the prompt and the answer before it, and waits for that answer and the
+    think time.
+    """
     first, second = read({"messages": CHAT}, think=2.5)
     begun = [*first.keys, *first.output_keys]
     assert second.keys[: len(begun)] == begun
@@ -52,7 +56,7 @@ def test_a_conversation_is_a_request_for_each_answer(read):
 
 
 def test_a_chat_without_the_last_answer_is_one_request(read):
-    """Messages that end with the user's are what was sent, the answers in them included."""
+    """A chat that ends with a message of the user is one request, earlier answers included."""
     (alone,) = read({"messages": CHAT[:4]}, output_tokens=7)
     _, second = read({"messages": CHAT})
     assert (alone.id, alone.session, alone.after, alone.output_tokens) == (0, None, None, 7)
@@ -60,7 +64,7 @@ def test_a_chat_without_the_last_answer_is_one_request(read):
 
 
 def test_sharegpt_is_read(tmp_path):
-    """A JSON array of conversations, whose roles have other names, the last one open."""
+    """A JSON array of conversations in the format of ShareGPT is read."""
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names.get(m["role"], "system"), "value": m["content"]} for m in CHAT]
     path = tmp_path / "share.json"
@@ -86,7 +90,7 @@ def test_sharegpt_is_read(tmp_path):
     ],
 )
 def test_logged_requests_are_read(read, row):
-    """A request and what a server answered, however a log nests them."""
+    """A logged request and its answer are read, however the log nests them."""
     (request,) = read(row)
     *_, turn = read({"messages": CHAT})
     assert (request.keys, request.output_keys) == (turn.keys, turn.output_keys)
@@ -104,13 +108,13 @@ def test_logged_requests_are_read(read, row):
     ],
 )
 def test_prompts_are_read(read, row, output):
-    """A prompt's output is as long as its answer, or as recorded, or as the option says."""
+    """The output of a prompt is as long as its answer, as recorded, or as the option."""
     (request,) = read(row, output_tokens=5)
     assert (request.prompt_tokens, request.output_tokens, request.id) == (2, output, 0)
 
 
 def test_keys_are_those_of_the_tokens(read):
-    """Keys are chained as everywhere in kvcore; a partial last block has none."""
+    """Keys are the chained keys of the tokens; a partial last block has none."""
     (request,) = read({"prompt": "abcde"}, tokens="bytes", key_tokens=2)
     assert request.keys == block_keys(b"abcde", 2)
     assert request.prompt_tokens == 5
@@ -121,13 +125,13 @@ def test_keys_are_those_of_the_tokens(read):
     [("", 0), ("caching", 1), ("cacheable", 2), ("12345", 2), ("a b,c\n\n", 5), ("日本", 2)],
 )
 def test_words_are_estimated(read, text, count):
-    """Words count by seven letters, numbers by three digits, signs and line ends as one."""
+    """Words count a token per seven letters, numbers per three digits, signs one each."""
     (request,) = read({"prompt": f"x {text}"})
     assert request.prompt_tokens == 1 + count
 
 
 def test_parts_and_tool_calls_are_text(read):
-    """Text parts are joined, and what an assistant calls is part of what it generated."""
+    """Text parts are joined, tool calls are part of the output, and tools of the prompt."""
     parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "a yawl?"}]
     calls = [{"function": {"name": "look", "arguments": "{}"}}]
     answer = {"role": "assistant", "content": None, "tool_calls": calls}
@@ -140,7 +144,7 @@ def test_parts_and_tool_calls_are_text(read):
 
 
 def test_times_are_read(read):
-    """Rows come when they say, counted from the first, whatever the time is called."""
+    """Times are read from any known field or the named one, relative to the first row."""
     rows = [{"prompt": "a", "created": 1000}, {"prompt": "b", "created": 1001}]
     assert [request.arrival for request in read(*rows)] == [0, SECOND]
     rows = [
@@ -154,7 +158,10 @@ def test_times_are_read(read):
 
 
 def test_rows_without_times_arrive_at_a_rate(read):
-    """At random times of that mean, equal for equal seeds; without a rate all at once."""
+    """Rows without times arrive at random at `rate`, or all at once without it.
+
+    The times are equal for equal seeds.
+    """
     rows = [{"prompt": str(n)} for n in range(400)]
     times = [request.arrival for request in read(*rows, rate=4)]
     assert 80 < times[-1] / SECOND < 120
@@ -172,7 +179,7 @@ def test_conversations_run_side_by_side(read):
 
 
 def test_notes_say_what_was_assumed(tmp_path):
-    """After reading, a workload notes what is an estimate, and what was not known."""
+    """After a reading the notes name estimates and missing times and answers."""
     workload = Chat(
         write(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"}), tokens="bytes"
     )
@@ -187,7 +194,7 @@ def test_notes_say_what_was_assumed(tmp_path):
 
 
 def test_notes_are_printed(tmp_path, capsys):
-    """A verb prints the notes on stderr, and JSON alone on stdout."""
+    """A command prints the notes on stderr, and only JSON on stdout."""
     path = write(tmp_path / "c.jsonl", {"messages": CHAT})
     assert main.run(["compare", str(path), "--eviction", "lru", "--blocks", "9", "--json"]) == 0
     printed = capsys.readouterr()
@@ -212,14 +219,14 @@ def test_notes_are_printed(tmp_path, capsys):
     ],
 )
 def test_bad_rows_are_named(read, row, complaint):
-    """What cannot be used is reported with file, line and field."""
+    """A row that cannot be used raises InputError with file, line and field."""
     with pytest.raises(InputError, match=rf"chats\.jsonl:1: {complaint}"):
         read(row)
 
 
 @pytest.mark.parametrize("place", ["content", "tool_calls", "tools"])
 def test_values_far_within_one_another_are_refused(read, place):
-    """What cannot be written as JSON again could not be hashed."""
+    """Values nested more than 250 deep raise InputError with file and line."""
     deep = []
     for _ in range(300):
         deep = [deep]
@@ -242,7 +249,7 @@ def test_values_far_within_one_another_are_refused(read, place):
     ],
 )
 def test_times_and_options_that_do_not_fit_are_told(read, times, options, complaint):
-    """Rows out of order, some without a time, a rate beside times, a missing tokenizer."""
+    """Unsorted or partly missing times, a rate beside times and bad tokenizers are refused."""
     with pytest.raises(InputError, match=complaint):
         read(*({"prompt": "a", "time": time} for time in times), **options)
 
@@ -257,12 +264,12 @@ def test_times_and_options_that_do_not_fit_are_told(read, times, options, compla
     ],
 )
 def test_other_files_are_no_chats(line):
-    """A field called prompt that is no text is another format's."""
+    """Lines of other formats are not recognised, even with a field called "prompt"."""
     assert not Chat.recognises(line)
 
 
 def test_a_traced_chat_can_be_run_again(tmp_path):
-    """The trace of a comparison has the requests: reading it spares the tokenizing."""
+    """The requests read from a trace of a chat workload equal the originals."""
     path = write(tmp_path / "c.jsonl", {"messages": CHAT}, {"prompt": "What is a sloop?"})
     trace = tmp_path / "t.jsonl"
     workload = Plugins().build("workload", f"chat:path={path},key_tokens=4")
@@ -272,7 +279,7 @@ def test_a_traced_chat_can_be_run_again(tmp_path):
 
 
 def test_answers_are_hit_by_the_next_turn(tmp_path):
-    """In a simulated server the blocks of an answer are there when the next turn comes."""
+    """In a simulated server the next turn hits the blocks of the answer before it."""
     workload = Chat(write(tmp_path / "c.jsonl", {"messages": CHAT}), key_tokens=1)
     cache = KVCache(500, 1, key_tokens=1)
     simulate(workload, cache=cache, latency=Linear())
@@ -316,7 +323,7 @@ def folder(tmp_path):
 
 
 def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
-    """With a tokenizer's folder tokens are the model's, laid out by its chat template."""
+    """With a tokenizer, tokens are the model's and messages are in its chat template."""
     path = folder(TEMPLATE)
     first, second = read({"messages": CHAT}, tokenizer=path)
     assert first.prompt_tokens == sum(len(m["content"].split()) + 2 for m in CHAT[:2]) + 1
@@ -328,7 +335,7 @@ def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
 
 
 def test_parts_of_a_prompt_by_a_template_have_shares_of_it(read, folder):
-    """A template says how long a prompt is; its messages divide that by their lengths."""
+    """The parts of a templated prompt divide its tokens by the lengths of the messages."""
     (request,) = read({"messages": CHAT[:4]}, tokenizer=folder(TEMPLATE))
     ends = [part.end for part in request.parts]
     assert ends == sorted(ends)
@@ -338,14 +345,14 @@ def test_parts_of_a_prompt_by_a_template_have_shares_of_it(read, folder):
 
 
 def test_a_tokenizer_without_a_template_is_enough(read, folder):
-    """Roles are written before the messages then, each text for itself."""
+    """Without a chat template each turn still begins with the turn before and its answer."""
     first, second = read({"messages": CHAT}, tokenizer=folder(None))
     begun = [*first.keys, *first.output_keys]
     assert second.keys[: len(begun)] == begun
 
 
 def test_a_template_that_fails_is_told(read, folder):
-    """What a template refuses is an error of its line."""
+    """An error of a chat template raises InputError with the file and line."""
     path = folder("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
         InputError, match=r"jsonl:1: the tokenizer's chat template fails: roles"
@@ -354,7 +361,7 @@ def test_a_template_that_fails_is_told(read, folder):
 
 
 def test_a_tokenizer_counts_by_content(tmp_path, folder):
-    """The digest is of the tokenizer's files, and no code of its folder is run."""
+    """The digest depends on the tokenizer's files, and no code of its folder is run."""
     chats = write(tmp_path / "c.jsonl", {"messages": CHAT})
     path = folder(TEMPLATE)
     digest = Chat(chats, tokenizer=path).digest

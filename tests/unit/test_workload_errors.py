@@ -19,7 +19,7 @@ def request(number=1, keys=(1,)):
 
 @attrs.frozen
 class Failing(Workload):
-    """Yields a request, and then what its option returns."""
+    """A workload of a request and the result of its option."""
 
     name = "failing"
     key_tokens = 16
@@ -27,7 +27,7 @@ class Failing(Workload):
     second: object
 
     def __iter__(self):
-        """Yield the two."""
+        """Yield a request and the result of `second`."""
         yield request()
         yield self.second()
 
@@ -38,12 +38,12 @@ def fail():
 
 
 def read(workload):
-    """Read it in a comparison."""
+    """Read a workload in a comparison."""
     compare(workload, "lru", 10)
 
 
 def serve(workload):
-    """Serve it under a clock."""
+    """Serve a workload under a clock."""
     simulate(workload, cache=KVCache(10))
 
 
@@ -67,7 +67,10 @@ def serve(workload):
     ],
 )
 def test_what_goes_wrong_in_a_workload_is_named(second, error, use):
-    """Whoever reads it: no traceback, and the exit code of a broken plugin."""
+    """An exception or a wrong item of a workload raises PolicyError with its place.
+
+    The exit code is that of a broken plugin.
+    """
     with pytest.raises(
         PolicyError, match=rf"^workload plugin 'failing' \(.*\) {error}"
     ) as caught:
@@ -76,7 +79,7 @@ def test_what_goes_wrong_in_a_workload_is_named(second, error, use):
 
 
 def test_errors_of_files_and_rows_pass():
-    """They say file and line themselves, and are no fault of the plugin."""
+    """An InputError of a workload is raised unchanged."""
 
     def missing():
         msg = "some.file:3: no number"
@@ -88,7 +91,7 @@ def test_errors_of_files_and_rows_pass():
 
 @attrs.define(slots=False)
 class Once(Workload):
-    """Returns one and the same iterator whenever it is asked."""
+    """A workload that returns the same iterator every time."""
 
     name = "once"
     key_tokens = 16
@@ -96,12 +99,12 @@ class Once(Workload):
     rest: object = attrs.field(factory=lambda: iter([request()]))
 
     def __iter__(self):
-        """Return what is left."""
+        """Return the rest of the iterator."""
         return self.rest
 
 
 def test_a_workload_that_can_be_read_once_is_named():
-    """Whoever reads it again, as a sweep does, would count nothing."""
+    """A second reading of a workload that yields nothing raises PolicyError."""
     once = Once()
     assert list(once)
     with pytest.raises(
@@ -111,13 +114,13 @@ def test_a_workload_that_can_be_read_once_is_named():
 
 
 def test_an_empty_workload_may_be_read_again():
-    """It has nothing to yield the second time because it had nothing the first time."""
+    """An empty workload may be read twice."""
     assert [list(each) for each in [Once(rest=())] * 2] == [[], []]
 
 
 @pytest.mark.parametrize("what", ["key_tokens", "digest", "size", "notes"])
 def test_a_property_that_fails_is_named(what):
-    """As a method is."""
+    """An exception in a property of a workload raises PolicyError that names it."""
 
     def fails(_):
         return {}[what]
@@ -131,7 +134,7 @@ def test_a_property_that_fails_is_named(what):
 
 
 def test_a_property_of_an_attrs_class_may_call_super():
-    """Though attrs makes the class anew, in slots."""
+    """A property of a slotted attrs class may call `super()`."""
 
     @attrs.define(eq=False)
     class Prefixed(Zipf):
@@ -145,7 +148,10 @@ def test_a_property_of_an_attrs_class_may_call_super():
 
 
 def test_a_format_that_cannot_tell_its_files_is_passed_over(tmp_path):
-    """One broken `recognises` does not keep files from being read, nor itself quiet."""
+    """An exception in `recognises` does not prevent other formats from reading a file.
+
+    If no format reads it, the error reports the exception.
+    """
 
     class Torn(Failing):
         name = "torn"

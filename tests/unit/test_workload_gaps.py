@@ -1,4 +1,4 @@
-"""Exponential gaps, by comparisons alone."""
+"""Exponential gaps, drawn by comparisons of random numbers alone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from kvcore.workloads import exponential
     ids=["one", "three", "two, then one", "a tie ends it"],
 )
 def test_it_is_the_first_of_a_descent_of_odd_length(draws, gap):
-    """A descent of odd length yields its first draw, and one more for each that was even."""
+    """A gap is the first draw of a descent of odd length.
+
+    Each descent of even length before it adds 1.
+    """
     left = iter(draws)
     assert exponential(left.__next__) == gap
     assert list(left) == []
 
 
 def test_gaps_are_exponentially_distributed():
-    """The empirical distribution of 50,000 gaps lies within 1% of 1 - exp(-x)."""
+    """The distribution of 50,000 gaps lies within 1% of 1 - exp(-x)."""
     draw = Random(1).random
     gaps = sorted(exponential(draw) for _ in range(50_000))
     apart = (abs(rank / len(gaps) - (1 - exp(-gap))) for rank, gap in enumerate(gaps))

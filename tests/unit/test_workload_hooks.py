@@ -31,7 +31,7 @@ FULL = Request(
 
 
 def test_hook_names_every_built_in():
-    """The hook registers all workloads."""
+    """The hook registers all built-in workloads."""
     plugins = Plugins(extra=[hooks], entry_points=[])
     formats = [
         "azure",
@@ -49,7 +49,7 @@ def test_hook_names_every_built_in():
 
 
 def test_options_are_given_in_text():
-    """An option given as text arrives in its own type, `key_tokens` included."""
+    """Options given as text are converted to their types, `key_tokens` included."""
     plugins = Plugins(extra=[hooks], entry_points=[])
     workload = plugins.build("workload", "zipf:requests=3,rate=2,key_tokens=32")
     assert workload.options() == Zipf(requests=3, rate=2.0, key_tokens=32).options()
@@ -61,7 +61,7 @@ def test_options_are_given_in_text():
     ids=["every field", "weka", "zipf"],
 )
 def test_traced_requests_come_back(tmp_path, requests):
-    """What a trace writes as REQUEST, `jsonl` reads as an equal request."""
+    """`jsonl` reads the REQUEST lines of a trace as equal requests."""
     path = tmp_path / "t.jsonl"
     lines = [{"event": "REQUEST", "t": r.arrival, **request_fields(r)} for r in requests]
     path.write_bytes(b"\n".join(map(orjson.dumps, lines)))

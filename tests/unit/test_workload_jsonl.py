@@ -24,7 +24,7 @@ def write(path, *rows):
 
 
 def test_every_field_is_read():
-    """All fields a REQUEST line can have arrive in the request."""
+    """All fields that a REQUEST line can have are in the request."""
     request = list(Jsonl(DATA / "requests.jsonl"))[1]
     assert request.id == "chat/0"
     assert (request.arrival, request.prompt_tokens, request.output_tokens) == (5, 32, 8)
@@ -34,34 +34,34 @@ def test_every_field_is_read():
 
 
 def test_the_example_can_be_served():
-    """Keys of what is generated follow a key for each whole part of the prompt."""
+    """The example file can be served, and all of its requests finish."""
     cache = KVCache(64, 16, eviction=LRU())
     result = simulate(Jsonl(DATA / "requests.jsonl"), cache=cache, latency=Linear())
     assert result.requests["status"] == ["finished"] * 4
 
 
 def test_what_clients_and_predictors_expect_is_read(tmp_path):
-    """An SLO and a predicted length arrive in the request."""
+    """An SLO and a predicted length are in the request."""
     row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert (request.slo, request.predicted_output_tokens) == (SLO(ttft_ns=5, deadline_ns=9), 3)
 
 
 def test_what_clients_ask_for_is_read(tmp_path):
-    """Hints and the tool that is called arrive in the request."""
+    """Hints and the called tool are in the request."""
     row = REQUEST | {"hints": {"share": False, "demote": True}, "tool": "grep"}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert (request.hints, request.tool) == (Hints(share=0, demote=True), "grep")
 
 
 def test_closed_loop_is_read():
-    """Session, predecessor and think time arrive in the request."""
+    """Session, predecessor and think time are in the request."""
     request = list(Jsonl(DATA / "requests.jsonl"))[2]
     assert (request.session, request.after, request.think_time) == ("chat", "chat/0", 2 * 10**9)
 
 
 def test_absent_fields_have_their_defaults(tmp_path):
-    """A line with nothing optional makes a request with nothing optional."""
+    """A line without optional fields makes a request with their defaults."""
     (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST))
     assert (request.salt, request.tenant, request.session, request.after) == (None,) * 4
     assert (request.priority, request.think_time) == (0, 0)
@@ -69,7 +69,7 @@ def test_absent_fields_have_their_defaults(tmp_path):
 
 
 def test_hexadecimal_keys_become_bytes(tmp_path):
-    """A key of 32 digits is the 16 bytes it spells, whatever the case of its letters."""
+    """A key of 32 hex digits of any case is read as 16 bytes."""
     row = REQUEST | {"keys": ["AB" * 16, 7]}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert request.keys == [b"\xab" * 16, 7]
@@ -86,25 +86,25 @@ def test_other_events_are_skipped():
 
 
 def test_header_is_optional(tmp_path):
-    """A file of REQUEST lines written by hand is read like a trace."""
+    """A file of REQUEST lines without a HEADER is read like a trace."""
     with_header = list(Jsonl(write(tmp_path / "a.jsonl", HEADER, REQUEST)))
     assert with_header == list(Jsonl(write(tmp_path / "b.jsonl", REQUEST)))
 
 
 def test_key_tokens_come_from_the_first_request(tmp_path):
-    """The workload's key tokens are known before it is iterated."""
+    """`key_tokens` is known before the workload is iterated."""
     assert Jsonl(write(tmp_path / "t.jsonl", HEADER, REQUEST)).key_tokens == 16
 
 
 def test_unknown_schema_names_both_numbers(tmp_path):
-    """A trace of another schema is refused, saying which one it has and which is read."""
+    """A trace of another schema is refused with both numbers."""
     path = write(tmp_path / "t.jsonl", HEADER | {"schema": 2}, REQUEST)
     with pytest.raises(InputError, match=r"t\.jsonl:1: field 'schema': expected 1, .*, got 2"):
         list(Jsonl(path))
 
 
 def test_trace_without_requests_is_refused(tmp_path):
-    """A trace with no REQUEST line has nothing to run."""
+    """A trace with no REQUEST line raises InputError."""
     with pytest.raises(InputError, match="no REQUEST line"):
         list(Jsonl(write(tmp_path / "t.jsonl", HEADER)))
 
@@ -146,20 +146,20 @@ def test_trace_without_requests_is_refused(tmp_path):
     ],
 )
 def test_bad_field_is_named(tmp_path, change, complaint):
-    """A line that cannot be used is reported with file, line, field and what it holds."""
+    """A bad field raises InputError with file, line, field and value."""
     path = write(tmp_path / "t.jsonl", REQUEST, REQUEST | {"id": 2} | change)
     with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
         list(Jsonl(path))
 
 
 def test_an_empty_prompt_is_read(tmp_path):
-    """A prompt of no tokens, which a trace may hold, is a request like others."""
+    """A request with a prompt of no tokens is read."""
     (request,) = Jsonl(write(tmp_path / "t.jsonl", REQUEST | {"prompt": 0, "keys": []}))
     assert (request.prompt_tokens, request.keys) == (0, [])
 
 
 def test_cut_file_yields_what_comes_before_the_cut(tmp_path):
-    """A file that ends inside a line gives the requests before it, then says where."""
+    """A file that ends inside a line yields the requests before it, then raises InputError."""
     path = write(tmp_path / "t.jsonl", HEADER, REQUEST, REQUEST | {"id": 2})
     path.write_bytes(path.read_bytes()[:-9])
     workload = iter(Jsonl(path))
@@ -169,7 +169,7 @@ def test_cut_file_yields_what_comes_before_the_cut(tmp_path):
 
 
 def test_chained_keys_go_on_in_the_output(tmp_path):
-    """Hashes of each block alone are chained through the prompt into the output."""
+    """With `chain` the hashes of single blocks are chained, from the prompt into the output."""
     first = REQUEST | {"output_keys": [3]}
     then = REQUEST | {"id": 2, "prompt": 64, "keys": [1, 2, 3, 1]}
     path = write(tmp_path / "t.jsonl", first, then)

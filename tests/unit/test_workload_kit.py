@@ -10,13 +10,13 @@ from kvcore.workloads import Workload
 
 
 def request(name=0, **fields):
-    """Return a request that is as it should be but for `fields`."""
+    """Return a valid request with these fields changed."""
     return Request(id=name, **({"prompt_tokens": 16, "key_tokens": 16} | fields))
 
 
 @attrs.define(slots=False, eq=False)
 class Made(Workload):
-    """Yields what its option `make` returns, and has what its other options say."""
+    """A workload of the requests, digest and size that its options give."""
 
     name = "made"
     key_tokens = 16
@@ -26,28 +26,28 @@ class Made(Workload):
     length: int | None = None
 
     def __iter__(self):
-        """Yield what the option says."""
+        """Yield the requests that `make` returns."""
         yield from self.make()
 
     @property
     def digest(self):
-        """The option, or the next of it."""
+        """The option `digests`, or its next item."""
         return self.digests if isinstance(self.digests, str) else next(self.digests)
 
     @property
     def size(self):
-        """The option."""
+        """The option `length`."""
         return self.length
 
 
 class Renamed(Made):
-    """Has a name that no command line could say."""
+    """A workload with a name that cannot be given on a command line."""
 
     name = "no name"
 
 
 def kit(workload, **options):
-    """Return the conformance tests of a workload, not collected but to be called."""
+    """Return the conformance tests of a workload, to be called and not collected."""
 
     class Kit(WorkloadTests):
         def make(self):
@@ -57,13 +57,13 @@ def kit(workload, **options):
 
 
 def consumed():
-    """Return a `make` that has requests the first time only."""
+    """Return a `make` that returns requests only the first time."""
     left = [request(number) for number in range(8)]
     return lambda: (left.pop() for _ in range(len(left)))
 
 
 def numbered():
-    """Return a `make` that goes on counting when it is called again."""
+    """Return a `make` that continues its numbers when it is called again."""
     serial = count()
     return lambda: (request(next(serial)) for _ in range(8))
 
@@ -107,7 +107,7 @@ CASES = [(test, options) for test, cases in BROKEN.items() for options in cases]
 
 @pytest.mark.parametrize(("test", "options"), CASES)
 def test_kit_notices(test, options, monkeypatch):
-    """Each test of the kit fails for a workload that breaks what it tests."""
+    """Each test of the kit fails for a workload that breaks its rule."""
     tests = kit(**({"workload": Made} | options))
     arguments = {"monkeypatch": monkeypatch} if test == "test_streams" else {}
     with pytest.raises((AssertionError, PolicyError, ValueError)):
@@ -115,7 +115,7 @@ def test_kit_notices(test, options, monkeypatch):
 
 
 def test_kit_notices_a_key_with_two_parents():
-    """A workload whose keys are not chained is refused by the kit as by `checked`."""
+    """The kit refuses a workload whose keys are not chained, as `checked` does."""
     tests = kit(
         Made, make=lambda: [request(1, keys=[1]), request(2, prompt_tokens=32, keys=[2, 1])]
     )
@@ -124,20 +124,20 @@ def test_kit_notices_a_key_with_two_parents():
 
 
 def test_every_test_of_the_kit_can_fail():
-    """No test of the kit is left without a workload that it fails for."""
+    """Every test of the kit has a workload here for which it fails."""
     tests = {name for name in vars(WorkloadTests) if name.startswith("test_")}
     assert tests == BROKEN.keys() | {"test_keys_have_one_parent"}
 
 
 def test_streaming_cannot_be_told_of_few_requests(monkeypatch):
-    """The kit says why it skips, instead of passing, where it cannot tell."""
+    """The kit skips its test of streaming for fewer than 4 requests, with the reason."""
     tests = kit(Made, make=lambda: [request()])
     with pytest.raises(pytest.skip.Exception, match="fewer than 4 requests"):
         tests.test_streams(monkeypatch)
 
 
 def test_class_attribute_makes_the_workload():
-    """`workload` may be the class itself, if it needs no options."""
+    """The attribute `workload` may be a class, if that needs no options."""
 
     class Kit(WorkloadTests):
         workload = Made

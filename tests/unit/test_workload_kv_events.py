@@ -15,7 +15,7 @@ SECOND = 10**9
 
 @pytest.fixture
 def full(tmp_path):
-    """Return what reads batches as a recording in full-report mode."""
+    """Return a function that reads batches as a recording in full-report mode."""
 
     def read(*batches, **options):
         path = record(tmp_path / "r.jsonl", *batches)
@@ -26,7 +26,7 @@ def full(tmp_path):
 
 @pytest.fixture
 def joined(tmp_path):
-    """Return what reads the rows of a log, joined to batches at 10 s and 20 s."""
+    """Return a function that reads the rows of a log, joined to batches at 10 s and 20 s."""
 
     def read(*rows):
         path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=10.0), batch(ts=20.0))
@@ -38,14 +38,17 @@ def joined(tmp_path):
 
 
 def test_a_root_run_is_a_request(full):
-    """What begins without a parent is a request, at its batch's time from the first one on."""
+    """A stored run without a parent is a request, at the time of its batch."""
     one, two = full(batch(stored(1, 2, size=4), ts=5.0), batch(stored(1, 2, 3, size=4), ts=7.5))
     assert (one.arrival, one.prompt_tokens, one.keys, one.key_tokens) == (0, 8, [0, 1], 4)
     assert (two.arrival, two.prompt_tokens, two.keys) == (5 * SECOND // 2, 12, [0, 1, 2])
 
 
 def test_runs_continue_the_request_that_ends_there(full):
-    """Later chunks belong to a request that ends at their parent, each to one of equal ones."""
+    """A later run extends a request that ends at its parent.
+
+    Each of several equal requests gets one run.
+    """
     one, two = full(
         batch(stored(1, 2)),
         batch(stored(1, 2)),
@@ -57,7 +60,7 @@ def test_runs_continue_the_request_that_ends_there(full):
 
 
 def test_a_log_by_another_clock_is_told(joined):
-    """A log of which no line lies in the recording is refused, with the times of both."""
+    """A log with no line within the recording is refused, with the times of both."""
     rows = [{"id": n, "time": 3610.0 + n, "tokens": [1]} for n in range(3)]
     with pytest.raises(InputError, match=r"all 3 lines of .*log\.jsonl lie outside") as caught:
         joined(*rows)
@@ -68,7 +71,7 @@ def test_a_log_by_another_clock_is_told(joined):
 
 
 def test_lines_outside_the_recording_are_counted(tmp_path):
-    """Lines of a log that are left out are noted after each reading; none: no note."""
+    """Lines of a log outside the recording are counted in a note after each reading."""
     path = record(tmp_path / "r.jsonl", batch(stored(1, size=4), ts=10.0), batch(ts=20.0))
     log = tmp_path / "log.jsonl"
     rows = [b'{"id":%d,"time":%d,"tokens":[1]}\n' % (n, n) for n in (9, 10, 11, 25)]
@@ -85,18 +88,21 @@ def test_lines_outside_the_recording_are_counted(tmp_path):
 
 
 def test_removals_are_no_requests(full):
-    """Only what is looked up counts."""
+    """Removed blocks make no requests."""
     assert len(full(batch(stored(1)), batch(removed(1)))) == 1
 
 
 def test_what_ran_before_is_left_out(full):
-    """A run whose beginning was not heard belongs to no request."""
+    """A run whose parent was never stored in the recording belongs to no request."""
     [only] = full(batch(stored(9, parent=8)), batch(stored(1)))
     assert only.keys == [0]
 
 
 def test_incremental_reports_are_told(full):
-    """A run below a block where no request ends shows that uses were not reported."""
+    """A run below a block in the middle of a request raises InputError.
+
+    It shows that the engine does not report all lookups.
+    """
     with pytest.raises(
         InputError, match="continues block 1, at which no request's report ends"
     ):
@@ -105,7 +111,7 @@ def test_incremental_reports_are_told(full):
 
 @pytest.mark.parametrize("what", ["gap", "restart"])
 def test_what_was_lost_is_no_incremental_report(tmp_path, what):
-    """After a gap or a restart, a run below a block inside a request is left out."""
+    """After a gap or a restart a run below a block in the middle of a request is ignored."""
     path = tmp_path / "r.jsonl"
     with RecordingWriter(path) as recording:
         recording.batch(batch(stored(1, 2)), 0, 0)
@@ -116,7 +122,7 @@ def test_what_was_lost_is_no_incremental_report(tmp_path, what):
 
 
 def test_times_too_far_apart_are_refused(full):
-    """A time that does not fit into an arrival is told with the line of its batch."""
+    """A time that does not fit into an arrival raises InputError with its line."""
     with pytest.raises(
         InputError, match=r"r\.jsonl:3: this batch has a time .* after the first"
     ):
@@ -124,33 +130,33 @@ def test_times_too_far_apart_are_refused(full):
 
 
 def test_a_cut_recording_is_read_up_to_the_cut(tmp_path):
-    """What a killed process left is a workload of what it heard."""
+    """A cut recording is read up to the cut."""
     path = record(tmp_path / "r.jsonl", batch(stored(1)), batch(stored(2)))
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:2]))
     assert [request.keys for request in KvEvents(path, lookups="full")] == [[0]]
 
 
 def test_other_tiers_and_groups_are_left_out(full):
-    """Blocks that go to the host, or of another group of layers, are no lookups."""
+    """Blocks of other tiers, or of another group of layers, make no requests."""
     elsewhere = stored(7, medium="CPU"), stored(8, group=1)
     assert [r.keys for r in full(batch(stored(1, medium="GPU"), *elsewhere))] == [[0]]
     assert [r.keys for r in full(batch(*elsewhere), group=1)] == [[0]]
 
 
 def test_block_sizes_must_agree(full):
-    """Blocks of another size in the same group are refused."""
+    """Blocks of another size in the same group raise InputError."""
     with pytest.raises(InputError, match="blocks of 2 tokens, before of 4: choose a 'group'"):
         full(batch(stored(1, size=4), stored(2, size=2)))
 
 
 def test_times_do_not_go_back(full):
-    """A batch of a publisher whose clock is behind comes with the one before it."""
+    """A batch with an earlier time than the batch before has the arrival of that batch."""
     arrivals = [r.arrival for r in full(batch(stored(1), ts=2.0), batch(stored(2), ts=1.0))]
     assert arrivals == [0, 0]
 
 
 def test_ranks_are_apart(full):
-    """A run continues a request of its own rank only."""
+    """A run extends only a request of its own rank."""
     one, two, three = full(
         EventBatch(0.0, (stored(1),), 0),
         EventBatch(0.0, (stored(1),), 1),
@@ -160,7 +166,7 @@ def test_ranks_are_apart(full):
 
 
 def test_formats_without_a_block_size_need_one(tmp_path):
-    """Where no event tells the block size, the option must."""
+    """The option `block_size` is required if no event has the block size."""
     path = tmp_path / "r.jsonl"
     path.write_bytes(DYNAMO + b"\n")
     with pytest.raises(InputError, match="how many tokens a block has: give 'block_size'"):
@@ -182,13 +188,13 @@ def test_a_log_of_tokens(joined):
 
 
 def test_a_log_of_hashes(joined):
-    """A logged request may have the engine's hashes instead, and its length."""
+    """A logged request may have the engine's hashes and a length instead of tokens."""
     [only] = joined({"id": 1, "time": 10, "hashes": [2**64 - 1, 7], "prompt": 11})
     assert (only.keys, only.prompt_tokens, only.key_tokens) == ([2**64 - 1, 7], 11, 4)
 
 
 def test_the_log_is_cut_to_the_recording(joined):
-    """Requests before the first batch and after the last are left out."""
+    """Logged requests before the first batch or after the last are omitted."""
     times = (9.9, 10.0, 20.0, 20.1)
     rows = [{"id": n, "time": time, "tokens": [1]} for n, time in enumerate(times)]
     found = joined(*rows)
@@ -210,20 +216,20 @@ def test_the_log_is_cut_to_the_recording(joined):
     ],
 )
 def test_wrong_rows_are_told(joined, row, reason):
-    """A row of the log that cannot be used is refused with line and field."""
+    """A bad row of the log raises InputError with line and field."""
     with pytest.raises(InputError, match=r"log\.jsonl:1: .*" + reason):
         joined(row)
 
 
 def test_log_must_be_sorted(joined):
-    """A row before the one above it is refused."""
+    """A row of the log with an earlier time than the row before raises InputError."""
     rows = [{"id": t, "time": t, "tokens": [1]} for t in (12, 11)]
     with pytest.raises(InputError, match=r"log\.jsonl:2: field 'time': expected no earlier"):
         joined(*rows)
 
 
 def test_events_without_times_join_no_log(tmp_path):
-    """Events of Dynamo have no clock to join by."""
+    """A log is refused with events of Dynamo, which have no times."""
     path = tmp_path / "r.jsonl"
     path.write_bytes(DYNAMO + b"\n")
     with pytest.raises(InputError, match="its events have no times"):
@@ -231,7 +237,10 @@ def test_events_without_times_join_no_log(tmp_path):
 
 
 def test_neither_is_refused_with_the_reason(tmp_path):
-    """Stored and removed blocks alone are no workload: the error says why, and what helps."""
+    """A recording needs exactly one of `lookups=full` and `requests`.
+
+    Without them the error explains both options.
+    """
     path = record(tmp_path / "r.jsonl", batch(stored(1)))
     with pytest.raises(InputError, match=r"left no event.*lookups=full.*requests=LOG.*replay"):
         recognise(path, [Jsonl, KvEvents, Mooncake])
@@ -242,7 +251,7 @@ def test_neither_is_refused_with_the_reason(tmp_path):
 
 
 def test_digest_tells_files_and_options_apart(tmp_path):
-    """What the requests depend on is in the digest."""
+    """Workloads that differ in options or log have different digests."""
     path = record(tmp_path / "r.jsonl", batch(stored(1)))
     log = tmp_path / "log.jsonl"
     log.write_text('{"id":1,"time":0,"tokens":[1]}\n')
@@ -257,7 +266,7 @@ def test_digest_tells_files_and_options_apart(tmp_path):
 
 
 def test_polled_events_are_read_too(full):
-    """TensorRT-LLM's blocks of the first level are lookups, those of the host are not."""
+    """Blocks of TensorRT-LLM make requests on the first level, and none on the host's."""
 
     def run(level):
         page = Page(hash=5, tokens=((1, 0),), level=level, priority=35)

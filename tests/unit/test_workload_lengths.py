@@ -28,7 +28,7 @@ def write(path, *rows):
     ],
 )
 def test_usual_columns_are_found(tmp_path, header, row):
-    """Tables of ServeGen, BurstGPT, Vidur and their like need no column names."""
+    """Tables of ServeGen, BurstGPT, Vidur and similar ones need no column names."""
     path = write(tmp_path / "t", header, row)
     workload = recognise(path, [Azure, Lengths])
     assert isinstance(workload, Lengths)
@@ -47,7 +47,7 @@ def result(path, **change):
 
 
 def test_benchmark_results_of_vllm_are_read(tmp_path):
-    """Its lists are columns, in the order in which requests were sent."""
+    """The lists of a vLLM benchmark result are columns, sorted by the time of sending."""
     workload = recognise(result(tmp_path / "r.json"), [Azure, Lengths])
     first, second = workload
     assert (first.arrival, first.prompt_tokens, first.output_tokens) == (0, 20, 4)
@@ -56,7 +56,7 @@ def test_benchmark_results_of_vllm_are_read(tmp_path):
 
 
 def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
-    """What failed has no length: it is left out, and counted in a note."""
+    """Failed requests of a benchmark are omitted and counted in a note."""
     workload = Lengths(result(tmp_path / "r.json", errors=["", "refused"]))
     assert [request.prompt_tokens for request in workload] == [10]
     assert workload.notes == ["failed requests left out: 1"]
@@ -71,13 +71,13 @@ def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
     ],
 )
 def test_bad_results_of_benchmarks_are_told(tmp_path, change, complaint):
-    """Lists of different lengths, lengths that cannot be, and no times."""
+    """Lists of different lengths, impossible lengths and missing times raise InputError."""
     with pytest.raises(InputError, match=rf"r\.json:1: {complaint}"):
         list(Lengths(result(tmp_path / "r.json", **change)))
 
 
 def test_several_results_are_refused(tmp_path):
-    """A file to which results were appended is several workloads."""
+    """A file with several benchmark results raises InputError."""
     path = result(tmp_path / "r.json")
     path.write_text(path.read_text() + "\n" + path.read_text())
     with pytest.raises(InputError, match=r"r\.json:2: a second result: give a file for each"):
@@ -85,7 +85,10 @@ def test_several_results_are_refused(tmp_path):
 
 
 def test_a_table_without_times_arrives_at_a_rate(tmp_path):
-    """At random times of that mean, or all at once; a table with times takes no rate."""
+    """A table without times arrives at random at `rate`, or all at once.
+
+    A table with times refuses a rate.
+    """
     path = write(tmp_path / "t.csv", "input,output", *["1,1"] * 400)
     assert isinstance(recognise(path, [Azure, Lengths]), Lengths)
     times = [request.arrival for request in Lengths(path, rate=20)]
@@ -99,7 +102,7 @@ def test_a_table_without_times_arrives_at_a_rate(tmp_path):
 
 
 def test_columns_can_be_named(tmp_path):
-    """Columns of other names are taken where the options say so, in text as well."""
+    """Columns of other names can be given by options, in text as well."""
     path = write(tmp_path / "t.csv", "when,ctx,gen,who,chat", "0,7,5,ann,c1", "1,8,5,,")
     text = f"lengths:path={path},time=when,input=ctx,output=gen,tenant=who,session=chat"
     first, second = Plugins().build("workload", text)
@@ -113,14 +116,14 @@ def test_columns_can_be_named(tmp_path):
 
 
 def test_a_named_column_comes_before_a_usual_one(tmp_path):
-    """What is named is taken, though another column looks right."""
+    """A column given by an option takes precedence over one with a usual name."""
     path = write(tmp_path / "t.csv", "time,prompt_tokens,billed,output_tokens", "0,1,9,1")
     (request,) = Lengths(path, input="billed")
     assert request.prompt_tokens == 9
 
 
 def test_sessions_and_tenants_are_found(tmp_path):
-    """Usual columns of sessions and users are taken; requests come when they came."""
+    """Usual columns of sessions and users are read, without a closed loop."""
     path = write(tmp_path / "t.csv", f"{SERVEGEN},Session ID,user", "0,0,1,1,s,u")
     (request,) = Lengths(path)
     assert (request.session, request.tenant, request.after) == ("s", "u", None)
@@ -138,13 +141,13 @@ def test_sessions_and_tenants_are_found(tmp_path):
     ],
 )
 def test_times_are_read_exactly(tmp_path, unit, times, arrival):
-    """Arrivals count from the first row's; no digit is lost."""
+    """Arrivals are exact to the last digit, and relative to the first row."""
     path = write(tmp_path / "t.csv", SERVEGEN, *(f"0,{time},1,1" for time in times))
     assert [request.arrival for request in Lengths(path, unit=unit)] == [0, arrival]
 
 
 def test_nothing_is_shared(tmp_path):
-    """Lengths say nothing of prompts: there are no keys, and a block is what is asked for."""
+    """Requests have no keys; `key_tokens` is that of the option."""
     workload = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,100,1"), key_tokens=64)
     (request,) = workload
     assert request.keys == ()
@@ -152,20 +155,20 @@ def test_nothing_is_shared(tmp_path):
 
 
 def test_whole_numbers_may_have_a_point(tmp_path):
-    """A length such as 374.0, as data frames write it, is whole."""
+    """A length such as 374.0, as data frames write it, is read as a whole number."""
     (request,) = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,374.0,44."))
     assert (request.prompt_tokens, request.output_tokens) == (374, 44)
 
 
 def test_compressed_tables_are_read(tmp_path):
-    """Compression is told by its bytes, as everywhere."""
+    """Compression is recognised by content, not by the name of the file."""
     path = tmp_path / "t.csv"
     path.write_bytes(gzip.compress(f"{SERVEGEN}\r\n0,0,1,1\r\n".encode()))
     assert len(list(Lengths(path))) == 1
 
 
 def test_digest_depends_on_the_options(tmp_path):
-    """Other columns or units make other requests, hence another digest."""
+    """Workloads that differ in columns or units have different digests."""
     path = write(tmp_path / "t.csv", SERVEGEN, "0,0,1,1")
     digests = {Lengths(path).digest, Lengths(path, unit="ms").digest}
     assert len(digests | {Lengths(path, input="output_tokens").digest}) == 3
@@ -189,7 +192,7 @@ def test_digest_depends_on_the_options(tmp_path):
     ],
 )
 def test_bad_field_is_named(tmp_path, row, complaint):
-    """A row that cannot be used is reported with file, line, column and what it holds."""
+    """A bad field raises InputError with file, line, column and value."""
     path = write(tmp_path / "t.csv", SERVEGEN, "0,1.5,1,1", row)
     with pytest.raises(InputError, match=rf"t\.csv:3: {complaint}"):
         list(Lengths(path))
@@ -206,14 +209,14 @@ def test_bad_field_is_named(tmp_path, row, complaint):
     ],
 )
 def test_missing_columns_are_named(tmp_path, header, options, complaint):
-    """A table without a column that is needed or named is refused, with those it has."""
+    """A table without a required column raises InputError that names the column."""
     path = write(tmp_path / "t.csv", header, "1,1,1")
     with pytest.raises(InputError, match=rf"t\.csv:1: {complaint}"):
         list(Lengths(path, **options))
 
 
 def test_header_alone_is_refused(tmp_path):
-    """A file without rows has nothing to run."""
+    """A table without rows raises InputError."""
     with pytest.raises(InputError, match="no rows after the header"):
         list(Lengths(write(tmp_path / "t.csv", SERVEGEN)))
 
@@ -228,5 +231,5 @@ def test_header_alone_is_refused(tmp_path):
     ],
 )
 def test_other_files_are_not_taken_for_tables(line):
-    """A file of another format, of which a name may look right, is not recognised."""
+    """Lines of other formats are not recognised, even with usual names in them."""
     assert not Lengths.recognises(line)

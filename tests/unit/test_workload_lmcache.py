@@ -20,13 +20,13 @@ ROW = {
 
 
 def write(path, *rows):
-    """Write rows, each ROW with what it changes."""
+    """Write rows, each ROW with its changes."""
     path.write_bytes(b"\n".join(orjson.dumps(ROW | row) for row in rows))
     return path
 
 
 def test_a_row_is_a_request(tmp_path):
-    """Lengths, chunk and model are the row's; a key stands for each full chunk."""
+    """A request has the length, chunk size and model of its row, and a key per full chunk."""
     workload = LMCache(write(tmp_path / "l.jsonl", {}))
     (request,) = workload
     assert (request.id, request.arrival) == ("req-a/1", 0)
@@ -36,13 +36,13 @@ def test_a_row_is_a_request(tmp_path):
 
 
 def test_arrivals_count_from_the_first_row(tmp_path):
-    """Times are seconds since 1970, and become nanoseconds since the first row."""
+    """Times in seconds since 1970 become nanoseconds since the first row."""
     path = write(tmp_path / "l.jsonl", {}, {"timestamp": 1711929601.5})
     assert [request.arrival for request in LMCache(path)] == [0, 1_250_000_000]
 
 
 def test_equal_chunks_of_one_model_share(tmp_path):
-    """A chunk has the same key wherever its model asks for it, and another in other models."""
+    """Equal chunks have equal keys within one model, and different keys across models."""
     path = write(tmp_path / "l.jsonl", {}, {"chunk_hashes": ["0xAB12"]}, {"model_name": "tiny"})
     first, again, other = LMCache(path)
     assert first.keys[0] == again.keys[0]
@@ -50,14 +50,14 @@ def test_equal_chunks_of_one_model_share(tmp_path):
 
 
 def test_hashes_of_any_width_are_keys(tmp_path):
-    """Digests of 32 bytes, and hashes that Python made, below zero too, become 16 bytes."""
+    """Hashes of 32 bytes, and negative hashes of Python, become keys of 16 bytes."""
     hashes = ["0x" + "ab" * 32, "-0x5"]
     (request,) = LMCache(write(tmp_path / "l.jsonl", {"chunk_hashes": hashes}))
     assert [len(key) for key in request.keys] == [16, 16]
 
 
 def test_rows_of_one_model_can_be_taken(tmp_path):
-    """With `model`, rows of others are passed over, whatever their chunks."""
+    """With `model`, rows of other models are skipped, whatever their chunk size."""
     path = write(tmp_path / "l.jsonl", {"model_name": "x", "chunk_size": 16}, {}, {})
     workload = LMCache(path, model="big")
     assert workload.key_tokens == 256
@@ -66,25 +66,28 @@ def test_rows_of_one_model_can_be_taken(tmp_path):
 
 
 def test_rows_a_little_late_come_with_the_one_before(tmp_path):
-    """Rows that threads wrote in another order keep the file's, and no time runs back."""
+    """Rows out of order by less than a second keep the order of the file.
+
+    Arrivals do not decrease.
+    """
     path = write(tmp_path / "l.jsonl", {}, {"timestamp": 1711929599.5}, {})
     assert [request.arrival for request in LMCache(path)] == [0, 0, 0]
 
 
 def test_a_second_lookup_is_a_request_of_its_own(tmp_path):
-    """A request that is looked up again has another id, since its line is another."""
+    """A second lookup of the same request has an id with another line number."""
     ids = [request.id for request in checked(LMCache(write(tmp_path / "l.jsonl", {}, {})))]
     assert ids == ["req-a/1", "req-a/2"]
 
 
 def test_output_is_what_the_option_says(tmp_path):
-    """The log has no output lengths: all have the one that is given."""
+    """All requests have the output length of the option."""
     (request,) = LMCache(write(tmp_path / "l.jsonl", {}), output_tokens=128)
     assert request.output_tokens == 128
 
 
 def test_it_is_recognised(tmp_path):
-    """Such a file needs no name, compressed or not; one of Mooncake's is none."""
+    """A log is recognised, compressed or not; a line of Mooncake's is not."""
     path = write(tmp_path / "l.jsonl", {})
     packed = tmp_path / "l.jsonl.gz"
     packed.write_bytes(gzip.compress(path.read_bytes()))
@@ -111,14 +114,14 @@ def test_it_is_recognised(tmp_path):
     ],
 )
 def test_bad_field_is_named(tmp_path, change, complaint):
-    """A row that cannot be used is reported with file, line, field and what it holds."""
+    """A bad field raises InputError with file, line, field and value."""
     path = write(tmp_path / "l.jsonl", {}, change)
     with pytest.raises(InputError, match=rf"l\.jsonl:2: {complaint}"):
         list(LMCache(path))
 
 
 def test_a_model_that_is_not_there_is_named(tmp_path):
-    """Where no row is of the model asked for, the error says which was asked for."""
+    """If no row is of the requested model, InputError names the model."""
     path = write(tmp_path / "l.jsonl", {})
     with pytest.raises(InputError, match="no row has the model_name 'small'"):
         list(LMCache(path, model="small"))

@@ -25,7 +25,7 @@ def test_bundled_trace_is_the_published_one():
 
 
 def test_row_becomes_a_request(tmp_path):
-    """Milliseconds become nanoseconds, the line number becomes the id."""
+    """Milliseconds become nanoseconds, and the number of the row is the id."""
     first, second = Mooncake(write(tmp_path / "t.jsonl", ROW | {"timestamp": 0}, ROW))
     assert (first.id, second.id) == (0, 1)
     assert second.arrival == 27_482_000_000
@@ -34,7 +34,7 @@ def test_row_becomes_a_request(tmp_path):
 
 
 def test_requests_before_a_bad_row_are_yielded(tmp_path):
-    """A bad row does not take the good ones before it away."""
+    """The requests before a bad row are yielded."""
     workload = iter(Mooncake(write(tmp_path / "t.jsonl", ROW, ROW | {"hash_ids": None})))
     assert next(workload).id == 0
     with pytest.raises(InputError, match=r"t\.jsonl:2: field 'hash_ids'"):
@@ -61,14 +61,14 @@ def test_requests_before_a_bad_row_are_yielded(tmp_path):
     ],
 )
 def test_bad_field_is_named(tmp_path, change, complaint):
-    """A row that cannot be used is reported with file, line, field and what it holds."""
+    """A bad field raises InputError with file, line, field and value."""
     path = write(tmp_path / "t.jsonl", ROW, ROW | change)
     with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
         list(Mooncake(path))
 
 
 def test_missing_field_is_named(tmp_path):
-    """A field that is not there is told from one that is null."""
+    """A missing field raises InputError that names it."""
     path = write(tmp_path / "t.jsonl", {"timestamp": 0})
     with pytest.raises(
         InputError, match=r"'input_length': .*, got nothing: the field is missing"
@@ -84,7 +84,7 @@ def test_missing_field_is_named(tmp_path):
     ],
 )
 def test_line_that_is_no_object_is_named(tmp_path, line, complaint):
-    """A line that is not a JSON object is reported with file and line."""
+    """A line that is not a JSON object raises InputError with file and line."""
     path = tmp_path / "t.jsonl"
     path.write_bytes(line)
     with pytest.raises(InputError, match=complaint):
@@ -92,7 +92,7 @@ def test_line_that_is_no_object_is_named(tmp_path, line, complaint):
 
 
 def test_long_values_are_cut_in_complaints(tmp_path):
-    """A complaint stays readable whatever the row holds."""
+    """An error about a long value shortens the value."""
     path = write(tmp_path / "t.jsonl", ROW | {"output_length": "7" * 10_000})
     with pytest.raises(InputError) as caught:
         list(Mooncake(path))
@@ -100,7 +100,7 @@ def test_long_values_are_cut_in_complaints(tmp_path):
 
 
 def test_size_is_known_for_the_bundled_trace_only(tmp_path):
-    """The size of a file is not known before it is read."""
+    """`size` is known for the bundled trace, and None for a file."""
     assert Mooncake().size == 12_031
     assert Mooncake(tmp_path / "t.jsonl").size is None
 

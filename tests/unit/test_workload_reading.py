@@ -25,12 +25,12 @@ PACK = {
     "two gzip members": lambda data: gzip.compress(data[:3]) + gzip.compress(data[3:]),
     "two zstd frames": lambda data: zstandard.compress(data[:3]) + zstandard.compress(data[3:]),
 }
-# Long, and hard enough to compress, that a cut falls inside the compressed stream.
+# So long and hard to compress that a cut falls inside the compressed stream.
 LONG = b"".join(hashlib.blake2b(b"%d" % n).hexdigest().encode() + b"\n" for n in range(4_000))
 
 
 class Listed(Workload):
-    """Yields the requests it is given."""
+    """A workload of the given requests."""
 
     name = "listed"
     key_tokens = 16
@@ -40,12 +40,12 @@ class Listed(Workload):
         self.requests = requests
 
     def __iter__(self):
-        """Yield them."""
+        """Yield the requests."""
         yield from self.requests
 
 
 class Twin(Mooncake):
-    """Recognises what Mooncake does."""
+    """A format that recognises the files of Mooncake."""
 
     name = "twin"
 
@@ -59,7 +59,7 @@ def request(name, keys=(), arrival=0):
 
 @pytest.mark.parametrize("pack", PACK)
 def test_lines_of_any_compression(tmp_path, pack):
-    """Compression is told from the bytes, not from the name, and may come in pieces."""
+    """Compression is recognised by content, and a file may have several streams."""
     path = tmp_path / "rows"
     path.write_bytes(PACK[pack](b"one\ntwo\n\nfour"))
     assert list(lines(path)) == [(1, b"one\n"), (2, b"two\n"), (4, b"four")]
@@ -67,7 +67,7 @@ def test_lines_of_any_compression(tmp_path, pack):
 
 @pytest.mark.parametrize("pack", PACK)
 def test_lines_of_a_long_file(tmp_path, pack):
-    """Lines that lie across the borders of buffers come whole."""
+    """Lines across the borders of buffers are read whole."""
     path = tmp_path / "rows"
     path.write_bytes(PACK[pack](LONG))
     assert b"".join(line for _, line in lines(path)) == LONG
@@ -75,7 +75,7 @@ def test_lines_of_a_long_file(tmp_path, pack):
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
 def test_cut_file_yields_lines_before_the_cut(tmp_path, pack):
-    """A compressed file that is cut gives the lines before the cut, then says where it is."""
+    """A cut compressed file yields the lines before the cut, then raises InputError."""
     path = tmp_path / "rows"
     packed = pack(LONG)
     path.write_bytes(packed[: len(packed) // 2])
@@ -90,7 +90,7 @@ def test_cut_file_yields_lines_before_the_cut(tmp_path, pack):
 
 @pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
 def test_cut_by_one_byte_is_noticed(tmp_path, pack):
-    """A compressed file that lacks its last byte is not taken for a whole one."""
+    """A compressed file that lacks only its last byte raises InputError."""
     path = tmp_path / "rows"
     path.write_bytes(pack(b"one\ntwo\n")[:-1])
     with pytest.raises(InputError, match=r"the (gzip|zstd) stream stops early"):
@@ -99,7 +99,7 @@ def test_cut_by_one_byte_is_noticed(tmp_path, pack):
 
 @pytest.mark.parametrize(("pack", "place"), [(gzip.compress, -8), (zstandard.compress, 5)])
 def test_damaged_file_is_reported(tmp_path, pack, place):
-    """Compressed data that cannot be decoded is reported with file and line."""
+    """Damaged compressed data raises InputError with file and line."""
     path = tmp_path / "rows"
     packed = bytearray(pack(LONG))
     packed[place] ^= 0xFF
@@ -110,7 +110,7 @@ def test_damaged_file_is_reported(tmp_path, pack, place):
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", gzip.compress(b"", mtime=0)])
 def test_empty_file_is_refused(tmp_path, content):
-    """A file without a line that is not blank is an error, not an empty workload."""
+    """A file with no line, or only blank ones, raises InputError."""
     path = tmp_path / "rows"
     path.write_bytes(content)
     with pytest.raises(InputError, match="rows: the file is empty"):
@@ -119,7 +119,7 @@ def test_empty_file_is_refused(tmp_path, content):
 
 @pytest.mark.parametrize("use", [lambda path: list(lines(path)), file_digest])
 def test_unreadable_file_is_named(tmp_path, use):
-    """A file that is missing, or no file, is reported with its path and the reason."""
+    """A missing file or a directory raises InputError with its path and the reason."""
     with pytest.raises(InputError, match="gone: cannot be read: No such file or directory"):
         use(tmp_path / "gone")
     with pytest.raises(InputError, match="cannot be read: Is a directory"):
@@ -128,13 +128,13 @@ def test_unreadable_file_is_named(tmp_path, use):
 
 @pytest.mark.parametrize("cls", [Mooncake, Weka, Azure, Jsonl])
 def test_every_format_reports_a_missing_file(tmp_path, cls):
-    """Iterating over a file that is not there is an InputError with its path."""
+    """Every format raises InputError with the path of a missing file."""
     with pytest.raises(InputError, match="gone: cannot be read"):
         list(cls(tmp_path / "gone"))
 
 
 def test_digest_is_that_of_the_bytes(tmp_path):
-    """Without options the digest is plain BLAKE2b of the file; options change it."""
+    """Without options the digest is the BLAKE2b of the file; options change it."""
     path = tmp_path / "rows"
     path.write_bytes(b"one\n")
     assert file_digest(path) == hashlib.blake2b(b"one\n", digest_size=16).hexdigest()
@@ -144,7 +144,7 @@ def test_digest_is_that_of_the_bytes(tmp_path):
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("cls", FIRST_LINES)
 def test_formats_are_recognised(tmp_path, cls, pack):
-    """Each format is told from its first line, whatever the compression."""
+    """Each format is recognised by its first line, whatever the compression."""
     path = tmp_path / "rows"
     path.write_bytes(PACK[pack](FIRST_LINES[cls]))
     workload = recognise(path, BUILT_IN)
@@ -153,7 +153,7 @@ def test_formats_are_recognised(tmp_path, cls, pack):
 
 
 def test_hand_written_requests_are_recognised(tmp_path):
-    """A REQUEST line without a header before it is kvcore's own format."""
+    """A REQUEST line without a HEADER is recognised as kvcore's own format."""
     path = tmp_path / "rows"
     path.write_bytes(b'{"event":"REQUEST","id":1,"t":0,"prompt":1,"output":1,"keys":[]}')
     assert type(recognise(path, BUILT_IN)) is Jsonl
@@ -161,7 +161,7 @@ def test_hand_written_requests_are_recognised(tmp_path):
 
 @pytest.mark.parametrize("line", [b"a,b,c\n", b"[1]\n", b'{"a":1}\n', b"\xfa\xfb\n"])
 def test_unknown_format_lists_the_known_ones(tmp_path, line):
-    """A file that nobody recognises is refused with the formats there are, and its start."""
+    """An unknown format raises InputError with the known formats and the first line."""
     path = tmp_path / "rows"
     path.write_bytes(line)
     with pytest.raises(
@@ -173,7 +173,7 @@ def test_unknown_format_lists_the_known_ones(tmp_path, line):
 
 
 def test_a_first_line_that_is_almost_json_is_told(tmp_path):
-    """A line that begins like an object and is none says so: NaN is no JSON."""
+    """A first line that begins like JSON but is invalid, as with NaN, is reported as such."""
     path = tmp_path / "rows"
     path.write_text('{"id":"a","block_size":64,"requests":[{"t":NaN}]}\n')
     with pytest.raises(InputError, match=r"is not JSON: .* \(column \d+\); formats:\n  azure"):
@@ -182,7 +182,7 @@ def test_a_first_line_that_is_almost_json_is_told(tmp_path):
 
 @pytest.mark.parametrize("pack", PACK)
 def test_a_byte_order_mark_is_skipped(tmp_path, pack):
-    """A mark before the first line is no part of it; the line's format is recognised."""
+    """A byte order mark before the first line is skipped."""
     path = tmp_path / "rows"
     path.write_bytes(PACK[pack](b"\xef\xbb\xbf" + FIRST_LINES[Azure]))
     assert list(lines(path)) == [(1, FIRST_LINES[Azure])]
@@ -190,7 +190,7 @@ def test_a_byte_order_mark_is_skipped(tmp_path, pack):
 
 
 def test_a_file_of_nothing_but_a_mark_is_empty(tmp_path):
-    """A byte order mark is no line."""
+    """A file with only a byte order mark is empty."""
     path = tmp_path / "rows"
     path.write_bytes(b"\xef\xbb\xbf")
     with pytest.raises(InputError, match="rows: the file is empty"):
@@ -198,7 +198,7 @@ def test_a_file_of_nothing_but_a_mark_is_empty(tmp_path):
 
 
 def test_a_link_to_nothing_is_told(tmp_path):
-    """A file that is missing behind a link is named, and so is where the link leads."""
+    """An error about a broken link names the link and its target."""
     link = tmp_path / "link"
     link.symlink_to("nowhere")
     with pytest.raises(InputError, match=r"link: cannot be read: .* it is a link to nowhere"):
@@ -206,7 +206,7 @@ def test_a_link_to_nothing_is_told(tmp_path):
 
 
 def test_keys_in_messages_are_digits():
-    """A key of bytes is told as the hexadecimal digits that files have."""
+    """Errors show keys of bytes as hexadecimal digits."""
     one, two, three = (bytes([n]) * 16 for n in range(1, 4))
     twice = Listed(request("a", [one, two]), request("b", [three, two]))
     with pytest.raises(InputError, match=f"key {two.hex()} stands after key {three.hex()}"):
@@ -214,7 +214,7 @@ def test_keys_in_messages_are_digits():
 
 
 def test_ambiguous_format_asks_which(tmp_path):
-    """A file that two formats recognise is refused, naming both and how to choose."""
+    """A file that two formats recognise raises InputError that names both."""
     path = tmp_path / "rows"
     path.write_bytes(FIRST_LINES[Mooncake])
     with pytest.raises(InputError, match=r"mooncake and twin .* as in 'mooncake:path="):
@@ -222,13 +222,13 @@ def test_ambiguous_format_asks_which(tmp_path):
 
 
 def test_checked_passes_good_requests_on():
-    """Requests that keep their promises come through as they are."""
+    """`checked` yields valid requests unchanged."""
     requests = [request("a", [1, 2]), request("b", [1, 3]), request("c", [], 5)]
     assert list(checked(Listed(*requests))) == requests
 
 
 def test_checked_streams():
-    """A request is passed on before the next one is looked at."""
+    """`checked` yields a request before it reads the next one."""
     first = request("a", [1])
     assert next(checked(Listed(first, request("a")))) is first
 
@@ -265,14 +265,14 @@ def test_checked_streams():
     ],
 )
 def test_checked_reports_broken_promises(requests, complaint):
-    """Time that goes back, a second use of an id, and a key with two parents are errors."""
+    """Decreasing arrivals, repeated ids and keys with two parents raise InputError."""
     with pytest.raises(InputError, match=f"workload listed: {complaint}"):
         list(checked(Listed(*requests)))
 
 
 @pytest.mark.parametrize("written", ["rows", "./rows", "link", Path("rows")])
 def test_a_file_that_is_read_is_not_written(tmp_path, monkeypatch, written):
-    """A path that leads to the workload's own file is refused, whatever it is called."""
+    """Writing to the workload's own file is refused, whatever path leads to it."""
     monkeypatch.chdir(tmp_path)
     Path("rows").touch()
     Path("link").symlink_to("rows")
@@ -281,7 +281,7 @@ def test_a_file_that_is_read_is_not_written(tmp_path, monkeypatch, written):
 
 
 def test_a_file_that_would_be_overwritten_on_the_way_is_not_written(tmp_path):
-    """A file is written as `<path>.part` first: the requests may not come from there."""
+    """Writing is refused if `<path>.part` is the workload's own file."""
     part = tmp_path / "run.jsonl.part"
     part.touch()
     with pytest.raises(InputError, match=r"the requests come from .*run.jsonl.part"):
@@ -289,7 +289,7 @@ def test_a_file_that_would_be_overwritten_on_the_way_is_not_written(tmp_path):
 
 
 def test_other_files_may_be_written(tmp_path):
-    """A new file, another file, and any file beside a workload that reads none are fine."""
+    """Any file that the workload does not read may be written."""
     rows, other = tmp_path / "rows", tmp_path / "other"
     rows.touch()
     refuse_overwrite(other, Mooncake(rows).options().values())
@@ -300,7 +300,7 @@ def test_other_files_may_be_written(tmp_path):
 
 
 class Generated(Workload):
-    """A workload by a plain constructor, which keeps the digest of the contract."""
+    """A workload with a plain constructor and the default digest."""
 
     name = "generated"
     key_tokens = 16
@@ -316,7 +316,7 @@ class Generated(Workload):
 
 
 def test_the_digest_is_that_of_the_options(tmp_path):
-    """Unless a workload says otherwise; of a path the content of the file counts."""
+    """The default digest depends on the options, and on the content of files they name."""
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_text("a")
     two.write_text("a")
@@ -335,7 +335,7 @@ def test_the_digest_is_that_of_the_options(tmp_path):
     ],
 )
 def test_a_near_miss_is_told(tmp_path, line, hint):
-    """A file with most of the fields of a format is told which it lacks."""
+    """A file with most fields of a format raises InputError that names the missing one."""
     path = tmp_path / "rows"
     path.write_bytes(line)
     with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
@@ -343,7 +343,7 @@ def test_a_near_miss_is_told(tmp_path, line, hint):
 
 
 def test_a_field_of_another_type_is_a_near_miss(tmp_path):
-    """All fields of a format are there: what is wrong is the content of one."""
+    """A file with all fields of a format but a wrong type in one is reported as such."""
     path = tmp_path / "rows"
     path.write_bytes(b'{"messages":"hello"}')
     with pytest.raises(InputError, match="; nearly chat: a field is of another type; formats:"):
@@ -351,7 +351,7 @@ def test_a_field_of_another_type_is_a_near_miss(tmp_path):
 
 
 def test_a_line_unlike_all_formats_is_no_near_miss(tmp_path):
-    """A field that happens to have the name of a format's makes no hint."""
+    """A single field in common with a format is no near miss."""
     path = tmp_path / "rows"
     path.write_bytes(b'{"event":"start","name":"x"}')
     with pytest.raises(InputError) as caught:
@@ -366,7 +366,7 @@ ARRAY = b" [\n" + b" ,\n".join(ELEMENTS) + b"\n]\n"
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("chunk", [5, 1 << 16])
 def test_elements_of_a_json_array_are_lines(tmp_path, monkeypatch, pack, chunk):
-    """A file that is one JSON array is read an element at a time, wherever buffers end."""
+    """The elements of a JSON array are read one at a time, wherever buffers end."""
     monkeypatch.setattr("kvcore.files.CHUNK_BYTES", chunk)
     monkeypatch.setattr("kvcore.workloads.files.CHUNK_BYTES", chunk)
     path = tmp_path / "rows"
@@ -388,7 +388,10 @@ def test_elements_of_a_json_array_are_lines(tmp_path, monkeypatch, pack, chunk):
     ],
 )
 def test_a_damaged_array_is_told(tmp_path, content, complaint):
-    """An array that is cut, goes on or lacks a comma is an error after its elements."""
+    """A JSON array that is cut, continues or lacks a comma raises InputError.
+
+    Its elements before the damage are yielded.
+    """
     path = tmp_path / "rows"
     path.write_bytes(content)
     source = lines(path)
@@ -398,14 +401,14 @@ def test_a_damaged_array_is_told(tmp_path, content, complaint):
 
 
 def test_an_element_that_is_cut_is_a_line(tmp_path):
-    """What is no JSON is passed on as it is, for the reader of lines to report."""
+    """An invalid element of an array is yielded unchanged."""
     path = tmp_path / "rows"
     path.write_bytes(b'[{"a":1}, {"b": nope]')
     assert list(lines(path)) == [(1, b'{"a":1}'), (2, b'{"b": nope]')]
 
 
 def test_an_element_that_is_nested_too_deep_is_a_line(tmp_path):
-    """It is passed on as it is, too: no reader of lines takes it."""
+    """A file with an element nested too deep is of no known format."""
     path = tmp_path / "rows"
     deep = b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     path.write_bytes(b"[" + deep + b"]")
@@ -414,7 +417,7 @@ def test_an_element_that_is_nested_too_deep_is_a_line(tmp_path):
 
 
 def test_chained_keys_mean_prefixes():
-    """Hashes are chained so that a key stands for all before it; text is no number."""
+    """A chained key depends on all hashes before it, and differs between text and numbers."""
     assert chain_keys([7, 8])[1] == chain_keys([7, 8, 9])[1] != chain_keys([6, 8])[1]
     assert chain_keys([1]) != chain_keys(["1"])
     hashes = [[1, 2], [3, 2], [2, 2]]

@@ -1,4 +1,4 @@
-"""A part of a workload in miniature: what is shared is shared still."""
+"""Samples of a workload: a part of its requests, scaled to shorter lengths."""
 
 from itertools import islice
 from typing import ClassVar
@@ -16,7 +16,7 @@ from kvcore_plugins.workload import Mooncake
 
 @attrs.define(slots=False, eq=False)
 class Given(Workload):
-    """Requests as they are."""
+    """A workload of the given requests."""
 
     name: ClassVar[str] = "given"
     key_tokens: ClassVar[int] = 8
@@ -24,12 +24,12 @@ class Given(Workload):
     requests: list[Request]
 
     def __iter__(self):
-        """Yield them."""
+        """Yield the requests."""
         return iter(self.requests)
 
     @property
     def digest(self):
-        """The same for all."""
+        """A constant digest."""
         return "0" * 32
 
 
@@ -40,7 +40,10 @@ def scaled(factor, **fields):
 
 
 def test_prompts_are_rounded_down_and_outputs_up():
-    """Neither becomes nothing; what was nothing stays so."""
+    """Prompts are rounded down and outputs up.
+
+    A length above 0 stays at least 1, and 0 stays 0.
+    """
     request = scaled(4, prompt=15, output=5, predicted_output_tokens=9)
     assert (request.prompt_tokens, request.output_tokens, request.predicted_output_tokens) == (
         3,
@@ -59,7 +62,7 @@ def test_prompts_are_rounded_down_and_outputs_up():
 
 @pytest.mark.parametrize("prompt", range(1, 40))
 def test_keys_fit_the_prompt(prompt):
-    """There is a key for each whole part, and at most one for what is left."""
+    """A scaled prompt has as many full blocks as the original, and a key for each block."""
     request = scaled(4, prompt=prompt, keys=list(range(-(-prompt // 8))))
     assert request.key_tokens == 2
     assert request.prompt_tokens // 2 == prompt // 8
@@ -67,7 +70,7 @@ def test_keys_fit_the_prompt(prompt):
 
 
 def test_hints_keep_their_tokens():
-    """A hint covers whatever is left of what it covered."""
+    """Hints cover the tokens of the scaled prompt that they covered before."""
     hints = (Retention(3, 9, 80), Retention(8, None, 10))
     assert scaled(4, prompt=40, retention=hints).retention == (
         Retention(0, 3, 80),
@@ -78,7 +81,7 @@ def test_hints_keep_their_tokens():
 
 
 def test_the_first_requests():
-    """`limit` is how many there are at most, and how many are known to be there."""
+    """`limit` bounds the requests, and gives the size if the source has a known size."""
     assert (
         len(list(WorkloadSample(Mooncake(), limit=7)))
         == WorkloadSample(Mooncake(), limit=7).size
@@ -90,7 +93,7 @@ def test_the_first_requests():
 
 
 def test_what_hits_is_the_same():
-    """In blocks divided alike, as many hit as at full length; but for rounding, none else."""
+    """A sample scaled together with its blocks has the hits of the original, within 5%."""
     full = replay(islice(Mooncake(), 500), KVCache(2000, 512, accounting="keys"))
     small = replay(
         WorkloadSample(Mooncake(), limit=500, scale=32), KVCache(2000, 16, accounting="keys")
@@ -100,13 +103,13 @@ def test_what_hits_is_the_same():
 
 
 def test_the_digest_depends_on_all():
-    """Other requests have another digest."""
+    """Samples that differ in `limit` or `scale` have different digests."""
     made = [(None, 1), (5, 1), (None, 2), (5, 2), (6, 2)]
     assert len({WorkloadSample(Mooncake(), *options).digest for options in made}) == len(made)
 
 
 def test_the_options_are_those_of_the_source():
-    """A header tells what to make it of again."""
+    """The options are those of the source, with `limit` and `shrink`."""
     source = Mooncake()
     options = WorkloadSample(source, limit=5, scale=32).options()
     assert options == {**source.options(), "limit": 5, "shrink": 32}
@@ -121,13 +124,13 @@ def test_the_options_are_those_of_the_source():
     ],
 )
 def test_what_cannot_be_cut_is_refused(options, message):
-    """The error says what would do."""
+    """An invalid `limit` or `scale` raises InputError."""
     with pytest.raises(InputError, match=message):
         WorkloadSample(Given([]), **options)
 
 
 def test_a_window_has_its_start_and_not_its_end():
-    """Requests are kept by their arrival, with the times they had."""
+    """A window keeps the requests from its start to before its end, with their arrivals."""
     source = Given([ask(name, at=at) for name, at in zip("abcd", (0, 5, 9, 10), strict=True)])
     kept = list(WorkloadSample(source, window=(5, 10)))
     assert [(request.id, request.arrival) for request in kept] == [("b", 5), ("c", 9)]
@@ -142,7 +145,10 @@ def test_a_window_has_its_start_and_not_its_end():
 
 
 def test_a_window_may_begin_within_a_session():
-    """A request whose predecessor is left out begins; the next one still comes after it."""
+    """A request whose predecessor is outside the window has none.
+
+    Later requests of the session keep theirs.
+    """
     turns = [
         ask("a", at=0, session="s"),
         ask("b", at=5, session="s", after="a", think_time=3),
@@ -154,13 +160,13 @@ def test_a_window_may_begin_within_a_session():
 
 
 def test_an_empty_window_is_refused():
-    """It is more likely a slip than a question."""
+    """A window without requests raises InputError."""
     with pytest.raises(InputError, match="window 7:8: no request of given arrives in it"):
         list(WorkloadSample(Given([ask("a")]), window=(7 * 10**9, 8 * 10**9)))
 
 
 def test_a_window_is_told():
-    """By the options and the digest; the number of requests is unknown."""
+    """A window is in the options and the digest, and makes the size unknown."""
     sample = WorkloadSample(Mooncake(), window=(60 * 10**9, None))
     assert sample.options()["window"] == "60:"
     assert (sample.name, sample.size) == ("mooncake", None)

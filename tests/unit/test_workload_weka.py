@@ -14,12 +14,12 @@ SECOND = 10**9
 
 
 def turn(t, keys=(1,), **fields):
-    """Return a request as the format has it."""
+    """Return a request in the format of the file."""
     return {"t": t, "type": "n", "in": 100, "out": 7, "hash_ids": list(keys)} | fields
 
 
 def session(name, *requests, **fields):
-    """Return a session as the format has it."""
+    """Return a session in the format of the file."""
     head = {"id": name, "block_size": 64, "hash_id_scope": "local"}
     return head | {"requests": list(requests)} | fields
 
@@ -32,7 +32,7 @@ def write(path, *sessions):
 
 @pytest.fixture
 def read(tmp_path):
-    """Return what reads the requests of some sessions."""
+    """Return a function that reads the requests of some sessions."""
 
     def read(*sessions, **options):
         return list(Weka(write(tmp_path / "t.jsonl", *sessions), **options))
@@ -41,7 +41,7 @@ def read(tmp_path):
 
 
 def test_extract_is_read_whole():
-    """Every request of the recorded sessions is there, those of subagents included."""
+    """Every request of the recorded sessions is read, those of subagents included."""
     requests = list(Weka(DATA / "weka_sessions.jsonl.gz"))
     sessions = [request.session for request in requests]
     assert len(requests) == 24
@@ -51,7 +51,7 @@ def test_extract_is_read_whole():
 
 
 def test_tools_are_told_as_far_as_they_were_recorded(read):
-    """An answer that stopped to call one, or a subagent; the user is no tool."""
+    """A turn that stopped to call a tool or a subagent has it as its `tool`."""
     agent = {"t": 3, "type": "subagent", "requests": [turn(0, stop="end_turn")]}
     calls = [turn(0, stop="tool_use"), turn(2, stop="tool_use"), agent]
     requests = read(session("a", *calls, turn(9, stop="end_turn"), turn(20)))
@@ -60,21 +60,21 @@ def test_tools_are_told_as_far_as_they_were_recorded(read):
 
 
 def test_sessions_share_no_keys(read):
-    """Equal ids in two sessions are different blocks: ids are local to a session."""
+    """Equal ids in two sessions of local scope have different keys."""
     one, two = read(session("a", turn(0, [5])), session("b", turn(0, [5])))
     assert one.keys == [1 << 32 | 5]
     assert two.keys == [2 << 32 | 5]
 
 
 def test_sessions_of_global_scope_share_keys(read):
-    """Equal ids in sessions that say so are equal blocks."""
+    """Equal ids in sessions of global scope have equal keys."""
     scope = {"hash_id_scope": "global"}
     one, two = read(session("a", turn(0, [5]), **scope), session("b", turn(0, [5]), **scope))
     assert one.keys == two.keys == [5]
 
 
 def test_turns_that_continue_one_another_share_their_keys(read):
-    """The keys of a turn are the first of the next one's, and lie in one place with them."""
+    """The keys of turns that extend each other are stored once."""
     turns = [turn(0, [3, 1]), turn(1, [3, 1]), turn(2, [3, 1, 40, 41], **{"in": 999})]
     one, two, three = read(session("a", *turns))
     assert one.keys == two.keys == three.keys[:2]
@@ -82,7 +82,7 @@ def test_turns_that_continue_one_another_share_their_keys(read):
 
 
 def test_turns_have_the_keys_of_their_line(tmp_path):
-    """Whatever two lists of keys have in common, each is read as it stands in the file."""
+    """Each turn has the keys of its line, whatever they share with other turns."""
     random = Random(0)
     lists = [[], [7], [], [70], [7, 70], [7, 7], [7]]
     for _ in range(300):
@@ -98,14 +98,14 @@ def test_turns_have_the_keys_of_their_line(tmp_path):
 
 
 def test_a_line_with_what_is_not_needed_is_read(read):
-    """What else stands in an entry says nothing, of whatever kind it is."""
+    """Fields of an entry that are not needed are ignored."""
     (request,) = read(session("a", turn(0, [1, 2], requests=None) | {"in": 128}))
     assert request.keys == [1 << 32 | 1, 1 << 32 | 2]
 
 
 @pytest.mark.parametrize("agents", [140, 900])
 def test_subagents_without_end_are_refused(tmp_path, agents):
-    """So many in one another are no session: the line is named."""
+    """Subagents nested too deep raise InputError with the line."""
     agent = json.dumps(turn(0))
     for _ in range(agents):
         agent = f'{{"t": 0, "type": "subagent", "requests": [{agent}]}}'
@@ -118,7 +118,7 @@ def test_subagents_without_end_are_refused(tmp_path, agents):
 
 
 def test_turns_form_a_closed_loop(read):
-    """Each turn but the first names the one before it, and its recorded think time."""
+    """Each turn except the first has the turn before as `after`, and its think time."""
     first, second = read(session("a", turn(0), turn(30.5, api_time=2.5, think_time=19.0)))
     assert (first.id, first.after, first.think_time) == ("a/0", None, 0)
     assert (second.id, second.after, second.think_time) == ("a/1", "a/0", 19 * SECOND)
@@ -127,20 +127,20 @@ def test_turns_form_a_closed_loop(read):
 
 
 def test_missing_think_time_is_what_the_recording_leaves(read):
-    """Without a think time, it is the gap between the last turn's end and this turn."""
+    """A missing think time is the gap between the end of the turn before and the turn."""
     _, second, third = read(session("a", turn(0, api_time=4.0), turn(10), turn(15)))
     assert second.think_time == 6 * SECOND
     assert third.think_time == 5 * SECOND
 
 
 def test_think_time_is_not_negative(read):
-    """Turns that overlap in the recording follow each other at once."""
+    """A turn that overlaps the turn before has a think time of 0."""
     _, second = read(session("a", turn(0, api_time=40.0), turn(10)))
     assert second.think_time == 0
 
 
 def test_subagent_runs_on_its_own_clock(read):
-    """The times of a subagent's requests count from the start of the subagent."""
+    """The times of a subagent's requests are relative to the start of the subagent."""
     agent = {"t": 20.0, "type": "subagent", "requests": [turn(0), turn(3, think_time=1.0)]}
     requests = read(session("a", turn(0, api_time=5.0), agent, turn(21, think_time=16.0)))
     assert [(r.id, r.arrival // SECOND, r.after, r.think_time // SECOND) for r in requests] == [
@@ -152,7 +152,7 @@ def test_subagent_runs_on_its_own_clock(read):
 
 
 def test_subagents_nest(read):
-    """A subagent's subagent starts after the request that its own parent sent last."""
+    """A nested subagent starts after the last request of its parent."""
     inner = {"t": 2.0, "type": "subagent", "requests": [turn(1)]}
     outer = {"t": 10.0, "type": "subagent", "requests": [turn(0), inner]}
     requests = read(session("a", turn(0), outer))
@@ -164,7 +164,7 @@ def test_subagents_nest(read):
 
 
 def test_session_that_starts_with_a_subagent(read):
-    """The first request follows none, even if a subagent sends it."""
+    """The first request of a session has no predecessor, even in a subagent."""
     agent = {"t": 1.0, "type": "subagent", "requests": [turn(0)]}
     first, second = read(session("a", agent, turn(5)))
     assert (first.id, first.after, first.think_time) == ("a/0/0", None, 0)
@@ -172,7 +172,7 @@ def test_session_that_starts_with_a_subagent(read):
 
 
 def test_sessions_are_merged_by_arrival(read):
-    """Requests of sessions that overlap alternate in order of arrival."""
+    """Requests of overlapping sessions are merged in the order of arrival."""
     sessions = [session(name, turn(0), turn(1_000)) for name in "abc"]
     requests = read(*sessions, stagger=1.0)
     arrivals = [request.arrival for request in requests]
@@ -181,13 +181,13 @@ def test_sessions_are_merged_by_arrival(read):
 
 
 def test_no_stagger_starts_all_at_once(read):
-    """With a stagger of 0 every session starts at 0; the file's order breaks the tie."""
+    """With a stagger of 0 all sessions start at 0, in the order of the file."""
     requests = read(*[session(name, turn(0), turn(1)) for name in "ab"], stagger=0)
     assert [request.id for request in requests] == ["a/0", "b/0", "a/1", "b/1"]
 
 
 def test_starts_are_random_but_seeded(read):
-    """Another seed moves the starts; the first session starts at 0 all the same."""
+    """Another seed gives other starts, except for the first session's at 0."""
     sessions = [session(str(number), turn(0)) for number in range(5)]
     one, same, other = (
         [request.arrival for request in read(*sessions, seed=seed)] for seed in (1, 1, 2)
@@ -205,7 +205,7 @@ def test_mean_gap_is_the_stagger(read):
 
 
 def test_sessions_are_parsed_when_they_start(tmp_path):
-    """A session that starts later is not looked at before: its faults come with it."""
+    """A session is parsed only when it starts, and its errors are raised then."""
     path = write(tmp_path / "t.jsonl", session("a", turn(0), turn(0.001)), session("b"))
     workload = iter(Weka(path, stagger=1e6))
     assert [next(workload).id, next(workload).id] == ["a/0", "a/1"]
@@ -214,7 +214,7 @@ def test_sessions_are_parsed_when_they_start(tmp_path):
 
 
 def test_digest_depends_on_the_options(tmp_path):
-    """Requests that differ in their arrivals do not have the same digest."""
+    """Workloads that differ in `seed` or `stagger` have different digests."""
     path = write(tmp_path / "t.jsonl", session("a", turn(0)))
     digests = {Weka(path).digest, Weka(path, seed=1).digest, Weka(path, stagger=1).digest}
     assert len(digests) == 3
@@ -259,14 +259,14 @@ def test_digest_depends_on_the_options(tmp_path):
     ],
 )
 def test_bad_field_is_named(tmp_path, line, complaint):
-    """A session that cannot be used is reported with file, line and the way to the field."""
+    """A bad field raises InputError with file, line and the path to the field."""
     path = write(tmp_path / "t.jsonl", session("a", turn(0)), line)
     with pytest.raises(InputError, match=rf"t\.jsonl:2: {complaint}"):
         list(Weka(path))
 
 
 def test_a_large_number_is_shown(tmp_path):
-    """JSON has integers of more than 64 bits, and so has the complaint."""
+    """An error shows an integer of more than 64 bits in full."""
     path = tmp_path / "t.jsonl"
     path.write_text(f'{{"id": {2**70}, "block_size": 64, "requests": []}}')
     with pytest.raises(InputError, match=f"field 'id': expected a text, got {2**70}"):
@@ -275,6 +275,6 @@ def test_a_large_number_is_shown(tmp_path):
 
 @pytest.mark.parametrize("stagger", [-1, float("inf"), float("nan")])
 def test_stagger_must_be_a_time(tmp_path, stagger):
-    """A stagger that is no finite time is refused when the workload is built."""
+    """A stagger that is negative or not finite is refused when the workload is built."""
     with pytest.raises(ValueError, match="'stagger' must be"):
         Weka(tmp_path / "t.jsonl", stagger=stagger)

@@ -10,19 +10,19 @@ SECOND = 10**9
 
 
 def prefixes(workload, blocks):
-    """Count the requests of each prefix, told apart by the key of its last block."""
+    """Count the requests of each prefix, identified by the key of its last block."""
     return Counter(request.keys[blocks - 1] for request in workload)
 
 
 def test_lengths_are_the_options():
-    """Every request has the lengths that were asked for, and a key for every block."""
+    """Every request has the lengths of the options, and a key for every block."""
     for request in Zipf(requests=5, prefix_tokens=40, suffix_tokens=10, output_tokens=3):
         assert (request.prompt_tokens, request.output_tokens) == (50, 3)
         assert len(request.keys) == 4
 
 
 def test_popularity_is_zipf():
-    """Prefix r is drawn in proportion to r^-skew."""
+    """The prefix of rank r is drawn in proportion to r^-skew."""
     workload = Zipf(requests=20_000, prefixes=5, prefix_tokens=16, levels=1, skew=1.0)
     counts = prefixes(workload, 1)
     harmonic = sum(1 / rank for rank in range(1, 6))
@@ -43,7 +43,7 @@ def test_great_skew_leaves_one_prefix():
 
 
 def test_prefixes_share_their_heads():
-    """Neighbours in the tree share all levels but the last, cousins all but the last two."""
+    """Prefixes are paths of a tree: siblings share all levels except the last."""
     workload = Zipf(requests=2_000, prefixes=4, skew=0, prefix_tokens=48, levels=3, branching=2)
     paths = {tuple(request.keys[:3]) for request in workload}
     assert [len({path[:length] for path in paths}) for length in (1, 2, 3)] == [1, 2, 4]
@@ -57,14 +57,14 @@ def test_one_level_shares_nothing():
 
 
 def test_suffixes_are_unique():
-    """No key of a suffix turns up in another request."""
+    """Every key of a suffix belongs to one request only."""
     requests = list(Zipf(requests=50, prefixes=2, prefix_tokens=32, suffix_tokens=40))
     suffixes = [key for request in requests for key in request.keys[2:]]
     assert len(set(suffixes)) == len(suffixes) == 50 * 3
 
 
 def test_block_across_the_prefix_border_is_unique():
-    """A block that holds prefix and suffix tokens is no other request's."""
+    """A block with both prefix and suffix tokens is unique to its request."""
     first, second = Zipf(requests=2, prefixes=1, prefix_tokens=24, suffix_tokens=8)
     assert first.keys[0] == second.keys[0]
     assert first.keys[1] != second.keys[1]
@@ -78,13 +78,13 @@ def test_prompts_that_are_all_prefix_are_equal():
 
 
 def test_no_prefix_shares_nothing():
-    """Prompts that are all suffix have no key in common."""
+    """Prompts without a prefix have no key in common."""
     requests = list(Zipf(requests=20, prefix_tokens=0, suffix_tokens=64))
     assert len({key for request in requests for key in request.keys}) == 20 * 4
 
 
 def test_arrivals_are_equal_on_every_machine():
-    """Poisson arrivals are these, to the nanosecond, whatever the C library."""
+    """Poisson arrivals are the same to the nanosecond on every machine."""
     assert [request.arrival for request in Zipf(requests=5)] == [
         0,
         135_213_201,
@@ -95,7 +95,7 @@ def test_arrivals_are_equal_on_every_machine():
 
 
 def test_uniform_arrivals_are_evenly_spaced():
-    """Uniform arrivals are one mean gap apart, exactly."""
+    """Uniform arrivals are exactly one mean gap apart."""
     requests = Zipf(requests=4, arrivals="uniform", rate=4)
     assert [request.arrival for request in requests] == [
         0,
@@ -116,7 +116,7 @@ def test_poisson_gaps_have_mean_and_deviation_of_one_gap():
 
 
 def test_bursts_arrive_at_once():
-    """Bursty requests come in groups of `burst`, at the same mean rate."""
+    """Bursty requests arrive in groups of `burst`, at the same mean rate."""
     workload = Zipf(requests=20_000, arrivals="bursty", burst=10, rate=5)
     arrivals = [request.arrival for request in workload]
     sizes = {len(list(group)) for _, group in groupby(arrivals)}
@@ -126,12 +126,12 @@ def test_bursts_arrive_at_once():
 
 @pytest.mark.parametrize("arrivals", ["poisson", "bursty", "uniform"])
 def test_first_request_arrives_at_zero(arrivals):
-    """The workload starts with its first request."""
+    """The first request arrives at 0."""
     assert next(iter(Zipf(arrivals=arrivals))).arrival == 0
 
 
 def test_prefixes_do_not_depend_on_arrivals():
-    """Another kind or rate of arrivals asks for the same prefixes."""
+    """The prefixes are the same with any kind and rate of arrivals."""
     keys = [
         [request.keys for request in Zipf(requests=100, **options)]
         for options in ({}, {"rate": 99.0}, {"arrivals": "bursty"})
@@ -140,7 +140,7 @@ def test_prefixes_do_not_depend_on_arrivals():
 
 
 def test_seed_changes_the_requests():
-    """Another seed draws other prefixes and arrivals, and has another digest."""
+    """Another seed gives other prefixes, other arrivals and another digest."""
     one, other = Zipf(requests=100, seed=1), Zipf(requests=100, seed=2)
     assert [request.keys for request in one] != [request.keys for request in other]
     assert [request.arrival for request in one] != [request.arrival for request in other]
@@ -148,13 +148,13 @@ def test_seed_changes_the_requests():
 
 
 def test_draws_are_the_same_everywhere():
-    """The first prefixes of the default workload, on any machine."""
+    """The first prefixes of the default workload are the same on every machine."""
     heads = [request.keys[127] // 128 for request in Zipf(requests=10)]
     assert heads == [69, 57, 0, 206, 0, 0, 298, 390, 16, 133]
 
 
 def test_equal_numbers_give_equal_digests():
-    """A rate of 5 and one of 5.0 are the same option."""
+    """A rate of 5 and one of 5.0 give the same digest."""
     assert Zipf(rate=5).digest == Zipf(rate=5.0).digest
 
 
@@ -178,7 +178,7 @@ def test_equal_numbers_give_equal_digests():
     ],
 )
 def test_options_are_checked(options, complaint):
-    """An option out of its range is refused when the workload is built, by name."""
+    """An option out of its range raises ValueError that names the option."""
     with pytest.raises(ValueError, match=complaint):
         Zipf(**options)
 
@@ -197,18 +197,18 @@ def test_options_are_checked(options, complaint):
     ],
 )
 def test_nonsense_is_refused_before_it_eats_the_machine(option, value, bound):
-    """The error names the option, its bound and the value."""
+    """An excessive option raises ValueError with its name, bound and value."""
     with pytest.raises(ValueError, match=f"'{option}' must be {bound}: {value}"):
         Zipf(**{option: value})
 
 
 def test_prompts_must_have_tokens():
-    """A prompt with neither prefix nor suffix is refused when the workload is built."""
+    """A workload with neither prefix nor suffix tokens raises InputError."""
     with pytest.raises(InputError, match="'prefix_tokens' and 'suffix_tokens' must not both"):
         Zipf(prefix_tokens=0, suffix_tokens=0)
 
 
 def test_a_seed_beyond_64_bits_has_no_digest():
-    """The error names the workload, where a run writes down what it read."""
+    """The digest of a workload with a seed beyond 64 bits raises InputError."""
     with pytest.raises(InputError, match="workload zipf: its options have no digest: Int"):
         _ = Zipf(seed=2**70).digest

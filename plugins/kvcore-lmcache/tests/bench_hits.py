@@ -1,7 +1,7 @@
-"""Hits of hosted policies in LMCache's CPU back end over the whole bundled trace: a table.
+"""A benchmark of hosted policies in LMCache's CPU back end over the bundled trace.
 
-`tox -e lmcache -- -s plugins/kvcore-lmcache/tests/bench_hits.py`. Each must be what the replay
-of the same accesses in kvcore says, to the last eviction.
+Run it by `tox -e lmcache -- -s plugins/kvcore-lmcache/tests/bench_hits.py`. It prints a table
+of the hits, and checks that hits and evictions equal those of a replay in kvcore.
 """
 
 from time import perf_counter
@@ -16,7 +16,7 @@ POLICIES = ("lru", "fifo", "lfu", "slru", "sieve", "s3fifo", "arc", "tinylfu")
 
 @pytest.mark.parametrize("chunks", [3_000, 10_000])
 def test_the_whole_trace(chunks):
-    """Every flat policy evicts in LMCache what it evicts in kvcore, in the same order."""
+    """Every flat policy evicts the same chunks in LMCache as in kvcore, in the same order."""
     prompts = [each.keys for each in Plugins().build("workload", "mooncake")]
     own = run(CPU("LRU", chunks), prompts)
     print(f"{chunks} chunks: LMCache's LRU hits {own.hits} of {sum(map(len, prompts))}")
@@ -31,7 +31,7 @@ def test_the_whole_trace(chunks):
 
 
 def run(cache, prompts):
-    """Serve all prompts."""
+    """Serve all prompts, and return the cache."""
     for prompt in prompts:
         cache.serve(prompt)
     return cache

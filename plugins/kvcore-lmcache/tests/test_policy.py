@@ -27,7 +27,7 @@ SAME = {"lru": "LRU", "fifo": "FIFO", "lfu:half_life=inf": "LFU", "mru": "MRU"}
 
 @pytest.fixture(scope="module")
 def prompts():
-    """Prompts of the bundled trace."""
+    """Return the first 500 prompts of the bundled trace, as keys."""
     return [each.keys for each in islice(Plugins().build("workload", "mooncake"), 500)]
 
 
@@ -49,7 +49,7 @@ def test_evicts_in_lmcache_what_a_replay_in_kvcore_evicts(prompts, policy):
 def test_evicts_what_lmcache_itself_evicts_where_the_algorithms_are_one(
     prompts, policy, together, batch, monkeypatch
 ):
-    """Hosted LRU, FIFO, MRU, and LFU without decay, evict what LMCache's own do."""
+    """Hosted LRU, FIFO, MRU, and LFU without decay, evict the same chunks as LMCache's own."""
     monkeypatch.setenv("KVCORE_EVICTION", policy)
     hosted, own = CPU("kvcore", 1000), CPU(SAME[policy], 1000)
     for prompt in prompts[:300]:
@@ -58,12 +58,12 @@ def test_evicts_what_lmcache_itself_evicts_where_the_algorithms_are_one(
     assert (hosted.hits, digest(hosted.evicted)) == (own.hits, digest(own.evicted))
 
 
-# What cannot leave.
+# Chunks that cannot be evicted.
 
 
 @pytest.mark.parametrize("policy", ["kvcore:fifo", "FIFO"])
 def test_a_pinned_chunk_stays_and_the_next_one_leaves(policy):
-    """What a look-up has pinned is passed over; unpinned, it goes in its turn."""
+    """A chunk that a look-up has pinned is not evicted before it is unpinned."""
     cpu = CPU(policy, 3)
     cpu.serve([1, 2, 3])
     assert cpu.backend.contains(key_of(1), pin=True)
@@ -75,7 +75,7 @@ def test_a_pinned_chunk_stays_and_the_next_one_leaves(policy):
 
 
 def test_nothing_leaves_if_all_is_in_use():
-    """There is no candidate, the chunk is not stored, and the policy goes on after that."""
+    """A chunk is not stored while all others are pinned, but is once they are unpinned."""
     cpu = CPU("kvcore:sieve", 2)
     cpu.serve([1, 2])
     for chunk in (1, 2):
@@ -90,7 +90,7 @@ def test_nothing_leaves_if_all_is_in_use():
 
 @pytest.mark.parametrize("policy", FLAT)
 def test_host_and_back_end_have_the_same_chunks(policy):
-    """Whatever is stored, hit, pinned, removed and cleared, in any order: they never part."""
+    """Host and back end hold the same chunks after any stores, hits, removals and clears."""
     random, cpu = Random(policy), CPU(f"kvcore:{policy}", 12)
     for turn in range(400):
         first = random.randrange(12)
@@ -106,7 +106,7 @@ def test_host_and_back_end_have_the_same_chunks(policy):
 
 
 def test_back_end_in_many_threads():
-    """Threads that store, look up and remove at once leave host and back end the same."""
+    """Host and back end hold the same chunks after four threads store, look up and remove."""
     cpu = CPU("kvcore:s3fifo", 16)
 
     def work(seed):
@@ -136,7 +136,7 @@ def test_back_end_in_many_threads():
 @pytest.mark.parametrize("backend", [Disk, Nixl])
 @pytest.mark.parametrize(("policy", "own"), [("kvcore:lru", "LRU"), ("kvcore:fifo", "FIFO")])
 def test_other_back_ends_evict_what_they_do_by_themselves(backend, policy, own, tmp_path):
-    """The disk and NIXL back ends ask the hosted policy, and lose what it says."""
+    """The disk and NIXL back ends evict under hosted LRU and FIFO as under LMCache's own."""
     evicted = []
     for name in (policy, own):
         (tmp_path / own).mkdir(exist_ok=True)
@@ -152,7 +152,7 @@ def test_other_back_ends_evict_what_they_do_by_themselves(backend, policy, own, 
 
 
 def test_a_batch_gets_as_many_candidates_as_it_needs(tmp_path):
-    """NIXL evicts for all chunks of a batch at once."""
+    """NIXL evicts one chunk for each chunk of a batch, in a single call."""
     with Nixl("kvcore:sieve", 8, tmp_path) as served:
         served.put(*range(8))
         served.put(8, 9, 10)
@@ -161,7 +161,7 @@ def test_a_batch_gets_as_many_candidates_as_it_needs(tmp_path):
 
 
 def test_layers_of_a_chunk_leave_together():
-    """Where layers are stored one by one, the first stands for the chunk."""
+    """If layers are stored one by one, only the first layer of a chunk is a candidate."""
     policy, entries = _layered(chunks=3)
     candidates = policy.get_evict_candidates(entries, 64)
     assert candidates == [_layer(0, 0)]
@@ -172,7 +172,7 @@ def test_layers_of_a_chunk_leave_together():
 
 
 def test_a_candidate_that_lmcache_does_not_evict_stays():
-    """LMCache keeps a chunk of which a later layer is in use: it is stored anew."""
+    """A candidate that LMCache does not evict stays in the host, and is not offered next."""
     policy, entries = _layered(chunks=3)
     assert policy.get_evict_candidates(entries, 64) == [_layer(0, 0)]
     assert policy.get_evict_candidates(entries, 64) == [_layer(1, 0)]
@@ -181,11 +181,11 @@ def test_a_candidate_that_lmcache_does_not_evict_stays():
 
 
 class OutOfIdeas(Exception):
-    """Raised by a policy."""
+    """The exception of a policy that fails."""
 
 
 class Entry:
-    """An entry that can leave."""
+    """An entry that can be evicted."""
 
     can_evict = True
 
@@ -205,7 +205,7 @@ def _layered(chunks):
     return policy, entries
 
 
-# Names and settings.
+# Names and settings of policies.
 
 
 @pytest.mark.parametrize(
@@ -221,13 +221,13 @@ def _layered(chunks):
     ],
 )
 def test_refuses_what_lmcache_cannot_feed(policy, why):
-    """The error says which policy, and what LMCache does not tell."""
+    """A policy that needs data LMCache lacks raises InputError with its name and the reason."""
     with pytest.raises(InputError, match=f"'{policy}' cannot be used in LMCache: .*{why}"):
         CPU(f"kvcore:{policy}", 4)
 
 
 def test_every_built_in_policy_is_hosted_or_refused():
-    """Each has a name in LMCache's table, and an answer."""
+    """LMCache hosts the flat policies and `random`; other built-in policies are refused."""
     CPU("LRU", 1)
     refused = set()
     for name in Plugins().names("eviction"):
@@ -240,7 +240,7 @@ def test_every_built_in_policy_is_hosted_or_refused():
 
 
 def test_a_policy_of_another_distribution_is_hosted_unless_it_asks_for_requests():
-    """What it overrides decides."""
+    """A third-party policy is refused if it overrides a method that needs requests."""
 
     class Newest(LRU):
         name = "newest"
@@ -257,7 +257,7 @@ def test_a_policy_of_another_distribution_is_hosted_unless_it_asks_for_requests(
 
 
 def test_the_environment_says_which_policy_and_its_options(monkeypatch):
-    """`kvcore` alone reads KVCORE_EVICTION; an unknown name is refused with the setting."""
+    """`kvcore` alone reads KVCORE_EVICTION; an unknown name raises InputError that shows it."""
     monkeypatch.setenv("KVCORE_EVICTION", "slru:protected=0.8")
     policy = CPU("KVcore", 4).policy
     assert (policy._policy.name, policy._policy.protected) == ("slru", 0.8)
@@ -267,7 +267,10 @@ def test_the_environment_says_which_policy_and_its_options(monkeypatch):
 
 
 def test_the_size_is_what_is_cached_at_the_first_eviction(monkeypatch):
-    """Until then the policy has not begun; a setting says it beforehand."""
+    """The size is the number of chunks at the first eviction, unless a variable sets it.
+
+    The policy starts at the first eviction, or at once with KVCORE_LMCACHE_CHUNKS.
+    """
     cpu = CPU("kvcore:lru", 5)
     cpu.serve(range(5))
     assert cpu.policy.host is None
@@ -281,7 +284,7 @@ def test_the_size_is_what_is_cached_at_the_first_eviction(monkeypatch):
 
 
 def test_hits_of_long_ago_are_forgotten_if_nothing_is_ever_evicted(monkeypatch):
-    """What is remembered for the policy that has not begun has a limit; stores all count."""
+    """Before the first eviction, old hits beyond the limit are dropped, and no store is."""
     monkeypatch.setattr("kvcore_lmcache.policy.EARLY", 10)
     cpu = CPU("kvcore:lfu", 3)
     for _ in range(100):
@@ -299,7 +302,7 @@ def test_hits_of_long_ago_are_forgotten_if_nothing_is_ever_evicted(monkeypatch):
 def test_a_recording_has_the_evictions_and_can_be_run_again(
     prompts, policy, tmp_path, monkeypatch
 ):
-    """Each use of a chunk is a request: a trace that is valid, and the workload of a run."""
+    """A recording has a request for each use of a chunk, and replays to the same evictions."""
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     cpu = CPU(f"kvcore:{policy}", 300)
     for prompt in prompts[:80]:
@@ -324,7 +327,7 @@ def test_a_recording_has_the_evictions_and_can_be_run_again(
 def test_a_recording_of_batches_has_the_evictions_if_the_size_is_given(
     prompts, tmp_path, monkeypatch
 ):
-    """Room is made for all chunks of a prompt at once; nothing disagrees."""
+    """A recording of batches has the evictions if the size is given, and no disagreements."""
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     monkeypatch.setenv(CHUNKS, "300")
     cpu = CPU("kvcore:slru", 300)
@@ -338,11 +341,14 @@ def test_a_recording_of_batches_has_the_evictions_if_the_size_is_given(
     assert recorder.evictions.blocks > 500
 
 
-# Failures, and what it relies on.
+# Failures, and the signatures of LMCache.
 
 
 def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, caplog):
-    """Nothing raises, one line is logged, and LMCache evicts as with its LRU from there on."""
+    """After a policy fails, LMCache evicts as with its own LRU.
+
+    Nothing is raised, and one warning is logged.
+    """
     victim = SIEVE.victim
 
     def failing(self, now):
@@ -391,7 +397,7 @@ def test_relies_on_these_signatures():
 
 
 def test_vllm_loads_the_names():
-    """The entry point of general plugins adds them."""
+    """The entry point for vLLM's general plugins adds the policy to LMCache's table."""
     points = entry_points(group="vllm.general_plugins", name="kvcore_lmcache")
     if not points:
         pytest.skip("kvcore-lmcache is not installed: `tox -e lmcache` does so")
@@ -401,7 +407,7 @@ def test_vllm_loads_the_names():
 
 
 def test_the_mapping_tells_all_that_enters_and_leaves():
-    """Each way to change a dict is heard of."""
+    """Every way to add or remove entries calls the policy once for each key."""
     heard = []
 
     class Ear:
@@ -425,7 +431,7 @@ def test_the_mapping_tells_all_that_enters_and_leaves():
 
 
 def test_keys_are_hashes_where_these_say_all():
-    """A tag, and a hash that no trace can hold as a number, make a digest."""
+    """The key of a chunk is its hash, or a digest if it has a tag or a hash above 63 bits."""
     assert kvcore_key(key_of(7)) == 7
     long = kvcore_key(key_of(1 << 70))
     tagged = CacheEngineKey("model", 1, 0, 7, key_of(7).dtype, {"lmcache.tag.a": "b"})

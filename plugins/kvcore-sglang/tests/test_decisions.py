@@ -1,4 +1,7 @@
-"""What leaves SGLang's caches under policies of kvcore: as under its own, as in a replay."""
+"""Hits and evictions of SGLang's caches under policies of kvcore.
+
+They equal those of SGLang's own policies, and those of a replay in kvcore.
+"""
 
 import json
 from random import Random
@@ -20,7 +23,7 @@ from kvcore_sglang.host import chain  # noqa: E402
 
 load_plugins()
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of SGLang itself
 
 CORES = ("radix", "python")
 KINDS = ((1, False), (16, False), (16, True))
@@ -54,7 +57,7 @@ def test_a_policy_of_sglang_is_one_of_kvcore(policy, stream, core):
 
 @pytest.mark.parametrize("policy", THEIRS)
 def test_a_policy_of_sglang_is_one_of_kvcore_over_the_whole_trace(policy):
-    """The same for all 12,031 requests, which takes some seconds."""
+    """Hits and victims equal those of SGLang's own policy over all 12,031 requests."""
     config = {"renew_split": True}
     assert hosted(WHOLE, "radix", THEIRS[policy], **config) == in_sglang(WHOLE, "radix", policy)
 
@@ -62,13 +65,13 @@ def test_a_policy_of_sglang_is_one_of_kvcore_over_the_whole_trace(policy):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_policy_decides_as_in_a_replay(policy, core):
-    """Each request hits, and each block leaves, as in kvcore's model of the cache."""
+    """Hits and victims in SGLang equal those in kvcore's model of the cache."""
     for stream in STREAMS[2::3] if core == "python" else STREAMS:
         assert hosted(stream, core, policy) == in_kvcore(stream, policy), stream
 
 
 def requests(seed):
-    """Yield requests that share prefixes, a token and a key a block."""
+    """Yield requests that share prefixes, with one key for each token."""
     draw = Random(seed)
     stems = [[1000 * name + place for place in range(40)] for name in range(1, 8)]
     for number in range(200):
@@ -82,17 +85,17 @@ def requests(seed):
 
 
 class Random200(Stream):
-    """A random stream; its workload is the seed."""
+    """A stream of 200 random requests; its workload is the seed."""
 
     def requests(self):
-        """Yield the requests."""
+        """Return an iterator over the requests."""
         return requests(self.workload)
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("policy", [*POLICIES, *OF_TOKENS])
 def test_random_streams_decide_as_in_a_replay(policy, core):
-    """The same for streams whose prompts part anywhere, and for policies that count tokens."""
+    """Random streams hit in SGLang as in kvcore, also under policies that count tokens."""
     for seed in range(4):
         for opened, generates in KINDS:
             stream = Random200(seed, 150, opened, generates)
@@ -106,7 +109,7 @@ def test_random_streams_decide_as_in_a_replay(policy, core):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_decisions_are_recorded(kind, core, tmp_path, monkeypatch):
-    """`KVCORE_TRACE` gets all hits and evictions, in a trace that replay accepts."""
+    """A recording has all hits and evictions, and `kvcore replay` accepts it."""
     path = tmp_path / "day.jsonl"
     monkeypatch.setenv("KVCORE_TRACE", str(path))
     stream = Random200(1, 150, *kind)

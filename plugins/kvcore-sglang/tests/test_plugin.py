@@ -1,4 +1,4 @@
-"""How SGLang loads the adapter, what it relies on, and what happens when a policy fails."""
+"""How SGLang loads the adapter, which internals it uses, and how failures are handled."""
 
 import inspect
 import logging
@@ -31,7 +31,7 @@ from kvcore_sglang.host import TreeHost, chain  # noqa: E402
 
 load_plugins()
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # what the package warns of
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of SGLang itself
 
 CORES = ("radix", "python")
 STREAM = Stream(CONVERSATION, 2048, 16, generates=True, limit=300)
@@ -72,11 +72,11 @@ SIGNATURES = {
     "unified_radix_cache.UnifiedRadixCache.init_hicache": "self server_args params",
     "unified_radix_cache.UnifiedRadixCache.init_cache_linker": "self cache_linker",
 }
-"""What is hooked, with its parameters in SGLang 0.5.23."""
+"""The hooked functions, with their parameters in SGLang 0.5.23."""
 
 
 def params(**more):
-    """Return what SGLang makes a cache of."""
+    """Return SGLang's parameters of a cache."""
     given = {
         "disable": False,
         "req_to_token_pool": None,
@@ -91,7 +91,7 @@ def params(**more):
 
 @pytest.fixture
 def named(monkeypatch):
-    """Return a function: let the adapter take a class of policies."""
+    """Return a function that makes the adapter use a policy class, and returns its name."""
 
     def choose(policy):
         def found(kind, name):
@@ -104,7 +104,7 @@ def named(monkeypatch):
 
 
 def test_the_entry_point_adds_the_policy_and_hooks_all():
-    """`load_plugins` has called `register`, and the hooks are on their targets."""
+    """`load_plugins` adds the policy `kvcore` and patches every target of `HOOKS`."""
     assert "kvcore" in RADIX_EVICTION_POLICY_CHOICES
     assert isinstance(
         get_eviction_strategy("kvcore", {"eviction": "sieve"}), plugin.KvcoreStrategy
@@ -114,7 +114,7 @@ def test_the_entry_point_adds_the_policy_and_hooks_all():
 
 
 def test_signatures_relied_upon():
-    """What is hooked takes what it took in the version that the adapter was written for."""
+    """The hooked functions have the parameters that they had in SGLang 0.5.23."""
     found = {}
     for target in plugin.HOOKS:
         function = inspect.unwrap(resolve_name(f"sglang.srt.mem_cache.{target}"))
@@ -123,7 +123,7 @@ def test_signatures_relied_upon():
 
 
 def test_attributes_relied_upon():
-    """Nodes, keys and trees have what the host reads of them."""
+    """Nodes, keys and trees of SGLang have the attributes that the host reads."""
     for core in CORES:
         theirs = Theirs(8, core, "kvcore", {"eviction": "sieve"})
         theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
@@ -142,14 +142,14 @@ def test_attributes_relied_upon():
 
 
 def test_policies_of_sglang_are_left_alone():
-    """Without `--radix-eviction-policy kvcore` no host is asked."""
+    """Without `--radix-eviction-policy kvcore`, SGLang's caches have no host."""
     theirs = Theirs(8, "radix")
     assert theirs.host is None
     assert in_sglang(STREAM, "radix", "lru")[1]
 
 
 def test_the_policy_by_environment(monkeypatch):
-    """Without a config, `KVCORE_EVICTION` names the policy, with its options."""
+    """Without a config, `KVCORE_EVICTION` selects the policy and its options."""
     monkeypatch.setenv("KVCORE_EVICTION", "slru:protected=0.8")
     cache = RadixCache(params(eviction_policy_config=None))
     policy = cache.eviction_strategy.host.eviction
@@ -166,13 +166,13 @@ def test_the_policy_by_environment(monkeypatch):
     ],
 )
 def test_a_policy_that_cannot_run_is_refused(config, why):
-    """SGLang does not start, and says why."""
+    """A policy that is unknown or cannot run in SGLang raises ValueError with the reason."""
     with pytest.raises(ValueError, match=why):
         RadixCache(params(eviction_policy_config=config))
 
 
 def test_caches_that_cannot_host_are_refused():
-    """Windows, states, sessions and tiers are refused with the reason."""
+    """Window caches, Mamba layers, sessions and tiers raise ValueError with the reason."""
     with pytest.raises(ValueError, match="PureSWARadixCache"):
         PureSWARadixCache(params())
     with pytest.raises(ValueError, match="sessions"):
@@ -186,14 +186,14 @@ def test_caches_that_cannot_host_are_refused():
 
 
 def test_the_core_in_python_is_taken():
-    """The default core, in Rust, knows no policies but its own; others keep it."""
+    """With `kvcore`, SGLang uses the tree core in Python; with other policies, that in Rust."""
     assert plugin._python_core("rust", params()) == "python"
     assert plugin._python_core("rust", params(eviction_policy="lru")) == "rust"
     assert type(UnifiedRadixCache(params()).tree_core).__name__ == "UnifiedTreeCore"
 
 
 def test_flushing_begins_anew():
-    """After `reset` a new policy decides about an empty tree."""
+    """After `reset`, a new host starts with an empty tree."""
     theirs = Theirs(64, "radix", "kvcore", {"eviction": "sieve"})
     theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
     strategy, before = theirs.cache.eviction_strategy, theirs.host
@@ -204,52 +204,52 @@ def test_flushing_begins_anew():
 
 
 class Raises(EvictionPolicy):
-    """Raises when it is asked."""
+    """A policy whose `victim` raises."""
 
     name = "raises"
 
     def victim(self, now):
-        """Return nothing of use."""
+        """Raise RuntimeError."""
         raise RuntimeError
 
 
 class Nonsense(EvictionPolicy):
-    """Answers with what is no span."""
+    """A policy whose victim is not a span."""
 
     name = "nonsense"
 
     def victim(self, now):
-        """Return nothing of use."""
+        """Return a text."""
         return "the first one"
 
 
 class Unordered(ScoreEviction):
-    """Has no score."""
+    """A policy whose score is None."""
 
     name = "unordered"
 
     def score(self, span, now):
-        """Return nothing of use."""
+        """Return None."""
         return
 
 
 class FailsOnInsert(EvictionPolicy):
-    """Raises in a callback."""
+    """A policy whose `on_insert` raises."""
 
     name = "fails-on-insert"
 
     def on_insert(self, span, now):
-        """Raise."""
+        """Raise KeyError."""
         raise KeyError(span)
 
     def victim(self, now):
-        """Never called."""
+        """Return None; never called."""
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("policy", [Raises, Nonsense, Unordered, FailsOnInsert])
 def test_a_policy_that_fails_leaves_sglang_its_own_order(policy, core, named, caplog):
-    """Hits and victims are those of SGLang's `lru`; it is logged once, and counted."""
+    """If a policy fails, SGLang hits and evicts as with `lru`, and one warning is logged."""
     with caplog.at_level(logging.WARNING, "kvcore"):
         found = hosted(STREAM, core, named(policy))
     assert found == in_sglang(STREAM, core, "lru")
@@ -259,7 +259,7 @@ def test_a_policy_that_fails_leaves_sglang_its_own_order(policy, core, named, ca
 
 
 def test_failures_are_counted(named):
-    """The strategy says so, and flushing the cache does not bring the policy back."""
+    """The strategy counts the failure of a policy, and a reset does not restore that policy."""
     theirs = Theirs(64, "radix", "kvcore", {"eviction": named(FailsOnInsert)})
     strategy = theirs.cache.eviction_strategy
     assert strategy.failures == 0
@@ -269,7 +269,7 @@ def test_failures_are_counted(named):
 
 
 def test_scores_go_through_get_priority(named):
-    """A policy that is only a score orders the leaves in SGLang's own heap."""
+    """A score policy evicts leaves in the order of its scores, through SGLang's own heap."""
 
     class Longest(ScoreEviction):
         name = "longest"
@@ -286,7 +286,7 @@ def test_scores_go_through_get_priority(named):
 
 
 def test_a_lock_on_trial_is_no_hit():
-    """A request that is matched and locked, but not let in, has hit nothing."""
+    """Only a lock that is kept until the next call counts as a hit, not one that is undone."""
     theirs = Theirs(64, "radix", "kvcore", {"eviction": "lfu:half_life=inf"})
     theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
     request = Asking("a")
@@ -313,19 +313,19 @@ class Tokens(tuple):
     extra_key = cache_salt = None
 
     def child_key(self, page_size):
-        """Return the tokens of its first page."""
+        """Return the tokens of the first page."""
         return self[:page_size]
 
 
 class Node:
-    """A node of a tree."""
+    """A node of a tree, with its parent and its key."""
 
     def __init__(self, parent, key):
         self.parent, self.key = parent, key
 
 
 def test_keys_of_pages_are_chained():
-    """A key depends on all pages before it, on their order, and on nothing else."""
+    """The key of a page depends on all pages before it and their order, and on nothing else."""
     whole = chain(0, [1, 2, 3, 4, 5, 6], 2)
     assert len(whole) == 3
     assert whole[1:] == chain(whole[0], [3, 4, 5, 6], 2)
@@ -334,7 +334,7 @@ def test_keys_of_pages_are_chained():
 
 
 def test_pages_of_many_tokens():
-    """With pages of four tokens, a node of eight is a span of two blocks, with their keys."""
+    """With pages of four tokens, a node of eight is a span of two blocks, with chained keys."""
     host = TreeHost(resolve("eviction", "arc"), 16, 4)
     root = Node(None, Tokens())
     key = Tokens(range(8))

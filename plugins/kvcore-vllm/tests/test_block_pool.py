@@ -1,4 +1,4 @@
-"""vLLM's block pool in the order of a hosted policy: its own managers, its own scheduler."""
+"""vLLM's block pool with a hosted policy, under vLLM's own managers and scheduler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvcore import InputError
 from kvcore_plugins import eviction as builtin
 
 required("vllm")
-with catch_warnings(action="ignore"):  # of what vLLM imports
+with catch_warnings(action="ignore"):  # warnings of vLLM's imports
     import torch
     from helpers import vllm_engine
     from helpers.vllm_pool import VllmPool
@@ -37,7 +37,7 @@ HOOKS = ("victim", "on_insert", "on_access", "on_pin", "on_release", "on_remove"
 @pytest.mark.parametrize("blocks", [2048, 8192, 32_768])
 @pytest.mark.slow
 def test_lru_is_vllms_own_order(blocks):
-    """All of the bundled trace: the same blocks leave in the same order, four times."""
+    """`lru` evicts as vLLM does over the whole trace: in vLLM's pool, a host and a KVCache."""
     own = VllmPool(None, blocks)
     wanted = serve(own, conversations())
     assert own.hashes.duplicates == wanted.refused == 0
@@ -48,7 +48,7 @@ def test_lru_is_vllms_own_order(blocks):
 
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_a_policy_decides_alike(eviction):
-    """In vLLM, in a host, and in a replay by kvcore: the same hits and the same evictions."""
+    """A policy hits and evicts the same blocks in vLLM, in a host, and in a replay."""
     requests = [*conversations(400)]
     pools = [kind(eviction, 1000) for kind in (VllmPool, HostPool, CachePool)]
     inside, hosted, replayed = (serve(pool, requests).decisions() for pool in pools)
@@ -58,14 +58,14 @@ def test_a_policy_decides_alike(eviction):
 
 
 def test_policies_differ():
-    """What is compared above is not the same for all."""
+    """The compared policies evict differently: more than eight digests differ."""
     requests = [*conversations(400)]
     found = {serve(HostPool(eviction, 1000), requests).digest for eviction in POLICIES}
     assert len(found) > 8
 
 
 def test_duplicates_are_known_by_their_blocks():
-    """A last block that is computed twice is there twice, and leaves twice, as in vLLM."""
+    """A last block that is computed twice is cached twice and evicted twice, as in vLLM."""
     requests = [
         attrs.evolve(each, id=f"{each.id}.{time}", prompt_tokens=len(each.keys) * SIZE)
         for each in conversations(300)
@@ -78,7 +78,7 @@ def test_duplicates_are_known_by_their_blocks():
     assert len(hosted.left) > len({*hosted.left})
 
 
-# Its scheduler.
+# vLLM's scheduler.
 
 SERVERS = [
     *(conversation(400, 512, lag, 120) for lag in (0, 1)),
@@ -87,7 +87,7 @@ SERVERS = [
 
 
 def hosted_run(server, monkeypatch, eviction="lru", trace=None):
-    """Serve with a hosted policy; return the driver and what it did."""
+    """Serve with a hosted policy; return the driver and the outcome."""
     monkeypatch.setenv("KVCORE_EVICTION", eviction)
     if trace is not None:
         monkeypatch.setenv("KVCORE_TRACE", str(trace))
@@ -98,7 +98,7 @@ def hosted_run(server, monkeypatch, eviction="lru", trace=None):
 
 @pytest.mark.parametrize("server", SERVERS, ids=lambda server: server.name)
 def test_steps_are_those_of_vllm(server, monkeypatch):
-    """With `lru`, every step computes what it does without kvcore."""
+    """With `lru`, every step of the scheduler computes the same as in vLLM without kvcore."""
     wanted = vllm_engine.run(server)
     driver, found = hosted_run(server, monkeypatch)
     assert first_difference(encode(found.steps), encode(wanted.steps)) is None
@@ -113,7 +113,7 @@ def test_steps_are_those_of_vllm(server, monkeypatch):
 
 
 def test_other_policies_make_other_steps(monkeypatch):
-    """The comparison of steps can fail."""
+    """Under `mru` the steps differ from vLLM's, so the comparison of steps can fail."""
     server = random_server(10)
     wanted, found = vllm_engine.run(server), hosted_run(server, monkeypatch, "mru")[1]
     assert first_difference(encode(found.steps), encode(wanted.steps)) is not None
@@ -121,7 +121,7 @@ def test_other_policies_make_other_steps(monkeypatch):
 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_policy_that_fails_leaves_vllms_order(hook, monkeypatch):
-    """Nothing is raised, all requests end, and every block leaves as it does in vLLM."""
+    """If any hook of a policy raises, no step changes: vLLM's own order of eviction is used."""
 
     class Failing(LRU):
         name, left = "failing", 9
@@ -143,7 +143,11 @@ def test_a_policy_that_fails_leaves_vllms_order(hook, monkeypatch):
 
 
 def test_a_policy_hears_of_requests(monkeypatch):
-    """Once of each that ends, however often it was preempted; and of all that wait."""
+    """Hooks of requests are called once per request; those of the queue, per preemption too.
+
+    `on_queued` and `on_end` are called once per request, `on_miss` at most once. Each
+    preemption adds one `on_queued` with `front=True` and one `on_dequeued`.
+    """
     heard = Counter()
 
     class Hearing(LRU):
@@ -177,7 +181,7 @@ def test_a_policy_hears_of_requests(monkeypatch):
 
 
 def test_what_was_decided_is_recorded(tmp_path):
-    """The recording is a trace that `kvcore replay` accepts, with the digest of vLLM."""
+    """The recording has vLLM's digest of evictions, and `kvcore replay` accepts it."""
     pool = VllmPool("s3fifo", 1500, trace=tmp_path / "pool.jsonl")
     outcome = serve(pool, conversations(300))
     recorder = pool.manager.block_pool.recorder
@@ -191,7 +195,7 @@ def test_what_was_decided_is_recorded(tmp_path):
 
 
 def test_a_scheduler_closes_its_recording(monkeypatch, tmp_path):
-    """Preempted requests are in it, and what their output has filled."""
+    """`shutdown` closes a recording with preemptions, and `kvcore replay` accepts it."""
     path = tmp_path / "served.jsonl.gz"
     driver, _ = hosted_run(random_server(35), monkeypatch, "arc", path)
     driver.scheduler.shutdown()
@@ -202,18 +206,18 @@ def test_a_scheduler_closes_its_recording(monkeypatch, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-# What is refused at the start.
+# Configurations that are refused at the start.
 
 
 def test_prefix_caching_must_be_on():
-    """Else there is nothing to evict."""
+    """Without prefix caching, InputError names the option that enables it."""
     manager = vllm_engine.cache_manager(64, 16, enable_caching=False)
     with pytest.raises(InputError, match=r"prefix caching is off.*--enable-prefix-caching"):
         host_blocks(manager, HostSettings())
 
 
 def test_only_full_attention_is_hosted():
-    """A window frees heads of prompts before their tails."""
+    """A pool with sliding windows raises InputError that names the unsupported manager."""
     window = SlidingWindowSpec(
         block_size=16, num_kv_heads=1, head_size=1, dtype=torch.float16, sliding_window=64
     )
@@ -225,7 +229,7 @@ def test_only_full_attention_is_hosted():
 
 @pytest.mark.parametrize("lag", [0, 1])
 def test_a_scheduler_serves_as_its_name_says(lag):
-    """The other class is named."""
+    """The sync scheduler refuses async scheduling and vice versa, and names the other class."""
     server = conversation(64, 512, lag, 1)
     kinds = kvcore_vllm.Scheduler, kvcore_vllm.SyncScheduler
     with pytest.raises(
@@ -235,7 +239,7 @@ def test_a_scheduler_serves_as_its_name_says(lag):
 
 
 def test_nothing_may_read_ahead(monkeypatch):
-    """A connector that offloads what is evicted next cannot know it from a policy."""
+    """A connector with `lazy_offload`, which reads the order ahead, raises InputError."""
     server = conversation(64, 512, 1, 1)
     made = vllm_engine.VllmConfig
 
@@ -251,17 +255,17 @@ def test_nothing_may_read_ahead(monkeypatch):
 
 
 def test_an_unknown_name_is_refused():
-    """The package has the names that vLLM asks for."""
+    """`kvcore_vllm` raises AttributeError for a name that it does not have."""
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = kvcore_vllm.Nothing
 
 
-# All that a queue of free blocks can do.
+# Operations of the queue of free blocks.
 
 
 @pytest.fixture
 def pool():
-    """Return a hosted pool of eight blocks, which has served one request of three blocks."""
+    """Return a hosted pool of eight blocks with one open request of three full blocks."""
     made = VllmPool("lru", 8)
     (request,) = conversations(1)
     keys = [bytes([each]) * 16 for each in range(3)]
@@ -274,7 +278,7 @@ def pool():
 
 
 def check(pool):
-    """Check that vLLM's blocks and those of the host are the same."""
+    """Check that vLLM and the host agree on which blocks are free and which are cached."""
     blocks, queue = pool.blocks.blocks[1:], pool.queue
     free = [block for block in blocks if not block.ref_cnt]
     assert queue.num_free_blocks == len(free)
@@ -286,7 +290,7 @@ def check(pool):
 
 
 def test_blocks_without_content_go_first(pool):
-    """That which was freed last is the first of them."""
+    """Blocks without content are allocated first, the one freed last before the others."""
     private = pool.table[3]
     pool.close(pool.held, 1)
     check(pool)
@@ -298,7 +302,7 @@ def test_blocks_without_content_go_first(pool):
 
 
 def test_a_block_that_is_evicted_while_it_is_used(pool):
-    """It is no hit, and is free without content once its request has ended."""
+    """A block evicted while in use is not hit again, and has no content when it is freed."""
     pool.blocks.evict_blocks({pool.table[2].block_id})
     check(pool)
     pool.close(pool.held, 1)
@@ -309,7 +313,7 @@ def test_a_block_that_is_evicted_while_it_is_used(pool):
 
 
 def test_a_block_that_is_evicted_while_it_is_free(pool):
-    """It has no content any more, and stays free."""
+    """A block evicted while free has no content any more, and stays free."""
     pool.close(pool.held, 1)
     pool.blocks.evict_blocks({each.block_id for each in pool.table})
     check(pool)
@@ -317,7 +321,7 @@ def test_a_block_that_is_evicted_while_it_is_free(pool):
 
 
 def test_the_cache_is_reset(pool):
-    """Not while a block is used; then nothing is cached, and all is free."""
+    """The cache can only be reset while no block is in use; then all blocks are empty."""
     assert not pool.blocks.reset_prefix_cache()
     pool.close(pool.held, 1)
     assert pool.blocks.reset_prefix_cache()
@@ -327,7 +331,7 @@ def test_the_cache_is_reset(pool):
 
 
 def test_content_moves(pool):
-    """It is found in its new block, which is evicted like others."""
+    """Content that is moved to another block is hit there."""
     (target,) = pool.blocks.get_new_blocks(1)
     pool.blocks.move_block_hashes(pool.table[2], target)
     check(pool)
@@ -339,7 +343,7 @@ def test_content_moves(pool):
 
 
 def test_what_is_read_until_reused_goes_last(pool):
-    """Its reader is told when it goes."""
+    """A block that is read until its reuse is allocated last, and its callback called then."""
     told = []
     private = pool.table.pop()
     pool.manager.tables[pool.held.request_id].pop()
@@ -352,7 +356,7 @@ def test_what_is_read_until_reused_goes_last(pool):
 
 
 def test_a_connector_may_hold_a_block(pool):
-    """Without its prompt; nothing before it is evicted meanwhile that vLLM does not need."""
+    """While a connector holds the last block of a prompt, the other seven can be allocated."""
     pool.close(pool.held, 1)
     pool.blocks.touch([pool.table[2]])
     check(pool)
@@ -366,7 +370,7 @@ def test_a_connector_may_hold_a_block(pool):
 
 
 def test_one_block_is_freed(pool):
-    """`append` is what older callers use."""
+    """`append` and `remove` change the number of free blocks by one."""
     block = pool.queue.popleft()
     pool.queue.append(block)
     assert pool.queue.num_free_blocks == 4
@@ -376,7 +380,7 @@ def test_one_block_is_freed(pool):
 
 
 def test_hints_of_a_request_are_heeded(pool, caplog):
-    """Its blocks have the priority that its client asks for; what cannot be read is logged."""
+    """The blocks of a request get the priority of its hints; a malformed hint is logged."""
     pool.close(pool.held, 1)
     keys = [bytes([9]) * 16, *pool.request.keys[1:]]
     request = pool.prepare(attrs.evolve(pool.request, id="b", keys=keys))
@@ -398,7 +402,7 @@ def test_hints_of_a_request_are_heeded(pool, caplog):
 
 
 def test_an_aborted_request_waits_no_more(pool):
-    """It never ran, so it has not ended."""
+    """A request that is aborted while it waits is removed from the known requests."""
     request = pool.prepare(attrs.evolve(pool.request, id="b"))
     pool.manager.queued(request)
     request.status = RequestStatus.FINISHED_ABORTED

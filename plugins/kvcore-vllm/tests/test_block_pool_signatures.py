@@ -1,6 +1,7 @@
-"""What the GPU block pool's adapter relies on in vLLM: a change of it is seen here first.
+"""The internals of vLLM that the adapter of the GPU block pool uses.
 
-Supported are 0.32 and 0.33. None of it is a public interface.
+Versions 0.32 and 0.33 are supported. None of these internals is a public interface, so these
+tests are the first to fail when vLLM changes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import pytest
 from helpers.engines import required
 
 required("vllm")
-with catch_warnings(action="ignore"):  # of what vLLM imports
+with catch_warnings(action="ignore"):  # warnings of vLLM's imports
     from helpers import vllm_engine  # noqa: F401 - stands in for what vLLM does not need here
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -70,21 +71,21 @@ SIGNATURES = {
     ("kind", "method"), [(kind, name) for kind in SIGNATURES for name in SIGNATURES[kind]]
 )
 def test_a_method_has_the_parameters_it_is_called_with(kind, method):
-    """The first ones by name, in their order."""
+    """The first parameters of each method have the expected names and order."""
     names = [*inspect.signature(getattr(kind, method)).parameters][1:]
     wanted = SIGNATURES[kind][method]
     assert names[: len(wanted)] == wanted
 
 
 def test_the_queue_has_every_method_of_vllms():
-    """So nothing that vLLM may call is missing."""
+    """`PolicyQueue` has every public method of vLLM's queue of free blocks."""
     own = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
     assert own <= {*dir(block_pool.PolicyQueue)}
     assert SIGNATURES[FreeKVCacheBlockQueue].keys() == own
 
 
 def test_nobody_else_uses_the_queue():
-    """Only the pool does, and the connector that reads ahead, which is refused."""
+    """Only the block pool and the connector that reads ahead use the queue of free blocks."""
     users = {
         path.relative_to(VLLM).as_posix()
         for path in VLLM.glob("v1/**/*.py")
@@ -99,7 +100,7 @@ def test_nobody_else_uses_the_queue():
 
 
 def test_what_changes_cached_content_is_known():
-    """A method of the pool that touches hashes is one that the adapter wraps, or refuses."""
+    """Only known methods of the pool change block hashes: the adapter wraps or refuses each."""
     tree = ast.parse((VLLM / "v1/core/block_pool.py").read_text("utf-8"))
     (pool,) = (each for each in tree.body if getattr(each, "name", "") == "BlockPool")
     hooks = {"_insert_block_hash", "_remove_cached_block_hashes", "_maybe_evict_cached_block"}
@@ -120,7 +121,7 @@ def test_what_changes_cached_content_is_known():
 
 
 def test_attributes_are_there():
-    """Of a request, a block, a manager of blocks, the scheduler."""
+    """Requests, blocks, managers and schedulers have the attributes that the adapter uses."""
     source = inspect.getsource(Request)
     for name in ("cache_salt", "session_id", "priority", "num_preemptions", "block_hashes"):
         assert f"self.{name}" in source

@@ -1,4 +1,4 @@
-"""vLLM's CPU tier with a policy of kvcore: the same chunks leave, whoever asks."""
+"""vLLM's CPU tier with a policy of kvcore, compared with vLLM's own LRU and with a replay."""
 
 import logging
 from inspect import signature
@@ -13,7 +13,7 @@ from kvcore import InputError, Request
 from kvcore.plugins import Plugins
 
 required("vllm")
-with catch_warnings(action="ignore"):  # of what vLLM imports
+with catch_warnings(action="ignore"):  # warnings of vLLM's imports
     from helpers.vllm_tier import (
         SAYS_FOR_WHOM,
         SIZE,
@@ -40,14 +40,14 @@ POLICIES = [
 
 @pytest.fixture
 def tier(monkeypatch):
-    """Return a function that makes a tier with a policy; None: vLLM's own order."""
+    """Return a function that makes a tier with a policy; None selects vLLM's own LRU."""
     return lambda eviction, blocks: VllmTier(eviction, blocks, monkeypatch)
 
 
 @pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize("chunks", [200, 3000, 10_000])
 def test_lru_is_that_of_vllm(tier, chunks, together):
-    """The same chunks leave in the same order, over the whole trace."""
+    """`lru` evicts the same chunks as vLLM's LRU, in the same order, over the whole trace."""
     requests = list(conversations())
     own = serve(tier(None, chunks), requests, together)
     assert own.evicted > 100_000
@@ -56,7 +56,7 @@ def test_lru_is_that_of_vllm(tier, chunks, together):
 
 @pytest.mark.parametrize("together", [1, 8])
 def test_lru_is_that_of_vllm_where_hits_are_loaded(tier, together):
-    """Transfers pin what they read; the order stays."""
+    """`lru` evicts as vLLM's LRU does while transfers pin the chunks that they read."""
     requests = list(conversations(3000))
     own = serve(tier(None, 1000), requests, together, loads=True)
     assert serve(tier("lru", 1000), requests, together, loads=True) == own
@@ -65,7 +65,7 @@ def test_lru_is_that_of_vllm_where_hits_are_loaded(tier, together):
 @pytest.mark.skipif(not SAYS_FOR_WHOM, reason="this vLLM tells of hits at the end alone")
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_every_policy_decides_as_in_a_replay(tier, eviction):
-    """In a `KVCache`, for a host and in vLLM: hits and victims, one request at a time."""
+    """A policy hits and evicts the same chunks in a `KVCache`, in a host and in vLLM."""
     requests = list(conversations(1500))
     replayed = serve(cache_tier(eviction, 1500), requests)
     assert replayed.evicted > 10_000
@@ -74,7 +74,7 @@ def test_every_policy_decides_as_in_a_replay(tier, eviction):
 
 
 def chain(*names, group=0):
-    """Return the offload keys of a prompt, by numbers."""
+    """Return the offload keys of a prompt, by the numbers of its chunks."""
     return [offload_key(name, group) for name in names]
 
 
@@ -84,7 +84,7 @@ def ask(tier, number, keys):
 
 
 def store(tier, number, keys, *, done=True):
-    """Offer chunks, and complete what is stored; return the context and what was evicted."""
+    """Store chunks, complete the store if `done`, and return the context and the victims."""
     context = ask(tier, number, keys)
     stored = tier.manager.prepare_store(keys, context)
     if stored is not None and done:
@@ -93,7 +93,7 @@ def store(tier, number, keys, *, done=True):
 
 
 def test_a_refusal_changes_nothing(tier):
-    """With too many chunks in use, None is the answer, and the order is as before."""
+    """If too many chunks are in use, `evict` returns None and keeps the order of eviction."""
     plain, asked = tier("lru", 4), tier("lru", 4)
     for each in (plain, asked):
         first, _ = store(each, 1, chain(1, 2))
@@ -107,7 +107,7 @@ def test_a_refusal_changes_nothing(tier):
 
 
 def test_a_failed_store_is_forgotten(tier):
-    """Its chunks are not there, and what was stored below them goes first."""
+    """Chunks of a failed store are not cached; chunks below them are evicted first."""
     each = tier("lru", 4)
     keys = chain(1, 2, 3)
     context = ask(each, 1, keys)
@@ -123,7 +123,7 @@ def test_a_failed_store_is_forgotten(tier):
 
 
 def test_what_is_loaded_stays(tier):
-    """It, and all that is before it, until the load is complete."""
+    """Chunks that are being loaded are not evicted until the load is complete."""
     each = tier("lru", 3)
     keys = chain(1, 2, 3)
     each.close(store(each, 1, keys)[0])
@@ -137,7 +137,7 @@ def test_what_is_loaded_stays(tier):
 
 
 def test_a_reset_empties_the_tier(tier):
-    """Also of what requests are storing; it can be used at once."""
+    """A reset drops all chunks, even those being stored, and the tier can be used at once."""
     each = tier("arc", 2)
     store(each, 1, chain(1, 2), done=False)
     each.manager.reset_cache()
@@ -147,7 +147,7 @@ def test_a_reset_empties_the_tier(tier):
 
 
 def test_groups_are_prompts_of_their_own(tier):
-    """Chunks of two KV cache groups follow those of their group."""
+    """The parent of a chunk is the chunk before it in the same KV cache group."""
     each = tier("lru", 4)
     keys = [*chain(1, 2), *chain(1, 2, group=1)]
     context = ReqContext(req_id="1")
@@ -165,7 +165,7 @@ def test_groups_are_prompts_of_their_own(tier):
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("eviction", ["lru", "sieve", "tinylfu"])
 def test_a_tier_at_random(tier, eviction, seed):
-    """Never more chunks than fit, never one twice, and none in use leaves."""
+    """Under random loads and stores a tier keeps to its size, and evicts no chunk in use."""
     random, each, running = Random(seed), tier(eviction, 12), []
     cached, busy = set(), []
     for number in range(150):
@@ -195,7 +195,7 @@ def test_a_tier_at_random(tier, eviction, seed):
 
 
 def test_a_policy_that_fails_never_stops_the_tier(tier, caplog):
-    """The order of vLLM's own goes on from there, and the log says so once."""
+    """After a policy fails, the tier evicts as vLLM's LRU, and one warning is logged."""
     requests = list(conversations(1000))
     own, each = serve(tier(None, 500), requests), tier("lru", 500)
     each.policy._begin(SIZE)
@@ -218,7 +218,7 @@ def test_a_policy_that_fails_never_stops_the_tier(tier, caplog):
 
 
 def test_wrong_settings_are_errors_at_start(tier):
-    """A name that is none, and a policy that cannot be had there."""
+    """An unknown policy, and a policy whose blocks expire, raise InputError at the start."""
     with pytest.raises(InputError, match="KVCORE_EVICTION='lur'"):
         tier("lur", 4)
     with pytest.raises(InputError, match="'ttl:ttl=3' lets blocks expire"):
@@ -227,7 +227,7 @@ def test_wrong_settings_are_errors_at_start(tier):
 
 @pytest.mark.skipif(not SAYS_FOR_WHOM, reason="this vLLM has no hints")
 class TestHints:
-    """What comes with a request from its client or a router."""
+    """Hints that a client or a router sends with a request."""
 
     def ask(self, tier, number, keys, *actions):
         """Return the context of a request with hints."""
@@ -240,7 +240,7 @@ class TestHints:
         return context
 
     def test_a_range_is_retained(self, tier):
-        """By its priority, for as long as it says."""
+        """A hinted range has the priority and the duration of its hint."""
         each = tier("priority", 3)
         high = {"start": 0, "end": SIZE, "priority": 90, "seconds": 2}
         first = self.ask(each, 1, chain(1), (RETAIN, high))
@@ -254,7 +254,7 @@ class TestHints:
         assert store(each, 5, chain(5))[1] == chain(1)
 
     def test_a_hit_is_retained_too(self, tier):
-        """The hints of the request that hits count for what it finds."""
+        """A hint sets the priority of the chunks that its request hits."""
         each = tier("priority", 2)
         for number in (1, 2):
             each.close(store(each, number, chain(number))[0])
@@ -265,7 +265,7 @@ class TestHints:
         assert each.policy.host.span(chain(1)[0]).priority == 90
 
     def test_a_session_is_known(self, tier):
-        """And which tool it waits for."""
+        """A hint sets the session of a request, and the tool that it waits for."""
         each = tier("lru", 2)
         context = self.ask(each, 1, chain(1), (SESSION, {"session": "s", "tool": "sh"}))
         request = each.policy._use(context).request
@@ -282,7 +282,7 @@ class TestHints:
         ],
     )
     def test_a_malformed_one_is_logged(self, tier, caplog, kind, payload):
-        """And the request is served without it."""
+        """A malformed hint is logged, and its request is served without it."""
         each = tier("lru", 2)
         context = self.ask(each, 1, chain(1), (kind, payload), ("other", {}))
         with caplog.at_level(logging.WARNING):
@@ -291,7 +291,7 @@ class TestHints:
 
 
 def test_what_it_decides_is_recorded(tier, tmp_path, monkeypatch):
-    """As a trace that `kvcore replay` checks, and that can be run again."""
+    """A recording of the tier passes `kvcore replay`, and can be compared as a workload."""
     path = tmp_path / "cpu-tier-day.jsonl"
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     each = tier("lru", 300)
@@ -306,7 +306,7 @@ def test_what_it_decides_is_recorded(tier, tmp_path, monkeypatch):
 
 
 def test_the_contract_of_vllm_is_the_one_that_was_written_for():
-    """Names and parameters of all that vLLM calls, and calls that it makes in return."""
+    """`KvcorePolicy` has all methods of vLLM's `CachePolicy`, with the same parameters."""
     for name in CachePolicy.__abstractmethods__ | {
         "on_store_miss", "on_request_finished", "mark_evictable", "mark_non_evictable",
     }:  # fmt: skip

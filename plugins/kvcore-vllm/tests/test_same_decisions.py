@@ -1,4 +1,4 @@
-"""README's line: replay, simulation, tensors and vLLM's scheduler evict the same."""
+"""The example of the README: vLLM's scheduler evicts the same blocks as a replay."""
 
 import runpy
 from pathlib import Path
@@ -9,7 +9,7 @@ from helpers.engines import required
 
 required("vllm")
 
-with catch_warnings(action="ignore"):  # of what vLLM imports
+with catch_warnings(action="ignore"):  # warnings of vLLM's imports
     import helpers.vllm_engine  # noqa: F401 - it lets vLLM be imported without a GPU
 
 ROOT = Path(__file__).parents[3]
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.mark.parametrize("policy", ["arc", "s3fifo", "cost"])
 def test_vllm_evicts_what_a_replay_does(policy, capsys):
-    """The digests of both are equal; README shows that of `arc`, as of all four places."""
+    """The digests of evictions in vLLM and in a replay are equal; the README shows `arc`'s."""
     example = runpy.run_path(str(ROOT / "examples" / "same_decisions.py"))
     example["main"](policy, ["replay", "vLLM"])
     replay, vllm = capsys.readouterr().out.splitlines()

@@ -1,7 +1,8 @@
-"""A prefix cache with one record a block and no spans, written to be obviously right.
+"""A prefix cache with one record per block and no spans: a reference for KVCache.
 
-It says what a block-level cache would decide: only leaves leave, one block at a time. It
-shares no code with the cache that it checks, takes its calls, and does nothing fast.
+It decides as a block-level cache would: only leaves are evicted, one block at a time. It is
+written to be obviously right, not fast. It shares no code with the cache that it checks, and
+has the same methods.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ FOREVER = float("inf")
 
 @attrs.define(eq=False)
 class Block:
-    """One block: private to the sequences that hold it until it is cached.
+    """A block, which is private to the sequences that hold it until it is cached.
 
-    `history` lists what has happened to it. Adjacent blocks with equal histories are what
-    the cache keeps as one span.
+    `history` lists the events of the block. The cache keeps adjacent blocks with equal
+    histories as one span.
     """
 
     holders: set[int]
@@ -44,7 +45,7 @@ class Block:
 
     @property
     def position(self) -> int:
-        """Return how many blocks are before it."""
+        """Return the number of blocks before this one."""
         return self.place[1]
 
     def promise(self, priority: int, until: float, now: int) -> None:
@@ -53,12 +54,12 @@ class Block:
         self.priority, self.until = max((self.priority, self.until), (priority, until))
 
     def lapse(self, now: int) -> None:
-        """Go back to the default priority if its time is over."""
+        """Return to the default priority if the time of the current one is over."""
         if self.until <= now:
             self.priority, self.until = DEFAULT_PRIORITY, FOREVER
 
     def ancestors(self) -> Iterator[Block]:
-        """Yield the cached blocks before it, last first, without the root."""
+        """Yield the cached blocks before this one, the last first, without the root."""
         block = self.parent
         while block.place is not None:
             yield block
@@ -82,7 +83,7 @@ class Table:
 
 
 class BlockCache:
-    """The calls of `KVCache`, and the attributes that a driver reads."""
+    """A cache with the methods of `KVCache`, and the attributes that a driver reads."""
 
     def __init__(
         self, blocks, block_size, policy, *, accounting="tokens", key_tokens, recompute
@@ -102,7 +103,7 @@ class BlockCache:
         self.serial = self.admissions = self.births = self.releases = 0
         policy.attach(self)
 
-    # --- what a prompt is ---
+    # --- the prompt of a request ---
 
     def length(self, request):
         """Return the tokens of the prompt."""
@@ -118,14 +119,14 @@ class BlockCache:
         return request.keys[index] if whole and index < len(request.keys) else None
 
     def cacheable(self, request):
-        """Return how many full blocks of the prompt have a key."""
+        """Return the number of full blocks of the prompt that have a key."""
         full = self.length(request) // self.block_size
         return sum(self.key(request, position) is not None for position in range(full))
 
     def limit(self, request, target):
-        """Return how many blocks may hit; in `tokens` counting the last token may not.
+        """Return the number of blocks that may hit, without the last token in `tokens`.
 
-        `target` is how many tokens are to be computed; None: those of the prompt.
+        `target` is the number of tokens to be computed; None: those of the prompt.
         """
         if self.accounting == "keys":
             return self.cacheable(request)
@@ -142,14 +143,14 @@ class BlockCache:
         ]
         return max(hints, default=(DEFAULT_PRIORITY, FOREVER))
 
-    # --- the calls ---
+    # --- the methods of KVCache ---
 
     def probe(self, request, now=0):
-        """Return how many blocks would hit."""
+        """Return the number of blocks that would hit."""
         return len(self._match(request, now)[0])
 
     def open(self, request, first_tokens=None, now=0, *, resumed=False, target=None):
-        """Admit a request, if what it needs is free or can be evicted."""
+        """Admit a request, if the blocks it needs are free or can be evicted."""
         hit, expired = self._match(request, now, target)
         tokens = self.length(request) if target is None else target
         if first_tokens is not None:
@@ -204,7 +205,7 @@ class BlockCache:
         table.tokens += tokens
 
     def commit(self, table, tokens, now=0):
-        """Make what is computed shareable, block by block."""
+        """Make computed blocks shareable, one by one."""
         if not 0 <= tokens <= table.tokens - table.computed:
             raise InputError(table.id)
         table.computed += tokens
@@ -214,12 +215,12 @@ class BlockCache:
         self._share_with_siblings(table)
 
     def close(self, table, now=0):
-        """Let go of all blocks, the last first."""
+        """Release all blocks, the last first."""
         del self.sequences[table.id]
         self._release(table, table.blocks, now)
 
     def compact(self, table, tokens, now=0):
-        """Go on with `tokens` tokens in blocks that no other table has."""
+        """Continue with `tokens` tokens, in blocks that no other table holds."""
         held, ahead = table.computed, table.tokens - table.computed
         if not 0 < tokens < held or held < table.shared * self.block_size:
             raise InputError(table.id)
@@ -237,7 +238,7 @@ class BlockCache:
         table.compacted += held - tokens
 
     def _release(self, table, blocks, now):
-        """Let go of `blocks`, the last first."""
+        """Release `blocks`, the last first."""
         released = []
         for block in reversed(blocks):
             block.holders.remove(table.id)
@@ -251,7 +252,7 @@ class BlockCache:
         self._raise_expiry(released)
 
     def fork(self, table, _now=0):
-        """Share every block with a new sequence."""
+        """Return a new sequence that shares every block."""
         known = max(table.request.prompt_tokens, self._shareable(table) * self.block_size)
         beyond = table.tokens + table.compacted > known
         if table.computed < table.tokens and beyond:
@@ -275,12 +276,12 @@ class BlockCache:
 
     @property
     def free_blocks(self):
-        """Count the blocks that are neither cached nor private."""
+        """Return the number of blocks that are neither cached nor private."""
         private = {b for t in self.sequences.values() for b in t.blocks if b.place is None}
         return self.blocks - len(self.cached) - len(private)
 
     def check_integrity(self):
-        """Check that tables are paths of the tree, and that nothing is counted twice."""
+        """Check that tables are paths of the tree, and that no block is counted twice."""
         assert self.free_blocks >= 0
         for table in self.sequences.values():
             assert len(table.blocks) == self._blocks_for(table.tokens)
@@ -294,21 +295,21 @@ class BlockCache:
             held = {t.id for t in self.sequences.values() if block in t.blocks}
             assert block.holders == held
 
-    # --- how they do it ---
+    # --- details ---
 
     def _writable(self, block):
-        """Say whether its holder may write: a cached block gets what its key says anyway."""
+        """Return True if a holder may write to `block`, which is cached or not shared."""
         return block.place is not None or len(block.holders) == 1
 
     def _shareable(self, table):
-        """Return how many blocks of a table may be shared: none after a compaction."""
+        """Return the number of blocks that a table may share: none after a compaction."""
         return 0 if table.compacted else self.cacheable(table.request)
 
     def _blocks_for(self, tokens):
         return -(-tokens // self.block_size)
 
     def _match(self, request, now, target=None):
-        """Return the cached blocks the prompt begins with, and the expired one it stops at."""
+        """Return the cached blocks that the prompt hits, and the expired block after them."""
         hit, block = [], self.root
         for position in range(self.limit(request, target)):
             block = block.children.get((self.key(request, position), position))
@@ -347,7 +348,7 @@ class BlockCache:
         self._take_out(block, "expired")
 
     def _publish(self, table, position, now):
-        """Make the private block at `position` shareable, or use the one that already is."""
+        """Cache the private block at `position`, or use the equal block that is cached."""
         parent = table.blocks[position - 1] if position else self.root
         place = (self.key(table.request, position), position)
         own, other = table.blocks[position], parent.children.get(place)
@@ -395,7 +396,7 @@ class BlockCache:
             above.promise(priority, until, now)
 
     def _share_with_siblings(self, table):
-        """Let forked sequences that hold what `table` published stand on its path."""
+        """Move forked sequences with blocks that `table` published onto its path."""
         for other in self.sequences.values():
             path = table.blocks[other.shared : table.shared]
             common = [block.position for block in path if block in other.blocks]

@@ -1,4 +1,4 @@
-"""Published policies for single objects of one size, as their papers have them."""
+"""Published policies for single objects of one size, as in their papers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections import Counter, OrderedDict
 
 
 class LRUK:
-    """O'Neil, O'Neil and Weikum 1993, figure 2.1; the past of evicted pages is bounded.
+    """O'Neil, O'Neil and Weikum 1993, figure 2.1, with a bounded history of evicted pages.
 
-    The one thing left out: a page in its correlated period may be evicted.
+    One thing is left out: a page in its correlated period may be evicted.
     """
 
     def __init__(self, size, k, correlated, history):
-        """Take the buffer's size, and how many evicted pages are remembered."""
+        """Store the size of the buffer, and the number of evicted pages in the history."""
         self.size, self.k, self.correlated, self.history = size, k, correlated, history
         self.now = 0
         self.last: dict[object, int] = {}
@@ -20,7 +20,7 @@ class LRUK:
         self.gone: OrderedDict[object, list[int]] = OrderedDict()
 
     def request(self, page):
-        """Return whether `page` hits."""
+        """Return True if `page` hits."""
         self.now += 1
         if page in self.last:
             if self.now - self.last[page] > self.correlated:
@@ -42,17 +42,17 @@ class LRUK:
 
 
 class Counts:
-    """What a sketch of any size would say that never mixes two keys up."""
+    """The counts of an ideal frequency sketch, which never confuses two keys."""
 
     def __init__(self, period):
-        """Take the number of uses after which counts are halved."""
+        """Store the number of uses after which counts are halved."""
         self.period = period
         self.uses = 0
         self.counts: Counter[object] = Counter()
         self.seen: set[object] = set()
 
     def add(self, key):
-        """Count a use; the first in a period only opens the door."""
+        """Count a use; the first one in a period is only marked as seen."""
         if key in self.seen:
             self.counts[key] = min(15, self.counts[key] + 1)
         self.seen.add(key)
@@ -64,18 +64,18 @@ class Counts:
                 self.counts[each] //= 2
 
     def estimate(self, key):
-        """Return how often it was used."""
+        """Return the estimated number of uses of `key`."""
         return self.counts[key] + (key in self.seen)
 
 
 class TinyLFU:
     """Einziger, Friedman and Manes 2017 (W-TinyLFU): a window, and an SLRU behind a filter.
 
-    Variant: who left the window last is compared when room is needed next.
+    A variant: the item that left the window last is compared when room is needed next.
     """
 
     def __init__(self, size, window, protected, counts):
-        """Take the sizes of the cache, the window and the protected segment."""
+        """Store the sizes of the cache, of the window and of the protected segment."""
         self.size, self.sizes, self.counts = size, (window, protected), counts
         self.window: OrderedDict[object, None] = OrderedDict()
         self.probation: OrderedDict[object, None] = OrderedDict()
@@ -84,7 +84,7 @@ class TinyLFU:
         self.evicted = False
 
     def request(self, item):
-        """Return whether `item` hits."""
+        """Return True if `item` hits."""
         segments = (self.window, self.probation, self.protected)
         inside = next((one for one in segments if item in one), None)
         if inside is None and sum(map(len, segments)) == self.size:
@@ -109,7 +109,7 @@ class TinyLFU:
         return inside is not None
 
     def evict(self):
-        """Let the one used less often go: the least recent, or the first on trial."""
+        """Evict the less used of two: the least recent item, and the first on trial."""
         self.evicted = True
         segment = self.probation or self.protected or self.window
         victim = next(iter(segment))

@@ -1,7 +1,7 @@
-"""A pool and tiers below it, with one record a block, for requests that come one at a time.
+"""A pool with tiers and one record per block: a reference for requests one at a time.
 
-It is written to be obviously right, shares no code with what it checks, and does nothing fast:
-least recently used everywhere, sets of blocks, and a brute-force choice of what to load.
+It is written to be obviously right, shares no code with the cache that it checks, and is not
+fast: LRU on every level, sets of blocks, and a brute-force choice of the blocks to load.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NS = 10**9
 
 @attrs.define(eq=False)
 class Memory:
-    """The blocks of the pool, or of a tier. A block is its path: a tuple of keys."""
+    """The blocks of the pool or of a tier. A block is its path: a tuple of keys."""
 
     size: int
     rules: dict[str, Any] = attrs.Factory(dict)
@@ -28,41 +28,41 @@ class Memory:
     read: int = 0
 
     def found(self, path):
-        """Return how many of the first blocks of `path` are here."""
+        """Return the number of leading blocks of `path` that are stored here."""
         return next((n for n in range(len(path), 0, -1) if path[:n] in self.used), 0)
 
     def touch(self, path):
-        """Use all blocks of `path` now: the last first, the first last."""
+        """Record a use of all blocks of `path`, the last block first."""
         for end in range(len(path), 0, -1):
             self.clock += 1
             self.used[path[:end]] = self.clock
 
     def leaf(self, kept):
-        """Return the block used the longest ago that none follows and `kept` does not have."""
+        """Return the least recently used leaf that is not in `kept`."""
         parents = {block[:-1] for block in self.used}
         leaves = [b for b in self.used if b not in parents and b != kept[: len(b)]]
         return min(leaves, key=self.used.get)
 
     def evict(self, kept, now):
-        """Take the least recent block out, to where victims go."""
+        """Evict the least recently used leaf, to the level below if that takes victims."""
         block = self.leaf(kept)
         if self.below is not None and self.below.rules["write"] == "evict":
             self.below.store(block, now)
         self.remove(block)
 
     def remove(self, block):
-        """Forget a block."""
+        """Remove a block and its hits."""
         del self.used[block]
         self.hits.pop(block, None)
 
     def move_out(self, path):
-        """Remove `path` from its end on, up to a block that another one follows."""
+        """Remove `path` from its end on, up to a block that has another child."""
         while path and not any(b[:-1] == path for b in self.used):
             self.remove(path)
             path = path[:-1]
 
     def add(self, path, now):
-        """Put the blocks of `path` here that are missing; there is room for them."""
+        """Store the missing blocks of `path`; there is room for them."""
         new = path not in self.used
         for end in range(1, len(path) + 1):
             self.used.setdefault(path[:end], 0)
@@ -70,7 +70,7 @@ class Memory:
             self.below.store(path, now)
 
     def hit(self, path, now):
-        """Count a use of all blocks of `path`, and store below what is used often enough."""
+        """Count a hit of all blocks of `path`; store those hit often enough below."""
         for end in range(1, len(path) + 1):
             self.hits[path[:end]] = self.hits.get(path[:end], 0) + 1
         uses = None if self.below is None else self.below.rules["write"]
@@ -80,7 +80,7 @@ class Memory:
                 self.below.store(path[: often[-1]], now)
 
     def store(self, path, now):
-        """Write what is missing of `path`, as far as there is room for it."""
+        """Write the missing blocks of `path`, as far as there is room."""
         here = self.found(path)
         if here == len(path) or max(0, self.free_at - now) > self.rules["max_wait"]:
             return
@@ -95,11 +95,11 @@ class Memory:
         self.touch(path)
 
     def takes(self, blocks, way):
-        """Return the ns for which `blocks` blocks hold the link."""
+        """Return the ns for which a transfer of `blocks` blocks occupies the link."""
         return -(-blocks * self.rules["slot"] * NS // self.rules[way + "_bandwidth"])
 
     def ready(self, blocks, now):
-        """Return when `blocks` blocks would be loaded."""
+        """Return the time at which a load of `blocks` blocks would end."""
         return max(self.free_at, now) + self.takes(blocks, "read") + self.rules["latency"]
 
 
@@ -113,7 +113,7 @@ class Hierarchy:
             memory.below = below
 
     def serve(self, keys, tokens, now):
-        """Serve a prompt at `now`; return the blocks hit and loaded, and when the load ends."""
+        """Serve a prompt at `now`; return the hit and the loaded blocks, and the load's end."""
         pool, *tiers = self.memories
         path = tuple(keys)
         limit = path[: (tokens - 1) // self.size]
@@ -150,7 +150,7 @@ class Hierarchy:
         return hit, end - hit, ready
 
     def fastest(self, parts, hit, tokens, now):
-        """Try every prefix; of those that take the least time, return the longest."""
+        """Return the end of the longest prefix to load among those of the least time."""
         always = [upto for tier, _, upto in parts if tier.rules["load"] == "always"]
         last = parts[-1][2] if parts else hit
 

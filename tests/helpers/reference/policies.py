@@ -1,4 +1,4 @@
-"""The eviction policies at block level: what each score means for a single block."""
+"""The eviction policies at block level, defined by the score of a single block."""
 
 from __future__ import annotations
 
@@ -6,56 +6,56 @@ from decimal import Context, Decimal
 from itertools import groupby
 
 EXACT = Context(prec=60)
-# Sums that are equal on paper must compare equal, whatever the last digits are.
+# Sums that are equal in exact arithmetic must compare equal.
 ROUNDED = Context(prec=8)
 
 
 class LRU:
-    """The block unused the longest; what the others derive from."""
+    """The least recently used block first; the base of the other policies."""
 
     kind = "reference"
     lookahead = 0
 
     def on_queued(self, request, now):
-        """Learn that `request` will come."""
+        """Called when `request` enters the queue."""
 
     def on_dequeued(self, request, now):
-        """Learn that `request` has come."""
+        """Called when `request` leaves the queue."""
 
     def attach(self, cache):
-        """Learn whose blocks they are."""
+        """Store the cache of the blocks."""
         self.cache = cache
 
     def on_insert(self, block, now):
-        """Learn that `block` was committed and continues no run of its creator."""
+        """Called when `block` was committed and begins a new run."""
 
     def on_access(self, block, now):
-        """Learn that another request hit `block`."""
+        """Called when another request hit `block`."""
 
     def on_release(self, blocks, now):
-        """Learn that `blocks` lost their last pin, in this order."""
+        """Called when `blocks` lost their last pin, in this order."""
 
     def leaves(self, block, now):
-        """Learn that `block` is about to be evicted."""
+        """Called when `block` is about to be evicted."""
 
     def score(self, block, _now):
-        """Return what orders the leaves, the lowest first; the less recent among equals."""
+        """Return the sort key of a leaf, the lowest first; equals in the order of release."""
         return block.released_order
 
 
 class FIFO(LRU):
-    """The block of the oldest run."""
+    """The block of the oldest run first."""
 
     def score(self, block, _now):
-        """Return the serial of its run's creation."""
+        """Return the order in which the block's run was created."""
         return block.created_order
 
 
 class MRU(LRU):
-    """The block used most recently."""
+    """The most recently used block first."""
 
     def score(self, block, _now):
-        """Return its recency, the highest first."""
+        """Return the order of the block's release, negated."""
         return -block.released_order
 
 
@@ -63,19 +63,19 @@ class Plain(LRU):
     """LFU without decay."""
 
     def score(self, block, _now):
-        """Return the number of uses."""
+        """Return the number of hits."""
         return block.hit_count
 
 
 class Fading(LRU):
     """LFU whose uses fade with time (`ns`) or with opens (`opened`).
 
-    A use at moment t counts growth^(t / period). To divide all by growth^(now / period),
-    which is what fading means, would change no order.
+    A use at moment t counts growth^(t / period). To divide all by growth^(now / period), which
+    is what fading means, would not change the order.
     """
 
     def __init__(self, unit, growth, period=1):
-        """Take the unit of moments, and that a use counts `growth` times more per period."""
+        """Store the unit of moments, and the factor `growth` of a use per period."""
         self.unit = unit
         self.growth = Decimal(growth)
         self.period = Decimal(period)
@@ -89,11 +89,11 @@ class Fading(LRU):
         block.data = EXACT.add(block.data, self.use(block, now))
 
     def score(self, block, _now):
-        """Return the sum of its uses."""
+        """Return the sum of the block's uses."""
         return ROUNDED.plus(block.data)
 
     def use(self, block, now):
-        """Return what a use counts now."""
+        """Return the weight of a use now."""
         moment = Decimal(now if self.unit == "ns" else block.last_hit_order)
         return EXACT.power(self.growth, EXACT.divide(moment, self.period))
 
@@ -102,7 +102,7 @@ class Touches(LRU):
     """LFU whose uses fade with the block's own uses: score = score · decay + 1."""
 
     def __init__(self, decay):
-        """Take the factor per use."""
+        """Store the factor per use."""
         self.decay = Decimal(decay)
 
     def on_insert(self, block, now):
@@ -111,12 +111,12 @@ class Touches(LRU):
         block.data = Decimal(1)
 
     def on_access(self, block, now):
-        """Let the past fade and add a use."""
+        """Multiply the count by the decay, and add a use."""
         del now
         block.data = EXACT.add(EXACT.multiply(block.data, self.decay), 1)
 
     def score(self, block, _now):
-        """Return what is left of its uses."""
+        """Return the decayed count of uses."""
         return ROUNDED.plus(block.data)
 
 
@@ -128,27 +128,27 @@ class SLRU(LRU):
     """
 
     def __init__(self, protected=0.5):
-        """Take the protected segment's share of the pool."""
+        """Store the protected segment's share of the pool."""
         self.share = protected
 
     def attach(self, cache):
-        """Work out the protected segment's capacity."""
+        """Compute the protected segment's capacity."""
         super().attach(cache)
         self.capacity = int(self.share * cache.blocks)
         self.entered = 0
 
     def on_insert(self, block, now):
-        """Put it on probation."""
+        """Put the block on probation."""
         del now
         block.data = (False, 0)
 
     def on_access(self, block, now):
-        """Promote it."""
+        """Promote the block."""
         del now
         block.data = (True, 0)
 
     def on_release(self, blocks, now):
-        """Enter them run by run, demoting what does not fit after each."""
+        """Enter the blocks run by run, and demote those that do not fit after each run."""
         del now
         for block in blocks:
             block.data = (block.data[0], 0)
@@ -158,7 +158,7 @@ class SLRU(LRU):
             self._demote()
 
     def score(self, block, _now):
-        """Return probation before protection, then the order of entering."""
+        """Return a key that sorts probation before protection, then by order of entering."""
         return block.data
 
     def _enter(self, block, *, protected):
@@ -179,39 +179,39 @@ class SLRU(LRU):
 
 
 class Cost(LRU):
-    """GreedyDual: the age at its last use + uses · seconds to recompute the block."""
+    """GreedyDual: the age at the last use, plus uses times the seconds to recompute."""
 
     def attach(self, cache):
-        """Start at age 0."""
+        """Start with age 0."""
         super().attach(cache)
         self.age = 0.0
 
     def on_insert(self, block, now):
-        """Remember the age."""
+        """Store the current age."""
         del now
         block.data = self.age
 
     def on_access(self, block, now):
-        """Remember the age."""
+        """Store the current age."""
         del now
         block.data = self.age
 
     def leaves(self, block, now):
-        """Age to the score of what is evicted."""
+        """Raise the age to the score of the victim."""
         self.age = max(self.age, self.score(block, now))
 
     def score(self, block, _now):
-        """Return its value."""
+        """Return the block's value."""
         size = self.cache.block_size
         seconds = self.cache.recompute(block.position * size, size)
         return block.data + (block.hit_count + 1) * seconds
 
 
 class Priority(LRU):
-    """The block of the lowest retention priority."""
+    """The block of the lowest retention priority first."""
 
     def score(self, block, now):
-        """Return the priority that holds now."""
+        """Return the current priority."""
         return block.priority if now < block.until else 35
 
 
@@ -219,67 +219,67 @@ class TTL(LRU):
     """LRU whose blocks expire after `lifetime` ns without use."""
 
     def __init__(self, lifetime):
-        """Take the lifetime."""
+        """Store the lifetime in ns."""
         self.lifetime = lifetime
 
     def on_insert(self, block, now):
-        """Start its time."""
+        """Start the block's lifetime."""
         block.expires = now + self.lifetime
 
     def on_access(self, block, now):
-        """Start its time again."""
+        """Restart the block's lifetime."""
         block.expires = now + self.lifetime
 
     def on_release(self, blocks, now):
-        """Start their time again."""
+        """Restart the lifetime of all blocks."""
         for block in blocks:
             block.expires = now + self.lifetime
 
 
 class Lookahead(LRU):
-    """What none of the next requests needs, then what is needed last."""
+    """Blocks that none of the next requests needs first, then the block needed last."""
 
     def __init__(self, requests):
-        """Take how many requests ahead to look."""
+        """Store the number of next requests that are considered."""
         self.lookahead = requests
         self.waiting = []
 
     def on_queued(self, request, now):
-        """Put it behind the others."""
+        """Add the request to the end of the queue."""
         del now
         self.waiting.append(request)
 
     def on_dequeued(self, request, now):
-        """Take it out."""
+        """Remove the request from the queue."""
         del now
         self.waiting.remove(request)
 
     def score(self, block, _now):
-        """Return whether it is needed, and by whom, the last the lowest."""
+        """Return whether the block is needed, and the negated place of the last need."""
         turns = [-n for n, request in enumerate(self.waiting) if block.place[0] in request.keys]
         return (bool(turns), max(turns, default=0))
 
 
 class LRUK(LRU):
-    """The block whose k-th last use is the longest ago; nothing is ever forgotten.
+    """The block whose k-th last use is the oldest first; the history is unbounded.
 
     `data` is (latest use, latest use that counts, the ones before it).
     """
 
     def __init__(self, k=2, correlated=0):
-        """Take which use counts, and how soon after another one it does not."""
+        """Store k, and the period in which further uses do not count."""
         self.k = k
         self.correlated = correlated
         self.past = {}
 
     def on_insert(self, block, now):
-        """Shift its past by one."""
+        """Add a use to the history of the block's key."""
         del now
         _, *uses = self.past.get(block.place[0], [None])
         block.data = [block.last_hit_order, block.last_hit_order, *uses]
 
     def on_access(self, block, now):
-        """Shift its past by one, and close up the period that ends."""
+        """Add a use, and shift the earlier ones by the correlated period that ends."""
         del now
         last, *uses = block.data
         if block.last_hit_order - last > self.correlated:
@@ -287,33 +287,36 @@ class LRUK(LRU):
         block.data = [block.last_hit_order, *uses]
 
     def leaves(self, block, now):
-        """Remember its past."""
+        """Store the history of the victim by its key."""
         del now
         self.past[block.place[0]] = block.data
 
     def score(self, block, _now):
-        """Return its k-th last use, 0 if there is none."""
+        """Return the block's k-th last use, 0 if there is none."""
         return block.data[self.k] if len(block.data) > self.k else 0
 
 
 class TailLRU(LRU):
-    """What its conversation can do without, first; `data` is how far that reaches."""
+    """Blocks whose loss would not delay the next turn of their conversation first.
+
+    `data` is the number of blocks that the conversation reaches.
+    """
 
     def __init__(self, threshold, turn, *, seconds=False):
-        """Take the threshold, in tokens or seconds, and the tokens of the next turn."""
+        """Store the threshold, in tokens or seconds, and the tokens of the next turn."""
         self.threshold = threshold
         self.turn = turn
         self.seconds = seconds
 
     def on_release(self, blocks, now):
-        """Let all before a block reach as far as that."""
+        """Raise the reach of each block, and of all blocks before it, to its end."""
         del now
         for block in blocks:
             for one in (block, *block.ancestors()):
                 one.data = max(one.data or 0, block.position + 1)
 
     def score(self, block, _now):
-        """Return whether without its key's blocks the next turn would be late."""
+        """Return True if the next turn would be late without the blocks of the key."""
         size, ratio = self.cache.block_size, self.cache.key_tokens // self.cache.block_size
         cached = block.position // max(ratio, 1) * max(ratio, 1) * size
         missing = block.data * size - cached + self.turn

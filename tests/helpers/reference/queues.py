@@ -1,4 +1,4 @@
-"""Queue policies on flat objects of one size, as published and without regard for speed."""
+"""Queue policies for flat objects of one size, as published, without regard for speed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import OrderedDict
 
 
 class SIEVE:
-    """Algorithm 1 of the paper."""
+    """SIEVE by algorithm 1 of its paper."""
 
     def __init__(self, size):
-        """Take the number of objects."""
+        """Store the number of objects."""
         self.size, self.queue, self.visited, self.hand = size, [], {}, None
 
     def hits(self, key):
-        """Say whether `key` hits, and store it if not."""
+        """Return True if `key` hits, and store it if not."""
         if key in self.visited:
             self.visited[key] = True
             return True
@@ -24,7 +24,7 @@ class SIEVE:
         return False
 
     def make_room(self):
-        """Move the hand from the oldest to the newest, and evict where it stops."""
+        """Move the hand from the oldest towards the newest, and evict where it stops."""
         at = 0 if self.hand is None else self.queue.index(self.hand)
         while self.visited[self.queue[at]]:
             self.visited[self.queue[at]] = False
@@ -34,21 +34,21 @@ class SIEVE:
 
 
 class S3FIFO:
-    """Algorithm 1 of the paper.
+    """S3-FIFO by algorithm 1 of its paper.
 
-    Where that leaves room it goes by the authors' simulator: uses begin at 0 in the main
-    queue, moving there evicts nothing, and a search in the small queue ends with a victim
-    or with the queue.
+    Where the paper is unspecific it follows the authors' simulator: uses begin at 0 in the main
+    queue, a move to it evicts nothing, and a search in the small queue ends with a victim or
+    with the end of the queue.
     """
 
     def __init__(self, size, *, small=0.1, ghost=0.9, promote=2):
-        """Take the number of objects, the shares, and the hits that promote."""
+        """Store the number of objects, the shares, and the hits that promote."""
         self.size, self.promote = size, promote
         self.share, self.remembered = small * size, int(ghost * size)
         self.small, self.main, self.ghosts = OrderedDict(), OrderedDict(), OrderedDict()
 
     def hits(self, key):
-        """Say whether `key` hits, and store it if not."""
+        """Return True if `key` hits, and store it if not."""
         queue = self.small if key in self.small else self.main
         if key in queue:
             queue[key] = min(queue[key] + 1, 3)
@@ -78,16 +78,16 @@ class S3FIFO:
 
 
 class ARC:
-    """Figure 4 of the paper."""
+    """ARC by figure 4 of its paper."""
 
     def __init__(self, size):
-        """Take the number of objects."""
+        """Store the number of objects."""
         self.size, self.target = size, 0.0
         self.once, self.again = OrderedDict(), OrderedDict()
         self.once_gone, self.again_gone = OrderedDict(), OrderedDict()
 
     def hits(self, key):
-        """Say whether `key` hits, and store it if not."""
+        """Return True if `key` hits, and store it if not."""
         if key in self.once or key in self.again:
             self.once.pop(key, None)
             self.again.pop(key, None)
@@ -100,7 +100,7 @@ class ARC:
         return False
 
     def come_back(self, key):
-        """Store what a ghost remembers, and learn from that."""
+        """Store the object of a ghost, and adapt the target."""
         returns = key in self.again_gone
         once, again = len(self.once_gone), len(self.again_gone)
         if returns:
@@ -112,7 +112,7 @@ class ARC:
         self.again[key] = None
 
     def come(self, key):
-        """Store what is new."""
+        """Store a new object."""
         known = len(self.once) + len(self.once_gone)
         total = known + len(self.again) + len(self.again_gone)
         if len(self.once) == self.size:
@@ -127,7 +127,7 @@ class ARC:
         self.once[key] = None
 
     def replace(self, *, returns=False):
-        """Evict one object; `returns` says that it is for one of the frequent ghosts."""
+        """Evict one object; `returns`: in favour of a ghost of the frequent objects."""
         held = len(self.once)
         above = held > self.target or (returns and held == self.target)
         if (held and above) or not self.again:
