@@ -166,8 +166,16 @@ class ClusterParts(RunParts):
                 for count, parts in self.groups
             ],
             "block_size": self.geometry.block_size,
+            **self._routing(),
+        }
+
+    def _routing(self) -> dict[str, Any]:
+        """Return what routes requests besides the router, as in the header of a trace."""
+        planner = self.planner()
+        return {
             "view": self.config.view,
             "fail": [str(each) for each in self.failures],
+            **({} if planner is None else {"autoscale": plain(describe(planner))}),
             **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
 
@@ -231,17 +239,12 @@ class RecordedCluster(RecordedParts, ClusterParts):
 
     def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
         """Return the configuration of the new run in the same form; these plugins ran it."""
-        planner = self.planner()
-        scaled = {} if planner is None else {"autoscale": plain(describe(planner))}
         replicas = self.recorded()["replicas"]
         if "replicas" in self._changed or self._split_anew:
             replicas = self.config.replicas if self.split is None else len(self.members)
         return super().rerun(plugins) | {
             "replicas": plain(replicas),
-            "view": self.config.view,
-            "fail": [str(each) for each in self.failures],
-            **scaled,
-            **({} if self.split is None else {"disaggregate": str(self.split)}),
+            **self._routing(),
         }
 
     def header(self) -> dict[str, Any]:
