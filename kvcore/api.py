@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
 import attrs
 
 from kvcore.cache import KVCache
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.files import refuse_overwrite
 from kvcore.models.spec import DeviceSpec, ModelSpec, WeightDtype
 from kvcore.plugins import Plugins, resolve
@@ -24,7 +24,7 @@ from kvcore.request import SLO, Request
 from kvcore.serving import Batching, Result
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace import Trace
-from kvcore.workloads import Workload
+from kvcore.workloads import RequestList, Workload
 
 if TYPE_CHECKING:
     from kvcore.analysis import Comparison
@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from kvcore.models.pricing import PriceModel
     from kvcore.progress import Progress
 
-Source: TypeAlias = str | PathLike[str] | Spec | Workload | Iterable[Request]
-"""Where requests come from: a plugin's name with options, a file, a workload, or requests."""
+Listed: TypeAlias = str | PathLike[str] | Spec | Workload | Sequence[Request]
+"""Where requests come from: a plugin's name with options, a file, a workload, or a list."""
+
+Source: TypeAlias = Listed | Iterable[Request]
+"""The same; with a cache also requests that can be read once."""
 
 PLUGINS = ("scheduler", "latency", "drafter", "generator", "backend", "codec")
 
@@ -147,8 +150,8 @@ def simulate(
     are accepted, and their defaults are those of `kvcore.serving.simulate`.
 
     Args:
-        workload: the requests: a plugin with options, a file, a workload, or with a `cache`
-            requests alone.
+        workload: the requests: a plugin with options, a file, a workload, or a list of
+            requests in the order of their arrival.
         cache: a new cache that accounts for tokens; None: one is built from the options.
         max_output: for `allocation="contiguous"`, the longest possible output in tokens;
             None: the longest of the workload.
@@ -186,7 +189,7 @@ def simulate(
 
 
 def simulate_cluster(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: Listed = "mooncake",
     *,
     residency: bool = False,
     trace: str | PathLike[str] | None = None,
@@ -201,7 +204,7 @@ def simulate_cluster(
     `count`: `replicas=[{"count": 2, "device": "h200"}, {"count": 6, "max_seqs": 64}]`.
 
     Args:
-        workload: the requests: a plugin with options, a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or a list.
         residency: whether to measure how long blocks rest, in the caches of `result.lives`.
         trace: the file to write every decision to.
         plugins: the plugins by name; None: those that are installed.
@@ -243,7 +246,7 @@ def find_capacity(
     `tensor_parallel`: each is enough by itself, and found by some four simulations.
 
     Args:
-        workload: the requests: a plugin with options, a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or a list.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of simulations that have run; None: shows nothing.
         options: as for `simulate`; plugins by name, since each simulation builds its own.
@@ -270,7 +273,7 @@ def run(
     workload: Source = "mooncake",
     *,
     cache: KVCache | None = None,
-    prompts: str | Sequence[str] = (),
+    prompts: str | Sequence[str] | None = None,
     max_output: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
@@ -286,9 +289,9 @@ def run(
     the computation are accepted.
 
     Args:
-        workload: the requests: a plugin with options, a file, or a workload.
+        workload: the requests: a plugin with options, a file, a workload, or a list.
         cache: a new cache that accounts for tokens; None: one is built from the options.
-        prompts: texts to continue, or a single one, in place of a workload.
+        prompts: texts to continue, or a single one, in place of a workload; None: none.
         max_output: tokens to generate for each text; None: 16.
         fragmentation: whether to measure the use of memory.
         residency: whether to measure how long blocks rest.
@@ -317,8 +320,11 @@ def run(
     from kvcore.config import EngineParts, RunConfig  # noqa: PLC0415 - `import kvcore` is light
 
     config = RunConfig.of("run", workload=_given(workload), **_flat(options))
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    parts = EngineParts(config, plugins, prompts=prompts, max_output=max_output)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
+    if prompts is not None and not texts:
+        msg = "prompts: there is none: give a text, or leave prompts out to serve a workload"
+        raise InputError(msg)
+    parts = EngineParts(config, plugins, prompts=texts, max_output=max_output)
     with _traced(parts, trace) as written:
         return run_engine(
             parts.workload,
@@ -329,7 +335,7 @@ def run(
 
 
 def compare(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: Listed = "mooncake",
     policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,belady",
     blocks: int | Iterable[int] | None = None,
     *,
@@ -359,7 +365,8 @@ def compare(
     each policy is from the optimum, the hits of Belady's algorithm.
 
     Args:
-        workload: a plugin's name with options, the path of a file, or a workload.
+        workload: a plugin's name with options, the path of a file, a workload, or a list of
+            requests in the order of their arrival.
         policies: one or several: names with options (one text may hold several), policy
             classes, functions that build a policy, and `belady` or its alias `optimum`.
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
@@ -376,7 +383,8 @@ def compare(
             device.
         seed: of the named policies that have an option `seed` and do not set it.
         limit: how many of the first requests are replayed; None: all.
-        window: the times between which these arrive, in seconds as text: `"60:120"`.
+        window: the times between which these arrive, in seconds as text: `"60:120"`; a tuple
+            has ns.
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest.
         price: the prices of an API that caches prompts, or their text; None: no bills.
@@ -437,7 +445,7 @@ def compare(
 
 
 def plan(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: Listed = "mooncake",
     *,
     percentile: float = 99,
     tensor_parallel: int | Iterable[int] = (1, 2, 4, 8),
@@ -458,7 +466,8 @@ def plan(
     hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
 
     Args:
-        workload: a plugin's name with options, the path of a file, or a workload.
+        workload: a plugin's name with options, the path of a file, a workload, or a list of
+            requests in the order of their arrival.
         percentile: percentage of the requests that must meet their SLO.
         tensor_parallel: GPUs that share a model: each number is tried.
         replicas: numbers of replicas; None: the fewest that do.
@@ -550,15 +559,17 @@ def _given(workload: object) -> Any:
     """Return a workload as `RunConfig` takes it.
 
     Raises:
-        InputError: requests alone, of which the length of a key is not known.
+        InputError: it is none, or requests that can be read only once.
     """
     if isinstance(workload, str | Spec | Workload):
         return workload
     if isinstance(workload, PathLike):
         return Path(fspath(workload))
+    if isinstance(workload, Sequence):
+        return RequestList(workload)
     msg = (
-        f"{workload!r:.60} is no workload: give a name, a file or a Workload, or a cache made "
-        "for these requests"
+        f"{shorten(repr(workload))} is no workload: give a name, a file, a list of requests or "
+        "a Workload"
     )
     raise InputError(msg)
 

@@ -11,6 +11,7 @@ from kvcore.workloads.base import (
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.selection import (
     PromptWorkload,
+    RequestList,
     WorkloadSample,
     find_workload,
     part_of,
@@ -19,6 +20,7 @@ from kvcore.workloads.selection import (
 
 __all__ = [
     "PromptWorkload",
+    "RequestList",
     "Workload",
     "WorkloadSample",
     "check_keys",

@@ -298,8 +298,67 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
+def _of_first(workload: RequestList) -> int:
+    """Return the tokens of a key of the first request."""
+    first = next(iter(workload.requests), None)
+    return first.key_tokens if isinstance(first, Request) else 1
+
+
 @attrs.define(eq=False)
-class PromptWorkload(Workload):
+class RequestList(Workload):
+    """Requests of a list, in the order of their arrival.
+
+    Attributes:
+        requests: the requests.
+        key_tokens: number of tokens of a key of each; without it, of the first request.
+
+    Raises:
+        InputError: an item is no request, or keys stand for different numbers of tokens.
+    """
+
+    name: ClassVar[str] = "requests"
+
+    requests: Sequence[Request] = attrs.field(repr=False)
+    key_tokens: int = attrs.Factory(_of_first, takes_self=True)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the requests."""
+        for number, request in enumerate(self.requests):
+            if not isinstance(request, Request):
+                msg = f"item {number} of the requests is no kvcore.Request: {request!r:.60}"
+                raise InputError(msg)
+            if request.key_tokens != self.key_tokens:
+                msg = (
+                    f"request {request.id!r} has keys of {request.key_tokens} tokens, and "
+                    f"others have keys of {self.key_tokens}: give all the same key_tokens"
+                )
+                raise InputError(msg)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests."""
+        return iter(self.requests)
+
+    @property
+    def digest(self) -> str:
+        """The digest of all fields of all requests."""
+        state = blake2b(digest_size=16)
+        for request in self.requests:
+            # A KeyPrefix and an array name themselves in other words than a list.
+            state.update(repr(attrs.evolve(request, keys=list(request.keys))).encode())
+        return state.hexdigest()
+
+    @property
+    def size(self) -> int:
+        """The number of requests."""
+        return len(self.requests)
+
+    def options(self) -> dict[str, int]:
+        """Return the number of requests."""
+        return {"requests": len(self.requests)}
+
+
+@attrs.define(eq=False)
+class PromptWorkload(RequestList):
     """Requests made from texts, which all arrive at once.
 
     Attributes:
@@ -312,10 +371,6 @@ class PromptWorkload(Workload):
     requests: Sequence[TextRequest] = attrs.field(repr=False)
     key_tokens: int = 16
 
-    def __iter__(self) -> Iterator[Request]:
-        """Yield the requests."""
-        return iter(self.requests)
-
     @property
     def digest(self) -> str:
         """The digest of all ids, output lengths and tokens."""
@@ -324,12 +379,3 @@ class PromptWorkload(Workload):
             state.update(f"{request.id} {request.output_tokens}:".encode())
             state.update(array("Q", request.tokens).tobytes())
         return state.hexdigest()
-
-    @property
-    def size(self) -> int:
-        """The number of requests."""
-        return len(self.requests)
-
-    def options(self) -> dict[str, int]:
-        """Return the number of requests, without their tokens."""
-        return {"requests": len(self.requests)}

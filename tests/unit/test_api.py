@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 import kvcore
-from kvcore import SLO, InputError, KVCache, PluginError, ScoreEviction, Workload
+from kvcore import SLO, InputError, KVCache, PluginError, Request, ScoreEviction, Workload
 from kvcore.analysis import compare
 from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
@@ -102,12 +102,57 @@ def test_a_single_prompt_is_not_its_letters():
     assert result.summary()["requests"] == 1
 
 
-def test_requests_alone_need_a_cache():
-    """They do not say how long a key is."""
+def test_no_prompts_at_all_are_refused():
+    """The bundled trace would be served in their place."""
+    with pytest.raises(InputError, match="prompts: there is none"):
+        kvcore.run(prompts=[])
+
+
+def test_requests_alone_are_a_workload():
+    """With a cache of their own or without one, in all calls, and in traces."""
     requests = list(Zipf(requests=3))
     assert kvcore.simulate(requests, cache=KVCache(900, 16)).summary()["completed"] == 3
-    with pytest.raises(InputError, match="is no workload: give a name, a file or a Workload"):
-        kvcore.simulate(requests)
+    assert kvcore.simulate(requests, blocks=900, trace="few.jsonl").summary()["completed"] == 3
+    (row,) = kvcore.compare(requests, "lru", 900).rows
+    assert row.hit_blocks == kvcore.compare(Zipf(requests=3), "lru", 900).rows[0].hit_blocks
+    assert sum(kvcore.simulate_cluster(requests, replicas=2, blocks=900).served) == 3
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        (iter([Request(id=1, prompt_tokens=9, key_tokens=4)]), "is no workload: give a name"),
+        (["a.jsonl"], "item 0 of the requests is no kvcore.Request: 'a.jsonl'"),
+        (
+            [Request(id=n, prompt_tokens=9, key_tokens=n) for n in (4, 8)],
+            "request 8 has keys of 8 tokens, and others have keys of 4",
+        ),
+    ],
+)
+def test_what_is_no_list_of_requests_is_refused(requests, message):
+    """A stream that can be read once, a list of something else, and keys of several sizes."""
+    with pytest.raises(InputError, match=message):
+        kvcore.compare(requests, "lru", 10)
+
+
+def test_whole_numbers_of_numpy_are_numbers():
+    """They come from sizes that were computed, and are written to traces as others are."""
+    numpy = pytest.importorskip("numpy")
+    given = {"blocks": numpy.int64(60), "limit": numpy.int32(4), "rate_scale": numpy.float32(2)}
+    result = kvcore.simulate(ZIPF, **given, trace="numpy.jsonl")
+    assert len(result.requests["id"]) == 4
+    assert len(kvcore.simulate_cluster(ZIPF, replicas=numpy.int64(2), blocks=60).served) == 2
+    with pytest.raises(InputError, match="blocks: expected a whole number, not true"):
+        kvcore.simulate(ZIPF, blocks=True)
+
+
+def test_a_window_in_seconds_is_text():
+    """A tuple has ns, in which an hour of seconds would be a window of 3.6 us."""
+    with pytest.raises(InputError, match=r"\(0, 3600\) has nanoseconds; .* the text '0:3600'"):
+        kvcore.simulate(ZIPF, window=(0, 3600))
+    with pytest.raises(InputError, match="the text '60:'"):
+        kvcore.simulate(ZIPF, window=(60, None))
+    assert kvcore.simulate(ZIPF, window=(0, 10**12)).summary()["completed"]
 
 
 def test_a_workload_without_a_name_is_refused():
