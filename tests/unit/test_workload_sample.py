@@ -174,7 +174,7 @@ def test_a_list_of_requests_has_the_digest_of_its_fields():
     keys = [1, 2], KeyPrefix(path, 2), path[:2]
     same = {RequestList([ask("a", key_tokens=8, keys=each)]).digest for each in keys}
     assert len(same) == 1
-    others = {"output": 9}, {"arrival": 1}, {"keys": [1, 3]}, {"tenant": "b"}
+    others = {"output": 9}, {"at": 1}, {"keys": [1, 3]}, {"tenant": "b"}
     digests = {
         RequestList([ask("a", key_tokens=8, **{"keys": [1, 2]} | fields)]).digest
         for fields in others
