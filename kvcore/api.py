@@ -271,7 +271,7 @@ def run(
     workload: Source = "mooncake",
     *,
     cache: KVCache | None = None,
-    prompts: str | Sequence[str] = (),
+    prompts: str | Sequence[str] | None = None,
     max_output: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
@@ -290,7 +290,7 @@ def run(
         workload: the requests: a plugin with options, a file, a workload, or an iterable of
             `Request`.
         cache: a new cache that accounts for tokens; None: one is built from the options.
-        prompts: texts to continue, or a single one, in place of a workload.
+        prompts: texts to continue, or a single one, in place of a workload; None: none.
         max_output: tokens to generate for each text; None: 16.
         fragmentation: whether to measure the use of memory.
         residency: whether to measure how long blocks rest.
@@ -319,8 +319,11 @@ def run(
     from kvcore.config import EngineParts, RunConfig  # noqa: PLC0415 - `import kvcore` is light
 
     config = RunConfig.of("run", workload=workload, **_flat(options))
-    prompts = [prompts] if isinstance(prompts, str) else prompts
-    parts = EngineParts(config, plugins, prompts=prompts, max_output=max_output)
+    texts = [prompts] if isinstance(prompts, str) else list(prompts or ())
+    if prompts is not None and not texts:
+        msg = "prompts: there is none: give a text, or leave prompts out to serve a workload"
+        raise InputError(msg)
+    parts = EngineParts(config, plugins, prompts=texts, max_output=max_output)
     with _traced(parts, trace) as written:
         return run_engine(
             parts.workload,
@@ -379,7 +382,8 @@ def compare(
             device.
         seed: of the named policies that have an option `seed` and do not set it.
         limit: how many of the first requests are replayed; None: all.
-        window: the times between which these arrive, in seconds as text: `"60:120"`.
+        window: the times between which these arrive, in seconds as text: `"60:120"`; a tuple
+            has ns.
         trace: the file to write every decision to; with one policy and one size.
         residency: whether to measure how long blocks rest.
         price: the prices of an API that caches prompts, or their text; None: no bills.

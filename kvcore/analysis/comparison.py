@@ -20,7 +20,7 @@ from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
 from kvcore.notebook import Shown, data_frame
@@ -314,8 +314,8 @@ class ReplaySetup:
         """
         if not isinstance(workload, Workload):
             msg = (
-                f"{workload!r:.60} is no workload: give requests, or an instance, such as one "
-                "of Plugins().build('workload', 'zipf:skew=1.5')"
+                f"{shorten(repr(workload))} is no workload: give requests, or an instance "
+                "such as one of Plugins().build('workload', 'zipf:skew=1.5')"
             )
             raise InputError(msg)
         check_name(workload)

@@ -10,10 +10,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from numbers import Real
+from operator import index
 from os import PathLike, fspath
 from pathlib import Path
 from types import UnionType
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NoReturn,
+    SupportsIndex,
+    TypeAlias,
+    Union,
+    get_args,
+    get_origin,
+)
 
 import attrs
 
@@ -121,8 +133,8 @@ def as_whole(value: object) -> int:
     """Return a whole number, which text may have with a unit."""
     if isinstance(value, str):
         return parse_whole(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return check_whole(value)
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        return check_whole(index(value))  # NumPy's integers too
     return refuse("a whole number", value)
 
 
@@ -136,6 +148,10 @@ def as_bytes(value: object) -> int:
     return parse_bytes(value) if isinstance(value, str) else as_whole(value)
 
 
+LEAST_WINDOW = 1_000_000
+"""Nanoseconds below which the times of a window are taken for seconds, by mistake."""
+
+
 def as_window(value: object) -> Any:
     """Return a window of time in ns; text has seconds, such as `60:120`."""
     if isinstance(value, str):
@@ -144,11 +160,20 @@ def as_window(value: object) -> Any:
         return refuse("a window of time in seconds, such as '60:120'", value)
     match value:
         case (int(start), None) if start >= 0:
-            return value
+            limit = start or None
         case (int(start), int(end)) if 0 <= start < end:
-            return value
-    msg = f"expected a window of time in ns, such as (0, 10**9) or (5, None), not {value!r:.60}"
-    raise InputError(msg)
+            limit = end
+        case _:
+            msg = (
+                "expected a window of time in ns, such as (0, 10**9) or (10**9, None), "
+                f"not {value!r:.60}"
+            )
+            raise InputError(msg)
+    if limit is not None and limit < LEAST_WINDOW:
+        seconds = ":".join("" if time is None else str(time) for time in value)
+        msg = f"{value!r} has nanoseconds; for seconds give the text {seconds!r}"
+        raise InputError(msg)
+    return value
 
 
 def as_slo(value: object) -> SLO:
@@ -230,8 +255,9 @@ def _choice(value: object, choices: tuple[object, ...]) -> Any:
 
 
 def _number(value: object) -> float:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return value  # an integer stays one: it is written to traces as it was given
+    if isinstance(value, Real) and not isinstance(value, bool):
+        # An integer stays one: it is written to traces as it was given. NumPy's cannot be.
+        return value if isinstance(value, int | float) else float(value)
     return refuse("a number", value)
 
 
@@ -365,7 +391,7 @@ RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
 
 def as_replicas(value: object) -> Any:
     """Return the number of servers, or the options of each group of identical ones."""
-    if isinstance(value, int | str):
+    if isinstance(value, SupportsIndex | str):
         return check_whole(as_whole(value), 1)
     if isinstance(value, Mapping):
         value = (value,)

@@ -316,20 +316,20 @@ class RunParts:
         if blocks is None and memory is None:
             deployment = self.deployment
             with self._about("tensor_parallel"):
-                return deployment.blocks(self._sequences) - self._null_blocks
+                return deployment.blocks(self._sequences) - self.null_blocks
         with self._about("blocks" if memory is None else "memory"):
             if memory is not None:
                 blocks = self.blocks_in(memory)
-            used = cast("int", blocks) - self._null_blocks
-            if self._null_blocks and used < 1:
+            used = cast("int", blocks) - self.null_blocks
+            if self.null_blocks and used < 1:
                 msg = "the one block is that which is never used: give 2 or more"
                 raise InputError(msg)
             CountingPool(used)
         return used
 
     @property
-    def _null_blocks(self) -> int:
-        """The number of blocks of the pool that are never used."""
+    def null_blocks(self) -> int:
+        """Number of blocks of the pool that are never used."""
         return int(self.config.timed and self.config.null_block)
 
     def blocks_in(self, memory: int | str) -> int:

@@ -48,14 +48,18 @@ class ClusterReport(SimulationReport):
         summary, lines = self.summary, []
         if len(summary["replicas"]) > MOST_ROWS:
             lines.append("Replicas by the time they were busy; figures are means of a group.")
-        if changes := summary["changes"]:
-            starts, all_replicas = sum(each["up"] for each in changes), len(summary["replicas"])
-            mean = summary["replica_s"] / summary["simulated_s"]
+        if self.config.get("autoscale"):
+            changes, all_replicas = summary["changes"], len(summary["replicas"])
+            starts, mean = sum(each["up"] for each in changes), self._mean_up
+            decided = "The planner started and stopped no replica"
+            if changes:
+                decided = (
+                    f"The planner started or stopped a replica {counted(len(changes), 'time')}"
+                    f", {starts:,} of these were starts"
+                )
             lines.append(
-                f"The planner started or stopped a replica {counted(len(changes), 'time')}, "
-                f"{starts:,} of these were starts; in the mean {format_number(mean)} of "
-                f"{all_replicas:,} replicas were up ({share(mean / all_replicas)}). One that "
-                "stops loses its K/V."
+                f"{decided}; in the mean {format_number(mean)} of {all_replicas:,} replicas "
+                f"were up ({share(mean / all_replicas)}). One that stops loses its K/V."
             )
         failed = [each["replica"] for each in summary["replicas"] if each["failures"]]
         if failed:
@@ -71,12 +75,14 @@ class ClusterReport(SimulationReport):
     @property
     def setup(self) -> str:
         """A sentence with all options of the run."""
-        pool = {"block_size": self.config["block_size"], "blocks": self._blocks}
-        report = attrs.evolve(self, summary={**self.summary, "count": "tokens", "pool": pool})
-        text = super(ClusterReport, report).setup.removesuffix(".")
-        fails = self.config["fail"]
-        failed = f"; {counted(len(fails), 'failure')}" if fails else ""
-        return f"{text}; view {self.config['view']}{failed}."
+        config = self.config
+        pool = {"block_size": config["block_size"], "blocks": config["replicas"][0]["blocks"]}
+        report = attrs.evolve(
+            self,
+            summary={**self.summary, "count": "tokens", "pool": pool},
+            config={**config, "routing": {"view": config["view"]}},
+        )
+        return super(ClusterReport, report).setup
 
     @property
     def _blocks(self) -> int:
@@ -94,6 +100,20 @@ class ClusterReport(SimulationReport):
             f"{each} of {kind}" if len(kinds) > 1 else kind for kind, each in kinds.items()
         )
         return f"{counted(count, 'replica')}{', ' if len(kinds) > 1 else ' of '}{of}"
+
+    @property
+    def _able(self) -> str:
+        if not self.config.get("autoscale"):
+            return self._devices
+        up = format_number(self._mean_up)
+        return f"the {up} of {self._devices} that the planner has up in the mean"
+
+    @property
+    def _mean_up(self) -> float:
+        """Number of replicas that are up, in the mean over the time of the run."""
+        seconds: float = self.summary["simulated_s"]
+        replica_s: float = self.summary["replica_s"]
+        return replica_s / seconds if seconds else float(len(self.summary["replicas"]))
 
     @property
     def _rate(self) -> str:

@@ -242,7 +242,7 @@ class SimulationReport:
             missed = f"; {1 - met:.0%} of the requests miss the SLO"
         last = " What would hold is searched for, and told below." if self.searching else ""
         return (
-            f"SATURATED: {self.config['workload']['name']} asks for {much} {self._devices} "
+            f"SATURATED: {self.config['workload']['name']} asks for {much} {self._able} "
             f"can do: {found['why']}{missed}. The queue grows for as long as requests arrive, "
             "so the times below tell how long the workload is, not how fast the system "
             f"is.{last}"
@@ -350,6 +350,11 @@ class SimulationReport:
     @property
     def _devices(self) -> str:
         return f"{self.config['tensor_parallel']} x {self.config['device']}"
+
+    @property
+    def _able(self) -> str:
+        """What a saturated workload asks too much of."""
+        return self._devices
 
     @property
     def _rate(self) -> str:

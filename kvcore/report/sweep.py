@@ -208,7 +208,7 @@ class SweepReport:
         if len(rows) == candidates > 1:
             return "all alike"
         axes = self._competing or ["eviction"]
-        names = [" + ".join(str(row[name]) for name in axes) for row in rows]
+        names = [" + ".join(written(name, row) for name in axes) for row in rows]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

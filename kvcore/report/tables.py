@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
@@ -130,9 +130,19 @@ def setup(header: Mapping[str, Any]) -> str:
             value = ", ".join(f"{part}={time / NS_PER_S:g}" for part, time in value.items())
         if value is not None:
             parts.append(f"{name} {as_text(value)}")
-    parts += [f"view {routing['view']}"] if "view" in routing else []
-    parts += [f"fail {each}" for each in routing.get("fail", ())]
+    parts += _routed(routing)
     return f"Setup: {'; '.join(parts)}."
+
+
+def _routed(routing: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the options of a cluster that are no plugins of its servers."""
+    if "view" in routing:
+        yield f"view {routing['view']}"
+    yield from (f"fail {each}" for each in routing.get("fail", ()))
+    if planner := routing.get("autoscale"):
+        yield f"autoscale {_wrappable(planner['name'], planner['options'])}"
+    if split := routing.get("disaggregate"):
+        yield f"disaggregate {split.replace(',', ', ')}"
 
 
 def _wrappable(name: str, options: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ from kvcore.workloads.base import (
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.selection import (
     PromptWorkload,
-    RequestWorkload,
+    RequestList,
     WorkloadSample,
     find_workload,
     given_workload,
@@ -21,7 +21,7 @@ from kvcore.workloads.selection import (
 
 __all__ = [
     "PromptWorkload",
-    "RequestWorkload",
+    "RequestList",
     "Workload",
     "WorkloadSample",
     "check_keys",

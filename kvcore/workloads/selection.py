@@ -70,7 +70,7 @@ def opened(workload: Any, plugins: Plugins) -> Any:
     """Return the workload that a text or path names, or that requests are; others as they are.
 
     Raises:
-        InputError: as `find_workload`, or as `RequestWorkload`.
+        InputError: as `find_workload`, or as `RequestList`.
     """
     if isinstance(workload, PathLike):
         return find_workload(str(Path(workload).absolute()), plugins)
@@ -310,7 +310,7 @@ def _read_once(requests: Iterable[Request]) -> tuple[Request, ...]:
 
 
 @attrs.define(eq=False)
-class RequestWorkload(Workload):
+class RequestList(Workload):
     """Requests that are in memory already, such as those that a program makes itself.
 
     Attributes:
@@ -358,7 +358,8 @@ class RequestWorkload(Workload):
         """The digest of all fields of all requests."""
         state = blake2b(digest_size=16)
         for request in self.requests:
-            state.update(repr(request).encode())
+            # Of equal keys, whatever sequence holds them.
+            state.update(repr(attrs.evolve(request, keys=list(request.keys))).encode())
         return state.hexdigest()
 
     @property
@@ -371,7 +372,7 @@ class RequestWorkload(Workload):
         return {"requests": len(self.requests)}
 
 
-class PromptWorkload(RequestWorkload):
+class PromptWorkload(RequestList):
     """Requests made from texts by `text_request`, which all arrive at once."""
 
     __slots__ = ()
@@ -392,10 +393,10 @@ def given_workload(value: object) -> Workload | None:
     """Return a workload as it is, and an iterable of requests as one; None for other objects.
 
     Raises:
-        InputError: as `RequestWorkload`.
+        InputError: as `RequestList`.
     """
     if isinstance(value, Workload):
         return value
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping | PathLike):
-        return RequestWorkload(value)
+        return RequestList(value)
     return None

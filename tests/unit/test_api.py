@@ -112,6 +112,12 @@ def test_both_names_of_the_codec_are_refused():
         kvcore.compare("zipf:requests=3", "lru", 9, codec="fp8-e4m3", kv_dtype="bf16")
 
 
+def test_no_prompts_at_all_are_refused():
+    """An empty list of prompts raises InputError; the bundled trace is not served instead."""
+    with pytest.raises(InputError, match="prompts: there is none"):
+        kvcore.run(prompts=[])
+
+
 def test_requests_are_served_as_their_workload_is():
     """A list or generator of requests gives the result of the workload that yields them."""
     source = Zipf(requests=30)
@@ -153,6 +159,26 @@ def test_requests_that_make_no_workload_are_refused(call, requests, message):
     """The error names the object, or the request, and what a workload needs."""
     with pytest.raises(InputError, match=message):
         call(requests)
+
+
+def test_whole_numbers_of_numpy_are_numbers(tmp_path):
+    """Options take NumPy's integers and floats, and write them to traces as Python's."""
+    numpy = pytest.importorskip("numpy")
+    given = {"blocks": numpy.int64(60), "limit": numpy.int32(4), "rate_scale": numpy.float32(2)}
+    result = kvcore.simulate(ZIPF, **given, trace=tmp_path / "run.jsonl")
+    assert len(result.requests["id"]) == 4
+    assert len(kvcore.simulate_cluster(ZIPF, replicas=numpy.int64(2), blocks=60).served) == 2
+    with pytest.raises(InputError, match="blocks: expected a whole number, not true"):
+        kvcore.simulate(ZIPF, blocks=True)
+
+
+def test_a_window_in_seconds_is_text():
+    """A window of a few ns in a tuple raises InputError that shows the text in seconds."""
+    with pytest.raises(InputError, match=r"\(0, 3600\) has nanoseconds; .* the text '0:3600'"):
+        kvcore.simulate(ZIPF, window=(0, 3600))
+    with pytest.raises(InputError, match="the text '60:'"):
+        kvcore.simulate(ZIPF, window=(60, None))
+    assert kvcore.simulate(ZIPF, window=(0, 10**12)).summary()["completed"]
 
 
 def test_a_workload_without_a_name_is_refused():

@@ -60,4 +60,22 @@ def test_a_failure_is_told(reported):
     report = reported(replicas=2, fail="replica=1,at=0.5,for=0.5")
     assert report.reading.startswith("Failed, 1 time in all: replica 1.")
     assert [row[-1] for row in report.replicas] == ["0", "1"]
-    assert report.setup.endswith("view index; 1 failure.")
+    assert report.setup.endswith("view index; fail replica=1,at=0.5,for=0.5.")
+
+
+def test_the_setup_names_replicas_and_pools_of_phases(reported):
+    """The pools of replicas are no single pool, and a split is an option like others."""
+    setup = reported(blocks=40, disaggregate="prefill=1,decode=2").setup
+    assert "; 3 replicas, the first with 40 blocks of 16 tokens;" in setup
+    assert "; disaggregate prefill=1, decode=2, mixed=0, " in setup
+
+
+def test_a_planner_is_named_where_it_starts_no_replica(reported):
+    """In the setup and the configuration, and in the warning that the cluster is saturated."""
+    report = reported(replicas=4, autoscale="load", rate_scale=100)
+    assert report.config["autoscale"]["options"]["interval"] == 180
+    assert "; autoscale load:least=1, most=0, start=0, interval=180.0, " in report.setup
+    assert "started and stopped no replica; in the mean 1 of 4 replicas" in report.reading
+    assert "the 1 of 4 replicas of 1 x h100 that the planner has up in the mean can do" in (
+        report.warning
+    )

@@ -180,3 +180,10 @@ def test_what_a_killed_sweep_has_left_is_replaced(sweep, tmp_path):
     (tmp_path / "t.csv.part").write_text("half")
     write_table(sweep, tmp_path / "t.csv")
     assert [path.name for path in tmp_path.iterdir()] == ["t.csv"]
+
+
+def test_an_option_that_is_left_out_is_none_in_the_table():
+    """As it is written in the file of the sweep."""
+    grid = Grid("simulate", retention=["none", "h2o:budget=512"], seed=1)
+    results = ({"goodput": 2.0, "retention": None}, {"goodput": 1.0, "retention": "h2o"})
+    assert SweepReport(timed(grid, *results)).rows[0][0] == "none"

@@ -127,3 +127,11 @@ def test_a_row_says_what_was_chosen_for_it():
     assert (first["blocks"], first["pool_bytes"]) == (512, 2**30)
     assert (first["slo"], second["slo"]) == ("ttft=1", "none")
     assert (first["scheduler"], first["block_size"]) == ("fcfs", 16)
+
+
+def test_a_row_has_the_pool_that_was_asked_for():
+    """With the block that an engine never uses: a run of the row is the same run again."""
+    (row,) = Plan.of(Grid(workload="zipf", blocks=800, like="vllm")).rows
+    assert (row["blocks"], row["pool_bytes"]) == (800, 800 * 2**21)
+    (row,) = Plan.of(Grid(workload="zipf", memory="1GiB", like="vllm")).rows
+    assert row["pool_bytes"] == 2**30

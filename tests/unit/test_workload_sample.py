@@ -1,5 +1,6 @@
 """Samples of a workload: a part of its requests, scaled to shorter lengths."""
 
+from array import array
 from itertools import islice
 from typing import ClassVar
 
@@ -9,8 +10,8 @@ from helpers.serving import ask
 
 from kvcore import InputError, KVCache, Request, Workload
 from kvcore.analysis.serial_replay import replay
-from kvcore.request import Hints, Retention
-from kvcore.workloads import WorkloadSample
+from kvcore.request import Hints, KeyPrefix, Retention
+from kvcore.workloads import RequestList, WorkloadSample
 from kvcore_plugins.workload import Mooncake
 
 
@@ -171,3 +172,17 @@ def test_a_window_is_told():
     assert sample.options()["window"] == "60:"
     assert (sample.name, sample.size) == ("mooncake", None)
     assert sample.digest != WorkloadSample(Mooncake()).digest
+
+
+def test_a_list_of_requests_has_the_digest_of_its_fields():
+    """Whatever holds the keys; another length, time or key is another workload."""
+    path = array("q", [1, 2, 3])
+    keys = [1, 2], KeyPrefix(path, 2), path[:2]
+    same = {RequestList([ask("a", key_tokens=8, keys=each)]).digest for each in keys}
+    assert len(same) == 1
+    others = {"output": 9}, {"at": 1}, {"keys": [1, 3]}, {"tenant": "b"}
+    digests = {
+        RequestList([ask("a", key_tokens=8, **{"keys": [1, 2]} | fields)]).digest
+        for fields in others
+    }
+    assert len(digests | same) == 5

@@ -243,11 +243,12 @@ class CellRun:
             row["fail"] = "; ".join(row["fail"])
         else:
             row["accounting"] = parts.geometry.accounting
+        blocks = parts.blocks + parts.null_blocks
         return row | {
             "model": parts.model.name,
             "block_size": parts.geometry.block_size,
-            "blocks": parts.blocks,
-            "pool_bytes": parts.blocks * parts.deployment.bytes_per_block,
+            "blocks": blocks,
+            "pool_bytes": blocks * parts.deployment.bytes_per_block,
         }
 
     @property
