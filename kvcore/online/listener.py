@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +134,12 @@ class Listener:
             self._server.close()
         await self._runner.cleanup()
 
+    def abort(self) -> None:
+        """Close all connections, which ends the requests in flight."""
+        for connection in self._runner.server.connections if self._runner.server else ():
+            if connection.transport is not None:
+                connection.transport.abort()
+
     def json(self, document: Any, status: int = 200) -> web.Response:
         """Return `document` as an answer in JSON."""
         answer: web.Response = self._web.Response(
@@ -213,6 +219,23 @@ def _logger(malformed: type[Exception]) -> logging.Logger:
         lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
     )
     return logger
+
+
+async def stopped(
+    stop: Coroutine[Any, Any, None], signals: asyncio.Event, abort: Callable[[], None]
+) -> None:
+    """Wait for `stop`, which waits for requests in flight; call `abort` on a further signal.
+
+    A wrapper of the command may pass on a signal that the command gets as well.
+    """
+    signals.clear()
+    stopping = asyncio.ensure_future(stop)
+    again = asyncio.ensure_future(signals.wait())
+    await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not stopping.done():
+        abort()
+    await stopping
 
 
 @contextmanager

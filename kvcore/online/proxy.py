@@ -14,7 +14,14 @@ import orjson
 
 from kvcore.extras import import_extra
 from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
-from kvcore.online.listener import METRICS_HEADERS, NO_SERVER, Listener, error_body, signalled
+from kvcore.online.listener import (
+    METRICS_HEADERS,
+    NO_SERVER,
+    Listener,
+    error_body,
+    signalled,
+    stopped,
+)
 from kvcore.online.prompts import Call
 from kvcore.online.route_config import RouteConfig
 from kvcore.online.traffic import Flight
@@ -227,6 +234,10 @@ class Proxy:
         """Stop listening, wait for requests in flight, and close all connections."""
         self._closing = True
         await self._closed.aclose()
+
+    def abort(self) -> None:
+        """Close the connections of clients, so that `stop` does not wait for their requests."""
+        self._listener.abort()
 
     def _refusal(self, status: int, message: str, param: str | None = None) -> web.Response:
         """Count a refused request, and return its answer."""
@@ -541,5 +552,5 @@ async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
     with signalled() as ending:
         ready(proxy.url)
         await ending.wait()
-    warn("ending; a second signal does not wait for requests in flight")
-    await proxy.stop()
+        warn("ending; a second signal does not wait for requests in flight")
+        await stopped(proxy.stop(), ending, proxy.abort)

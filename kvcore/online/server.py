@@ -18,7 +18,7 @@ from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
-from kvcore.online.listener import METRICS_HEADERS, ApiError, Listener, signalled
+from kvcore.online.listener import METRICS_HEADERS, ApiError, Listener, signalled, stopped
 from kvcore.online.metrics import server_metrics
 from kvcore.online.stored import StoredBlocks
 from kvcore.request import TextRequest, text_request
@@ -235,10 +235,10 @@ class Server:
                     rate_scale=1.0,
                     slo=None,
                 )
+            self.cache, self.stored, self._generator = cache, stored, generator
+            self.model = config.name or generator.spec.name
+            self.engine = LiveEngine(loop, self._fail)
             self._stack = stack.pop_all()
-        self.cache, self.stored, self._generator = cache, stored, generator
-        self.model = config.name or generator.spec.name
-        self.engine = LiveEngine(loop, self._fail)
 
     async def start(self) -> None:
         """Start to serve and to listen.
@@ -276,6 +276,10 @@ class Server:
                 self._stack.__exit__(type(failure), failure, failure.__traceback__)
                 raise failure
             self._stack.close()
+
+    def abort(self) -> None:
+        """Close all connections, so that `stop` does not wait for open requests."""
+        self._listener.abort()
 
     async def failed(self) -> None:
         """Return when the engine has failed."""
@@ -584,7 +588,7 @@ def _usage(call: Call, output: int, hit: int) -> dict[str, Any]:
 
 
 def run(parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM.
+    """Serve until Ctrl-C or SIGTERM; a second one does not wait for open requests.
 
     Args:
         parts: model, cache and scheduler.
@@ -602,12 +606,12 @@ async def _run(
     parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
 ) -> None:
     server = Server(parts, config)
-    await server.start()
     with signalled() as ending:
+        await server.start()
         ready(server)
         loop = asyncio.get_running_loop()
         waits = [loop.create_task(ending.wait()), loop.create_task(server.failed())]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-    await server.stop()
+        await stopped(server.stop(), ending, server.abort)

@@ -1,6 +1,7 @@
 """Tests of `kvcore route` as a process, and of the trace that it writes."""
 
 import asyncio
+import signal
 import sys
 from contextlib import asynccontextmanager
 
@@ -63,6 +64,26 @@ def test_the_trace_is_whole_after_sigterm(tmp_path):
     run = run_here("simulate", path, "--replicas", "2", "--router", "least-requests")
     assert "1 completed" in run.stdout, run.stderr
     assert "a proxy has written this trace" in run_here("replay", path).stderr
+
+
+def test_a_second_signal_does_not_wait_for_requests_in_flight(tmp_path):
+    """A second SIGTERM closes the connections of clients, and the trace is still complete."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene():
+        async with routing("--router", "least-requests", "--trace", path) as (program, servers):
+            for each in servers:
+                each.script = "wait"
+            asked = asyncio.create_task(ask(program.url))
+            await until(lambda: any(each.calls for each in servers))
+            program.process.send_signal(signal.SIGTERM)
+            await until(lambda: b"ending" in program.told)
+            assert await program.stop() == 0
+            with pytest.raises(aiohttp.ClientError):
+                await asked
+
+    asyncio.run(scene())
+    assert [event.event for event in read_events(path)][-1] == "END"
 
 
 def test_the_trace_can_be_read_after_sigkill(tmp_path):

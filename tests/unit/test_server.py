@@ -4,6 +4,7 @@
 import asyncio
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -319,6 +320,34 @@ def test_a_process_ends_well_and_its_trace_replays(tmp_path):
     report = replay(trace)
     assert report.complete
     assert report.requests == report.finished + report.rejected == 4
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_open_requests(tmp_path):
+    """A second SIGTERM closes the connections of clients, and the trace is still complete."""
+    trace = tmp_path / "day.jsonl"
+    server = ServerProcess("--trace", str(trace), "--grace", "600").wait()
+    try:
+        stream = client(server).completions.create(
+            model="tiny", prompt="endless", max_tokens=30_000, stream=True
+        )
+        next(iter(stream))
+        server.process.send_signal(signal.SIGTERM)
+        asyncio.run(until(lambda: refuses(server.port)))
+        code, printed = server.stop()
+        with pytest.raises(openai.APIConnectionError):
+            list(stream)
+    finally:
+        server.kill()
+    assert code == 0, printed
+    report = replay(trace)
+    assert (report.complete, report.requests) == (True, 1)
+
+
+def refuses(port):
+    """Return whether nothing listens at a port."""
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) != 0
 
 
 @pytest.mark.slow
