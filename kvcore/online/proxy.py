@@ -541,5 +541,5 @@ async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
     with signalled() as ending:
         ready(proxy.url)
         await ending.wait()
-    warn("ending; a second signal does not wait for requests in flight")
-    await proxy.stop()
+        warn("ending; a second signal does not wait for requests in flight")
+        await proxy.stop()
