@@ -253,7 +253,7 @@ def _print(report: Report) -> None:
     tables: list[Any] = [(["trace", report.file], rows, [report.file])]
     replicas = report.replicas or []
     if len(replicas) > MOST_ROWS:
-        tables.append(f"--json tells of each of the {len(replicas):,} replicas.")
+        tables.append(f"--json has each of the {len(replicas):,} replicas.")
     elif replicas:
         tables.append((REPLICA, list(map(_replica_row, replicas)), REPLICA[1:]))
     print_sections(*tables, about)

@@ -101,7 +101,8 @@ class Router(Plugin):
         Of equal ones the replica with the fewest requests in flight wins, then the one with
         the fewest ever sent, then the first.
         """
-        raise NotImplementedError
+        msg = "neither cost() nor route() is defined: define one"
+        raise NotImplementedError(msg)
 
     def route(self, request: Request, replicas: Sequence[Replica], now: int) -> Replica | None:
         """Return the replica that serves `request`; None refuses the request.

@@ -67,7 +67,7 @@ class LiveInbox(Arrivals):
         self._on_ended = on_ended
         self._coming: deque[Request] = deque()
         self.changed = threading.Condition()
-        self.left: set[int | str] = set()
+        self.left: dict[int | str, str] = {}
         self.closing = False
 
     def put(self, request: Request) -> None:
@@ -77,10 +77,10 @@ class LiveInbox(Arrivals):
             self.next_at = 0
             self.changed.notify()
 
-    def leave(self, request: int | str) -> None:
-        """Record that the client of a request has disconnected."""
+    def leave(self, request: int | str, end: str) -> None:
+        """Record that a request needs no more tokens; the first `end` of a request holds."""
         with self.changed:
-            self.left.add(request)
+            self.left.setdefault(request, end)
             self.changed.notify()
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ class Tally(RunLog):
         prompt_tokens, output_tokens, hit_tokens: sums over finished requests.
         ttft_ns, e2e_ns: sums of the times of finished requests.
         why: reason of the last rejection.
-        cancelled: id of the last request that was aborted for its client.
+        cancelled: id of the last request that was aborted since its client has disconnected.
     """
 
     def __init__(self, blocks: int) -> None:
@@ -190,13 +190,13 @@ class LiveLoop(ServingLoop):
         self.listeners: dict[int | str, Listener] = {}
         self._tensors = executor
         self._stored = stored
-        self._leaving: set[int | str] = set()
+        self._leaving: dict[int | str, str] = {}
         self._began_ns = perf_counter_ns()
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
 
     def begin(self) -> bool:
-        """Advance the clock, abort requests of disconnected clients, and plan a step."""
+        """Advance the clock, abort requests that need no more tokens, and plan a step."""
         elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
         if self._trace is not None and self.clock_ps >= self._flush_at_ps:
@@ -272,32 +272,33 @@ class LiveLoop(ServingLoop):
             self._stored.closed(request)
 
     def _let_go(self) -> None:
-        """Abort the requests of disconnected clients.
+        """Abort requests that need no more tokens.
 
         A request that waits for a transfer, or for its blocks after a preemption, is aborted
         when it runs again.
         """
         inbox = self.inbox
         with inbox.changed:
-            left, inbox.left = inbox.left | self._leaving, set()
-        self._leaving = set()
-        for name in left:
+            left, inbox.left = {**inbox.left, **self._leaving}, {}
+        self._leaving = {}
+        for name, end in left.items():
             each = self.open.get(name)
             # A request that is not open is in the inbox, or has ended.
-            if each is not None and self._abort(each):
+            if each is not None and self._abort(each, end):
                 continue
             if each is not None or name in self.listeners:
-                self._leaving.add(name)
+                self._leaving[name] = end
 
-    def _abort(self, each: OpenRequest) -> bool:
+    def _abort(self, each: OpenRequest, end: str) -> bool:
         """Abort a request; return False if it cannot be aborted before it runs again."""
         name = each.job.request.id
-        self.log.cancelled = name
+        if end == CANCELLED:
+            self.log.cancelled = name
         if not self.abort(each.job, GONE):
             return False
         self._tensors.streams.pop(name, None)
         del self.open[name]
-        each.listener(Tokens(end=CANCELLED))
+        each.listener(Tokens(end=end, hit=each.job.hit))
         return True
 
 
@@ -331,7 +332,11 @@ class LiveEngine:
 
     def cancel(self, request: int | str) -> None:
         """Cancel a request of a client that has disconnected."""
-        self.loop.inbox.leave(request)
+        self.loop.inbox.leave(request, CANCELLED)
+
+    def finish(self, request: int | str) -> None:
+        """End a request before its last token, since its text has ended."""
+        self.loop.inbox.leave(request, FINISHED)
 
     def close(self) -> None:
         """Wait until all requests have ended and the thread has stopped."""

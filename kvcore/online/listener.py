@@ -94,11 +94,13 @@ class Listener:
         app = self._web.Application(client_max_size=body, middlewares=[answered])
         for route, handler in routes.items():
             app.router.add_route(*route.split(), handler)
-        malformed = import_extra("aiohttp.http_exceptions", needed, "serve")
+        malformed = import_extra("aiohttp.http_exceptions", needed, "serve").HttpProcessingError
+        protocol = import_extra("aiohttp.web_protocol", needed, "serve")
+        self._unreadable = protocol.RequestPayloadError
         self._runner = self._web.AppRunner(
             app,
             access_log=None,
-            logger=_logger(malformed.HttpProcessingError),
+            logger=_logger(malformed, self._unreadable),
             handler_cancellation=True,
             keepalive_timeout=client_timeout,
             lingering_time=min(client_timeout, LINGERING_SECONDS),
@@ -164,7 +166,8 @@ class Listener:
         """Return the body of a request.
 
         Raises:
-            ApiError: the body is not of type JSON, or takes longer than `seconds`.
+            ApiError: the body is not of type JSON, is not encoded as its headers say, or takes
+                longer than `seconds`.
         """
         # The forms of web pages are of other types: none can post here unasked.
         if http.content_type != "application/json":
@@ -174,6 +177,8 @@ class Listener:
                 return await http.read()
         except TimeoutError:
             raise ApiError(TOO_SLOW, "the request came too slowly") from None
+        except self._unreadable:
+            raise ApiError(BAD, "the body is not encoded as its headers say") from None
 
     def _accept(self) -> asyncio.BaseProtocol:
         """Return the protocol of a new connection, which closes it if there are too many."""
@@ -212,7 +217,7 @@ class _Refusal(asyncio.Protocol):
         transport.abort()
 
 
-def _logger(malformed: type[Exception]) -> logging.Logger:
+def _logger(*malformed: type[Exception]) -> logging.Logger:
     """Return a logger that prints the errors of handlers, but not of malformed requests."""
     logger = logging.Logger("kvcore.online")  # noqa: LOG001 - each listener has its own
     logger.addFilter(
@@ -245,10 +250,12 @@ def signalled() -> Iterator[asyncio.Event]:
     numbers = (signal.SIGINT, signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
         numbers = ()  # type: ignore[assignment]  # signals come to the main thread alone
+    before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, event.set)
     try:
         yield event
     finally:
-        for number in numbers:
+        for number, handler in before.items():
             loop.remove_signal_handler(number)
+            signal.signal(number, handler)

@@ -33,6 +33,18 @@ MOST_STOPS = 4
 OUTPUT = 16
 """Largest number of tokens of an answer if the client gives none."""
 
+UNSUPPORTED: Mapping[str, Any] = {
+    "logprobs": False,
+    "tools": [],
+    "response_format": {"type": "text"},
+    "suffix": "",
+    "echo": False,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": {},
+}
+"""Options of the API that this server does not have, and the values that change nothing."""
+
 CONNECTIONS = 4
 """Open connections for each open request; further ones are closed at once."""
 
@@ -273,9 +285,13 @@ class Server:
             # The trace of a run that failed is not complete: its file keeps the name `.part`.
             failure = self.engine.failure
             if failure is not None:
-                self._stack.__exit__(type(failure), failure, failure.__traceback__)
+                self.discard(failure)
                 raise failure
             self._stack.close()
+
+    def discard(self, error: BaseException) -> None:
+        """Close what is still open, because of `error`; the trace is not completed."""
+        self._stack.__exit__(type(error), error, error.__traceback__)
 
     def abort(self) -> None:
         """Close all connections, so that `stop` does not wait for open requests."""
@@ -385,7 +401,9 @@ class Server:
         texts = type(stop) is tuple and all(isinstance(each, str) and each for each in stop)
         if not texts or len(stop) > MOST_STOPS:
             raise ApiError(400, f"stop must be a text, or up to {MOST_STOPS} of them", "stop")
-        stream = document.get("stream") is True
+        stream = document.get("stream") or False
+        if type(stream) is not bool:
+            raise ApiError(400, "stream must be true or false", "stream")
         return Call(chat, tokens, output, stream, counted, stop, salt)
 
     def _refuse_unsupported(self, document: dict[str, Any]) -> None:
@@ -398,8 +416,11 @@ class Server:
         if temperature is not None and temperature != own:
             msg = f"temperature is {own} for all requests: leave it out, or restart the server"
             raise ApiError(400, msg, "temperature")
-        for name in ("logprobs", "tools", "response_format", "suffix", "echo"):
-            if document.get(name):
+        for name, neutral in UNSUPPORTED.items():
+            value = document.get(name)
+            # False is no number here: `"logprobs": 0` asks for those of the chosen tokens.
+            same = value is neutral if isinstance(neutral, bool) else value == neutral
+            if value is not None and not same:
                 raise ApiError(400, f"{name} is not supported", name)
 
     def _prompt(self, document: dict[str, Any], *, chat: bool) -> list[int]:
@@ -463,6 +484,7 @@ class Server:
             hit = max(hit, part.hit)
             text += made.add(part.ids, last=part.end is not None)
             if made.stopped:
+                self.engine.finish(number)
                 break
         await parts.aclose()
         reason = "stop" if made.stopped else "length"
@@ -482,7 +504,6 @@ class Server:
         """Send server-sent events, one for each part of the text."""
         first = await anext(parts)
         _check(first)
-        head = self._head(number, call, chunk=True)
         out: web.StreamResponse = self._web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
         )
@@ -493,7 +514,7 @@ class Server:
 
         try:
             await out.prepare(http)
-            async for document in self._chunks(call, head, first, parts):
+            async for document in self._chunks(number, call, first, parts):
                 await send(orjson.dumps(document))
             await send(b"[DONE]")
         except (TimeoutError, ConnectionError):
@@ -505,13 +526,10 @@ class Server:
         return out
 
     async def _chunks(
-        self,
-        call: Call,
-        head: Mapping[str, Any],
-        part: Tokens,
-        parts: AsyncIterator[Tokens],
+        self, number: int, call: Call, part: Tokens, parts: AsyncIterator[Tokens]
     ) -> AsyncIterator[Mapping[str, Any]]:
         """Yield the documents of a streamed answer, of which `part` is the first tokens."""
+        head = self._head(number, call, chunk=True)
 
         def choice(text: str, reason: str | None = None) -> dict[str, Any]:
             content: dict[str, Any] = {"text": text}
@@ -533,6 +551,8 @@ class Server:
             added = text.add(part.ids, last=part.end is not None)
             if added:
                 yield {**head, "choices": [choice(added)]}
+            if text.stopped:
+                self.engine.finish(number)
             if text.stopped or part.end is not None:
                 break
             part = await anext(parts)
@@ -606,12 +626,16 @@ async def _run(
     parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
 ) -> None:
     server = Server(parts, config)
-    with signalled() as ending:
-        await server.start()
-        ready(server)
-        loop = asyncio.get_running_loop()
-        waits = [loop.create_task(ending.wait()), loop.create_task(server.failed())]
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        for wait in waits:
-            wait.cancel()
-        await stopped(server.stop(), ending, server.abort)
+    try:
+        with signalled() as ending:
+            await server.start()
+            ready(server)
+            loop = asyncio.get_running_loop()
+            waits = [loop.create_task(ending.wait()), loop.create_task(server.failed())]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            await stopped(server.stop(), ending, server.abort)
+    except BaseException as error:
+        server.discard(error)
+        raise

@@ -43,14 +43,14 @@ class Plugin(ABC):
     _bound = False
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
-        """Create an instance, unless `cls` annotates attributes that do not become options.
+        """Create an instance, unless `cls` is incomplete.
 
         Raises:
-            PluginError: `cls` annotates an attribute and lacks the decorator that makes it
-                an option.
+            PluginError: `cls` lacks a method that its kind must have, or annotates an attribute
+                without the decorator that makes it an option.
         """
         del args, kwargs
-        fault = undecorated(cls)
+        fault = incomplete(cls)
         if fault is not None:
             msg = f"{cls.kind} plugin {qualified(cls)}, {fault}"
             raise PluginError(msg)
@@ -160,12 +160,15 @@ def _options_of(cls: type[Plugin]) -> Iterator[Option]:
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def undecorated(cls: type[Plugin]) -> str | None:
-    """Return an error text if `cls` annotates attributes that are no options, or None.
+def incomplete(cls: type[Plugin]) -> str | None:
+    """Return an error text if `cls` lacks a method or a decorator, or None.
 
     `width: int = 4` in a class without a decorator is a class attribute, though its author
     may mean an option.
     """
+    missing = getattr(cls, "__abstractmethods__", ())
+    if missing:
+        return f"which does not define {', '.join(sorted(missing))}"
     *classes, contract = contract_and_above(cls)
     for each in classes:
         if vars(each).keys() & {"__init__", "__attrs_attrs__", "__dataclass_fields__"}:

@@ -18,7 +18,7 @@ from pluggy import PluginManager, PluginValidationError
 from kvcore import distributions, hookspecs
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.hookspecs import PROJECT
-from kvcore.plugins.base import FAILURES, Plugin, qualified, undecorated
+from kvcore.plugins.base import FAILURES, Plugin, incomplete, qualified
 from kvcore.plugins.options import Spec, instantiate, nearest, parse
 
 if TYPE_CHECKING:
@@ -538,10 +538,7 @@ def _fault(cls: object, kind: str) -> str | None:
         isinstance(cls, type) and issubclass(cls, Plugin) and getattr(cls, "kind", None) == kind
     ):
         return f"{cls!r}, which is not a class derived from {qualified(base_of(kind))}"
-    missing = getattr(cls, "__abstractmethods__", ())
-    if missing:
-        return f"{qualified(cls)}, which does not define {', '.join(sorted(missing))}"
-    if fault := undecorated(cls):
+    if fault := incomplete(cls):
         return f"{qualified(cls)}, {fault}"
     name = getattr(cls, "name", None)
     if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):

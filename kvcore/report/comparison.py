@@ -12,7 +12,7 @@ import attrs
 from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
 from kvcore.report.charts import TIERS, Chart, Panel, as_percent
-from kvcore.report.tables import counted, looked_up, named, option_texts, replay_setup
+from kvcore.report.tables import counted, looked_up, named, option_texts, replay_setup, share
 
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
@@ -238,7 +238,7 @@ def _is_optimum(row: Row) -> bool:
 
 def _reused(ratio: float | None, part: float | None) -> str:
     """Format a hit ratio, and in brackets the share of the most possible hits."""
-    text = f"{'-' if ratio is None else f'{ratio:.1%}':>5}"
+    text = f"{share(ratio):>5}"
     return text if part is None else f"{text} {f'({part:.0%})':>5}"
 
 

@@ -330,7 +330,7 @@ def _new(loss: MissSegment) -> str:
     # Only blocks that an earlier run left in a tier have no request.
     other = "an earlier run" if loss.other is None else f"request {loss.other}"
     if loss.way == "extends":
-        return f"Goes on where {other} ends, as nobody did before."
+        return f"Goes on where {other} ends, as no request did before."
     if loss.way == "ends":
         return (
             f"Its last key covers a part of a block: {other} has what comes "

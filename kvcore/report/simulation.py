@@ -240,7 +240,7 @@ class SimulationReport:
         missed = ""
         if met is not None and met < 1 / 2:
             missed = f"; {1 - met:.0%} of the requests miss the SLO"
-        last = " What would hold is searched for, and told below." if self.searching else ""
+        last = " The search for what would hold is below." if self.searching else ""
         return (
             f"SATURATED: {self.config['workload']['name']} asks for {much} {self._able} "
             f"can do: {found['why']}{missed}. The queue grows for as long as requests arrive, "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.compiled import mypyc_attr
-from kvcore.errors import PolicyError
+from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request, TextRequest
@@ -753,7 +753,7 @@ class Batcher:
     def _refuse_plan(self, job: object, what: str, why: str) -> None:
         """Raise PolicyError for a plan that cannot be carried out."""
         name = self._scheduler.name
-        msg = f"scheduler plugin {name!r}: plan() {what} {job!r}, which {why}"
+        msg = f"scheduler plugin {name!r}: plan() {what} {shorten(repr(job))}, which {why}"
         raise PolicyError(msg)
 
 
@@ -817,7 +817,8 @@ class JobOrder:
         plan = self.call("plan", self._scheduler.plan, state)
         if not isinstance(plan, StepPlan):
             name = self._scheduler.name
-            msg = f"scheduler plugin {name!r}: plan() returned {plan!r}, which is no StepPlan"
+            got = shorten(repr(plan))
+            msg = f"scheduler plugin {name!r}: plan() returned {got}, which is no StepPlan"
             raise PolicyError(msg)
         return plan
 

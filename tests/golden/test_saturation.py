@@ -40,4 +40,4 @@ def test_what_is_too_much_for_a_server_is_said_first(deployment, saturated):
     """
     out = simulated(*deployment, "--slo", "ttft=5,tpot=0.05", "--no-search")
     assert out.startswith("SATURATED: mooncake asks for ") is saturated
-    assert "told below" not in out
+    assert "is below" not in out

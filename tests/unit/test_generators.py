@@ -295,3 +295,17 @@ def test_weights_that_cannot_be_allocated_are_refused(monkeypatch, error):
         StorageError, match=rf"cannot be made: give fewer layers.*\({reason}\)$"
     ):
         Transformer().load(HostTensors(), "fp32")
+
+
+@pytest.mark.parametrize("name", ["transformer", "induction"])
+def test_a_backend_with_other_tensors_is_refused(name):
+    """A generator that computes with torch refuses a backend whose tensors are others."""
+
+    class Lists(TorchCPU):
+        name = "lists"
+
+        def tensor(self, data, dtype=None):
+            return list(data)
+
+    with pytest.raises(InputError, match=rf"{name}' computes with torch.* 'lists' are others"):
+        Plugins().build("generator", name).load(Lists(), "fp32")

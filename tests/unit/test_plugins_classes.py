@@ -300,3 +300,14 @@ def test_no_built_in_has_a_method_that_seems_to_be_misspelled():
     plugins = Plugins()
     found = {kind: [plugins.get(kind, name) for name in plugins.names(kind)] for kind in KINDS}
     assert [hint for classes in found.values() for hint in map(uncalled, classes) if hint] == []
+
+
+@pytest.mark.parametrize("kind", ["eviction", "workload", "codec"])
+def test_a_class_that_lacks_a_method_says_which(kind):
+    """An instance of an abstract class cannot be made: the error names kind and methods."""
+    base = base_of(kind)
+    missing = ", ".join(sorted(base.__abstractmethods__))
+    cls = type("Unfinished", (base,), {"name": "unfinished"})
+    wanted = f"^{kind} plugin .*Unfinished, which does not define {missing}$"
+    with pytest.raises(PluginError, match=wanted):
+        cls()

@@ -182,7 +182,7 @@ def test_no_lookups_no_ratio():
     """A hit ratio without lookups is a dash."""
     nothing = row("lru", 10, 0)
     nothing.hit_ratio["block"] = None
-    assert report(nothing).rows[0] == ["lru", "    -"]
+    assert report(nothing).rows[0] == ["lru", "    –"]
 
 
 def test_csv_has_a_row_a_row():

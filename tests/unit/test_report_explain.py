@@ -91,7 +91,7 @@ def test_what_is_new_is_told_by_how_it_begins(explained):
         accounting="keys",
     )
     words = {name: told(explanation, name)[2] for name in ("more", "other", "new", "cut")}
-    assert words["more"].endswith("Goes on where request one ends, as nobody did before.")
+    assert words["more"].endswith("Goes on where request one ends, as no request did before.")
     assert words["other"].endswith(
         "Parts from request more between tokens 8 and 12; 2 requests part here, 50% into their "
         "prompts."

@@ -121,7 +121,7 @@ def test_it_is_told_if_most_miss_the_slo():
     told = summary(saturation=SATURATION, slo=slo)
     warning = SimulationReport(told, CONFIG, searching=True).warning
     assert "; 100% of the requests miss the SLO." in warning
-    assert warning.endswith("What would hold is searched for, and told below.")
+    assert warning.endswith("The search for what would hold is below.")
 
 
 def test_what_holds_is_said_in_options():

@@ -12,7 +12,7 @@ import pytest
 from helpers.clusters import serve_cluster
 from helpers.serving import BLOCK, ask
 
-from kvcore import SLO, InputError, LatencyModel, Plugins, Replica, Request, Router
+from kvcore import SLO, InputError, LatencyModel, Plugins, PolicyError, Replica, Request, Router
 from kvcore.cluster import Dispatcher, parse_view
 
 NAMES = Plugins().names("router")
@@ -555,3 +555,13 @@ def _ttft(result):
     log = result.log
     pairs = zip(log.arrival, log.first_token, strict=True)
     return sum(first - came for came, first in pairs) / len(log.arrival)
+
+
+def test_a_router_that_decides_nothing_says_so():
+    """A router without `cost` and `route` is reported with the methods that it needs."""
+
+    class Empty(Router):
+        name = "empty"
+
+    with pytest.raises(PolicyError, match=r"neither cost\(\) nor route\(\) is defined"):
+        serve_cluster([ask(0, prompt=16, output=1)], 2, router=Empty(), blocks=100)

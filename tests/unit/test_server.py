@@ -340,6 +340,7 @@ def test_a_second_signal_does_not_wait_for_open_requests(tmp_path):
     finally:
         server.kill()
     assert code == 0, printed
+    assert "Traceback" not in printed
     report = replay(trace)
     assert (report.complete, report.requests) == (True, 1)
 
@@ -495,3 +496,57 @@ def test_threads_are_gone_at_the_end():
         complete(server, tokens=1)
     left = set(threading.enumerate()) - before
     assert not [each for each in left if each.name.startswith("kvcore-")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_a_stop_text_ends_has_finished(stream):
+    """A stop text ends a request as its last token would: its tokens are counted."""
+    with serving() as server:
+        whole = complete(server, tokens=40)
+        answer = client(server).completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=40, stop=whole.split()[4], stream=stream
+        )
+        list(answer)  # reads the stream
+        asyncio.run(until(lambda: sum(server.engine.loop.log.requests.values()) == 2))
+        log = server.engine.loop.log
+        assert log.requests == {"finished": 2, "rejected": 0, "cancelled": 0}
+        assert log.prompt_tokens == 2 * len(PROMPT.split())
+        assert 40 < log.output_tokens < 80
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({"response_format": {"type": "text"}, "tools": [], "presence_penalty": 0.0}, 200),
+        ({"response_format": {"type": "json_object"}}, 400),
+        ({"logprobs": False}, 200),
+        ({"logprobs": 0}, 400),
+        ({"logit_bias": {"5": -100}}, 400),
+        ({"frequency_penalty": 0.5}, 400),
+        ({"stream": "yes"}, 400),
+        ({"stream": None}, 200),
+    ],
+)
+def test_options_that_change_nothing_are_taken_and_others_refused(server, options, status):
+    """An option that the server lacks is refused unless its value is the neutral one."""
+    body = json.dumps({"prompt": "a", "max_tokens": 1, **options}).encode()
+    answered, document = ask(server, "/v1/completions", body)
+    assert answered == status, document
+    if status != 200:
+        assert document["error"]["param"] == next(iter(options))
+
+
+@pytest.mark.slow
+def test_a_body_that_is_not_encoded_as_it_says_is_refused():
+    """A body that cannot be decompressed gets status 400, and no traceback is printed."""
+    server = ServerProcess().wait()
+    try:
+        for encoding in ("gzip", "deflate"):
+            body = {"Content-Encoding": encoding}
+            status, document = ask(server, "/v1/completions", b'{"prompt": "a"}', body)
+            assert status == 400
+            assert "encoded" in document["error"]["message"]
+        _, printed = server.stop()
+    finally:
+        server.kill()
+    assert "Traceback" not in printed

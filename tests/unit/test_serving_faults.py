@@ -6,7 +6,7 @@ from typing import ClassVar
 import attrs
 import pytest
 from helpers.schedulers import Planning
-from helpers.serving import Even, ask, serve
+from helpers.serving import BLOCK, Even, ask, serve
 
 from kvcore import InputError, LatencyModel, PolicyError, Scheduler
 from kvcore.serving import StepPlan
@@ -317,3 +317,23 @@ def test_a_latency_model_that_fails_a_scheduler_is_named():
     latency = _answering(lambda: 1 // 0)
     with pytest.raises(PolicyError, match=r"^latency plugin 'answering' .* in pieces\(\)"):
         serve(REQUESTS, scheduler=SRPT(), latency=latency)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_wrong_plan_is_named_in_a_few_words(whole):
+    """The error about a wrong plan does not print a whole prompt."""
+    requests = [ask(0, keys=[10**15 + n for n in range(9)], prompt=9 * BLOCK)]
+
+    class Wrong(Scheduler):
+        name = "wrong"
+
+        def priority(self, job, now):
+            return job.serial
+
+        def plan(self, state):
+            found = [job.request for job in state.waiting]
+            return found if whole else StepPlan(found)
+
+    with pytest.raises(PolicyError, match=r"plan\(\) .*\.\.\., which is no ") as caught:
+        serve(requests, scheduler=Wrong())
+    assert len(str(caught.value)) < 200

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from kvcore import Generator
+from kvcore import Backend, Generator, InputError
 from kvcore.engine import Attend, RaggedBatch
 from kvcore.engine.tokens import uniform
 from kvcore.lazy import LazyModule
@@ -40,6 +40,21 @@ class SamplingGenerator(Generator):
     def unavailable(cls) -> str | None:
         """Return that torch is needed, if it is not installed."""
         return None if find_spec("torch") else "needs torch: pip install 'kvcore[torch]'"
+
+    def load(self, backend: Backend, dtype: str) -> None:
+        """Set the backend and the dtype.
+
+        Raises:
+            InputError: the tensors of the backend are not those of torch, or no tensor has this
+                dtype.
+        """
+        super().load(backend, dtype)
+        if not isinstance(backend.tensor([0]), torch.Tensor):
+            msg = (
+                f"generator {self.name!r} computes with torch, and the tensors of backend "
+                f"{backend.name!r} are others: take torch-cpu, or generator `sincos`"
+            )
+            raise InputError(msg)
 
     def forward(self, batch: RaggedBatch, attend: Attend) -> list[int | None]:
         """Run a step; return the likeliest tokens, or samples."""
