@@ -217,8 +217,9 @@ class _Classifier:
         if size.billed < max(price.min_tokens, 1):
             parts = [UnreadTokens(reason="short", first=read, tokens=size.billed - read)]
         else:
-            ends = self._trusted(read, expected), unlapsed
-            parts = list(self._unread(request, size, read, *ends))
+            trusted = self._trusted(read, expected)
+            early = max(0, expected - trusted)
+            parts = list(self._unread(request, size, read, trusted, unlapsed - early, early))
         keys = full_keys(request)
         self._used.update(dict.fromkeys(keys, now))
         self._users.update(dict.fromkeys(keys, request.id))
@@ -247,11 +248,18 @@ class _Classifier:
         return max((part.ttl_ns or 0 for part in parts), default=0) or self._price.ttl_ns
 
     def _unread(
-        self, request: Request, size: PromptSize, read: int, expected: int, unlapsed: int
+        self,
+        request: Request,
+        size: PromptSize,
+        read: int,
+        expected: int,
+        unlapsed: int,
+        early: int,
     ) -> Iterator[UnreadTokens]:
         """Yield the parts of a prompt after its first `read` tokens, in order.
 
-        The rule reads `expected` tokens, and `unlapsed` if no TTL lapsed.
+        The rule reads `expected` tokens, and `unlapsed` if no TTL lapsed. The same content
+        stands `early` tokens earlier in the log than by its keys.
         """
         now, unit, keys = request.arrival, request.key_tokens, full_keys(request)
         ttl = self._ttl(request)
@@ -262,7 +270,7 @@ class _Classifier:
             original = self._originals.find(request, known * unit)
         borders = [("evicted", expected), ("lapsed", unlapsed)]
         if original is None:  # Otherwise the entry of the original would be read.
-            borders.append(("unmarked", size.scaled(known * unit)))
+            borders.append(("unmarked", size.scaled(known * unit) - early))
         for reason, end in borders:
             if end > at:
                 # Of lapsed tokens the shortest prefix was used last, of others the longest.

@@ -45,7 +45,7 @@ def rotation(
     limits: dict[str, float] = {}
     for value in values:
         try:
-            if value[-1:] in UNITS:
+            if value[:-1] and value[-1] in UNITS:
                 age = parse_seconds(value[:-1]) / NS_PER_S * UNITS[value[-1]]
                 limits["rotate_seconds"] = age
             else:

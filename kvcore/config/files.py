@@ -138,7 +138,7 @@ class _ConfigFile:
             tables = (table.items() for table in value)
             return tuple({key: self._placed(key, each) for key, each in t} for t in tables)
         # A name of the catalogue goes before a file of that name.
-        if name == "model" and isinstance(value, str) and value not in MODELS:
+        if name == "model" and value and isinstance(value, str) and value not in MODELS:
             path = self.path.parent / value
             return str(path) if path.exists() else value
         return value

@@ -145,7 +145,11 @@ def as_natural(value: object) -> int:
 
 def as_bytes(value: object) -> int:
     """Return a number of bytes; text has a unit, such as `40GiB`."""
-    return parse_bytes(value) if isinstance(value, str) else as_whole(value)
+    if isinstance(value, str):
+        return parse_bytes(value)
+    if isinstance(value, SupportsIndex):
+        return as_whole(value)
+    return refuse("a number of bytes, such as '40GiB'", value)
 
 
 LEAST_WINDOW = 1_000_000

@@ -157,7 +157,13 @@ class Arrivals:
             if request.after is not None:
                 came = self._has_come(request.after)
                 other = self._session_of.get(request.after) if came else session
-                if session is None or other != session:
+                if session is None:
+                    msg = (
+                        f"request {known!r} comes after request {request.after!r} and has no "
+                        "session: give both the same session"
+                    )
+                    raise InputError(msg)
+                if other != session:
                     msg = (
                         f"request {known!r} of session {session!r} comes after "
                         f"request {request.after!r} of session {other!r}: give both the same "
@@ -623,8 +629,9 @@ class ServingLoop:
         if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
             # Integers of any size, which floats divide only up to 1e308.
             took, end = float(Decimal(took_ps).scaleb(-12)), float(Decimal(now).scaleb(-9))
+            what = "a step takes" if steps == 1 else f"{steps} steps take"
             msg = (
-                f"{steps} steps take {took:.3g} s by latency model "
+                f"{what} {took:.3g} s by latency model "
                 f"{self._executor.latency.name!r}, to {end:.3g} s from the start: a step "
                 "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
             )

@@ -170,7 +170,10 @@ class StepRecorder:
         self._rows.clear()
 
     def _fail(self, error: Exception) -> None:
-        """Stop recording, keep the complete rows of the file, and log why, once."""
+        """Stop recording, keep all rows that the disk takes, and log why, once."""
+        if not isinstance(error, OSError):
+            with suppress(OSError):
+                self._write()
         with suppress(OSError):
             self._file.truncate(self._size)
         with suppress(OSError):

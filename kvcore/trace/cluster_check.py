@@ -328,11 +328,11 @@ class ClusterChecker:
         """Check that a router may think that `replica` has `tokens` tokens of a prompt."""
         most = count_known(request.keys, replica.sent) * request.key_tokens
         if tokens > most:
-            violated(f"{tokens} tokens are thought to be there; {most} were ever sent")
+            violated(f"the router expects {tokens} cached tokens; {most} were ever sent")
         if tokens and self._exact:
             cached = replica.life.cached_tokens(request)
             if tokens != cached:
-                violated(f"{tokens} tokens are thought to be there; {cached} are")
+                violated(f"the router expects {tokens} cached tokens; {cached} are")
 
     def _change(self, event: Event, number: int) -> None:
         """Apply FAIL, RETURN or LEAVE."""

@@ -138,7 +138,7 @@ def _guarded(
                 raise
             raise policy_error(workload, "__iter__", error) from error
         if request is None and workload._has_yielded:  # noqa: SLF001 - a method in the end
-            why = "nothing, the second time: it must begin anew whenever it is called"
+            why = "nothing, the second time: each call must begin with the first request"
             raise wrong_answer(workload, "__iter__()", why)
         # Works for frozen classes too.
         object.__setattr__(workload, "_has_yielded", request is not None)

@@ -146,7 +146,7 @@ def test_a_rate_at_which_time_ends():
         ([ask("a"), ask("b", 1), ask("a", 2)], "'a': an earlier request has the same id"),
         (
             [ask("a"), ask("b", after="a")],
-            "'b' of session None comes after request 'a' of session None: give both the same s",
+            "'b' comes after request 'a' and has no session: give both the same session",
         ),
         (
             [turn("a", session="x"), turn("b", session="y", after="a")],

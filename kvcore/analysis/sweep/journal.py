@@ -113,7 +113,8 @@ class Journal:
         if not any(entries) and (lines or not HEAD.startswith(torn[: len(HEAD)])):
             msg = (
                 f"{self.path}:1: no line has its digest: this is no journal, or one "
-                "of an older kvcore: remove the file to begin anew, or give another --out"
+                "of an older kvcore: remove the file to run all cells again, or give another "
+                "--out"
             )
             raise InputError(msg)
         for number, entry in enumerate(entries, 1):
