@@ -535,7 +535,7 @@ def test_a_second_signal_ends_the_process_at_once(tmp_path):
         )
         next(iter(stream))
         server.process.send_signal(signal.SIGINT)
-        with pytest.raises(openai.APIConnectionError):
+        with pytest.raises(openai.APIError):
             asyncio.run(until(lambda: complete(server, "b", 1) is None))
         server.process.send_signal(signal.SIGINT)
         printed, _ = server.process.communicate(timeout=20)
