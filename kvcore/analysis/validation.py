@@ -157,12 +157,11 @@ def validate(
             except (InputError, PolicyError) as error:
                 left_out[str(error)] += 1
             tick(1)
-    if where and not rows and not left_out:
-        labels = ", ".join(f"{name}={values}" for name, values in where.items())
-        msg = f"{source}: no row has {labels}"
-        raise InputError(msg)
     if not compared:
         reason = next((f"; the first: {each}" for each in left_out), "")
+        if where and not left_out:
+            labels = ", ".join(f"{name}={values}" for name, values in where.items())
+            reason = f": no row has {labels}"
         msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
         raise InputError(msg)
     return Validation(str(source), compared, dict(left_out.most_common()))
