@@ -311,3 +311,55 @@ def test_a_class_that_lacks_a_method_says_which(kind):
     wanted = f"^{kind} plugin .*Unfinished, which does not define {missing}$"
     with pytest.raises(PluginError, match=wanted):
         cls()
+
+
+class Written(ScoreEviction):
+    """A policy with a constructor that is written by hand."""
+
+    name = "written"
+
+    def __init__(self, width: int = 4) -> None:
+        self.width = width
+
+    def score(self, span, now):
+        """Return the width."""
+        return self.width
+
+
+@pytest.mark.parametrize("decorate", [attrs.define(eq=False), dataclass(eq=False)])
+def test_a_decorator_that_hides_a_constructor_is_refused(decorate):
+    """A generated constructor does not call the one of a base class: the error says so."""
+
+    @decorate
+    class Hiding(Written):
+        name = "hiding"
+        extra: int = 7
+
+    with pytest.raises(PluginError, match=r"Hiding, whose decorator .* width of W"):
+        Hiding()
+
+
+def test_a_decorated_class_may_call_the_constructor_of_its_base():
+    """A generated constructor that calls the one of the base class is complete."""
+
+    @attrs.define(eq=False)
+    class Calling(Written):
+        name = "calling"
+        extra: int = 7
+
+        def __attrs_pre_init__(self):
+            Written.__init__(self, 9)
+
+    policy = Calling(extra=3)
+    assert (policy.width, policy.extra) == (9, 3)
+
+
+def test_an_annotation_below_a_written_constructor_is_to_be_a_parameter():
+    """A class that inherits a constructor is not told to add a decorator, which hides it."""
+
+    class Added(Written):
+        name = "added"
+        extra: int = 7
+
+    with pytest.raises(PluginError, match="write an `__init__` with it that calls"):
+        Added()
