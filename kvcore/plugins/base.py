@@ -161,39 +161,26 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def incomplete(cls: type[Plugin]) -> str | None:
-    """Return an error text if `cls` lacks a method or a constructor of its options, or None.
+    """Return an error text if `cls` lacks a method or a decorator, or None.
 
     `width: int = 4` in a class without a decorator is a class attribute, though its author
-    may mean an option. With a decorator the class has a constructor that calls no other, which
-    leaves out one that is written in a base class.
+    may mean an option. A decorator makes a constructor that calls no other, so it is not
+    advised below a constructor that is written by hand.
     """
     missing = getattr(cls, "__abstractmethods__", ())
     if missing:
         return f"which does not define {', '.join(sorted(missing))}"
     *classes, contract = contract_and_above(cls)
-    written: type[Plugin] | None = None  # The next class above with a constructor by hand.
-    for each in reversed(classes):
-        own = vars(each).keys()
-        decorated = bool(own & {"__attrs_attrs__", "__dataclass_fields__"})
-        if decorated and written and not own & _CALLED_BY_DECORATED and _generated(each):
-            kept = {option.name for option in options_of(each)}
-            hidden = [one.name for one in options_of(written) if one.name not in kept]
-            if kept and hidden:
-                return (
-                    f"whose decorator makes an `__init__` without {', '.join(hidden)} of "
-                    f"{written.__name__}: write one that calls that of {written.__name__}, in "
-                    "place of the decorator"
-                )
-        if "__init__" in own:
-            written = None if decorated else each
-        if decorated or "__init__" in own:
+    for place, each in enumerate(classes):
+        if vars(each).keys() & {"__init__", *_DECORATED}:
             continue
         for name, annotation in inspect.get_annotations(each).items():
             public = not (name.startswith("_") or "ClassVar" in str(annotation))
             if public and not _declares(contract, name):
                 todo = f"write `@attrs.define(eq=False)` above `class {each.__name__}`"
-                if written:
-                    todo = f"write an `__init__` with it that calls that of {written.__name__}"
+                above = next((c for c in classes[place:] if "__init__" in vars(c)), None)
+                if above is not None and not vars(above).keys() & _DECORATED:
+                    todo = f"write an `__init__` with it that calls that of {above.__name__}"
                 return (
                     f"which annotates {name!r} but has no decorator that makes it an option: "
                     f"{todo}, or `{name}: ClassVar[...]` if it is none"
@@ -201,14 +188,8 @@ def incomplete(cls: type[Plugin]) -> str | None:
     return None
 
 
-_CALLED_BY_DECORATED = {"__attrs_pre_init__", "__attrs_post_init__", "__post_init__"}
-"""Methods that a generated constructor calls; they can call one that is written by hand."""
-
-
-def _generated(cls: type) -> bool:
-    """Return True if a decorator has made the constructor of `cls`."""
-    code = getattr(vars(cls).get("__init__"), "__code__", None)
-    return code is not None and code.co_filename.startswith(("<attrs generated", "<string>"))
+_DECORATED = {"__attrs_attrs__", "__dataclass_fields__"}
+"""Attributes of classes whose constructor a decorator has made."""
 
 
 def _declares(contract: type, name: str) -> bool:

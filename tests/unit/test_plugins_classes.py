@@ -326,34 +326,6 @@ class Written(ScoreEviction):
         return self.width
 
 
-@pytest.mark.parametrize("decorate", [attrs.define(eq=False), dataclass(eq=False)])
-def test_a_decorator_that_hides_a_constructor_is_refused(decorate):
-    """A generated constructor does not call the one of a base class: the error says so."""
-
-    @decorate
-    class Hiding(Written):
-        name = "hiding"
-        extra: int = 7
-
-    with pytest.raises(PluginError, match=r"Hiding, whose decorator .* width of W"):
-        Hiding()
-
-
-def test_a_decorated_class_may_call_the_constructor_of_its_base():
-    """A generated constructor that calls the one of the base class is complete."""
-
-    @attrs.define(eq=False)
-    class Calling(Written):
-        name = "calling"
-        extra: int = 7
-
-        def __attrs_pre_init__(self):
-            Written.__init__(self, 9)
-
-    policy = Calling(extra=3)
-    assert (policy.width, policy.extra) == (9, 3)
-
-
 def test_an_annotation_below_a_written_constructor_is_to_be_a_parameter():
     """A class that inherits a constructor is not told to add a decorator, which hides it."""
 
