@@ -204,6 +204,13 @@ def measure(
     finder: Generator = built
     if needles and needle_generator is not built:
         finder = _built(plugins, needle_generator, defaults)
+    for each in (built, finder):
+        if each.positions is not None and each.positions < prompt_tokens + tokens:
+            msg = (
+                f"{prompt_tokens} prompt tokens and {tokens} after them: generator "
+                f"{each.name!r} has {each.positions} positions; give fewer tokens"
+            )
+            raise InputError(msg)
     given = _divided(built, text, prompt_tokens + tokens, texts)
     hay = [
         _haystack(finder.vocabulary, prompt_tokens, needles, seed, number, announced=announced)

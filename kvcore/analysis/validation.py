@@ -159,6 +159,9 @@ def validate(
             tick(1)
     if not compared:
         reason = next((f"; the first: {each}" for each in left_out), "")
+        if where and not left_out:
+            labels = ", ".join(f"{name}={values}" for name, values in where.items())
+            reason = f": no row has {labels}"
         msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
         raise InputError(msg)
     return Validation(str(source), compared, dict(left_out.most_common()))

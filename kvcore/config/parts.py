@@ -439,6 +439,7 @@ class EngineParts(RunParts):
         self._prompts = prompts
         self._max_output = MAX_OUTPUT if max_output is None else max_output
         super().__init__(config, plugins, naming=naming)
+        self.batching = self.batching.within(self.generator.positions)
 
     def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
         """Build the keyword arguments of one run on tensors, all but its requests."""

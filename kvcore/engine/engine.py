@@ -127,6 +127,7 @@ def run(
         raise InputError(msg)
     built_generator: Generator = resolve("generator", generator)
     built_backend: Backend = resolve("backend", backend)
+    batching = batching.within(built_generator.positions)
     texts = False
     if cache.tiers is not None:
         requests = iter(workload)

@@ -93,6 +93,11 @@ class Generator(Plugin):
         """Number of token ids, which count from 0."""
 
     @property
+    def positions(self) -> int | None:
+        """Number of positions that the model has; None unless overridden: no limit."""
+        return None
+
+    @property
     def windows(self) -> Windows:
         """The attention window of each layer."""
         return self.spec.windows

@@ -357,7 +357,9 @@ class Server:
 
     @property
     def _longest(self) -> int:
-        return int(self.cache.pool.blocks * self.cache.geometry.block_size)
+        """Largest number of tokens of a prompt and its output."""
+        fits = int(self.cache.pool.blocks * self.cache.geometry.block_size)
+        return min(fits, self._parts.batching.max_model_len or fits)
 
     async def _document(self, http: web.Request) -> dict[str, Any]:
         """Return the JSON object in the body of a request."""
@@ -386,9 +388,13 @@ class Server:
         chat = http.path.endswith("chat/completions")
         tokens = self._prompt(document, chat=chat)
         if len(tokens) + output > self._longest:
+            most = self._parts.batching.max_model_len
+            limit = (
+                "tokens of max_model_len" if self._longest == most else "tokens of the cache"
+            )
             msg = (
                 f"{len(tokens)} tokens and {output} of output do not fit into the "
-                f"{self._longest} tokens of the cache"
+                f"{self._longest} {limit}"
             )
             raise ApiError(400, msg, "messages" if chat else "prompt")
         options = document.get("stream_options")

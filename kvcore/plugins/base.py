@@ -164,24 +164,32 @@ def incomplete(cls: type[Plugin]) -> str | None:
     """Return an error text if `cls` lacks a method or a decorator, or None.
 
     `width: int = 4` in a class without a decorator is a class attribute, though its author
-    may mean an option.
+    may mean an option. A decorator makes a constructor that calls no other, so it is not
+    advised below a constructor that is written by hand.
     """
     missing = getattr(cls, "__abstractmethods__", ())
     if missing:
         return f"which does not define {', '.join(sorted(missing))}"
     *classes, contract = contract_and_above(cls)
-    for each in classes:
-        if vars(each).keys() & {"__init__", "__attrs_attrs__", "__dataclass_fields__"}:
+    for place, each in enumerate(classes):
+        if vars(each).keys() & {"__init__", *_DECORATED}:
             continue
         for name, annotation in inspect.get_annotations(each).items():
             public = not (name.startswith("_") or "ClassVar" in str(annotation))
             if public and not _declares(contract, name):
+                todo = f"write `@attrs.define(eq=False)` above `class {each.__name__}`"
+                above = next((c for c in classes[place:] if "__init__" in vars(c)), None)
+                if above is not None and not vars(above).keys() & _DECORATED:
+                    todo = f"write an `__init__` with it that calls that of {above.__name__}"
                 return (
                     f"which annotates {name!r} but has no decorator that makes it an option: "
-                    f"write `@attrs.define(eq=False)` above `class {each.__name__}`, or "
-                    f"`{name}: ClassVar[...]` if it is none"
+                    f"{todo}, or `{name}: ClassVar[...]` if it is none"
                 )
     return None
+
+
+_DECORATED = {"__attrs_attrs__", "__dataclass_fields__"}
+"""Attributes of classes whose constructor a decorator has made."""
 
 
 def _declares(contract: type, name: str) -> bool:

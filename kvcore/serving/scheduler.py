@@ -135,6 +135,12 @@ class Batching:
             return int(self.watermark * (blocks + 1))
         return ceil(self.watermark * blocks)
 
+    def within(self, tokens: int | None) -> Batching:
+        """Return these caps with sequences of at most `tokens` tokens; None: no other limit."""
+        if tokens is None or (self.max_model_len or tokens + 1) <= tokens:
+            return self
+        return attrs.evolve(self, max_model_len=tokens)
+
     def as_dict(self) -> dict[str, Any]:
         """Return the limits, and those rules that are not the defaults."""
         given = attrs.asdict(self)

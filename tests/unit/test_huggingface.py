@@ -25,10 +25,10 @@ from transformers import (  # noqa: E402
 )
 from transformers.utils import logging  # noqa: E402
 
-from kvcore import InputError, Plugins  # noqa: E402
+from kvcore import InputError, KVCache, Plugins, run  # noqa: E402
 from kvcore.engine import RaggedBatch  # noqa: E402
 from kvcore.models.spec import ModelSpec  # noqa: E402
-from kvcore.request import word_tokens  # noqa: E402
+from kvcore.request import text_request, word_tokens  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
 from kvcore_plugins.generator import HuggingFace  # noqa: E402
 from kvcore_plugins.generator import huggingface as module  # noqa: E402
@@ -376,3 +376,24 @@ def test_identity_is_that_of_the_weights(tmp_path):
     assert HuggingFace(model).identity() != held
     model.save_pretrained(tmp_path)
     assert HuggingFace(tmp_path).identity() != folder
+
+
+@pytest.mark.parametrize(("family", "positions"), [("gpt2", 256), ("llama", None)])
+def test_a_table_of_positions_bounds_a_sequence(family, positions):
+    """A run ends each text at the last position of the model's table, if it has a table."""
+    generator = HuggingFace(tiny(family, dtype=torch.float32))
+    assert generator.positions == positions
+    texts = [
+        text_request(number, [1 + number] * length, output=20, block_size=16)
+        for number, length in enumerate((4, 245, 256, 300))
+    ]
+    result = run(
+        texts, cache=KVCache(100, 16, ids=True), generator=generator, backend="torch-cpu"
+    )
+    lengths = {name: len(output) for name, output in result.outputs.items()}
+    assert result.batching.max_model_len == positions
+    if positions is None:
+        assert lengths == dict.fromkeys(range(4), 20)
+    else:
+        assert lengths == {0: 20, 1: 11}
+        assert len(result.log.reasons) == 2

@@ -311,3 +311,27 @@ def test_a_class_that_lacks_a_method_says_which(kind):
     wanted = f"^{kind} plugin .*Unfinished, which does not define {missing}$"
     with pytest.raises(PluginError, match=wanted):
         cls()
+
+
+class Written(ScoreEviction):
+    """A policy with a constructor that is written by hand."""
+
+    name = "written"
+
+    def __init__(self, width: int = 4) -> None:
+        self.width = width
+
+    def score(self, span, now):
+        """Return the width."""
+        return self.width
+
+
+def test_an_annotation_below_a_written_constructor_is_to_be_a_parameter():
+    """A class that inherits a constructor is not told to add a decorator, which hides it."""
+
+    class Added(Written):
+        name = "added"
+        extra: int = 7
+
+    with pytest.raises(PluginError, match="write an `__init__` with it that calls"):
+        Added()

@@ -323,3 +323,14 @@ def test_steps_are_told():
     ).rows
     assert len(rows_) == 2
     assert sum(told) == 0
+
+
+def test_texts_beyond_the_positions_of_a_model_are_refused():
+    """A generator with fewer positions than a text has tokens raises InputError."""
+
+    class Short(Transformer):
+        name = "short"
+        positions = 100
+
+    with pytest.raises(InputError, match=r"96 prompt .* and 12 .* 'short' has 100 positions"):
+        measure(Short(), retention="window", codec="fp32", **SMALL)

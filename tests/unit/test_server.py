@@ -29,6 +29,7 @@ from kvcore.kv_events import decode
 from kvcore.kv_events.model import BlockRemoved, BlockStored
 from kvcore.online.server import ServeConfig, Text
 from kvcore.trace import read_events, replay
+from kvcore_plugins.generator import HuggingFace
 
 PROMPT = " ".join(f"word{place}" for place in range(40))
 
@@ -550,3 +551,22 @@ def test_a_body_that_is_not_encoded_as_it_says_is_refused():
     finally:
         server.kill()
     assert "Traceback" not in printed
+
+
+def test_a_text_beyond_the_positions_of_the_model_is_refused():
+    """A request for more tokens than the model has positions gets 400; the server goes on."""
+    hugging = pytest.importorskip("helpers.hugging", reason="needs transformers")
+    model = hugging.tiny("gpt2", dtype=hugging.torch.float32)
+    with serving(generator=HuggingFace(model)) as server:
+        body = {"prompt": [5] * 250, "max_tokens": 7}
+        status, document = ask(server, "/v1/completions", json.dumps(body).encode())
+        assert status == 400
+        assert (
+            "250 tokens and 7 of output do not fit into the 256" in document["error"]["message"]
+        )
+        body["max_tokens"] = 6
+        status, document = ask(server, "/v1/completions", json.dumps(body).encode())
+        assert status == 200
+        assert document["usage"]["completion_tokens"] == 6
+        _, document = ask(server, "/tokenize", b'{"prompt": [5]}')
+        assert document["max_model_len"] == 256

@@ -308,3 +308,10 @@ def test_published_throughputs_are_rows_too():
     assert found.measures == ["throughput"]
     assert found.errors("throughput").rows == 1
     assert found.errors("throughput").absolute < 0.6
+
+
+def test_rows_that_nothing_matches_are_told_apart_from_rows_that_cannot_be_simulated(path):
+    """If no row has the values of `where`, the error names them."""
+    write_csv(path, ROW)
+    with pytest.raises(InputError, match=r"simulated: no row has device=h200,l4, engine=none$"):
+        kvcore.validate(path, where={"device": "h200,l4", "engine": "none"})

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
 
     from kvcore.engine import Attend
 
+
+MATRIX = 2
+PADDING_ROWS = 2
+"""Rows of a table of positions that some models leave to padding."""
 
 IMPLEMENTATION = "kvcore"
 """The name under which transformers finds attention through a paged cache."""
@@ -220,6 +225,22 @@ def dtype_of(model: PreTrainedModel) -> str:
 
 
 @torch.no_grad()
+def positions_of(model: PreTrainedModel) -> int | None:
+    """Return the number of positions in the model's table, learned or not; None without one.
+
+    A rotary embedding is computed for any position, and is no table.
+    """
+    config = model.config.get_text_config(decoder=True)
+    most = getattr(config, "max_position_embeddings", None)
+    if not isinstance(most, int):
+        return None
+    for name, table in chain(model.named_parameters(), model.named_buffers()):
+        named = "wpe" in name or "position" in name
+        if named and table.dim() == MATRIX and most <= len(table) <= most + PADDING_ROWS:
+            return most
+    return None
+
+
 def rotary_of(model: PreTrainedModel) -> tuple[Rotary | None, ...]:
     """Return the rotary embedding of each layer of a `model` that is switched over.
 

@@ -91,6 +91,13 @@ class HuggingFace(SamplingGenerator):
         return int(self.network.config.get_text_config(decoder=True).vocab_size)
 
     @cached_property
+    def positions(self) -> int | None:
+        """Number of positions in the model's table of them; None if it has no table."""
+        from kvcore_plugins.generator._hf_model import positions_of  # noqa: PLC0415
+
+        return positions_of(self.network)
+
+    @cached_property
     def rotary(self) -> tuple[Rotary | None, ...]:
         """The rotary embedding of each layer, as the loaded model's keys show."""
         from kvcore_plugins.generator._hf_model import rotary_of  # noqa: PLC0415
