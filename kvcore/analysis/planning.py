@@ -292,7 +292,7 @@ class _Planner:
                 self.notes.append(f"{devices} GPUs a replica: {error}")
                 continue
             self.cells[devices] = cell
-            self.full[devices] = parts.blocks
+            self.full[devices] = parts.blocks + parts.null_blocks
             self.block_bytes[devices] = parts.deployment.bytes_per_block
             self.host = sum(tier.memory for tier in parts.tiers() if tier.name == "host")
         if not self.cells and fault is not None:

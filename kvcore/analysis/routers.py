@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import attrs
 
@@ -164,7 +164,9 @@ def compare_routers(
         routers = parse(routers)
     elif not isinstance(routers, Iterable):
         routers = [routers]
-    clusters: list[Any] = [replicas] if isinstance(replicas, int | str) else list(replicas)
+    if isinstance(replicas, SupportsIndex | str):
+        replicas = [cast("Any", replicas)]
+    clusters: list[Any] = list(replicas)
     if all(isinstance(each, Mapping) for each in clusters):
         clusters = [clusters]
     one = {name: [value] for name, value in options.items()}

@@ -380,9 +380,17 @@ def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
 
 
 def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the options that `RunConfig` has too, except `others`, in its order."""
+    """Return the options that `RunConfig` has too, except `others`, in its order.
+
+    Beside an engine, options that are not given are those of that engine, and left out.
+    """
     names = (name for name in option_names() if name in given and name not in others)
-    return {name: given[name] for name in names}
+    options = {name: given[name] for name in names}
+    if options.get("like") is None:
+        return options
+    source = click.get_current_context().get_parameter_source
+    default = ParameterSource.DEFAULT
+    return {name: value for name, value in options.items() if source(name) != default}
 
 
 def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
@@ -392,11 +400,6 @@ def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
         InputError: an option has an invalid value.
     """
     options = run_options(given)
-    if options.get("like") is not None:
-        # Options that are not given are those of that engine.
-        source = click.get_current_context().get_parameter_source
-        default = ParameterSource.DEFAULT
-        options = {name: each for name, each in options.items() if source(name) != default}
     if options.get("workload") is None:
         options.pop("workload", None)
     return RunConfig.of(mode, **options)

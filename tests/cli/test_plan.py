@@ -140,3 +140,16 @@ def test_processes_find_what_one_process_does(tmp_path):
         for jobs in "12"
     }
     assert len(documents) == 1
+
+
+def test_an_engine_sets_the_options_that_are_not_given(planned):
+    """As in `kvcore simulate`, in which the fleet serves as it was planned."""
+    words = ["zipf:requests=40,prefixes=4,rate=4", "--slo", "ttft=0.2", "--like", "vllm"]
+    (tensor_parallel, seqs) = (["--tensor-parallel", "1"], ["--max-seqs", "9"])
+    more = ["--tier", "none", "--max-gpus", "1", *tensor_parallel, *seqs, "--json"]
+    document = json.loads(planned(*words, *more).stdout)
+    setup, best = document["setup"], document["plans"][0]
+    assert (setup["prefix"], setup["null_block"], setup["max_seqs"]) == ("hashed", True, 9)
+    pool = ["--blocks", str(best["blocks"]), *tensor_parallel, *seqs]
+    served = json.loads(run_here("simulate", *words, *pool, "--json").stdout)
+    assert served["ttft_s"] == best["ttft_s"]

@@ -115,3 +115,12 @@ def test_what_cannot_be_is_refused(routers, options, why):
     code, printed, told = routers(*options)
     assert (code, printed) == (2, "")
     assert why in told
+
+
+def test_an_engine_sets_the_options_that_are_not_given(routers):
+    """As in `kvcore simulate`; what is given wins."""
+    one = "--routers", "round-robin", "--replicas", 2, "--blocks", 60
+    _, printed, _ = routers(*one, "--like", "vllm", "--max-seqs", 9, "--json")
+    config = json.loads(printed)["config"]
+    assert (config["batching"]["max_seqs"], config["batching"]["null_block"]) == (9, True)
+    assert config["plugins"]["prefix"]["name"] == "hashed"
