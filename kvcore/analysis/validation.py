@@ -159,6 +159,9 @@ def validate(
             tick(1)
     if not compared:
         reason = next((f"; the first: {each}" for each in left_out), "")
+        if wanted and not left_out:
+            asked = (f"{name}={','.join(sorted(each))}" for name, each in wanted.items())
+            reason = f": none has {', '.join(asked)}"
         msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
         raise InputError(msg)
     return Validation(str(source), compared, dict(left_out.most_common()))
