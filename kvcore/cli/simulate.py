@@ -120,6 +120,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one r
     searching = given["search"] and saturation is not None and saturation.saturated
     # A run with drafts is not searched: a search decodes without them.
     searching = searching and not (isinstance(result, Result) and result.drafter)
+    searching = searching and _can_search(parts)
     if given["as_json"]:
         if searching:
             document["saturation"] |= {"holds": _searched(parts, result)}
@@ -162,6 +163,13 @@ def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
         if alone and source(name) is ParameterSource.COMMANDLINE:
             msg = f"{named(name)}one server gets all requests: give --replicas too"
             raise InputError(msg)
+
+
+def _can_search(parts: RunParts) -> bool:
+    """Return True if there are options to search for: of a cluster, a number of replicas."""
+    from kvcore.analysis import capacity  # noqa: PLC0415 - nothing else needs it
+
+    return not parts.many or capacity.can_find_replicas(cast("ClusterParts", parts))
 
 
 def _searched(parts: RunParts, result: Any) -> dict[str, float | int]:
