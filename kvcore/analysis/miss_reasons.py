@@ -386,10 +386,10 @@ class Explanation(Shown):
     """
 
     source: str
-    header: Mapping[str, Any]
+    header: Mapping[str, Any] = attrs.field(repr=False)
     complete: bool
     cut_reason: str | None
-    requests: Mapping[Id, RequestMisses]
+    requests: Mapping[Id, RequestMisses] = attrs.field(repr=False)
     cost: PrefillCost = attrs.field(init=False)
 
     @cost.default
