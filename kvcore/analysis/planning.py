@@ -21,8 +21,8 @@ from contextlib import closing
 from fractions import Fraction
 from itertools import count, takewhile
 from math import inf
-from operator import index
-from typing import Any, Literal, SupportsIndex, TypeAlias, TypeVar
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -219,7 +219,7 @@ def _check_options(grid: Grid) -> None:
 
 def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
     """Return numbers of 1 or more, ascending and without repetitions."""
-    numbers = sorted({index(given)} if isinstance(given, SupportsIndex) else set(given))
+    numbers = sorted({int(given)} if isinstance(given, int | Integral) else set(given))
     if not numbers or numbers[0] < 1:
         msg = f"{what}: {numbers} was given; give numbers of 1 or more"
         raise InputError(msg)

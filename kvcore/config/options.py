@@ -10,21 +10,10 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from numbers import Real
-from operator import index
+from numbers import Integral, Real
 from pathlib import Path
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NoReturn,
-    SupportsIndex,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
 
 import attrs
 
@@ -132,8 +121,8 @@ def as_whole(value: object) -> int:
     """Return a whole number, which text may have with a unit."""
     if isinstance(value, str):
         return parse_whole(value)
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        return check_whole(index(value))  # NumPy's integers too
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return check_whole(int(value))  # NumPy's too
     return refuse("a whole number", value)
 
 
@@ -388,7 +377,7 @@ RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
 
 def as_replicas(value: object) -> Any:
     """Return the number of servers, or the options of each group of identical ones."""
-    if isinstance(value, SupportsIndex | str):
+    if isinstance(value, Integral | str):
         return check_whole(as_whole(value), 1)
     if isinstance(value, Mapping):
         value = (value,)

@@ -157,6 +157,8 @@ def axes_of(mode: str) -> list[str]:
 def _values(name: str, given: Any) -> tuple[Any, ...]:
     """Return the values of an axis in the form of a cell, without repetitions."""
     values: list[Any] = []
+    if hasattr(given, "tolist"):
+        given = given.tolist()  # of NumPy
     several = isinstance(given, (list, tuple, range)) and not _is_window(name, given)
     for value in given if several else [given]:
         read = _resolved(name, read_option(name, value))
