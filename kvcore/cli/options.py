@@ -28,11 +28,11 @@ from kvcore.config.options import (
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
-from kvcore.plugins.manager import KINDS
+from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.units import INT64_LIMIT, parse_whole
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, find_workload
 
 if TYPE_CHECKING:
     from kvcore.analysis.sweep.plan import Executor
@@ -371,6 +371,16 @@ def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
             raise InputError(msg)
         jobs = 1
     return executor_for(where, jobs)
+
+
+def given_workload(given: Mapping[str, Any]) -> Workload:
+    """Return the workload that a command line or its configuration file names.
+
+    Raises:
+        InputError: as `find_workload`.
+    """
+    named = given["workload"]
+    return find_workload(None if named is None else str(named), Plugins(), given["seed"])
 
 
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:

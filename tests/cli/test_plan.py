@@ -161,3 +161,15 @@ def test_a_part_of_the_workload_is_planned_for(planned):
     document = json.loads(planned(*words, "--window", "1:5").stdout)
     assert document["setup"]["window"] == "1:5"
     assert 0 < document["requests"] < 40
+
+
+def test_a_file_may_name_the_workload(planned, tmp_path):
+    """As text, whose path is relative to the file, or as a table; flags are options too."""
+    (tmp_path / "plan.toml").write_text(
+        'tier = "none"\ntensor_parallel = [1]\nmax_gpus = 1\nslo = {ttft = 2}\n'
+        'chunked = false\n[workload]\nname = "zipf"\nrequests = 20\n'
+    )
+    done = planned("--config", "plan.toml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("zipf:requests=20: 20 requests to")
+    assert "; chunked false; watermark 0.01; " in " ".join(done.stdout.split())
