@@ -348,10 +348,10 @@ def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[s
 
 def cluster_document(parts: ClusterParts, result: ClusterResult) -> dict[str, Any]:
     """Return the JSON document of a cluster."""
-    first = result.lives[0][0].cache
-    plugins = (parts.scheduler(), first.eviction, first.prefix, first.retention)
+    first, server = result.lives[0][0].cache, parts.members[0]
+    plugins = (server.scheduler(), first.eviction, first.prefix, first.retention)
     tiers = () if first.tiers is None else (level.tier for level in first.tiers.levels)
-    more = parts.latency(), result.router, *tiers
+    more = server.latency(), result.router, *tiers
     return {**result.summary(), "config": parts.describe(*plugins, *more)}
 
 

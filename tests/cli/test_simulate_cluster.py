@@ -87,6 +87,11 @@ def test_replicas_may_be_unlike(tmp_path, report):
     assert [each["blocks"] for each in summary["replicas"]] == [100, 100, 50]
     groups = summary["config"]["replicas"]
     assert [(each["count"], each["device"]) for each in groups] == [(2, "h200"), (1, "h100")]
+    config = summary["config"]
+    assert (config["device"], config["plugins"]["latency"]["options"]["device"]) == (
+        "h200",
+        "h200",
+    )
     assert len(report("--config", path, "--replicas", 2)["replicas"]) == 2
 
 
