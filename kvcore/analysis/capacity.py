@@ -8,7 +8,7 @@ from decimal import ROUND_CEILING, ROUND_FLOOR, Context
 from fractions import Fraction
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -70,6 +70,11 @@ def find_capacity(
     return {name: value for name, value in found.items() if value is not None}
 
 
+def can_find_replicas(parts: ClusterParts) -> bool:
+    """Return True if replicas are alike and do both phases, so that more are a number."""
+    return isinstance(parts.config.replicas, int) and parts.split is None
+
+
 def find_replicas(
     parts: ClusterParts, result: ClusterResult, tick: Tick = unseen
 ) -> dict[str, float | int]:
@@ -88,11 +93,10 @@ def find_replicas(
     """
     from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server does without it
 
-    found, number = result.saturation, parts.config.replicas
-    if found is None or not found.saturated:
+    found = result.saturation
+    if found is None or not found.saturated or not can_find_replicas(parts):
         return {}
-    if not isinstance(number, int) or parts.split is not None:
-        return {}
+    number = cast("int", parts.config.replicas)
     load = result.offered_load or 0
     needed = number * max(found.arrivals_per_s / found.served_per_s, load)
     for _ in range(MOST_RATES):

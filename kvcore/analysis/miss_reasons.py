@@ -269,10 +269,15 @@ class RequestMisses:
 
     @property
     def state(self) -> str:
-        """State at the end of the trace: `admitted`, `rejected` or `waiting`."""
+        """State at the end of the trace: `admitted`, `rejected`, `decoded` or `waiting`.
+
+        `decoded`: with split phases, another replica prefilled it, and admitted it first.
+        """
         if self.admitted is not None:
             return "admitted"
-        return "waiting" if self.rejected is None else "rejected"
+        if self.rejected is not None:
+            return "rejected"
+        return "decoded" if self.again else "waiting"
 
 
 SCHEMA = 1
@@ -310,7 +315,7 @@ class Summary:
     """Totals of missed tokens over all first admissions, by reason.
 
     Attributes:
-        admitted, rejected, waiting: number of requests by their state at the end.
+        admitted, rejected, decoded, waiting: number of requests by their state at the end.
         readmitted: admissions after a preemption, which count nowhere else.
         prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit.
         categories: each of `Explanation.categories`; their tokens add up to the missed ones.
@@ -326,6 +331,7 @@ class Summary:
 
     admitted: int
     rejected: int
+    decoded: int
     waiting: int
     readmitted: int
     prompt_tokens: int
@@ -348,7 +354,7 @@ class Summary:
         return {
             "requests": {
                 name: getattr(self, name)
-                for name in ("admitted", "rejected", "waiting", "readmitted")
+                for name in ("admitted", "rejected", "decoded", "waiting", "readmitted")
             },
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
@@ -380,10 +386,10 @@ class Explanation(Shown):
     """
 
     source: str
-    header: Mapping[str, Any]
+    header: Mapping[str, Any] = attrs.field(repr=False)
     complete: bool
     cut_reason: str | None
-    requests: Mapping[Id, RequestMisses]
+    requests: Mapping[Id, RequestMisses] = attrs.field(repr=False)
     cost: PrefillCost = attrs.field(init=False)
 
     @cost.default
@@ -481,6 +487,7 @@ class Explanation(Shown):
         return Summary(
             admitted=states["admitted"],
             rejected=states["rejected"],
+            decoded=states["decoded"],
             waiting=states["waiting"],
             readmitted=sum(each.again for each in admitted),
             prompt_tokens=sum(each.tokens for each in admitted),

@@ -21,6 +21,7 @@ from contextlib import closing
 from fractions import Fraction
 from itertools import count, takewhile
 from math import inf
+from numbers import Integral
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import attrs
@@ -221,7 +222,7 @@ def _check_options(grid: Grid) -> None:
 
 def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
     """Return numbers of 1 or more, ascending and without repetitions."""
-    numbers = sorted({given} if isinstance(given, int) else set(given))
+    numbers = sorted({int(given)} if isinstance(given, int | Integral) else set(given))
     if not numbers or numbers[0] < 1:
         msg = f"{what}: {numbers} was given; give numbers of 1 or more"
         raise InputError(msg)
@@ -295,7 +296,7 @@ class _Planner:
                 self.notes.append(f"{devices} GPUs a replica: {error}")
                 continue
             self.cells[devices] = cell
-            self.full[devices] = parts.blocks
+            self.full[devices] = parts.blocks + parts.null_blocks
             self.block_bytes[devices] = parts.deployment.bytes_per_block
             self.host = sum(tier.memory for tier in parts.tiers() if tier.name == "host")
         if not self.cells and fault is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
 
 import attrs
@@ -25,7 +26,7 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, silent
 from kvcore.request import Request
-from kvcore.workloads import Workload, check_keys
+from kvcore.workloads import RequestList, Workload, check_keys
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -131,7 +132,7 @@ class RouterComparison(Shown):
 
 
 def compare_routers(
-    workload: str | PathLike[str] | Spec | Workload = "mooncake",
+    workload: str | PathLike[str] | Spec | Workload | Sequence[Request] = "mooncake",
     routers: str | type[Router] | Iterable[Any] | None = None,
     replicas: Iterable[ReplicaChoices] | ReplicaChoices = 8,
     *,
@@ -144,7 +145,8 @@ def compare_routers(
     `compare_routers("mooncake", "round-robin,least-requests", replicas=[2, 4, 8])`.
 
     Args:
-        workload: a plugin's name with options, the path of a file, or a workload.
+        workload: a plugin's name with options, the path of a file, a workload, or a list of
+            requests in the order of their arrival.
         routers: one or several: names with options (one text may hold several) or classes;
             None: all installed routers.
         replicas: their number; several numbers make a cluster each, and so does a list of
@@ -158,13 +160,16 @@ def compare_routers(
         InputError: no router, or an option or workload that is not valid.
         PluginError: a plugin cannot be used here, or a simulation failed.
     """
+    if isinstance(workload, list | tuple):
+        workload = RequestList(workload)
     if routers is None:
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):
         routers = parse(routers)
     elif not isinstance(routers, Iterable):
         routers = [routers]
-    clusters: list[Any] = [replicas] if isinstance(replicas, int | str) else list(replicas)
+    alone = isinstance(replicas, int | Integral | str)
+    clusters: list[Any] = [replicas] if alone else list(cast("Iterable[Any]", replicas))
     if all(isinstance(each, Mapping) for each in clusters):
         clusters = [clusters]
     one = {name: [value] for name, value in options.items()}

@@ -182,14 +182,14 @@ class WhatIf(Shown):
     """
 
     file: str
-    header: Mapping[str, Any]
+    header: Mapping[str, Any] = attrs.field(repr=False)
     kvcore: str
     here: str
     workload: str
     timed: bool
     recorded: RunSummary
     rerun: RunSummary
-    changes: list[Change]
+    changes: list[Change] = attrs.field(repr=False)
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the requests with different outcomes.

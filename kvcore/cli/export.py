@@ -200,13 +200,18 @@ def export(
 
 def _notes(found: dict[str, Any]) -> list[str]:
     """Return sentences on the parts of a trace that the format cannot express."""
+    from kvcore.report.tables import counted  # noqa: PLC0415 - most exports have no notes
+
     notes = []
     if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
         notes.append(
             f"a key is {found['key_tokens']} tokens, which the format cannot say: its readers "
-            f"take {USUAL_KEY_TOKENS} unless told"
+            f"take {USUAL_KEY_TOKENS} without an option such as that of kvcore, "
+            f"mooncake:path=FILE,key_tokens={found['key_tokens']}"
         )
     for field, count in found.get("left_out", {}).items():
-        what = "had times below a millisecond" if field == "t" else f"had {field!r}"
-        notes.append(f"left out: {count:,} requests {what}")
+        lost = f"left out: {field!r}"
+        if field == "t":
+            lost = "rounded down to milliseconds: the times"
+        notes.append(f"{lost} of {counted(count, 'request')}")
     return notes

@@ -28,11 +28,11 @@ from kvcore.config.options import (
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
-from kvcore.plugins.manager import KINDS
+from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.units import INT64_LIMIT, parse_whole
-from kvcore.workloads import Workload
+from kvcore.workloads import Workload, find_workload
 
 if TYPE_CHECKING:
     from kvcore.analysis.sweep.plan import Executor
@@ -373,6 +373,16 @@ def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
     return executor_for(where, jobs)
 
 
+def given_workload(given: Mapping[str, Any]) -> Workload:
+    """Return the workload that a command line or its configuration file names.
+
+    Raises:
+        InputError: as `find_workload`.
+    """
+    named = given["workload"]
+    return find_workload(None if named is None else str(named), Plugins(), given["seed"])
+
+
 def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
     """Return the option `name` of a verb that runs a trace again; None: as recorded."""
     text = text or option_help(name)
@@ -380,9 +390,17 @@ def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
 
 
 def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the options that `RunConfig` has too, except `others`, in its order."""
+    """Return the options that `RunConfig` has too, except `others`, in its order.
+
+    Beside an engine, options that are not given are those of that engine, and left out.
+    """
     names = (name for name in option_names() if name in given and name not in others)
-    return {name: given[name] for name in names}
+    options = {name: given[name] for name in names}
+    if options.get("like") is None:
+        return options
+    source = click.get_current_context().get_parameter_source
+    default = ParameterSource.DEFAULT
+    return {name: value for name, value in options.items() if source(name) != default}
 
 
 def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
@@ -392,11 +410,6 @@ def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
         InputError: an option has an invalid value.
     """
     options = run_options(given)
-    if options.get("like") is not None:
-        # Options that are not given are those of that engine.
-        source = click.get_current_context().get_parameter_source
-        default = ParameterSource.DEFAULT
-        options = {name: each for name, each in options.items() if source(name) != default}
     if options.get("workload") is None:
         options.pop("workload", None)
     return RunConfig.of(mode, **options)

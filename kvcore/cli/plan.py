@@ -15,6 +15,7 @@ from kvcore.cli.options import (
     Numbers,
     batching_options,
     executor_options,
+    given_workload,
     part_options,
     poolwide_options,
     run_options,
@@ -35,9 +36,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, echo, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
-from kvcore.plugins import Plugins
 from kvcore.report.plan import HEADERS, PlanReport
-from kvcore.workloads.selection import find_workload
 
 NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""
@@ -114,7 +113,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     memory, the content of the prompts, or compute. Finished simulations are kept: after an
     interruption the same command goes on with the rest.
     """
-    source = find_workload(given["workload"], Plugins(), given["seed"])
+    source = given_workload(given)
     out = given["out"] or RESULTS
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())

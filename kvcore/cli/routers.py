@@ -11,6 +11,7 @@ from kvcore.cli.options import (
     Numbers,
     batching_options,
     executor_options,
+    given_workload,
     names_from_file,
     part_options,
     policy_options,
@@ -30,9 +31,7 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.plugins import Plugins
 from kvcore.report.routers import RoutersReport
-from kvcore.workloads.selection import find_workload
 
 
 @verb(
@@ -72,7 +71,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     optimum. Several --replicas show how these change with the number of servers.
     """
     names_from_file(ctx, given | {"trace": None, "out": None})
-    source = find_workload(given["workload"], Plugins(), given["seed"])
+    source = given_workload(given)
     options = run_options(given, "workload", "replicas")
     with plot_file(given["picture"], source.options().values()) as write_plot:
         found = compare_routers(

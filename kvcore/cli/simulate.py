@@ -120,6 +120,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:  # noqa: C901 - one r
     searching = given["search"] and saturation is not None and saturation.saturated
     # A run with drafts is not searched: a search decodes without them.
     searching = searching and not (isinstance(result, Result) and result.drafter)
+    searching = searching and _can_search(parts)
     if given["as_json"]:
         if searching:
             document["saturation"] |= {"holds": _searched(parts, result)}
@@ -162,6 +163,13 @@ def _check_alone(ctx: click.Context, named: Callable[[str], str]) -> None:
         if alone and source(name) is ParameterSource.COMMANDLINE:
             msg = f"{named(name)}one server gets all requests: give --replicas too"
             raise InputError(msg)
+
+
+def _can_search(parts: RunParts) -> bool:
+    """Return True if there are options to search for: of a cluster, a number of replicas."""
+    from kvcore.analysis import capacity  # noqa: PLC0415 - nothing else needs it
+
+    return not parts.many or capacity.can_find_replicas(cast("ClusterParts", parts))
 
 
 def _searched(parts: RunParts, result: Any) -> dict[str, float | int]:
@@ -340,10 +348,10 @@ def document_of(parts: RunParts, result: Result, scheduler: Scheduler) -> dict[s
 
 def cluster_document(parts: ClusterParts, result: ClusterResult) -> dict[str, Any]:
     """Return the JSON document of a cluster."""
-    first = result.lives[0][0].cache
-    plugins = (parts.scheduler(), first.eviction, first.prefix, first.retention)
+    first, server = result.lives[0][0].cache, parts.members[0]
+    plugins = (server.scheduler(), first.eviction, first.prefix, first.retention)
     tiers = () if first.tiers is None else (level.tier for level in first.tiers.levels)
-    more = parts.latency(), result.router, *tiers
+    more = server.latency(), result.router, *tiers
     return {**result.summary(), "config": parts.describe(*plugins, *more)}
 
 

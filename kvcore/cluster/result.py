@@ -116,12 +116,12 @@ class ClusterResult(Reported):
         phases: the pools of split phases, and the transfers between them.
     """
 
-    replica: Sequence[int]
-    lives: Sequence[Sequence[Result]]
+    replica: Sequence[int] = attrs.field(repr=False)
+    lives: Sequence[Sequence[Result]] = attrs.field(repr=False)
     router: Router
     retried: int
     wall_s: float = 0.0
-    changes: Sequence[Change] = ()
+    changes: Sequence[Change] = attrs.field(default=(), repr=False)
     rented_ns: int | None = None
     phases: Phases | None = None
 

@@ -151,8 +151,10 @@ class ClusterParts(RunParts):
         return cast("Router", self.built("router"))
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
-        """Return the configuration as for one server, with its replicas."""
-        return super().describe(*plugins) | {
+        """Return the configuration of the first replica, and all replicas."""
+        first = self.groups[0][1]
+        alone = super().describe(*plugins) if first is self else first.describe(*plugins)
+        return alone | {
             "replicas": [
                 {
                     "count": count,

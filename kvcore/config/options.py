@@ -10,22 +10,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from numbers import Real
-from operator import index
+from numbers import Integral, Real
 from os import PathLike, fspath
 from pathlib import Path
 from types import UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NoReturn,
-    SupportsIndex,
-    TypeAlias,
-    Union,
-    get_args,
-    get_origin,
-)
+from typing import Annotated, Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin
 
 import attrs
 
@@ -133,8 +122,8 @@ def as_whole(value: object) -> int:
     """Return a whole number, which text may have with a unit."""
     if isinstance(value, str):
         return parse_whole(value)
-    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
-        return check_whole(index(value))  # NumPy's integers too
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return check_whole(int(value))  # NumPy's too
     return refuse("a whole number", value)
 
 
@@ -147,7 +136,7 @@ def as_bytes(value: object) -> int:
     """Return a number of bytes; text has a unit, such as `40GiB`."""
     if isinstance(value, str):
         return parse_bytes(value)
-    if isinstance(value, SupportsIndex):
+    if isinstance(value, Integral):
         return as_whole(value)
     return refuse("a number of bytes, such as '40GiB'", value)
 
@@ -395,7 +384,7 @@ RENAMED: Mapping[str, str] = {"count": "accounting", "kv_dtype": "codec"}
 
 def as_replicas(value: object) -> Any:
     """Return the number of servers, or the options of each group of identical ones."""
-    if isinstance(value, SupportsIndex | str):
+    if isinstance(value, Integral | str):
         return check_whole(as_whole(value), 1)
     if isinstance(value, Mapping):
         value = (value,)

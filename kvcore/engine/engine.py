@@ -37,10 +37,10 @@ class RunResult(Result):
         drafted: outcome of the drafts of every step of a request; empty without a drafter.
     """
 
-    outputs: dict[int | str, list[int]]
-    steps: list[MeasuredStep]
+    outputs: dict[int | str, list[int]] = attrs.field(repr=False)
+    steps: list[MeasuredStep] = attrs.field(repr=False)
     scheduler: Scheduler
-    drafted: list[DraftedStep] = attrs.field(factory=list)
+    drafted: list[DraftedStep] = attrs.field(factory=list, repr=False)
 
     def write_acceptance(self, path: Path | str) -> None:
         """Write which drafts were accepted, for the drafter `acceptance` of simulations.

@@ -8,6 +8,7 @@ those of the language model). GPUs: the makers' data sheets; see `docs/reference
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -43,6 +44,13 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
         from kvcore.models.huggingface import read_config  # noqa: PLC0415 - for files alone
 
+        near = _near(MODELS, text.partition("/")[2]) if _is_hub_id(text) else []
+        if near:
+            msg = (
+                f"{text}: there is no such file or folder; ids of a hub are not looked up: "
+                f"did you mean {' or '.join(near)}, or the config.json of that model?"
+            )
+            raise InputError(msg)
         return read_config(text, weights_dtype)
     try:
         model = find_model(text)
@@ -65,14 +73,25 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     key = name.strip().lower().replace("_", "-")
     if key in table:
         return table[key]
-    from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
-
-    near = get_close_matches(key, table, n=3, cutoff=0.5)
+    near = _near(table, key)
     hint = f"known: {', '.join(sorted(table))}"
     if near:
         hint = f"did you mean {' or '.join(near)}? `kvcore size --help` lists all"
     msg = f"unknown {what} {name!r}; {hint}"
     raise InputError(msg)
+
+
+def _is_hub_id(text: str) -> bool:
+    """Return True if `text` is written as `owner/name`, and no file has that path."""
+    named = re.fullmatch(r"\w[\w.-]*/\w[\w.-]*(?<!\.json)", text)
+    return named is not None and not os.path.exists(text)  # noqa: PTH110 - never raises
+
+
+def _near(table: Iterable[str], name: str) -> list[str]:
+    """Return the names of a table that are most like `name`, at most three."""
+    from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
+
+    return get_close_matches(name.lower(), table, n=3, cutoff=0.5)
 
 
 def _interleaved(layers: int, window: int, full_every: int) -> tuple[int | None, ...]:

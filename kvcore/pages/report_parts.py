@@ -13,7 +13,7 @@ import attrs
 
 from kvcore.plugins.options import as_text
 from kvcore.report.misses import SummaryReport
-from kvcore.report.tables import plugin_text
+from kvcore.report.tables import plugin_text, slo_times
 from kvcore.report.whatif import config_text
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
@@ -391,8 +391,7 @@ def command(verb: str, *subjects: Any, **options: Any) -> str:
 def _option(name: str, value: Any) -> str:
     """Return the value of an option in the form of a command line."""
     if name == "slo" and isinstance(value, Mapping):
-        times = (f"{each}={ns / NS_PER_S:g}" for each, ns in value.items() if ns)
-        return ",".join(times) or "none"
+        return slo_times(value)
     if isinstance(value, Mapping):
         return plugin_text(value["name"], value["options"])
     return ",".join(map(as_text, value)) if isinstance(value, list) else as_text(value)

@@ -72,6 +72,11 @@ class RequestReport:
         if reasons.admitted is None:
             if reasons.rejected is not None:
                 return f"{arrived}, and was turned away: {reasons.rejected}."
+            if reasons.again:
+                return (
+                    f"{arrived}, and was decoded here. Another replica prefilled it, and has "
+                    "its hits and misses."
+                )
             return f"{arrived}, and was not admitted before the trace ends."
         again = ""
         if reasons.again:
@@ -209,6 +214,7 @@ class SummaryReport:
             f"; {number:,} {what}"
             for number, what in (
                 (summary.rejected, "rejected"),
+                (summary.decoded, "decoded here, and prefilled on another replica"),
                 (summary.waiting, "not admitted"),
                 (summary.readmitted, "admitted again after preemption, counted once"),
             )

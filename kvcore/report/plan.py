@@ -85,8 +85,11 @@ class PlanReport:
     def closing(self) -> str:
         """Sentences about the search, and the options that all simulations share."""
         setup = self.plan.setup
-        names = (name for name, value in setup.items() if value and not is_plain(name, value))
-        parts = [f"{name} {as_text(setup[name])}" for name in names]
+        parts = [
+            f"{name} {as_text(value)}"
+            for name, value in setup.items()
+            if value is not None and not is_plain(name, value)
+        ]
         return (
             "Sessions are divided among replicas by hash; busiest: the share of the prompt "
             "tokens that one replica gets.\n"

@@ -126,12 +126,18 @@ def setup(header: Mapping[str, Any]) -> str:
     parts += [f"{name} {as_text(value)}" for name, value in header.get("batching", {}).items()]
     for name in SETTINGS:
         value = header.get(name)
-        if name == "slo" and value:
-            value = ", ".join(f"{part}={time / NS_PER_S:g}" for part, time in value.items())
+        if name == "slo" and value is not None:
+            value = slo_times(value).replace(",", ", ")
         if value is not None:
             parts.append(f"{name} {as_text(value)}")
     parts += _routed(routing)
     return f"Setup: {'; '.join(parts)}."
+
+
+def slo_times(slo: Mapping[str, int | None]) -> str:
+    """Format the SLO of a header, which has ns, as on the command line: `ttft=30,tpot=0.1`."""
+    times = (f"{name}={ns / NS_PER_S:g}" for name, ns in slo.items() if ns)
+    return ",".join(times) or "none"
 
 
 def _routed(routing: Mapping[str, Any]) -> Iterator[str]:

@@ -11,7 +11,16 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, TableRow, cell, counted, plugin_text, setup, share
+from kvcore.report.tables import (
+    NONE,
+    TableRow,
+    cell,
+    counted,
+    plugin_text,
+    setup,
+    share,
+    slo_times,
+)
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"
@@ -45,7 +54,7 @@ class WhatIfReport:
         if not names:
             lines.append("Run again as recorded: nothing was to be different.")
         for name in names:
-            old, new = (config_text(config.get(name)) for config in (one, other))
+            old, new = (_setting(name, config.get(name)) for config in (one, other))
             lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
         if found.kvcore != found.here:
             lines.append(
@@ -187,6 +196,13 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
 
 def _count(count: int) -> str:
     return f"{count:,}"
+
+
+def _setting(name: str, value: Any) -> str:
+    """Format a setting of a configuration as the command line has it."""
+    if name == "slo" and isinstance(value, Mapping):
+        return slo_times(value)
+    return config_text(value)
 
 
 def config_text(value: Any) -> str:

@@ -150,3 +150,20 @@ def test_the_folder_of_a_cluster(tmp_path):
     assert "give the trace in it" in done.stderr
     page = ("report", "found/trace.jsonl.gz", "--replica", 1, "-o", "page.html")
     assert run(*page, cwd=tmp_path).returncode == 0
+
+
+def test_explain_of_a_replica_that_decodes_says_so(tmp_path):
+    """Its requests were admitted first where they were prefilled, and wait for nothing."""
+    words = "zipf:requests=20,prefixes=2,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
+    split = ("--disaggregate", "prefill=1,decode=1", "--blocks", "90", "--trace", "d.jsonl")
+    ran("simulate", words, *split, cwd=tmp_path)
+    told = " ".join(
+        ran("explain", "d.jsonl", "--summary", "--replica", "1", cwd=tmp_path).split()
+    )
+    assert "20 decoded here, and prefilled on another replica. Of 0 prompt tokens" in told
+    document = json.loads(
+        ran("explain", "d.jsonl", "--summary", "--replica", "1", "--json", cwd=tmp_path)
+    )
+    assert (document["requests"]["decoded"], document["requests"]["waiting"]) == (20, 0)
+    one = " ".join(ran("explain", "d.jsonl", "3", "--replica", "1", cwd=tmp_path).split())
+    assert "Another replica prefilled it, and has its hits and misses." in one

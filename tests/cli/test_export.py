@@ -110,8 +110,10 @@ def test_what_mooncake_cannot_say_is_told(tmp_path, capfd):
     code, _, err = export(capfd, trace, "--to", "mooncake", "--out", tmp_path / "o")
     assert code == 0
     assert f"a key is {BLOCK} tokens, which the format cannot say" in err
-    assert "left out: 1 requests had 'tenant'" in err
-    assert "left out: 1 requests had times below a millisecond" in err
+    assert "left out: 'tenant' of 1 request" in err
+    assert "rounded down to milliseconds: the times of 1 request" in err
+    assert f"mooncake:path=FILE,key_tokens={BLOCK}" in err
+    assert [len(each.keys) for each in Mooncake(tmp_path / "o", key_tokens=BLOCK)] == [2, 2]
 
 
 def test_keys_of_several_sizes_are_refused(tmp_path, capfd):

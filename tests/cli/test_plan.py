@@ -146,3 +146,36 @@ def test_processes_find_what_one_process_does(tmp_path):
         for jobs in "12"
     }
     assert len(documents) == 1
+
+
+def test_an_engine_sets_the_options_that_are_not_given(planned):
+    """As in `kvcore simulate`, in which the fleet serves as it was planned."""
+    words = ["zipf:requests=40,prefixes=4,rate=4", "--slo", "ttft=0.2", "--like", "vllm"]
+    (tensor_parallel, seqs) = (["--tensor-parallel", "1"], ["--max-seqs", "9"])
+    more = ["--tier", "none", "--max-gpus", "1", *tensor_parallel, *seqs, "--json"]
+    document = json.loads(planned(*words, *more).stdout)
+    setup, best = document["setup"], document["plans"][0]
+    assert (setup["prefix"], setup["null_block"], setup["max_seqs"]) == ("hashed", True, 9)
+    pool = ["--blocks", str(best["blocks"]), *tensor_parallel, *seqs]
+    served = json.loads(run_here("simulate", *words, *pool, "--json").stdout)
+    assert served["ttft_s"] == best["ttft_s"]
+
+
+def test_a_part_of_the_workload_is_planned_for(planned):
+    """A window is one value, not two."""
+    words = (*SMALL, "--max-gpus", "1", "--tensor-parallel", "1", "--json")
+    document = json.loads(planned(*words, "--window", "1:5").stdout)
+    assert document["setup"]["window"] == "1:5"
+    assert 0 < document["requests"] < 40
+
+
+def test_a_file_may_name_the_workload(planned, tmp_path):
+    """As text, whose path is relative to the file, or as a table; flags are options too."""
+    (tmp_path / "plan.toml").write_text(
+        'tier = "none"\ntensor_parallel = [1]\nmax_gpus = 1\nslo = {ttft = 2}\n'
+        'chunked = false\n[workload]\nname = "zipf"\nrequests = 20\n'
+    )
+    done = planned("--config", "plan.toml")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("zipf:requests=20: 20 requests to")
+    assert "; chunked false; watermark 0.01; " in " ".join(done.stdout.split())

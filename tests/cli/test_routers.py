@@ -118,3 +118,21 @@ def test_what_cannot_be_is_refused(routers, options, why):
     code, printed, told = routers(*options)
     assert (code, printed) == (2, "")
     assert why in told
+
+
+def test_an_engine_sets_the_options_that_are_not_given(routers):
+    """As in `kvcore simulate`; what is given wins."""
+    one = "--routers", "round-robin", "--replicas", 2, "--blocks", 60
+    _, printed, _ = routers(*one, "--like", "vllm", "--max-seqs", 9, "--json")
+    config = json.loads(printed)["config"]
+    assert (config["batching"]["max_seqs"], config["batching"]["null_block"]) == (9, True)
+    assert config["plugins"]["prefix"]["name"] == "hashed"
+
+
+def test_a_file_may_name_the_workload(tmp_path, capsys):
+    """And all other options; a path is relative to the file."""
+    (tmp_path / "few.jsonl").write_text('{"prompt": "a b c", "output_tokens": 3}\n' * 3)
+    path = tmp_path / "routers.toml"
+    path.write_text('workload = "few.jsonl"\nreplicas = [2]\nrouters = "round-robin"\n')
+    assert frame.run(["routers", "--config", str(path), "--jobs", "1"]) == 0
+    assert capsys.readouterr().out.startswith("chat: 3 requests to llama-3-8b on 2 replicas")

@@ -93,6 +93,11 @@ def test_replicas_may_be_unlike(tmp_path, report):
     assert [each["blocks"] for each in summary["replicas"]] == [100, 100, 50]
     groups = summary["config"]["replicas"]
     assert [(each["count"], each["device"]) for each in groups] == [(2, "h200"), (1, "h100")]
+    config = summary["config"]
+    assert (config["device"], config["plugins"]["latency"]["options"]["device"]) == (
+        "h200",
+        "h200",
+    )
     assert len(report("--config", path, "--replicas", 2)["replicas"]) == 2
 
 
@@ -153,7 +158,8 @@ def test_no_number_is_searched_where_phases_are_split(capsys, replicas):
     assert frame.run(["simulate", busy, *options]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert printed.startswith("SATURATED: zipf asks for")
-    assert "No number of replicas was found" in printed
+    assert "is searched for" not in printed
+    assert "No number of replicas was found" not in printed
 
 
 def test_tiers_of_all_replicas_count(report):

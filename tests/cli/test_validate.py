@@ -129,7 +129,10 @@ def test_only_given_options_win_over_an_engines_rules():
         (("none.csv",), "none.csv: cannot be read"),
         (("rows.csv", "--where", "device"), "write NAME=VALUE"),
         (("rows.csv", "--where", "devise=h100"), "there is no column 'devise'"),
-        (("rows.csv", "--where", "device=a30"), "none of 0 rows can be simulated"),
+        (
+            ("rows.csv", "--where", "device=a30"),
+            "none of 0 rows can be simulated: no row has device=a30",
+        ),
         (("rows.csv", "--by", "devise"), "there is no column 'devise'"),
         (("rows.csv", "--csv", "rows.csv"), "rows.csv"),
         (("rows.csv", "--spread", "1"), "--spread"),

@@ -411,3 +411,11 @@ def test_tiers_are_refused():
     Tiers(cache, ["host:memory=1MiB"], 64, ids=True)
     with pytest.raises(InputError, match="make its cache without them"):
         PagedCache(cache, TorchCPU())
+
+
+def test_a_backend_has_a_name_here_too():
+    """As in `kvcore.run`; what is no backend is refused, not met later."""
+    assert PagedCache(KVCache(8, ids=True), "torch-cpu").backend.name == "torch-cpu"
+    assert PagedCache(KVCache(8, ids=True), TorchCPU).backend.name == "torch-cpu"
+    with pytest.raises(InputError, match="no backend plugin is named 'torch'"):
+        PagedCache(KVCache(8, ids=True), "torch")

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device, find_model
+from kvcore.models.catalogue import DEVICES, MODELS, find_device, find_model, load_model
 from kvcore.models.huggingface import read_config
 
 NUMBERS = (
@@ -291,3 +291,16 @@ def test_an_unknown_device_is_told_all():
     """An unknown device without similar names raises InputError with all names."""
     with pytest.raises(InputError, match=r"unknown device 'abacus'; known: a10, a100-40g"):
         find_device("abacus")
+
+
+def test_an_id_of_a_hub_is_no_path_that_cannot_be_read(tmp_path, monkeypatch):
+    """The error names the model that is meant; a folder of that name is read."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match="of a hub are not looked up: did you mean qwen3-8b"):
+        load_model("Qwen/Qwen3-8B")
+    for path in "models/my_own", "Qwen/Qwen3-8B.json", "./Qwen3-8B":
+        with pytest.raises(InputError, match="cannot be read: No such file"):
+            load_model(path)
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    with pytest.raises(InputError, match=r"config\.json"):
+        load_model("Qwen/Qwen3-8B")

@@ -196,3 +196,16 @@ def test_without_polars_the_error_names_what_has_the_same_data(monkeypatch):
     monkeypatch.setitem(sys.modules, "polars", None)
     with pytest.raises(PluginError, match="or make a frame of `it` yourself"):
         data_frame([], "`it`")
+
+
+def test_a_result_is_short_where_nothing_draws_it(tmp_path):
+    """A console shows no list with an item a request."""
+
+    def lengths(requests):
+        path, workload = tmp_path / f"{requests}.jsonl", f"zipf:requests={requests},rate=50"
+        fleet = simulate_cluster(workload, replicas=2, blocks=900)
+        served = simulate(workload, blocks=900, trace=path)
+        return [len(repr(each)) for each in (fleet, served, whatif(path), explain(path))]
+
+    for short, long in zip(lengths(20), lengths(200), strict=True):
+        assert long < short + 100

@@ -251,6 +251,7 @@ def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
         "eviction lfu:half_life=60.0; latency roofline:device=a40, compute=0.5; "
         "chunked true; rate_scale 2.0; slo ttft=1.5; seed 0."
     )
+    assert "; slo none; " in setup(header | {"slo": {}})
 
 
 def test_the_setup_of_a_header_with_little_in_it():

@@ -198,3 +198,12 @@ def test_several_runs_differ_from_the_first():
 def test_one_run_has_no_changes():
     """The rows of a single run have a name and a value only."""
     assert {len(row) for row in run_rows([TIMED], timed=True)} == {2}
+
+
+def test_an_slo_that_was_different_is_told_in_seconds():
+    """A trace has ns, and the command line seconds."""
+    told = report(
+        attrs.evolve(UNTIMED, config={"slo": {}}),
+        attrs.evolve(UNTIMED, config={"slo": {"ttft": 1_500_000_000, "tpot": 10**8}}),
+    ).headline
+    assert "slo: ttft=1.5,tpot=0.1 instead of none" in told.splitlines()

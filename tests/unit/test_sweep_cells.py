@@ -6,8 +6,9 @@ import json
 import sys
 
 import pytest
+from helpers.serving import BLOCK, ask
 
-from kvcore import KVCache, PluginError, simulate
+from kvcore import KVCache, PluginError, ScoreEviction, simulate
 from kvcore.analysis import compare
 from kvcore.analysis.sweep import (
     CellRunner,
@@ -21,8 +22,11 @@ from kvcore.analysis.sweep import (
     executor_named,
     sweep,
 )
+from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig
+from kvcore.workloads import RequestList
+from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.workload import Zipf
 
@@ -270,3 +274,33 @@ def test_a_cluster_needs_ray(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[ray\]'"):
         next(RayCluster().run([Task("00", RunConfig())]))
+
+
+def test_what_a_script_has_made_is_a_cell_too(tmp_path):
+    """A class of a policy and a list of requests are written as texts, and found again."""
+
+    class Deepest(ScoreEviction):
+        """Evicts what lies deepest."""
+
+        name = "deepest"
+
+        def score(self, span, now):
+            """Return the negative depth."""
+            return -span.depth
+
+    requests = RequestList([ask(n, keys=[n % 3], key_tokens=BLOCK) for n in range(9)])
+    policies = [Deepest, LRU]
+    grid = Grid("compare", workload=requests, eviction=policies, blocks=[2])
+    for found in 0, 2:
+        with Journal(tmp_path / "journal") as journal:
+            done = sweep(Plan.of(grid), journal, executor=ThisProcess())
+        assert done.found == found
+        assert [row["eviction"] for row in done.rows] == ["deepest", "lru"]
+        assert {row["workload"] for row in done.rows} == {"requests:requests=9"}
+
+
+def test_an_array_of_numpy_has_the_values_of_an_axis():
+    """Sizes are often computed."""
+    numpy = pytest.importorskip("numpy")
+    grid = Grid("compare", workload="zipf", blocks=numpy.array([10, 20]))
+    assert grid.axes["blocks"] == (10, 20)

@@ -135,3 +135,11 @@ def test_a_row_has_the_pool_that_was_asked_for():
     assert (row["blocks"], row["pool_bytes"]) == (800, 800 * 2**21)
     (row,) = Plan.of(Grid(workload="zipf", memory="1GiB", like="vllm")).rows
     assert row["pool_bytes"] == 2**30
+
+
+def test_a_window_in_ns_is_one_value():
+    """Several are texts, or tuples in a list."""
+    window = (0, 5 * 10**9)
+    assert Grid(workload="zipf", window=window).axes["window"] == (window,)
+    assert len(Grid(workload="zipf", window=["0:5", (0, 9 * 10**9)]).axes["window"]) == 2
+    assert len(Grid(workload="zipf", window=("0:5", "5:9")).axes["window"]) == 2

@@ -110,3 +110,14 @@ def test_digest_is_the_files(tmp_path):
     one, same = write(tmp_path / "1.jsonl", ROW), write(tmp_path / "2.jsonl", ROW)
     other = write(tmp_path / "3.jsonl", ROW | {"output_length": 53})
     assert Mooncake(one).digest == Mooncake(same).digest != Mooncake(other).digest
+
+
+def test_keys_may_stand_for_other_numbers_of_tokens(tmp_path):
+    """The file does not tell; with 512, the requests and their digest are what they were."""
+    path = write(tmp_path / "t.jsonl", ROW | {"input_length": 32})
+    (request,) = Mooncake(path, key_tokens=16)
+    assert (request.keys, request.key_tokens) == ([46, 47], 16)
+    assert Mooncake(path, key_tokens=16).digest != Mooncake(path).digest
+    assert "key_tokens" not in Mooncake(path).options()
+    with pytest.raises(InputError, match="512 a key; the option key_tokens says how many"):
+        list(Mooncake(path))

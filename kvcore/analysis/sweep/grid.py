@@ -157,7 +157,10 @@ def axes_of(mode: str) -> list[str]:
 def _values(name: str, given: Any) -> tuple[Any, ...]:
     """Return the values of an axis in the form of a cell, without repetitions."""
     values: list[Any] = []
-    for value in given if isinstance(given, (list, tuple, range)) else [given]:
+    if hasattr(given, "tolist"):
+        given = given.tolist()  # of NumPy
+    several = isinstance(given, (list, tuple, range)) and not _is_window(name, given)
+    for value in given if several else [given]:
         read = _resolved(name, read_option(name, value))
         if read not in values:
             values.append(read)
@@ -165,6 +168,11 @@ def _values(name: str, given: Any) -> tuple[Any, ...]:
         msg = f"{name}: the list is empty; give a value, or leave it out"
         raise InputError(msg)
     return tuple(values)
+
+
+def _is_window(name: str, given: Any) -> bool:
+    """Return True if `given` is one window in ns: start and end, not two windows."""
+    return name == "window" and isinstance(given, tuple) and type(given[0]) is int
 
 
 def _resolved(name: str, value: Any) -> Any:

@@ -24,7 +24,7 @@ from kvcore.config import RunConfig, RunParts
 from kvcore.config.options import replicas_text, slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
-from kvcore.plugins.options import Spec
+from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
 from kvcore.trace.fields import plain, slo_field
@@ -232,7 +232,7 @@ class CellRun:
         """The axes of the cell in the form of a table: text, numbers, true or false."""
         parts, cell = self.parts, self.parts.config
         row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
-        row |= {name: str(value) for name, value in row.items() if isinstance(value, Spec)}
+        row |= {name: text for name, value in row.items() if (text := _named(value))}
         row["tier"] = tiers_text(cast("Any", cell.tier))
         del row["memory"]
         if cell.window is not None:
@@ -411,6 +411,15 @@ def _optimum(parts: RunParts) -> Belady:
         msg = f"prefix: the optimum is a bound for {SHARING!r} alone, not for {prefix!r}"
         raise InputError(msg)
     return optimum
+
+
+def _named(value: object) -> str | None:
+    """Return the text of a plugin, as on the command line; None for any other value."""
+    if isinstance(value, Plugin):
+        value = spec_of(value)
+    if isinstance(value, Spec):
+        return str(value)
+    return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
 
 
 def _at(document: Any, path: str) -> Any:

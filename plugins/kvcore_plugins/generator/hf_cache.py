@@ -18,6 +18,7 @@ from kvcore.cache import BlockPool, Sequence
 from kvcore.engine import Compactor, RaggedBatch, attend_through
 from kvcore.engine.executor import tensor_layout
 from kvcore.engine.retention import token_retention
+from kvcore.plugins import resolve
 from kvcore.request import block_keys
 from kvcore_plugins.generator._hf_model import (
     AttentionCache,
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+def _backend(given: Backend | type[Backend] | str) -> Backend:
+    """Return the backend that is given, or that a class or a text stands for."""
+    backend: Backend = resolve("backend", given)
+    return backend
+
+
 @attrs.define(eq=False)
 class PagedCache:
     """The K/V of one Hugging Face model in the blocks of a `KVCache`, on a backend.
@@ -45,7 +52,8 @@ class PagedCache:
 
     Attributes:
         cache: the cache, made with `ids=True`, and counting tokens.
-        backend: stores the K/V; allocated at the first `attached`.
+        backend: stores the K/V; allocated at the first `attached`. Given as an instance, a
+            class or a text.
 
     Raises:
         InputError: the cache has no block ids, the backend is in use, or the retention policy
@@ -53,7 +61,7 @@ class PagedCache:
     """
 
     cache: KVCache
-    backend: Backend
+    backend: Backend = attrs.field(converter=_backend)
     _model: PreTrainedModel | None = attrs.field(init=False, default=None, repr=False)
     _batches: list[PagedBatch] = attrs.field(init=False, factory=list, repr=False)
     _own: PagedBatch | None = attrs.field(init=False, default=None, repr=False)

@@ -193,14 +193,18 @@ class Row:
         below: int = INT64_LIMIT,
         *,
         digests: bool = False,
+        hint: str = "",
     ) -> list[Any]:
-        """Return the block keys of a prompt: no more of them than its tokens fill."""
+        """Return the block keys of a prompt: no more of them than its tokens fill.
+
+        `hint` ends the error about more.
+        """
         keys = self.keys(name, below, digests=digests)
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
         most = -(-prompt // key_tokens)
         keys_at_most = "1 key" if most == 1 else f"{most} keys"
-        expected = f"at most {keys_at_most} ({prompt} tokens, {key_tokens} a key)"
+        expected = f"at most {keys_at_most} ({prompt} tokens, {key_tokens} a key{hint})"
         raise self.error(field=name, expected=expected, got=len(keys))
 
     def in_order(
