@@ -74,10 +74,10 @@ def may_be_measured(path):
 
 def pytest_ignore_collect(collection_path, config):
     """Skip files without a test that `-m measured` or `-m "not measured"` selects."""
-    asked, needless = config.option.markexpr, False
-    if collection_path.suffix == ".py" and asked == "measured":
+    selected, needless = config.option.markexpr, False
+    if collection_path.suffix == ".py" and selected == "measured":
         needless = not may_be_measured(collection_path)
-    elif collection_path.suffix == ".py" and asked == "not measured":
+    elif collection_path.suffix == ".py" and selected == "not measured":
         text = collection_path.read_text("utf-8")
         needless = may_be_measured(collection_path) and "slow" not in text
     return True if needless else None

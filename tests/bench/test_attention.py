@@ -72,7 +72,7 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_decode(dtype: str) -> None:
+def test_attention_through_block_tables(dtype: str) -> None:
     """Attention through block tables is nearly as fast as over contiguous K/V."""
     paged, order = backend(SEQUENCES * CONTEXT, dtype)
     held = CONTEXT // BLOCK
@@ -108,7 +108,7 @@ def test_decode(dtype: str) -> None:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("spec", ["int8", "fp8-e4m3", "int4", "kivi:bits=4", "kivi:bits=2"])
-def test_coded_decode(spec: str) -> None:
+def test_attention_over_encoded_blocks(spec: str) -> None:
     """Attention over encoded blocks has a bounded error; its time is printed."""
     block = 128
     codec = Plugins().build("codec", spec)
@@ -143,7 +143,7 @@ def test_coded_decode(spec: str) -> None:
 
 @pytest.mark.usefixtures("_threads")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_store(dtype: str) -> None:
+def test_a_store_scatters_kv_unchanged(dtype: str) -> None:
     """K/V scattered into blocks is read back unchanged; the time of a store is printed."""
     paged, order = backend(STORED, dtype)
     keys, values = (torch.randn(STORED, KV_HEADS, WIDTH).to(DTYPES[dtype]) for _ in range(2))

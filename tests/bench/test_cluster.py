@@ -69,7 +69,7 @@ def _parts(_: Recorder | None = None) -> dict[str, Any]:
     }
 
 
-def test_replicas_and_separate_runs():
+def test_eight_replicas_cost_little_more_than_separate_runs():
     """Eight replicas take at most 1.3 times the CPU time of eight separate runs.
 
     Each separate run serves the requests of one replica.
@@ -101,7 +101,7 @@ def test_replicas_and_separate_runs():
 
 
 @pytest.mark.parametrize(("block_size", "promised", "runs"), [(512, 3, 3), (16, 10, 1)])
-def test_dynamo(block_size, promised, runs, tmp_path):
+def test_eight_replicas_are_faster_than_dynamo(block_size, promised, runs, tmp_path):
     """A process with eight replicas is at least `promised` times as fast as Dynamo's.
 
     Both route by Dynamo's algorithm, here with events without delay, and complete equally many
@@ -143,7 +143,7 @@ def test_dynamo(block_size, promised, runs, tmp_path):
 
 
 @pytest.mark.parametrize("router", ["round-robin", "power-of-two", "session"])
-def test_a_thousand_replicas(router):
+def test_a_thousand_replicas_take_linear_time(router):
     """A million requests take at most 1.2 times as long per request as a quarter of them.
 
     The time is CPU time, and the peak memory is less than 1.5 GB.

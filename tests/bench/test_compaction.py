@@ -88,7 +88,7 @@ class Held:
     ("policy", "most"),
     [("knorm", 0.1), ("h2o", 0.3), ("tova", None), ("expected", None), ("random", None)],
 )
-def test_scores(policy: str, most: float | None) -> None:
+def test_scores_add_a_bounded_share_to_a_step(policy: str, most: float | None) -> None:
     """Reading scores and compacting once a block adds a bounded share to a step.
 
     The bound is 10 % for `knorm` and 30 % for `h2o`; the cost of the other policies is printed
@@ -119,7 +119,7 @@ def test_scores(policy: str, most: float | None) -> None:
     assert most is None or cost <= most
 
 
-def test_compaction() -> None:
+def test_a_compaction_costs_at_most_three_copies() -> None:
     """A compaction takes at most three times as long as copying the rows that move.
 
     It chooses and moves 1 K of 32 K tokens.

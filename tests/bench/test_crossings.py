@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 
-from helpers.crossings import SMALL, way_of_command, way_of_request
+from helpers.crossings import SMALL, count_calls_of_command, count_calls_of_request
 
 
-def test_crossings() -> None:
+def test_print_calls_of_a_command_and_of_a_request() -> None:
     """Print the path of `kvcore simulate` and of one request, with the calls by file."""
-    ways = {"simulate": way_of_command("simulate", SMALL), "a request": way_of_request()}
+    ways = {
+        "simulate": count_calls_of_command("simulate", SMALL),
+        "a request": count_calls_of_request(),
+    }
     for name, way in ways.items():
         print(f"\n{name}: {way}")
         for file, calls in sorted(way.files.items()):

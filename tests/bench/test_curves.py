@@ -104,7 +104,7 @@ def by_peer_in_cpp(trace, sizes):
     return [found.results["lru", size].hitTokens for size in sizes]
 
 
-def test_in_python(requests, trace, sizes):
+def test_all_sizes_are_faster_than_the_peer_in_python(requests, trace, sizes):
     """All sizes take at most 1/50 of the time of 30 in the peer's Python simulator.
 
     The hits are equal at each of the 30 sizes.
@@ -120,7 +120,7 @@ def test_in_python(requests, trace, sizes):
     assert theirs >= TIMES * ours
 
 
-def test_in_cpp(requests, trace, sizes):
+def test_all_sizes_are_faster_than_the_peer_in_cpp(requests, trace, sizes):
     """All sizes take at most 1/50 of the time of 30 in the peer's C++ simulator.
 
     The hits are equal at each of the 30 sizes.
@@ -142,7 +142,7 @@ def test_in_cpp(requests, trace, sizes):
     assert theirs >= TIMES * ours
 
 
-def test_the_optimum(requests):
+def test_print_the_time_of_the_optimum(requests):
     """Print the time of the optimum at one size, compiled and in plain Python."""
     geometry = BlockLayout("keys", KEY_TOKENS, KEY_TOKENS)
     reuse, future = read(requests), Future.read(requests, geometry)

@@ -33,7 +33,7 @@ def _workload(trace: str) -> Mooncake:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=str)
-def test_dynosim(recorded, tmp_path):
+def test_figures_equal_those_of_dynosim(recorded, tmp_path):
     """Reuse, TTFT, TPOT and latency equal DynoSim's, or are within 0.1 % if it preempts.
 
     The recorded figures equal those that DynoSim reports now.

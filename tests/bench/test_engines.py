@@ -54,7 +54,7 @@ def costs(eviction, blocks, count, runs):
 
 
 @pytest.mark.parametrize("blocks", POOLS)
-def test_what_lru_costs(blocks):
+def test_lru_costs_at_most_three_times_vllms_order(blocks):
     """`lru` costs at most three times as much per request as vLLM's own order.
 
     Both serve the first 3,000 requests, a quarter of the trace.
@@ -66,7 +66,7 @@ def test_what_lru_costs(blocks):
     assert hosted <= MOST * own
 
 
-def test_all_policies():
+def test_print_hits_and_costs_of_all_policies():
     """Print the table of the docs: hit ratios and cost of each policy, and of vLLM itself.
 
     Hits are shown for each pool, the cost, relative to vLLM's, for the second.

@@ -17,7 +17,7 @@ PROMISED = 5
 PROMISED_MB = 300
 
 
-def test_explain(tmp_path: Path) -> None:
+def test_a_summary_takes_at_most_five_replays(tmp_path: Path) -> None:
     """A summary of the bundled trace takes at most 5 times a replay, and below 300 MB."""
     file = tmp_path / "trace.jsonl"
     compare(Mooncake(), "lru", POOL, trace=file)

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from kvcore.testing.gpu.__main__ import main
 
 
-def test_gpu() -> None:
+def test_every_part_of_the_gpu_command_succeeds() -> None:
     """Every part of the GPU command succeeds."""
     reason = TorchCUDA.unavailable()
     if reason:

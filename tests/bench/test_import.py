@@ -15,7 +15,7 @@ print(perf_counter() - start)
 """
 
 
-def test_import_time() -> None:
+def test_print_the_time_of_an_import() -> None:
     """Print the time of `import kvcore` in a fresh process; the target is under 150 ms."""
 
     def once() -> float:

@@ -16,7 +16,7 @@ peer = pytest.importorskip("libcachesim", reason="run `tox -e bench-libcachesim`
 RATIO = 32
 
 
-def test_libcachesim(tmp_path: Path) -> None:
+def test_the_cache_is_faster_than_libcachesim(tmp_path: Path) -> None:
     """The cache handles more blocks a second than libcachesim's LRU reading a binary trace."""
     requests = bundled()
     trace = tmp_path / "blocks.bin"

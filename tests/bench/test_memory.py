@@ -40,7 +40,7 @@ def test_peak_memory_at_block_16(eviction, blocks):
     assert megabytes < LIMIT_MB
 
 
-def test_a_hundred_million_references(tmp_path):
+def test_memory_and_time_of_a_hundred_million_references(tmp_path):
     """Comparing 710 sessions peaks below 600 MB, in time linear in the references.
 
     It takes less than 4.3 times the CPU time of a quarter of the sessions: blocks that each

@@ -27,7 +27,7 @@ POLICIES = [LRU, SLRU, LFU, Cost, ARC, S3FIFO, LRUK, TinyLFU, TailLRU, Lookahead
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_full_pool(policy: type[EvictionPolicy]) -> None:
+def test_a_full_pool_keeps_its_speed(policy: type[EvictionPolicy]) -> None:
     """The last quarter of a trace has at least 0.7 of the speed of the first full quarter."""
     requests = bundled()
     quarter = len(requests) // 4
@@ -77,7 +77,7 @@ def eviction_seconds(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_many_leaves(policy: type[EvictionPolicy]) -> None:
+def test_evictions_among_many_leaves_keep_their_speed(policy: type[EvictionPolicy]) -> None:
     """An eviction among 20,000 leaves takes at most 1.6 times as long as among 200."""
     few, many = medians(
         5, lambda: eviction_seconds(policy, 200), lambda: eviction_seconds(policy, 20_000)

@@ -55,7 +55,7 @@ async def timed(client, number, *, stream):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("traced", [False, True])
-def test_overhead_of_a_request(stream, traced, tmp_path):
+def test_the_proxy_adds_a_bounded_latency(stream, traced, tmp_path):
     """The median latency is less than four times that of a proxy that only forwards.
 
     Requests go one at a time, alternately to the server, to the bare proxy and to this one, all

@@ -5,7 +5,7 @@ import asyncio
 from helpers.processes import bad_day
 
 
-def test_ten_thousand_requests_on_a_bad_day(tmp_path):
+def test_ten_thousand_requests_survive_killed_servers(tmp_path):
     """Four servers answer 10,000 requests correctly despite five kills at random moments.
 
     `bad_day` describes what is checked.

@@ -111,7 +111,9 @@ def _loop(
     ],
     ids=["mooncake, block 512", "mooncake, block 16", "azure, block 16", "azure, block 512"],
 )
-def test_dynamo(source, block_size, promised, runs, request, tmp_path):
+def test_simulation_is_faster_than_dynamo(
+    source, block_size, promised, runs, request, tmp_path
+):
     """Whole processes and their loops are at least `promised` times as fast as Dynamo's.
 
     Both complete equally many requests.
@@ -159,7 +161,7 @@ def test_dynamo(source, block_size, promised, runs, request, tmp_path):
         assert peer_loop / inner >= promised
 
 
-def test_block_size():
+def test_small_blocks_take_at_most_three_times_as_long():
     """Blocks of 16 tokens take no more than three times as long as blocks of 512."""
     workload = Mooncake()
     fine, coarse = medians(RUNS, _loop(workload, 16), _loop(workload, 512))
@@ -177,7 +179,7 @@ def test_peak_memory_at_block_16():
 @pytest.mark.parametrize("block_size", [512, 16])
 @pytest.mark.parametrize("memory", ["20GiB", None], ids=["20 GiB", "all"])
 @pytest.mark.parametrize("write", ["evict", "through"])
-def test_a_host_tier(write, memory, block_size):
+def test_a_host_tier_adds_at_most_half_the_time(write, memory, block_size):
     """With a host tier of 64 GiB a run takes at most 1.5 times the CPU time of one without.
 
     With `write=through` twice as many blocks are stored, and the time is only printed.
@@ -197,7 +199,7 @@ def test_a_host_tier(write, memory, block_size):
 
 
 @pytest.mark.parametrize("block_size", [512, 16])
-def test_tracing(block_size, tmp_path):
+def test_tracing_takes_at_most_twice_its_necessary_work(block_size, tmp_path):
     """A traced run takes at most twice as long as its necessary work.
 
     That is the untraced run with ids, the encoding and writing of the lines, and the search for
@@ -241,7 +243,7 @@ def test_tracing(block_size, tmp_path):
     assert reached <= TRACING_REACHED
 
 
-def test_a_million_requests():
+def test_a_million_requests_take_linear_time():
     """Time grows in proportion to the requests, and peak memory does not grow with them."""
     quarter, million = (
         measured(*_command(f"zipf:requests={requests}", 16))

@@ -94,7 +94,7 @@ def errors(system: str, engine_name: str, model: str, devices: int) -> list[tupl
     return found
 
 
-def test_step_times() -> None:
+def test_the_error_of_rooflines_is_at_most_ten_per_cent() -> None:
     """The median absolute error over all steps of dense models is at most 10 %.
 
     The roofline has its default options for all of them.

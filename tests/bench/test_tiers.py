@@ -82,7 +82,7 @@ def plain_read(file: int, into: memoryview) -> None:
 
 @pytest.mark.parametrize("how", ["buffered", "synced", "cold"])
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
-def test_disk(tmp_path, block, how):
+def test_a_disk_tier_is_nearly_as_fast_as_plain_io(tmp_path, block, how):
     """A disk tier has at least 0.7 of the speed of plain I/O, writing and reading in order.
 
     `synced`: data is on the disk at the end of each call; `cold`: data is not in the page cache
@@ -100,8 +100,8 @@ def test_disk(tmp_path, block, how):
 
     def read() -> None:
         for start, end in calls(block):
-            asked = blocks[start:end]
-            assert store.read(asked, into[start * block : end * block]) == len(asked)
+            part = blocks[start:end]
+            assert store.read(part, into[start * block : end * block]) == len(part)
 
     def forget() -> None:
         for each in (file, *store._files):
@@ -121,7 +121,7 @@ def test_disk(tmp_path, block, how):
 
 
 @pytest.mark.parametrize("block", BLOCKS.values(), ids=list(BLOCKS))
-def test_host(block):
+def test_a_host_tier_is_nearly_as_fast_as_memcpy(block):
     """A host tier has at least 0.7 of the speed of memcpy, writing and reading."""
     blocks = path(block)
     total = len(blocks) * block
@@ -142,7 +142,7 @@ def test_host(block):
 
 @pytest.mark.parametrize("how", ["in a row", "scattered"])
 @pytest.mark.parametrize(("codec", "least"), [("fp16", LEAST), ("int8", 0.4)])
-def test_a_run_on_tensors(codec, least, how):
+def test_kv_moves_to_a_host_tier_nearly_as_fast_as_memcpy(codec, least, how):
     """K/V moves to a host tier and back at 0.7 or more of the speed of memcpy.
 
     For `int8` the bound is 0.4, since codes lie in shorter rows, with their scales beside them.

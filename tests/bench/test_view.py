@@ -75,7 +75,7 @@ UNTIMED = Kind(125_000, "compare zipf:requests={requests} --eviction lru --block
 
 
 @pytest.mark.parametrize("kind", [SERVED, UNTIMED], ids=["served", "untimed"])
-def test_view(kind: Kind, tmp_path: Path) -> None:
+def test_a_page_of_a_million_lines_is_below_15_mb(kind: Kind, tmp_path: Path) -> None:
     """A page of a million lines is smaller than 15 MB; times and memory are printed."""
     trace, page = tmp_path / "trace.jsonl.gz", tmp_path / "page.html"
     costs = []

@@ -34,16 +34,16 @@ def _few_requests(monkeypatch):
     monkeypatch.setattr(ceilings, "BYTES", {"cpu": 1 << 20})
 
 
-def told(*arguments):
+def bench_document(*arguments):
     """Run `kvcore bench` with `--json`, require success, and return the document."""
     done = run_here("bench", *arguments, "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
-def test_tensors_are_measured_and_right():
+def test_tensor_operations_are_timed_and_correct():
     """Each operation on tensors reports a time, a share of a ceiling and a correct result."""
-    document = told("cpu", *SMALL, "--only", "store,copy,swap")
+    document = bench_document("cpu", *SMALL, "--only", "store,copy,swap")
     assert document["wrong"] == 0
     assert [each["name"] for each in document["ceilings"]] == ["copy", "read-only sum"]
     assert all(each["first"] > 0 and each["last"] > 0 for each in document["ceilings"])
@@ -58,9 +58,9 @@ def test_tensors_are_measured_and_right():
     assert all(row["error"] in (0, None) for row in exact)
 
 
-def test_the_document_has_these_fields():
+def test_the_document_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
-    document = told("cpu", *SMALL, "--only", "copy")
+    document = bench_document("cpu", *SMALL, "--only", "copy")
     assert list(document) == [
         *("schema", "machine", "settings", "ceilings", "rows", "wrong", "seconds"),
     ]
@@ -73,7 +73,7 @@ def test_the_document_has_these_fields():
     ]
 
 
-def test_a_backend_that_is_wrong_is_found(monkeypatch):
+def test_a_wrong_backend_fails_the_check(monkeypatch):
     """With `--check`, a wrong result ends with exit code 1 and is named in the output."""
     right = TorchCPU.attend
 
@@ -86,7 +86,7 @@ def test_a_backend_that_is_wrong_is_found(monkeypatch):
     assert "Wrong: decode, fp32, poisoned, 1 to 2,049, torch-cpu." in done.stdout
 
 
-def test_what_raises_is_wrong_and_leaves_the_rest(monkeypatch):
+def test_a_case_that_raises_is_a_row_and_the_others_run(monkeypatch):
     """A case that raises becomes a row with the reason, and the other cases still run."""
     right = TorchCPU.copy_blocks
 
@@ -103,7 +103,7 @@ def test_what_raises_is_wrong_and_leaves_the_rest(monkeypatch):
     assert "2 of 3 checked results are right" in done.stdout
 
 
-def test_reading_what_was_never_stored_is_wrong(monkeypatch):
+def test_a_slot_that_was_never_stored_reads_as_wrong(monkeypatch):
     """A backend that reads a slot that was never stored returns NaN, which is wrong."""
     right = TorchCPU.plan
 
@@ -120,7 +120,7 @@ def test_reading_what_was_never_stored_is_wrong(monkeypatch):
     assert "WRONG: NaN" in done.stdout
 
 
-def test_decisions_are_measured(tmp_path):
+def test_cache_and_sim_suites_are_correct_and_note_missing_peers(tmp_path):
     """Suites `cache` and `sim` find no wrong result, and note each peer that is missing."""
     out = tmp_path / "bench.json"
     done = run_here("bench", "cache", "sim", "--quick", "--out", out)
@@ -130,6 +130,7 @@ def test_decisions_are_measured(tmp_path):
     assert document["ceilings"] == []
     assert {row["by"] for row in document["rows"]} >= {"OrderedDict", "KVCache", "kvcore"}
     peers = [row for row in document["rows"] if row["by"] == "libcachesim"]
+    assert peers
     assert all(row["seconds"] or row["note"].startswith("not available") for row in peers)
     assert "120 requests, blocks of 16" in done.stdout
 
@@ -145,7 +146,7 @@ def test_check_measures_no_times():
 @pytest.mark.skipif(
     Plugins().get("backend", "torch-cuda").unavailable() is None, reason="there is a GPU"
 )
-def test_without_a_gpu_the_reason_is_told():
+def test_without_a_gpu_the_error_has_the_reason_and_a_remedy():
     """Without a GPU `bench gpu` exits with code 3, the reason and a command to run elsewhere.
 
     The suite is not among the available suites.
@@ -158,10 +159,12 @@ def test_without_a_gpu_the_reason_is_told():
 
 
 @pytest.mark.slow
-def test_the_suite_of_a_gpu_on_another_backend():
+def test_the_gpu_suite_passes_on_torch_cpu():
     """All checks of the suite `gpu` pass with the backend `torch-cpu`."""
     arguments = ("--backend", "torch-cpu:attention=sdpa", "--check", "--quick")
-    document = told("gpu", *arguments, "--dtype", "bf16", "--only", "decode,copy,swap")
+    document = bench_document(
+        "gpu", *arguments, "--dtype", "bf16", "--only", "decode,copy,swap"
+    )
     assert document["wrong"] == 0
     assert sum(row["correct"] is True for row in document["rows"]) > 10
     assert any("ragged" in row["case"] for row in document["rows"])
@@ -173,9 +176,9 @@ def test_an_unknown_suite_is_refused():
         run_suites(["tpu"], Settings())
 
 
-def test_a_deadline_ends_a_suite():
+def test_cases_after_the_deadline_are_not_run():
     """A case that has not begun when the deadline passes is a row with that reason."""
-    document = told("cpu", *SMALL, "--only", "copy", "--deadline", "0.000001")
+    document = bench_document("cpu", *SMALL, "--only", "copy", "--deadline", "0.000001")
     assert [row["note"] for row in document["rows"]] == [
         "not measured: the deadline of 1e-06 s has passed"
     ]
@@ -190,7 +193,7 @@ def test_a_deadline_ends_a_suite():
         (["disk"], "'disk' is not one of"),
     ],
 )
-def test_what_there_is_not_is_refused(arguments, message):
+def test_unknown_operations_dtypes_and_suites_are_refused(arguments, message):
     """An unknown operation, dtype or suite, or a misplaced `--backend`, is an error.
 
     The error names the wrong value and the possible ones.
@@ -219,7 +222,7 @@ def report(**fields):
         ({"error": 0.0}, "exact"),
     ],
 )
-def test_cells(fields, cell):
+def test_a_cell_shows_target_or_correctness(fields, cell):
     """A cell shows whether a target is reached, or whether a result is correct."""
     found = report(**fields)
     assert cell in next(iter(found.rows))

@@ -64,33 +64,33 @@ def test_keys_are_the_names_of_the_flags(document):
     assert (found["pool"]["block_size"], found["slo"]["ttft_s"]) == (32, 2)
 
 
-def test_a_share_is_a_share_on_the_command_line_too(document):
+def test_a_share_is_equal_in_the_file_and_on_the_command_line(document):
     """`--new-token-ratio` and the key `new_token_ratio` give the same configuration."""
-    told = document(f"{SMALL}new_token_ratio = 0.4\n")
-    assert told["config"]["batching"]["new_token_ratio"] == 0.4
-    assert document(SMALL, "--new-token-ratio", "0.4")["config"] == told["config"]
+    from_file = document(f"{SMALL}new_token_ratio = 0.4\n")
+    assert from_file["config"]["batching"]["new_token_ratio"] == 0.4
+    assert document(SMALL, "--new-token-ratio", "0.4")["config"] == from_file["config"]
 
 
-def test_the_file_is_not_written_over(run, tmp_path):
+def test_the_configuration_file_is_not_overwritten(run, tmp_path):
     """`--trace` refuses to overwrite the file of `--config`."""
     code, _, err = run(SMALL, "--trace", tmp_path / "run.toml")
     assert (code, (tmp_path / "run.toml").read_text()) == (2, SMALL)
     assert "--config and --trace name the same file" in err
 
 
-def test_flags_win(document):
+def test_flags_override_the_file(document):
     """A flag on the command line overrides the key in the file."""
     found = document(f'{SMALL}max_seqs = 4\neviction = "fifo"\n', "--max-seqs", 7)
     assert found["config"]["batching"]["max_seqs"] == 7
     assert found["config"]["plugins"]["eviction"]["name"] == "fifo"
 
 
-def test_a_flag_wins_over_what_excludes_it(document):
+def test_a_flag_overrides_the_key_that_it_excludes(document):
     """`--blocks` on the command line overrides `memory` in the file, which it excludes."""
     assert document(f'{SMALL}memory = "40MiB"\n', "--blocks", 33)["pool"]["blocks"] == 33
 
 
-def test_both_of_two_that_exclude_one_another_are_refused(run):
+def test_memory_and_blocks_in_one_file_are_refused(run):
     """`memory` and `blocks` in the same file are an error."""
     code, _, err = run(f'{SMALL}memory = "40MiB"\nblocks = 33\n')
     assert code == 2
@@ -111,7 +111,7 @@ preemptive = false
     assert config["plugins"]["scheduler"]["options"]["preemptive"] is False
 
 
-def test_caps_and_slo_may_be_tables(document):
+def test_batching_and_slo_may_be_tables(document):
     """The options of batching and of the SLO may be keys of `[batching]` and `[slo]`."""
     found = document(f"{SMALL}[batching]\nmax_tokens = 512\n[slo]\nttft = 1.5\ndeadline = 9\n")
     assert found["config"]["batching"]["max_tokens"] == 512
@@ -162,14 +162,14 @@ def test_paths_are_relative_to_the_file(document, tmp_path, monkeypatch):
         ("blocks = ", "is not TOML: "),
     ],
 )
-def test_what_cannot_be_is_refused(refusal, toml, reason):
+def test_invalid_keys_and_values_are_refused(refusal, toml, reason):
     """The error for an invalid key or value names the file once, the key and the reason."""
     error = refusal(toml)
     assert reason in error
     assert error.count("run.toml") == 1
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
+def test_a_file_that_is_not_utf8_is_refused(tmp_path, capsys):
     """A file that is not UTF-8 is an error."""
     path = tmp_path / "run.toml"
     path.write_bytes(b"\xff\xfe")

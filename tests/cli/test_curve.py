@@ -49,7 +49,7 @@ def refused(capsys):
     return command
 
 
-def test_the_table_has_a_row_a_size(run):
+def test_the_table_has_a_row_for_each_size(run):
     """The table has a row for each pool size and a column for each policy."""
     lines = run(SMALL, "--sizes", "10,50").splitlines()
     assert lines[0].startswith("zipf: 60 requests look up 360 blocks of 16 tokens (keys")
@@ -58,7 +58,7 @@ def test_the_table_has_a_row_a_size(run):
     assert lines[6].startswith("A cache that never evicts holds")
 
 
-def test_json_has_these_fields(run):
+def test_json_has_the_documented_fields(run):
     """The JSON document has exactly the documented fields, in this order."""
     document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3-8b"))
     assert list(document) == [
@@ -80,7 +80,7 @@ def test_json_has_these_fields(run):
     assert document["schema"] == 1
 
 
-def test_the_last_point_is_the_bound(run):
+def test_the_last_of_a_number_of_sizes_is_the_footprint(run):
     """With a number of sizes, the last is the footprint, with an infinite cache's hits."""
     document = json.loads(run(SMALL, "--sizes", "5", "--json"))
     bound = document["infinite"]
@@ -90,7 +90,7 @@ def test_the_last_point_is_the_bound(run):
         assert each["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
 
 
-def test_tokens_counting_has_no_optimum(run):
+def test_token_accounting_has_no_optimum(run):
     """With `--accounting tokens` the default policies are `lru` and `lfu`."""
     document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
     assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
@@ -118,7 +118,7 @@ def test_out_writes_the_numbers(run, tmp_path):
     assert [float(row["hit_ratio"]) for row in rows] == [p["hit_ratio"] for p in points]
 
 
-def test_a_failure_leaves_what_was_there(refused, tmp_path):
+def test_a_failed_run_leaves_the_file_unchanged(refused, tmp_path):
     """A failed run leaves the file at `--out` unchanged, and no partial file."""
     out = tmp_path / "c.csv"
     out.write_text("mine")
@@ -132,12 +132,14 @@ def test_the_workload_is_not_overwritten(refused, tmp_path):
     path = tmp_path / "r.json"
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
     path.write_text(json.dumps(row) + "\n")
+    before = path.read_bytes()
     assert "the requests come from" in refused(str(path), "--out", str(path))
+    assert path.read_bytes() == before
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured_processes")
-def test_ctrl_c_ends_it_at_once(tmp_path):
+def test_ctrl_c_ends_all_processes(tmp_path):
     """Ctrl-C ends all processes with exit code 130 and one message, and leaves no file."""
     out = tmp_path / "c.csv"
     begun = tmp_path / "c.csv.part"
@@ -152,8 +154,8 @@ def test_ctrl_c_ends_it_at_once(tmp_path):
             assert run.poll() is None
         sleep(0.1)  # by now the file is open, even on a busy machine
         os.killpg(run.pid, signal.SIGINT)
-        printed, told = run.communicate()
-    assert (run.returncode, printed, told) == (130, b"", b"kvcore: interrupted\n")
+        printed, complaints = run.communicate()
+    assert (run.returncode, printed, complaints) == (130, b"", b"kvcore: interrupted\n")
     assert not list(tmp_path.iterdir())
 
 
@@ -161,7 +163,7 @@ TIER = (SMALL, "--tier", "host:memory=256MiB", "--sizes", "3")
 """The arguments of a plane, which has three sizes of the pool and four of the tier."""
 
 
-def test_a_plane_has_a_table_of_hits_and_one_of_what_they_save(run):
+def test_a_plane_has_tables_of_hits_and_of_saved_time(run):
     """A plane has a table of hits and one of saved time, by size of tier and of pool."""
     text = run(*TIER)
     rows = [line.split("  ") for line in text.splitlines() if "%" in line and "MiB  " in line]
@@ -213,12 +215,12 @@ def test_a_plane_is_written_as_rows(run, tmp_path):
     assert all(int(row["pool_bytes"]) == int(row["pool_blocks"]) * 2**21 for row in rows)
 
 
-def test_a_tier_that_is_no_ram_is_named_so(run):
+def test_the_table_of_a_plane_names_the_tier(run):
     """The head of the table of a plane names the tier."""
     assert "disk / pool" in run(SMALL, "--tier", "disk:memory=256MiB", "--sizes", "3")
 
 
-def test_the_tier_none_is_no_plane(run):
+def test_the_tier_none_prints_curves_of_a_pool(run):
     """`--tier none` prints the curves of a pool without a tier."""
     assert run(SMALL, "--tier", "none") == run(SMALL)
 
@@ -229,12 +231,12 @@ def test_the_tier_none_is_no_plane(run):
         ((SMALL, "--exact"), "--exact is for a plane"),
         ((*TIER, "--accounting", "tokens"), "a plane counts by keys alone"),
         ((*TIER, "--eviction", "lfu"), "add --exact"),
-        ((SMALL, "--tier", "host"), "memory"),
-        ((SMALL, "--tier", "nothing:memory=1GiB"), "nothing"),
+        ((SMALL, "--tier", "host"), "tier plugin 'host' needs a value for option 'memory'"),
+        ((SMALL, "--tier", "nothing:memory=1GiB"), "no tier plugin is named 'nothing'"),
         ((*TIER, "--tier", "disk:memory=1TiB"), "2 were given, and a plane has one"),
-        ((SMALL, "--tier", "host:memory=1KiB"), "less than a block"),
+        ((SMALL, "--tier", "host:memory=1KiB"), "has memory=1024, less than a block"),
     ],
 )
-def test_what_a_plane_cannot_be_is_refused(refused, words, fault):
+def test_unsupported_options_of_a_plane_are_refused(refused, words, fault):
     """An option that a plane does not support is an error with the reason."""
     assert fault in refused(*words)

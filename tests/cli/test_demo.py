@@ -76,7 +76,7 @@ def test_the_same_options_give_the_same_tokens(capsys):
 
 
 @needs_torch
-def test_people_see_counts_times_and_one_head(capsys):
+def test_the_text_has_counts_times_and_the_worked_example(capsys):
     """The text states equal outputs, explains the counts, and ends the example with 7.711."""
     text = printed(capsys, "cache", "--prompt-tokens", "4", "--output", "6")
     words = " ".join(text.split())
@@ -116,7 +116,7 @@ def test_bad_numbers_are_refused(capsys, option, value, problem):
     assert problem in error
 
 
-def test_without_torch_it_says_what_is_missing(capsys, monkeypatch):
+def test_without_torch_the_error_names_what_to_install(capsys, monkeypatch):
     """Without torch the demo ends with exit code 3 and what to install."""
     transformer = Plugins().get("generator", "transformer")
     monkeypatch.setattr(transformer, "unavailable", lambda: "needs torch: install it")
@@ -134,4 +134,4 @@ def test_an_unknown_demo_is_a_usage_error(capsys):
     """An unknown demo is a usage error that suggests the nearest name."""
     code, error = refused(capsys, "cahce")
     assert code == 2
-    assert "cache" in error
+    assert "No such command 'cahce'. Did you mean 'cache'?; try `kvcore demo --help`" in error

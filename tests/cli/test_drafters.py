@@ -15,7 +15,7 @@ def decisions(path):
     return path.read_bytes().splitlines()[1:-1]
 
 
-def test_simulate_reports_what_came_of_drafts(tmp_path):
+def test_simulate_reports_the_drafter_and_its_results(tmp_path):
     """The table, the JSON document and the trace's header have the drafter or its results."""
     words = ("simulate", SMALL, "--drafter", DRAFTS)
     shown = run(*words, cwd=tmp_path).stdout
@@ -29,7 +29,7 @@ def test_simulate_reports_what_came_of_drafts(tmp_path):
     assert header["plugins"]["drafter"]["options"]["probability"] == 0.8
 
 
-def test_from_a_file_of_options(tmp_path):
+def test_a_drafter_is_set_in_toml_and_removed_by_a_flag(tmp_path):
     """TOML names a drafter as a table or as text, and `--drafter none` overrides it."""
     (tmp_path / "a.toml").write_text(f'workload = "{SMALL}"\ndrafter = "{DRAFTS}"\n')
     table = (
@@ -45,7 +45,7 @@ def test_from_a_file_of_options(tmp_path):
     assert "drafts" not in json.loads(plain.stdout)
 
 
-def test_the_twin_of_a_run(tmp_path):
+def test_a_simulation_with_a_runs_drafts_has_equal_decisions(tmp_path):
     """A simulation with the drafts that a run accepted takes the same decisions."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     shared = ("--latency", "linear", "--seed", "3", "--max-seqs", "6", "--blocks", "90")
@@ -76,7 +76,7 @@ def test_acceptance_needs_a_drafter(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_if(tmp_path):
+def test_replay_adds_and_removes_drafts(tmp_path):
     """`replay` runs a trace with drafts again to the same lines.
 
     `--drafter` removes the drafts of a trace, or adds them to one without.
@@ -97,7 +97,7 @@ def test_what_if(tmp_path):
     assert decisions(tmp_path / "t.jsonl") == decisions(tmp_path / "with.jsonl")
 
 
-def test_sweep(tmp_path):
+def test_a_drafter_is_an_axis_of_a_sweep(tmp_path):
     """A drafter is an axis of a sweep, and accepted drafts reduce the time per output token."""
     (tmp_path / "s.toml").write_text(
         f'workload = "{SMALL}"\nblocks = 500\ndrafter = ["none", "{DRAFTS}"]\n'
@@ -110,7 +110,7 @@ def test_sweep(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "why"),
     [
         (("simulate", SMALL, "--drafter", "prompt-lookup"), "a simulation has none"),
         (("simulate", SMALL, "--drafter", "medusa"), "a simulation has none"),
@@ -120,8 +120,8 @@ def test_sweep(tmp_path):
         (("simulate", SMALL, "--drafter", "acceptance:file=a.jsonl"), "cannot be read"),
     ],
 )
-def test_refused(tmp_path, words, told):
+def test_drafters_that_a_run_cannot_use_are_refused(tmp_path, words, why):
     """A drafter that a run cannot use is an error with the reason."""
     done = run(*words, cwd=tmp_path)
     assert done.returncode == 2
-    assert told in done.stderr
+    assert why in done.stderr

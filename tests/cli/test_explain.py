@@ -46,30 +46,34 @@ def test_json_of_a_summary_is_alone_on_stdout_and_adds_up(trace):
         text=True,
         check=True,
     )
-    told = json.loads(done.stdout)
+    shown = json.loads(done.stdout)
     assert done.stderr == ""
-    assert (told["schema"], told["source"], told["complete"]) == (1, str(trace), True)
-    assert set(told["lost"]) == set(CATEGORIES)
-    assert sum(lost["tokens"] for lost in told["lost"].values()) == told["missed_tokens"]
-    assert "furthest, deepest first among equals" in told["optimum"]
+    assert (shown["schema"], shown["source"], shown["complete"]) == (1, str(trace), True)
+    assert set(shown["lost"]) == set(CATEGORIES)
+    assert sum(lost["tokens"] for lost in shown["lost"].values()) == shown["missed_tokens"]
+    assert "furthest, deepest first among equals" in shown["optimum"]
 
 
 def test_json_of_a_request_adds_up(run, trace):
     """The losses of a request add up to its missed tokens."""
     code, out, err = run(trace, "last", "--json")
-    told = json.loads(out)
+    shown = json.loads(out)
     assert (code, err) == (0, "")
-    assert (told["request"], told["state"], told["prompt_tokens"]) == ("last", "admitted", 25)
-    assert sum(loss["tokens"] for loss in told["losses"]) == told["missed_tokens"]
+    assert (shown["request"], shown["state"], shown["prompt_tokens"]) == (
+        "last",
+        "admitted",
+        25,
+    )
+    assert sum(loss["tokens"] for loss in shown["losses"]) == shown["missed_tokens"]
 
 
-def test_a_request_is_told_in_sentences(run, trace):
+def test_a_request_is_explained_in_sentences(run, trace):
     """Without `--json` a request is explained in sentences, with its arrival and its losses."""
     code, out, _ = run(trace, "same")
-    told = " ".join(out.split())
+    shown = " ".join(out.split())
     assert code == 0
-    assert told.startswith(f"Request same of {trace}: arrived at")
-    assert "Parts from request first between tokens 8 and 12" in told
+    assert shown.startswith(f"Request same of {trace}: arrived at")
+    assert "Parts from request first between tokens 8 and 12" in shown
 
 
 def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
@@ -80,21 +84,21 @@ def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
         assert words in out
 
 
-def test_a_run_with_a_clock_says_who_was_not_admitted_once(run, tmp_path):
+def test_a_run_with_a_clock_counts_rejected_and_readmitted_requests(run, tmp_path):
     """The summary of a run with a clock counts rejected and readmitted requests.
 
     It does not mention the optimum, since no miss is due to an eviction.
     """
     code, out, _ = run(serve(tmp_path / "served.jsonl"), "--summary")
-    told = " ".join(out.split())
+    shown = " ".join(out.split())
     assert code == 0
-    assert "1 rejected" in told
-    assert "1 admitted again after preemption" in told
-    assert "optimum" not in told
+    assert "1 rejected" in shown
+    assert "1 admitted again after preemption" in shown
+    assert "optimum" not in shown
 
 
 @pytest.mark.parametrize("asked", ["--summary", "late"])
-def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path, asked):
+def test_a_run_with_a_clock_states_the_rule_of_the_optimum(run, tmp_path, asked):
     """For a run with a clock the report states that the optimum replays requests one by one."""
     requests = [
         serving.ask("early", 0, 8, keys=[1, 2]),
@@ -102,43 +106,43 @@ def test_a_run_with_a_clock_says_what_the_bound_is_of(run, tmp_path, asked):
         serving.ask("late", 200, 12, keys=[1, 2, 3]),
     ]
     (tmp_path / "run.jsonl").write_bytes(serving.serve(requests, blocks=4).trace)
-    told = " ".join(run(tmp_path / "run.jsonl", asked)[1].split())
-    assert "deepest first among equals" in told
-    assert "This run had a clock; the optimum replays its requests one after another" in told
+    shown = " ".join(run(tmp_path / "run.jsonl", asked)[1].split())
+    assert "deepest first among equals" in shown
+    assert "This run had a clock; the optimum replays its requests one after another" in shown
 
 
 @pytest.mark.parametrize(
     ("asked", "words"), [("--summary", "The requests have no keys"), ("3", "It has no keys")]
 )
-def test_requests_without_keys_say_so(run, tmp_path, asked, words):
+def test_requests_without_keys_have_a_reason_and_no_hits(run, tmp_path, asked, words):
     """For requests without keys the report has the reason and an option, and no hits."""
     path = tmp_path / "lengths.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         + "".join(f"2023-11-16 18:17:0{second}.0,374,44\n" for second in range(5))
     )
-    told = " ".join(run(path, asked, "--blocks", 99)[1].split())
-    assert f"{words}: there is nothing to look up. --accounting tokens counts" in told
-    assert "0 hit" not in told
+    shown = " ".join(run(path, asked, "--blocks", 99)[1].split())
+    assert f"{words}: there is nothing to look up. --accounting tokens counts" in shown
+    assert "0 hit" not in shown
 
 
-def test_requests_that_were_never_admitted_say_so(run, tmp_path):
+def test_rejected_and_preempted_requests_are_explained(run, tmp_path):
     """A rejected request has the reason, and a preempted one how often it was readmitted."""
     file = serve(tmp_path / "served.jsonl")
-    told = " ".join(run(file, "huge")[1].split())
-    assert told.endswith("was turned away: needs 9 blocks, the pool has 8.")
+    shown = " ".join(run(file, "huge")[1].split())
+    assert shown.endswith("was turned away: needs 9 blocks, the pool has 8.")
     assert json.loads(run(file, "huge", "--json")[1])["state"] == "rejected"
     assert "admitted again 1 time" in " ".join(run(file, "long")[1].split())
 
 
-def test_a_cut_trace_is_explained_and_said_to_be_cut(run, trace):
+def test_a_cut_trace_is_explained_up_to_the_cut(run, trace):
     """A cut trace is explained up to the cut, and the report states where the file ends."""
     trace.write_bytes(trace.read_bytes()[:-100])
     code, out, _ = run(trace, "--summary")
     assert code == 0
     assert "INCOMPLETE: the file ends inside line 49" in out
-    told = json.loads(run(trace, "--summary", "--json")[1])
-    assert (told["complete"], told["cut_reason"]) == (False, "the file ends inside line 49")
+    shown = json.loads(run(trace, "--summary", "--json")[1])
+    assert (shown["complete"], shown["cut_reason"]) == (False, "the file ends inside line 49")
 
 
 def test_a_damaged_trace_exits_1_with_its_line(run, trace):
@@ -152,17 +156,17 @@ def test_a_damaged_trace_exits_1_with_its_line(run, trace):
 
 def test_a_workload_is_replayed_first(run):
     """A workload is replayed with the given pool and policy, with the hits of `compare`."""
-    told = json.loads(
+    shown = json.loads(
         run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json")[1]
     )
     workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
     (row,) = compare(workload, "fifo", 20).rows
-    assert told["hit_tokens"] == row.hit_blocks * row.block_size
-    assert (told["source"], told["eviction"], told["blocks"]) == ("zipf", "fifo", 20)
-    assert sum(lost["tokens"] for lost in told["lost"].values()) == told["missed_tokens"]
+    assert shown["hit_tokens"] == row.hit_blocks * row.block_size
+    assert (shown["source"], shown["eviction"], shown["blocks"]) == ("zipf", "fifo", 20)
+    assert sum(lost["tokens"] for lost in shown["lost"].values()) == shown["missed_tokens"]
 
 
-def test_a_workload_may_count_tokens_in_other_blocks(run):
+def test_a_workload_has_the_accounting_and_block_size_of_compare(run):
     """`explain` of a workload has the accounting, block size and prefix cache of `compare`."""
     arguments = (
         SMALL,
@@ -174,20 +178,24 @@ def test_a_workload_may_count_tokens_in_other_blocks(run):
         "--block-size",
         8,
     )
-    told = json.loads(run(*arguments, "--json")[1])
-    assert (told["count"], told["block_size"]) == ("tokens", 8)
-    told = json.loads(run(*arguments, "--prefix", "none", "--json")[1])
-    assert (told["prefix"], told["hit_tokens"]) == ("none", 0)
+    shown = json.loads(run(*arguments, "--json")[1])
+    assert (shown["count"], shown["block_size"]) == ("tokens", 8)
+    workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
+    (row,) = compare(workload, "lru", 40, accounting="tokens", block_size=8).rows
+    assert shown["hit_tokens"] == row.hit_blocks * 8 > 0
+    shown = json.loads(run(*arguments, "--prefix", "none", "--json")[1])
+    assert (shown["prefix"], shown["hit_tokens"]) == ("none", 0)
 
 
-def test_a_compressed_trace_is_known_as_one(run, trace):
-    """A compressed trace is recognised by its first line."""
+def test_a_compressed_trace_is_recognised(run, trace):
+    """A compressed trace is recognised by its first line and has the same summary."""
     packed = trace.with_suffix(".gz")
     packed.write_bytes(gzip.compress(trace.read_bytes()))
-    assert run(packed, "--summary")[0] == 0
+    plain, compressed = (json.loads(run(f, "--summary", "--json")[1]) for f in (trace, packed))
+    assert compressed == plain | {"source": str(packed)}
 
 
-def test_a_request_that_is_not_there_is_told_from_near_ones(run, trace):
+def test_an_unknown_request_suggests_the_nearest_id(run, trace):
     """The error for an unknown request suggests the nearest id and lists the first ids."""
     code, out, err = run(trace, "firts")
     assert (code, out) == (2, "")

@@ -37,7 +37,7 @@ def test_vllm_events_are_a_recording(trace, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz"])
-def test_the_size_is_told_beforehand(tmp_path, capfd, monkeypatch, ending):
+def test_the_size_is_estimated_before_the_export(tmp_path, capfd, monkeypatch, ending):
     """The notice counts the token ids of the blocks that are exported.
 
     The file is smaller than the estimated size, by a factor of at most 8.
@@ -51,8 +51,8 @@ def test_the_size_is_told_beforehand(tmp_path, capfd, monkeypatch, ending):
     size = ExportSize.of(trace)
     assert code == 0
     assert f" {size.tokens:,} stand-ins for the token ids of {size.blocks:,} blocks" in err
-    told = size.bytes(compressed=ending.endswith("gz"))
-    assert told / 8 < out.stat().st_size < told
+    estimate = size.bytes(compressed=ending.endswith("gz"))
+    assert estimate / 8 < out.stat().st_size < estimate
 
 
 def test_a_disk_without_room_is_refused_unless_forced(trace, tmp_path, capfd, monkeypatch):
@@ -104,7 +104,7 @@ def test_requests_come_back_as_mooncake(tmp_path, capfd):
     assert list(Mooncake(out)) == list(Mooncake(source))
 
 
-def test_what_mooncake_cannot_say_is_told(tmp_path, capfd):
+def test_losses_of_mooncakes_format_are_reported(tmp_path, capfd):
     """Key sizes, fields and times that Mooncake's format cannot hold are named on stderr."""
     trace = write(tmp_path / "t.jsonl", ask("a", "ab", tenant="x"), ask("b", "ac"))
     code, _, err = export(capfd, trace, "--to", "mooncake", "--out", tmp_path / "o")
@@ -146,10 +146,12 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
         (["{t}", "--to", "vllm", "--out", "{t}"], 2, "the requests come from"),
         (["{t}", "--to", "vllm", "--out", "/"], 2, "it is a directory"),
         (["{t}", "--to", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
-        (["{t}", "--to", "vllm"], 2, "--out"),
+        (["{t}", "--to", "vllm"], 2, "give --out FILE, or with --to vllm --zmq ADDRESS"),
     ],
 )
-def test_wrong_use_is_refused(trace, tmp_path, monkeypatch, capfd, arguments, code, message):
+def test_invalid_arguments_are_refused(
+    trace, tmp_path, monkeypatch, capfd, arguments, code, message
+):
     """Invalid arguments are errors, and no file is left or changed."""
     monkeypatch.chdir(tmp_path)
     before = trace.read_bytes()

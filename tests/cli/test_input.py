@@ -56,7 +56,7 @@ def test_a_workload_is_read_from_stdin(stdin, line):
     assert requests_of(document) == 8
 
 
-def test_standard_input_goes_by_its_name(stdin, tmp_path):
+def test_standard_input_is_named_by_a_dash(stdin, tmp_path):
     """Errors and traces name standard input `-`, not a temporary file.
 
     Traces of equal runs are equal.
@@ -92,7 +92,7 @@ def test_a_trace_is_read_from_stdin(stdin, tmp_path):
 
 
 @pytest.mark.usefixtures("stdin")
-def test_a_pipe_is_read_as_a_file(tmp_path):
+def test_a_workload_is_read_from_a_pipe(tmp_path):
     """A workload is read from a pipe, such as the one of `kvcore compare <(zcat FILE)`."""
     os.mkfifo(tmp_path / "pipe")
     writer = Thread(target=(tmp_path / "pipe").write_text, args=(ROWS,))
@@ -112,7 +112,7 @@ def test_a_pipe_is_read_as_a_file(tmp_path):
     ],
 )
 @pytest.mark.parametrize("verb", ["simulate", "compare", "curve", "explain", "run"])
-def test_a_part_of_a_workload_is_read(tmp_path, verb, options, requests):
+def test_limit_and_window_select_a_part_of_a_workload(tmp_path, verb, options, requests):
     """Every verb runs the first `--limit` requests of those that arrive in `--window`."""
     if verb == "run":
         pytest.importorskip("torch")
@@ -128,7 +128,7 @@ def test_a_part_of_a_workload_is_read(tmp_path, verb, options, requests):
     assert requests_of(json.loads(done.stdout)) == requests
 
 
-def test_a_part_is_an_axis_of_a_sweep(tmp_path):
+def test_limit_and_window_are_axes_of_a_sweep(tmp_path):
     """`limit` and `window` are axes of a sweep, and columns only if they are given."""
     (tmp_path / "w.jsonl").write_text(ROWS)
     common = "workload = 'w.jsonl'\nblocks = 100\nmode = 'compare'\n"
@@ -136,11 +136,11 @@ def test_a_part_is_an_axis_of_a_sweep(tmp_path):
         (tmp_path / f"{name}.toml").write_text(common + text)
         done = run_here("sweep", f"{name}.toml", "--jobs", "1", "--json", cwd=tmp_path)
         rows = json.loads(done.stdout)["rows"]
-        told = [(row.get("limit"), row.get("window"), row["requests"]) for row in rows]
-        assert told == ([(2, "1:", 2), (5, "1:", 5)] if name == "part" else [(None, None, 8)])
+        parts = [(row.get("limit"), row.get("window"), row["requests"]) for row in rows]
+        assert parts == ([(2, "1:", 2), (5, "1:", 5)] if name == "part" else [(None, None, 8)])
 
 
-def test_the_header_of_a_trace_says_which_part(tmp_path):
+def test_the_header_of_a_trace_has_the_window(tmp_path):
     """The header of a trace has the window of the workload, and `replay` runs it again."""
     (tmp_path / "w.jsonl").write_text(ROWS)
     line = "simulate w.jsonl --window 2:5 --trace t.jsonl"
@@ -150,11 +150,14 @@ def test_the_header_of_a_trace_says_which_part(tmp_path):
     assert header["workload"]["options"]["window"] == "2:5"
     done = run_here("replay", "t.jsonl", "--eviction", "lfu", "--json", cwd=tmp_path)
     assert done.returncode == 0
+    document = json.loads(done.stdout)
+    assert document["recorded"]["completed"] == document["rerun"]["completed"] == 3
 
 
-def test_an_option_of_an_earlier_release_is_told_of(tmp_path):
+def test_an_option_of_an_earlier_release_works_with_a_warning(tmp_path):
     """An option name of an earlier release works with a FutureWarning."""
     words = ("compare", "kv-events:file=none.jsonl,lookups=full")
     with pytest.warns(FutureWarning, match="'file' of workload plugin 'kv-events' is called"):
         done = run_here(*words, cwd=tmp_path)
-    assert "none.jsonl: No such file" in done.stderr
+    assert done.returncode == 2
+    assert "cannot read the recording none.jsonl: No such file" in done.stderr

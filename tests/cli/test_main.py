@@ -125,7 +125,7 @@ def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
 
 
 @pytest.mark.parametrize("words", [["-h"], ["help"], ["help", "demo", "cache"], ["size", "-h"]])
-def test_help_is_there_by_its_usual_names(words, capsys):
+def test_h_and_help_print_the_help_page(words, capsys):
     """`-h` and `help` print the help page of kvcore or of a verb."""
     assert frame.run(words) == 0
     wanted = [word for word in words if word not in ("-h", "help")]
@@ -298,7 +298,7 @@ def test_interrupt_exits_130(verb, capsys):
     assert capsys.readouterr().err == "kvcore: interrupted\n"
 
 
-def test_sigterm_ends_as_an_interrupt_does(tmp_path):
+def test_sigterm_exits_143_and_leaves_no_partial_file(tmp_path):
     """SIGTERM ends a verb with exit code 143 and one message, and leaves no partial file."""
     command = [sys.executable, "-c", ASKED_TO_END, "talk", str(tmp_path / "run.jsonl")]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -367,7 +367,7 @@ def test_version_without_installation(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("words", [1, 100_000])
-def test_reader_that_goes_away(words):
+def test_a_closed_pipe_exits_141_without_a_message(words):
     """A closed pipe ends the program with code 141 and no message."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -385,7 +385,7 @@ def test_reader_that_goes_away(words):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("words", [1, 100_000])
-def test_full_disk_behind_stdout(words):
+def test_a_full_disk_behind_stdout_is_one_message(words):
     """Output that does not fit on the disk is an error with a message, not a traceback."""
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
@@ -438,5 +438,5 @@ def test_the_list_of_verbs_has_their_first_sentences():
     """The summary of each verb in `ABOUT` is the first sentence of its help page."""
     context = click.Context(frame.kvcore)
     commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.VERBS}
-    told = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
-    assert told == frame.ABOUT
+    summaries = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
+    assert summaries == frame.ABOUT

@@ -53,7 +53,7 @@ def test_table_in_a_pipe_is_never_cut(capsys, monkeypatch):
     assert line.split(maxsplit=1) == cells
 
 
-def test_table_prints_text_as_it_is(capsys):
+def test_tables_print_text_unchanged(capsys):
     """Brackets, colons and numbers in a cell are not read as markup, emoji or colours."""
     print_table(["run"], [["[red][9,-3] :smile:"]])
     assert "[red][9,-3] :smile:" in capsys.readouterr().out
@@ -88,7 +88,7 @@ def printed(stream):
     return stream.getvalue().splitlines()
 
 
-def test_table_on_a_terminal_fits_it(terminal):
+def test_a_table_fits_the_width_of_a_terminal(terminal):
     """On a terminal a long cell is wrapped within the width of the terminal."""
     terminal = terminal(40)
     print_table(["words"], [["word " * 30]])
@@ -152,7 +152,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_progress_in_a_pipe_is_a_line_now_and_then(clock, capsys, monkeypatch):
+def test_progress_in_a_pipe_is_a_line_every_ten_seconds(clock, capsys, monkeypatch):
     """In a pipe progress is a line every ten seconds, with the remaining time and no colour."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     with progress("replaying", total=2000) as advance:
@@ -166,7 +166,7 @@ def test_progress_in_a_pipe_is_a_line_now_and_then(clock, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("every", "lines"), [("0", 0), ("2", 3)])
-def test_how_often_lines_of_progress_come_can_be_said(clock, capsys, monkeypatch, every, lines):
+def test_the_interval_of_progress_lines_can_be_set(clock, capsys, monkeypatch, every, lines):
     """An environment variable sets the seconds between lines of progress; 0 prints none."""
     monkeypatch.setenv(output.PROGRESS_SECONDS, every)
     with progress("replaying", total=None) as advance:
@@ -177,7 +177,7 @@ def test_how_often_lines_of_progress_come_can_be_said(clock, capsys, monkeypatch
 
 
 @pytest.mark.usefixtures("clock")
-def test_a_wrong_time_between_lines_is_refused(monkeypatch):
+def test_an_invalid_interval_of_progress_lines_is_refused(monkeypatch):
     """An invalid interval raises InputError that names the environment variable."""
     monkeypatch.setenv(output.PROGRESS_SECONDS, "often")
     with pytest.raises(InputError, match="KVCORE_PROGRESS_SECONDS: time 'often'"):
@@ -196,12 +196,12 @@ def test_a_wrong_time_between_lines_is_refused(monkeypatch):
         (5, None, 0, ""),
     ],
 )
-def test_how_far_it_is_is_told(done, total, seconds, text):
+def test_progress_is_a_count_a_share_or_a_rate(done, total, seconds, text):
     """Progress is a count of few items, a share of many, and a rate if the total is unknown."""
     assert output.done_so_far(done, total, seconds) == text
 
 
-def test_reading_a_file_is_shown_by_its_bytes(tmp_path, clock, capsys):
+def test_progress_of_reading_is_a_share_of_the_bytes(tmp_path, clock, capsys):
     """Progress of reading is a share of the file's size, or a rate if the file is missing."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4000))
@@ -228,7 +228,7 @@ def test_reading_a_file_is_shown_by_its_bytes(tmp_path, clock, capsys):
     ],
     ids=" ".join,
 )
-def test_readers_of_a_trace_tell_how_far_they_are(tmp_path, monkeypatch, verb):
+def test_readers_of_a_trace_report_progress(tmp_path, monkeypatch, verb):
     """Each verb that reads a trace reports progress up to the end of the file."""
     path = tmp_path / "t.jsonl"
     small = ["zipf:requests=40,prefixes=8", "--eviction", "lru", "--blocks", "300"]
@@ -285,7 +285,7 @@ def test_control_characters_are_printed_as_their_numbers(capsys, error):
     assert printed.endswith("<U+202E><U+2066><U+2028>\n")
 
 
-def test_text_without_control_characters_is_printed_as_it_is():
+def test_text_without_control_characters_is_printed_unchanged():
     """Letters of any script, signs and emoji are not escaped."""
     text = "a ü 漢 \u05d0 😀 · ▁▂▃ –"
     assert escaped(text) == text
@@ -300,7 +300,7 @@ def test_sentences_and_tables_hold_no_control_characters(capsys):
     assert controls(printed) == []
 
 
-def test_json_escapes_what_controls_a_terminal(capsys):
+def test_json_has_no_control_characters(capsys):
     """JSON is printed without control characters, and parses to the payload."""
     payload = {"schema": 1, "text": "".join(CONTROLS) + "ü"}
     emit_json(payload)
@@ -322,7 +322,7 @@ def test_json_escapes_what_controls_a_terminal(capsys):
     ],
     ids=" ".join,
 )
-def test_the_texts_of_a_trace_control_no_terminal(tmp_path, verb):
+def test_texts_of_a_trace_are_printed_without_control_characters(tmp_path, verb):
     """Names, ids and options in a trace are printed without control characters."""
     path = write(tmp_path / "trace.jsonl", ask("a\x1b[31m", "ab", tenant="t\x1b[31m"))
     events = lines(path)
@@ -343,7 +343,9 @@ EVEN_TABLES = [
 
 
 @pytest.mark.parametrize(("headers", "rows", "right"), EVEN_TABLES)
-def test_table_in_a_pipe_is_as_rich_prints_it(capsys, monkeypatch, headers, rows, right):
+def test_a_table_in_a_pipe_looks_as_rich_prints_tables(
+    capsys, monkeypatch, headers, rows, right
+):
     """A table that is printed without rich, for speed, looks as rich prints it."""
     print_table(headers, rows, right=right)
     assert output._is_even([headers, *rows])
@@ -354,7 +356,7 @@ def test_table_in_a_pipe_is_as_rich_prints_it(capsys, monkeypatch, headers, rows
 
 
 @pytest.mark.parametrize("cell", ["漢字", "e\u0301", "two\nlines", " ahead", "tab\t", ""])
-def test_table_that_rich_prints(cell):
+def test_wide_characters_and_empty_tables_are_left_to_rich(cell):
     """Cells whose width differs from their length, and empty tables, are left to rich."""
     assert not output._is_even([[cell], [cell]])
 
@@ -373,7 +375,7 @@ def test_headers_on_a_terminal_are_marked(terminal, monkeypatch):
     ("host", "is_open"),
     [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True)],  # noqa: S104
 )
-def test_an_address_that_other_machines_reach_is_warned_of(host, is_open, capsys):
+def test_an_address_that_is_no_loopback_prints_a_warning(host, is_open, capsys):
     """`warn_if_open` prints a warning for an address that is no loopback, and for no other."""
     output.warn_if_open(host)
     warned = f"kvcore: {host} is no loopback: whoever reaches it can use it\n"

@@ -23,7 +23,7 @@ def planned(tmp_path):
     return lambda *words: run_here("plan", *words, "--jobs", "1", cwd=tmp_path)
 
 
-def test_it_prints_the_fleets_the_best_first_and_the_limit(planned, tmp_path):
+def test_fleets_are_printed_from_the_best_one_with_the_limit(planned, tmp_path):
     """The table lists fleets from the best one, and is followed by the limit.
 
     The JSON document is written to the output folder.
@@ -52,7 +52,7 @@ def test_json_is_the_document_that_is_written(planned, tmp_path):
     assert document["percentile"] == 99
 
 
-def test_host_ram_is_searched_unless_it_is_left_out(planned):
+def test_host_ram_is_searched_by_default(planned):
     """By default each replica has a host tier of 1 TiB; `--tier none` removes it."""
     without = json.loads(planned(*SMALL, "--json").stdout)["setup"]["tier"]
     words = [word for word in SMALL if word not in ("--tier", "none")]
@@ -71,18 +71,18 @@ def test_no_fleet_is_exit_code_1(planned):
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        (("--percentile", "0"), "percentile 0"),
-        (("--replicas", "x"), "--replicas"),
-        (("--tensor-parallel", "0"), "tensor_parallel: [0]"),
+        (("--percentile", "0"), "percentile 0: give a percentage above 0 and up to 100"),
+        (("--replicas", "x"), "--replicas 'x': expected a whole number"),
+        (("--tensor-parallel", "0"), "tensor_parallel: [0] was given; give numbers of 1"),
         (("--slo", "none"), "nothing is expected"),
-        (("--model", "nothing"), "nothing"),
-        (("--model", "llama-3.1-405b"), "weights"),
-        (("--executor", "nowhere"), "executor 'nowhere'"),
-        (("--tier", "nothing"), "tier"),
+        (("--model", "nothing"), "model: unknown model 'nothing'"),
+        (("--model", "llama-3.1-405b"), "on 2 x h100: weights of 812 GB"),
+        (("--executor", "nowhere"), "executor 'nowhere' is not known"),
+        (("--tier", "nothing"), "tier: no tier plugin is named 'nothing'"),
         (("--max-gpus", "1", "--replicas", "2"), "2 x 2 GPUs are more than 1"),
     ],
 )
-def test_what_cannot_be_planned_is_exit_code_2(planned, words, fault):
+def test_invalid_options_are_exit_code_2(planned, words, fault):
     """An invalid option is an error on stderr with exit code 2 and no traceback."""
     done = planned(*SMALL, *words)
     assert done.returncode == 2
@@ -91,7 +91,7 @@ def test_what_cannot_be_planned_is_exit_code_2(planned, words, fault):
     assert done.stdout == ""
 
 
-def test_a_configuration_file_may_have_its_options(planned, tmp_path):
+def test_a_configuration_file_may_have_options_of_plan(planned, tmp_path):
     """A file of `--config` may have the options of `plan`."""
     (tmp_path / "plan.toml").write_text(
         'slo = "ttft=0.2"\nreplicas = "2"\nmax_gpus = 2\ntensor_parallel = 1\ntier = ["none"]\n'
@@ -116,7 +116,7 @@ def test_numbers_in_a_file_may_be_a_list(planned, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unmeasured_processes")
-def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
+def test_an_interrupted_search_is_resumed(tmp_path):
     """After Ctrl-C a second run keeps the journal and simulates the remaining cells only.
 
     Its document is the one of an uninterrupted run.
@@ -139,7 +139,7 @@ def test_an_interrupted_search_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_find_what_one_process_does(tmp_path):
+def test_two_processes_find_the_same_plan_as_one(tmp_path):
     """The document is the same with one job and with two."""
     documents = {
         run_here("plan", *SMALL, "--json", "--jobs", jobs, "--out", jobs, cwd=tmp_path).stdout

@@ -14,7 +14,7 @@ WORDS = (
 )
 
 
-def test_a_cluster_finds_what_this_process_does(tmp_path):
+def test_a_cluster_finds_the_same_plan_as_one_process(tmp_path):
     """A plan that is simulated on a local Ray cluster is the one of this process."""
     ray = run_here(*WORDS, "--executor", "ray:local", "--out", "ray", cwd=tmp_path)
     assert (ray.returncode, ray.stderr) == (0, "")

@@ -84,7 +84,7 @@ def test_json_has_every_field(site):
     }
 
 
-def test_table_says_why_a_plugin_is_unusable(site):
+def test_the_table_has_the_reason_why_a_plugin_is_unusable(site):
     """The table has a row for each plugin, with the reason if it cannot be used."""
     install(site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU"))
     done = run(site, "plugins")
@@ -97,7 +97,7 @@ def test_table_says_why_a_plugin_is_unusable(site):
 
 
 @pytest.mark.parametrize(("columns", "shown"), [(80, False), (99, False), (100, True)])
-def test_narrow_terminals_see_no_modules(monkeypatch, capsys, columns, shown):
+def test_narrow_terminals_have_no_column_of_modules(monkeypatch, capsys, columns, shown):
     """The column of modules is shown on a terminal of at least 100 columns."""
     monkeypatch.setattr("kvcore.cli.plugins.terminal_width", lambda: columns)
     assert main.run(["plugins"]) == 0
@@ -134,7 +134,7 @@ def test_import_failures_are_listed(site):
     )
 
 
-def test_what_a_plugin_prints_is_no_result(site):
+def test_output_of_a_plugin_on_import_goes_to_stderr(site):
     """Output of a plugin on import or in a hook goes to stderr, and the document is whole."""
     noisy = HOOKS.format(name="noisy", reason=None).replace(
         "return [Policy]", "print('in the hook'); return [Policy]"
@@ -146,7 +146,7 @@ def test_what_a_plugin_prints_is_no_result(site):
 
 
 @pytest.mark.parametrize("arguments", [["--json"], []])
-def test_what_a_method_prints_is_no_result(monkeypatch, arguments):
+def test_output_of_a_policys_method_goes_to_stderr(monkeypatch, arguments):
     """Output of a policy's method goes to stderr, so that tables and documents are whole."""
     victim = LRU.victim
     monkeypatch.setattr(

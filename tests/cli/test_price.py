@@ -77,7 +77,7 @@ def test_tables_have_dollars_and_prices(arguments):
     assert "Prices: deepseek-flash" in text
 
 
-def test_replay_prints_both_bills(tmp_path):
+def test_replay_prints_the_bills_of_both_runs(tmp_path):
     """`replay` prints the bill of the recorded run, and that of the new run below it."""
     trace = tmp_path / "trace.jsonl"
     run_here("compare", SMALL, "--eviction", "lru", "--blocks", "20", "--trace", trace)
@@ -87,18 +87,18 @@ def test_replay_prints_both_bills(tmp_path):
     assert "with this cache" in run_here("replay", trace, "--price", "xai").stdout
 
 
-def test_explain_a_log():
+def test_explain_finds_the_miss_reasons_of_an_api_log():
     """`explain` of the example log has reasons of misses, and reported and expected hits."""
     found = document("explain", LOG, "--price", "anthropic", "--summary")
     lost = {reason: row["stopped"] for reason, row in found["lost"].items() if row["tokens"]}
     assert lost == {"new": 13, "edited": 4, "undetermined": 1, "lapsed": 1, "evicted": 1}
     assert found["read_tokens"] == found["bill"]["reported"]["read_tokens"]
     assert found["expected_tokens"] > found["read_tokens"]
-    told = run_here("explain", LOG, "--price", "anthropic", "8").stdout
-    assert "system[0], after token 166" in " ".join(told.split())
+    printed = run_here("explain", LOG, "--price", "anthropic", "8").stdout
+    assert "system[0], after token 166" in " ".join(printed.split())
 
 
-def test_list_shows_all():
+def test_price_list_prints_all_prices():
     """`--price list` prints all prices, without any other argument."""
     done = run_here("explain", "--price", "list")
     assert done.returncode == 0
@@ -113,7 +113,7 @@ def test_list_shows_all():
         (("explain", SMALL, "none", "--price", "xai"), "'none' is not in zipf"),
     ],
 )
-def test_wrong_use_is_refused(arguments, why):
+def test_invalid_arguments_are_refused(arguments, why):
     """An unknown price or request, or an excluded option, is an error with the reason."""
     done = run_here(*arguments)
     assert done.returncode == 2

@@ -10,19 +10,19 @@ pytest.importorskip("torch", reason="runs compute on torch")
 SMALL = ("--prompt-tokens", 64, "--tokens", 4, "--texts", 1, "--needles", 2, "--codec", "fp32")
 
 
-def told(*arguments, cwd=None):
+def quality_output(*arguments, cwd=None):
     """Run `kvcore quality` on small inputs, require success, and return stdout."""
     done = run_here("quality", *SMALL, *arguments, cwd=cwd)
     assert (done.returncode, done.stderr) == (0, "")
     return done.stdout
 
 
-def test_the_table_has_a_row_each():
+def test_the_table_has_a_row_for_each_policy_and_budget():
     """The table has a row for each policy and budget, the largest share of bytes first.
 
     The sentences below name the least divergence and the questions.
     """
-    text = told("--retention", "h2o,random", "--budget", "0.2,0.6")
+    text = quality_output("--retention", "h2o,random", "--budget", "0.2,0.6")
     lines = text.splitlines()
     assert lines[0].startswith("transformer: 1 text of 64 + 4 tokens, against")
     (header,) = [at for at, line in enumerate(lines) if line.startswith("retention")]
@@ -34,21 +34,21 @@ def test_the_table_has_a_row_each():
     assert "Needles: 2 questions announced about each of 1 prompt" in text.replace("\n", " ")
 
 
-def test_budgets_that_hold_all_tokens_are_told():
+def test_budgets_that_hold_all_tokens_have_a_sentence():
     """A budget that holds all tokens of a codec has no row, and a sentence states it."""
-    text = told("--codec", "fp32,fp16", "--retention", "window", "--budget", "0.6")
+    text = quality_output("--codec", "fp32,fp16", "--retention", "window", "--budget", "0.6")
     assert "All tokens take no more, so nothing goes: fp16 at 60%." in text
     assert text.count("60%") == 2
 
 
 def test_without_needles_there_is_no_column():
     """With `--needles 0` the output does not mention needles."""
-    assert "needle" not in told("--retention", "window", "--needles", 0).lower()
+    assert "needle" not in quality_output("--retention", "window", "--needles", 0).lower()
 
 
-def test_json_has_these_fields():
+def test_json_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
-    document = json.loads(told("--retention", "tova", "--budget", "0.5", "--json"))
+    document = json.loads(quality_output("--retention", "tova", "--budget", "0.5", "--json"))
     assert list(document) == [
         *("schema", "generator", "needle_generator", "dtype", "block_size"),
         *("prompt_tokens", "tokens", "texts", "needles", "announced", "seed"),
@@ -70,7 +70,7 @@ def test_json_has_these_fields():
 def test_plot_draws_a_picture(tmp_path, name, magic):
     """`--plot` draws a picture in the format of its ending, and the table is still printed."""
     pytest.importorskip("matplotlib")
-    assert "full" in told("--retention", "window", "--plot", name, cwd=tmp_path)
+    assert "full" in quality_output("--retention", "window", "--plot", name, cwd=tmp_path)
     assert (tmp_path / name).read_bytes().startswith(magic)
 
 
@@ -82,12 +82,19 @@ def test_a_failure_leaves_no_plot(tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_text_is_read(tmp_path):
-    """`--text` replaces the drawn text by a file, so that `--seed` changes nothing."""
+def test_a_text_replaces_the_drawn_one(tmp_path):
+    """`--text` replaces the drawn text by a file, so that `--seed` changes nothing.
+
+    Without `--text` another seed gives other results.
+    """
     (tmp_path / "text").write_text(" ".join(map(str, range(100))))
-    given = ("--text", "text", "--generator", "transformer:seed=5", "--retention", "window")
-    rows = [
-        json.loads(told(*given, "--needles", 0, "--seed", seed, "--json", cwd=tmp_path))["rows"]
-        for seed in (0, 1)
-    ]
-    assert rows[0] == rows[1]
+    given = ("--generator", "transformer:seed=5", "--retention", "window", "--needles", 0)
+    read, drawn = (
+        [
+            json.loads(quality_output(*given, *text, "--seed", seed, "--json", cwd=tmp_path))
+            for seed in (0, 1)
+        ]
+        for text in (["--text", "text"], [])
+    )
+    assert read[0]["rows"] == read[1]["rows"]
+    assert drawn[0]["rows"] != drawn[1]["rows"]

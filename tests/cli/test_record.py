@@ -68,16 +68,16 @@ def read(out):
     return list(reader), reader.complete
 
 
-def test_drops_are_asked_for_and_counted_once(engine, tmp_path):
+def test_dropped_batches_are_requested_and_counted_once(engine, tmp_path):
     """Batches before the subscription, dropped and live ones are recorded as one stream.
 
     The report counts each of them once.
     """
     out = tmp_path / "live.jsonl.gz"
-    engine.publish(stored(0), heard=False)
+    engine.publish(stored(0), sent=False)
     with recording(engine, out, "--batches", "5", "--json") as process:
         engine.publish(stored(1))
-        engine.publish(stored(2), heard=False)
+        engine.publish(stored(2), sent=False)
         engine.publish(stored(3))
         engine.publish(stored(4))
         printed, _ = process.communicate(timeout=PATIENCE)
@@ -91,15 +91,15 @@ def test_drops_are_asked_for_and_counted_once(engine, tmp_path):
     assert [(item.seq, item.batch.ts) for item in items] == [(n, float(n)) for n in range(5)]
 
 
-def test_gaps_and_garbage_are_told_and_recorded(engine, tmp_path):
+def test_gaps_and_garbage_are_reported_and_recorded(engine, tmp_path):
     """Lost batches, invalid messages and undecodable batches are in the file and on stderr."""
     out = tmp_path / "live.jsonl"
-    engine.publish(stored(0), heard=False)
+    engine.publish(stored(0), sent=False)
     with recording(engine, out, "--batches", "1", replay=False) as process:
         engine.pub.send_multipart([b"only"])
         engine.publish(b"\xc1")
         engine.publish(stored(2))
-        _, told = process.communicate(timeout=PATIENCE)
+        _, errors = process.communicate(timeout=PATIENCE)
     items, complete = read(out)
     assert complete
     skipped, gap, unread, received = items
@@ -107,9 +107,9 @@ def test_gaps_and_garbage_are_told_and_recorded(engine, tmp_path):
     assert (gap.first, gap.count) == (0, 1)
     assert (unread.first, unread.count) == (1, 1)
     assert isinstance(received, Received)
-    assert "a message was skipped: expected 3 frames" in told
-    assert "batch 0 is lost: there is no replay address" in told
-    assert "batch 1 is lost: it cannot be read: payload:" in told
+    assert "a message was skipped: expected 3 frames" in errors
+    assert "batch 0 is lost: there is no replay address" in errors
+    assert "batch 1 is lost: it cannot be read: payload:" in errors
 
 
 def test_a_restart_is_recorded(engine, tmp_path):
@@ -122,7 +122,7 @@ def test_a_restart_is_recorded(engine, tmp_path):
             pass
         engine.restart()
         engine.wait()
-        engine.publish(stored(7), heard=False)
+        engine.publish(stored(7), sent=False)
         engine.publish(stored(8))
         process.communicate(timeout=PATIENCE)
     items, complete = read(out)
@@ -142,8 +142,8 @@ def test_ctrl_c_ends_with_a_complete_file(engine, tmp_path):
         while "skipped" not in process.stderr.readline():
             pass
         process.send_signal(signal.SIGINT)
-        printed, told = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, told) == (0, "")
+        printed, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, "")
     assert "batches" in printed
     items, complete = read(out)
     assert complete
@@ -171,21 +171,21 @@ def test_sigterm_in_a_flood_leaves_no_hole(engine, tmp_path):
     assert expected
 
 
-def test_a_full_disk_leaves_what_was_written(engine, tmp_path):
+def test_a_full_disk_leaves_the_written_part(engine, tmp_path):
     """When the file cannot grow, its `.part` stays and stderr names its number of batches."""
     out = tmp_path / "live.jsonl"
     with recording(engine, out, replay=False) as process:
         resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (20_000, 20_000))
         for number in range(400):
             engine.publish(stored(number))
-        _, told = process.communicate(timeout=PATIENCE)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 3
     assert [path.name for path in tmp_path.iterdir()] == ["live.jsonl.part"]
     items, complete = read(f"{out}.part")
     assert [item.seq for item in items] == list(range(len(items)))
     assert items
     assert not complete
-    assert f"{len(items)} batches: 'kvcore replay {out}.part' shows them" in told
+    assert f"{len(items)} batches: 'kvcore replay {out}.part' shows them" in errors
     shown = run_here("replay", f"{out}.part")
     assert (shown.returncode, "incomplete" in shown.stderr) == (1, True)
     assert f"batches {len(items)}" in " ".join(shown.stdout.split())
@@ -211,7 +211,7 @@ def test_a_killed_recording_is_readable(engine, tmp_path):
     """SIGKILL leaves a file that is readable up to the cut, also after the next run."""
     out = tmp_path / "live.jsonl"
     for number in range(2000):
-        engine.publish(stored(number), heard=False)
+        engine.publish(stored(number), sent=False)
     done = subprocess.run(
         [sys.executable, "-c", KILLED, engine.address, engine.replay, out],
         check=False,
@@ -227,7 +227,7 @@ def test_a_killed_recording_is_readable(engine, tmp_path):
     assert len(items) > 1000
 
 
-def test_nothing_is_left_of_wrong_input(tmp_path):
+def test_an_invalid_address_leaves_no_file(tmp_path):
     """An invalid address is an error with exit code 2, and no file is begun."""
     command = [sys.executable, "-m", "kvcore", "record", "--zmq", "5557", "-o", "x.jsonl"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -238,7 +238,7 @@ def test_nothing_is_left_of_wrong_input(tmp_path):
 
 @pytest.mark.parametrize("older", [None, "precious"])
 @pytest.mark.parametrize("options", [[], ["--rotate", "1h", "--rotate", "1GiB"]])
-def test_silence_is_told(tmp_path, older, options):
+def test_a_silent_publisher_is_reported(tmp_path, older, options):
     """If no batch arrives, no file is written or replaced, and the exit code is 4."""
     out = tmp_path / "none.jsonl"
     if older is not None:
@@ -274,14 +274,14 @@ def test_clears_and_unread_events_are_counted(engine, tmp_path):
     with recording(engine, out, "--batches", "2", "--json") as process:
         engine.publish(encode(clear))
         engine.publish(odd)
-        printed, told = process.communicate(timeout=PATIENCE)
+        printed, errors = process.communicate(timeout=PATIENCE)
     report = json.loads(printed)
     assert (report["cleared"], report["unread"]) == (1, 1)
-    assert "rank 0: batch 1: an event cannot be read: " in told
+    assert "rank 0: batch 1: an event cannot be read: " in errors
     assert not [item for item in read(out)[0] if isinstance(item, Lost)]
 
 
-def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
+def test_a_published_export_is_recorded_as_the_written_one(tmp_path):
     """The batches that `export --zmq` publishes are those that `export --out` writes."""
     trace, there, here = (tmp_path / name for name in ("t.jsonl", "there.jsonl", "here.jsonl"))
     compare(Zipf(requests=60, prefixes=20), "lru", 300, trace=trace)
@@ -299,7 +299,7 @@ def test_an_exported_run_is_recorded_as_it_is_written(tmp_path):
     ]
 
 
-def test_a_missing_trace_is_told_before_anyone_is_waited_for(tmp_path):
+def test_a_missing_trace_is_reported_before_waiting_for_subscribers(tmp_path):
     """`export --zmq` of a missing trace ends at once, without waiting for a subscriber."""
     command = [sys.executable, "-m", "kvcore", "export", "no.jsonl", "--to", "vllm"]
     done = subprocess.run(
@@ -311,4 +311,4 @@ def test_a_missing_trace_is_told_before_anyone_is_waited_for(tmp_path):
         timeout=PATIENCE,
     )
     assert done.returncode == 2
-    assert "no.jsonl" in done.stderr
+    assert "cannot read the trace no.jsonl: No such file or directory" in done.stderr

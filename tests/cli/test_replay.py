@@ -40,7 +40,7 @@ def test_json_is_alone_on_stdout(trace):
     assert len(report["evictions"]["digest"]) == 64
 
 
-def test_a_table_for_people(trace):
+def test_the_report_is_a_table_and_the_setup(trace):
     """Without `--json` the report is a table, and the setup of the run below it."""
     done = run(trace)
     table, _, setup = done.stdout.partition("\n\n")
@@ -54,7 +54,7 @@ def test_a_table_for_people(trace):
     assert rows["hit ratio by block"] == "29.4%"
 
 
-def test_preemptions_are_told_by_kind(tmp_path):
+def test_preemptions_have_a_row_for_each_kind(tmp_path):
     """The table has a row for each kind of preemption, and none if there were none."""
     done = run(serve(tmp_path / "served.jsonl"))
     assert done.returncode == 0
@@ -65,13 +65,13 @@ def test_preemptions_are_told_by_kind(tmp_path):
     assert "preempted" not in run(record(tmp_path / "untimed.jsonl")).stdout
 
 
-def test_the_state_at_a_time(trace):
+def test_at_has_nanosecond_resolution(trace):
     """`--at` accepts seconds with nanosecond resolution."""
     done = run(trace, "--json", "--at", "0.000000002")
     assert json.loads(done.stdout)["lines"] == 5
 
 
-def test_a_time_that_is_none_is_bad_usage(trace):
+def test_a_time_that_is_no_number_is_bad_usage(trace):
     """A value of `--at` that is no number exits with code 2 and the expected form."""
     done = run(trace, "--at", "noon")
     assert (done.returncode, done.stdout) == (2, "")

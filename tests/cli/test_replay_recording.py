@@ -29,15 +29,15 @@ def run(*arguments, cwd=None):
     return run_here("replay", *arguments, cwd=cwd)
 
 
-def test_a_table_for_people(recording):
+def test_the_table_counts_events_and_blocks(recording):
     """The table counts events and blocks, and the note below it states what events omit."""
     done = run(recording)
-    table, _, tells = done.stdout.partition("\n\n")
+    table, _, remarks = done.stdout.partition("\n\n")
     rows = dict(line.rsplit(maxsplit=1) for line in table.splitlines()[2:])
     assert (done.returncode, done.stderr) == (0, "")
     assert (rows["batches"], rows["  BlockStored"], rows["blocks stored"]) == ("2", "2", "4")
     assert (rows["resident on GPU"], rows["resident on CPU"]) == ("2", "1")
-    assert "a request that found its blocks leaves no event" in " ".join(tells.split())
+    assert "a request that found its blocks leaves no event" in " ".join(remarks.split())
 
 
 def test_json_is_alone_on_stdout(recording):
@@ -50,7 +50,7 @@ def test_json_is_alone_on_stdout(recording):
     assert report["resident"] == {"GPU": 2, "CPU": 1}
 
 
-def test_what_is_wrong_is_told(tmp_path):
+def test_gaps_restarts_and_garbage_have_rows(tmp_path):
     """Gaps, restarts, garbage and impossible events have rows of their own."""
     path = tmp_path / "events.jsonl"
     with RecordingWriter(path) as writer:
@@ -71,7 +71,7 @@ def test_what_is_wrong_is_told(tmp_path):
     [["--at", "1"], ["--eviction", "lfu"], ["--blocks", "9"], ["--export", "new.jsonl"]],
     ids=lambda options: options[0],
 )
-def test_what_needs_lookups_is_refused(recording, tmp_path, options):
+def test_options_that_run_requests_again_are_refused(recording, tmp_path, options):
     """An option that runs requests again is an error for a recording.
 
     The error names the workload to use instead, and no file is begun.
@@ -105,7 +105,7 @@ def test_a_damaged_line_exits_1_with_its_place(tmp_path):
     assert f"{path}:2: unknown kind of line 'BATHE'" in done.stderr
 
 
-def test_events_in_json_are_recordings_too(tmp_path):
+def test_a_file_of_router_events_is_checked(tmp_path):
     """A file of Dynamo's router events is checked, even if its first line is very long."""
     path = tmp_path / "router.jsonl"
     path.write_bytes(DYNAMO.replace(b'"device"', b'"' + b"d" * 100_000 + b'"'))
@@ -113,7 +113,7 @@ def test_events_in_json_are_recordings_too(tmp_path):
     assert (report["format"], report["batches"]) == ("dynamo", 1)
 
 
-def test_a_trace_out_of_a_pipe_is_still_read(tmp_path):
+def test_a_trace_in_a_pipe_is_read_from_its_start(tmp_path):
     """A trace in a pipe is read from its start, after the check for a recording."""
     trace = record_trace(tmp_path / "trace.jsonl")
     done = subprocess.run(

@@ -59,7 +59,7 @@ def results(tmp_path_factory):
     return folder
 
 
-def told(page):
+def read_page(page):
     """Return the report that a page holds, and all its texts as one string."""
     found = data_of(page, "report")
     return found, json.dumps(found, ensure_ascii=False)
@@ -79,7 +79,7 @@ def charts(found):
 
 def reported(results, *names):
     """Return the report on the page of some results."""
-    return told(report_page([results / name for name in names]))[0]
+    return read_page(report_page([results / name for name in names]))[0]
 
 
 @pytest.mark.slow
@@ -104,12 +104,12 @@ def reported(results, *names):
         ("size.json", "Size of K/V: size.json"),
     ],
 )
-def test_results_are_recognised_by_what_they_hold(results, name, kind):
+def test_results_are_recognised_by_their_content(results, name, kind):
     """Each kind of result is a section with the title of its kind."""
     assert [section["title"] for section in reported(results, name)["sections"]] == [kind]
 
 
-def test_names_do_not_matter(results, tmp_path):
+def test_a_document_is_recognised_under_any_name(results, tmp_path):
     """A document is recognised by its content, under any name and compressed or not."""
     for name, data in {
         "plan.csv": (results / "compare.json").read_bytes(),
@@ -131,7 +131,7 @@ def test_names_do_not_matter(results, tmp_path):
         ("absent", "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_result_is_told_what_it_seems_to_be(results, name, seems):
+def test_the_error_for_another_file_names_its_apparent_kind(results, name, seems):
     """The error for a file that is no result names what it seems to be; no page is written."""
     run = run_here("report", name, "-o", "page.html", cwd=results)
     assert (run.returncode, run.stdout) == (2, "")
@@ -154,7 +154,7 @@ def test_what_is_no_result_is_told_what_it_seems_to_be(results, name, seems):
         b"\x1f\x8b\x08\x00",
     ],
 )
-def test_damaged_files_are_told(tmp_path, text):
+def test_damaged_files_are_named(tmp_path, text):
     """The error for a damaged or foreign file names the file, and no page is written."""
     (tmp_path / "it").write_bytes(text)
     run = run_here("report", "it", "-o", "page.html", cwd=tmp_path)
@@ -164,7 +164,7 @@ def test_damaged_files_are_told(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", ["compare.json", "whatif.json", "plan/plan.json", "one.json"])
-def test_a_document_that_stops_early_is_told(results, tmp_path, name):
+def test_a_document_that_is_cut_is_refused(results, tmp_path, name):
     """A JSON document that is cut is an error, and no page is written."""
     whole = (results / name).read_bytes()
     (tmp_path / "half.json").write_bytes(whole[: len(whole) // 2])
@@ -173,7 +173,7 @@ def test_a_document_that_stops_early_is_told(results, tmp_path, name):
     assert "half.json: no whole JSON document" in run.stderr
 
 
-def test_a_field_that_is_missing_is_told(results, tmp_path):
+def test_a_missing_field_is_named(results, tmp_path):
     """A document without a field that the report needs is an error that names the field."""
     document = json.loads((results / "compare.json").read_bytes())
     for row in ("hit_blocks", "hit_ratio", "block_size"):
@@ -187,7 +187,7 @@ def test_a_field_that_is_missing_is_told(results, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "made by hand.jsonl"])
-def test_a_cut_trace_is_refused_as_replay_refuses_it(results, tmp_path, name):
+def test_a_cut_trace_has_the_error_of_replay(results, tmp_path, name):
     """A cut trace has the exit code and the error of `replay`, and no page is written."""
     path = tmp_path / name
     if name == "trace.jsonl":
@@ -197,12 +197,12 @@ def test_a_cut_trace_is_refused_as_replay_refuses_it(results, tmp_path, name):
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-3]))
     replay = run_here("replay", path)
     run = run_here("report", path, "-o", tmp_path / "page.html")
-    assert run.returncode == replay.returncode
+    assert run.returncode == replay.returncode == 1
     assert run.stderr.splitlines()[-1].startswith(replay.stderr.splitlines()[-1])
     assert not [*tmp_path.glob("page*")]
 
 
-def test_a_damaged_trace_is_refused_as_replay_refuses_it(results, tmp_path):
+def test_a_damaged_trace_has_the_error_of_replay(results, tmp_path):
     """A damaged trace has the exit code and the error of `replay`, and no page is written."""
     text = gzip.decompress((results / "lru/trace.jsonl.gz").read_bytes())
     (tmp_path / "bad.jsonl").write_bytes(text.replace(b'"event":"EVICT"', b'"event":"X"', 1))
@@ -210,11 +210,13 @@ def test_a_damaged_trace_is_refused_as_replay_refuses_it(results, tmp_path):
         run_here(*words, cwd=tmp_path)
         for words in (("replay", "bad.jsonl"), ("report", "bad.jsonl", "-o", "page.html"))
     )
-    assert (run.returncode, run.stderr) == (replay.returncode, replay.stderr)
+    assert (run.returncode, run.stderr) == (1, replay.stderr)
+    assert replay.returncode == 1
+    assert "unknown event 'X'" in run.stderr
     assert not [*tmp_path.glob("page*")]
 
 
-def test_a_trace_of_calls_made_by_hand_is_reported(tmp_path):
+def test_a_trace_of_single_calls_is_reported(tmp_path):
     """A trace of single cache calls has its missed tokens, and no figures of a run."""
     found = reported(tmp_path, record(tmp_path / "hand.jsonl").name)
     captions = tables(found)
@@ -232,11 +234,12 @@ def test_results_are_not_overwritten(results, name):
     assert (results / name).read_bytes() == before
 
 
-def test_the_size_is_told_and_equal_results_make_equal_pages(results):
+def test_the_size_is_printed_and_equal_results_make_equal_pages(results):
     """Equal results make equal pages, and the size of a page is printed."""
     runs = [run_here("report", "lru", "-o", name, cwd=results) for name in ("a.html", "b.html")]
-    assert [run.stdout for run in runs] == ["a.html: 2.01 MB\n", "b.html: 2.01 MB\n"]
     pages = [(results / name).read_bytes() for name in ("a.html", "b.html")]
+    size = f"{len(pages[0]) / 1e6:.3g} MB"
+    assert [run.stdout for run in runs] == [f"a.html: {size}\n", f"b.html: {size}\n"]
     assert pages[0] == pages[1]
 
 
@@ -271,7 +274,7 @@ def test_the_regret_of_a_trace_is_that_of_explain(results):
     (series,) = charts(found)["Where the prompt tokens went"]["series"]
     assert sum(series["values"]) == explained["prompt_tokens"]
     assert series["values"][0] == explained["hit_tokens"]
-    _, text = told(report_page([results / "lru"]))
+    _, text = read_page(report_page([results / "lru"]))
     assert f"{explained['lost']['policy']['tokens']:,} tokens, at least" in text
     assert (
         tables(found)["Missed tokens by reason"]
@@ -280,18 +283,18 @@ def test_the_regret_of_a_trace_is_that_of_explain(results):
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "wanted"),
     [
         (("--tier", "host:memory=4GiB"), "tokens came from lower tiers."),
         (("--prefix", "none"), "Nothing that missed had been evicted."),
     ],
 )
-def test_regret_is_of_the_pool_alone(tmp_path, options, says):
+def test_tokens_of_lower_tiers_are_noted_beside_the_regret(tmp_path, options, wanted):
     """Beside the regret are tokens of lower tiers, or a note that no miss was evicted."""
     work = ("zipf:requests=60,rate=40", "--blocks", 300, "--no-search")
     run_here("simulate", *work, *options, "--out", "run", cwd=tmp_path)
-    _, text = told(report_page([tmp_path / "run"]))
-    assert says in text
+    _, text = read_page(report_page([tmp_path / "run"]))
+    assert wanted in text
 
 
 def test_the_regret_of_a_comparison_is_the_distance_from_the_optimum(results):
@@ -317,7 +320,7 @@ def test_the_regret_of_a_comparison_is_the_distance_from_the_optimum(results):
     ]
 
 
-def test_runs_stand_side_by_side(results):
+def test_two_runs_are_compared_and_share_charts(results):
     """Two runs are compared by differing settings and by figures, and share charts."""
     found = reported(results, "lru", "lfu")
     assert [section["title"] for section in found["sections"]] == [
@@ -349,7 +352,7 @@ def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path)
     """
     other = run_here("compare", "zipf:requests=80", "--blocks", "400", "--json", cwd=results)
     (tmp_path / "other.json").write_text(other.stdout)
-    found = told(report_page([results / "compare.json", tmp_path / "other.json"]))[0]
+    found = read_page(report_page([results / "compare.json", tmp_path / "other.json"]))[0]
     side = {"sections": found["sections"][:1]}
     names = [line["name"] for line in charts(side)["Hits by pool size"]["lines"]]
     assert "lru, compare.json" in names
@@ -359,7 +362,7 @@ def test_comparisons_and_curves_share_a_chart_with_their_kind(results, tmp_path)
     assert rows["lru", "400"][2].endswith(" points")
 
 
-def test_what_needs_a_trace_is_told_with_the_command_that_makes_one(results):
+def test_a_report_without_a_trace_has_commands_that_make_one(results):
     """A document without a trace has no regret, and the commands that make a trace succeed."""
     for name in ("simulate.json", "whatif.json", "size.json"):
         titles = [
@@ -400,7 +403,7 @@ def test_the_command_of_a_report_makes_the_result_again(results, name, same):
     assert same(json.loads(run.stdout)) == same(json.loads((results / name).read_bytes()))
 
 
-def test_the_command_of_a_run_simulates_it_again(results, tmp_path):
+def test_the_command_of_a_run_repeats_the_simulation(results, tmp_path):
     """The command in the report of a run simulates the same requests with the same times."""
     parts = reported(results, "lfu")["sections"][0]["parts"]
     line = next(part["text"] for part in parts if part["kind"] == "command")
@@ -413,7 +416,7 @@ def test_the_command_of_a_run_simulates_it_again(results, tmp_path):
     assert rows[0] == rows[1]
 
 
-def test_the_grid_of_a_sweep_makes_it_again(results, tmp_path):
+def test_the_grid_of_a_sweep_repeats_the_sweep(results, tmp_path):
     """The grid and the command in the report of a sweep make the same table."""
     parts = reported(results, "sweep.csv")["sections"][0]["parts"]
     grid, line = (part["text"] for part in parts if part["kind"] == "command")
@@ -429,11 +432,11 @@ def test_a_result_that_python_wrote_is_reported(tmp_path):
     found = reported(tmp_path, "mine")
     assert "TTFT, mean" in [row[0] for row in tables(found)["Figures of the run"]]
     assert "Latency of requests" in charts(found)
-    _, text = told(report_page([tmp_path / "mine"]))
+    _, text = read_page(report_page([tmp_path / "mine"]))
     assert "The summary does not say" in text
 
 
-def test_a_run_that_is_too_much_says_so_first(tmp_path):
+def test_the_section_of_a_saturated_run_begins_with_a_warning(tmp_path):
     """The section of a saturated run begins with the warning that `simulate` prints."""
     run = run_here(
         *("simulate", "--limit", 2000, "--rate-scale", 20, "--no-search", "--block-size", 512),
@@ -453,6 +456,6 @@ def test_strings_of_results_are_no_markup(results, tmp_path):
     (tmp_path / "c.json").write_text(json.dumps(document))
     page = report_page([tmp_path / "c.json"], title=MARKUP)
     assert b"alert(" not in page.replace(b"alert(&#x27;x&#x27;)", b"")
-    found, text = told(page)
+    found, text = read_page(page)
     assert found["title"] == MARKUP
     assert json.dumps(MARKUP)[1:-1] in text

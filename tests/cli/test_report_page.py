@@ -53,7 +53,7 @@ def dark(browser, page):
 
 
 @pytest.mark.parametrize("kind", ["light", "dark"])
-def test_it_opens_offline_and_fits(request, kind):
+def test_the_page_opens_offline_and_fits(request, kind):
     """The page opens without requests or errors, and nothing is wider than the window."""
     opened = request.getfixturevalue(kind)
     assert (opened.complaints, opened.requests) == ([], [])
@@ -63,7 +63,7 @@ def test_it_opens_offline_and_fits(request, kind):
     assert opened.page.evaluate(wide) == 0
 
 
-def test_it_shows_what_its_data_say(light, page):
+def test_tables_and_charts_are_those_of_the_data(light, page):
     """Every cell of the tables and every line and bar of the charts is that of the data."""
     data = data_of(page.read_bytes(), "report")
     parts = [part for section in data["sections"] for part in section["parts"]]
@@ -98,7 +98,7 @@ def test_markup_in_results_stays_text(light):
     assert MARKUP in shown.evaluate(texts)
 
 
-def test_it_can_be_walked_through(light):
+def test_headings_contents_and_header_cells_are_in_order(light):
     """Headings are in order, contents link to them, and header cells have a scope."""
     shown = light.page
     levels = '[...document.querySelectorAll("h1, h2, h3")].map((each) => +each.tagName[1])'
@@ -131,7 +131,7 @@ def test_charts_follow_the_window(dark):
 
 
 @pytest.mark.slow
-def test_it_prints_in_light_colours_as_wide_as_paper(dark):
+def test_the_page_prints_in_light_colours_as_wide_as_paper(dark):
     """A dark page prints in light colours at the width of paper, and is restored afterwards."""
     shown, expect = dark.page, pytest.importorskip("playwright.sync_api").expect
     ground = "getComputedStyle(document.body).backgroundColor"

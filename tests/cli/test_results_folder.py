@@ -1,4 +1,4 @@
-"""The directory that `--out` wrote, in place of its trace."""
+"""Tests that verbs read the folder that `--out` wrote as the trace in it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ READERS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a directory with the results of a run in `out`."""
+    """Return a folder with the results of a run in `out`."""
     folder = tmp_path_factory.mktemp("results")
     assert run_here("simulate", *SMALL, "--out", "out", cwd=folder).returncode == 0
     return folder
 
 
 @pytest.mark.parametrize("words", READERS, ids=" ".join)
-def test_a_directory_is_read_as_its_trace(words, folder, tmp_path):
-    """A command prints and writes for the directory what it does for the trace in it."""
+def test_a_folder_is_read_as_its_trace(words, folder, tmp_path):
+    """A verb prints and writes the same for the folder of a run as for the trace in it."""
     found = []
     for name, source in ("a", folder / "out"), ("b", folder / "out" / "trace.jsonl.gz"):
         place = tmp_path / name
@@ -38,13 +38,14 @@ def test_a_directory_is_read_as_its_trace(words, folder, tmp_path):
         done = run_here(*given, cwd=place)
         assert done.returncode == 0
         written = {path.name: path.read_bytes() for path in place.iterdir()}
+        assert done.stdout or written
         found.append((done.stdout, done.stderr, written))
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("words", READERS, ids=" ".join)
-def test_a_directory_without_a_trace_is_refused(words, tmp_path):
-    """The error names the directory and the file that it lacks; nothing is written."""
+def test_a_folder_without_a_trace_is_refused(words, tmp_path):
+    """The error for a folder without a trace names the missing file; nothing is written."""
     (tmp_path / "empty").mkdir()
     given = ["empty" if word == "SOURCE" else word for word in words]
     done = run_here(*given, cwd=tmp_path)

@@ -40,7 +40,7 @@ async def ask(url, **more):
         return await answer.text()
 
 
-def test_the_trace_is_whole_after_sigterm(tmp_path):
+def test_the_trace_is_complete_after_sigterm(tmp_path):
     """After SIGTERM requests in flight end, and the trace is complete and can be simulated."""
     path = tmp_path / "day.jsonl.gz"
 
@@ -52,7 +52,7 @@ def test_the_trace_is_whole_after_sigterm(tmp_path):
             asked = asyncio.create_task(ask(program.url, text="x" * 640))
             await until(lambda: any(each.calls for each in servers))
             ending = asyncio.create_task(program.stop())
-            await until(lambda: b"ending" in program.told)
+            await until(lambda: b"ending" in program.stderr)
             for each in servers:
                 each.gate.set()
             assert "one two three" in await asked
@@ -104,7 +104,7 @@ def test_the_trace_can_be_read_after_sigkill(tmp_path):
     assert not path.exists()
 
 
-def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
+def test_each_request_is_answered_once_while_servers_fail(tmp_path):
     """Each valid request is answered once or refused while servers fail and return.
 
     Afterwards no request is counted as in flight.
@@ -143,7 +143,7 @@ def test_clients_of_all_kinds_while_a_server_dies_and_returns(tmp_path):
     assert len(list(TraceWorkload(path))) >= found.total()
 
 
-def test_servers_of_kvcore_on_a_bad_day(tmp_path):
+def test_a_cluster_of_kvcore_survives_the_kill_of_a_server(tmp_path):
     """A cluster of two servers survives the kill of one; `bad_day` checks it.
 
     Each server takes some seconds to start.
@@ -158,16 +158,17 @@ def test_servers_of_kvcore_on_a_bad_day(tmp_path):
         ([], "name the servers"),
         (["ftp://a"], "expected one such as http://127.0.0.1:8001"),
         (["http://a", "--router", "round-robbin"], "did you mean 'round-robin'"),
-        (["http://a", "--view", "exact"], "for simulations"),
+        (["http://a", "--view", "exact"], "view: 'exact' is for simulations"),
         (["http://a", "--view", "event"], "did you mean 'events'"),
-        (["http://a", "--trace", "nowhere/day.jsonl"], "nowhere"),
-        (["http://a", "--port", "99999"], "port 99999 of 127.0.0.1"),
+        (["http://a", "--trace", "nowhere/day.jsonl"], "cannot write the trace nowhere"),
+        (["http://a", "--port", "99999"], "port 99999 of 127.0.0.1: bind(): port must be"),
     ],
 )
 def test_wrong_options_are_refused(arguments, wrong):
-    """An invalid option is an error before the proxy listens."""
+    """An invalid option exits with code 2 and the reason, before the proxy listens."""
     run = run_here("route", *arguments)
-    assert run.returncode
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.startswith("kvcore: error: ")
     assert wrong in run.stderr
 
 

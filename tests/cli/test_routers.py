@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from kvcore.cli import main as frame
+from kvcore.plugins import Plugins
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=16,output_tokens=4,rate=50"
 
@@ -32,12 +33,12 @@ def test_all_installed_routers_are_compared(routers):
     code, printed, _ = routers("--json", "--blocks", 60)
     document = json.loads(printed)
     assert (code, document["schema"]) == (0, 1)
-    assert {"round-robin", "least-requests"} <= {row["router"] for row in document["rows"]}
+    assert {row["router"] for row in document["rows"]} == set(Plugins().names("router"))
     assert {row["replicas"] for row in document["rows"]} == {8}
     assert [each["blocks"] for each in document["shared"]] == [480]
 
 
-def test_the_table_names_what_is_compared(routers):
+def test_the_table_has_rows_for_routers_and_shared_caches(routers):
     """The table has rows for each number of servers, for routers and for one shared cache."""
     code, printed, _ = routers("--replicas", "2,4", "--routers", "round-robin", "--blocks", 60)
     assert code == 0
@@ -68,7 +69,7 @@ def test_options_come_from_a_file(routers, tmp_path):
     assert [each["blocks"] for each in document["shared"]] == [18, 36]
 
 
-def test_standard_input_is_read_in_this_process(tmp_path):
+def test_standard_input_is_read_with_one_job_only(tmp_path):
     """Standard input is read with one job; more jobs and other pipes are errors."""
     row = '{"timestamp": %d, "input_length": 600, "output_length": 2, "hash_ids": [1, %d]}\n'
     text = "".join(row % (number, number + 2) for number in range(9))
@@ -88,10 +89,12 @@ def test_standard_input_is_read_in_this_process(tmp_path):
     assert "WORKLOAD pipe: a pipe is read from - alone" in found[2].stderr
 
 
-def test_a_failure_is_served(routers):
+def test_failures_of_replicas_cost_no_request(routers):
     """Failures of replicas cost no request, with any router."""
     failed = "--fail", "replica=1,at=0.1", "--fail", "replica=2,at=0.2,for=0.3"
     document = json.loads(routers("--replicas", 3, "--blocks", 60, *failed, "--json")[1])
+    assert document["config"]["fail"] == ["replica=1,at=0.1", "replica=2,at=0.2,for=0.3"]
+    assert {row["router"] for row in document["rows"]} == set(Plugins().names("router"))
     assert all(row["rejected"] == 0 for row in document["rows"])
 
 
@@ -113,11 +116,11 @@ def test_a_plot_is_drawn(routers, tmp_path):
         (["--blocks", 9, "--memory", "1GiB"], "--blocks and --memory both say"),
     ],
 )
-def test_what_cannot_be_is_refused(routers, options, why):
+def test_invalid_options_are_refused(routers, options, why):
     """An invalid option is an error with the reason, before anything runs."""
-    code, printed, told = routers(*options)
+    code, printed, printed_error = routers(*options)
     assert (code, printed) == (2, "")
-    assert why in told
+    assert why in printed_error
 
 
 def test_an_engine_sets_the_options_that_are_not_given(routers):

@@ -32,11 +32,15 @@ def run(capsys):
 
 @pytest.fixture
 def refused(capsys):
-    """Return a function that runs a failing `kvcore run` and returns exit code and stderr."""
+    """Return a function that runs a failing `kvcore run` and returns exit code and stderr.
+
+    It requires a code other than 0 and an empty stdout.
+    """
 
     def command(*arguments):
         code = frame.run(["run", *map(str, arguments)])
         captured = capsys.readouterr()
+        assert code != 0
         assert captured.out == ""
         return code, captured.err
 
@@ -49,7 +53,7 @@ def between(path):
 
 
 @pytest.mark.slow
-def test_the_bundled_trace():
+def test_the_bundled_trace_is_computed():
     """As a process, `run --json` computes the bundled trace and prints one document."""
     done = subprocess.run(
         [sys.executable, "-m", "kvcore", "run", "--limit", "5", "--json"],
@@ -69,7 +73,7 @@ def test_the_bundled_trace():
     assert document["config"]["plugins"]["backend"]["name"] == "torch-cpu"
 
 
-def test_the_report_says_what_was_computed(run):
+def test_the_report_names_generator_backend_dtype_and_part(run):
     """The report names the generator, the backend, the dtype and the part of the workload."""
     printed = run(SMALL, *FAST, "--limit", 3, "--block-size", 16)
     assert printed.startswith("zipf: 3 requests to tiny on 1 x h100, in ")
@@ -77,7 +81,7 @@ def test_the_report_says_what_was_computed(run):
     assert "steps, computed in" in printed
 
 
-def test_all_requests_in_full_length(run):
+def test_the_whole_workload_is_computed_in_full_length(run):
     """`--limit 0 --shrink 1` computes the whole workload."""
     document = json.loads(run(SMALL, *FAST, "--limit", 0, "--shrink", 1, "--json"))
     assert document["completed"] == 12
@@ -95,7 +99,7 @@ def test_prompts_are_continued(run):
     assert printed.startswith(f"> one two\n{text}\n\n3 tokens in 3 steps, computed in ")
 
 
-def test_a_recording_is_simulated_alike(run, tmp_path):
+def test_a_simulation_of_a_trace_has_equal_decisions(run, tmp_path):
     """A simulation of the trace of a run makes the same decisions, line by line."""
     ran, simulated = tmp_path / "run.jsonl", tmp_path / "simulated.jsonl"
     more = ("--latency", "linear", "--blocks", 64, "--block-size", 16)
@@ -127,7 +131,7 @@ def test_options_come_from_a_file(run, tmp_path):
     assert config["bytes_per_block"] == 16 * 2 * (16 + 16) * 8
 
 
-def test_a_file_may_set_both_kinds(run, tmp_path):
+def test_a_file_may_have_options_of_workloads_and_prompts(run, tmp_path):
     """A file may have options for workloads and options for prompts, whichever are run."""
     path = tmp_path / "run.toml"
     path.write_text(f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n')
@@ -136,20 +140,20 @@ def test_a_file_may_set_both_kinds(run, tmp_path):
     assert len(output["tokens"]) == 3
 
 
-def test_prompts_are_unicode(refused):
+def test_a_prompt_that_is_not_utf8_is_refused(refused):
     """A prompt that is not UTF-8 is an error that names it."""
     code, error = refused("--prompt", "\udcff")
     assert (code, "prompt '\\udcff' is not UTF-8" in error) == (2, True)
 
 
-def test_too_little_memory(refused):
+def test_too_little_memory_exits_3(refused):
     """A pool that does not fit in memory exits with code 3 and an error about blocks."""
     code, error = refused("--blocks", 2**31 - 1, "--prompt", "a")
     assert code == 3
-    assert "blocks" in error
+    assert "the pool of K/V 16 TiB, and torch-cpu has" in error
 
 
-def test_without_torch(refused, monkeypatch):
+def test_without_torch_the_error_names_what_to_install(refused, monkeypatch):
     """Without torch `run` exits with code 3 and what to install."""
     reason = "needs torch: pip install 'kvcore[torch]'"
     monkeypatch.setattr(TorchCPU, "unavailable", lambda: reason)
@@ -158,17 +162,17 @@ def test_without_torch(refused, monkeypatch):
     assert error.endswith(f"cannot work here: {reason}\n")
 
 
-def test_nothing_is_left_of_a_failed_run(refused, tmp_path):
+def test_a_failed_run_leaves_no_trace(refused, tmp_path):
     """A run that fails writes no trace."""
     path = tmp_path / "run.jsonl"
-    refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path)
+    assert refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path)[0] == 3
     assert list(tmp_path.iterdir()) == []
 
 
 TIER = "disk:path={},memory=16MiB,write=through,load=always,latency=0"
 
 
-def test_a_second_run_hits_what_the_first_left_on_disk(run, tmp_path):
+def test_a_second_run_recovers_the_blocks_on_disk(run, tmp_path):
     """A second run recovers the blocks of the first from its disk tier and loads them."""
     words = SMALL, "--seed", 1, "--tier", TIER.format(tmp_path), "--json", *FAST
     first, second = (json.loads(run(*words)) for _ in range(2))
@@ -179,7 +183,7 @@ def test_a_second_run_hits_what_the_first_left_on_disk(run, tmp_path):
     assert disk["errors"] == 0
 
 
-def test_a_second_text_is_that_of_the_first(run, tmp_path):
+def test_a_second_run_from_disk_has_the_same_output(run, tmp_path):
     """A second run that loads K/V from disk has the same output.
 
     Another generator loads nothing.
@@ -192,7 +196,8 @@ def test_a_second_text_is_that_of_the_first(run, tmp_path):
     assert other["loaded_tokens"] == 0
 
 
-def test_a_tier_that_is_for_simulations_is_refused(refused):
+def test_a_disk_tier_without_a_path_is_refused(refused):
     """A disk tier without a path is an error, since a run needs a place for K/V."""
-    code, error = refused(SMALL, "--tier", "disk:memory=1MiB")[::-1]
-    assert "disk:path=" in str(error) + str(code)
+    code, error = refused(SMALL, "--tier", "disk:memory=1MiB")
+    assert code == 2
+    assert "tier disk: a run on tensors needs a directory: disk:path=DIR,memory=..." in error

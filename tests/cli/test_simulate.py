@@ -54,7 +54,7 @@ def refused(capsys):
     return command
 
 
-def but_for_wall_time(document):
+def without_wall_time(document):
     """Return a document without `wall_s`, which differs from run to run."""
     return {key: value for key, value in document.items() if key != "wall_s"}
 
@@ -75,11 +75,11 @@ def test_json_is_alone_on_stdout():
             check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
-        documents.append(but_for_wall_time(json.loads(done.stdout)))
+        documents.append(without_wall_time(json.loads(done.stdout)))
     assert documents[0] == documents[1]
 
 
-def test_json_has_these_fields(report):
+def test_json_has_the_documented_fields(report):
     """The document has the documented fields and the configuration of the run."""
     document = report(SMALL)
     assert set(FIELDS) < set(document)
@@ -101,14 +101,14 @@ def test_json_has_these_fields(report):
     assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
 
 
-def test_the_report_names_what_was_run(run):
+def test_the_report_has_pool_outcome_and_options(run):
     """The report begins with the pool and the outcome, and ends with all options."""
     plugins = ["--eviction", "lfu:half_life=60", "--retention", "window:tokens=32"]
     lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", *plugins).splitlines()
     assert lines[1] == "Pool: 50 blocks of 16 tokens, 800 tokens in all, 100 MiB in fp16."
     assert lines[3] == "40 completed, none rejected."
     _, _, setup = " ".join(lines).partition("Setup: kvcore ")
-    for told in (
+    for words in (
         "llama-3-8b in fp16 on 4 x h100; 50 blocks of 16 tokens",
         "concurrency=32, preemptive=true, length=true; eviction lfu:half_life=60.0, unit=s",
         "retention window:tokens=32, sinks=0",
@@ -116,7 +116,7 @@ def test_the_report_names_what_was_run(run):
         "max_tokens 8192",
         "slo ttft=30, tpot=0.1; seed 0.",
     ):
-        assert told in setup
+        assert words in setup
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_the_report_names_what_was_run(run):
         (100, {"tensor_parallel": 1}, {"rate_scale", "tensor_parallel"}),
     ],
 )
-def test_what_holds_does(run, report, rate, given, options):
+def test_proposed_options_are_enough_for_the_load(run, report, rate, given, options):
     """Each option that is proposed for a saturated run gives a run that is not saturated.
 
     The report and `find_capacity` propose the same options.
@@ -136,16 +136,16 @@ def test_what_holds_does(run, report, rate, given, options):
     first = report(crowd, *words)["saturation"]
     assert first["saturated"]
     assert options <= set(first["holds"])
-    told = " ".join(run(crowd, *words).rpartition("\n\n")[2].split())
+    printed = " ".join(run(crowd, *words).rpartition("\n\n")[2].split())
     for name, value in first["holds"].items():
         option = f"--{name.replace('_', '-')}", f"{value:g}"
-        assert " ".join(option) in told
+        assert " ".join(option) in printed
         others = [] if name in given else words
         assert not report(crowd, *others, *option)["saturation"]["saturated"]
     assert find_capacity(crowd, **given) == first["holds"]
 
 
-def test_what_holds_is_not_searched_for_unasked(report, run):
+def test_no_option_is_proposed_with_no_search_or_below_saturation(report, run):
     """No option is proposed with `--no-search`, or for a run that is not saturated."""
     crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=300"
     assert report(crowd, "--no-search")["saturation"]["holds"] is None
@@ -158,7 +158,7 @@ def test_a_rejected_request_is_counted_and_explained(run):
     assert "0 completed, 40 rejected; the first: it needs 7 blocks; the pool has 5." in out
 
 
-def test_outputs_that_are_unknown_are_told(run, tmp_path):
+def test_unknown_outputs_are_reported(run, tmp_path):
     """A workload without outputs has no speeds and no SLO, and the report has the reason."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 0, "hash_ids": [1]}
     path = tmp_path / "mine.jsonl"
@@ -181,13 +181,13 @@ def test_the_slo_is_in_seconds(report):
     assert (slo["ttft_s"], slo["tpot_s"], slo["met"]) == (30, 0.1, 1)
 
 
-def test_the_pool_is_what_the_devices_leave(report):
+def test_the_default_pool_is_device_memory_less_weights(report):
     """The default pool fills nine tenths of the devices' memory, less the weights."""
     left = 9 * 4 * 80 * 10**9 // 10 - 2 * 8_030_261_248
     assert report(SMALL)["pool"]["blocks"] == left // 2**21
 
 
-def test_memory_is_that_of_the_pool(report):
+def test_memory_is_divided_into_blocks_of_the_codec(report):
     """`--memory 40MiB` is 20 blocks in fp16, and 10 in fp32."""
     pools = [
         report(SMALL, "--memory", "40MiB", "--codec", codec)["pool"]["blocks"]
@@ -196,7 +196,7 @@ def test_memory_is_that_of_the_pool(report):
     assert pools == [20, 10]
 
 
-def test_model_device_and_devices_set_the_time_as_well(report):
+def test_the_deployment_sets_the_options_of_the_roofline(report):
     """The roofline has the model, device, number of devices and codec of the deployment."""
     where = ["--model", "llama-3-70b", "--device", "h200", "--tensor-parallel", 8]
     options = report(SMALL, *where, "--codec", "fp32")["config"]["plugins"]["latency"][
@@ -207,7 +207,7 @@ def test_model_device_and_devices_set_the_time_as_well(report):
     assert options["codec"] == "fp32"
 
 
-def test_what_the_latency_model_says_itself_wins(report):
+def test_options_of_the_roofline_override_the_deployment(report):
     """A device in the options of the roofline overrides `--device` for times alone."""
     document = report(SMALL, "--latency", "roofline:device=a100-80g")
     assert document["config"]["device"] == "h100"
@@ -244,7 +244,7 @@ def test_the_seed_reaches_every_plugin_that_draws(report):
     assert config["seed"] == 8
 
 
-def test_rate_scale_makes_requests_come_faster(report):
+def test_rate_scale_shortens_a_run(report):
     """`--rate-scale 10` shortens the simulated time of a run to less than a fifth."""
     loads = [report(SMALL, "--rate-scale", s)["config"]["rate_scale"] for s in (1, 10)]
     assert loads == [1, 10]
@@ -252,7 +252,7 @@ def test_rate_scale_makes_requests_come_faster(report):
     assert spans[0] > 5 * spans[1]
 
 
-def test_the_caps_of_a_step_are_set(report):
+def test_the_limits_of_a_step_are_set(report):
     """The options of batching set the limits of a step."""
     caps = ["--max-tokens", 64, "--max-seqs", 2, "--steps", "prefill-first", "--no-chunked"]
     assert report(SMALL, *caps, "--watermark", 0)["config"]["batching"] == {
@@ -264,14 +264,14 @@ def test_the_caps_of_a_step_are_set(report):
     }
 
 
-def test_the_trace_replays(run, tmp_path):
+def test_replay_accepts_the_trace(run, tmp_path):
     """`kvcore replay` accepts the trace of a simulation."""
     path = tmp_path / "run.jsonl"
     run(SMALL, "--blocks", 30, "--scheduler", "srpt", "--trace", path)
     assert frame.run(["replay", str(path), "--json"]) == 0
 
 
-def test_the_trace_says_how_to_make_it_again(run, tmp_path):
+def test_the_header_of_a_trace_has_the_whole_configuration(run, tmp_path):
     """The header of the trace has the whole configuration, and equal runs write equal bytes."""
     paths = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
     for path in paths:
@@ -297,7 +297,7 @@ def test_out_has_three_files(report, tmp_path):
         *("requests.jsonl", "summary.json", "trace.jsonl.gz"),
     ]
     written = json.loads((out / "summary.json").read_text())
-    assert but_for_wall_time(written) == but_for_wall_time(document)
+    assert without_wall_time(written) == without_wall_time(document)
     assert len((out / "requests.jsonl").read_text().splitlines()) == 40
     assert frame.run(["replay", str(out / "trace.jsonl.gz"), "--json"]) == 0
 
@@ -312,7 +312,7 @@ def test_out_replaces_an_earlier_run(report, tmp_path):
     assert (tmp_path / "notes").read_text() == "mine"
 
 
-def test_a_run_that_fails_leaves_nothing(refused, tmp_path):
+def test_a_failed_run_names_the_row_and_leaves_no_file(refused, tmp_path):
     """A bad row of the workload is named, and no file or folder is left."""
     rows = [
         {"timestamp": t, "input_length": 5, "output_length": 1, "hash_ids": [t]} for t in (9, 1)
@@ -324,7 +324,7 @@ def test_a_run_that_fails_leaves_nothing(refused, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
 
 
-def test_a_failed_run_leaves_the_one_before(refused, report, tmp_path):
+def test_a_failed_run_leaves_earlier_files_unchanged(refused, report, tmp_path):
     """A failed run leaves the files of an earlier run unchanged."""
     report(SMALL, "--out", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -340,7 +340,7 @@ def test_a_directory_that_is_a_file_is_refused(refused, tmp_path):
     assert path.read_text() == "mine"
 
 
-def test_the_workload_is_not_written_over(refused, tmp_path):
+def test_the_workload_is_not_overwritten(refused, tmp_path):
     """`--trace` refuses to overwrite the file of the workload."""
     row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
     path = tmp_path / "mine.jsonl"
@@ -349,7 +349,7 @@ def test_the_workload_is_not_written_over(refused, tmp_path):
     assert json.loads(path.read_text()) == row
 
 
-def test_a_workload_file_that_is_not_there_is_an_error_of_the_workload(refused):
+def test_a_missing_workload_file_is_an_error_of_the_workload(refused):
     """A missing workload file is an error of WORKLOAD, not of the block size."""
     err = refused("kv-events:path=gone,lookups=full")
     assert err.startswith("kvcore: error: WORKLOAD: cannot read the recording gone: ")

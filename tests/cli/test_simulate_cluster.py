@@ -72,7 +72,7 @@ def test_replicas_share_the_requests(report):
     assert summary["imbalance"]["requests"] == {"most": 1, "variation": 0}
 
 
-def test_python_says_the_same(report):
+def test_python_has_the_results_of_the_command(report):
     """`simulate_cluster` has the results of the command."""
     result = kvcore.simulate_cluster(SMALL, replicas=3, router="least-requests", blocks=200)
     summary = report("--replicas", 3, "--router", "least-requests", "--blocks", 200)
@@ -85,7 +85,7 @@ def test_one_replica_is_one_server(report):
     assert report("--replicas", 1, "--router", "least-requests") == report()
 
 
-def test_replicas_may_be_unlike(tmp_path, report):
+def test_replicas_may_have_options_of_their_own(tmp_path, report):
     """Tables in a file give replicas options of their own; the keys above hold for all."""
     path = tmp_path / "fleet.toml"
     path.write_text(UNLIKE)
@@ -112,7 +112,7 @@ def test_the_report_has_a_row_for_each_replica(run):
     assert "Failed, 2 times in all: replica 1." in printed
 
 
-def test_files_are_written(tmp_path, run):
+def test_files_of_a_cluster_are_written(tmp_path, run):
     """`--out` and `--prometheus` write summary, requests, trace and metrics by replica."""
     out = tmp_path / "out"
     run("--replicas", 2, "--out", out, "--prometheus", tmp_path / "metrics")
@@ -126,7 +126,7 @@ def test_files_are_written(tmp_path, run):
     assert 'kvcore_replica_requests_total{replica="1",router="round-robin"' in metrics
 
 
-def test_the_same_command_writes_the_same(tmp_path, run):
+def test_equal_commands_write_equal_files(tmp_path, run):
     """The same command writes the same bytes of the trace and of the requests."""
     again = [tmp_path / "a", tmp_path / "b"]
     for out in again:
@@ -136,7 +136,7 @@ def test_the_same_command_writes_the_same(tmp_path, run):
         assert first == second
 
 
-def test_replicas_that_would_hold_are_searched_for(capsys):
+def test_an_adequate_number_of_replicas_is_proposed(capsys):
     """For a saturated cluster the report proposes a number of replicas that is enough."""
     busy = "zipf:requests=2000,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=40"
     options = ["--tensor-parallel", "1", "--replicas", "2"]
@@ -151,7 +151,7 @@ def test_replicas_that_would_hold_are_searched_for(capsys):
 
 
 @pytest.mark.parametrize("replicas", [["--replicas", "2"], []])
-def test_no_number_is_searched_where_phases_are_split(capsys, replicas):
+def test_no_number_of_replicas_is_proposed_for_split_phases(capsys, replicas):
     """No number of replicas is proposed for a saturated run with `--disaggregate`."""
     busy = "zipf:requests=300,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=400"
     options = ["--tensor-parallel", "1", *replicas, "--disaggregate", "prefill=1,decode=1"]
@@ -162,7 +162,7 @@ def test_no_number_is_searched_where_phases_are_split(capsys, replicas):
     assert "No number of replicas was found" not in printed
 
 
-def test_tiers_of_all_replicas_count(report):
+def test_reuse_includes_the_tiers_of_all_replicas(report):
     """The reuse ratio counts hits and loaded tokens of all replicas."""
     summary = report("--replicas", 2, "--blocks", 12, "--tier", "host:memory=1GiB,load=always")
     ratio = summary["reuse_ratio"]["token"]
@@ -171,14 +171,14 @@ def test_tiers_of_all_replicas_count(report):
     assert ratio == hits / summary["hit"]["lookup_tokens"]
 
 
-def test_the_load_is_that_of_all_replicas(report):
+def test_the_load_is_divided_by_the_number_of_replicas(report):
     """The offered load is divided by the number of replicas."""
     load = {n: report("--replicas", n)["offered_load"] for n in (1, 2, 4)}
     assert load[2] == pytest.approx(load[1] / 2, rel=0.2)
     assert load[4] == pytest.approx(load[1] / 4, rel=0.2)
 
 
-def test_a_planner_is_told(run, report):
+def test_starts_and_stops_of_a_planner_are_reported(run, report):
     """The report states how often the planner started or stopped a replica."""
     planner = "load:interval=0.2,start_up=0.1"
     options = "--replicas", 3, "--slo", "ttft=0.001", "--autoscale", planner
@@ -213,7 +213,7 @@ def test_json_has_the_options_of_the_cluster(report):
         (["--replicas", "1e6"], "--replicas: more than 10,000 are too many"),
     ],
 )
-def test_what_cannot_be_is_refused(options, why, refused, tmp_path):
+def test_invalid_options_are_refused(options, why, refused, tmp_path):
     """An invalid option is an error with the reason, and nothing is written."""
     assert why in refused(*options, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -228,7 +228,7 @@ def test_what_cannot_be_is_refused(options, why, refused, tmp_path):
         ("blocks = 4\nmemory = '1GiB'", "replicas: blocks and memory both say"),
     ],
 )
-def test_tables_that_cannot_be_are_refused(table, why, refused, tmp_path):
+def test_invalid_tables_of_replicas_are_refused(table, why, refused, tmp_path):
     """The error for an invalid table of replicas names the file and the key."""
     path = tmp_path / "fleet.toml"
     path.write_text(f"[[replicas]]\n{table}\n")

@@ -37,7 +37,7 @@ def refused(*arguments):
     return str(caught.value)
 
 
-def test_json_is_alone_on_stdout_and_says_its_schema():
+def test_json_is_alone_on_stdout_and_has_a_schema():
     """With `--json` stdout is one document of schema 1."""
     assert report("llama-3-8b")["schema"] == 1
 
@@ -55,7 +55,7 @@ def test_the_memory_of_a_request():
     }
 
 
-def test_what_fits_on_a_device():
+def test_a_device_holds_whole_blocks_beside_weights_and_reserve():
     """On an H200 the weights and a reserve of a tenth leave the rest for whole blocks."""
     fit = report("llama-3-8b", "--device", "h200", "--tokens", "32768", "--batch", "26")["fit"]
     budget = 141 * 10**9 - 14_100_000_000 - 2 * 8_030_261_248
@@ -112,7 +112,7 @@ def test_the_prefill_floor_is_flop_over_flop_per_second():
 @pytest.mark.parametrize(
     ("codec", "bytes_per_token"), [("fp32", 262144), ("fp16", 131072), ("bf16", 131072)]
 )
-def test_the_codec_of_k_and_v(codec, bytes_per_token):
+def test_the_codec_sets_the_bytes_of_a_number(codec, bytes_per_token):
     """K/V takes four bytes a number in fp32, and two in fp16 and bf16."""
     document = report("llama-3-8b", "--codec", codec)
     assert (document["codec"], document["kv"]["bytes_per_token"]) == (codec, bytes_per_token)
@@ -152,7 +152,7 @@ def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
 
 @pytest.mark.parametrize("reserve", ["some", "0.1", "10", "10,5%", "-5%"])
 @pytest.mark.parametrize("device", [[], ["--device", "h100"]])
-def test_a_reserve_that_is_neither_is_refused(reserve, device):
+def test_a_reserve_in_another_form_is_refused(reserve, device):
     """A reserve that is neither percentage nor size is an error that shows both forms."""
     assert refused("llama-3-8b", *device, "--reserve", reserve) == (
         f"reserve {reserve!r}: expected a percentage, such as 10%, or a size, such as 10GiB"
@@ -189,7 +189,7 @@ def test_a_config_file_is_sized(tmp_path):
     assert report(str(folder)) == report(str(folder / "config.json"))
 
 
-def test_a_config_file_without_dtype_can_be_told(tmp_path):
+def test_weights_dtype_replaces_a_missing_dtype(tmp_path):
     """`--weights-dtype` replaces the dtype that a config.json lacks."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_3_8B, "torch_dtype": None}))
@@ -207,14 +207,14 @@ def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
     assert report("mine")["model"]["name"] == "mine"
 
 
-def test_an_unknown_model_is_told_names_and_files():
+def test_an_unknown_model_suggests_near_names_or_a_file():
     """The error for an unknown model suggests near names, or the path of a config.json."""
     text = refused("lama-3-8b")
     assert "unknown model 'lama-3-8b'; did you mean llama-3-8b" in text
     assert text.endswith("or give the path of a model's config.json")
 
 
-def test_an_unknown_device_is_told_the_nearest():
+def test_an_unknown_device_suggests_the_nearest_name():
     """The error for an unknown device suggests the nearest name."""
     assert "did you mean h100" in refused("llama-3-8b", "--device", "h1000")
 
@@ -261,7 +261,7 @@ def test_the_help_lists_models_and_devices():
         ("gpt2", "124 M parameters"),
     ],
 )
-def test_the_head_says_what_the_model_is(model, label):
+def test_the_head_describes_the_model(model, label):
     """The head of the output has the kind of attention, its heads, and the parameters."""
     assert label in run(model).split("quantity")[0].replace("\n", " ")
 
@@ -290,7 +290,7 @@ def test_mixed_weights_are_named():
 REFERENCE = (Path(__file__).parents[2] / "docs/reference/size.md").read_text()
 
 
-def test_the_example_of_the_reference_is_what_is_printed():
+def test_the_output_is_the_example_of_the_reference():
     """The output is the example of the reference, except for spaces and rules of the table."""
     block = REFERENCE.split("```console\n$ kvcore size ")[1].split("```")[0]
     command, *expected = block.splitlines()
@@ -306,14 +306,14 @@ def test_every_codec_is_in_the_reference():
     """The reference lists every codec, with the bytes of a token of Llama 3 8B."""
     table = REFERENCE.split("## Bytes of a codec")[1].split("##")[0]
     rows = [line.split("|")[1:4:2] for line in table.splitlines() if line.startswith("| `")]
-    told = {
+    listed = {
         name: int(size.replace(",", ""))
         for names, size in rows
         for name in re.findall("`(.*?)`", names)
     }
     model = MODELS["llama-3-8b"]
-    assert told == {name: KVLayout(model, name).bytes_per_token for name in told}
-    assert {name.partition(":")[0] for name in told} == set(Plugins().names("codec"))
+    assert listed == {name: KVLayout(model, name).bytes_per_token for name in listed}
+    assert {name.partition(":")[0] for name in listed} == set(Plugins().names("codec"))
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -65,7 +65,7 @@ def refusal(sweep, tmp_path):
         ('out = "table.xyz"', "out table.xyz: give a directory"),
     ],
 )
-def test_what_the_file_says_of_the_run_is_refused_by_its_name(refusal, line, fault):
+def test_invalid_run_options_in_the_file_are_named(refusal, line, fault):
     """An invalid `jobs`, `executor` or `out` in the file is an error that names the file."""
     assert f"sweep.toml: {fault}" in refusal(f"{SMALL}{line}\n")
 
@@ -97,14 +97,14 @@ def test_the_best_policies_are_printed(sweep):
     assert lines[-1] == "All rows: all.csv."
 
 
-def test_the_bundled_trace_hits_what_it_should(sweep):
+def test_lru_has_the_known_hits_of_the_bundled_trace(sweep):
     """LRU hits 39,258 blocks of the bundled trace with a pool of 5,859."""
     _, out, _ = sweep('mode = "compare"\nblocks = 5859\n', "--json")
     (row,) = json.loads(out)["rows"]
     assert (row["hit_blocks"], row["lookup_blocks"]) == (39258, 288500)
 
 
-def test_what_is_left_out_is_as_in_simulate():
+def test_defaults_of_a_cell_are_those_of_simulate():
     """The defaults of a cell are the defaults of `kvcore simulate`."""
     given = simulate.make_context("simulate", []).params
     for name in set(axes_of("simulate")) - {"workload", "block_size"}:
@@ -205,7 +205,7 @@ def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
     assert len(cells) == len(set(cells)) == 12
 
 
-def test_a_damaged_line_of_the_journal_is_told_and_its_cell_run_again(sweep, tmp_path):
+def test_the_cell_of_a_damaged_journal_line_is_run_again(sweep, tmp_path):
     """The cell of a damaged journal line is run again, with a notice and the same table."""
     two = """mode = "compare"
 workload = "zipf:requests=9"
@@ -229,7 +229,7 @@ jobs = 1
 
 
 @pytest.mark.usefixtures("unmeasured_processes")
-def test_ctrl_c_keeps_what_is_finished(tmp_path):
+def test_ctrl_c_keeps_finished_cells(tmp_path):
     """Ctrl-C exits with code 130, two messages and no traceback, and leaves no process."""
     (tmp_path / "s.toml").write_text(LONG)
     journal = tmp_path / "s-results" / "journal.jsonl"
@@ -251,7 +251,7 @@ def test_ctrl_c_keeps_what_is_finished(tmp_path):
     ]
 
 
-def test_a_worker_that_is_killed_costs_nothing(tmp_path):
+def test_the_cell_of_a_killed_worker_is_run_again(tmp_path):
     """The cell of a killed worker is run again, and the table is the same as without kills."""
     env = install_mortal(tmp_path / "site")
     toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
@@ -284,7 +284,7 @@ def test_a_cell_that_kills_its_worker_fails_alone(tmp_path):
     assert last == "kvcore: the same command tries the failed cells again"
 
 
-def test_a_sweep_that_runs_is_left_alone(tmp_path):
+def test_a_second_sweep_on_a_running_journal_is_refused(tmp_path):
     """A second sweep on the journal of a running one is an error that names the process."""
     (tmp_path / "s.toml").write_text(LONG)
     journal = tmp_path / "s-results" / "journal.jsonl"
@@ -327,9 +327,11 @@ def test_a_sweep_that_runs_is_left_alone(tmp_path):
         ("blocks = [", "sweep.toml: is not TOML: "),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(refusal, toml, reason):
+def test_invalid_keys_and_values_are_refused_before_the_run(refusal, toml, reason):
     """The error for an invalid key or value names the file and the key; nothing is written."""
-    assert reason in refusal(toml)
+    error = refusal(toml)
+    assert error.startswith("kvcore: error: sweep.toml: ")
+    assert reason in error
 
 
 @pytest.mark.parametrize(
@@ -341,12 +343,12 @@ def test_what_cannot_be_is_refused_before_anything_runs(refusal, toml, reason):
         ("sweep.toml/results", "cannot be made a directory: Not a directory"),
     ],
 )
-def test_places_that_cannot_be_are_refused(refusal, out, reason):
+def test_invalid_output_folders_are_refused(refusal, out, reason):
     """An invalid `--out` is an error before anything runs."""
     assert reason in refusal(SMALL, "--out", out)
 
 
-def test_the_requests_are_not_written_over(tmp_path, monkeypatch, capsys):
+def test_the_workload_is_not_overwritten(tmp_path, monkeypatch, capsys):
     """`--out` refuses to overwrite the file of the workload."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.csv").write_text(
@@ -358,7 +360,7 @@ def test_the_requests_are_not_written_over(tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.csv", "s.toml"]
 
 
-def test_without_a_cluster_the_error_says_how_to_start_one(tmp_path):
+def test_without_a_cluster_the_error_has_the_command_to_start_one(tmp_path):
     """Without a Ray cluster the exit code is 3, and the error has the command to start one."""
     pytest.importorskip("ray", reason="needs the extra `ray`")
     (tmp_path / "s.toml").write_text(SMALL)

@@ -52,14 +52,14 @@ def sweep(cluster, tmp_path):
         where = ("--executor", executor) if executor else ("--jobs", "1")
         done = run("sweep.toml", *where, "--out", out, cwd=tmp_path, env=env)
         # Ray may write lines of its own about dead workers at any time.
-        told = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
-        assert (done.returncode, told) == (0, [])
+        errors = [line for line in done.stderr.splitlines() if "(raylet)" not in line]
+        assert (done.returncode, errors) == (0, [])
         return (tmp_path / out).read_bytes()
 
     return invoke
 
 
-def test_a_cluster_gives_the_table_that_one_process_gives(sweep, tmp_path):
+def test_a_cluster_gives_the_table_of_one_process(sweep, tmp_path):
     """A cluster gives the table of one process, also for a workload at a relative path."""
     rows = [
         {
@@ -85,7 +85,7 @@ fail = "replica=1,at=0.1,for=0.1"
     assert sweep(toml, "ray.csv") == sweep(toml, "here.csv", None)
 
 
-def test_a_worker_of_the_cluster_that_is_killed_costs_nothing(sweep, tmp_path):
+def test_the_cell_of_a_killed_worker_is_run_again_on_a_cluster(sweep, tmp_path):
     """The cell of a killed worker is run again, and the table is the same as without kills."""
     toml = SMALL.replace('"lru"', f'"mortal:seen={tmp_path}/seen"')
     killed = sweep(toml, "killed.csv")

@@ -62,7 +62,7 @@ def test_the_page_is_small_and_the_same_each_time(page, tmp_path, capsys):
     assert len(page.read_bytes()) < 3_000_000
 
 
-def test_without_torch_it_says_so_and_writes_nothing(tmp_path, capsys, monkeypatch):
+def test_without_torch_no_page_is_written(tmp_path, capsys, monkeypatch):
     """Without torch `tour` exits with code 3 and what to install, and writes no file."""
     transformer = Plugins().get("generator", "transformer")
     monkeypatch.setattr(transformer, "unavailable", lambda: "needs torch: install it")
@@ -97,7 +97,7 @@ def test_traces_pass_the_check(data, tmp_path):
     assert all(checked(tmp_path, lines).complete for lines in traces)
 
 
-def test_sharing_has_a_frame_a_line_and_a_copy(data):
+def test_sharing_has_a_frame_for_each_line_and_a_copy(data):
     """In part 3, each line of the trace is a frame, and a copy leaves full blocks shared."""
     part = data["sharing"]
     assert [frame["line"] for frame in part["frames"]] == part["lines"].splitlines()[1:-1]
@@ -110,7 +110,7 @@ def test_sharing_has_a_frame_a_line_and_a_copy(data):
 
 
 @pytest.mark.parametrize(("case", "blocks"), [(0, [18, 15]), (1, [9, 17])])
-def test_each_policy_wins_once(data, case, blocks):
+def test_lfu_wins_the_first_case_and_lru_the_second(data, case, blocks):
     """In part 4, LFU computes fewer blocks in the first case, and LRU in the second."""
     runs = data["eviction"]["cases"][case]["runs"]
     computed = [sum(3 - frame["hit"] for frame in each["frames"]) for each in runs]
@@ -120,6 +120,7 @@ def test_each_policy_wins_once(data, case, blocks):
 
 def test_evictions_and_their_price_are_those_of_the_trace(data):
     """In part 4, evicted blocks are those of EVICT lines, and their price is a later miss."""
+    prices = 0
     for case in data["eviction"]["cases"]:
         for each in case["runs"]:
             out = [gone for frame in each["frames"] for gone in frame["evicted"]]
@@ -127,12 +128,14 @@ def test_evictions_and_their_price_are_those_of_the_trace(data):
             assert len(out) == sum(abs(count) for line in lines for _, count in line["runs"])
             for gone in out:
                 if gone["missed"] is not None:
+                    prices += 1
                     frame = each["frames"][gone["missed"] - 1]
                     assert case["requests"][gone["missed"] - 1] == gone["block"][0]
                     assert frame["hit"] < int(gone["block"][1])
+    assert prices
 
 
-def test_the_engine_forgot_what_the_frames_say(data):
+def test_the_engine_drops_the_blocks_of_the_frames(data):
     """In part 5, the run on tensors and the cache alone drop the same blocks."""
 
     def drops(lines):
@@ -141,25 +144,28 @@ def test_the_engine_forgot_what_the_frames_say(data):
     everything, *forgetting = data["window"]["variants"]
     assert drops(everything["lines"]) == []
     for variant in forgetting:
-        told = drops(variant["lines"])
-        assert told == drops(variant["cache_lines"]) != []
-        gone = {p for first, count in told for p in range(first, first + count)}
+        reported = drops(variant["lines"])
+        assert reported == drops(variant["cache_lines"]) != []
+        gone = {p for first, count in reported for p in range(first, first + count)}
         holes = variant["frames"][-1]["gone"]
         assert gone == {place for first, end in holes for place in range(first, end)}
 
 
-def test_what_is_forgotten_cannot_be_answered(data):
+def test_the_code_word_is_answered_only_while_cached(data):
     """In part 5, the model answers the code word if and only if its block is held.
 
     Each row of attention sums to 1.
     """
     words = data["window"]["words"]
     at = words.index("tulip") // data["window"]["block_size"]
+    answers = set()
     for variant in data["window"]["variants"]:
         asked = next(f for f in variant["frames"] if f["computed"] == len(words))
         held = not any(first <= at < end for first, end in asked["gone"])
+        answers.add(held)
         assert (variant["answer"][0] == "tulip") == held
         assert all(sum(row) == pytest.approx(1, abs=0.01) for row in variant["attention"])
+    assert answers == {True, False}
 
 
 def test_the_head_is_softmax_of_the_engine(data):
@@ -182,7 +188,7 @@ def test_the_head_is_softmax_of_the_engine(data):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_it_opens_without_complaints_or_requests(browser, page, scheme):
+def test_the_page_opens_without_errors_or_requests(browser, page, scheme):
     """The page opens without errors or requests, and fits wide and narrow windows."""
     with tab(browser, WIDE, scheme=scheme) as opened:
         shown = opened.open(page)
@@ -285,21 +291,21 @@ def test_the_calculator_is_kvcore_size(browser, page, capsys):
             )
             options = ["--codec", codec, "--device", device]
             options += ["--tokens", str(tokens), "--batch", str(batch)]
-            told = printed(capsys, "size", model, *options)
+            reported = printed(capsys, "size", model, *options)
             assert found == {
-                "calc-token": told["kv"]["bytes_per_token"],
-                "calc-request": told["kv"]["bytes_per_request"],
-                "calc-wanted": told["kv"]["bytes_per_batch"],
-                "calc-weights": told["model"]["weight_bytes"],
-                "calc-budget": told["fit"]["kv_budget_bytes"],
-                "calc-requests": told["fit"]["requests"],
+                "calc-token": reported["kv"]["bytes_per_token"],
+                "calc-request": reported["kv"]["bytes_per_request"],
+                "calc-wanted": reported["kv"]["bytes_per_batch"],
+                "calc-weights": reported["model"]["weight_bytes"],
+                "calc-budget": reported["fit"]["kv_budget_bytes"],
+                "calc-requests": reported["fit"]["requests"],
             }, model
             verdict = shown.locator("#calc-verdict").inner_text()
-            assert verdict.startswith("It fits") == told["fit"]["batch_fits"]
+            assert verdict.startswith("It fits") == reported["fit"]["batch_fits"]
 
 
 @pytest.mark.slow
-def test_pointing_at_a_number_tells_how_it_comes_about(browser, page, data):
+def test_cells_of_a_column_show_their_arithmetic(browser, page, data):
     """In part 6, the cells of a column can be focused and show their arithmetic."""
     with tab(browser, WIDE) as opened:
         shown = opened.open(page)

@@ -12,9 +12,10 @@ from helpers.browser import NARROW, WIDE, tab, until
 from helpers.commands import run_here
 from helpers.kv_events import batch, stored
 from helpers.kv_events import record as record_events
-from helpers.untrusted import poison, recovered, turned_away
+from helpers.untrusted import poison, record_rejection, recovered
 
 from kvcore.cli import main as frame
+from kvcore.errors import InputError
 from kvcore.pages import view_page
 from kvcore.pages.playback import Window
 from kvcore.pages.server import PageServer
@@ -113,7 +114,7 @@ def check_counts(page, trace, begin, end):
         assert shown(page) == counted(trace, time), time
 
 
-@pytest.mark.parametrize("record", [serve, traces.record, traces.rest])
+@pytest.mark.parametrize("record", [serve, traces.record, traces.serve_tiers])
 def test_counts_are_those_of_a_replay(browser, tmp_path, record):
     """The counts of the page are those of a replay, with and without a clock or tiers."""
     trace, file = tmp_path / "trace.jsonl", tmp_path / "page.html"
@@ -125,7 +126,7 @@ def test_counts_are_those_of_a_replay(browser, tmp_path, record):
         assert (found.complaints, found.requests) == ([], [])
 
 
-def test_a_window_counts_like_a_replay_and_says_what_it_is(browser, served, tmp_path):
+def test_a_window_has_the_counts_of_a_replay_and_a_notice(browser, served, tmp_path):
     """The page of a window has the counts of a replay of the whole trace.
 
     The page and stderr name the lines of the window.
@@ -181,7 +182,7 @@ def test_the_keyboard_moves_the_clock(page):
     until(page, "() => !kvcore.playing")
 
 
-def test_the_scrubber_and_a_time_that_is_typed(page):
+def test_the_scrubber_and_a_typed_time_set_the_clock(page):
     """The scrubber and a typed time set the clock; typed text that is no number is ignored."""
     page.locator("#scrubber").fill("1000")
     until(page, "() => Math.abs(kvcore.time - (kvcore.begin + kvcore.end) / 2) < 2")
@@ -195,7 +196,7 @@ def test_the_scrubber_and_a_time_that_is_typed(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("size", [WIDE, NARROW], ids=["wide", "narrow"])
-def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
+def test_the_page_fits_and_has_names_and_contrast(browser, page, folder, size, scheme):
     """The page fits its window, every control has a name, and text has enough contrast."""
     del page  # the fixture has written the file
     with tab(browser, size, scheme=scheme) as found:
@@ -216,7 +217,7 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
     [
         # Strings that select behaviour, a tier or a request cannot be any text.
         (
-            [turned_away],
+            [record_rejection],
             {
                 "evict",
                 "exclusive",
@@ -225,7 +226,7 @@ def test_no_overflow_names_and_contrast(browser, page, folder, size, scheme):
                 ("Preempt", "for"),
             },
         ),
-        ([traces.forget, recovered], {"run"}),
+        ([traces.drop_blocks, recovered], {"run"}),
     ],
     ids=["one", "two"],
 )
@@ -269,9 +270,9 @@ def test_a_trace_that_is_refused_leaves_no_page(tmp_path, damage):
         lines = traces.lines(trace)
         next(line for line in lines if line["event"] == "EVICT")["age"] += 1
         traces.seal(trace, lines)
-    told = run_here("replay", trace)
+    replayed = run_here("replay", trace)
     done = run_here("view", trace, "-o", tmp_path / "page.html")
-    assert (done.returncode, done.stderr) == (told.returncode, told.stderr)
+    assert (done.returncode, done.stderr) == (replayed.returncode, replayed.stderr)
     assert done.returncode == 1
     assert [each.name for each in tmp_path.iterdir()] == ["trace.jsonl"]
 
@@ -285,7 +286,7 @@ NO_TRACES = {
 
 
 @pytest.mark.parametrize("what", NO_TRACES)
-def test_what_is_no_trace_is_refused(tmp_path, what):
+def test_a_file_that_is_no_trace_is_refused(tmp_path, what):
     """A file that is no trace exits with code 1 and the reason, and leaves no page."""
     file = tmp_path / "requests.jsonl"
     NO_TRACES[what](file)
@@ -310,7 +311,7 @@ def test_a_time_that_no_page_can_show_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "words", [("view", "-o"), ("report", "-o"), ("export", "--to", "perfetto", "--out")]
 )
-def test_a_name_that_is_no_unicode(words, tmp_path):
+def test_a_file_name_that_is_not_utf8_gives_valid_output(words, tmp_path):
     """A trace whose file name is not UTF-8 gives output that is valid UTF-8."""
     file = traces.serve(tmp_path / os.fsdecode(b"\xff.jsonl"))
     done = run_here(words[0], file, *words[1:], tmp_path / "out")
@@ -318,7 +319,7 @@ def test_a_name_that_is_no_unicode(words, tmp_path):
     assert (tmp_path / "out").read_text("utf-8")
 
 
-def test_where_to_must_be_said(served):
+def test_view_needs_o_or_serve(served):
     """`view` with neither `-o` nor `--serve` is a usage error that names both."""
     done = run_here("view", served)
     assert done.returncode == 2
@@ -327,9 +328,11 @@ def test_where_to_must_be_said(served):
 
 def test_a_page_does_not_overwrite_its_trace(served):
     """`-o` refuses to overwrite the trace."""
+    before = served.read_bytes()
     done = run_here("view", served, "-o", served)
     assert done.returncode == 2
     assert "name another file" in done.stderr
+    assert served.read_bytes() == before
 
 
 def test_a_full_disk_leaves_no_page(served, tmp_path, monkeypatch):
@@ -381,7 +384,7 @@ def test_the_server_has_one_page(server):
     assert (status, body, int(headers["Content-Length"])) == (200, b"", len(server.page))
 
 
-def test_a_browser_that_goes_away_is_no_error(capfd):
+def test_a_reset_connection_is_not_printed(capfd):
     """A connection that a browser resets is not printed, and a bug of the server is."""
     with PageServer(b"page") as server:
         for error in (ConnectionResetError(), ZeroDivisionError()):
@@ -389,12 +392,12 @@ def test_a_browser_that_goes_away_is_no_error(capfd):
                 raise error
             except type(error):
                 server.handle_error(None, ("127.0.0.1", 1))
-    told = capfd.readouterr().err
-    assert "ZeroDivisionError" in told
-    assert "ConnectionResetError" not in told
+    printed = capfd.readouterr().err
+    assert "ZeroDivisionError" in printed
+    assert "ConnectionResetError" not in printed
 
 
-def test_the_server_answers_its_own_name_alone(server):
+def test_the_server_refuses_other_host_names(server):
     """The server refuses a request whose host name is not its own."""
     port = server.server_address[1]
     assert asked(server, Host=f"localhost:{port}")[0] == 200
@@ -414,13 +417,14 @@ def test_ctrl_c_ends_the_server(served, monkeypatch):
     assert re.match(r"http://127\.0\.0\.1:\d+/ \(Ctrl-C ends it\)\n", done.stdout)
 
 
-def test_a_port_that_is_taken_is_told(server):
+def test_a_port_in_use_is_an_error(server):
     """A port in use is an error that suggests `--port 0`."""
-    with pytest.raises(Exception, match="--port 0 takes a free one"):
-        PageServer(b"", server.server_address[1])
+    port = server.server_address[1]
+    with pytest.raises(InputError, match=rf"^port {port} of .*; --port 0 takes a free one$"):
+        PageServer(b"", port)
 
 
-def test_a_window_keeps_moments_whole(served):
+def test_a_window_ends_between_two_times(served):
     """A window of limited length ends between two times, not among lines of one time."""
     from kvcore.pages.playback import Playback  # noqa: PLC0415
 
@@ -431,9 +435,9 @@ def test_a_window_keeps_moments_whole(served):
 
 
 @pytest.mark.slow
-def test_help_tells_each_default_once(capsys):
+def test_help_prints_each_default_once(capsys):
     """The help page prints each default once."""
     assert frame.run(["view", "--help"]) == 0
-    told = capsys.readouterr().out
-    assert "[default: 1000000; x>=1]" in " ".join(told.split())
-    assert told.count("[default: 1000000") == 1
+    printed = capsys.readouterr().out
+    assert "[default: 1000000; x>=1]" in " ".join(printed.split())
+    assert printed.count("[default: 1000000") == 1

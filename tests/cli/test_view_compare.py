@@ -5,7 +5,7 @@ from itertools import islice
 import pytest
 from helpers.browser import tab, until
 from helpers.commands import run_here
-from helpers.evictions import Told, differing
+from helpers.evictions import TraceBlocks, differing
 
 from kvcore.analysis import explain
 from kvcore.cli import main as frame
@@ -103,7 +103,7 @@ def files(folder):
 @pytest.fixture(scope="module")
 def sides(files):
     """Return both traces, read by the tests' own reader of evictions."""
-    return [Told(file) for file in files]
+    return [TraceBlocks(file) for file in files]
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +140,7 @@ def test_exactly_the_differing_evictions_are_marked(page, files, sides, marks):
     assert page.evaluate(ONLY_HERE) == rows
 
 
-def test_keys_go_to_each_difference_in_one_order(page, sides, marks):
+def test_keys_visit_each_difference_in_order(page, sides, marks):
     """`d` visits the differences of both sides by time, then by arrived requests.
 
     `D` goes back.
@@ -208,15 +208,16 @@ def losses(side, explanation, eviction):
     return dead, missed, policy
 
 
-def test_stories_have_the_numbers_of_the_lines(page, files, sides):
+def test_the_story_of_an_eviction_has_the_numbers_of_the_lines(page, files, sides):
     """The story of an eviction has its blocks, the misses that follow, and the optimum."""
     side, explanation = sides[0], explain(files[0])
-    order = list(side.admissions)
+    order, kinds = list(side.admissions), set()
     for eviction in side.evictions[::20]:
         line, count = eviction.line, len(eviction.contents)
         dead, missed, policy = losses(side, explanation, eviction)
-        told = page.evaluate(STORY, [0, eviction.row])
-        now = told["now"]
+        kinds |= {(dead == count, policy > 0, len(missed) == 1)}
+        shown_story = page.evaluate(STORY, [0, eviction.row])
+        now = shown_story["now"]
         assert f"lru evicted {counted(count, 'block')} of request " in now
         assert f"to make room for request {line['for']}." in now
         if dead == count:
@@ -234,7 +235,8 @@ def test_stories_have_the_numbers_of_the_lines(page, files, sides):
             assert (f"after {counted(between - 1, 'other request')}, and had" in now) == (
                 between > 1
             )
-        check_pool(told["pool"], side, explanation, eviction.row)
+        check_pool(shown_story["pool"], side, explanation, eviction.row)
+    assert all(any(column) for column in zip(*kinds, strict=True)), "each sentence was checked"
 
 
 def counted(number, what):
@@ -255,19 +257,19 @@ def check_pool(shown, side, explanation, row):
     assert {name: shown.get(name, 0) for name in pool} == pool
 
 
-def test_the_whole_story_adds_up(page, files, sides):
+def test_the_summary_adds_up_all_evictions(page, files, sides):
     """Evicted blocks and misses in the summary are sums over all evictions."""
     side, explanation = sides[0], explain(files[0])
-    told = page.evaluate(STORY, [0, side.evictions[0].row])["whole"]
+    shown_story = page.evaluate(STORY, [0, side.evictions[0].row])["whole"]
     all_of = [losses(side, explanation, each) for each in side.evictions]
     evicted = sum(len(each.contents) for each in side.evictions)
     policy = sum(each[2] for each in all_of)
     missed = sum(sum(each[1].values()) for each in all_of)
     again = evicted - sum(each[0] for each in all_of)
-    assert f"lru evicted {evicted:,} blocks." in told
-    assert f"asked again for {100 * again / evicted:.1f}% of them: " in told
-    assert f" {policy:,} missed although the optimum would have had them" in told
-    assert f" {missed - policy:,} that the optimum would not have had either" in told
+    assert f"lru evicted {evicted:,} blocks." in shown_story
+    assert f"asked again for {100 * again / evicted:.1f}% of them: " in shown_story
+    assert f" {policy:,} missed although the optimum would have had them" in shown_story
+    assert f" {missed - policy:,} that the optimum would not have had either" in shown_story
 
 
 def test_the_page_opens_at_the_costliest_eviction(browser, folder, files, sides, page):
@@ -294,12 +296,16 @@ def test_the_page_opens_at_the_costliest_eviction(browser, folder, files, sides,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("at", "said"),
-    [("soon", "expected a number of seconds"), ("-3", "'-3'"), ("1e99", "too large")],
+    ("at", "why"),
+    [
+        ("soon", "expected a number of seconds"),
+        ("-3", "time '-3': expected a number"),
+        ("1e99", "too large"),
+    ],
 )
-def test_a_time_that_is_none_is_refused(files, tmp_path, at, said):
+def test_an_invalid_time_is_refused(files, tmp_path, at, why):
     """An invalid `--at` is an error with the reason, and leaves no page."""
     done = run_here("view", files[0], "--at", at, "-o", tmp_path / "page.html")
     assert done.returncode == 2
-    assert said in done.stderr
+    assert why in done.stderr
     assert list(tmp_path.iterdir()) == []

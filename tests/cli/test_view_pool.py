@@ -98,16 +98,16 @@ def test_legend_and_tiers_are_those_of_replay(page, traced, part):
     """The counts of the legend and the used blocks of tiers are those of `kvcore replay`."""
     time = lines(traced)[-1]["t"] / 1e9 * part
     page.evaluate(SEEK, time)
-    told = json.loads(run_here("replay", traced, "--at", f"{time:.9f}", "--json").stdout)
+    replayed = json.loads(run_here("replay", traced, "--at", f"{time:.9f}", "--json").stdout)
     legend = page.evaluate(LEGEND)
     free, private = legend.pop("free"), legend.pop("private", 0)
-    pool = told["pool"]
+    pool = replayed["pool"]
     assert (free, private, sum(legend.values())) == (
         pool["free"],
         pool["private"],
         pool["cached"],
     )
-    assert page.evaluate(TIERS) == [tier["used_blocks"] for tier in told["tiers"]]
+    assert page.evaluate(TIERS) == [tier["used_blocks"] for tier in replayed["tiers"]]
 
 
 def test_every_colouring_counts_all_blocks(page, traced):
@@ -122,7 +122,7 @@ def test_every_colouring_counts_all_blocks(page, traced):
     page.evaluate("() => { kvcore.colouring.mode = 'state'; }")
 
 
-def test_life_of_a_block_is_that_of_the_trace(page, traced):
+def test_the_card_of_a_block_has_its_life_in_the_trace(page, traced):
     """The card of a block names the requests of its allocation and of its next eviction."""
     events = lines(traced)
     at = events[len(events) // 2]["t"]
@@ -151,7 +151,7 @@ def test_life_of_a_block_is_that_of_the_trace(page, traced):
             assert "stays to the end" in text
 
 
-def test_what_a_request_has_is_lit(page, traced):
+def test_blocks_of_a_running_request_are_highlighted(page, traced):
     """The highlighted blocks of a running request are those of its spans and private ones."""
     page.evaluate(SEEK, lines(traced)[-1]["t"] / 2e9)
     request = page.evaluate(
@@ -163,7 +163,7 @@ def test_what_a_request_has_is_lit(page, traced):
     page.evaluate("() => kvcore.choose(null)")
 
 
-def test_keyboard_goes_from_cell_to_cell(page):
+def test_arrow_keys_move_the_cursor_of_the_map(page):
     """Arrow keys move the cursor of the map and describe its block; the clock stays."""
     before = page.evaluate("() => kvcore.time")
     page.locator("canvas.blocks").focus()
@@ -175,7 +175,7 @@ def test_keyboard_goes_from_cell_to_cell(page):
 
 
 @pytest.mark.slow
-def test_large_pool_says_how_many_blocks_a_cell_is(browser, tmp_path):
+def test_a_large_pool_states_the_blocks_of_a_cell(browser, tmp_path):
     """In a large pool a cell of the map is several blocks, and the panel states how many."""
     trace, path = tmp_path / "run.jsonl.gz", tmp_path / "page.html"
     run_here("simulate", "zipf:requests=20", "--blocks", "60000", "--trace", trace)

@@ -76,7 +76,14 @@ def page(browser, overloaded):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "record",
-    [overload, traces.serve, traces.rest, traces.compact, traces.record, traces.forget],
+    [
+        overload,
+        traces.serve,
+        traces.serve_tiers,
+        traces.compact,
+        traces.record,
+        traces.drop_blocks,
+    ],
 )
 def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, record):
     """Phases, chunks and curves of the page are those that `Timeline.read` finds."""
@@ -108,7 +115,7 @@ def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, r
         assert {max(column), min(column)} <= {value for _, value in curves[name]}, name
 
 
-def test_a_part_of_a_trace_has_the_curves_of_the_whole(browser, overloaded, tmp_path):
+def test_a_window_has_the_curves_of_the_whole_trace(browser, overloaded, tmp_path):
     """The curves of a window have the values of the whole trace.
 
     Requests and hits from before the window are counted.
@@ -138,7 +145,7 @@ def test_hit_ratios_are_those_of_the_timeline(page, overloaded):
         assert all(expected[time] == pytest.approx(value) for time, value in curves[name])
 
 
-def test_a_click_on_a_curve_goes_to_that_time(page):
+def test_a_click_on_a_curve_sets_the_clock(page):
     """A click on a curve sets the clock to that time."""
     page.evaluate("kvcore.seek(kvcore.begin)")
     curve = page.locator(".curve").first
@@ -148,7 +155,7 @@ def test_a_click_on_a_curve_goes_to_that_time(page):
     assert part == pytest.approx(0.5, abs=0.01)
 
 
-def test_the_card_says_what_explain_prints(page, overloaded, capsys):
+def test_the_card_has_the_text_of_explain(page, overloaded, capsys):
     """The card of a request has the text of `kvcore explain` and the first token's time."""
     timeline = Timeline.read(overloaded[0])
     for row in (0, 150, len(timeline.requests) - 1):
@@ -181,14 +188,14 @@ def test_ids_and_times_in_the_reasons_can_be_pressed(page):
     names = page.locator("#why-0 .ref[title='Choose this request']")
     other = names.last.text_content()
     page.locator("#why-0 .ref[title='Go to this time']").first.click()
-    told = page.locator("#why-0 .ref[title='Go to this time']").first.text_content()
+    entry = page.locator("#why-0 .ref[title='Go to this time']").first.text_content()
     seconds = page.evaluate("kvcore.time / 1e9")
-    assert seconds == pytest.approx(float(told.split()[0]), abs=0.001)
+    assert seconds == pytest.approx(float(entry.split()[0]), abs=0.001)
     names.last.click()
     until(page, "id => document.querySelector('#request').value === id", arg=other)
 
 
-def test_events_are_told_in_words(page, overloaded):
+def test_the_log_has_a_sentence_for_each_kind_of_event(page, overloaded):
     """The log has a sentence for each kind of event, and marks the current event."""
     page.select_option(".log-panel select", "all")
     kinds = {}
@@ -199,10 +206,10 @@ def test_events_are_told_in_words(page, overloaded):
         page.evaluate("row => kvcore.seekRow(kvcore.sides[0], row)", line["n"])
         marked = page.locator(f".log li[data-row='{line['n']}'][aria-current]")
         marked.wait_for()
-        told = marked.text_content()
-        assert f"{line['n'] + 1:,} " in told
-        assert kind in told
-        assert not re.search("undefined|NaN|null", told)
+        entry = marked.text_content()
+        assert f"{line['n'] + 1:,} " in entry
+        assert kind in entry
+        assert not re.search("undefined|NaN|null", entry)
     evict = kinds["EVICT"]
     page.evaluate("row => kvcore.seekRow(kvcore.sides[0], row)", evict["n"])
     marked = page.locator(f".log li[data-row='{evict['n']}'][aria-current]")
@@ -211,7 +218,7 @@ def test_events_are_told_in_words(page, overloaded):
     assert f"by {evict['by']} for request {evict['for']}" in marked.text_content()
 
 
-def test_the_next_eviction_is_found(page, overloaded):
+def test_buttons_go_to_the_next_and_previous_eviction(page, overloaded):
     """The buttons go to the next and the previous event that the filter shows."""
     rows = [line["n"] for line in traces.lines(overloaded[0]) if line["event"] == "EVICT"]
     page.select_option(".log-panel select", "evictions")
@@ -228,7 +235,7 @@ def test_the_next_eviction_is_found(page, overloaded):
     assert len(shown) <= 40
 
 
-def test_keys_and_clicks_on_the_timeline(page):
+def test_keys_and_clicks_choose_requests_on_the_timeline(page):
     """Arrow keys point at requests, Enter or a click chooses one, and `+` zooms in."""
     page.evaluate("kvcore.seek((kvcore.begin + kvcore.end) / 2)")
     canvas = page.locator("canvas.timeline")
@@ -261,14 +268,14 @@ def test_keys_and_clicks_on_the_timeline(page):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "scheme"), [(WIDE, "dark"), (NARROW, "light")])
-def test_two_traces_of_text_that_looks_like_markup(browser, tmp_path, size, scheme):
+def test_ids_that_look_like_markup_are_shown_as_text(browser, tmp_path, size, scheme):
     """Ids that look like markup are text in the panels of both traces.
 
     Nothing is wider than the window, and direction marks are replaced.
     """
     bad = "<script>alert(1)</script><img src=x onerror=alert(1)>\u202e" + 300 * "L"
     events = []
-    for line in traces.lines(traces.rest(tmp_path / "plain.jsonl")):
+    for line in traces.lines(traces.serve_tiers(tmp_path / "plain.jsonl")):
         changed = {
             name: f"{bad}{value}" if name in ("id", "request", "for") else value
             for name, value in line.items()

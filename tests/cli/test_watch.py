@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from helpers import traces
@@ -34,7 +35,7 @@ def times(done):
     return [line.split()[0] for line in done.stdout.splitlines()]
 
 
-def test_a_pipe_gets_lines(recorded):
+def test_a_pipe_has_a_line_every_ten_seconds(recorded):
     """In a pipe `watch` prints a line every ten seconds of the trace and one for its end."""
     done = run_here("watch", recorded)
     assert (done.returncode, done.stderr) == (0, "")
@@ -43,11 +44,26 @@ def test_a_pipe_gets_lines(recorded):
     assert all(line.isprintable() for line in done.stdout.splitlines())
 
 
-def test_a_part_of_a_trace(recorded):
+def test_to_and_every_choose_the_lines(recorded):
     """`--every` sets the seconds between lines, and `--to` ends them."""
-    done = run_here("watch", recorded, "--to", "12", "--every", "4", "--from", "5")
+    done = run_here("watch", recorded, "--to", "12", "--every", "4")
     assert done.returncode == 0
     assert times(done) == ["0:04.0", "0:08.0", "0:11.9"]
+
+
+def test_events_before_from_are_not_waited_for(monkeypatch, recorded):
+    """Events before `--from` are shown at once, and later ones at the speed of `--speed`."""
+    waits = []
+    player = partial(Player, clock=lambda: sum(waits), wait=waits.append)
+    monkeypatch.setattr("kvcore.cli.live.Player", player)
+    command = ("watch", recorded, "--to", "12", "--every", "4", "--speed", "2")
+    whole = run_here(*command)
+    assert sum(waits) == pytest.approx(12 / 2, abs=0.5)
+    waits.clear()
+    part = run_here(*command, "--from", "5")
+    assert sum(waits) == pytest.approx((12 - 5) / 2, abs=0.5)
+    assert (part.returncode, times(part)) == (0, ["0:04.0", "0:08.0", "0:11.9"])
+    assert times(whole) == times(part)
 
 
 def test_a_cut_trace_is_shown_up_to_the_cut(tmp_path, recorded):
@@ -60,7 +76,7 @@ def test_a_cut_trace_is_shown_up_to_the_cut(tmp_path, recorded):
     assert done.stderr == run_here("replay", path).stderr
 
 
-def test_a_line_that_does_not_follow_is_refused(tmp_path):
+def test_a_contradictory_event_is_refused(tmp_path):
     """An event that contradicts those before it is an error with its line."""
     path = traces.serve(tmp_path / "run.jsonl")
     lines = traces.lines(path)
@@ -97,7 +113,7 @@ def test_a_trace_that_is_written_is_followed(tmp_path, monkeypatch, ending):
     assert next(steps, "ended") == "ended"
 
 
-def test_a_run_that_is_given_up_ends_the_watch(tmp_path, monkeypatch):
+def test_a_discarded_trace_ends_the_watch(tmp_path, monkeypatch):
     """If the writer discards its trace, `watch` ends with the error of a cut trace."""
     path = tmp_path / "run.jsonl"
     trace = Trace(path)
@@ -115,20 +131,20 @@ def test_a_run_that_is_given_up_ends_the_watch(tmp_path, monkeypatch):
         (["none.jsonl"], "cannot read the trace none.jsonl"),
         (["T", "--speed", "0"], "must be above 0, such as 10"),
         (["T", "--speed", "nan"], "must be above 0, such as 10"),
-        (["T", "--speed", "fast"], "'--speed'"),
+        (["T", "--speed", "fast"], "'--speed': 'fast' is not a valid float"),
         (["T", "--from", "soon"], "'--from': time 'soon'"),
         (["T", "--to", "-1"], "'--to': time '-1'"),
         (["T", "--every", "0"], "--every 0: give the seconds"),
     ],
 )
-def test_wrong_use_is_refused(recorded, arguments, message):
+def test_invalid_arguments_are_refused(recorded, arguments, message):
     """An invalid argument is an error with the reason, and nothing is shown."""
     done = run_here("watch", *(str(recorded) if word == "T" else word for word in arguments))
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
 
 
-def test_a_run_is_shown_while_it_goes_on(tmp_path, recorded):
+def test_live_prints_the_lines_of_watch(tmp_path, recorded):
     """`--live` prints on stderr what `watch` prints of the trace, whose bytes are unchanged."""
     path = tmp_path / "run.jsonl.gz"
     done = run_here("simulate", *SMALL, "--live", "--trace", path)
@@ -137,7 +153,7 @@ def test_a_run_is_shown_while_it_goes_on(tmp_path, recorded):
     assert path.read_bytes() == recorded.read_bytes()
 
 
-def test_a_run_is_shown_without_a_trace(tmp_path):
+def test_live_works_without_a_trace(tmp_path):
     """`--live` without `--trace` leaves the results unchanged and writes no file."""
     plain, live = (
         run_here("simulate", *SMALL, *more, cwd=tmp_path) for more in ([], ["--live"])
@@ -147,7 +163,7 @@ def test_a_run_is_shown_without_a_trace(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_blocks_that_are_not_cannot_be_shown():
+def test_live_is_refused_with_contiguous_memory():
     """`--live` is an error with contiguous memory, which has no blocks."""
     done = run_here("simulate", *SMALL, "--live", "--allocation", "contiguous")
     assert (done.returncode, done.stdout) == (2, "")

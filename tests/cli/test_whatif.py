@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def test_both_runs_side_by_side(folder):
+def test_the_table_has_both_runs_and_the_changed_options(folder):
     """The table has both runs, the changed options, and the requests that gained most hits."""
     done = run("replay", "m.jsonl.gz", "--eviction", "lfu", "--blocks", 400, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
@@ -34,7 +34,7 @@ def test_both_runs_side_by_side(folder):
     assert "gained hits" in names
 
 
-def test_a_retention_policy_comes_and_goes(folder, tmp_path):
+def test_retention_is_added_and_removed(folder, tmp_path):
     """`--retention` adds a policy to a run, and `none` removes it; the output names both."""
     exported = ("--export", str(tmp_path / "b.jsonl"))
     done = run("replay", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
@@ -65,10 +65,10 @@ def test_json_is_alone_on_stdout(folder):
 def test_the_recorded_figures_are_those_of_the_simulation(folder):
     """The figures of a trace, and of its trace run again, are those of the simulation."""
     options = ["--blocks", 300, "--json"]
-    told = json.loads(run("simulate", WORKLOAD, "--seed", 3, *options).stdout)
+    simulated = json.loads(run("simulate", WORKLOAD, "--seed", 3, *options).stdout)
     again = json.loads(run("replay", "m.jsonl.gz", *options, cwd=folder).stdout)
     for name in ("ttft_s", "e2e_s", "hit", "goodput", "evicted_blocks", "preemptions"):
-        assert again["recorded"][name] == again["rerun"][name] == told[name]
+        assert again["recorded"][name] == again["rerun"][name] == simulated[name]
     assert again["changes"] == []
 
 
@@ -81,7 +81,7 @@ def test_an_export_is_the_trace_again(folder, tmp_path, name):
     assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
-def test_an_export_can_be_asked_what_if_again(folder, tmp_path):
+def test_an_exported_trace_can_be_run_again(folder, tmp_path):
     """An exported trace can be run again, and the earlier policy restores the first trace."""
     new, back = tmp_path / "new.jsonl.gz", tmp_path / "back.jsonl.gz"
     run("replay", folder / "m.jsonl.gz", "--eviction", "lfu", "--export", new)
@@ -90,7 +90,7 @@ def test_an_export_can_be_asked_what_if_again(folder, tmp_path):
     assert back.read_bytes() == (folder / "m.jsonl.gz").read_bytes()
 
 
-def test_caps_are_those_of_simulate(folder, tmp_path):
+def test_options_of_simulate_change_the_header(folder, tmp_path):
     """Options of batching, the rate and the SLO change the header of the exported trace."""
     new = tmp_path / "new.jsonl"
     caps = ["--max-tokens", 512, "--max-seqs", 4, "--steps", "prefill-first", "--no-chunked"]
@@ -109,7 +109,7 @@ def test_caps_are_those_of_simulate(folder, tmp_path):
 
 
 @pytest.mark.parametrize("verb", ["compare", "simulate"])
-def test_a_trace_is_a_workload(folder, verb):
+def test_a_trace_as_a_workload_has_the_recorded_results(folder, verb):
     """The workload `trace:FILE` has the requests and the results of the recorded one."""
     options = ["--eviction", "lru", "--blocks", 300, "--json"]
     named, direct = (
@@ -131,14 +131,14 @@ def test_a_trace_is_a_workload(folder, verb):
         (["--scheduler", "fcfs"], 2, "was recorded without a clock: it has no scheduler"),
         (["--max-seqs", "3"], 2, "was recorded without a clock: it has no batching"),
         (["--block-size", "24"], 2, "block size 24 and the workload's keys of 16 tokens"),
-        (["--blocks", "0"], 2, "0 blocks"),
+        (["--blocks", "0"], 2, "a pool of 0 blocks was asked for"),
         (["--blocks", "9", "--at", "1"], 2, "--at is for the recorded run alone"),
         (["--export", "u.jsonl"], 2, "the requests come from"),
         (["--export", "no/where.jsonl"], 2, "cannot write the trace no/where.jsonl"),
         (["--slo", "soon"], 2, "'soon' is no SLO"),
     ],
 )
-def test_what_is_refused(folder, options, code, message):
+def test_invalid_options_are_refused(folder, options, code, message):
     """An invalid option is an error with exit code 2, an empty stdout and no file."""
     before = sorted(path.name for path in folder.iterdir())
     done = run("replay", "u.jsonl", *options, cwd=folder)

@@ -41,7 +41,7 @@ class TestBuiltIn(BackendTests):
         return Plugins().build("backend", self.spec)
 
 
-class TestByItself(TestBuiltIn):
+class TestOneSequenceAtATime(TestBuiltIn):
     """Every configuration, computing one sequence and one head at a time, in small tiles."""
 
     @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ class WithTriton(BackendTests):
         ("windows_go_by_position", (2, False)),
     ],
 )
-def test_triton_computes_what_decodes(test, arguments):
+def test_triton_kernels_pass_the_attention_tests(test, arguments):
     """Triton's decoding kernels pass the attention tests of the kit.
 
     The other tests of the kit are left out, because the interpreter is slow.

@@ -82,7 +82,7 @@ class TestExample(CodecTests):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_codecs_of_the_pages(name):
+def test_the_codec_on_the_docs_page_keeps_its_error_bound(name):
     """The codec on a page of the docs keeps the error bound of its test class, and NaN."""
     page = (ROOT / PAGES[name]).read_text("utf-8")
     fences = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)

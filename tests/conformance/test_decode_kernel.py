@@ -28,13 +28,13 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_any_length(dtype):
+def test_attention_with_any_number_of_tokens(dtype):
     """Attention is right if the last tile, block or chunk is full, partly full or one token."""
     Decoding([1, 15, 16, 17, 63, 64, 65, 130], dtype=dtype).check()
 
 
 @pytest.mark.parametrize("group", [1, 8, 16, 20])
-def test_any_group(group):
+def test_attention_with_any_number_of_query_heads(group):
     """Attention is right for group sizes that are padded to the size of a matrix unit.
 
     A group consists of the query heads that share a K/V head.
@@ -46,14 +46,14 @@ def test_any_group(group):
     ("width", "value", "together"),
     [(80, 80, True), (96, 96, False), (128, 64, True), (256, 256, False), (8, 24, True)],
 )
-def test_any_width(width, value, together):
+def test_attention_with_any_width_of_keys_and_values(width, value, together):
     """Keys and values may differ in width, and a width need not be a power of two."""
     made = Decoding([70, 20], head_dim=width, value_dim=value, together=together, dtype="fp16")
     made.check(scale=0.3)
 
 
 @pytest.mark.parametrize("block_size", [2, 32, 64, 128])
-def test_any_power_of_two(block_size):
+def test_attention_with_any_block_size(block_size):
     """A block may be smaller or larger than a tile of the kernel."""
     Decoding([200, 31], block_size=block_size, dtype="fp32").check()
 
@@ -70,18 +70,18 @@ def test_any_power_of_two(block_size):
         "int4",
     ],
 )
-def test_decodes(codec, dtype):
+def test_attention_over_encoded_kv(codec, dtype):
     """Attention over encoded K/V equals attention over the rows that `read` decodes."""
     Decoding([70, 17], codec=codec, dtype=dtype, head_dim=80).check()
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 3), (150, 40), (64, 0), (400, 4)])
-def test_windows_and_sinks(window, sinks):
+def test_attention_with_windows_and_sinks(window, sinks):
     """Attention with a window and sinks is right wherever the window begins in a block."""
     Decoding([300, 21, 140], dtype="fp32").check(window=window, sinks=sinks)
 
 
-def test_what_left_the_window_may_be_gone():
+def test_blocks_that_left_the_window_are_not_read():
     """Attention does not read blocks between the sinks and the window."""
     made = Decoding([300], dtype="fp32")
     batch = RaggedBatch(made.tables, [299], [1])
@@ -95,13 +95,13 @@ def test_what_left_the_window_may_be_gone():
     ("codec", "options"),
     [(None, {}), ("int4", {"window": 50, "sinks": 3}), ("fp8-e4m3:scale=head", {})],
 )
-def test_weighs(codec, options):
+def test_attention_returns_the_weights_of_tokens(codec, options):
     """The output comes with the weights of the tokens, summed over the query heads."""
     made = Decoding([300, 17], kv_heads=2, codec=codec, dtype="fp16")
     made.check(weighed=True, **options)
 
 
-def test_beyond_2_to_the_31():
+def test_kv_beyond_2_to_the_31_numbers_is_read():
     """Attention reads K/V that lies beyond 2^31 numbers in the pool's memory.
 
     Memory that is never touched costs nothing, so the pool may be that large.
@@ -127,7 +127,7 @@ def test_beyond_2_to_the_31():
 
 
 @pytest.mark.slow
-def test_compiles_for_gpus(tmp_path):
+def test_kernels_compile_for_gpus_without_spills(tmp_path):
     """Compiled kernels spill no registers, fit into shared memory and make wide copies.
 
     K and V have a buffer each. Copies of codes, which are widened on the way to the matrix
@@ -146,7 +146,9 @@ def test_compiles_for_gpus(tmp_path):
         check=False,
     )
     assert not done.returncode, done.stderr
-    for name, found in json.loads(done.stdout).items():
+    kernels = json.loads(done.stdout)
+    assert len(kernels) == 10
+    for name, found in kernels.items():
         assert found["spilled"] == 0, name
         limit = 163 if name.endswith("sm_80") else 227
         assert found["shared"] <= limit * 1024, name
@@ -158,24 +160,28 @@ def test_compiles_for_gpus(tmp_path):
             assert not found["narrow"], name
 
 
-def test_the_engine_computes_the_same_tokens():
+def test_the_engine_computes_the_tokens_of_torch():
     """A run that preempts, evicts and shares prefixes has the tokens of torch's attention."""
 
     def served(attention):
-        """Return the output tokens of four requests."""
+        """Return the output tokens of five requests."""
         requests = [
             ask(n, n * 5, 9 + 5 * n % 23, 4 + 3 * n % 11, keys=[*range(1 + n % 3)])
-            for n in range(4)
+            for n in range(5)
         ]
         size = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=97"
         run = compute(
             requests,
             generator=Plugins().build("generator", f"transformer:{size}"),
             backend=TorchCPU(attention=attention),
-            blocks=12,
+            blocks=14,
             max_tokens=8,
             max_seqs=4,
         )
+        cache = run.result.cache
+        assert sum(run.result.log.recomputes) > 0
+        assert cache.tree.evicted_blocks > 0
+        assert cache.stats.hit_blocks > 0
         return run.result.outputs
 
     assert served("triton") == served("sdpa")

@@ -33,7 +33,7 @@ DRAWS = {"random", "power-of-two", "prefix-affinity", "dynamo", "llm-d", "loadaw
 BOUNDS = {"session": 1.25, "session:bound=2,points=3": 2.0, "prefix-affinity:bound=1": 1.0}
 
 
-def test_every_router_is_here():
+def test_every_router_is_in_the_list():
     """Each registered router is tested in at least one configuration."""
     assert {text.partition(":")[0] for text in CONFIGURATIONS} == set(Plugins().names("router"))
 

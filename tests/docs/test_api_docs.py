@@ -47,7 +47,7 @@ def test_every_package_is_on_the_page(script):
     assert packages - INTERNAL == packages & set(script.ROOMS)
 
 
-def test_every_room_imports_what_it_lists(script):
+def test_every_module_has_the_names_that_the_page_lists(script):
     """Every name that the page lists for a module is an attribute of the module."""
     for room in script.rooms():
         names = script.names_of(room)

@@ -14,7 +14,7 @@ README = EXAMPLES.parent / "README.md"
 COMPOSE = EXAMPLES / "compose.py"
 
 
-def test_compose_prints_a_line_a_policy(tmp_path):
+def test_compose_prints_a_line_for_each_policy(tmp_path):
     """`examples/compose.py` compares three policies on the bundled trace, one per line."""
     done = subprocess.run(
         [sys.executable, COMPOSE], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -45,7 +45,7 @@ def test_samples_and_beams_share_blocks(tmp_path):
     assert len(set(lines)) == 8
 
 
-def test_the_same_policy_decides_the_same_everywhere(capsys):
+def test_same_decisions_prints_the_lines_of_the_readme(capsys):
     """`examples/same_decisions.py` prints the first lines that README shows.
 
     Another policy has another digest. The line of vLLM itself is tested by `tox -e vllm`.
@@ -59,7 +59,7 @@ def test_the_same_policy_decides_the_same_everywhere(capsys):
     assert capsys.readouterr().out.split()[-1] not in lines
 
 
-def test_simulate_prints_a_line_a_scheduler(tmp_path):
+def test_simulate_prints_a_line_for_each_scheduler(tmp_path):
     """`examples/simulate.py` serves requests under three schedulers, one per line."""
     done = subprocess.run(
         [sys.executable, EXAMPLES / "simulate.py"],

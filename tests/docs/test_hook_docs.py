@@ -27,13 +27,13 @@ def signature(hook):
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hook_has_a_heading_with_its_signature(hook):
+def test_each_hook_has_a_heading_with_its_signature(hook):
     """Each hook has a heading in the reference with its signature."""
     assert f"\n### `{signature(hook)}`\n" in REFERENCE
 
 
 @pytest.mark.parametrize("hook", HOOKS)
-def test_hook_is_described_as_in_its_docstring(hook):
+def test_each_hook_is_described_as_in_its_docstring(hook):
     """The text below the heading of a hook is the hook's docstring."""
     text = inspect.getdoc(getattr(hookspecs, hook))
     assert f"### `{signature(hook)}`\n\n{text}\n" in REFERENCE
@@ -45,7 +45,7 @@ def test_no_heading_without_a_hook():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kind_has_a_row(kind):
+def test_each_kind_of_plugin_has_a_row(kind):
     """Each kind of plugin is in the table, with its hook and its base class."""
     hook, base = KINDS[kind], base_of(kind)
     assert f"| `{kind}` | `{hook}` | `kvcore.{base.__name__}` |" in REFERENCE
@@ -79,7 +79,7 @@ def installed(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_how_to_makes_a_plugin_that_is_found(installed):
+def test_the_plugin_of_the_how_to_is_found(installed):
     """The files of the how-to make a distribution whose plugin is found and built."""
     plugins = Plugins(entry_points=installed.entry_points)
     assert plugins.build("eviction", "newest:keep=512").keep == 512
@@ -88,7 +88,7 @@ def test_how_to_makes_a_plugin_that_is_found(installed):
 
 
 @pytest.mark.usefixtures("installed")
-def test_how_to_registers_in_code():
+def test_the_how_to_registers_a_policy_in_code():
     """The last example of the how-to builds the policy without an installation."""
     example = re.findall(r"```python\n(.*?)```", HOW_TO, re.DOTALL)[-1]
     names = {}

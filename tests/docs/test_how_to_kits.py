@@ -21,7 +21,7 @@ PAGES = {
 }
 
 
-def test_the_kits_pass_on_the_how_tos(tmp_path):
+def test_the_conformance_kits_pass_on_the_how_tos(tmp_path):
     """The snippets of each page make a file of tests in which the conformance kit passes.
 
     All pages run in one process of pytest, since its start takes half of a short run.

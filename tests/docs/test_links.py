@@ -34,7 +34,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
+def test_links_lead_to_files_and_headings(page):
     """Each relative link on a page leads to a file, and after `#` to a heading of it."""
     broken = []
     for link in LINK.findall(prose(page)):

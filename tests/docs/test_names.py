@@ -58,14 +58,14 @@ def resolves(name):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_names_exist(page):
+def test_each_name_on_a_page_can_be_imported(page):
     """Each name such as `kvcore.room.Name` on a page can be imported."""
     names = set(DOTTED.findall(page.read_text("utf-8"))) - OWN
     assert sorted(name for name in names if not resolves(name)) == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_files_exist(page):
+def test_each_source_file_on_a_page_exists(page):
     """Each path of a source file on a page exists."""
     paths = set(FILE.findall(page.read_text("utf-8")))
     places = (ROOT, ROOT / "plugins")
@@ -73,7 +73,7 @@ def test_files_exist(page):
     assert missing == []
 
 
-def test_the_map_has_every_room():
+def test_the_map_has_every_package_and_module():
     """The tree in the page for contributors lists all packages and modules of the core."""
     text = (ROOT / "docs" / "contributing.md").read_text("utf-8")
     listed = set(re.findall(r"^[├└]── (\w+(?:/|\.py))", text, re.MULTILINE))

@@ -21,7 +21,7 @@ def table(first):
 
 
 @pytest.mark.slow  # runs the whole bundled trace eight times
-def test_hits_by_number_of_replicas():
+def test_the_table_of_hits_by_replicas_is_current():
     """The first and last columns of hits are those of a run of each router and shared cache."""
     shown = table("share of prompt tokens that hit")
     pattern = r"^    kvcore routers --replicas (\d+,\S+) (.*)$"
@@ -47,7 +47,7 @@ def test_hits_by_number_of_replicas():
 
 @pytest.mark.slow  # runs the whole bundled trace six times
 @pytest.mark.parametrize("view", table("`--view`"))
-def test_hits_by_what_the_router_knows(view):
+def test_the_table_of_hits_by_view_is_current(view):
     """The hits and the TTFT for each `--view` are those of a run."""
     (row,) = compare_routers("mooncake", "prefix-affinity", 8, block_size=512, view=view).rows
     hits, ttft, _ = table("`--view`")[view]

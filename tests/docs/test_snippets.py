@@ -41,7 +41,7 @@ def commands(page):
     return found
 
 
-def by_itself(command):
+def needs_no_file(command):
     """Return True if `command` neither reads nor writes a file."""
     return not re.search(r"\.[a-z/]|--out |\bresults\b", command)
 
@@ -79,13 +79,14 @@ WITH_PYTHON = [
 WITH_FILES = [
     page
     for page in PAGES
-    if page not in WITH_TESTS_OF_THEIR_OWN and not all(by_itself(c) for c, _ in commands(page))
+    if page not in WITH_TESTS_OF_THEIR_OWN
+    and not all(needs_no_file(c) for c, _ in commands(page))
 ]
 SHOWN: dict[str, list[tuple[str, str]]] = {}
 """Commands that need no file, with the pages that show them and the output shown there."""
 for shown_on in PAGES:
     for line, result in commands(shown_on):
-        if by_itself(line):
+        if needs_no_file(line):
             SHOWN.setdefault(line, []).append((name(shown_on), result))
 
 
@@ -125,7 +126,7 @@ def test_python_snippets_run(page, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("command", SHOWN)
-def test_commands_by_themselves_run(command, tmp_path, monkeypatch, capsys):
+def test_commands_without_files_run(command, tmp_path, monkeypatch, capsys):
     """A command that needs no file succeeds and prints the output that each page shows."""
     monkeypatch.chdir(tmp_path)
     printed = printed_by(command, capsys)
@@ -145,5 +146,5 @@ def test_commands_with_files_run(page, tmp_path, monkeypatch, capsys):
     if page == SERVE:
         run_python(page, capsys)
     for command, output in commands(page):
-        if not by_itself(command):
+        if not needs_no_file(command):
             assert_shown(output, printed_by(command, capsys), command)

@@ -24,7 +24,7 @@ def shown(language):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", [0, 1], ids=["sweep.toml", "sweep_timed.toml"])
-def test_the_how_to_shows_what_the_example_prints(place, tmp_path):
+def test_the_how_to_shows_the_output_of_the_example(place, tmp_path):
     """The how-to shows the example file, a command, and the output of that command."""
     name = ("sweep.toml", "sweep_timed.toml")[place]
     text = (ROOT / "examples" / name).read_text("utf-8")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.browser import tab
-from helpers.evictions import Told
+from helpers.evictions import TraceBlocks
 
 from kvcore.analysis import explain
 from kvcore.cli.main import run
@@ -37,7 +37,7 @@ def folder(guide):
     return guide[0]
 
 
-def test_the_commands_print_what_is_shown(guide):
+def test_the_commands_print_the_lines_of_the_guide(guide):
     """The commands of the guide print each line that is shown, with its spacing."""
     printed = guide[1].splitlines()
     shown = [
@@ -46,21 +46,21 @@ def test_the_commands_print_what_is_shown(guide):
     assert [line for line in shown if line and line not in printed] == []
 
 
-def test_the_page_says_what_is_quoted(browser, folder):
+def test_the_page_has_each_quoted_sentence(browser, folder):
     """Each sentence that the guide quotes is on the page where the page opens."""
     with tab(browser) as found:
         page = found.open(folder / "page.html")
-        said = page.evaluate("() => document.querySelector('main').textContent")
+        text = page.evaluate("() => document.querySelector('main').textContent")
         assert (found.complaints, found.requests) == ([], [])
     quotes = QUOTE.findall(GUIDE.read_text())
     assert len(quotes) == 5
     for quote in quotes:
-        assert quote in said
+        assert quote in text
 
 
-def test_what_is_quoted_is_so(folder):
+def test_the_quoted_numbers_are_those_of_the_trace(folder):
     """The quoted numbers of the eviction at 990 s are those of the block ids in the trace."""
-    side = Told(folder / "lru.jsonl.gz")
+    side = TraceBlocks(folder / "lru.jsonl.gz")
     explanation = explain(folder / "lru.jsonl.gz")
     (eviction,) = [
         each

@@ -27,7 +27,7 @@ GOLDEN = {
 DIGEST = "ec9f16e3f07d4ed0c3159edcf94d4723"
 
 
-def test_a_small_cluster(tmp_path):
+def test_a_small_cluster_writes_the_recorded_events(tmp_path):
     """Three replicas, of which one fails, write the recorded events.
 
     Compared are the number of events of each kind, and a digest of all lines between HEADER and

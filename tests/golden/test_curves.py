@@ -20,7 +20,7 @@ def curves():
     return curve(Mooncake(), "lru,optimum,optimum:bypass=true", SIZES)
 
 
-def test_the_bounds(curves):
+def test_numbers_of_hits_and_blocks_of_an_infinite_cache(curves):
     """On the bundled trace 105,710 of 288,500 blocks can hit, in a pool of 182,790 blocks."""
     bounds = (curves.lookup_blocks, curves.distinct_blocks, curves.hit_blocks)
     assert bounds == (288_500, 182_790, 105_710)
@@ -29,7 +29,7 @@ def test_the_bounds(curves):
 @pytest.mark.parametrize(
     ("place", "expected"), [(0, LRU_KEYS), (1, MUST_ADMIT), (2, MAY_BYPASS)]
 )
-def test_the_hits(curves, place, expected):
+def test_curves_go_through_the_recorded_hits(curves, place, expected):
     """The curves of LRU and of both optima go through the recorded numbers of hits."""
     assert tuple(curves.curves[place].hit_blocks) == expected
 
@@ -38,7 +38,7 @@ def test_the_hits(curves, place, expected):
 @pytest.mark.parametrize(
     ("block_size", "ratio", "points"), [(512, 1, 12), (16, 32, 6)], ids=["512", "16"]
 )
-def test_one_pass_is_a_replay_at_many_sizes(block_size, ratio, points):
+def test_one_pass_equals_replays_at_many_sizes(block_size, ratio, points):
     """The curve of LRU equals a replay at each size.
 
     Sizes go from 60 blocks of 512 tokens, less than the longest request, to all blocks.
@@ -51,7 +51,7 @@ def test_one_pass_is_a_replay_at_many_sizes(block_size, ratio, points):
     assert found.hit_blocks == [row.hit_blocks for row in replayed.rows]
 
 
-def test_keys_counting_does_not_depend_on_the_block_size(curves):
+def test_keys_accounting_does_not_depend_on_the_block_size(curves):
     """32 times as many blocks of a 32nd of the size hit exactly 32 times as often."""
     fine = curve(Mooncake(), "lru,optimum", [32 * size for size in SIZES], block_size=16)
     for coarse, each in zip(curves.curves, fine.curves, strict=False):

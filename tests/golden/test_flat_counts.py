@@ -37,7 +37,7 @@ def flat():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", MISSES)
-def test_flat_misses(policy, flat):
+def test_a_policy_misses_as_the_published_algorithm(policy, flat):
     """The policy misses exactly as often as the published algorithm."""
     found = {}
     for blocks in MISSES[policy]:
@@ -47,7 +47,7 @@ def test_flat_misses(policy, flat):
     assert found == MISSES[policy]
 
 
-def test_the_optimum_is_beladys(flat):
+def test_the_optimum_misses_as_beladys_algorithm(flat):
     """The optimum that must admit misses as often as Belady's algorithm on one-key requests."""
     future = Future.read(flat, BlockLayout("keys", 1, 1))
     hits = [Belady().replay(future, blocks, 1)[0].hit_blocks for blocks in (1_827, 18_279)]

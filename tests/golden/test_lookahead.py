@@ -13,7 +13,7 @@ WINDOWS = (0, 64, 1_000, "all")
 
 
 @pytest.mark.slow
-def test_the_bridge_from_lru_to_the_optimum():
+def test_hits_of_lookahead_go_from_lru_to_the_optimum():
     """Without known requests `lookahead` hits like LRU, with all of them like the optimum.
 
     With 64 and 1,000 known requests its hits are in between.

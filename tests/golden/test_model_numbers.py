@@ -133,7 +133,7 @@ def test_projections_after_a_prompt_of_10_tokens(output, naive, cached):
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0)])
-def test_projections_of_nothing_are_refused(prompt, output):
+def test_an_empty_prompt_or_output_is_refused(prompt, output):
     """An empty prompt or output raises InputError with both numbers."""
     with pytest.raises(InputError, match=f"{output} new tokens after a prompt of {prompt}"):
         token_projections(prompt, output, cached=True)

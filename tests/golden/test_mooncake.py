@@ -54,7 +54,7 @@ def tokens_fine():
     return compare(Mooncake(), ["lru"], sizes, block_size=16, accounting="tokens")
 
 
-def test_lru_counting_keys(keys):
+def test_lru_in_keys_accounting(keys):
     """LRU hits the recorded numbers of blocks out of 288,500 in `keys` accounting."""
     assert hits(keys, "lru") == dict(zip(SIZES, LRU_KEYS, strict=True))
     assert {row.lookup_blocks for row in keys.rows} == {288_500}
@@ -70,13 +70,13 @@ def test_the_optimum_that_may_bypass(keys):
     assert hits(keys, "optimum", bypass=True) == dict(zip(SIZES, MAY_BYPASS, strict=True))
 
 
-def test_a_cache_without_bounds_counting_keys(keys):
+def test_an_infinite_cache_in_keys_accounting(keys):
     """An infinite cache hits 105,710 blocks and holds 182,790 in `keys` accounting."""
     assert keys.infinite.hit_blocks == 105_710
     assert keys.infinite.distinct_blocks == 182_790
 
 
-def test_lru_counting_tokens(tokens):
+def test_lru_in_tokens_accounting(tokens):
     """LRU hits the recorded numbers of blocks out of 276,491 in `tokens` accounting.
 
     There the last token of a prompt is always computed.
@@ -85,19 +85,19 @@ def test_lru_counting_tokens(tokens):
     assert {row.lookup_blocks for row in tokens.rows} == {276_491}
 
 
-def test_a_cache_without_bounds_counting_tokens(tokens):
+def test_an_infinite_cache_in_tokens_accounting(tokens):
     """An infinite cache hits 105,592 blocks in `tokens` accounting."""
     assert tokens.infinite.hit_blocks == 105_592
 
 
-def test_lru_counting_tokens_in_blocks_of_16(tokens_fine):
+def test_lru_in_tokens_accounting_in_blocks_of_16(tokens_fine):
     """LRU hits the recorded numbers of blocks out of 9,044,013 in blocks of 16 tokens."""
     assert list(hits(tokens_fine, "lru").values()) == list(LRU_TOKENS_FINE)
     assert {row.lookup_blocks for row in tokens_fine.rows} == {9_044_013}
 
 
 @pytest.mark.parametrize("eviction", ["lru", "optimum"])
-def test_keys_counting_does_not_depend_on_the_block_size(keys, keys_fine, eviction):
+def test_keys_accounting_does_not_depend_on_the_block_size(keys, keys_fine, eviction):
     """32 times as many blocks of a 32nd of the size hit exactly 32 times as often."""
     coarse = {
         (32 * row.blocks, str(row.options)): 32 * row.hit_blocks

@@ -144,7 +144,7 @@ def recorded(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_lru_replays_chats(recorded, tmp_path):
+def test_trace_of_an_lru_replay(recorded, tmp_path):
     """An untimed LRU in 1,000 blocks of 512 tokens, in `keys` accounting, writes its trace."""
     write_chats(tmp_path / CHATS)
     run = recorded("compare", CHATS, "--eviction", "lru", "--blocks", 1000)
@@ -152,7 +152,7 @@ def test_lru_replays_chats(recorded, tmp_path):
     assert run.digests == GOLDEN["lru"]
 
 
-def test_lfu_counts_tokens(recorded):
+def test_trace_of_an_lfu_replay_in_tokens_accounting(recorded):
     """An untimed LFU with aging, in `tokens` accounting, writes the recorded trace.
 
     Blocks have 16 tokens, and the last block of a prompt is partial.
@@ -164,7 +164,7 @@ def test_lfu_counts_tokens(recorded):
     assert run.digests == GOLDEN["lfu"]
 
 
-def test_fcfs_serves_popular_prefixes(recorded):
+def test_trace_of_fcfs_with_popular_prefixes(recorded):
     """`simulate` with defaults writes the recorded trace.
 
     The workload has Zipf-popular prefixes, and the pool is ample.
@@ -176,7 +176,7 @@ def test_fcfs_serves_popular_prefixes(recorded):
     assert run.digests == GOLDEN["fcfs"]
 
 
-def test_bursts_are_prefilled_first(recorded):
+def test_trace_of_bursts_with_whole_prompts_in_steps(recorded):
     """Bursts, with whole prompts in steps of their own and a watermark, write their trace."""
     workload = "zipf:requests=160,prefixes=12,prefix_tokens=300,suffix_tokens=60,seed=7"
     run = recorded(
@@ -189,7 +189,7 @@ def test_bursts_are_prefilled_first(recorded):
     assert run.digests == GOLDEN["bursts"]
 
 
-def test_srpt_computes_prompts_in_chunks(recorded):
+def test_trace_of_srpt_with_chunked_prompts(recorded):
     """`srpt` in steps of at most 128 tokens and 6 sequences writes the recorded trace."""
     caps = ("--max-tokens", 128, "--max-seqs", 6, "--blocks", 300)
     run = recorded("simulate", MIXED, "--scheduler", "srpt", *caps, "--rate-scale", 4)
@@ -199,7 +199,7 @@ def test_srpt_computes_prompts_in_chunks(recorded):
     assert run.digests == GOLDEN["srpt"]
 
 
-def test_slo_keeps_what_was_promised(recorded):
+def test_trace_of_slo_with_deadlines(recorded):
     """`slo`, with deadlines of requests and a default, writes the recorded trace."""
     scheduler = "slo:preemptive=true,ttft=0.5"
     caps = ("--max-seqs", 8, "--blocks", 200)
@@ -208,7 +208,7 @@ def test_slo_keeps_what_was_promised(recorded):
     assert run.digests == GOLDEN["slo"]
 
 
-def test_a_small_pool_preempts_in_both_ways(recorded):
+def test_trace_of_a_small_pool_with_both_kinds_of_preemption(recorded):
     """A pool so small that requests are paused and recomputed writes the recorded trace."""
     scheduler = ("--scheduler", "srpt", "--eviction", "cost")
     caps = ("--blocks", 120, "--max-seqs", 6, "--watermark", 0)
@@ -217,7 +217,7 @@ def test_a_small_pool_preempts_in_both_ways(recorded):
     assert run.digests == GOLDEN["preemptions"]
 
 
-def test_sessions_go_on_when_they_were_answered(recorded):
+def test_trace_of_a_closed_loop_of_sessions(recorded):
     """A closed loop of agents' sessions writes the recorded trace.
 
     A request arrives when the one before it is done.
@@ -227,21 +227,21 @@ def test_sessions_go_on_when_they_were_answered(recorded):
     assert run.digests == GOLDEN["sessions"]
 
 
-def test_hints_outrank_recency(recorded):
+def test_trace_of_eviction_by_retention_hints(recorded):
     """Eviction by retention hints, which expire, writes the recorded trace."""
     run = recorded("simulate", MIXED, "--eviction", "priority", "--blocks", 160)
     assert "capacity" in run.ways
     assert run.digests == GOLDEN["hints"]
 
 
-def test_what_is_idle_expires(recorded):
+def test_trace_of_ttl_eviction_with_fair_scheduling(recorded):
     """`ttl`, which evicts blocks unused for 0.3 s, with `fair` writes the recorded trace."""
     run = recorded("simulate", MIXED, "--eviction", "ttl:ttl=0.3", "--scheduler", "fair")
     assert "expired" in run.ways
     assert run.digests == GOLDEN["expiry"]
 
 
-def test_tensors_are_computed_under_the_clock_of_the_model(recorded):
+def test_trace_of_a_transformer_with_a_window(recorded):
     """A tiny transformer that keeps a window, in a pool too small, writes its trace."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     workload = "zipf:requests=16,prefixes=3,prefix_tokens=64,suffix_tokens=32,rate=300"
@@ -255,7 +255,7 @@ def test_tensors_are_computed_under_the_clock_of_the_model(recorded):
     assert run.digests == GOLDEN["tensors"]
 
 
-def test_forks_share_and_copy(tmp_path):
+def test_trace_of_forks_with_copy_on_write(tmp_path):
     """Forks that share blocks, copy on write and roll back write the recorded trace."""
     path = tmp_path / "run.jsonl"
     with Trace(path) as trace:

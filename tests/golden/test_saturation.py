@@ -14,7 +14,7 @@ def simulated(*options):
 
 
 @pytest.mark.slow
-def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace():
+def test_the_default_deployment_carries_the_bundled_trace():
     """The default deployment serves all 12,031 requests, and its report fits 80 columns."""
     lines = simulated().splitlines()
     assert lines[0].startswith("mooncake: 12,031 requests to llama-3-8b on 4 x h100")
@@ -33,7 +33,7 @@ def test_without_arguments_it_is_a_deployment_that_carries_the_bundled_trace():
         (["--memory", "10GiB"], True),
     ],
 )
-def test_what_is_too_much_for_a_server_is_said_first(deployment, saturated):
+def test_a_report_begins_with_saturated_if_the_load_is_too_high(deployment, saturated):
     """The report begins with SATURATED if and only if the load cannot be carried.
 
     This includes a run whose load is below 1, but whose queue keeps growing.

@@ -7,21 +7,21 @@ cores, which agree. `tox -e like-sglang` compares them with the package.
 from __future__ import annotations
 
 import pytest
-from helpers.cache_streams import CONVERSATION, STREAMS, Ours, digest, hits_of
+from helpers.cache_streams import CONVERSATION, STREAMS, KvcoreCache, digest, hits_of
 
 
 @pytest.mark.parametrize("stream", STREAMS[CONVERSATION], ids=str)
-def test_each_request_hits_what_it_hits_in_sglang(stream):
+def test_each_request_hits_as_in_sglang(stream):
     """Each request hits as many blocks under `--like sglang` as in SGLang."""
-    ours = Ours.like("sglang", stream.blocks)
+    ours = KvcoreCache.like("sglang", stream.blocks)
     assert digest(hits_of(stream, ours)) == STREAMS[CONVERSATION][stream]
 
 
 @pytest.mark.parametrize(
     ("rule", "more"), [({"prefix": "radix"}, 263), ({"eviction": "lru"}, 587)], ids=str
 )
-def test_each_rule_counts(rule, more):
+def test_each_rule_of_sglang_changes_the_hits(rule, more):
     """Without SGLang's prefix rule or eviction rule, the pool of 8,192 blocks hits more."""
     stream = next(each for each in STREAMS[CONVERSATION] if each.blocks == 8192)
-    ours = Ours.like("sglang", stream.blocks, **rule)
+    ours = KvcoreCache.like("sglang", stream.blocks, **rule)
     assert sum(hits_of(stream, ours)) - STREAMS[CONVERSATION][stream][0] == more

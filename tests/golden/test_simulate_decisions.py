@@ -24,7 +24,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("scheduler", GOLDEN)
-def test_a_small_run(scheduler):
+def test_decisions_of_a_small_run_equal_the_recorded_ones(scheduler):
     """Steps, preemptions, hits, evictions and latencies equal the recorded ones.
 
     The trace runs twice as fast as recorded, with 16 sequences at once and too few blocks for

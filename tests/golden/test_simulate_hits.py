@@ -33,7 +33,7 @@ def untimed():
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("blocks", SIZES)
-def test_a_clock_hardly_changes_what_hits(untimed, blocks, model):
+def test_a_clock_hardly_changes_the_hit_ratio(untimed, blocks, model):
     """The hit ratio under a clock is within 1.5 points of that of an untimed replay."""
     cache = KVCache(blocks, 512, eviction=LRU(), accounting="tokens")
     simulate(Mooncake(), cache=cache, latency=MODELS[model]())
@@ -44,7 +44,7 @@ def test_a_clock_hardly_changes_what_hits(untimed, blocks, model):
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_where_nothing_is_shared_nothing_hits(scheduler):
+def test_blocks_found_again_after_a_preemption_are_no_hits(scheduler):
     """Blocks that a preempted request finds again are not counted as hits."""
     requests = [
         ask(
@@ -66,7 +66,7 @@ def test_where_nothing_is_shared_nothing_hits(scheduler):
     assert run.sum("hit") == stats.hit_tokens == 0
 
 
-def test_preempted_requests_count_once():
+def test_hits_are_counted_at_the_first_admission_only():
     """Lookups and hits of a request are counted at its first admission only."""
     shared = [7, 8, 9]
     requests = [

@@ -31,7 +31,7 @@ def test_steps_are_those_of_vllm(real, name):
     assert first_difference(encode(kvcore_steps(SERVERS[name])), real[name]) is None
 
 
-def test_the_goldens_try_every_rule(real):
+def test_recorded_steps_cover_all_kinds_of_servers(real):
     """The recorded steps have preemptions and hits, from servers of all eight kinds."""
     assert SERVERS.keys() == real.keys()
     steps = [step for each in real.values() for step in decode(each["runs"])]

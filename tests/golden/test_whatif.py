@@ -14,7 +14,7 @@ LRU_HITS = {3000: 18_850, 5859: 39_258}
 """Hit blocks of 288,500, by blocks of 512 tokens in the pool, in `keys` accounting."""
 
 
-def test_a_comparison_again(tmp_path):
+def test_whatif_repeats_a_comparison(tmp_path):
     """`whatif` repeats a comparison at 3,000 blocks byte for byte.
 
     With 5,859 blocks instead, it hits as many blocks as a comparison with 5,859 blocks.
@@ -32,7 +32,7 @@ def test_a_comparison_again(tmp_path):
 
 
 @pytest.mark.parametrize(("scheduler", "scale"), [("fcfs", 1.0), ("srpt", 3.0)])
-def test_a_simulation_again(tmp_path, scheduler, scale):
+def test_whatif_repeats_a_simulation(tmp_path, scheduler, scale):
     """`whatif` repeats a simulation of 4,000 requests byte for byte, even under overload."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
     with Trace(path) as trace:

@@ -32,10 +32,10 @@ class Tab:
         self.complaints = []
         self.requests = []
         self._listeners = {
-            "console": self._heard,
-            "pageerror": self._failed,
-            "request": self._asked,
-            "dialog": self._interrupted,
+            "console": self._on_console,
+            "pageerror": self._on_error,
+            "request": self._on_request,
+            "dialog": self._on_dialog,
         }
         for event, listener in self._listeners.items():
             page.on(event, listener)
@@ -47,18 +47,18 @@ class Tab:
         self.page.mouse.move(0, 0)
         self.page.goto("about:blank")
 
-    def _heard(self, message):
+    def _on_console(self, message):
         if message.type in ("error", "warning"):
             self.complaints.append(message.text)
 
-    def _failed(self, error):
+    def _on_error(self, error):
         self.complaints.append(str(error))
 
-    def _interrupted(self, dialog):
+    def _on_dialog(self, dialog):
         self.complaints.append(dialog.message)
         dialog.dismiss()
 
-    def _asked(self, request):
+    def _on_request(self, request):
         if not request.url.startswith(("file:", "blob:", "data:")):
             self.requests.append(request.url)
 
@@ -76,7 +76,7 @@ def until(page, condition, arg=None):
     Playwright's own function evaluates text in the page, which the policy of a page forbids.
     """
     look = f"const look = () => (({condition})(arg) ? done() : requestAnimationFrame(look))"
-    late = "setTimeout(() => fail(new Error('it does not come to hold')), 60000)"
+    late = "setTimeout(() => fail(new Error('the condition does not hold')), 60000)"
     page.evaluate(f"(arg) => new Promise((done, fail) => {{ {look}; {late}; look(); }})", arg)
 
 

@@ -70,7 +70,7 @@ def digest(hits):
     return sum(hits), sha256(text.encode()).hexdigest()[:16]
 
 
-class Ours:
+class KvcoreCache:
     """A cache of kvcore with given plugins."""
 
     @classmethod

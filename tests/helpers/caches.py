@@ -90,7 +90,7 @@ class Recorded(ScoreEviction):
 
     name: ClassVar[str] = "recorded"
 
-    told: list[Any] = attrs.field(init=False, factory=list)
+    callbacks: list[Any] = attrs.field(init=False, factory=list)
 
     def score(self, span, now):
         """Return the order in which the span was released."""
@@ -105,7 +105,7 @@ def _noting(name):
 
     def method(self, *args):
         original(self, *args)
-        self.told.append((name, args[1] if name == "on_miss" else spell(args[place])))
+        self.callbacks.append((name, args[1] if name == "on_miss" else spell(args[place])))
 
     return method
 

@@ -38,7 +38,7 @@ class Longest(Router):
 
 
 @attrs.define(eq=False)
-class Lot(Router):
+class RandomRouter(Router):
     """A router that draws replicas by the id of a request, and refuses one in `refuses`."""
 
     name: ClassVar[str] = "lot"

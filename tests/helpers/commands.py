@@ -18,8 +18,8 @@ def run_here(*arguments, cwd=None):
     out, err = (TextIOWrapper(BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with chdir(cwd or Path.cwd()), redirect_stdout(out), redirect_stderr(err):
         code = frame.run(words)
-    told = [stream.buffer.getvalue().decode() for stream in (out, err)]
-    return CompletedProcess(words, code, *told)
+    output = [stream.buffer.getvalue().decode() for stream in (out, err)]
+    return CompletedProcess(words, code, *output)
 
 
 @contextmanager

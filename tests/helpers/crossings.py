@@ -28,7 +28,7 @@ BLOCK, PREFIX, PROMPT, OUTPUT = 16, 160, 200, 30
 SERVED, MEASURED = 12, 8
 
 
-class Way:
+class CallCount:
     """The calls while `record` was active.
 
     Attributes:
@@ -94,9 +94,9 @@ def _is_ours(code):
     return ours and file.removeprefix(ROOTS[0]) not in IMPORTING
 
 
-def way_of_command(*arguments):
+def count_calls_of_command(*arguments):
     """Return the way of a command line, which must succeed; its output is dropped."""
-    way = Way()
+    way = CallCount()
     with redirect_stdout(StringIO()), way.record():
         code = frame.run(arguments)
     if code != 0:
@@ -105,14 +105,14 @@ def way_of_command(*arguments):
     return way
 
 
-def way_of_request():
+def count_calls_of_request():
     """Return the way of one request in a simulation that has served similar ones.
 
     Requests come one by one, long after one another, so all calls between reading one request
     and reading the next are those for that request: its prompt hits a prefix, its rest is
     prefilled, and its tokens are generated.
     """
-    way = Way()
+    way = CallCount()
     shared = PREFIX // BLOCK
     own = PROMPT // BLOCK - shared
     requests = [

@@ -16,7 +16,7 @@ def coin(*parts):
 
 
 @attrs.define(slots=False, eq=False)
-class Knowing(TokenDrafter):
+class NoisyOracle(TokenDrafter):
     """A drafter of the digests that the generator `Exact` draws, some of them wrong.
 
     Options:

@@ -48,7 +48,7 @@ class Engine:
         self.own = context is None
         self.address, self.replay = address, replay
         self.topic, self.buffer, self.replay_frames = topic, buffer, replay_frames
-        self.asked = []
+        self.requested = []
         self.holes = []
         self.start()
 
@@ -85,15 +85,15 @@ class Engine:
 
     def wait(self):
         """Wait for a subscriber."""
-        assert self.pub.poll(PATIENCE_MS), "nobody subscribed"
+        assert self.pub.poll(PATIENCE_MS), "no subscriber"
         assert self.pub.recv().startswith(b"\x01")
 
-    def publish(self, payload, *, heard=True):
+    def publish(self, payload, *, sent=True):
         """Keep a batch for replays, and send it unless it is to be lost."""
         frame = number(self.next)
         self.next += 1
         self.kept = [*self.kept, (self.topic, frame, payload)][-self.buffer :]
-        if heard:
+        if sent:
             self.pub.send_multipart([self.topic, frame, payload])
 
     def answer(self, router, stopper):
@@ -102,13 +102,13 @@ class Engine:
         poller.register(router, zmq.POLLIN)
         poller.register(stopper, zmq.POLLIN)
         while stopper not in dict(poller.poll()):
-            who, _, start = router.recv_multipart()
-            self.asked.append(int.from_bytes(start, "big"))
+            client, _, start = router.recv_multipart()
+            self.requested.append(int.from_bytes(start, "big"))
             missing = self.holes.pop(0) if self.holes else ()
             for batch in self.kept:
                 if batch[1] >= start and int.from_bytes(batch[1], "big") not in missing:
-                    router.send_multipart([who, b"", *batch[1 - self.replay_frames :]])
-            router.send_multipart([who, b"", *[b"", END, b""][1 - self.replay_frames :]])
+                    router.send_multipart([client, b"", *batch[1 - self.replay_frames :]])
+            router.send_multipart([client, b"", *[b"", END, b""][1 - self.replay_frames :]])
         stopper.close(linger=0)
 
     def __enter__(self):

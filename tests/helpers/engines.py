@@ -102,10 +102,10 @@ def install(requirement):
     """Install a package without dependencies; raise if that fails and the index has it."""
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", requirement]
     done = subprocess.run(pip, capture_output=True, text=True, check=False)
-    said = done.stderr.strip() if done.returncode else "installed"
-    print(f"{requirement}: {said.splitlines()[-1]}", file=sys.stderr)  # noqa: T201
-    if done.returncode and "No matching distribution found" not in said:
-        raise SystemExit(said)
+    output = done.stderr.strip() if done.returncode else "installed"
+    print(f"{requirement}: {output.splitlines()[-1]}", file=sys.stderr)  # noqa: T201
+    if done.returncode and "No matching distribution found" not in output:
+        raise SystemExit(output)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ class Eviction:
     line: dict
 
 
-class Told:
+class TraceBlocks:
     """The contents of blocks in a trace, each a pair of a key and the block's place in the key.
 
     Attributes:

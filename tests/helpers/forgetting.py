@@ -55,10 +55,10 @@ class Forgetful:
             for _ in range(spec.layers)
         ]
         self.queries = [torch.empty(0, spec.query_heads, spec.head_dim).double()] * spec.layers
-        self.asked = []
+        self.query_positions = []
         if hit:
             self.step(hit)
-            self.asked = []
+            self.query_positions = []
             self.queries = [rows[:0] for rows in self.queries]
             for head in self.all_heads:
                 head.mass.zero_()
@@ -73,7 +73,7 @@ class Forgetful:
         child = Forgetful(self.generator, self.text)
         child.text.seed, child.text.computed = seed, self.text.computed
         child.heads = [[attrs.evolve(head) for head in layer] for layer in self.heads]
-        child.queries, child.asked = [*self.queries], [*self.asked]
+        child.queries, child.query_positions = [*self.queries], [*self.query_positions]
         return child
 
     def step(self, count):
@@ -92,7 +92,7 @@ class Forgetful:
                 out.append(weights @ head.values)
             return torch.cat(out).transpose(0, 1)
 
-        self.asked += at.tolist()
+        self.query_positions += at.tolist()
         self.generator.forward(next_batch([self.text], [count]), attend)
         self.text.computed += count
         return self.generator.seen
@@ -147,7 +147,7 @@ class Forgetful:
     def held(self, layer, reads, seq):
         """Return the tokens of a layer as a policy reads them, in the order of the text."""
         heads = self.heads[layer]
-        at = torch.tensor(self.asked[-reads.queries :])
+        at = torch.tensor(self.query_positions[-reads.queries :])
         queries = self.queries[layer][len(self.queries[layer]) - len(at) :]
         group = queries.shape[1] // len(heads)
         return HeldTokens(

@@ -1,8 +1,8 @@
 """Hits and evictions of streams in SGLang's caches and in a KVCache."""
 
 import attrs
-from helpers.cache_streams import Ours, hits_of
-from helpers.sglang_engine import Theirs
+from helpers.cache_streams import KvcoreCache, hits_of
+from helpers.sglang_engine import SglangCache
 
 from kvcore.trace.fields import EvictionDigest
 
@@ -34,14 +34,14 @@ class _Evicted:
 
 def in_kvcore(stream, eviction):
     """Return hits and evictions of `stream` in the model of SGLang's cache."""
-    ours = Ours.like("sglang", stream.blocks, eviction=eviction)
+    ours = KvcoreCache.like("sglang", stream.blocks, eviction=eviction)
     evicted = ours.cache.tree.residency = _Evicted()
     return _digest(hits_of(stream, ours), evicted.keys)
 
 
 def in_sglang(stream, core, eviction="lru", config=None):
     """Return hits and evictions in SGLang's own cache, under a policy of SGLang."""
-    theirs = Theirs(stream.blocks, core, eviction, config)
+    theirs = SglangCache(stream.blocks, core, eviction, config)
     return _digest(hits_of(stream, theirs), theirs.evicted)
 
 

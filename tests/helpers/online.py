@@ -100,11 +100,11 @@ def serving(config=None, **options):
     async def main():
         server = Server(parts(**options), config or ServeConfig(port=0, grace=2))
         await server.start()
-        loop, told = asyncio.get_running_loop(), asyncio.Event()
-        stopping.append(lambda: loop.call_soon_threadsafe(told.set))
+        loop, stopped = asyncio.get_running_loop(), asyncio.Event()
+        stopping.append(lambda: loop.call_soon_threadsafe(stopped.set))
         made.append(server)
         started.set()
-        await told.wait()
+        await stopped.wait()
         await server.stop()
 
     failures = []

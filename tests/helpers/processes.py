@@ -28,12 +28,12 @@ MOST_MEMORY = 250 << 20
 
 
 class Program:
-    """A process that listens on a port; `told` is its output on stderr."""
+    """A process that listens on a port; `stderr` is its output on stderr."""
 
     def __init__(self, *arguments):
         self._command = (sys.executable, "-m", "kvcore", *map(str, arguments))
         self.url = self.process = None
-        self.told = b""
+        self.stderr = b""
 
     async def start(self):
         """Start the process and wait until it listens; after the first time at its old port."""
@@ -45,8 +45,8 @@ class Program:
         async with asyncio.timeout(60):
             while not found:
                 line = await self.process.stderr.readline()
-                assert line, self.told.decode()
-                self.told += line
+                assert line, self.stderr.decode()
+                self.stderr += line
                 found = re.search(rb" at (http://\S+:\d+);", line)
         self.url = found[1].decode()
         self._listening = asyncio.create_task(self._listen())
@@ -73,7 +73,7 @@ class Program:
 
     async def _listen(self):
         while line := await self.process.stderr.readline():
-            self.told += line
+            self.stderr += line
 
 
 async def bad_day(folder, servers, requests, kills):
@@ -112,7 +112,7 @@ async def bad_day(folder, servers, requests, kills):
         seconds = perf_counter() - begin
         await work
         await settled(proxy.url)
-        memory, lost = proxy.memory(), proxy.told.count(b" is down")
+        memory, lost = proxy.memory(), proxy.stderr.count(b" is down")
         codes = await asyncio.gather(*(each.stop() for each in programs))
     finally:
         for each in programs:
@@ -126,7 +126,7 @@ async def bad_day(folder, servers, requests, kills):
     assert found["answered"] > 0.9 * requests
     assert lost >= 1
     assert memory < MOST_MEMORY
-    assert codes == [0] * (servers + 1), [each.told.decode() for each in programs]
+    assert codes == [0] * (servers + 1), [each.stderr.decode() for each in programs]
     arrivals = [each.arrival for each in TraceWorkload(folder / "day.jsonl.gz")]
     assert len(arrivals) >= found["answered"] + found["cut"]
     assert arrivals == sorted(arrivals)

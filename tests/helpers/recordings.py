@@ -12,7 +12,7 @@ from kvcore.serving import Batching, simulate
 from kvcore_plugins.eviction import LRU
 
 
-class Here:
+class StepModels:
     """The latency models of these tests, as a plugin."""
 
     @hookimpl
@@ -21,7 +21,7 @@ class Here:
         return [Even, Tally]
 
 
-PLUGINS = Plugins(extra=[Here()])
+PLUGINS = Plugins(extra=[StepModels()])
 
 
 def untimed(path, texts, blocks=4, **cache):

@@ -129,21 +129,21 @@ class Run:
         """Return (time, request) for each line of `event`."""
         return [(line["t"], line["request"]) for line in self.lines if line["event"] == event]
 
-    def story(self, *events):
+    def timeline(self, *events):
         """Return "time EVENT request" for each line of `events`, or for all lines."""
         names = {
             line["seq"]: line["request"]
             for line in self.lines
             if "request" in line and "seq" in line
         }
-        told = []
+        lines = []
         for line in self.lines:
             name = (
                 line["id"] if "id" in line else line.get("request", names.get(line.get("seq")))
             )
             if not events or line["event"] in events:
-                told.append(f"{line['t']} {line['event']} {name}")
-        return told
+                lines.append(f"{line['t']} {line['event']} {name}")
+        return lines
 
     def sum(self, column):
         """Return the sum of a column over all finished requests."""

@@ -80,7 +80,7 @@ class _Slots:
         """Return None: there are no Mamba states."""
 
 
-class Asking:
+class TreeRequest:
     """A request with the attributes that SGLang's caches read."""
 
     session = None
@@ -95,7 +95,7 @@ class Asking:
         return True
 
 
-class Theirs:
+class SglangCache:
     """A radix cache of SGLang with pages of one token, which are a block each.
 
     Calls are those of SGLang's scheduler: match and lock the prompt, evict, insert the computed
@@ -162,32 +162,32 @@ class Theirs:
         self.keys += list(names)[len(self.keys) - 1 :]
         return tokens
 
-    def _serve(self, asking):
+    def _serve(self, tree_request):
         """Set the request of the next calls, as a checkpoint of a request does."""
         if self.host is not None:
-            self.host.request = asking
+            self.host.request = tree_request
 
-    def _take(self, blocks, asking):
-        self._serve(asking)
+    def _allocate(self, blocks, tree_request):
+        self._serve(tree_request)
         if blocks > self.slots.left:
             self.cache.evict(EvictParams(num_tokens=blocks - self.slots.left))
         self.slots.left -= blocks
 
-    def match(self, tokens, limit=None, asking=None):
+    def match(self, tokens, limit=None, tree_request=None):
         """Return the match of a prompt, which counts as a use and splits a node at its end."""
         key = RadixKey(tokens, limit=limit)
-        return self.cache.match_prefix(MatchPrefixParams(key=key, req=asking))
+        return self.cache.match_prefix(MatchPrefixParams(key=key, req=tree_request))
 
-    def insert(self, tokens, protected, asking, inserted=0):
+    def insert(self, tokens, protected, tree_request, inserted=0):
         """Insert computed tokens; free those that were cached besides the protected ones.
 
-        `inserted` is the number of tokens that `asking` has inserted before.
+        `inserted` is the number of tokens that `tree_request` has inserted before.
         """
         values = torch.zeros(len(tokens), dtype=torch.int64)
         params = InsertParams(
             key=RadixKey(tokens), value=values, prev_prefix_len=protected, inserted_len=inserted
         )
-        self._serve(asking)
+        self._serve(tree_request)
         result = self.cache.insert(params)
         if self.core == "radix":
             self.slots.left += result.prefix_len - protected
@@ -197,36 +197,36 @@ class Theirs:
         size = request.key_tokens
         tokens = self._tokens(request.keys)[: request.prompt_tokens // size]
         limit = (request.prompt_tokens - 1) // size
-        asking = Asking(request.id, tokens)
-        match = self.match(tokens, limit, asking)
+        tree_request = TreeRequest(request.id, tokens)
+        match = self.match(tokens, limit, tree_request)
         lock = self.cache.lock(match.last_device_node)
         hit = match.device_prefix_len
         blocks = -(-request.prompt_tokens // size)
-        self._take(blocks - hit, asking)
-        self.insert(tokens, hit, asking)
+        self._allocate(blocks - hit, tree_request)
+        self.insert(tokens, hit, tree_request)
         cached = self.match(tokens).last_device_node
         self.cache.unlock(lock)
         lock = self.cache.lock(cached)
-        return [request, asking, tokens, blocks, lock], hit
+        return [request, tree_request, tokens, blocks, lock], hit
 
     def close(self, opened, *, generates):
         """Close a request, after its output is generated if there is room for it."""
-        request, asking, tokens, blocks, lock = opened
+        request, tree_request, tokens, blocks, lock = opened
         size, prompt = request.key_tokens, tokens
         length = request.prompt_tokens + request.output_tokens - 1
         need = -(-length // size) - blocks
         if generates and request.output_tokens > 1 and need <= self.available():
-            self._take(need, asking)
+            self._allocate(need, tree_request)
             blocks += need
             new = range(len(tokens), length // size)
             tokens = tokens + self._tokens([(GENERATED, request.id, place) for place in new])
-        self.insert(tokens, len(prompt), asking, len(prompt))
+        self.insert(tokens, len(prompt), tree_request, len(prompt))
         if 0 < len(prompt) < len(tokens):
-            self.insert(prompt, len(prompt), asking, len(prompt))
+            self.insert(prompt, len(prompt), tree_request, len(prompt))
         self.slots.left += blocks - len(tokens)
         self.cache.unlock(lock)
-        asking.output_ids = tokens[len(prompt) :]
-        self.cache.on_release(asking, checkpointed=True)
+        tree_request.output_ids = tokens[len(prompt) :]
+        self.cache.on_release(tree_request, checkpointed=True)
 
 
 def waiting(theirs, request):

@@ -93,7 +93,7 @@ def drive(cache):
     cache.close(again, 23)
 
 
-def forget(path):
+def drop_blocks(path):
     """Record sequences that drop blocks by a window: shared ones, own ones, after a fork."""
     with Trace(path) as trace:
         window = Window(tokens=5)
@@ -194,7 +194,7 @@ TIERS = (
 """A tier of 6 slots and one of 9, of 1000 bytes: 1 ns a block; 2 to read and 4 to write."""
 
 
-def rest(path, tiers=TIERS, requests=None, blocks=8, mode="model"):
+def serve_tiers(path, tiers=TIERS, requests=None, blocks=8, mode="model"):
     """Record a server whose blocks move to two tiers and back, and are swapped."""
     if requests is None:
         requests = [

@@ -3,7 +3,7 @@
 from functools import cache
 
 import msgspec
-from helpers.traces import lines, rest, seal
+from helpers.traces import lines, seal, serve_tiers
 from msgspec.inspect import (
     AnyType,
     DictType,
@@ -156,9 +156,9 @@ def valid(path, found):
         return False
 
 
-def turned_away(path):
+def record_rejection(path):
     """Record a run with tiers, and with a request that is rejected as too large."""
-    first, *others = lines(rest(path))
+    first, *others = lines(serve_tiers(path))
     huge = {"id": "huge", "prompt": 400, "output": 1, "keys": [], "key_tokens": 4}
     why = {"request": "huge", "why": "too large"}
     more = [{"t": 0, "event": "REQUEST"} | huge, {"t": 0, "event": "REJECT"} | why]
@@ -167,7 +167,7 @@ def turned_away(path):
 
 def recovered(path):
     """Write a run on tensors that only recovers a block from a tier."""
-    header = lines(rest(path))[0]
+    header = lines(serve_tiers(path))[0]
     tier = header["tiers"][1]
     tier["recovered"] = 1
     line = {"t": 0, "event": "RECOVER", "tier": tier["tier"], "request": "old"}

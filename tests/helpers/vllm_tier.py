@@ -22,7 +22,7 @@ from kvcore_plugins.workload import Mooncake
 SIZE = 512
 """Tokens of a chunk, and of a key of the trace."""
 
-SAYS_FOR_WHOM = "req_context" in signature(CachePolicy.insert).parameters
+PASSES_REQUESTS = "req_context" in signature(CachePolicy.insert).parameters
 """Whether this release of vLLM passes the request for which a chunk is stored."""
 
 

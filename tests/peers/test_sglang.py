@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from random import Random
 
 import pytest
-from helpers.cache_streams import CONVERSATION, STREAMS, SYNTHETIC, Ours, digest, hits_of
+from helpers.cache_streams import CONVERSATION, STREAMS, SYNTHETIC, KvcoreCache, digest, hits_of
 from helpers.jobs import job
 
 from kvcore import Request
@@ -18,12 +18,14 @@ from kvcore.serving import LoopState
 if find_spec("sglang") is None:
     pytest.skip("SGLang is not installed", allow_module_level=True)
 
-from helpers.sglang_engine import Theirs, order
+from helpers.sglang_engine import SglangCache, order
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the package
 
 CORES = ("radix", "python", "rust")
 QUEUES = 60
+LIMIT = 128
+"""Most waiting requests that SGLang orders by their hits."""
 TOKENS = 600
 """Longest prompt of a random queue."""
 
@@ -38,19 +40,22 @@ def ask(draw, number, stems):
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("stream", STREAMS[CONVERSATION], ids=str)
-def test_the_goldens_are_those_of_the_package(stream, core):
+def test_sglang_has_the_recorded_hits(stream, core):
     """Each of SGLang's three caches has the recorded hits of the golden tests."""
-    assert digest(hits_of(stream, Theirs(stream.blocks, core))) == STREAMS[CONVERSATION][stream]
+    assert (
+        digest(hits_of(stream, SglangCache(stream.blocks, core)))
+        == STREAMS[CONVERSATION][stream]
+    )
 
 
 @pytest.mark.skipif("KVCORE_MOONCAKE_SYNTHETIC" not in os.environ, reason="no such trace")
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("stream", STREAMS[SYNTHETIC], ids=str)
-def test_a_trace_held_out_hits_the_same(stream, core):
+def test_a_held_out_trace_hits_as_in_sglang(stream, core):
     """SGLang's three caches hit the same as kvcore on the synthetic trace of Mooncake."""
-    found = digest(hits_of(stream, Theirs(stream.blocks, core)))
+    found = digest(hits_of(stream, SglangCache(stream.blocks, core)))
     assert found == STREAMS[SYNTHETIC][stream]
-    assert found == digest(hits_of(stream, Ours.like("sglang", stream.blocks)))
+    assert found == digest(hits_of(stream, KvcoreCache.like("sglang", stream.blocks)))
 
 
 class _Server:
@@ -61,22 +66,26 @@ class _Server:
 
 
 @pytest.mark.parametrize("seed", range(QUEUES))
-def test_a_queue_is_ordered_alike(seed):
+def test_lpm_orders_a_queue_as_sglang_does(seed):
     """`lpm` orders a queue as SGLang does, given equal caches.
 
-    Queues have 23 to 150 waiting requests, on both sides of SGLang's limit of 128.
+    Queues have up to 200 waiting requests. Beyond SGLang's limit of 128 they stay in the order
+    of arrival; below it they do not.
     """
     draw = Random(seed)
     stems = [[("stem", name, place) for place in range(TOKENS)] for name in range(12)]
-    requests = [ask(draw, number, stems) for number in range(draw.choice((30, 128, 129, 200)))]
-    served, queue = requests[: len(requests) // 4], requests[len(requests) // 4 :]
+    waiting = draw.choice((30, 128, 129, 200))
+    requests = [ask(draw, number, stems) for number in range(waiting + waiting // 3)]
+    served, queue = requests[:-waiting], requests[-waiting:]
     options = LIKENESSES["sglang"].options
-    ours = Ours(20_000, 1, options["eviction"], options["prefix"])
-    theirs = Theirs(20_000, "radix")
+    ours = KvcoreCache(20_000, 1, options["eviction"], options["prefix"])
+    theirs = SglangCache(20_000, "radix")
     for cache in (ours, theirs):
         for request in served:
             cache.close(cache.open(request)[0], generates=False)
     scheduler = Plugins().build("scheduler", options["scheduler"])
     jobs = [job(request, serial) for serial, request in enumerate(queue, 1)]
     plan = scheduler.plan(LoopState(0, jobs, [], 256, 0, _Server(ours.cache)))
-    assert [each.request.id for each in plan.admit] == order(theirs, queue)
+    ordered = [each.request.id for each in plan.admit]
+    assert ordered == order(theirs, queue)
+    assert (ordered == sorted(ordered)) is (waiting > LIMIT)

@@ -69,7 +69,7 @@ def compare(servers):
     return counts, wrong
 
 
-def test_the_goldens_are_what_vllm_does():
+def test_vllm_makes_the_recorded_steps():
     """The step lists in the repository are those of the installed package."""
     assert version("vllm") == "0.33.0"
     made = {server.name: encode(vllm_engine.run(server).steps) for server in golden_servers()}
@@ -78,7 +78,7 @@ def test_the_goldens_are_what_vllm_does():
     assert made == read(GOLDEN)
 
 
-def test_random_servers():
+def test_random_servers_make_the_steps_of_vllm():
     """Steps, admissions, hits, preemptions and free blocks are those of vLLM."""
     counts, wrong = compare(map(random_server, range(FIRST, FIRST + SERVERS)))
     print("\nrandom servers:", dict(counts))  # noqa: T201 - the figures of the claim
@@ -87,7 +87,7 @@ def test_random_servers():
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_options_that_are_not_vllm_s_defaults(options):
+def test_options_other_than_the_defaults_make_the_steps_of_vllm(options):
     """Steps are those of vLLM if an option of vLLM and its equivalent in kvcore are set."""
     numbers = range(FIRST, FIRST + max(1, SERVERS // 10))
     servers = [random_server(number, **options) for number in numbers]
@@ -112,7 +112,7 @@ def apart(server):
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_difference_would_be_seen(lag):
+def test_a_rule_of_kvcore_in_place_of_vllms_changes_the_steps(lag):
     """Replacing one of vLLM's rules by one of kvcore's changes the steps."""
     server = conversation(400, 512, lag)
     real = encode(vllm_engine.run(server).steps)

@@ -170,9 +170,7 @@ def record(server, latency, path, monkeypatch, *, ahead):
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["synchronous", "asynchronous"])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_file_has_the_steps_that_the_device_ran_without_a_pause(
-    tmp_path, monkeypatch, ahead, seed
-):
+def test_the_file_has_the_steps_that_ran_without_a_pause(tmp_path, monkeypatch, ahead, seed):
     """The file has the work and the time of each step that followed another without a pause.
 
     The first steps and those after idle time are missing. The time that the host takes to plan

@@ -63,7 +63,7 @@ def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=26), pool=st.integers(1, 30))
 @settings(max_examples=30, deadline=None)
-def test_where_nothing_is_shared_nothing_hits(lengths, pool):
+def test_requests_without_common_blocks_have_no_hits(lengths, pool):
     """Requests without a common block have 0 hits, whatever the policy."""
     texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
     comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool])
@@ -73,7 +73,7 @@ def test_where_nothing_is_shared_nothing_hits(lengths, pool):
 
 @given(texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40))
 @settings(max_examples=30, deadline=None)
-def test_where_all_fits_all_hits(texts):
+def test_a_pool_for_all_blocks_hits_as_an_infinite_cache(texts):
     """Policies that do not expire blocks hit as an infinite cache if all blocks fit."""
     blocks = len({text[: end + 1] for text in texts for end in range(len(text))})
     comparison = compare(Prompts(texts), [*LASTING, *BOUNDS], [max(1, blocks)])

@@ -5,7 +5,7 @@ from collections import Counter
 import attrs
 import hypothesis.strategies as st
 import orjson
-from helpers.clusters import Longest, Lot, serve_cluster, serve_server
+from helpers.clusters import Longest, RandomRouter, serve_cluster, serve_server
 from helpers.schedulers import SCHEDULERS
 from helpers.serving import Single, early, servers, tiered_servers
 from hypothesis import given, settings
@@ -34,19 +34,19 @@ def failures(draw, replicas):
     return drawn
 
 
-def told(run):
+def unnumbered(run):
     """Return the lines of a trace without numbers, sorted by time and then by replica."""
     lines = [{**line, "n": 0} for line in run.lines]
     return sorted(lines, key=lambda line: (line["t"], line.get("replica", -1)))
 
 
-def as_asked(lines):
+def requests_first(lines):
     """Return the bytes of lines without numbers, of one time first requests and rejections.
 
     A cluster routes or rejects all requests of one time before a replica admits any of them.
     """
-    asked = ("REQUEST", "REJECT")
-    lines = sorted(lines, key=lambda line: (line["t"], *(line["event"] != e for e in asked)))
+    first = ("REQUEST", "REJECT")
+    lines = sorted(lines, key=lambda line: (line["t"], *(line["event"] != e for e in first)))
     return [orjson.dumps({**line, "n": 0}) for line in lines]
 
 
@@ -63,7 +63,7 @@ def test_a_cluster_of_one_is_a_server(server, scheduler, forgets):
     lines = [line for line in cluster.lines if line["event"] != "ROUTE"]
     for line in lines:
         line.pop("replica", None)
-    assert as_asked(lines) == as_asked(alone.lines)
+    assert requests_first(lines) == requests_first(alone.lines)
     names = ("arrival", "admitted", "first_token", "finish", "hit", "loaded", "verdict")
     one, other = cluster.result.log, alone.result.log
     assert [sorted(getattr(one, name)) for name in names] == [
@@ -73,9 +73,7 @@ def test_a_cluster_of_one_is_a_server(server, scheduler, forgets):
 
 @FEW
 @given(st.data(), servers() | tiered_servers(), counts, st.sampled_from(["exact", "index"]))
-def test_a_replica_that_is_not_touched_does_what_it_does_step_by_step(
-    data, server, replicas, view
-):
+def test_jumps_of_replicas_change_no_decision(data, server, replicas, view):
     """Routers and traces are the same whether replicas jump over steps or run each of them."""
     fail = data.draw(failures(replicas))
     lazy, slow = Longest(), Longest()
@@ -84,7 +82,7 @@ def test_a_replica_that_is_not_touched_does_what_it_does_step_by_step(
         server, replicas, router=slow, view=view, failures=fail, latency=Single
     )
     assert lazy.saw == slow.saw
-    assert told(one) == told(other)
+    assert unnumbered(one) == unnumbered(other)
 
 
 @FEW
@@ -101,34 +99,35 @@ def test_events_without_delay_are_exact(data, server, replicas):
     one = serve_server(server, replicas, router=late, view="events:delay=0", failures=fail)
     other = serve_server(server, replicas, router=exact, view="exact", failures=fail)
     assert late.saw == exact.saw
-    assert told(one) == told(other)
+    assert unnumbered(one) == unnumbered(other)
 
 
 @FEW
 @given(st.data(), servers() | tiered_servers(), st.integers(2, 4))
-def test_every_request_is_served_once_or_turned_away(data, server, replicas):
+def test_every_request_is_served_once_or_rejected(data, server, replicas):
     """Each request has one row and one end, whatever replicas fail.
 
     The lines of the trace are in order of time, and a second run writes the same bytes.
     """
     fail = data.draw(failures(replicas))
     runs = [
-        serve_server(server, replicas, router=Lot(refuses=7), failures=fail) for _ in range(2)
+        serve_server(server, replicas, router=RandomRouter(refuses=7), failures=fail)
+        for _ in range(2)
     ]
     assert runs[0].trace == runs[1].trace
     run = runs[0]
-    log, asked = run.result.log, {request.id: request for request in server.requests}
-    assert Counter(log.ids) == Counter(list(asked))
+    log, by_id = run.result.log, {request.id: request for request in server.requests}
+    assert Counter(log.ids) == Counter(list(by_id))
     ends = Counter(
         line["request"] for line in run.lines if line["event"] in ("FINISH", "REJECT")
     )
-    assert ends == Counter(list(asked))
+    assert ends == Counter(list(by_id))
     for row, name in enumerate(log.ids):
         done = row not in log.reasons
         assert (log.finish[row] >= 0) == done
-        assert not done or log.output[row] == asked[name].output_tokens
+        assert not done or log.output[row] == by_id[name].output_tokens
         assert (run.result.replica[row] >= 0) or not done
-    assert sum(run.result.served) + len(log.reasons) == len(asked)
+    assert sum(run.result.served) + len(log.reasons) == len(by_id)
     times = [line["t"] for line in run.lines]
     assert times == sorted(times)
     assert [line["n"] for line in run.lines] == list(range(1, len(times) + 1))
@@ -178,14 +177,14 @@ def test_holders_are_found_by_bisection(held, path):
     st.sampled_from([None, 25, 100]),
     st.sampled_from([None, 1, 3, 8]),
 )
-def test_an_index_knows_what_was_sent_lately(steps, ttl, blocks):
+def test_sent_index_holds_recently_sent_keys(steps, ttl, blocks):
     """`SentIndex` holds the keys sent within their time to live, up to a number of entries."""
     index = SentIndex(ttl=ttl, blocks=blocks)
     last, sent, now = {}, [], 0
     for gap, replica, path, fails in steps:
         now += gap
         while sent and ttl is not None and now - sent[0][0] >= ttl:
-            _forget(last, sent)
+            _drop_oldest(last, sent)
         request = ask(path)
         found = {}
         for place, key in enumerate(request.keys, 1):
@@ -205,11 +204,11 @@ def test_an_index_knows_what_was_sent_lately(steps, ttl, blocks):
         sent.append((now, replica, keys, len(sent) + 1000 * now + id(request)))
         last.update({(replica, key): sent[-1][3] for key in keys})
         while blocks is not None and len(last) > blocks:
-            _forget(last, sent)
+            _drop_oldest(last, sent)
         assert len(index) == len(last)
 
 
-def _forget(last, sent):
+def _drop_oldest(last, sent):
     """Drop the keys that were sent first, unless they were sent again since."""
     _, replica, keys, serial = sent.pop(0)
     for key in keys:
@@ -220,7 +219,7 @@ def _forget(last, sent):
 @given(
     st.lists(st.tuples(st.integers(0, 9), prompts), max_size=12), st.integers(0, 20), prompts
 )
-def test_events_come_after_the_delay(stored, delay, path):
+def test_events_are_visible_after_the_delay(stored, delay, path):
     """An event of a replica is visible from the delay after it on, and not before."""
     view, now, log = EventsView(delay=delay), 0, []
     for gap, each in stored:
@@ -234,7 +233,7 @@ def test_events_come_after_the_delay(stored, delay, path):
         assert view.find(request, now) == ({0: hit} if hit else {})
 
 
-def test_what_is_under_way_is_lost_with_its_replica():
+def test_events_under_way_are_lost_with_their_replica():
     """A failed replica holds nothing, whatever events of it are still on the way."""
     view = EventsView(delay=10)
     view.stored(0, keys_of((1, 2)), 0)
@@ -247,7 +246,7 @@ def test_what_is_under_way_is_lost_with_its_replica():
     assert view.find(ask((1, 2)), 30) == {0: 4}
 
 
-def test_keys_in_the_middle_of_nothing():
+def test_a_prompt_without_keys_hits_nowhere():
     """A prompt without keys hits nowhere and is not added to the index."""
     index = SentIndex()
     request = Request(id=0, arrival=0, prompt_tokens=3, output_tokens=1, key_tokens=4)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.clusters import Lot, serve_cluster
+from helpers.clusters import RandomRouter, serve_cluster
 from helpers.queueing import EXPONENTIAL, LOAD, SERVICE, arrivals, check
 
 from kvcore import Router
@@ -30,10 +30,10 @@ class LeastWork(Router):
 
 
 @attrs.define(eq=False)
-class Counting(LeastRequests):
+class InFlight(LeastRequests):
     """A `least-requests` router that integrates the requests in flight over time."""
 
-    name: ClassVar[str] = "counting"
+    name: ClassVar[str] = "in-flight"
     _since: dict[int, tuple[int, int]] = attrs.field(factory=dict, init=False)
     area: dict[int, int] = attrs.field(factory=dict, init=False)
 
@@ -75,9 +75,9 @@ def responses(rows):
     return [(finish - arrival) * 1e9 / SERVICE for arrival, finish in times]
 
 
-def test_lots_make_m_m_1():
+def test_random_routing_makes_m_m_1():
     """Each of three replicas chosen at random has the mean response 1 / (1 - load) of M/M/1."""
-    _, rows = run(3, Lot())
+    _, rows = run(3, RandomRouter())
     check(responses(rows), 1 / (1 - LOAD))
 
 
@@ -95,21 +95,21 @@ def test_least_work_left_makes_m_m_c(servers):
     check(responses(rows), 1 + waits / (servers * (1 - LOAD)))
 
 
-def test_the_shorter_of_two_queues():
+def test_least_requests_joins_the_shortest_queue():
     """Two replicas under `least-requests` have the mean response of the shortest queue."""
     _, rows = run(2, LeastRequests())
     check(responses(rows), response_of_shortest_queue(LOAD))
 
 
 @pytest.mark.parametrize(("load", "expected"), [(0.5, 1.42632), (0.7, 2.10820)])
-def test_the_chain_of_the_shorter_queue(load, expected):
+def test_the_formula_of_the_shortest_queue(load, expected):
     """`response_of_shortest_queue` gives the means of solving its equations by elimination."""
     assert response_of_shortest_queue(load) == pytest.approx(expected, abs=2e-4)
 
 
 def test_littles_law():
     """On each replica, the integral of requests in flight is the sum of their times."""
-    router = Counting()
+    router = InFlight()
     result, rows = run(3, router)
     for replica in range(3):
         spent = sum(

@@ -115,7 +115,7 @@ class Run:
         """Return random rows."""
         return torch.randn(tokens, heads, WIDTH, generator=self.draws)
 
-    def taken(self, count):
+    def allocated(self, count):
         """Return free blocks, the last freed first; None if there are too few."""
         if count > len(self.free):
             return None
@@ -129,7 +129,7 @@ class Run:
             if other is not sequence and (not other[1] or number % 3 == 0):
                 continue
             table, context = other
-            more = self.taken(-(-(context + length) // SIZE) - len(table))
+            more = self.allocated(-(-(context + length) // SIZE) - len(table))
             if more is not None:
                 table += more
                 other[1] += length
@@ -161,7 +161,7 @@ class Run:
     def fork(self, sequence, _):
         """Copy a sequence."""
         table, tokens = sequence
-        if (targets := self.taken(len(table))) is not None and len(self.sequences) < 4:
+        if (targets := self.allocated(len(table))) is not None and len(self.sequences) < 4:
             self.backend.copy_blocks(zip(table, targets, strict=True))
             for half in self.halves:
                 half.copy(table, targets)
@@ -170,7 +170,7 @@ class Run:
     def swap(self, sequence, _):
         """Swap a sequence out, overwrite its blocks, and swap it in elsewhere."""
         table, _ = sequence
-        if (targets := self.taken(len(table))) is not None:
+        if (targets := self.allocated(len(table))) is not None:
             host = self.backend.swap_out(table)
             for half in self.halves:
                 half.copy(table, targets)
@@ -192,7 +192,7 @@ class Run:
     def compact(self, sequence, number):
         """Keep some tokens of each head, in some blocks of the sequence and a new one."""
         table, tokens = sequence
-        fresh = self.taken(1)
+        fresh = self.allocated(1)
         kept = tokens * (1 + number % 3) // 4
         if fresh is None or not kept:
             self.free += fresh or []
@@ -222,7 +222,7 @@ class Run:
 
 @pytest.mark.parametrize("codec", CODECS)
 @given(todo=actions, heads=st.sampled_from(HEADS))
-def test_coded_blocks_are_those_of_a_model(codec, todo, heads):
+def test_encoded_blocks_equal_those_of_the_model(codec, todo, heads):
     """Reads and attention over encoded blocks equal those of the model.
 
     Blocks go through chunks, windows, forks, swaps, rollbacks and compactions.

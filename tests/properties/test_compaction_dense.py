@@ -151,7 +151,7 @@ class Pair:
     size=st.sampled_from((1, 4, 5)),
     model=st.sampled_from(sorted(MODELS)),
 )
-def test_paged_is_dense(policy, actions, size, model):
+def test_paged_sequences_equal_contiguous_ones(policy, actions, size, model):
     """Paged sequences keep the same tokens as contiguous ones, with outputs within 1e-10.
 
     Sequences share prefixes, fork, are recomputed, and run in chunks of all sizes.

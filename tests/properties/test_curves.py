@@ -23,7 +23,7 @@ def read(served, ratio):
 
 @given(texts=TEXTS, ratio=st.integers(1, 3), key=st.sampled_from([str, number]))
 @settings(max_examples=300, deadline=None)
-def test_one_pass_is_a_replay_at_every_size(texts, ratio, key):
+def test_one_pass_equals_replays_at_every_size(texts, ratio, key):
     """The curve of LRU equals a replay at every pool size.
 
     Sizes go from one block, below the longest request, to more than all blocks.
@@ -39,7 +39,7 @@ def test_one_pass_is_a_replay_at_every_size(texts, ratio, key):
 
 @given(texts=st.lists(st.text("abcd", max_size=9), max_size=40), ratio=st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
-def test_more_blocks_never_hit_less_and_in_the_end_all(texts, ratio):
+def test_a_curve_never_falls_and_ends_at_all_hits(texts, ratio):
     """The curve starts at 0, never falls, and ends at the hits of an unbounded pool."""
     served = requests(texts, ratio)
     reuse = read(served, ratio)
@@ -53,7 +53,7 @@ def test_more_blocks_never_hit_less_and_in_the_end_all(texts, ratio):
 
 @given(texts=TEXTS, ratio=st.integers(1, 3), bypass=st.booleans())
 @settings(max_examples=400, deadline=None)
-def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
+def test_the_compiled_optimum_hits_as_belady(texts, ratio, bypass):
     """The compiled optimum hits as many blocks as `Belady.replay` at every size."""
     served = requests(texts, ratio)
     reuse = read(served, ratio)
@@ -65,7 +65,7 @@ def test_the_compiled_optimum_is_the_optimum(texts, ratio, bypass):
 
 @given(texts=TEXTS)
 @settings(max_examples=100, deadline=None)
-def test_what_is_looked_up_is_distinct_or_reused(texts):
+def test_reuse_counts_distinct_blocks_and_lookups(texts):
     """`Reuse` counts the different prefixes as distinct blocks, and all keys as lookups."""
     served = requests(texts)
     reuse = read(served, 1)

@@ -61,9 +61,7 @@ def do_anything(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_an_engine_that_makes_no_sense_leaves_a_recording_that_replays(
-    tmp_path: Path, seed: int
-) -> None:
+def test_random_calls_leave_a_consistent_recording(tmp_path: Path, seed: int) -> None:
     """Random calls raise nothing, and leave lines that do not contradict each other."""
     rng, path = Random(seed), tmp_path / "engine.jsonl"
     recorder = EngineRecorder(
@@ -75,7 +73,5 @@ def test_an_engine_that_makes_no_sense_leaves_a_recording_that_replays(
         do_anything(recorder, rng, rng.choice(requests), keys, now)
     recorder.close()
     assert recorder.disagreements
-    if recorder.failure is None:
-        assert check_trace(path).complete
-    else:
-        assert check_trace(f"{path}.part").lines > 1
+    assert recorder.failure is None
+    assert check_trace(path).complete

@@ -1,6 +1,6 @@
 """Batches of events are delivered in order, at most once, despite loss, replay and restart."""
 
-from itertools import islice, pairwise
+from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 from kvcore.kv_events.sequencer import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
 
 STEPS = st.lists(
-    st.sampled_from(["heard", "heard", "heard", "lost", "lost", "restart", "catch up"]),
+    st.sampled_from(
+        ["received", "received", "received", "lost", "lost", "restart", "catch up"]
+    ),
     max_size=60,
 )
 
@@ -43,7 +45,7 @@ class Publisher:
                     yield batch
 
 
-def listened(steps, publisher, *, replay=True):
+def items_of_listener(steps, publisher, *, replay=True):
     """Return the items of a listener whose publisher goes through these steps."""
     sequencer = BatchSequencer(0, publisher.replay if replay else None)
     items = []
@@ -55,7 +57,7 @@ def listened(steps, publisher, *, replay=True):
             items += sequencer.catch_up()
         else:
             batch = publisher.publish()
-            if step == "heard":
+            if step == "received":
                 items += sequencer.receive(*batch)
     return items
 
@@ -73,11 +75,11 @@ def lives(items):
 
 @given(steps=STEPS, keeps=st.integers(1, 8), replay=st.booleans(), data=st.data())
 @settings(max_examples=400)
-def test_nothing_is_counted_twice(steps, keeps, replay, data):
+def test_no_batch_is_delivered_twice(steps, keeps, replay, data):
     """No batch is delivered twice, and batches and gaps cover all numbers between restarts."""
     fates = st.sampled_from(["sent", "sent", "sent", "dropped", "broken"])
     publisher = Publisher(keeps, lambda: data.draw(fates))
-    items = listened(steps, publisher, replay=replay)
+    items = items_of_listener(steps, publisher, replay=replay)
     payloads = [item.payload for item in items if isinstance(item, Delivery)]
     assert len(payloads) == len(set(payloads))
     for life in lives(items):
@@ -91,20 +93,20 @@ def test_nothing_is_counted_twice(steps, keeps, replay, data):
 
 @given(steps=STEPS)
 @settings(max_examples=400)
-def test_nothing_is_missing_that_can_be_had(steps):
+def test_complete_replays_leave_no_gap(steps):
     """There is no gap, and no batch missing, if replays have all batches."""
     publisher = Publisher(keeps=100)
-    items = listened([*steps, "heard"], publisher)
+    items = items_of_listener([*steps, "received"], publisher)
     assert not [item for item in items if isinstance(item, Gap)]
     last = max(life for life, _ in map(named, items))
     assert [n for life, n in map(named, items) if life == last] == list(range(publisher.next))
 
 
 @given(steps=STEPS)
-def test_every_restart_that_shows_is_told(steps):
+def test_every_visible_restart_is_reported(steps):
     """A restart is reported exactly when the numbers of batches begin again."""
     publisher = Publisher(keeps=100)
-    items = listened(["heard", *steps], publisher)
+    items = items_of_listener(["received", *steps], publisher)
     seen = [named(item) for item in items if isinstance(item, Delivery)]
     back = 0
     for before, after in pairwise(seen):
@@ -121,7 +123,7 @@ def named(item):
     return int(life), int(number)
 
 
-def test_a_replay_without_end_takes_no_more_memory(monkeypatch):
+def test_an_endless_replay_needs_bounded_memory(monkeypatch):
     """Only the last batches of a replay are remembered, to drop them if they also come live."""
     monkeypatch.setattr("kvcore.kv_events.sequencer.MOST_REPLAYED", 5)
     publisher = Publisher(keeps=20)
@@ -133,26 +135,32 @@ def test_a_replay_without_end_takes_no_more_memory(monkeypatch):
 
 
 @given(steps=STEPS, read=st.integers(0, 60))
-def test_what_is_not_read_any_more_is_in_gaps(steps, read):
+def test_batches_are_covered_wherever_the_reader_stops(steps, read):
     """Batches and gaps cover all received numbers, wherever the reader stops."""
-    publisher = Publisher(keeps=3)
+    publisher, received = Publisher(keeps=3), []
     sequencer = BatchSequencer(0, publisher.replay)
-    items = list(islice(_partly(sequencer, publisher, steps, read), None))
+    items = list(_partly(sequencer, publisher, steps, read, received))
+    expected = 0
     for life in lives(items):
         expected = 0
         for item in life:
             assert (item.first if isinstance(item, Gap) else item.sequence) == expected
             expected = (item.last if isinstance(item, Gap) else item.sequence) + 1
+    assert expected == (received[-1] + 1 if received else 0)
 
 
-def _partly(sequencer, publisher, steps, read):
-    """Yield the items of a listener that stops reading after `read` of them."""
+def _partly(sequencer, publisher, steps, read, received):
+    """Yield the items of a listener that stops reading after `read` of them.
+
+    The numbers of the received batches are appended to `received`.
+    """
     waiting = []
     for step in steps:
         if step == "restart":
             publisher.restart()
-        elif (batch := publisher.publish()) and step == "heard":
+        elif (batch := publisher.publish()) and step == "received":
             waiting.append(batch)
+            received.append(batch[0])
             items = sequencer.receive(*batch)
             while read > 0 and (item := next(items, None)) is not None:
                 read -= 1
@@ -165,7 +173,7 @@ def _partly(sequencer, publisher, steps, read):
         yield from sequencer.skip(sequence, payload, "no time")
 
 
-def test_a_hole_behind_the_last_batch_had_is_asked_for_again():
+def test_a_batch_missing_in_a_replay_is_requested_again():
     """A batch that is missing in a replay after the last known one is requested again.
 
     A replay that has the last known batch must have the next, so it was dropped on the way.

@@ -1,7 +1,7 @@
 """Exported events leave the same blocks resident in a tracker as a replay of the trace."""
 
 import pytest
-from helpers.traces import ask, compact, forget, record, rest, serve, write
+from helpers.traces import ask, compact, drop_blocks, record, serve, serve_tiers, write
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -84,7 +84,7 @@ def run(path, rows, blocks, block_size, policy):
     block_size=st.sampled_from([2, 4]),
     policy=st.sampled_from([LRU, FIFO]),
 )
-def test_the_ledger_agrees_with_the_replay(tmp_path_factory, rows, blocks, block_size, policy):
+def test_the_tracker_agrees_with_the_replay(tmp_path_factory, rows, blocks, block_size, policy):
     """The tracker ends with the blocks of the replay, each once, and without anomalies."""
     path = run(tmp_path_factory.mktemp("t") / "t.jsonl", rows, blocks, block_size, policy)
     hashes, count = cached(path)
@@ -97,7 +97,7 @@ def test_the_ledger_agrees_with_the_replay(tmp_path_factory, rows, blocks, block
 
 
 @given(rows=ROWS, blocks=st.integers(6, 16), block_size=st.sampled_from([2, 4]))
-def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, block_size):
+def test_a_block_is_removed_after_its_children(tmp_path_factory, rows, blocks, block_size):
     """A block is removed only after all its children."""
     path = run(tmp_path_factory.mktemp("t") / "t.jsonl", rows, blocks, block_size, LRU)
     parents = {}
@@ -110,8 +110,8 @@ def test_no_block_leaves_before_what_follows_it(tmp_path_factory, rows, blocks, 
                 assert gone not in parents.values()
 
 
-@pytest.mark.parametrize("make", [record, serve, forget, compact])
-def test_every_kind_of_line_is_understood(tmp_path, make):
+@pytest.mark.parametrize("make", [record, serve, drop_blocks, compact])
+def test_every_kind_of_line_is_exported(tmp_path, make):
     """The tracker ends with the blocks of the replay for traces with every kind of line.
 
     These have forks, duplicates, preemptions and retention.
@@ -122,9 +122,9 @@ def test_every_kind_of_line_is_understood(tmp_path, make):
     assert resident == dict.fromkeys(hashes, 1)
 
 
-def test_tiers_are_mediums(tmp_path):
+def test_tiers_are_exported_as_mediums(tmp_path):
     """The tracker ends with the blocks of the replay in the pool and in each tier."""
-    path = rest(tmp_path / "t.jsonl")
+    path = serve_tiers(tmp_path / "t.jsonl")
     hashes, _ = cached(path)
     header, *lines = read_events(path)
     state = CacheState(header)
@@ -156,7 +156,7 @@ def test_digests_are_hashes_of_64_bits(tmp_path):
     assert (batch.ts, event.block_size, len(event.tokens)) == (2.5, 4, 8)
 
 
-def test_equal_blocks_have_equal_stand_ins(tmp_path):
+def test_equal_blocks_have_equal_exported_tokens(tmp_path):
     """The exported tokens of a block depend on its hash only, and differ between hashes."""
     path = record(tmp_path / "t.jsonl")
     tokens = {}
@@ -178,7 +178,7 @@ def test_exported_batches_make_a_recording(tmp_path):
     assert report.resident == {"GPU": cached(trace)[1]}
 
 
-def test_a_long_prompt_is_several_events_that_can_be_read(tmp_path):
+def test_a_long_prompt_is_split_into_several_events(tmp_path):
     """A prompt of 1.2 M tokens is split into events that readers accept."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(75_000, 16, trace=trace)
@@ -195,7 +195,7 @@ def test_a_long_prompt_is_several_events_that_can_be_read(tmp_path):
     assert not any(report.anomalies.values())
 
 
-def test_blocks_whose_token_ids_no_event_can_hold_are_refused(tmp_path):
+def test_blocks_too_large_for_an_event_are_refused(tmp_path):
     """A block size that is too large for an event raises TraceError."""
     path = write(tmp_path / "run.jsonl", block_size=2**40, key_tokens=2**40)
     with pytest.raises(TraceError, match="no room for their token ids"):

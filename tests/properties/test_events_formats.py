@@ -28,13 +28,13 @@ NAMES = ["type", "$x", "event_type", 1, None]
 
 @given(batch=batches())
 @settings(max_examples=200)
-def test_what_is_written_is_read(batch):
+def test_an_encoded_batch_is_decoded_unchanged(batch):
     """A batch of any format is decoded from its bytes unchanged, times to the last bit."""
     assert decode(wire_payload(batch)) == batch
 
 
 @given(batch=batches())
-def test_bytes_are_written_as_they_were(batch):
+def test_decoded_bytes_are_encoded_unchanged(batch):
     """Decoding bytes and encoding them again gives the same bytes."""
     sent = wire_payload(batch)
     assert encode(decode(sent)) == sent
@@ -42,7 +42,7 @@ def test_bytes_are_written_as_they_were(batch):
 
 @given(event=wire_arrays(), rest=st.lists(st.none() | st.integers(0, 9), max_size=2))
 @settings(max_examples=200)
-def test_arrays_are_written_as_they_were(event, rest):
+def test_positional_arrays_are_encoded_unchanged(event, rest):
     """An event sent as a positional array of any length is encoded to the same bytes."""
     sent = pack([1.0, [event], *rest])
     batch = decode(sent)
@@ -52,7 +52,7 @@ def test_arrays_are_written_as_they_were(event, rest):
 
 
 @given(batch=batches())
-def test_recordings_hold_everything(batch, tmp_path_factory):
+def test_recorded_batches_are_read_unchanged(batch, tmp_path_factory):
     """A batch that is written to a recording is read back unchanged."""
     path = tmp_path_factory.mktemp("recording") / "r.jsonl"
     batch = decode(wire_payload(batch))
@@ -72,13 +72,13 @@ json_like = st.recursive(
 
 
 @given(value=json_like | st.floats(allow_nan=False))
-def test_json_twins_are_faithful(value):
+def test_values_without_a_json_form_survive_json(value):
     """Values that msgpack has and JSON lacks are read back from JSON unchanged."""
     assert from_json(to_json(value)) == value
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_mutated_payloads_raise_nothing_else(name):
+def test_mutated_payloads_raise_only_kvcore_errors(name):
     """Each damaged payload is decoded, or raises KvcoreError."""
     draw = random.Random(name)
     kept, refused = BlockTracker(), 0
@@ -117,7 +117,7 @@ def test_mutated_payloads_raise_nothing_else(name):
     ],
     ids=["deep", "deep JSON", "long", "long events", "long map", "nested", "cut", "", "byte"],
 )
-def test_bombs_are_refused(payload):
+def test_deep_nesting_and_false_lengths_are_refused(payload):
     """Payloads with deep nesting or false lengths raise KvcoreError."""
     with pytest.raises(KvcoreError, match=r"^payload: "):
         decode(payload)

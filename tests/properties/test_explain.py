@@ -79,12 +79,14 @@ def test_the_categories_add_up(policy, requests, blocks, layout):
 
 
 @given(requests=LISTS, blocks=POOLS, layout=LAYOUTS)
-def test_a_cache_that_shares_nothing_stores_nothing(requests, blocks, layout):
+def test_blocks_without_a_prefix_cache_were_never_stored(requests, blocks, layout):
     """Without a prefix cache, repeated blocks are explained as never stored."""
     explanation = recorded(requests, blocks, layout, "lru", NoPrefix())
     check_sums(explanation, 0)
-    told = {loss.category for each in explanation.requests.values() for loss in each.losses}
-    assert told <= {"compulsory", "unstored", "granularity", "no_keys", "truncated"}
+    categories = {
+        loss.category for each in explanation.requests.values() for loss in each.losses
+    }
+    assert categories <= {"compulsory", "unstored", "granularity", "no_keys", "truncated"}
 
 
 @given(
@@ -108,7 +110,7 @@ def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
     blocks=st.integers(4, 30),
     layout=LAYOUTS,
 )
-def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
+def test_the_categories_add_up_under_random_calls(steps, blocks, layout):
     """Every token that missed has one reason when sequences fork, roll back and stay open."""
     out = BytesIO()
     with Trace(out) as trace:
@@ -125,7 +127,7 @@ def test_the_categories_add_up_whatever_is_called(steps, blocks, layout):
     layout=LAYOUTS,
 )
 @settings(max_examples=100)
-def test_what_is_named_would_have_hit_had_it_stayed(policy, requests, blocks, layout):
+def test_blocks_explained_as_evicted_would_have_hit(policy, requests, blocks, layout):
     """Blocks explained as evicted would hit if they and the blocks before them were kept.
 
     The run is repeated up to the end of the request that is named as their last user. Then the
@@ -186,7 +188,9 @@ def cache_once(cache, opened, now):
     layout=LAYOUTS,
 )
 @settings(max_examples=80)
-def test_what_room_would_not_help_misses_with_all_the_room(policy, requests, blocks, layout):
+def test_an_unbounded_pool_hits_exactly_the_losses_to_capacity(
+    policy, requests, blocks, layout
+):
     """An unbounded pool hits exactly the tokens lost to capacity, policy, expiry or length.
 
     Request by request, it misses the others: those that are compulsory, granular or without a
@@ -211,11 +215,11 @@ def test_what_room_would_not_help_misses_with_all_the_room(policy, requests, blo
     layout=LAYOUTS,
 )
 @settings(max_examples=150)
-def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks, layout):
+def test_losses_to_the_policy_are_hits_of_the_optimum(policy, requests, blocks, layout):
     """Losses are due to the policy exactly where Belady's rule hits, request by request."""
     explanation = recorded(requests, blocks, layout, policy)
     count, size = layout
-    best = belady([laid(request, layout) for request in requests], blocks)
+    best = belady([shareable_blocks(request, layout) for request in requests], blocks)
     if count == "keys":
         future = Future.read(requests, BlockLayout(count, size, 6))
         assert sum(best) == Belady().replay(future, blocks, size)[0].hit_blocks
@@ -226,7 +230,7 @@ def test_the_optimum_would_have_kept_what_it_hits_more(policy, requests, blocks,
             assert loss.category == "policy" or loss.first >= hit * size
 
 
-def laid(request, layout):
+def shareable_blocks(request, layout):
     """Return a request's shareable blocks, the number that can hit, and that of all blocks.
 
     A block is (its depth, the keys up to its end).

@@ -46,13 +46,13 @@ def assert_tinylfu(blocks, items, window, protected, period):
 
 
 @given(ITEMS, st.integers(1, 6), st.integers(1, 3), st.integers(0, 3), SHARES)
-def test_lruk(items, blocks, k, correlated, history):
+def test_lruk_hits_as_published(items, blocks, k, correlated, history):
     """LRU-K hits like the published algorithm on any items."""
     assert_lruk(blocks, items, k, correlated, history)
 
 
 @given(ITEMS, st.integers(1, 8), SHARES, SHARES, st.integers(1, 10))
-def test_tinylfu(items, blocks, window, protected, period):
+def test_tinylfu_hits_as_published(items, blocks, window, protected, period):
     """W-TinyLFU hits like the plain algorithm on any items."""
     assert_tinylfu(blocks, items, window, protected, period)
 
@@ -64,12 +64,12 @@ def trace():
 
 
 @pytest.mark.parametrize(("k", "correlated", "history"), [(2, 0, 1.0), (3, 50, 4.0)])
-def test_lruk_on_the_trace(trace, k, correlated, history):
+def test_lruk_hits_as_published_on_the_trace(trace, k, correlated, history):
     """LRU-K hits like the published algorithm on a real trace."""
     assert_lruk(200, trace, k, correlated, history)
 
 
 @pytest.mark.parametrize(("blocks", "window"), [(200, 0.01), (2000, 0.2)])
-def test_tinylfu_on_the_trace(trace, blocks, window):
+def test_tinylfu_hits_as_published_on_the_trace(trace, blocks, window):
     """W-TinyLFU hits like the plain algorithm on a real trace."""
     assert_tinylfu(blocks, trace, window, 0.8, 10)

@@ -26,7 +26,7 @@ def hits(policy, served, ratio, blocks):
 
 
 @given(PROMPTS, st.integers(1, 14), st.integers(1, 3))
-def test_told_of_all_it_is_the_optimum(prompts, blocks, ratio):
+def test_lookahead_at_all_requests_hits_as_the_optimum(prompts, blocks, ratio):
     """With all requests known, `lookahead` hits as much as the optimum that must admit."""
     served = requests(prompts, ratio)
     best, _ = Belady().replay(Future.read(served, BlockLayout("keys", 1, ratio)), blocks, 1)
@@ -34,7 +34,7 @@ def test_told_of_all_it_is_the_optimum(prompts, blocks, ratio):
 
 
 @given(PROMPTS, st.integers(1, 14), st.integers(1, 3))
-def test_told_of_none_it_is_lru(prompts, blocks, ratio):
+def test_lookahead_at_no_request_hits_as_lru(prompts, blocks, ratio):
     """With no request known, `lookahead` hits as much as LRU."""
     served = requests(prompts, ratio)
     assert hits(Lookahead(requests=0), served, ratio, blocks) == hits(

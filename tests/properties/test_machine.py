@@ -14,7 +14,7 @@ from kvcore_plugins.prefix import NoPrefix, Radix
 
 # Options other than the defaults are driven by the conformance tests.
 @pytest.mark.parametrize("name", [name for name in POLICIES if ":" not in name])
-def test_machine(name):
+def test_invariants_hold_under_random_calls(name):
     """The cache's invariants hold under any order of calls, with each policy.
 
     Sequences are opened, committed, extended, forked, rolled back and closed, and run out of
@@ -23,7 +23,7 @@ def test_machine(name):
     run_state_machine_as_test(cache_machine(lambda: build(name), Radix))
 
 
-def test_machine_without_prefix_cache():
+def test_invariants_hold_without_a_prefix_cache():
     """The cache's invariants hold under any order of calls without a prefix cache."""
     run_state_machine_as_test(cache_machine(lambda: build("lru"), NoPrefix))
 
@@ -37,7 +37,7 @@ class Careless(LRU):
         return next(reversed(self._order))
 
 
-def test_machine_finds_faults():
+def test_the_state_machine_finds_a_faulty_policy():
     """The state machine raises PolicyError if a policy's victim is an inner span."""
     once = settings(phases=[Phase.generate])
     with pytest.raises(PolicyError, match="is no leaf"):

@@ -62,7 +62,7 @@ def contents(blocks, pool):
 
 @given(prompts=PROMPTS, pool=st.integers(1, 5))
 @settings(max_examples=200, deadline=None)
-def test_it_is_the_most_that_a_cache_can_hit_which_must_admit(prompts, pool):
+def test_the_optimum_that_must_admit_hits_the_most(prompts, pool):
     """The optimum hits as much as the best choice of victims, if requests must be admitted."""
     expected = most_hits(prompts, 1, pool, bypass=False)
     assert optimum_hits(prompts, 1, pool, bypass=False) == expected
@@ -70,7 +70,7 @@ def test_it_is_the_most_that_a_cache_can_hit_which_must_admit(prompts, pool):
 
 @given(prompts=PROMPTS, pool=st.integers(1, 4))
 @settings(max_examples=200, deadline=None)
-def test_it_is_the_most_that_a_cache_can_hit_which_may_bypass(prompts, pool):
+def test_the_optimum_that_may_bypass_hits_the_most(prompts, pool):
     """The optimum hits as much as the best choice of cached blocks, if requests may bypass."""
     expected = most_hits(prompts, 1, pool, bypass=True)
     assert optimum_hits(prompts, 1, pool, bypass=True) == expected
@@ -82,7 +82,7 @@ def test_it_is_the_most_that_a_cache_can_hit_which_may_bypass(prompts, pool):
     bypass=st.booleans(),
 )
 @settings(max_examples=100, deadline=None)
-def test_it_is_the_most_with_several_blocks_a_key(prompts, pool, bypass):
+def test_the_optimum_with_two_blocks_a_key_hits_the_most(prompts, pool, bypass):
     """The optimum hits as much as the best choice where a key is two blocks."""
     expected = most_hits(prompts, 2, pool, bypass=bypass)
     assert optimum_hits(prompts, 2, pool, bypass=bypass) == expected
@@ -95,7 +95,7 @@ def test_it_is_the_most_with_several_blocks_a_key(prompts, pool, bypass):
     bypass=st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
-def test_it_does_not_depend_on_the_block_size(prompts, pool, ratio, bypass):
+def test_the_optimum_does_not_depend_on_the_block_size(prompts, pool, ratio, bypass):
     """`ratio` times as many blocks of a `ratio`-th of the size hit exactly `ratio` times."""
     coarse = optimum_hits(prompts, 1, pool, bypass=bypass)
     assert optimum_hits(prompts, ratio, ratio * pool, bypass=bypass) == ratio * coarse

@@ -13,7 +13,7 @@ from helpers.browser import browsing, tab
 from helpers.policies import build
 from helpers.serving import random_server, random_talks, random_tiered_server
 from helpers.toy_engine import ToyEngine, drive
-from helpers.traces import compact, forget, record, rest, serve
+from helpers.traces import compact, drop_blocks, record, serve, serve_tiers
 
 from kvcore import KVCache, Trace
 from kvcore.errors import InputError
@@ -162,8 +162,8 @@ def packed(playback):
 
 def played(page, playback, rows, stride):
     """Return the page's states of a playback at some rows."""
-    asked = {"name": "test", "blocks": packed(playback), "rows": rows, "stride": stride}
-    return page.evaluate(RUN, asked)
+    arguments = {"name": "test", "blocks": packed(playback), "rows": rows, "stride": stride}
+    return page.evaluate(RUN, arguments)
 
 
 def check(page, path, seed, window=None):
@@ -213,7 +213,13 @@ def check_uses(playback, path, uses):
         assert held == best, (path.name, request, at, row)
 
 
-WRITTEN = {"record": record, "forget": forget, "serve": serve, "compact": compact, "rest": rest}
+WRITTEN = {
+    "record": record,
+    "drop_blocks": drop_blocks,
+    "serve": serve,
+    "compact": compact,
+    "serve_tiers": serve_tiers,
+}
 
 
 @pytest.mark.parametrize("name", WRITTEN)
@@ -225,7 +231,7 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
 
 
 @pytest.mark.parametrize("make", [driven, served, hosted])
-def test_a_page_plays_what_happened(page, tmp_path, make):
+def test_a_page_plays_random_runs(page, tmp_path, make):
     """Spans, pins, tables, counts and next uses on a page equal a replay of random runs."""
     for seed in range(24):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
@@ -234,7 +240,7 @@ def test_a_page_plays_what_happened(page, tmp_path, make):
 
 
 @pytest.mark.parametrize("make", [driven, served, hosted])
-def test_a_window_begins_with_what_was_there(page, tmp_path, make):
+def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
     """A page of a window has the states of a replay of the whole trace.
 
     No window ends between two lines of the same time.
@@ -262,7 +268,7 @@ def test_a_window_without_a_line_is_refused(tmp_path):
         Playback(path, window=Window(10**9))
 
 
-def test_sentences_come_out_as_they_went_in(page):
+def test_packed_phrases_are_restored_on_the_page(page):
     """Texts packed by `share_phrases` are restored on the page, numbers and blank ones too."""
     texts = ["", "Of 1,204 tokens, 3 hit.\n- from 0 to 17 (1.35 s): 2", "none", "7"]
     shared = share_phrases(texts)

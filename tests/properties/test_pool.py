@@ -36,7 +36,7 @@ def used_pool(history):
 
 
 @given(histories, st.integers(0, 20), st.integers(0, 20))
-def test_taking_in_two_parts(history, first, second):
+def test_allocating_in_two_parts_gives_the_same_ids(history, first, second):
     """allocate(a + b) gives the ids of allocate(a), then those of allocate(b)."""
     whole, parts = used_pool(history), used_pool(history)
     first = min(first, whole.free_blocks)
@@ -45,8 +45,8 @@ def test_taking_in_two_parts(history, first, second):
 
 
 @given(histories, st.integers(0, 40))
-def test_a_pool_that_counts(history, count):
-    """A counting pool has as many free blocks as one with ids."""
+def test_a_pool_without_ids_has_as_many_free_blocks(history, count):
+    """A pool without ids has as many free blocks as one with ids."""
     ids, counted = used_pool(history), CountingPool(40)
     counted.allocate(40 - ids.free_blocks)
     for pool in (ids, counted):
@@ -56,7 +56,7 @@ def test_a_pool_that_counts(history, count):
 
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_extending_in_parts(name, seed):
+def test_extending_in_two_parts_gives_the_same_blocks(name, seed):
     """extend(a + b) gives the blocks of extend(a), then of extend(b), even from victims."""
     whole = extended(name, seed, lambda room: [room])
     assert whole == extended(name, seed, lambda room: [room // 3, room - room // 3])
@@ -79,7 +79,7 @@ def extended(name, seed, parts_of):
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 @given(steps=step_lists(attrs.evolve(TRAFFIC, mix=FORKS)))
-def test_counting_decides_as_ids_do(count, steps):
+def test_a_cache_without_ids_decides_as_one_with_ids(count, steps):
     """A cache decides the same with ids as without, forks included.
 
     A cache without ids gets them at the first fork.
@@ -89,7 +89,7 @@ def test_counting_decides_as_ids_do(count, steps):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_counting_replays_as_ids_do(name):
+def test_a_replay_without_ids_decides_as_one_with_ids(name):
     """A serial replay decides the same with ids as without, and needs none."""
     requests = random_requests(3, 100, TRAFFIC)
     counted, with_ids = (cache(name, "tokens", ids=ids) for ids in (False, True))

@@ -17,7 +17,7 @@ schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning",
 @schedulers
 @few
 @given(server=talks())
-def test_replay(tmp_path_factory, scheduler, server):
+def test_prefetches_do_not_depend_on_jumps(tmp_path_factory, scheduler, server):
     """Prefetches start at the same times with jumps and without, and their traces replay."""
     run = server.run(scheduler)
     assert run.trace == server.run(scheduler, jumps=False).trace
@@ -35,7 +35,7 @@ def test_replay(tmp_path_factory, scheduler, server):
 @schedulers
 @few
 @given(server=talks())
-def test_untraced(scheduler, server):
+def test_prefetches_do_not_depend_on_a_trace(scheduler, server):
     """A cache without block ids prefetches the same as a traced one."""
     traced, counted = server.run(scheduler), server.run(scheduler, trace=False)
     assert traced.rows == counted.rows
@@ -45,8 +45,8 @@ def test_untraced(scheduler, server):
         assert attrs.asdict(one.stats) == attrs.asdict(other.stats)
 
 
-def test_random_talks_prefetch():
-    """The random servers prefetch blocks, some in time and some too late."""
+def test_random_servers_prefetch_blocks():
+    """Random servers prefetch blocks, of which requests hit some but not all."""
     counts = dict.fromkeys(("prefetched", "prefetch_hits"), 0)
     for seed in range(40):
         run = random_talks(Random(seed).randint).run("fcfs", trace=False)

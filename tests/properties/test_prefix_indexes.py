@@ -33,7 +33,7 @@ def run(prefix, eviction, steps, **options):
 )
 @pytest.mark.parametrize("eviction", [LRU, LFU, ExpiringPolicy])
 @pytest.mark.parametrize("seed", range(5))
-def test_radix_and_hashed_are_one_cache(seed, eviction, accounting, block_size):
+def test_radix_and_hashed_write_the_same_trace(seed, eviction, accounting, block_size):
     """`radix` and `hashed` have the same hits, evictions and trace.
 
     Requests have forks, hints, expiry and coarse keys.

@@ -51,14 +51,14 @@ def flat_hits(name, keys, blocks):
 
 @every_policy
 @given(keys=st.lists(st.integers(0, 12), max_size=120), blocks=st.integers(1, 9))
-def test_flat_requests(name, keys, blocks):
+def test_any_keys_hit_as_in_the_plain_algorithm(name, keys, blocks):
     """The policy hits like the plain algorithm on any sequence of keys."""
     plain = PLAIN[name](blocks)
     assert flat_hits(name, keys, blocks) == [plain.hits(key) for key in keys]
 
 
 @every_policy
-def test_long_flat_requests(name):
+def test_long_streams_hit_as_in_the_plain_algorithm(name):
     """The policy hits like the plain algorithm when its hand goes round many times."""
     for seed in range(100):
         draw = Random(seed)
@@ -70,7 +70,7 @@ def test_long_flat_requests(name):
 
 @every_policy
 @pytest.mark.parametrize("blocks", [10, 100, 1000])
-def test_flat_trace(name, blocks):
+def test_the_bundled_trace_hits_as_in_the_plain_algorithm(name, blocks):
     """The policy hits like the plain algorithm on the blocks of the bundled trace."""
     keys = list(islice((key for request in Mooncake() for key in request.keys), 20_000))
     plain = PLAIN[name](blocks)
@@ -93,7 +93,7 @@ def test_block_size_does_not_matter(name, requests, blocks):
 
 @every_policy
 @pytest.mark.parametrize("seed", range(8))
-def test_halves_of_one_past_are_one(name, seed):
+def test_splitting_a_span_changes_no_decision(name, seed):
     """A split of a span into parts with the same history changes no decision.
 
     A retention hint splits a hit span at its border; these policies do not read hints.
@@ -107,8 +107,8 @@ def test_halves_of_one_past_are_one(name, seed):
         if hit > 1:
             hinted = attrs.evolve(request, retention=(Retention(0, hit // 2 * KEY, 60),))
         expected, found = (
-            replay(cache, [asked], evicted)
-            for (cache, evicted), asked in ((whole, request), (cut, hinted))
+            replay(cache, [variant], evicted)
+            for (cache, evicted), variant in ((whole, request), (cut, hinted))
         )
         assert found == expected
         more += len(list(cut[0].tree.spans())) - len(list(whole[0].tree.spans()))

@@ -63,7 +63,7 @@ def traffic(name, **changes):
 
 @layouts
 @pytest.mark.parametrize("name", SCORED)
-def test_random_concurrency(name, count, size):
+def test_decisions_under_random_concurrency(name, count, size):
     """Decisions are those of the reference when many sequences run concurrently.
 
     They compute in pieces, diverge, grow in place and are refused.
@@ -76,7 +76,7 @@ def test_random_concurrency(name, count, size):
 
 @layouts
 @pytest.mark.parametrize("name", SCORED)
-def test_forks(name, count, size):
+def test_decisions_with_forks(name, count, size):
     """Decisions are those of the reference when forks share and commit private blocks."""
     for seed in range(3):
         steps = random_steps(seed, 150, traffic(name, mix=FORKS))
@@ -85,7 +85,7 @@ def test_forks(name, count, size):
 
 @layouts
 @pytest.mark.parametrize("name", SCORED)
-def test_compactions(name, count, size):
+def test_decisions_with_compactions(name, count, size):
     """Decisions are those of the reference when sequences and forks are compacted."""
     for seed in range(3):
         steps = random_steps(seed, 150, traffic(name, mix=COMPACTIONS))
@@ -95,7 +95,7 @@ def test_compactions(name, count, size):
 @layouts
 @pytest.mark.parametrize("blocks", [1, 10, 50])
 @pytest.mark.parametrize("name", SCORED)
-def test_requests_longer_than_the_pool(name, blocks, count, size):
+def test_decisions_for_requests_longer_than_the_pool(name, blocks, count, size):
     """Decisions are those of the reference for requests longer than the pool.
 
     In a serial replay such a request is opened with as many leading blocks as the pool has.
@@ -110,7 +110,7 @@ def test_requests_longer_than_the_pool(name, blocks, count, size):
     steps=step_lists(Traffic(key_tokens=KEY, hints=True))
     | step_lists(Traffic(key_tokens=KEY, hints=True, mix=COMPACTIONS))
 )
-def test_any_steps(name, steps):
+def test_decisions_for_any_steps(name, steps):
     """Decisions are those of the reference for any steps that hypothesis draws."""
     for count, size in LAYOUTS:
         assert_same_decisions(name, 10 * KEY // size, count, size, steps)
@@ -118,7 +118,7 @@ def test_any_steps(name, steps):
 
 @pytest.mark.parametrize("name", ["lru", "slru"])
 @given(requests=request_lists(Traffic(key_tokens=KEY)))
-def test_any_requests(name, requests):
+def test_decisions_for_any_requests(name, requests):
     """Decisions are those of the reference for any requests in a serial replay."""
     for count, size in LAYOUTS:
         (cache, evicted), (reference, expected) = caches(name, 4, count, size)
@@ -143,7 +143,7 @@ def serve(number, keys, *hints, wait=0):
     return Step(action="serve", request=request(number, keys, *hints), wait=wait)
 
 
-def test_siblings_of_several_lengths():
+def test_a_commit_is_shared_with_forks_of_several_lengths():
     """A commit is shared with each fork as far as the fork has the blocks, in any order."""
     for shorter in ((1, 3), (3, 1), (2, 2), (0, 4)):
         steps = [Step(action="open", request=request(0, [1, 2, 3, 4, 5]))]
@@ -183,7 +183,7 @@ AGAINST_50 = [
         ],
     ],
 )
-def test_hints_one_above_another(steps):
+def test_the_stronger_of_two_hints_holds(steps):
     """Of two hints the stronger and longer one holds, and an expired one has no effect."""
     for wait in (0, 9):
         later = attrs.evolve(AGAINST_50[0], wait=wait)

@@ -60,7 +60,7 @@ def lost(policy, held, computed, prompt):
     reach=st.sampled_from(((None,), (None, 6), (3, None, 20))),
     make=retentions,
 )
-def test_what_is_forgotten_takes_no_time(prompt, output, chunk, reach, make):
+def test_dropped_tokens_are_not_attended_to(prompt, output, chunk, reach, make):
     """Chunks and decode steps attend to the kept tokens only, also in layers with windows."""
     run = serve(
         [ask("a", prompt=prompt, output=output)],
@@ -87,7 +87,7 @@ def replayed(trace, path):
 
 @schedulers
 @given(server=servers(), make=retentions)
-def test_jumps_are_single_steps(scheduler, server, make):
+def test_jumps_drop_blocks_at_the_times_of_single_steps(scheduler, server, make):
     """Blocks are dropped at the same times whether steps are run one by one or not."""
     jumping, stepping = (simulated(server, scheduler, make, jumps=j) for j in (True, False))
     assert jumping.trace == stepping.trace
@@ -96,11 +96,11 @@ def test_jumps_are_single_steps(scheduler, server, make):
 
 @schedulers
 @given(server=servers(), make=retentions)
-def test_counting_decides_alike(scheduler, server, make):
+def test_a_run_without_ids_ends_requests_at_the_same_times(scheduler, server, make):
     """A run in which blocks have no ids ends the same requests at the same times."""
-    told, counted = (simulated(server, scheduler, make, trace=t) for t in (True, False))
-    assert told.rows == counted.rows
-    assert told.result.cache.stats == counted.result.cache.stats
+    with_ids, counted = (simulated(server, scheduler, make, trace=t) for t in (True, False))
+    assert with_ids.rows == counted.rows
+    assert with_ids.result.cache.stats == counted.result.cache.stats
 
 
 @given(server=servers(), make=retentions)
@@ -113,7 +113,7 @@ def test_a_trace_can_be_replayed(tmp_path_factory, server, make):
     assert report.events.get("COMPACT", 0) == run.result.cache.stats.compactions
 
 
-def test_random_servers_compact_and_defer_it():
+def test_random_servers_defer_compactions():
     """Random servers are tight enough for deferred compactions, preemptions and hits."""
 
     def is_tight(seed):
@@ -128,7 +128,7 @@ def test_random_servers_compact_and_defer_it():
 
 @schedulers
 @given(server=servers(), make=windows)
-def test_same_decisions_on_tensors(scheduler, server, make):
+def test_a_run_on_tensors_has_the_trace_of_the_simulator(scheduler, server, make):
     """A run on tensors has the simulator's trace, except for header and END."""
     run = compute(
         server.requests,

@@ -105,7 +105,7 @@ sizes = st.sampled_from((1, 2, 3, 6, 12))
     size=sizes,
     make_policy=policies,
 )
-def test_a_sequence_that_forgets_never_poisons_the_cache(steps, blocks, size, make_policy):
+def test_a_sequence_that_drops_tokens_never_poisons_the_cache(steps, blocks, size, make_policy):
     """No cached block was computed by a sequence that had dropped tokens.
 
     Prefixes are shared, sequences fork, and blocks are evicted and used again.
@@ -114,18 +114,18 @@ def test_a_sequence_that_forgets_never_poisons_the_cache(steps, blocks, size, ma
 
 
 @given(steps=step_lists(TRAFFIC, most=40), size=sizes)
-def test_nobody_elses_hits_change(steps, size):
+def test_compactions_change_the_hits_of_no_request(steps, size):
     """Compactions and other calls change the hits of no request in an ample pool."""
     driver = make(4000, size, None)
-    asked = [step.request for step in steps if step.request is not None]
+    opened = [step.request for step in steps if step.request is not None]
     for step in steps:
-        before = [driver.cache.probe(request, driver.now) for request in asked]
+        before = [driver.cache.probe(request, driver.now) for request in opened]
         decision = driver.step(step)
         if decision.action in ("compact", "extend", "fork", "close", "rollback"):
-            assert [driver.cache.probe(request, driver.now) for request in asked] == before
+            assert [driver.cache.probe(request, driver.now) for request in opened] == before
 
 
-def test_the_book_finds_a_poisoned_cache(monkeypatch):
+def test_slots_find_a_poisoned_cache(monkeypatch):
     """`Slots` finds a shared block that was computed after its sequence dropped tokens."""
     monkeypatch.setattr("kvcore.cache.retention.is_past_shared", lambda _: True)
     forks = Traffic(key_tokens=KEY, mix=FORKS)

@@ -71,7 +71,7 @@ class Model:
 
 
 @given(histories, st.integers(1, 5))
-def test_decode_batch(history, size):
+def test_the_decode_batch_equals_the_model(history, size):
     """Sizes, contexts and growing jobs of the batch equal those of the model."""
     model = Model(size)
     batch = DecodeBatch(model.steps, size, WINDOWS, TokenGaps())

@@ -25,7 +25,7 @@ def outcome(run):
 
 @every_scheduler
 @given(server=servers() | tiered_servers())
-def test_jumps_change_nothing(scheduler, server):
+def test_jumps_change_no_decision(scheduler, server):
     """Running many decode steps at once writes the same trace as one step at a time."""
     jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
     assert jumps.trace == steps.trace
@@ -35,7 +35,7 @@ def test_jumps_change_nothing(scheduler, server):
 @every_scheduler
 @few
 @given(server=servers() | tiered_servers())
-def test_a_trace_changes_nothing(scheduler, server):
+def test_a_trace_changes_no_decision(scheduler, server):
     """A run without a trace, in which blocks are only counted, decides the same."""
     untraced = outcome(server.run(scheduler, trace=False))
     assert untraced == outcome(server.run(scheduler))
@@ -44,20 +44,20 @@ def test_a_trace_changes_nothing(scheduler, server):
 
 @given(server=servers())
 @few
-def test_a_model_that_foresees_nothing(server):
+def test_a_latency_model_of_single_steps_changes_no_decision(server):
     """A latency model that must be called for each step gives the same trace.
 
     Only its name in the header differs.
     """
     foreseen = server.run("fcfs", latency=Bent(reach=server.windows))
-    asked = server.run("fcfs", latency=Single(reach=server.windows))
-    assert foreseen.lines == asked.lines
+    single = server.run("fcfs", latency=Single(reach=server.windows))
+    assert foreseen.lines == single.lines
 
 
 @every_scheduler
 @few
 @given(server=servers() | tiered_servers())
-def test_nothing_is_lost(tmp_path_factory, scheduler, server):
+def test_every_request_ends_once(tmp_path_factory, scheduler, server):
     """Every request ends once, its times are in order, and the trace replays."""
     run = server.run(scheduler)
     everybody = {request.id: request for request in server.requests}
@@ -87,7 +87,7 @@ def test_nothing_is_lost(tmp_path_factory, scheduler, server):
 @every_scheduler
 @few
 @given(server=servers())
-def test_no_work_is_lost_or_done_twice(scheduler, server):
+def test_tokens_are_computed_again_only_after_a_preemption(scheduler, server):
     """All tokens are generated once, and computed again only after a preemption."""
     run = server.run(scheduler, latency=Tally())
     outputs = {request.id: request.output_tokens for request in server.requests}
@@ -104,7 +104,7 @@ def test_no_work_is_lost_or_done_twice(scheduler, server):
 @every_scheduler
 @few
 @given(server=servers() | tiered_servers())
-def test_little(scheduler, server):
+def test_littles_law(scheduler, server):
     """The requests in the server, summed over time along the trace, are their times in it."""
     run = server.run(scheduler)
     present = area = then = 0
@@ -119,7 +119,7 @@ def test_little(scheduler, server):
 @every_scheduler
 @few
 @given(server=servers() | tiered_servers())
-def test_seats_are_not_taken_twice(scheduler, server):
+def test_max_seqs_is_never_exceeded(scheduler, server):
     """Never more than `max_seqs` requests run at once."""
     running = set()
     for line in server.run(scheduler).lines:

@@ -78,7 +78,7 @@ def test_srpt_beats_fcfs_on_mean_time(load):
 
 @pytest.mark.parametrize("load", [1.05, 1.1, 1.2])
 @pytest.mark.parametrize("preemptive", [False, True])
-def test_slo_beats_both_where_long_jobs_are_tight(load, preemptive):
+def test_slo_beats_both_if_long_jobs_have_tight_deadlines(load, preemptive):
     """If long jobs have tight deadlines, `slo` meets over 1.6 times as many as the others.
 
     It runs long jobs first as long as short ones can wait; the others are FCFS and SRPT.
@@ -89,7 +89,7 @@ def test_slo_beats_both_where_long_jobs_are_tight(load, preemptive):
     assert slo > 1.6 * max(fcfs, srpt)
 
 
-def test_srpt_beats_slo_where_all_deadlines_are_alike():
+def test_srpt_beats_slo_if_all_deadlines_are_equal():
     """With equal deadlines at twice the capacity, SRPT meets 1.4 times as many as `slo`.
 
     `slo` begins with the long jobs, of which the server can finish fewer, but it still meets

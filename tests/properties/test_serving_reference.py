@@ -74,8 +74,8 @@ class Loop:
         chunks = []
         for job in [job for job in self.running if job.left] + self.waiting:
             tokens = min(job.left, budget) if self.chunked else job.left
-            no_seat = job not in self.running and len(self.running) == self.max_seqs
-            if budget <= 0 or no_seat or (tokens > budget and chunks):
+            is_full = job not in self.running and len(self.running) == self.max_seqs
+            if budget <= 0 or is_full or (tokens > budget and chunks):
                 break
             if job in self.waiting:
                 self.waiting.remove(job)
@@ -111,7 +111,7 @@ CAPS = {
     caps=st.fixed_dictionaries(CAPS),
     windows=st.sampled_from(((None,), (6, None))),
 )
-def test_reference(rows, caps, windows):
+def test_times_equal_those_of_the_naive_loop(rows, caps, windows):
     """Each request has its first and last token at the naive loop's time, to the ns."""
     now, requests = 0, []
     for number, (wait, prompt, output) in enumerate(rows):

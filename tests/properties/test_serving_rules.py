@@ -1,10 +1,12 @@
 """Servers under the rules of engines: jumps change no decision, and no request is lost."""
 
+from random import Random
+
 import attrs
 import pytest
 from helpers.engine import compute, decided
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import COLUMNS, RULES, Bent, ruled_servers
+from helpers.serving import COLUMNS, RULES, Bent, random_ruled_server, ruled_servers
 from hypothesis import assume, given, settings
 
 from kvcore.serving import Batching
@@ -34,7 +36,7 @@ def outcome(run):
 
 @every_scheduler
 @given(server=ruled_servers())
-def test_jumps_change_nothing(scheduler, server):
+def test_jumps_change_no_decision(scheduler, server):
     """Decisions are the same with jumps and without, traced or not."""
     assume_order(scheduler, server)
     jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
@@ -59,7 +61,7 @@ def test_a_trace_can_be_replayed(tmp_path_factory, scheduler, server):
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
 @few
 @given(server=ruled_servers())
-def test_same_decisions_on_tensors(scheduler, server):
+def test_a_run_on_tensors_has_the_trace_of_the_simulator(scheduler, server):
     """A run on tensors has the simulator's trace, except for header and END."""
     assume_order(scheduler, server)
     assume(scheduler != "urgent" or server.options.get("commit") != "scheduled")
@@ -74,9 +76,14 @@ def test_same_decisions_on_tensors(scheduler, server):
     assert decided(run.trace) == decided(server.run(scheduler).trace)
 
 
-def test_every_rule_is_tried():
-    """Random servers draw every rule of `Batching`, its default among the values."""
+def test_random_servers_draw_every_rule():
+    """Random servers draw every value of every rule of `Batching`, its default among them."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
     defaults = attrs.asdict(Batching())
     assert set(RULES) == set(defaults) - limits
     assert all(defaults[name] in values for name, values in RULES.items())
+    drawn = set()
+    for seed in range(300):
+        options = random_ruled_server(Random(seed).randint).options
+        drawn |= {(name, options[name]) for name in RULES if name in options}
+    assert drawn == {(name, value) for name, values in RULES.items() for value in values}

@@ -34,13 +34,13 @@ def one_by_one(lines, context, growth, steps):
 @given(decodings(), st.integers(0, MOST))
 @example(([(5, 0), (5, 0)], [0], [0]), 7)
 @example(([(9, 0), (0, 1), (3, 1)], [0], [2]), 40)
-def test_total(decoding, steps):
+def test_total_is_the_sum_of_single_steps(decoding, steps):
     """`total` of the first steps is exactly the sum of their times."""
     assert StepTimes(*decoding).total(steps) == sum(one_by_one(*decoding, steps))
 
 
 @given(decodings(), st.integers(1, MOST))
-def test_segments(decoding, steps):
+def test_segments_give_the_time_of_each_step(decoding, steps):
     """Segments give the time of each step, and no segment is empty."""
     parts = list(StepTimes(*decoding).segments(steps))
     assert all(count > 0 for _, _, count in parts)
@@ -49,7 +49,7 @@ def test_segments(decoding, steps):
 
 
 @given(decodings())
-def test_segments_are_few(decoding):
+def test_there_are_no_more_segments_than_lines(decoding):
     """There are no more segments than lines, since each line is the longest at most once."""
     lines, *_ = decoding
     slopes = [slope for _, slope, _ in StepTimes(*decoding).segments(10**9)]
@@ -62,7 +62,7 @@ def test_segments_are_few(decoding):
 @example(([(10, 0)], [0], [0]), 31, MOST)
 @example(([(0, 1)], [0], [1]), 1, MOST)
 @example(([(0, 0)], [0], [0]), 1, MOST)
-def test_reach(decoding, time, most):
+def test_reach_returns_the_fewest_steps(decoding, time, most):
     """`reach` returns the fewest steps whose sum reaches a time, from 1 to `most`."""
     ends = accumulate(one_by_one(*decoding, most))
     expected = next((step for step, end in enumerate(ends, 1) if end >= time), most)
@@ -70,7 +70,7 @@ def test_reach(decoding, time, most):
 
 
 @given(decodings(), st.integers(1, 10**12), st.integers(0, 10**30))
-def test_reach_far(decoding, most, time):
+def test_reach_is_right_for_distant_times(decoding, most, time):
     """`reach` is right for distant times: one step less does not reach the time."""
     times = StepTimes(*decoding)
     steps = times.reach(time, most)

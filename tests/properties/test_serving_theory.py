@@ -59,7 +59,7 @@ def test_response_of_m_g_1_srpt(service):
     check(responses, mean_response_of_srpt(service, LOAD))
 
 
-def test_lindley():
+def test_waits_follow_lindleys_recursion():
     """Under FCFS each wait follows from the one before, to the nanosecond.
 
     Source: Lindley, "The theory of queues with a single server", 1952.

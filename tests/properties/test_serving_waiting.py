@@ -25,7 +25,7 @@ def jobs():
 
 
 @given(histories)
-def test_waiting(history):
+def test_the_head_is_the_job_of_lowest_rank(history):
     """The head is the job of lowest rank, paused ones first, then by order of arrival."""
     everybody, waiting, queue = jobs(), WaitingQueue(LRU()), []
     for action, which, *how in history:
@@ -53,7 +53,7 @@ def _order(job):
     return job.rank, job.stage != PAUSED, job.serial
 
 
-def test_what_was_ranked_again_does_not_pile_up():
+def test_ranking_a_job_again_leaves_few_entries():
     """A job that is ranked a thousand times leaves few entries in the heap."""
     waiting = WaitingQueue(LRU())
     first, second, *_ = jobs()

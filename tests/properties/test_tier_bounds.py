@@ -72,7 +72,7 @@ def test_no_hierarchy_hits_more_than_one_cache_of_all_its_blocks(
     slots=st.integers(1, 3),
 )
 @settings(max_examples=40, deadline=None)
-def test_the_bound_is_proven_by_trying_everything(prompts, pool, slots):
+def test_no_movement_between_two_levels_exceeds_the_bound(prompts, pool, slots):
     """No movement between two prefix-closed levels hits more than the bound.
 
     All contents of both levels are tried.
@@ -111,7 +111,7 @@ def test_a_tier_that_holds_all_of_the_pool_is_bounded_by_its_own_size(prompts, p
 @pytest.mark.parametrize("policy", ["lru", "fifo"])
 @given(prompts=PROMPTS, pool=st.integers(1, 6), slots=st.integers(1, 8))
 @settings(max_examples=25, deadline=None)
-def test_the_pool_hits_what_it_hits_alone(policy, prompts, pool, slots):
+def test_a_tier_does_not_change_the_hits_of_the_pool(policy, prompts, pool, slots):
     """A tier does not change the hits of the pool."""
     alone, above = hierarchy(policy, pool), hierarchy(policy, pool, slots)
     assert replay(requests(prompts), above) == replay(requests(prompts), alone)
@@ -119,21 +119,21 @@ def test_the_pool_hits_what_it_hits_alone(policy, prompts, pool, slots):
 
 @given(prompts=PROMPTS, pool=st.integers(1, 6))
 @settings(max_examples=25, deadline=None)
-def test_a_tier_with_room_for_all_keeps_all(prompts, pool):
+def test_a_tier_for_all_blocks_hits_as_an_infinite_cache(prompts, pool):
     """Pool and a tier for all blocks hit as often as a cache that never evicts."""
     cache = hierarchy("lru", pool, 10_000, write="through")
     fits = [prompt[:pool] for prompt in prompts]
     assert reused(cache, fits) == optimum(fits, 10_000)
 
 
-def test_a_tier_that_never_loads_adds_nothing():
+def test_a_tier_that_never_loads_adds_no_hits():
     """Blocks found in a tier with `load=never` are computed again."""
     cache = hierarchy("lru", 2, 8, load="never")
     assert reused(cache, ["ab", "cd", "ab"]) == 0
     assert cache.tiers.levels[0].stats.found == 2
 
 
-def test_prompts_longer_than_the_pool_load_what_fits():
+def test_a_long_prompt_loads_as_many_blocks_as_the_pool_has():
     """A prompt longer than the pool loads as many leading blocks as the pool has."""
     cache = hierarchy("lru", 2, 8)
     assert reused(cache, ["abcd", "ef", "abcd"]) == 2

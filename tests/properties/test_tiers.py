@@ -88,7 +88,7 @@ def test_every_policy_may_evict_in_a_tier(policy):
 @pytest.mark.parametrize(
     ("size", "accounting"), [(6, "tokens"), (2, "tokens"), (12, "tokens"), (2, "keys")]
 )
-def test_tiers_follow_whatever_is_done_to_a_cache(size, accounting, mix):
+def test_tiers_stay_consistent_under_all_calls_of_a_cache(size, accounting, mix):
     """Caches and tiers stay consistent under forks, rollbacks and compactions.
 
     Blocks are smaller and larger than keys.
@@ -104,7 +104,7 @@ def test_tiers_follow_whatever_is_done_to_a_cache(size, accounting, mix):
 @some_schedulers
 @few
 @given(server=tiered_servers())
-def test_links_carry_what_the_trace_says(scheduler, server):
+def test_links_carry_the_bytes_of_the_trace(scheduler, server):
     """A link moves the bytes of the trace, one move at a time, within its bandwidth."""
     run = server.run(scheduler)
     for level in run.result.cache.tiers.levels:
@@ -129,7 +129,7 @@ def test_links_carry_what_the_trace_says(scheduler, server):
 @some_schedulers
 @few
 @given(server=tiered_servers())
-def test_loads_are_waited_for(scheduler, server):
+def test_a_request_waits_for_its_load(scheduler, server):
     """No request has a token before its load is done, and loaded tokens are counted once."""
     run = server.run(scheduler)
     due = {}
@@ -148,7 +148,7 @@ def test_loads_are_waited_for(scheduler, server):
 
 @few
 @given(server=tiered_servers())
-def test_a_tier_too_slow_to_use_changes_nothing(server):
+def test_a_tier_too_slow_to_use_changes_no_time(server):
     """A tier of a byte a second changes no time, since no block is loaded or swapped."""
     slow = ("host:memory=10MB,read_bandwidth=1,write_bandwidth=1,max_wait=1e6",)
     tiered = attrs.evolve(server, tiers=slow).run("urgent", trace=False)
@@ -159,8 +159,11 @@ def test_a_tier_too_slow_to_use_changes_nothing(server):
 
 @few
 @given(server=tiered_servers(), write=st.sampled_from(("evict", "through")))
-def test_every_level_is_asked_at_every_admission(server, write):
-    """Each admission looks up each level, the nearest first, until all blocks are found."""
+def test_every_admission_looks_up_every_level(server, write):
+    """Each admission looks up each level, the nearest first, until all blocks are found.
+
+    These are the blocks of the prompt that may hit. There is no lookup if all hit in the pool.
+    """
     server = attrs.evolve(server, requests=[early(each, None) for each in server.requests])
     tiers = tuple(f"disk:memory={slots * SLOT},write={write}" for slots in (3, 1000))
     opened, admissions = [], []
@@ -173,13 +176,16 @@ def test_every_level_is_asked_at_every_admission(server, write):
             return seq
 
     def finding(tiers, seq, now, *, resumed):
-        asked = []
-        admissions.append((seq.hit_blocks, asked))
+        geometry, lookups = tiers.cache.geometry, []
+        limit = min(seq.cacheable, seq.blocks)
+        if geometry.accounting == "tokens":
+            limit = min(limit, (seq.target - 1) // geometry.block_size)
+        admissions.append((seq.hit_blocks, limit, lookups))
         return find_all(tiers, seq, now, resumed=resumed)
 
     def found(level, keys, limit, now):
         upto = find_in(level, keys, limit, now)
-        admissions[-1][1].append((level.name, upto, limit))
+        admissions[-1][2].append((level.name, upto, limit))
         return upto
 
     with pytest.MonkeyPatch.context() as patch:
@@ -188,11 +194,15 @@ def test_every_level_is_asked_at_every_admission(server, write):
         patch.setattr(Level, "find", found)
         attrs.evolve(server, tiers=tiers).run("urgent", trace=False)
     assert len(admissions) == len(opened)
-    for hit, asked in admissions:
-        assert [name for name, _, _ in asked] == ["disk-1", "disk-2"][: len(asked)]
-        if len(asked) == 1:
-            ((_, upto, limit),) = asked
-            assert hit < upto == limit
+    for hit, limit, lookups in admissions:
+        assert {wanted for _, _, wanted in lookups} <= {limit}
+        ends = {name: upto for name, upto, _ in lookups}
+        expected, end = [], hit
+        for name in ("disk-1", "disk-2"):
+            if end < limit:
+                expected.append(name)
+            end = max(end, ends.get(name, 0))
+        assert [name for name, _, _ in lookups] == expected
 
 
 LATENCIES = {

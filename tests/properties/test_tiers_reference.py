@@ -33,8 +33,8 @@ def text(tier):
     options = {name: tier[name] for name in ("write", "keep", "load")}
     options |= {name: tier[name] for name in ("read_bandwidth", "write_bandwidth")}
     options |= {name: tier[name] / 10**9 for name in ("latency", "max_wait")}
-    said = ",".join(f"{name}={value}" for name, value in options.items())
-    return f"host:memory={tier['slots'] * SLOT},{said}"
+    listed = ",".join(f"{name}={value}" for name, value in options.items())
+    return f"host:memory={tier['slots'] * SLOT},{listed}"
 
 
 def path_of(span):
@@ -45,7 +45,7 @@ def path_of(span):
 @given(
     rows=st.lists(ROWS, min_size=8, max_size=40), rules=st.lists(TIERS, min_size=1, max_size=2)
 )
-def test_reference(rows, rules):
+def test_tiers_equal_the_slow_model(rows, rules):
     """Hits, loads, times of links and contents of each level equal the slow model's."""
     pool = 11
     cache = KVCache(pool, BLOCK, accounting="tokens", key_tokens=BLOCK)

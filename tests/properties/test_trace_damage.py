@@ -5,7 +5,7 @@ import random
 
 import orjson
 import pytest
-from helpers.traces import compact, forget, lines, record, seal, serve
+from helpers.traces import compact, drop_blocks, lines, record, seal, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -34,7 +34,7 @@ def as_json(event):
     return orjson.loads(orjson.dumps(event.as_dict()))
 
 
-def is_told(path):
+def is_detected(path):
     """Return True if a replay finds that the trace is damaged or incomplete."""
     try:
         return not check_trace(path).complete
@@ -44,42 +44,42 @@ def is_told(path):
 
 @given(at=st.integers(0), byte=st.integers(0, 255))
 @settings(max_examples=300)
-def test_any_changed_byte_is_told(recorded, damaged, at, byte):
+def test_any_changed_byte_is_detected(recorded, damaged, at, byte):
     """A replay detects any changed byte."""
     at %= len(recorded)
     changed = bytearray(recorded)
     changed[at] = byte if byte != changed[at] else byte ^ 1
     damaged.write_bytes(changed)
-    assert is_told(damaged)
+    assert is_detected(damaged)
 
 
-def test_any_deleted_line_is_told(recorded, damaged):
+def test_any_deleted_line_is_detected(recorded, damaged):
     """A replay detects any deleted line."""
     text = recorded.splitlines(keepends=True)
     for n in range(LINES):
         damaged.write_bytes(b"".join(text[:n] + text[n + 1 :]))
-        assert is_told(damaged), n
+        assert is_detected(damaged), n
 
 
-def test_any_duplicated_line_is_told(recorded, damaged):
+def test_any_duplicated_line_is_detected(recorded, damaged):
     """A replay detects any duplicated line."""
     text = recorded.splitlines(keepends=True)
     for n in range(LINES):
         damaged.write_bytes(b"".join(text[: n + 1] + text[n:]))
-        assert is_told(damaged), n
+        assert is_detected(damaged), n
 
 
 @given(pair=st.tuples(st.integers(0, LINES - 1), st.integers(0, LINES - 1)))
-def test_any_swapped_lines_are_told(recorded, damaged, pair):
+def test_any_swapped_lines_are_detected(recorded, damaged, pair):
     """A replay detects any two swapped lines."""
     here, there = pair
     text = recorded.splitlines(keepends=True)
     text[here], text[there] = text[there], text[here]
     damaged.write_bytes(b"".join(text))
-    assert is_told(damaged) is (here != there)
+    assert is_detected(damaged) is (here != there)
 
 
-def test_a_forgery_with_a_line_less_is_told_by_the_invariants(recorded, damaged):
+def test_a_removed_line_is_detected_behind_a_right_digest(recorded, damaged):
     """A removed line is detected even if numbers, counts and digest are made right.
 
     The exception is a FREE at close, if no later line depends on its blocks and pins.
@@ -89,38 +89,38 @@ def test_a_forgery_with_a_line_less_is_told_by_the_invariants(recorded, damaged)
     silent = []
     for n in range(1, LINES - 1):
         seal(damaged, events[:n] + events[n + 1 :])
-        if not is_told(damaged):
+        if not is_detected(damaged):
             silent.append(events[n])
     assert all(line["event"] == "FREE" and line["reason"] == "close" for line in silent)
 
 
-def test_a_forgery_with_a_line_twice_is_told_by_the_invariants(recorded, damaged):
+def test_a_repeated_line_is_detected_behind_a_right_digest(recorded, damaged):
     """A repeated line is detected even if numbers, counts and digest are made right."""
     damaged.write_bytes(recorded)
     events = lines(damaged)
     for n in range(1, LINES - 1):
         seal(damaged, events[: n + 1] + events[n:])
-        assert is_told(damaged), events[n]
+        assert is_detected(damaged), events[n]
 
 
 @pytest.mark.parametrize("record", [serve, compact])
-def test_a_forged_service_is_told_by_the_lives_of_its_requests(damaged, record):
+def test_a_forged_line_of_a_timed_trace_is_detected(damaged, record):
     """Under a clock any removed or repeated line is detected, since every request must end."""
     events = lines(record(damaged))
     for n in range(1, len(events) - 1):
         seal(damaged, events[:n] + events[n + 1 :])
-        assert is_told(damaged), events[n]
+        assert is_detected(damaged), events[n]
         seal(damaged, events[: n + 1] + events[n:])
-        assert is_told(damaged), events[n]
+        assert is_detected(damaged), events[n]
 
 
-def test_forged_forgetting_is_told_by_the_invariants(damaged):
+def test_a_forged_free_of_dropped_tokens_is_detected(damaged):
     """A changed, removed or repeated FREE of dropped tokens is detected.
 
     All dropped tokens are in the closing FREE of the sequence again, even those that were only
     hidden and left no mark in the pool. Only the digest proves when they were dropped.
     """
-    events = lines(forget(damaged))
+    events = lines(drop_blocks(damaged))
     places = [n for n, line in enumerate(events) if line.get("scope") == "sequence"]
     assert {bool(events[n]["runs"]) for n in places} == {True, False}
     for n in places:
@@ -129,12 +129,12 @@ def test_forged_forgetting_is_told_by_the_invariants(damaged):
         changes = [{name: line[name] + by} for name, by in numbers]
         changes += [{"runs": [[0, 1]]}, {"runs": [*line["runs"], [9, 1]]}, {"by": "lru"}]
         for change in changes:
-            assert is_told(seal(damaged, [*before, line | change, *after])), change
-        assert is_told(seal(damaged, before + after)), line
-        assert is_told(seal(damaged, [*before, line, line, *after])), line
+            assert is_detected(seal(damaged, [*before, line | change, *after])), change
+        assert is_detected(seal(damaged, before + after)), line
+        assert is_detected(seal(damaged, [*before, line, line, *after])), line
 
 
-def test_a_forged_compaction_is_told_by_the_invariants(damaged):
+def test_a_forged_compaction_is_detected(damaged):
     """A changed number of a COMPACT line is detected, even if two of them change together."""
     events = lines(compact(damaged))
     places = [n for n, line in enumerate(events) if line["event"] == "COMPACT"]
@@ -149,12 +149,12 @@ def test_a_forged_compaction_is_told_by_the_invariants(damaged):
         for change in changes:
             forged = line | change
             if {"new": [], "ahead": 0} | forged != {"new": [], "ahead": 0} | line:
-                assert is_told(seal(damaged, [*before, forged, *after])), (n, change)
+                assert is_detected(seal(damaged, [*before, forged, *after])), (n, change)
 
 
 @given(n=st.integers(1, LINES - 2), data=st.data())
 @settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
-def test_forged_block_ids_are_told_by_the_invariants(recorded, damaged, n, data):
+def test_forged_block_ids_are_detected(recorded, damaged, n, data):
     """Changed block ids in a line are detected even if the digest is made right."""
     damaged.write_bytes(recorded)
     events = lines(damaged)
@@ -162,7 +162,7 @@ def test_forged_block_ids_are_told_by_the_invariants(recorded, damaged, n, data)
     if "runs" not in events[n] or events[n]["runs"] == [list(run) for run in runs]:
         return
     events[n]["runs"] = runs
-    assert is_told(seal(damaged, events))
+    assert is_detected(seal(damaged, events))
 
 
 def test_a_file_cut_at_any_byte_yields_every_event_before_the_cut(recorded, damaged):
@@ -180,7 +180,7 @@ def test_a_file_cut_at_any_byte_yields_every_event_before_the_cut(recorded, dama
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])
-def test_a_compressed_file_cut_at_any_byte_yields_what_is_left(tmp_path, suffix):
+def test_a_compressed_file_cut_at_any_byte_yields_its_beginning(tmp_path, suffix):
     """A cut compressed file yields its first events, and a longer piece never fewer.
 
     The reader never raises, and never reports the file as complete.
@@ -242,7 +242,7 @@ def step(rng, cache, requests, sequences, now):
     ),
     policy=st.sampled_from([LRU, FIFO]),
 )
-def test_random_runs_replay_clean(damaged, seed, blocks, geometry, policy):
+def test_random_runs_replay_without_errors(damaged, seed, blocks, geometry, policy):
     """The trace of random actions replays to the state and the hits of the cache."""
     rng = random.Random(seed)
     count, size, key_tokens = geometry

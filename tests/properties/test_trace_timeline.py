@@ -7,18 +7,18 @@ from pathlib import Path
 
 import hypothesis.strategies as st
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import servers
+from helpers.serving import servers, tiered_servers
 from hypothesis import given
 
 from kvcore.analysis.timeline import GAUGES, Kind, Timeline
 from kvcore.trace import check_trace
 
 
-@given(server=servers(), scheduler=st.sampled_from(SCHEDULERS))
-def test_under_a_clock(server, scheduler):
+@given(server=servers() | tiered_servers(), scheduler=st.sampled_from(SCHEDULERS))
+def test_a_timeline_equals_the_log_of_its_run(server, scheduler):
     """A timeline has the times, phases and counts of a run, at ten of its times.
 
-    Runs have preemption, growth and expiry.
+    Runs have preemption, growth, expiry, and tiers below some of the pools.
     """
     run = server.run(scheduler)
     with tempfile.TemporaryDirectory() as folder:

@@ -43,7 +43,7 @@ def expected(request, vocabulary=10_007):
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @few
 @given(server=servers())
-def test_same_decisions_on_tensors(scheduler, server):
+def test_a_run_on_tensors_has_the_trace_of_the_simulator(scheduler, server):
     """A run on tensors has the simulator's trace, except for header and END."""
     run = computed(server, scheduler)
     assert decided(run.trace) == decided(server.run(scheduler).trace)
@@ -51,7 +51,7 @@ def test_same_decisions_on_tensors(scheduler, server):
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
 @given(server=servers())
-def test_paged_is_dense(scheduler, server):
+def test_outputs_equal_those_without_a_cache(scheduler, server):
     """Outputs equal those without a cache after sharing, eviction, preemption and recompute.
 
     A slot that is read must have been stored since it was allocated.
@@ -88,7 +88,7 @@ def tiers_of(name, server):
 )
 @few
 @given(server=servers() | talks())
-def test_same_moves_between_tiers(name, scheduler, server):
+def test_tiers_on_tensors_have_the_trace_of_the_simulator(name, scheduler, server):
     """Offloads, loads, drops and swaps on tensors are the simulator's, and keep K/V right."""
     tiers = tiers_of(name, server)
     server = attrs.evolve(server, tiers=tiers)
@@ -122,7 +122,7 @@ MODEL = "transformer:layers=2,hidden=8,heads=2,kv_heads=1,head_dim=4,mlp=8,vocab
 )
 @settings(max_examples=max(settings.default.max_examples // 8, 1))
 @given(server=servers())
-def test_same_decisions_whatever_is_kept_and_coded(retention, codec, server):
+def test_compactions_and_codecs_have_the_trace_of_the_simulator(retention, codec, server):
     """A run with compactions or a codec has the simulator's trace.
 
     Compactions depend on lengths only, and a codec affects no decision.
@@ -143,7 +143,7 @@ def test_same_decisions_whatever_is_kept_and_coded(retention, codec, server):
 
 
 @pytest.mark.parametrize("kind", ["retention", "codec"])
-def test_every_built_in_is_a_twin(kind):
+def test_every_retention_policy_and_codec_is_tested(kind):
     """All built-in retention policies and codecs, except fp16 and fp64, are tested."""
     named = [*RETENTIONS.values()] if kind == "retention" else CODECS
     built_in = {i.name for i in Plugins().listing() if i.kind == kind and i.distribution}
@@ -166,7 +166,7 @@ def recorded():
     [(eviction, "fcfs") for eviction in EVICTIONS]
     + [("lru", scheduler) for scheduler in SCHEDULERS],
 )
-def test_twins_on_recorded_requests(recorded, eviction, scheduler):
+def test_recorded_requests_have_the_trace_of_the_simulator(recorded, eviction, scheduler):
     """A run of 150 real requests on tensors has the simulator's trace, for every plugin."""
     options = {"blocks": 450, "block_size": 8, "max_tokens": 512, "rate_scale": 1e6}
     server = Server(recorded, eviction, (None,), options)
@@ -178,7 +178,7 @@ def test_twins_on_recorded_requests(recorded, eviction, scheduler):
 
 
 @pytest.mark.parametrize("generator", [MODEL, "induction:vocab_size=64"])
-def test_twins_with_tiers_on_models(generator):
+def test_a_model_on_tiers_has_the_trace_of_the_simulator(generator):
     """A model on tiers has the simulator's trace, and the output of a run without tiers."""
     pytest.importorskip("torch", reason="K/V lies in tensors")
     requests = [

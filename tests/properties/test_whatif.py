@@ -58,7 +58,7 @@ def again(trace, **asked):
         return whatif(old, export=new, plugins=PLUGINS, **asked), new.read_bytes()
 
 
-def adorned(requests):
+def with_optional_fields(requests):
     """Return requests with fields that may change the contents of the cache."""
     hints = (), (Retention(0, None, 90, 40),), (Retention(0, 4, 1), Retention(2, 9, 80))
     return [
@@ -95,7 +95,7 @@ def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
             **sizes,
         )
         result = simulate(
-            adorned(server.requests),
+            with_optional_fields(server.requests),
             cache=cache,
             scheduler=scheduler_of(scheduler),
             latency=latency(reach=server.windows),
@@ -121,7 +121,7 @@ def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
         ]
     ),
 )
-def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention):
+def test_whatif_repeats_a_simulation(scheduler, server, latency, scale, slo, prefix, retention):
     """`whatif` repeats a simulation byte for byte, whatever its plugins and options.
 
     No request changes, and both runs have the figures of the simulation. Sessions and rejected
@@ -171,7 +171,9 @@ def test_under_a_clock(scheduler, server, latency, scale, slo, prefix, retention
     size=st.sampled_from([6, 3, 2, 1]),
     retention=st.sampled_from([None, None, "eager:tokens=5", "budget:budget=0.5"]),
 )
-def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retention):
+def test_whatif_repeats_an_untimed_replay(
+    eviction, requests, count, prefix, blocks, size, retention
+):
     """`whatif` repeats an untimed replay byte for byte, whatever its policy and options.
 
     This includes both accountings, requests longer than the pool, hints and tenants.
@@ -188,7 +190,7 @@ def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retent
             key_tokens=6,
             trace=trace,
         )
-        stats = replay(adorned(requests), cache)
+        stats = replay(with_optional_fields(requests), cache)
     found, rerun = again(out.getvalue())
     assert rerun == out.getvalue()
     assert not found.changes
@@ -200,7 +202,7 @@ def test_without_a_clock(eviction, requests, count, prefix, blocks, size, retent
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
 @few
 @given(server=servers())
-def test_of_a_run_on_tensors(scheduler, server):
+def test_whatif_repeats_a_run_on_tensors(scheduler, server):
     """`whatif` repeats a run on tensors without tensors, except for header and END."""
     run = compute(
         server.requests,
@@ -224,7 +226,7 @@ def test_of_a_run_on_tensors(scheduler, server):
     blocks=st.integers(9, 30),
     seqs=st.integers(1, 4),
 )
-def test_of_a_run_on_texts(scheduler, texts, blocks, seqs):
+def test_whatif_repeats_the_keys_of_a_run_on_texts(scheduler, texts, blocks, seqs):
     """`whatif` repeats the keys that only the run knew, at the steps that filled the blocks."""
     requests = [
         text_request(
@@ -245,7 +247,7 @@ def test_of_a_run_on_texts(scheduler, texts, blocks, seqs):
 
 
 @pytest.mark.parametrize("eviction", sorted(POLICIES))
-def test_of_a_comparison(eviction, tmp_path):
+def test_whatif_repeats_a_comparison(eviction, tmp_path):
     """`whatif` repeats a traced comparison byte for byte, seed and workload's name included."""
     path = tmp_path / "trace.jsonl.gz"
     workload = Zipf(requests=200, prefixes=30)

@@ -1,3 +1,5 @@
+"""The check of the order in which a trace allocates blocks: free, unused, then victims."""
+
 from array import array
 
 import pytest
@@ -20,40 +22,41 @@ def order():
     return order
 
 
-def test_freed_blocks_come_before_new_ones_and_those_before_victims(order):
+def test_freed_then_unused_then_evicted_blocks_are_allocated(order):
     """Freed blocks are taken first (last freed first), then unused ascending, then victims."""
     order.evict(ids(2, 0), "r")
     order.take(ids(1, 3, 4, 5, 2, 0), "r")
     assert order.free == 0
 
 
-def test_another_order_is_a_violation(order):
+def test_blocks_in_another_order_are_a_violation(order):
     """Another order is a violation; the error has the blocks of the pool and those taken."""
     with pytest.raises(ViolationError, match=r"the pool gives \[\(1, 1\), \(3, 2\)\], not"):
         order.take(ids(3, 1, 4), "r")
 
 
-def test_more_than_is_free_is_a_violation(order):
+def test_allocating_more_blocks_than_are_free_is_a_violation(order):
     """Taking more blocks than are free or just evicted is a violation."""
     with pytest.raises(ViolationError, match="5 blocks are taken; 4 are free"):
         order.take(ids(1, 3, 4, 5, 6), "r")
 
 
-def test_none_is_evicted_while_there_are_enough(order):
+def test_an_unnecessary_eviction_is_a_violation(order):
     """Evicting more blocks than the call is short of is a violation."""
     order.evict(ids(2, 0), "r")
     with pytest.raises(ViolationError, match="1 more blocks were evicted than were missing"):
         order.take(ids(1, 3, 4, 5, 2), "r")
 
 
-def test_a_copy_leaves_victims_for_what_follows(order):
+def test_a_copy_leaves_victims_to_the_next_allocation(order):
     """A COPY takes the first block of its call and leaves the victims to the next ALLOC."""
     order.evict(ids(2, 0), "r")
     order.take(ids(1), "r", copy=True)
     order.take(ids(3, 4, 5, 2, 0), "r")
+    assert order.free == 0
 
 
-def test_a_copy_alone_leaves_no_victims(order):
+def test_two_victims_for_a_single_copy_are_a_violation(order):
     """Evicting two blocks for a call that only copies one block is a violation."""
     order.take(ids(1, 3, 4, 5), "r")
     order.evict(ids(2, 0), "r")
@@ -65,17 +68,19 @@ def test_a_copy_alone_leaves_no_victims(order):
 def test_expired_blocks_are_free_at_once(order):
     """Expired blocks are free at once, and the one that expired last is taken first."""
     order.expire(ids(2, 0))
+    assert order.free == 6
     order.take(ids(0, 2, 1), "r")
+    assert order.free == 3
 
 
-def test_victims_of_a_failed_call_come_last_among_the_free(order):
+def test_victims_of_a_failed_call_are_allocated_last(order):
     """The victims of a call that failed are free, and are taken after all other free blocks."""
     order.evict(ids(2, 0), "failed")
     order.take(ids(1, 3, 4, 5, 2), "r")
     assert order.free == 1
 
 
-def test_a_leaf_that_left_whole_leaves_the_rest_free():
+def test_spare_blocks_of_a_whole_evicted_leaf_become_free():
     """If whole leaves are evicted, the blocks of the last leaf that are not taken become free.
 
     Evicting another leaf when there are enough blocks is a violation.

@@ -31,12 +31,12 @@ class Oldest(ScoreEviction):
         return span.id
 
 
-def but_for_wall_time(result):
+def without_wall_time(result):
     """Return the summary of a result without the wall time, which differs from run to run."""
     return {key: value for key, value in result.summary().items() if key != "wall_s"}
 
 
-def test_names_build_what_the_command_builds(capsys):
+def test_plugin_names_give_the_numbers_of_the_command(capsys):
     """`kvcore.simulate` with plugin names gives the numbers of `kvcore simulate --json`."""
     options = {"model": "llama-3-70b", "device": "h200", "tensor_parallel": 4}
     result = kvcore.simulate(ZIPF, **options, scheduler="srpt", blocks=60, max_seqs=5)
@@ -44,11 +44,11 @@ def test_names_build_what_the_command_builds(capsys):
     caps = ["--scheduler", "srpt", "--blocks", "60", "--max-seqs", "5"]
     assert frame.run(["simulate", ZIPF, *flags, *caps, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    ours = json.loads(json.dumps(but_for_wall_time(result)))
+    ours = json.loads(json.dumps(without_wall_time(result)))
     assert ours == {key: document[key] for key in ours}
 
 
-def test_objects_say_the_same_as_names():
+def test_plugin_objects_give_the_same_run_as_names():
     """Plugin instances and classes, a `Batching` and an `SLO` give the same run as names."""
     named = kvcore.simulate(ZIPF, scheduler="srpt", blocks=60, max_seqs=5, slo="ttft=1")
     built = kvcore.simulate(
@@ -65,10 +65,10 @@ def test_objects_say_the_same_as_names():
         batching=Batching(max_seqs=5),
         slo=SLO(ttft_ns=10**9),
     )
-    assert but_for_wall_time(named) == but_for_wall_time(built)
+    assert without_wall_time(named) == without_wall_time(built)
 
 
-def test_a_cache_of_the_callers_is_used():
+def test_a_given_cache_is_used_and_excludes_pool_options():
     """`simulate` runs on the cache that it is given, and then refuses options of the pool."""
     cache = KVCache(60, 16)
     result = kvcore.simulate(ZIPF, cache=cache, scheduler="srpt", slo="ttft=1")
@@ -77,20 +77,23 @@ def test_a_cache_of_the_callers_is_used():
         kvcore.simulate(ZIPF, cache=KVCache(60, 16), blocks=60)
 
 
-def test_caps_are_a_batching_or_a_table():
+def test_batching_is_an_object_or_a_table():
     """`batching` is a `Batching` or a table of its fields, with and without a given cache.
 
+    A cap in any form gives the same number of steps, and another one than without a cap.
     Unknown fields, other types and caps that are given twice are refused.
     """
     steps = {
         kvcore.simulate(ZIPF, **options).summary()["steps"]
         for options in (
             {"blocks": 60, "batching": {"max_seqs": 1}},
+            {"blocks": 60, "batching": Batching(max_seqs=1)},
             {"blocks": 60, "max_seqs": 1},
             {"cache": KVCache(60, 16), "batching": {"max_seqs": 1}, "slo": "none"},
         )
     }
     assert len(steps) == 1
+    assert kvcore.simulate(ZIPF, blocks=60).summary()["steps"] not in steps
     for cache in (None, KVCache(60, 16)):
         with pytest.raises(InputError, match=r"no option 'max_seq' .did you mean 'max_seqs'"):
             kvcore.simulate(ZIPF, cache=cache, batching={"max_seq": 1})
@@ -100,7 +103,7 @@ def test_caps_are_a_batching_or_a_table():
         kvcore.simulate(ZIPF, blocks=60, batching=[1])
 
 
-def test_a_single_prompt_is_not_its_letters():
+def test_a_string_as_prompts_is_one_request():
     """A string as `prompts` is one request, not one for each letter."""
     result = kvcore.run(prompts="ab", max_output=1)
     assert result.summary()["requests"] == 1
@@ -118,7 +121,7 @@ def test_no_prompts_at_all_are_refused():
         kvcore.run(prompts=[])
 
 
-def test_requests_are_served_as_their_workload_is():
+def test_listed_requests_are_served_like_their_workload():
     """A list or generator of requests gives the result of the workload that yields them."""
     source = Zipf(requests=30)
     served = kvcore.simulate(source, blocks=900).summary() | {"wall_s": 0}
@@ -134,7 +137,7 @@ def test_requests_are_served_as_their_workload_is():
     assert spread[0] == spread[1]
 
 
-def test_the_trace_of_requests_can_be_replayed(tmp_path):
+def test_a_trace_of_listed_requests_replays(tmp_path):
     """The header names the workload `requests`, and the trace replays without the objects."""
     path = tmp_path / "run.jsonl"
     kvcore.simulate(list(Zipf(requests=3)), blocks=900, trace=path)
@@ -155,7 +158,7 @@ def test_the_trace_of_requests_can_be_replayed(tmp_path):
     ],
 )
 @pytest.mark.parametrize("call", [kvcore.simulate, kvcore.compare, kvcore.plan])
-def test_requests_that_make_no_workload_are_refused(call, requests, message):
+def test_objects_that_are_no_workload_are_refused(call, requests, message):
     """The error names the object, or the request, and what a workload needs."""
     with pytest.raises(InputError, match=message):
         call(requests)
@@ -205,7 +208,7 @@ def test_a_workload_without_a_name_is_refused():
             serve(Nameless())
 
 
-def test_a_trace_is_written(tmp_path):
+def test_a_trace_has_the_bytes_of_the_command(tmp_path):
     """`kvcore.simulate` with `trace` writes the same bytes as `kvcore simulate --trace`."""
     ours, theirs = tmp_path / "ours.jsonl", tmp_path / "theirs.jsonl"
     kvcore.simulate(ZIPF, blocks=60, trace=ours)
@@ -213,7 +216,7 @@ def test_a_trace_is_written(tmp_path):
     assert ours.read_bytes() == theirs.read_bytes()
 
 
-def test_policies_are_compared():
+def test_compare_takes_policies_and_sizes_in_any_form():
     """`kvcore.compare` takes names, classes and the optimum, and sizes in blocks or bytes."""
     found = kvcore.compare(ZIPF, ["lru", Oldest, "optimum"], blocks=[30])
     assert [row.eviction for row in found.rows][:2] == ["lru", "oldest"]
@@ -222,7 +225,7 @@ def test_policies_are_compared():
     assert [row.blocks for row in found.rows] == [32, 64]
 
 
-def test_a_comparison_is_a_frame():
+def test_to_frame_has_a_row_for_each_policy_and_size():
     """`to_frame()` has a row for each policy and pool size, and hit ratios as columns."""
     pytest.importorskip("polars", reason="needs the extra `lab`")
     found = kvcore.compare(
@@ -234,7 +237,7 @@ def test_a_comparison_is_a_frame():
     assert found["hit_ratio_block"].dtype.is_float()
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_contradicting_sizes_and_unknown_devices_are_refused():
     """`kvcore.compare` refuses `blocks` together with `memory`, and an unknown device."""
     with pytest.raises(InputError, match="both say how large the pool is"):
         kvcore.compare(ZIPF, "lru", blocks=3, memory="1GiB")
@@ -242,7 +245,7 @@ def test_what_cannot_be_compared_is_refused():
         kvcore.compare(ZIPF, "lru", blocks=3, device="h10")
 
 
-def test_tensors_are_computed_from_names():
+def test_run_takes_names_prompts_and_a_cache():
     """`kvcore.run` runs a sample of a workload, prompts, or requests on a given cache."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
     result = kvcore.run(ZIPF, limit=3, latency="linear", memory="4MiB")
@@ -254,14 +257,14 @@ def test_tensors_are_computed_from_names():
     assert len(kvcore.run(requests, cache=cache, latency="linear").outputs) == 2
 
 
-def test_every_option_has_a_type_for_checkers():
+def test_typed_keywords_are_the_options_of_a_run():
     """The keywords that type checkers know are exactly the options of a run."""
     own = {"mode", "workload", "accounting"}
     known = {*EngineOptions.__annotations__, *ClusterOptions.__annotations__}
     assert known - {"batching"} == set(option_names()) - own
 
 
-def test_capacity_is_searched_without_drafts():
+def test_find_capacity_refuses_a_drafter():
     """`find_capacity` refuses a drafter, because runs with drafts go step by step."""
     with pytest.raises(InputError, match="leave it out"):
         find_capacity(ZIPF, drafter="acceptance:accept=0.5")

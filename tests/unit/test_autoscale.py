@@ -54,11 +54,10 @@ def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0"
         "simulate",
         workload=Wave(),
         router="least-requests",
-        latency="token-rate:prefill=1,decode=0.1",
         blocks=512,
-        slo="ttft=3",
         autoscale=autoscale,
-        **{"replicas": 4, **options},
+        slo="ttft=3",
+        **{"replicas": 4, "latency": "token-rate:prefill=1,decode=0.1", **options},
     )
     parts = ClusterParts(config)
     if trace is None:
@@ -67,21 +66,26 @@ def serve(trace=None, autoscale="throughput:interval=20,start_up=10,cool_down=0"
         return simulate_cluster(parts.workload, **parts.cluster(written))
 
 
-def test_replicas_come_and_go_with_the_requests():
-    """Replicas are started and stopped during the run, and all requests are served."""
+def test_the_number_of_replicas_follows_the_load():
+    """Two replicas are started in the busy minute and stopped in the minute after it.
+
+    All requests are served.
+    """
     result = serve()
     assert result.summary()["completed"] == len(list(Wave()))
-    assert any(change.up for change in result.changes)
-    assert any(not change.up for change in result.changes)
+    changes = [(each.at // (60 * SECOND), each.replica, each.up) for each in result.changes]
+    assert changes == [(1, 1, True), (1, 2, True), (2, 1, False), (2, 2, False)]
 
 
-def test_only_replicas_that_are_up_are_paid_for():
-    """The paid replica seconds exceed those of one replica and are fewer than those of four."""
+def test_only_running_replicas_are_paid_for():
+    """One replica is paid for during the run, the others from their start to their stop."""
     result = serve()
-    assert result.simulated_s < result.replica_s < 4 * result.simulated_s
+    extra = sum(-each.at if each.up else each.at for each in result.changes) / SECOND
+    assert extra == 2 * 60
+    assert result.replica_s == pytest.approx(result.simulated_s + extra)
 
 
-def test_a_replica_that_starts_again_has_an_empty_cache():
+def test_a_restarted_replica_has_an_empty_cache():
     """Each stop ends a life of the replica, and the next life begins with a new cache."""
     result = serve()
     stops = [change.replica for change in result.changes if not change.up]
@@ -93,7 +97,7 @@ def test_a_replica_that_starts_again_has_an_empty_cache():
             life.cache.check_integrity()
 
 
-def test_a_replica_that_starts_up_gets_no_request_before(tmp_path):
+def test_a_replica_gets_requests_only_while_it_is_up(tmp_path):
     """No request is routed to a replica before its RETURN event or after its LEAVE event."""
     serve(tmp_path / "trace.jsonl")
     up = {0}
@@ -109,11 +113,10 @@ def test_a_replica_that_starts_up_gets_no_request_before(tmp_path):
     assert len(seen) > 1
 
 
-def test_no_replica_leaves_while_it_is_calm():
+def test_no_replica_stops_during_the_cool_down():
     """With a cool-down that is longer than the run, replicas are started but not stopped."""
     result = serve(autoscale="throughput:interval=20,start_up=10,cool_down=1000")
-    assert result.changes
-    assert all(change.up for change in result.changes)
+    assert [(change.replica, change.up) for change in result.changes] == [(1, True), (2, True)]
 
 
 @attrs.define(eq=False, kw_only=True)
@@ -145,32 +148,35 @@ def test_planning_goes_on_while_requests_wait_for_a_replica():
 
 
 @pytest.mark.parametrize("planner", ["throughput:interval=20", "load:interval=20,start=2"])
-def test_equal_commands_equal_bytes(tmp_path, planner):
+def test_equal_runs_write_equal_traces(tmp_path, planner):
     """Two runs with equal options write the same trace."""
     serve(tmp_path / "a.jsonl", planner)
     serve(tmp_path / "b.jsonl", planner)
     assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
 
 
-def test_pools_of_split_phases_have_planners_of_their_own(tmp_path):
-    """With split phases, the prefill pool and the decode pool are scaled independently."""
-    result = serve(
-        tmp_path / "trace.jsonl",
-        "throughput:interval=20,start_up=10,cool_down=0",
-        replicas=5,
-        disaggregate="prefill=3,decode=2",
-    )
+@pytest.mark.parametrize(
+    ("latency", "replica"),
+    [("token-rate:prefill=1,decode=0.1", 1), ("token-rate:prefill=10,decode=0.03", 4)],
+    ids=["prefill", "decode"],
+)
+def test_prefill_and_decode_pools_scale_independently(tmp_path, latency, replica):
+    """With split phases, only the pool that is too slow for the busy minute is scaled.
+
+    Replicas 0 to 2 prefill, 3 and 4 decode. Replicas 0 and 3 are always up.
+    """
+    result = serve(tmp_path / "trace.jsonl", latency=latency, replicas=5,
+                   disaggregate="prefill=3,decode=2")  # fmt: skip
     assert result.summary()["completed"] == len(list(Wave()))
-    starts = {change.replica for change in result.changes if change.up}
-    assert starts & {1, 2}
-    assert not starts & {0, 3}  # one of each pool is always up
-    assert result.replica_s < 5 * result.simulated_s
+    changes = [(each.replica, each.up) for each in result.changes]
+    assert changes == [(replica, True), (replica, False)]
+    assert result.replica_s == pytest.approx(2 * result.simulated_s + 60)
     report = replay(tmp_path / "trace.jsonl")
     assert report.complete
     assert report.finished == len(list(Wave()))
 
 
-def test_failures_and_a_planner_are_too_much():
+def test_failures_with_autoscaling_are_refused():
     """A run with both failures and autoscaling is refused: both start and stop replicas."""
     with pytest.raises(InputError, match="give one of them"):
         serve(fail=["replica=0,at=1,for=2"])

@@ -36,7 +36,7 @@ def rows(*, heads=2, width=6, tokens=1, dtype=torch.float32):
     return torch.zeros(tokens, heads, width, dtype=dtype)
 
 
-def test_looking_plugins_up_does_not_import_torch():
+def test_plugin_lookup_does_not_import_torch():
     """Loading, listing and building plugins does not import torch."""
     code = (
         "import sys; from kvcore import Plugins; plugins = Plugins(); plugins.names('backend');"
@@ -46,7 +46,7 @@ def test_looking_plugins_up_does_not_import_torch():
 
 
 @pytest.mark.parametrize("name", ["torch-cpu", "torch-cuda"])
-def test_without_torch_there_is_a_reason(name, monkeypatch):
+def test_without_torch_backends_are_unavailable(name, monkeypatch):
     """Without torch a backend is listed as unusable, and building it names the extra."""
     monkeypatch.setattr(torch_backend, "find_spec", lambda _: None)
     (info,) = (info for info in Plugins().listing() if info.name == name)
@@ -55,7 +55,7 @@ def test_without_torch_there_is_a_reason(name, monkeypatch):
         Plugins().build("backend", name)
 
 
-def test_without_a_driver_there_is_a_reason(monkeypatch):
+def test_without_a_driver_cuda_is_unavailable(monkeypatch):
     """Without an NVIDIA driver, `unavailable()` returns that reason and does not call torch."""
     monkeypatch.setattr(torch_cuda, "DRIVERS", ("libnone.so.7",))
     monkeypatch.setattr(torch_cuda, "_without_gpu", lambda: pytest.fail("asked"))
@@ -70,7 +70,9 @@ def test_without_a_driver_there_is_a_reason(monkeypatch):
         ("12.8", True, None),
     ],
 )
-def test_with_a_driver_torch_is_asked(cuda, available, reason, monkeypatch):
+def test_with_a_driver_torch_decides_whether_cuda_is_available(
+    cuda, available, reason, monkeypatch
+):
     """With a driver, `unavailable()` reports a torch without CUDA or GPU, or returns None."""
     monkeypatch.setattr(torch_cuda, "_loads", lambda _: True)
     monkeypatch.setattr(torch.version, "cuda", cuda)
@@ -79,7 +81,7 @@ def test_with_a_driver_torch_is_asked(cuda, available, reason, monkeypatch):
     assert found is None if reason is None else reason in found
 
 
-def test_a_gpu_that_is_not_there(monkeypatch):
+def test_a_missing_gpu_is_refused(monkeypatch):
     """The error about a GPU that does not exist gives the number of GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(InputError, match="device=2 is not there; there are 2, from 0"):
@@ -95,7 +97,7 @@ def test_bf16_needs_a_newer_gpu(monkeypatch):
     TorchCUDA().check(layout(dtype="fp16"))
 
 
-def test_free_memory_of_a_gpu_counts_what_torch_keeps(monkeypatch):
+def test_free_gpu_memory_includes_the_reserve_of_torch(monkeypatch):
     """The free memory of a GPU includes memory that torch has reserved and does not use."""
     for name, value in (
         ("device_count", 1),
@@ -156,13 +158,13 @@ def test_staging_copies_beside_the_current_stream(monkeypatch):
     ]
 
 
-def test_attention_has_to_be_known():
+def test_an_unknown_attention_is_refused():
     """An unknown value of `attention` is refused, and the error lists the known ones."""
-    with pytest.raises(InputError, match="sdpa"):
+    with pytest.raises(InputError, match="takes triton or sdpa or flashinfer or none, not 'fl"):
         Plugins().build("backend", "torch-cpu:attention=flash")
 
 
-def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
+def test_the_error_of_too_large_a_pool_has_the_size_that_fits(monkeypatch, tmp_path):
     """An error gives the memory asked for, the free memory, and how many blocks would fit."""
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  4 kB\n")
     monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
@@ -173,7 +175,7 @@ def test_too_little_memory_says_what_would_fit(monkeypatch, tmp_path):
     )
 
 
-def test_memory_nobody_knows_of(monkeypatch, tmp_path):
+def test_a_failed_allocation_raises_storage_error(monkeypatch, tmp_path):
     """If the free memory is unknown, a failed allocation of torch raises StorageError."""
     monkeypatch.setattr(host, "MEMINFO", tmp_path / "none")
     backend = TorchCPU()
@@ -217,7 +219,7 @@ def test_threads_without_a_cpu_are_refused(monkeypatch, asked):
         pass
 
 
-def test_together_a_block_is_one_run(backend):
+def test_with_together_a_block_is_contiguous(backend):
     """With `together`, K and V of all layers of a block are contiguous, layer after layer."""
     assert len(backend._pool.matrices) == 2 * SMALL.layers
     backend.allocate(layout(together=True))
@@ -229,14 +231,14 @@ def test_together_a_block_is_one_run(backend):
     assert [part.blocks.storage_offset() for part in parts] == [0, half, 2 * half]
 
 
-def test_apart_a_layer_is_one_tensor(backend):
+def test_by_default_k_and_v_of_a_layer_are_contiguous(backend):
     """By default, K of a layer is one contiguous tensor, and so is V."""
     parts = [*backend._pool.keys, *backend._pool.values]
     assert all(part.blocks.is_contiguous() for part in parts)
     assert backend.memory().allocated == SMALL.bytes
 
 
-def test_gather_buffers_are_used_again(backend):
+def test_gather_buffers_are_reused_and_reported(backend):
     """A second step of equal size reuses the gather buffers, and `memory` counts them."""
     plan = backend.plan(RaggedBatch([[1, 2]], [0], [6]))
     for _ in range(2):
@@ -247,10 +249,13 @@ def test_gather_buffers_are_used_again(backend):
     assert backend.memory().allocated > SMALL.bytes
 
 
-def test_tables_may_be_longer_than_needed(backend):
+def test_blocks_behind_the_last_token_are_ignored(backend):
     """Blocks of a table that lie behind the last new token are ignored."""
-    plan = backend.plan(RaggedBatch([[1, 99]], [0], [4]))
-    assert backend.attend(0, plan, rows(tokens=4)).shape == (4, 2, 6)
+    given = torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(1))
+    plan, exact = (backend.plan(RaggedBatch([table], [0], [4])) for table in ([1, 99], [1]))
+    backend.store(0, plan, given, given)
+    assert backend.read(0, [1], 4)[0].equal(given)
+    assert backend.attend(0, plan, given).equal(backend.attend(0, exact, given))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +272,7 @@ def test_tables_may_be_longer_than_needed(backend):
         (RaggedBatch([[-1]], [0], [1]), "has block -1"),
     ],
 )
-def test_steps_that_cannot_be(backend, step, message):
+def test_impossible_steps_are_refused(backend, step, message):
     """`plan` refuses empty steps, impossible lengths, and missing or unknown blocks."""
     with pytest.raises(InputError, match=message):
         backend.plan(step)
@@ -281,7 +286,7 @@ def test_steps_that_cannot_be(backend, step, message):
         (rows(dtype=torch.float16), "of torch.float16"),
     ],
 )
-def test_keys_that_do_not_fit(backend, keys, message):
+def test_keys_of_a_wrong_shape_or_dtype_are_refused(backend, keys, message):
     """`store` refuses keys of a wrong shape or dtype; the error gives both."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
@@ -289,7 +294,7 @@ def test_keys_that_do_not_fit(backend, keys, message):
 
 
 @pytest.mark.parametrize("most", [1, 3, 8])
-def test_moves_go_in_rounds(backend, monkeypatch, most):
+def test_moves_are_bounded_by_moved_bytes(backend, monkeypatch, most):
     """`move_blocks` never copies more blocks at once than `moved_bytes` allows."""
     monkeypatch.setattr(TorchCPU, "moved_bytes", most * SMALL.bytes_per_block)
     rounds, copy = [], backend.copy_blocks
@@ -314,14 +319,14 @@ def test_moves_go_in_rounds(backend, monkeypatch, most):
     ],
     ids=["tokens", "pairs", "places", "tables"],
 )
-def test_rotations_that_do_not_fit(backend, rotation):
+def test_rotations_of_a_wrong_shape_are_refused(backend, rotation):
     """`store_rotated` refuses rotations that do not fit the tokens or the width of the keys."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match="step has 1 tokens and keys are 6 wide"):
         backend.store_rotated(0, plan, rows(), rows(), rotation)
 
 
-def test_a_rotation_of_nothing(backend):
+def test_a_rotary_embedding_without_speeds_changes_no_key(backend):
     """A rotary embedding without speeds leaves the keys as they are."""
     plan, keys = backend.plan(RaggedBatch([[1]], [0], [1])), rows() + 3
     still = Rotary(()).rotation(torch.arange(1))
@@ -338,21 +343,21 @@ def test_a_rotation_of_nothing(backend):
         (rows(), {"window": 4, "sinks": -1}, "sinks=-1"),
     ],
 )
-def test_queries_that_do_not_fit(backend, queries, options, message):
+def test_invalid_queries_windows_and_sinks_are_refused(backend, queries, options, message):
     """`attend` refuses queries that do not fit the K/V heads, and invalid windows and sinks."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     with pytest.raises(InputError, match=message):
         backend.attend(0, plan, queries, **options)
 
 
-def test_swapped_blocks_go_where_as_many_are(backend):
+def test_swapping_in_needs_as_many_blocks_as_were_swapped_out(backend):
     """`swap_in` refuses another number of blocks than were swapped out."""
     host = backend.swap_out([1, 2])
     with pytest.raises(InputError, match="2 blocks were swapped out"):
         backend.swap_in(host, [3])
 
 
-def test_blocks_are_read_into_memory_that_can_be_written(backend):
+def test_read_blocks_refuses_read_only_memory(backend):
     """`read_blocks` refuses read-only memory; `write_blocks` accepts it."""
     kept = backend.host_buffer(1)
     backend.read_blocks([1], kept)
@@ -364,13 +369,13 @@ def test_blocks_are_read_into_memory_that_can_be_written(backend):
     assert bytes(again) == bytes(kept)
 
 
-def test_unknown_dtype(backend):
+def test_an_unknown_dtype_is_refused(backend):
     """`tensor` refuses an unknown dtype, and the error lists the known ones."""
     with pytest.raises(InputError, match="dtype 'fp8' is not known; there are: fp64"):
         backend.tensor([1.0], "fp8")
 
 
-def test_nothing_is_recorded_for_gradients(backend):
+def test_attention_does_not_require_gradients(backend):
     """The attention of queries that require gradients does not require any."""
     plan = backend.plan(RaggedBatch([[1]], [0], [1]))
     queries = rows().requires_grad_()

@@ -12,7 +12,7 @@ def lengths(**options):
     return [(each.prompt_tokens, each.output_tokens) for each in Bench(**options)]
 
 
-def test_a_client_sends_a_request_once_the_one_before_is_answered():
+def test_each_client_waits_for_the_answer_to_its_last_request():
     """With three clients, each request follows the one three before it, without think time."""
     requests = list(Bench(requests=7, concurrency=3))
     assert [each.after for each in requests] == [None, None, None, 0, 1, 2, 3]
@@ -20,7 +20,7 @@ def test_a_client_sends_a_request_once_the_one_before_is_answered():
     assert {each.think_time for each in requests} == {0}
 
 
-def test_the_next_request_comes_when_the_one_before_ends():
+def test_a_request_arrives_as_the_one_before_finishes():
     """In a closed loop of four, request n arrives as request n - 4 finishes."""
     result = kvcore.simulate(
         "bench:requests=40,concurrency=4,input_tokens=100,output_tokens=20,spread=0.5"
@@ -59,7 +59,7 @@ def test_a_prompt_has_a_token_whatever_the_spread():
     assert set(drawn) == {(1, 0), (2, 0)}
 
 
-def test_clients_that_wait_have_no_rate():
+def test_concurrency_with_a_rate_is_refused():
     """Concurrency and rate exclude one another, and the error names both."""
     with pytest.raises(InputError, match=r"concurrency=4 and rate=2\.0"):
         Bench(concurrency=4, rate=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 import pytest
 from helpers.billing import logged, request, requests
 
@@ -25,7 +26,7 @@ def charges(*served, price=PRICE):
     return [cache.charge(each, each.arrival) for each in served]
 
 
-def test_a_bill_by_hand():
+def test_a_bill_equals_one_made_by_hand():
     """The bill of two prompts, of which one extends the other, equals one made by hand."""
     found = bill([request(0, 0, "abc", 2), request(1, 10, "abcde", 1)], PRICE)
     assert (found.api.written_tokens, found.api.read_tokens) == (5, 3)
@@ -50,7 +51,7 @@ def test_each_use_renews_the_ttl():
 
 @pytest.mark.parametrize("price", [PRICE, find_price("input=4,cached=1")])
 @pytest.mark.parametrize(("seconds", "read"), [(299.9, 2), (300, 0)])
-def test_a_ttl_lapses_when_it_is_over(price, seconds, read):
+def test_an_entry_is_read_until_its_ttl_is_over(price, seconds, read):
     """An entry can be read until just before its TTL is over, with and without breakpoints."""
     rows = requests((0, "ab"), (299, "cd"), (seconds, "ab"))
     assert charges(*rows, price=price)[2].read == read
@@ -61,13 +62,13 @@ def test_short_prompts_are_not_cached():
     assert charges(*requests((0, "a"), (1, "a"))) == [Charge(1, 0, 0, 0, 0)] * 2
 
 
-def test_short_prefixes_are_no_entries():
+def test_breakpoints_below_the_minimum_write_no_entry():
     """A breakpoint before the minimum length writes no entry, even in a longer prompt."""
     rows = [logged(0, 0, ("a", 0), ("b", None)), logged(1, 1, ("a", 0), ("cd", None))]
     assert charges(*rows) == [Charge(2, 0, 0, 0, 0), Charge(3, 0, 0, 0, 0)]
 
 
-def test_writing_without_a_price_is_input():
+def test_writes_without_a_price_are_charged_as_input():
     """Without a price for writing, tokens that are not read are charged as uncached input."""
     price = find_price("input=4,cached=1")
     assert charges(*requests((0, "abc"), (1, "abcd")), price=price) == [
@@ -76,14 +77,14 @@ def test_writing_without_a_price_is_input():
     ]
 
 
-def test_logged_breakpoints():
+def test_logged_entries_end_at_marked_blocks():
     """Entries end at the marked blocks of a log; tokens after the last one are not written."""
     first = logged(0, 0, ("abc", 0), ("d", None))
     second = logged(1, 1, ("abc", 0), ("xy", 0))
     assert charges(first, second) == [Charge(1, 0, 3, 0, 0), Charge(0, 3, 2, 0, 0)]
 
 
-def test_entries_of_an_hour():
+def test_one_hour_breakpoints_have_their_own_price_and_ttl():
     """Tokens up to a one-hour breakpoint are charged at its price and cached for an hour."""
     blocks = ("abc", HOUR), ("de", 0)
     first, late = logged(0, 0, *blocks), logged(1, 3000, *blocks)
@@ -94,7 +95,7 @@ def test_entries_of_an_hour():
     assert long == [Charge(0, 0, 0, 3, 0)]
 
 
-def test_entries_are_looked_for_some_blocks_back():
+def test_entries_are_found_within_lookback_blocks():
     """An entry is found only within `lookback` blocks before a breakpoint."""
     first = logged(0, 0, ("ab", 0))
     blocks = [(letter, None) for letter in "cdef"]
@@ -104,27 +105,27 @@ def test_entries_are_looked_for_some_blocks_back():
     assert [charges(first, each, price=price)[1].read for each in (far, near)] == [0, 2]
 
 
-def test_a_log_without_breakpoints():
+def test_a_log_without_breakpoints_caches_as_its_api_does():
     """A log without breakpoints caches nothing if its API takes them, else whole prompts."""
     for explicit, read in ((True, 0), (False, 2)):
         rows = [logged(n, n, ("ab", None), explicit=explicit) for n in range(2)]
         assert charges(*rows)[1].read == read
 
 
-def test_only_the_last_breakpoints_count():
+def test_only_the_last_allowed_breakpoints_count():
     """If a prompt has more breakpoints than allowed, only the last ones count."""
     price = find_price("input=4,cached=1,write=5,breakpoints=1")
     first = logged(0, 0, ("ab", 0), ("c", 0))
     assert charges(first, logged(1, 1, ("ab", 0), ("d", None)), price=price)[1].read == 0
 
 
-def test_models_have_caches_of_their_own():
+def test_models_share_no_entries():
     """Logged requests to different models share no entries."""
     rows = [logged(n, n, ("ab", 0), salt=f"m{n}") for n in range(2)]
     assert [each.read for each in charges(*rows)] == [0, 0]
 
 
-def test_logged_prompts_are_as_long_as_reported():
+def test_logged_positions_are_scaled_to_reported_tokens():
     """Positions in a logged prompt are scaled to the number of tokens that the API reported."""
     usage = Usage(80, read_tokens=20, written_tokens=30, written_1h_tokens=10, output_tokens=7)
     each = logged(0, 0, ("abcd", 0), usage=usage)
@@ -134,7 +135,7 @@ def test_logged_prompts_are_as_long_as_reported():
     assert found.reported.usd == pytest.approx((20 * 4 + 20 + 30 * 5 + 10 * 8 + 7 * 10) / 1e6)
 
 
-def test_hits_count_in_whole_steps():
+def test_hit_charge_rounds_down_to_a_cacheable_length():
     """`hit_charge` rounds a hit down to a length that the API could have cached."""
     price = find_price("input=4,cached=1,write=5,min_tokens=4,step=2")
     each = request(0, 0, "abcdefghi")
@@ -142,14 +143,14 @@ def test_hits_count_in_whole_steps():
     assert hit_charge(price, each, 5) == Charge(1, 4, 4, 0, 0)
 
 
-def test_reported_if_all_is():
+def test_a_reported_bill_needs_the_usage_of_all_requests():
     """A log has a reported bill only if all of its requests report their usage."""
     rows = [logged(0, 0, ("ab", 0), usage=Usage(2)), logged(1, 1, ("ab", 0))]
     assert bill(rows[:1], PRICE).reported is not None
     assert bill(rows, PRICE).reported is None
 
 
-def test_rows_of_a_comparison_are_billed():
+def test_each_row_of_a_comparison_is_billed_by_its_hits():
     """Each row of a comparison with a price is billed by the hits of its pool.
 
     The optimum costs no more than LRU in the same pool, and LRU no less than in a larger one.
@@ -166,7 +167,7 @@ def test_rows_of_a_comparison_are_billed():
     assert compare(work, "lru", 20).rows[0].bill is None
 
 
-def test_what_tiers_load_is_read():
+def test_tokens_loaded_from_a_tier_are_billed_as_read():
     """Tokens that are loaded from a tier are billed as read, like hits in the pool."""
     work = Zipf(requests=60, prefixes=4, prefix_tokens=512, suffix_tokens=32, rate=0.1)
     result = kvcore.simulate(work, blocks=60, tier="host:memory=1GiB")
@@ -189,5 +190,8 @@ def test_a_run_is_billed_by_its_hits():
         for scale in (0.01, 100)
     )
     assert slow.api.read_tokens < fast.api.read_tokens
-    result = kvcore.simulate(work, blocks=5, block_size=16)
-    assert bill(work, "openai", log=result.log).run.requests == 40 - len(result.log.reasons)
+    huge = attrs.evolve(list(work)[-1], id="huge", prompt_tokens=80_000, keys=())
+    result = kvcore.simulate([*work, huge], blocks=60, block_size=16)
+    assert len(result.log.reasons) == 1
+    found = bill([*work, huge], "openai", log=result.log)
+    assert found.run.requests == found.api.requests == 40

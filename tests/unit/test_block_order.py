@@ -3,7 +3,7 @@
 from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, start, table
 
 
-def test_unused_ids_ascend():
+def test_unused_ids_are_allocated_in_ascending_order():
     """A new cache allocates the ids 0, 1, 2 and so on, across all sequences."""
     cache = make(12)
     tables = [table(cache, cache.open(ask(text))) for text in ("abc", "x", "mn")]
@@ -18,7 +18,7 @@ def test_close_frees_deepest_first():
     assert table(cache, cache.open(ask("mnop"))) == [0, 1, 2, 3]
 
 
-def test_last_freed_is_taken_first():
+def test_the_last_freed_blocks_are_allocated_first():
     """Of two closed sequences, the blocks of the one that closed last are allocated first."""
     cache = make(12)
     one, two = cache.open(ask("ab")), cache.open(ask("mn"))
@@ -27,7 +27,7 @@ def test_last_freed_is_taken_first():
     assert table(cache, cache.open(ask("vwxyz"))) == [2, 3, 0, 1, 4]
 
 
-def test_free_then_unused_then_victims():
+def test_an_admission_allocates_freed_then_unused_then_evicted_blocks():
     """One admission takes freed blocks first, then unused ones, then victims."""
     cache = make(7)
     private = cache.open(ask("m"))
@@ -36,21 +36,21 @@ def test_free_then_unused_then_victims():
     assert table(cache, cache.open(ask("vwxyz"))) == [0, 4, 5, 6, 3]
 
 
-def test_victims_leave_deepest_first():
+def test_victims_are_evicted_from_their_tails():
     """Victims are evicted one after the other, each from its tail."""
     cache = make(6)
     serve(cache, "abc", "xyz")
     assert table(cache, cache.open(ask("mnopq"))) == [2, 1, 0, 5, 4]
 
 
-def test_a_path_leaves_from_its_leaf():
+def test_a_parent_is_evicted_after_its_children():
     """A parent is evicted only after its children."""
     cache = make(6)
     serve(cache, "ab", "abcd", "abxy")
     assert table(cache, cache.open(ask("mnopqr"))) == [3, 2, 5, 4, 1, 0]
 
 
-def test_victims_of_two_calls_are_those_of_one():
+def test_two_allocations_get_the_blocks_of_a_single_one():
     """Blocks taken in several calls are those of one call, even across evictions."""
     tables = []
     for parts in ([6], [1, 2, 3], [4, 2]):
@@ -63,14 +63,14 @@ def test_victims_of_two_calls_are_those_of_one():
     assert tables[0] == tables[1] == tables[2] == [6, 2, 1, 0, 5, 4]
 
 
-def test_expired_blocks_are_free_before_others_are_taken():
+def test_expired_blocks_are_freed_before_an_allocation():
     """Expired spans are freed before an allocation, leaves first, so their root is next."""
     cache = make(8, Mortal())
     serve(cache, "abc", "abcde", now=0)
     assert table(cache, cache.open(ask("abxyz"), now=50)) == [0, 1, 2, 3, 4]
 
 
-def test_duplicates_come_back_shallowest_first():
+def test_freed_duplicates_are_allocated_shallowest_first():
     """Duplicate blocks that a commit frees are allocated again in the order of the prompt."""
     cache = make(12)
     one, two = cache.open(ask("abc")), cache.open(ask("abc"))
@@ -89,7 +89,7 @@ def test_rollback_frees_deepest_first():
     assert table(cache, seq) == [0, 1, 2, 3, 4]
 
 
-def test_a_cache_is_written_over_and_over():
+def test_every_block_id_stays_accounted_for_after_many_evictions():
     """After many evictions each block id is either in one span or free."""
     cache = make(5)
     for text in ("abc", "xyz", "abx", "mno", "abcde", "xym"):

@@ -45,7 +45,7 @@ def test_an_editable_install_is_never_compiled(hook, monkeypatch):
     assert data == {"force_include": {}}
 
 
-def test_a_build_without_a_compiler_says_so(hook, monkeypatch):
+def test_compiling_without_a_compiler_is_refused_with_advice(hook, monkeypatch):
     """Compiling without a compiler raises an error with what is missing and what to do."""
     monkeypatch.setenv("KVCORE_COMPILE", "1")
     monkeypatch.setattr(shutil, "which", lambda _: None)
@@ -53,8 +53,9 @@ def test_a_build_without_a_compiler_says_so(hook, monkeypatch):
         hook.initialize("standard", {"force_include": {}})
 
 
-def test_no_base_class_of_plugins_is_compiled(build):
+def test_no_compiled_module_has_a_plugin_class(build):
     """No compiled module has a plugin class: Python plugins could not derive from it."""
+    assert build.MODULES
     for path in build.MODULES:
         module = import_module(path.removesuffix(".py").replace("/", "."))
         classes = [each for each in vars(module).values() if isinstance(each, type)]

@@ -43,7 +43,7 @@ def fit(tmp_path):
     return fit
 
 
-def test_finds_the_model_that_made_the_steps(fit):
+def test_a_linear_model_is_recovered_from_its_own_steps(fit):
     """Fitting the steps of a linear model returns exactly its options, without residuals.
 
     The options with which the fit begins do not matter.
@@ -59,7 +59,7 @@ def test_finds_the_model_that_made_the_steps(fit):
 
 
 @given(st.tuples(*[st.integers(0, 10**9)] * 3))
-def test_finds_any_model(tmp_path_factory, coefficients):
+def test_any_linear_coefficients_are_recovered(tmp_path_factory, coefficients):
     """A linear model with any coefficients, 0 included, is recovered from its own steps."""
     prefill, decode, context = (ps / 10**12 for ps in coefficients)
     model = Linear(step=0.001, prefill=prefill, decode=decode, context=context)
@@ -80,7 +80,7 @@ def test_the_spec_builds_the_fitted_model(fit):
     assert built.options() == found.model.options() == found.fitted
 
 
-def test_the_residuals_are_those_of_the_spec(fit):
+def test_fitted_times_are_those_of_the_spec(fit):
     """The fitted time of each residual is that of the model which `spec` builds."""
     found = fit(noisy(TRUTH))
     model = Plugins().build("latency", found.spec)
@@ -119,7 +119,7 @@ def test_short_steps_count_as_much_as_long_ones(fit):
     assert off["decode"] < 0.01
 
 
-def test_held_out_errors_are_of_steps_that_the_fit_has_not_seen(fit):
+def test_a_held_out_error_is_of_a_fit_without_that_step(fit):
     """The held-out error of a step is that of a fit which did not include the step.
 
     A step that is unlike all others is fitted well only by a fit that includes it.
@@ -140,7 +140,7 @@ def test_held_out_errors_are_of_steps_that_the_fit_has_not_seen(fit):
         {"model": "gpt-oss-20b", "tensor_parallel": 1, "device": "a100-80g"},
     ],
 )
-def test_finds_the_shares_of_a_roofline(fit, options):
+def test_a_roofline_is_recovered_from_its_own_steps(fit, options):
     """A roofline is fitted from its own steps, also with experts and with windowed layers."""
     truth = Roofline(**options)
     grid = [(p, d, d * c) for p, d, c in product((0, 512, 8192), (1, 16, 64), (100, 9000))]
@@ -155,7 +155,7 @@ def test_finds_the_shares_of_a_roofline(fit, options):
     assert max(errors.held_out_p90 for errors in found.errors) < 1e-3
 
 
-def test_pairs_tell_chunks_apart(fit):
+def test_attended_pairs_distinguish_chunks_by_their_context(fit):
     """The column attended_pairs lets a fit distinguish chunks by the context before them."""
     truth = Roofline(compute=0.4)
     rows = []
@@ -210,7 +210,7 @@ def test_too_few_rows_are_refused(fit):
         ),
     ],
 )
-def test_columns_that_say_too_little_are_refused(fit, grid, problem):
+def test_measurements_that_leave_options_open_are_refused(fit, grid, problem):
     """Measurements that do not determine all options are refused.
 
     The error names these options and the steps to measure.
@@ -222,14 +222,14 @@ def test_columns_that_say_too_little_are_refused(fit, grid, problem):
     assert "; measure more kinds of steps: without and with" in message
 
 
-def test_a_share_that_no_step_depends_on_is_refused(fit):
+def test_decode_steps_alone_do_not_fit_a_roofline(fit):
     """Decode steps alone do not determine `compute` of a roofline, and are refused."""
     rows = [(0, d, d * c, 0.002 + d * c / 1e8) for d in (1, 2, 3) for c in (1000, 9000)]
     with pytest.raises(InputError, match="compute cannot be known: no step takes longer by it"):
         fit(rows, Roofline())
 
 
-def test_a_model_that_cannot_be_fitted_is_named(fit):
+def test_a_model_that_cannot_be_fitted_is_refused(fit):
     """A latency model that cannot be fitted is refused, and the error names those that can."""
     with pytest.raises(InputError, match="'token-rate' cannot be fitted; linear and roofline"):
         fit(measured(TRUTH), TokenRate())

@@ -26,7 +26,7 @@ def texts(chart, **how):
     return set(re.findall("<!-- (.*?) -->", svg, re.DOTALL))
 
 
-def test_a_comparison_by_size():
+def test_a_comparison_is_drawn_over_pool_sizes():
     """A comparison has a line for each policy over the sizes, and the infinite bound."""
     found = compare(SMALL, "lru,lfu,optimum", [160, 400])
     chart = ComparisonReport(found).chart()
@@ -35,32 +35,34 @@ def test_a_comparison_by_size():
     for row in found.rows:
         assert (row.blocks, row.hit_ratio["block"]) in lines[row.eviction]
     assert chart.panels[0].bound == ("never evicts", found.infinite.hit_ratio["block"])
-    told = texts(chart)
-    assert {"160", "400", "lru", "lfu", "optimum", "pool, blocks of 16 tokens"} <= told
-    assert any(text.startswith("Setup: ") for text in told)
+    shown = texts(chart)
+    assert {"160", "400", "lru", "lfu", "optimum", "pool, blocks of 16 tokens"} <= shown
+    assert any(text.startswith("Setup: ") for text in shown)
 
 
-def test_a_comparison_with_tiers():
+def test_tiers_add_a_second_line_to_each_policy():
     """With tiers each policy has a second line, with the hits in the tiers added."""
     tier = "host:memory=1GiB"
     found = compare(SMALL, "lru", [160, 400], tier=tier)
     lines = ComparisonReport(found).chart().panels[0].lines
     assert list(lines) == ["lru", "lru + tiers"]
-    assert [value for _, value in lines["lru + tiers"]] == [
-        row.reuse_ratio["block"] for row in found.rows
-    ]
+    for line, name in (("lru", "hit_ratio"), ("lru + tiers", "reuse_ratio")):
+        assert [value for _, value in lines[line]] == [
+            getattr(row, name)["block"] for row in found.rows
+        ]
+    assert lines["lru + tiers"] != lines["lru"]
 
 
-def test_one_size_is_bars():
+def test_a_comparison_of_one_size_is_drawn_as_bars():
     """A comparison of one size has bars with their values; a small chart has no caption."""
     chart = ComparisonReport(compare(SMALL, "lru,lfu", 160)).chart()
     value = chart.panels[0].lines["lru"][0][1]
-    told = texts(chart, small=True)
-    assert {"lru", "lfu", f"{100 * value:.3g}%", "blocks looked up that hit"} <= told
-    assert not any(text.startswith("Setup: ") for text in told)
+    shown = texts(chart, small=True)
+    assert {"lru", "lfu", f"{100 * value:.3g}%", "blocks looked up that hit"} <= shown
+    assert not any(text.startswith("Setup: ") for text in shown)
 
 
-def test_nothing_looked_up_is_drawn():
+def test_a_line_without_points_has_empty_axes():
     """A chart whose line has no points has empty axes."""
     chart = Chart("none", "", "pool", [Panel("hits", {"lru": []}, str)])
     assert "none" in texts(chart)
@@ -74,7 +76,7 @@ def test_nothing_looked_up_is_drawn():
         ({"blocks": [1, 2], "block_size": [16, 32]}, "block_size", "block_size"),
     ],
 )
-def test_the_axis_of_a_sweep(axes, asked, axis):
+def test_a_sweep_is_drawn_over_a_numeric_axis(axes, asked, axis):
     """A sweep is drawn over its numeric axis or the given one; seeds are not numeric."""
     assert chart_axis(Grid("compare", **axes), asked) == axis
 
@@ -93,7 +95,7 @@ def test_the_axis_of_a_sweep(axes, asked, axis):
         ({"blocks": [1, 2], "seed": range(25)}, None, "25 lines over blocks"),
     ],
 )
-def test_what_a_sweep_cannot_be_drawn_over(axes, asked, fault):
+def test_an_unsuitable_axis_of_a_sweep_is_refused(axes, asked, fault):
     """A sweep that cannot be drawn over an axis is refused with the reason and the choices."""
     with pytest.raises(InputError, match=fault):
         chart_axis(Grid("compare", **axes), asked)
@@ -106,7 +108,7 @@ def swept(tmp_path, mode, **axes):
         return sweep(Plan.of(grid), journal, executor=ThisProcess())
 
 
-def test_a_sweep_without_a_clock(tmp_path):
+def test_a_sweep_of_compare_has_a_line_for_each_other_value(tmp_path):
     """A sweep of `compare` has a line for each value of the other axes.
 
     A failed cell has no point.
@@ -123,7 +125,7 @@ def test_a_sweep_without_a_clock(tmp_path):
     assert {"lru", "lfu", "blocks", "hits, of blocks", "160", "400"} <= texts(chart)
 
 
-def test_a_sweep_under_a_clock(tmp_path):
+def test_a_sweep_of_simulate_has_a_panel_for_each_measure(tmp_path):
     """A sweep of `simulate` has a panel for each measure, over memory in bytes."""
     found = swept(tmp_path, "simulate", memory=["1GiB", "2GiB"], scheduler=["fcfs", "lpm"])
     chart = SweepReport(found).chart("memory")
@@ -133,13 +135,14 @@ def test_a_sweep_under_a_clock(tmp_path):
     assert {"1 GiB", "2 GiB", "fcfs", "lpm"} <= texts(chart)
 
 
-def test_a_plan():
+def test_a_plan_has_a_bar_for_each_fleet_in_each_panel():
     """The chart of a plan has a bar for each fleet in each panel, and the target."""
     found = plan(
         f"{SMALL},rate=4", slo="ttft=0.2", tier="none", tensor_parallel=[1, 2], max_gpus=2
     )
     chart = PlanReport(found).chart()
-    assert len(chart.panels[0].lines) == len(found.options) > 0
+    assert [len(panel.lines) for panel in chart.panels] == [2] * 4
+    assert len(found.options) == 2
     assert chart.panels[-1].bound == ("asked for", 0.99)
     assert {"GPUs", "K/V memory in all, GiB", "asked for: 99%"} <= texts(chart)
     none = attrs.evolve(found, options=[])
@@ -158,6 +161,6 @@ def test_a_plan():
         ([1, 1.9, 4.4, 4.4], [0.95, 1.95, 3.9, 4.9]),
     ],
 )
-def test_names_are_spread(values, places):
+def test_close_labels_are_spread(values, places):
     """Labels that are too close are spread around their mean, inside the axes."""
     assert spread(values, 1, 0, 10) == pytest.approx(places)

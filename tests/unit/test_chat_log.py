@@ -64,7 +64,7 @@ def test_content_blocks_are_parts(read):
     assert request.output_tokens == len(TEXT["text"])
 
 
-def test_breakpoints_are_no_tokens(read):
+def test_breakpoints_change_no_keys_and_digests(read):
     """Breakpoints change neither the keys of a prompt nor the digests of its parts."""
     bare = json.loads(json.dumps(ANTHROPIC).replace("cache_control", "x-mark"))
     for tool in bare["tools"]:
@@ -75,7 +75,7 @@ def test_breakpoints_are_no_tokens(read):
     assert [part.ttl_ns for part in other.parts] == [None] * 6
 
 
-def test_sentences_are_pieces(read):
+def test_equal_sentences_have_equal_hashes(read):
     """Equal sentences have equal hashes in different prompts; the last ends with its part."""
     one, other = read(
         *(
@@ -89,7 +89,7 @@ def test_sentences_are_pieces(read):
     assert one.parts[0].pieces[-1][1] == one.parts[0].end
 
 
-def test_automatic_breakpoints(read):
+def test_automatic_breakpoints_are_at_the_end(read):
     """A breakpoint beside the messages is at their end, one in a message is at its end."""
     chat = {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}
     marked = {"messages": [chat["messages"][0] | {"cache_control": MARK}, chat["messages"][1]]}
@@ -143,7 +143,7 @@ def test_automatic_breakpoints(read):
         (None, None, False),
     ],
 )
-def test_usage_is_read(read, usage, expected, explicit):
+def test_usage_of_each_api_is_read(read, usage, expected, explicit):
     """Usage is read as chat completions, responses, messages and DeepSeek report it.
 
     Without a usage, or without its prompt tokens, it is None.
@@ -174,7 +174,7 @@ def test_wrong_rows_are_refused(read, row, field):
         read({"messages": [{"role": "user", "content": "a"}], **row})
 
 
-def test_models_share_nothing(read):
+def test_models_have_different_keys(read):
     """Equal prompts to different models have different keys."""
     chat = {"messages": [{"role": "user", "content": "a"}]}
     one, other, same = read(*(chat | {"model": name} for name in "xyx"))

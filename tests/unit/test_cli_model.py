@@ -32,21 +32,21 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["mine/config.json", "mine", "shape", "./gpt2"])
-def test_whatever_exists_is_read(folder, text):
+def test_a_model_is_read_from_a_file_or_its_folder(folder, text):
     """A model is read from a config.json, from its folder, or from a file of any other name."""
     assert load_model(text).layers == 2
     assert load_model(str(folder / text)).layers == 2
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_known_name_goes_first():
+def test_a_known_name_precedes_a_file():
     """The name of a known model takes precedence over a file of that name."""
     assert load_model("gpt2") == find_model("gpt2")
 
 
 @pytest.mark.parametrize("text", ["gpt2", "mine"])
 @pytest.mark.usefixtures("folder")
-def test_the_weights_can_be_told(text):
+def test_the_dtype_of_the_weights_can_be_set(text):
     """The dtype of the weights can be set for a known model and for one from a file."""
     assert load_model(text, "int4").dtype == "int4"
 
@@ -61,7 +61,7 @@ def test_the_weights_can_be_told(text):
         ("nul\0", "unknown model"),
     ],
 )
-def test_neither_name_nor_file_is_refused(text, problem):
+def test_an_unknown_model_is_refused_with_ways_to_name_one(text, problem):
     """The error about an unknown model gives the problem and the other ways to name one."""
     with pytest.raises(InputError) as caught:
         load_model(text)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.clusters import Longest, Lot, serve_cluster
+from helpers.clusters import Longest, RandomRouter, serve_cluster
 from helpers.serving import BLOCK, ask
 
 from kvcore import SLO, InputError, PolicyError, Router, Scheduler
@@ -69,7 +69,7 @@ def shared(name, at=0, count=4, **fields):
         ("at=5ms,replica=0", Failure(5_000_000, 0)),
     ],
 )
-def test_a_failure_is_read(text, failure):
+def test_a_failure_is_parsed_with_its_parts_in_any_order(text, failure):
     """The parts of a failure may be in any order; without `for`, the replica never returns."""
     assert Failure.parse(text) == failure
     assert Failure.parse(str(failure)) == failure
@@ -86,14 +86,14 @@ def test_a_failure_is_read(text, failure):
         ("replica=1,at=1,for=0", "some time to be gone"),
     ],
 )
-def test_what_is_no_failure(text, why):
+def test_malformed_failures_are_refused(text, why):
     """A malformed failure is refused with the reason."""
     with pytest.raises(InputError, match=why):
         Failure.parse(text)
 
 
 @pytest.mark.parametrize("fields", [(-1, 0), (0, -1), (0, 0, 0), (0, 0, -1)])
-def test_times_and_numbers_of_a_failure_are_checked(fields):
+def test_failures_with_invalid_times_and_numbers_are_refused(fields):
     """`Failure` refuses a negative time or number, and a duration that is not positive."""
     with pytest.raises(InputError, match="some time to be gone"):
         Failure(*fields)
@@ -108,13 +108,13 @@ def test_times_and_numbers_of_a_failure_are_checked(fields):
         (["replica=1,at=1", "replica=1,at=1"], "failed before"),
     ],
 )
-def test_failures_that_cannot_be(failures, why):
+def test_failures_of_missing_or_stopped_replicas_are_refused(failures, why):
     """A failure of a replica that does not exist, or that is down already, is refused."""
     with pytest.raises(InputError, match=why):
         serve_cluster([ask(0)], failures=failures)
 
 
-def test_what_a_failed_replica_had_is_served_elsewhere():
+def test_requests_of_a_failed_replica_are_served_elsewhere():
     """The requests of a failed replica begin again on another one, and keep their arrival."""
     run = serve_cluster(
         [ask(0, 5, output=10)], router=to(0), failures=["replica=0,at=40ns,for=10ns"]
@@ -139,17 +139,17 @@ def test_a_replica_returns_with_an_empty_cache():
     assert run.result.requests["hit_tokens"] == [0, 12, 0]
 
 
-def test_while_all_are_down_requests_wait():
+def test_requests_wait_while_all_replicas_are_down():
     """While all replicas are down requests wait; then they are routed in order of arrival."""
     fail = ["replica=0,at=0,for=50ns", "replica=1,at=10ns"]
-    run = serve_cluster([ask(0, 20), ask(1, 30)], failures=fail, router=Lot())
+    run = serve_cluster([ask(0, 20), ask(1, 30)], failures=fail, router=RandomRouter())
     assert [(line["t"], line["request"], line["replica"]) for line in run.of("ROUTE")] == [
         (50, 0, 0), (50, 1, 0),
     ]  # fmt: skip
     assert run.result.requests["arrival_s"] == [20e-9, 30e-9]
 
 
-def test_when_none_returns_requests_are_refused():
+def test_requests_are_rejected_if_no_replica_returns():
     """If no replica returns, running and arriving requests are rejected.
 
     Each has a row, and a rejected request has missed its SLO.
@@ -162,7 +162,7 @@ def test_when_none_returns_requests_are_refused():
     assert [line["request"] for line in run.of("REJECT")] == [0, 1]
 
 
-def test_a_refused_request_ends_its_turn():
+def test_the_turn_after_a_refused_request_arrives_after_its_think_time():
     """The next request of a session arrives its think time after the router refused one."""
     session = {"session": "s"}
     requests = [ask(0, 5, **session), ask(1, 6, after=0, think_time=7, **session)]
@@ -172,7 +172,7 @@ def test_a_refused_request_ends_its_turn():
     assert run.result.requests["reason"] == ["the router refused it", None]
 
 
-def test_what_follows_a_rejected_request_is_not_late():
+def test_the_turn_after_a_rejected_request_is_not_late():
     """The next request of a session arrives as soon as one is rejected, even during a step."""
     session = {"session": "s"}
     requests = [
@@ -184,7 +184,7 @@ def test_what_follows_a_rejected_request_is_not_late():
     assert run.result.retried == 1
 
 
-def test_a_replica_that_fails_while_it_verifies_drafts_holds_no_more_than_it_should():
+def test_a_replica_that_fails_while_verifying_drafts_leaks_no_blocks():
     """A replica that fails while it verifies drafts leaks none of the drafts' blocks.
 
     `serve_cluster` checks the integrity of its caches.
@@ -198,7 +198,7 @@ def test_a_replica_that_fails_while_it_verifies_drafts_holds_no_more_than_it_sho
 # Faulty routers.
 
 
-def test_a_router_that_raises():
+def test_a_router_that_raises_is_reported_with_its_name():
     """The error about a router that raises names the router, its method and the exception."""
 
     def fails(*_):
@@ -217,7 +217,7 @@ def test_a_router_that_raises():
         ("cheap", r"answered cost.. of request 0 with \['cheap'.*: give numbers"),
     ],
 )
-def test_a_cost_that_is_no_number(cost, why):
+def test_router_costs_that_are_no_numbers_are_refused(cost, why):
     """A cost that is not a number raises PolicyError; NaN would make the order arbitrary."""
 
     class Costs(Router):
@@ -233,20 +233,20 @@ def test_a_cost_that_is_no_number(cost, why):
         serve_cluster([ask(0)], router=Costs())
 
 
-def test_a_router_cannot_take_replicas_out():
+def test_a_router_cannot_remove_replicas():
     """A router cannot remove replicas from the sequence that it is given."""
     with pytest.raises(PolicyError, match="no attribute 'pop'"):
         serve_cluster([ask(0)], router=Answers(lambda _, replicas, __: replicas.pop()))
 
 
 @pytest.mark.parametrize("answer", [0, "replica 0", object(), Replica(0, 9, BLOCK, 1, up=True)])
-def test_a_router_that_answers_rubbish(answer):
+def test_invalid_answers_of_a_router_are_refused(answer):
     """A router that returns neither a given replica nor None raises PolicyError."""
     with pytest.raises(PolicyError, match="none of the replicas that it was given"):
         serve_cluster([ask(0)], router=Answers(lambda *_: answer))
 
 
-def test_a_router_that_sends_to_what_is_down():
+def test_routing_to_a_stopped_replica_is_refused():
     """A router that returns a replica which is down raises PolicyError."""
     kept = []
 
@@ -262,13 +262,13 @@ def test_a_router_that_sends_to_what_is_down():
 
 def test_a_router_serves_one_run():
     """A router keeps state, so a second run with the same instance is refused."""
-    router = Lot()
+    router = RandomRouter()
     serve_cluster([ask(0)], router=router)
     with pytest.raises(InputError, match="in use already"):
         serve_cluster([ask(0)], router=router)
 
 
-def test_a_scheduler_that_lets_nothing_run():
+def test_a_scheduler_that_runs_no_job_is_refused():
     """A scheduler that lets no job run raises PolicyError with the number of its replica."""
     with pytest.raises(PolicyError, match="of replica 1 leaves 1 requests waiting"):
         serve_cluster([ask(0)], router=to(1), scheduler=Closed)
@@ -277,7 +277,7 @@ def test_a_scheduler_that_lets_nothing_run():
 # Order, usage and hints.
 
 
-def test_what_expired_counts_as_evicted_from_its_replica_too():
+def test_expired_blocks_count_as_evicted_for_replica_and_cluster():
     """Expired blocks count as evicted, for their replica and for the cluster."""
     requests = [shared(name, name * NS_PER_S) for name in range(6)]
     numbers = serve_cluster(requests, router=to(1), eviction="ttl:ttl=0.5").result.summary()
@@ -285,7 +285,7 @@ def test_what_expired_counts_as_evicted_from_its_replica_too():
     assert numbers["evicted_blocks"] == 5 * 4
 
 
-def test_the_order_of_events_at_one_time():
+def test_events_at_one_time_have_a_fixed_order():
     """At one time failures come first, then returns, then routing, then the ends of steps."""
     # At 100 ns replica 0 ends its tenth step, replica 1 fails, and replica 2 returns.
     requests = [ask(0, 0, output=10), ask(1, 100)]
@@ -303,7 +303,7 @@ def test_the_order_of_events_at_one_time():
     assert at_100.index("FINISH") > at_100.index("ROUTE")
 
 
-def test_usage_is_that_of_the_moment():
+def test_usage_in_a_jump_counts_from_each_step():
     """Blocks allocated in the middle of a jump over many steps count from their step on."""
     used = []
 
@@ -317,7 +317,7 @@ def test_usage_is_that_of_the_moment():
     assert used == [(0, 0), (5, 1), (15, 2), (45, 2), (55, 3), (95, 4)]
 
 
-def test_hints_for_prefetches_are_not_followed():
+def test_prefetch_hints_have_no_effect_in_a_cluster():
     """Prefetch hints have no effect in a cluster, as a request is routed when it arrives."""
     requests = [shared(0), shared(1, 100)]
     hinted = [
@@ -347,7 +347,7 @@ def test_hints_for_prefetches_are_not_followed():
         ("exact", "exact"),
     ],
 )
-def test_views_in_text(text, shown):
+def test_the_text_of_a_view_reads_back(text, shown):
     """The text that a view writes is read as the same view."""
     assert str(parse_view(text)) == shown
     assert str(parse_view(shown)) == shown
@@ -367,13 +367,13 @@ def test_views_in_text(text, shown):
         ("index:ttl", "is no option"),
     ],
 )
-def test_what_is_no_view(text, why):
+def test_malformed_views_are_refused(text, why):
     """A malformed view is refused with the reason and, where there are some, the choices."""
     with pytest.raises(InputError, match=why):
         parse_view(text)
 
 
-def test_what_was_sent_again_lasts_longer():
+def test_the_ttl_of_an_index_entry_restarts_with_each_request():
     """The TTL of an index entry counts from the last request that was sent with its key."""
     index = SentIndex(ttl=100)
     index.sent(shared(0), 0, 0)
@@ -384,7 +384,7 @@ def test_what_was_sent_again_lasts_longer():
     assert len(index) == 0
 
 
-def test_memory_of_an_index_is_that_of_what_lasts():
+def test_an_index_has_one_entry_for_a_repeated_prompt():
     """One prompt sent a thousand times is one entry for each of its keys, and one record."""
     index = SentIndex(ttl=None)
     for number in range(1000):
@@ -393,8 +393,8 @@ def test_memory_of_an_index_is_that_of_what_lasts():
     assert len(index._sent) == 1
 
 
-def test_nobody_listens_for_a_router_that_does_not_ask():
+def test_no_events_are_kept_for_a_router_that_ignores_its_view():
     """A view keeps no events of the caches for a router that does not use it."""
     view = ExactView()
-    serve_cluster([shared(0)], router=Lot(), view=view)
+    serve_cluster([shared(0)], router=RandomRouter(), view=view)
     assert not view._caches

@@ -75,7 +75,7 @@ def tiny(**more):
 
 
 @pytest.mark.parametrize("codec", HEAD_BYTES)
-def test_a_block_takes_what_the_formula_of_its_codec_says(codec):
+def test_a_block_has_the_bytes_of_its_codec(codec):
     """A block takes the bytes of its codec's formula, and a token its share of the block."""
     layout = KVLayout(LLAMA, codec, 16)
     assert layout.bytes_per_block == HEADS * HEAD_BYTES[codec]
@@ -83,7 +83,7 @@ def test_a_block_takes_what_the_formula_of_its_codec_says(codec):
     assert str(layout.codec) == codec
 
 
-def test_every_built_in_has_a_formula():
+def test_every_built_in_codec_has_a_formula():
     """The table `HEAD_BYTES` contains every built-in codec."""
     names = {text.partition(":")[0] for text in HEAD_BYTES}
     assert names == set(Plugins().names("codec"))
@@ -96,27 +96,27 @@ def test_every_known_model_has_a_layout(codec):
     assert all(KVLayout(model, codec).bytes_per_token > 0 for model in MODELS.values())
 
 
-def test_kivi_as_published():
+def test_kivi_has_its_published_size():
     """KIVI with 2 bits, groups of 32 and two fp16 numbers a group takes 3 bits a number."""
     layout = KVLayout(LLAMA, "kivi:group=32,residual=128", 128)
     assert layout.bytes_per_block == HEADS * 128 * 256 * 3 // 8
 
 
-def test_a_latent_is_the_keys_of_one_head():
+def test_a_latent_is_stored_as_the_keys_of_one_head():
     """Under MLA a token has one latent vector a layer, stored as keys, and no values."""
     layout = KVLayout(tiny(latent=10), INT8, 4)
     assert layout.bytes_per_block == 3 * 4 * (10 + 4)
     assert KVLayout(tiny(latent=10), Thirds, 4).staged_bytes() == 3 * 4 * 10 * 2
 
 
-def test_windows_keep_blocks_of_the_codec():
+def test_a_window_keeps_whole_coded_blocks():
     """A layer with a window keeps whole blocks, including their scales."""
     layout = KVLayout(tiny(windows=(None, 10, 20)), Thirds(), 16)
     block = 2 * (2 * 16 * 4 * 3 + 2)
     assert layout.request_bytes(40) == (3 + 1 + 2) * block
 
 
-def test_bytes_that_tokens_share_are_rounded_up_once():
+def test_shared_bytes_of_a_block_are_rounded_up_once():
     """Bytes that the tokens of a block share are rounded up once, not for each token."""
     layout = KVLayout(tiny(), Thirds(), 5)
     heads = 2 * 3
@@ -131,21 +131,21 @@ def test_bytes_that_tokens_share_are_rounded_up_once():
     ("codec", "block_size", "numbers"),
     [("int8", 16, 0), ("int4:keys=channel", 16, 16 * 128), ("kivi", 32, 32 * 256)],
 )
-def test_an_unfinished_block_is_staged_as_it_was_computed(codec, block_size, numbers):
+def test_a_partial_block_is_staged_uncoded(codec, block_size, numbers):
     """A codec of whole blocks stages one block of plain numbers for each sequence."""
     layout = KVLayout(LLAMA, codec, block_size)
     assert layout.staged_bytes() == HEADS * numbers * 2
     assert layout.staged_bytes("fp32") == HEADS * numbers * 4
 
 
-def test_a_request_takes_its_blocks_and_what_it_stages():
+def test_a_request_needs_its_blocks_and_its_staged_block():
     """A request needs the bytes of its blocks and of its staged block, and fits in no less."""
     layout = KVLayout(tiny(), Thirds(), 16)
     need = layout.request_bytes(20) + layout.staged_bytes()
     assert [layout.requests_in(size, 20) for size in (need - 1, need)] == [0, 1]
 
 
-def test_a_deployment_leaves_room_for_what_is_staged():
+def test_a_deployment_reserves_a_staged_block_for_each_sequence():
     """A deployment reserves a staged bf16 block for each sequence before it sizes the pool."""
     deployment = Deployment(KVLayout(LLAMA, "kivi", 16), find_device("h100"))
     staged, block = 2 * MIB, HEADS * HEAD_BYTES["kivi"]
@@ -155,7 +155,7 @@ def test_a_deployment_leaves_room_for_what_is_staged():
         deployment.blocks(90_000)
 
 
-def test_the_roofline_reads_what_the_codec_stores():
+def test_the_roofline_reads_the_coded_bytes():
     """The roofline reads exactly the bytes that the codec stores for a token of context."""
     model = find_model("llama-3-8b")
     found = Roofline(codec="kivi", block_size=16, tensor_parallel=1, bandwidth=1.0)
@@ -166,7 +166,7 @@ def test_the_roofline_reads_what_the_codec_stores():
     assert Roofline(model, codec=KIVI(bits=4)).options()["codec"].bits == 4
 
 
-def test_a_codec_that_fails_is_named():
+def test_a_codec_with_faulty_planes_is_reported_by_name():
     """A codec that raises in `planes` or returns no planes raises PolicyError with its name."""
     with pytest.raises(
         PolicyError, match=r"codec plugin 'thirds' .* raised ValueError in plane"
@@ -180,18 +180,18 @@ def test_a_codec_that_fails_is_named():
             """Return no planes."""
             return ()
 
-    with pytest.raises(PolicyError, match=r"answered planes.. with none"):
+    with pytest.raises(PolicyError, match=r"'thirds' .* answered planes\(\) with none"):
         KVLayout(LLAMA, Nothing)
 
 
-def test_codecs_are_named_with_options_that_are_set():
+def test_the_text_of_a_codec_has_its_changed_options():
     """The text of a codec has its name and the options that are not the defaults."""
-    named = {str(FP16()): "fp16", str(KIVI()): "kivi", str(KIVI(bits=4)): "kivi:bits=4"}
-    assert all(text == wanted for text, wanted in named.items())
+    named = [str(codec) for codec in (FP16(), KIVI(), KIVI(bits=4))]
+    assert named == ["fp16", "kivi", "kivi:bits=4"]
     assert spec_of(Thirds(3)).options == {"more": "3"}
 
 
-def test_tensors_are_sized_by_the_codec_and_staged_in_their_dtype():
+def test_a_pool_of_tensors_reserves_staged_blocks_in_the_dtype():
     """A pool of tensors has the blocks that fit beside two sequences' staged blocks in fp32."""
 
     def blocks(**options):
@@ -210,7 +210,7 @@ def test_tensors_are_sized_by_the_codec_and_staged_in_their_dtype():
     assert blocks(memory=10 * 2 * 4 * numbers).blocks == 10
 
 
-def test_tensors_without_a_codec_are_kept_as_computed():
+def test_without_a_codec_the_dtype_sizes_the_pool():
     """Without a codec the dtype of the run sizes the pool; fp64 is timed as fp32."""
     parts = EngineParts(RunConfig.of("run", workload="zipf:requests=1", dtype="fp64"))
     assert parts.arguments()["codec"] is None

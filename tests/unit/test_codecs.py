@@ -19,7 +19,7 @@ def coded(codec, rows, part="keys"):
     return codec.decode(part, planes)[0]
 
 
-def test_two_codes_a_byte():
+def test_int4_packs_two_codes_a_byte():
     """A byte of int4 has a code of the first half of the head in its lower bits.
 
     The upper bits have the code of the second half.
@@ -29,7 +29,7 @@ def test_two_codes_a_byte():
     assert grids.flatten().tolist() == [1, 0]
 
 
-def test_four_codes_a_byte():
+def test_kivi_packs_four_codes_a_byte():
     """A byte of 2-bit KIVI has a code of each quarter of the head."""
     rows = torch.tensor([0.0, 3, 1, 2, 2, 2, 3, 0])[None, None]
     codes, grids = KIVI(bits=2).encode("values", rows)
@@ -40,7 +40,7 @@ def test_four_codes_a_byte():
     assert grids.flatten().tolist() == [1, 0]
 
 
-def test_groups_have_grids_of_their_own():
+def test_each_kivi_group_has_its_own_grid():
     """In KIVI a spike widens only the grid of its own group.
 
     A group has several tokens of a channel in keys, several channels of a token in values.
@@ -55,14 +55,14 @@ def test_groups_have_grids_of_their_own():
 
 
 @pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
-def test_a_constant_of_fp16_is_exact(codec):
+def test_equal_fp16_numbers_decode_exactly(codec):
     """A group of equal fp16 numbers has the scale 0 and is decoded exactly."""
     for constant in (0.0, -1.5, 0.0999755859375, 65504.0):
         assert coded(codec, [[constant] * 8] * 4).eq(constant).all()
 
 
 @pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
-def test_what_fp16_lacks_is_cut(codec):
+def test_numbers_beyond_fp16_are_clipped(codec):
     """Numbers beyond 65,504, infinities included, are clipped to it, within half a step."""
     rows = [[0.0, 1e6, -inf, 5.0, inf, -7e4, 3.0, 1.0]] * 4
     expected = torch.tensor(rows).clamp(-65504, 65504)
@@ -73,7 +73,7 @@ def test_what_fp16_lacks_is_cut(codec):
 
 @pytest.mark.parametrize("codec", [INT8(), INT4(), INT4(keys="channel"), KIVI()], ids=repr)
 @pytest.mark.parametrize("size", [0.1, 1, 300])
-def test_decoded_numbers_are_coded_alike(codec, size):
+def test_repeated_coding_does_not_drift(codec, size):
     """Numbers that are decoded and coded again and again, as after rollbacks, do not drift."""
     draws = torch.Generator().manual_seed(1)
     rows = size * torch.randn(4, 32, 64, generator=draws)
@@ -98,7 +98,7 @@ def test_a_grid_spans_numbers_far_from_zero(codec, steps, sign):
         assert (found - rows).abs().max() <= 0.701 / steps / 2
 
 
-def test_nan_takes_its_group():
+def test_a_nan_spreads_to_its_token_or_group():
     """A NaN makes its whole token NaN if coded by token, and its group if coded by channel."""
     rows = torch.zeros(8, 8)
     rows[3, 5] = nan
@@ -108,7 +108,7 @@ def test_nan_takes_its_group():
     assert lost.nonzero().tolist() == [[token, 5] for token in range(4)]
 
 
-def test_scales_round_up():
+def test_rounded_up_returns_the_next_fp16_number():
     """`rounded_up` returns the least fp16 number that is not less, of either sign."""
     given = torch.tensor([1.0, 1.0001, -1.0001, 0.0, 1e-9, -1e-9, 65504.0, nan])
     found = rounded_up(given).double()
@@ -117,7 +117,7 @@ def test_scales_round_up():
 
 
 @pytest.mark.parametrize("codec", [E4M3(), E5M2()], ids=repr)
-def test_fp8_decodes_every_byte(codec):
+def test_fp8_decodes_every_byte_as_torch_does(codec):
     """The fp8 codecs decode all 256 bytes as torch does, NaN and infinity included."""
     dtype = torch.float8_e4m3fn if codec.name == "fp8-e4m3" else torch.float8_e5m2
     numbers = torch.arange(256, dtype=torch.uint8).view(dtype)[None, None]
@@ -134,7 +134,7 @@ def test_fp8_saturates(codec, greatest):
     assert found[5] != found[5]
 
 
-def test_fp8_by_head_reaches_everywhere():
+def test_fp8_by_head_codes_tiny_and_large_rows_equally_well():
     """With a scale for each token and head, fp8 codes tiny and large rows equally precisely."""
     for size in (1e-3, 1.0, 1e4):
         rows = [[size, -size / 2, size / 3, 0.0]]
@@ -157,7 +157,7 @@ def test_fp8_by_head_reaches_everywhere():
         ("kivi:group=16", 16, 40, "16 channels do not fill heads of 40; give group=8"),
     ],
 )
-def test_refuses_blocks_it_cannot_code(spec, tokens, width, message):
+def test_blocks_that_a_codec_cannot_code_are_refused(spec, tokens, width, message):
     """A codec refuses blocks that it cannot code, and the error suggests others."""
     codec = Plugins().build("codec", spec)
     with pytest.raises(InputError, match=message):
@@ -165,15 +165,19 @@ def test_refuses_blocks_it_cannot_code(spec, tokens, width, message):
 
 
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "message"),
     [
-        *("kivi:bits=3", "kivi:group=0", "int4:keys=head", "fp8-e4m3:factor=0"),
-        *("fp8-e5m2:factor=inf", "fp8-e5m2:scale=head,factor=2"),
+        ("kivi:bits=3", r"'kivi' .* 'bits' must be in \(2, 4\)"),
+        ("kivi:group=0", "'kivi' .* 'group' must be >= 1: 0"),
+        ("int4:keys=head", "'keys' of .* 'int4' takes token or channel, not 'head'"),
+        ("fp8-e4m3:factor=0", "'fp8-e4m3' .* 'factor' must be >= 1e-30: 0"),
+        ("fp8-e5m2:factor=inf", r"'fp8-e5m2' .* 'factor' must be <= 1e\+30: inf"),
+        ("fp8-e5m2:scale=head,factor=2", r"fp8-e5m2: factor=2\.0 is for scale=tensor"),
     ],
 )
-def test_refuses_options(spec):
-    """Options out of range are refused when the codec is built."""
-    with pytest.raises(InputError, match=spec.partition(":")[0]):
+def test_codec_options_out_of_range_are_refused(spec, message):
+    """Options out of range are refused when the codec is built, with the valid values."""
+    with pytest.raises(InputError, match=message):
         Plugins().build("codec", spec)
 
 
@@ -185,7 +189,7 @@ def test_refuses_options(spec):
         ("fp16", (16, 0), "is not of whole numbers, 1 or more"),
     ],
 )
-def test_planes_that_cannot_be_are_refused(dtype, shape, message):
+def test_impossible_planes_are_refused(dtype, shape, message):
     """Impossible planes raise PolicyError with the name of the codec and the reason."""
 
     class Wrong(Codec):

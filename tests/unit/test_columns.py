@@ -54,7 +54,7 @@ def test_a_column_reads_as_its_list(cells, typecode, length):
         assert column.index(each) == cells.index(each)
 
 
-def test_appended_is_extended():
+def test_appending_cells_equals_extending():
     """Appending one cell at a time gives the same column as `extend`."""
     column = Column("q")
     for each in NUMBERS:
@@ -76,19 +76,19 @@ def test_columns_are_equal_by_their_cells():
 
 
 @pytest.mark.parametrize("row", [10, -11])
-def test_no_such_row(row):
+def test_an_index_beyond_the_ends_raises_index_error(row):
     """An index beyond the ends raises IndexError with the length."""
     with pytest.raises(IndexError, match=f"row {row} of 10"):
         filled(NUMBERS, "q")[row]
 
 
-def test_no_such_cell():
+def test_a_missing_cell_raises_value_error():
     """`index` of a cell that is in no row raises ValueError."""
     with pytest.raises(ValueError, match="'z' is not in the column"):
         filled(NAMES).index("z")
 
 
-def test_it_shows_its_first_cells():
+def test_the_repr_has_the_first_cells_and_the_length():
     """The repr of a column has its first eight cells and its length."""
     assert repr(filled(NUMBERS)) == f"<Column of 10: {NUMBERS[:8]}>"
 
@@ -101,32 +101,37 @@ def full(*_):
 def test_a_full_disk_leaves_rows_in_memory(monkeypatch):
     """If the file cannot be written, a column keeps all rows in memory and reads the same."""
     monkeypatch.setattr(os, "pwrite", full)
-    assert filled(NUMBERS, "q") == NUMBERS
-    assert filled(NAMES) == NAMES
+    for column, cells in ((filled(NUMBERS, "q"), NUMBERS), (filled(NAMES), NAMES)):
+        assert column == cells
+        assert [type(part) for part in column._parts] == [bytes, bytes]
 
 
-def test_a_disk_that_fills_up_leaves_the_rest_in_memory(monkeypatch):
+def test_after_the_disk_fills_up_later_rows_stay_in_memory(monkeypatch):
     """If the disk fills up, earlier rows are read from the file and later ones from memory."""
     column = filled(NUMBERS[:ROWS], "q")
     monkeypatch.setattr(os, "pwrite", full)
     column.extend(NUMBERS[ROWS:])
     assert column == NUMBERS
+    assert [type(part) for part in column._parts] == [tuple, bytes]
 
 
-def test_columns_share_a_file_for_as_long_as_there_is_one():
+def test_all_columns_share_one_file():
     """All columns share one file, as a process may have few open.
 
     It is closed when the last column is gone.
     """
     first = files.Spool.shared()
-    assert files.Spool.shared() is first
+    columns = filled(NUMBERS, "q"), filled(NAMES)
+    assert {spool for column in columns for spool, *_ in column._parts} == {first}
     number = first._file.fileno()
     del first
+    assert os.fstat(number)
+    del columns
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(number)
 
 
-def test_a_forked_process_has_a_file_of_its_own(monkeypatch):
+def test_a_forked_process_has_its_own_file(monkeypatch):
     """A forked process gets its own file, as it would overwrite the rows of its parent."""
     parents = files.Spool.shared()
     monkeypatch.setattr(os, "getpid", lambda: parents.process + 1)
@@ -149,7 +154,7 @@ def test_percentiles_of_many_samples_are_exact(samples, buckets):
     assert found == Percentiles(sum(samples) / len(samples), *ranked)
 
 
-def test_a_run_reports_the_same_whatever_memory_holds(monkeypatch, tmp_path):
+def test_reports_do_not_depend_on_the_rows_in_memory(monkeypatch, tmp_path):
     """The summary, requests and files of a run do not depend on the rows kept in memory.
 
     Rejected requests are among them.

@@ -47,7 +47,7 @@ def compact(cache, seq, tokens):
     return table(cache, seq)
 
 
-def test_its_first_own_blocks_stay_and_the_others_are_free():
+def test_the_first_private_blocks_stay_and_the_others_are_freed():
     """A compacted sequence keeps its first blocks and frees the others, deepest first."""
     cache = make()
     seq = unkeyed(cache, 18)
@@ -55,7 +55,7 @@ def test_its_first_own_blocks_stay_and_the_others_are_free():
     assert (list(cache.pool.free_ids()), cache.pool.free_blocks) == ([4, 3, 2], 6)
 
 
-def test_what_it_shared_stays_cached_and_can_be_evicted():
+def test_shared_blocks_stay_cached_and_evictable():
     """Shared blocks stay cached and become evictable.
 
     The tokens that stay are in the private blocks of the sequence and then in new ones.
@@ -68,7 +68,7 @@ def test_what_it_shared_stays_cached_and_can_be_evicted():
     assert spans(cache).keys() == {"|vwxyz"}
 
 
-def test_the_lengths_of_its_table_are_those_of_what_is_left():
+def test_the_table_has_the_lengths_of_the_kept_tokens():
     """A compaction reduces the held tokens and the blocks, but not the position in the text."""
     cache = make()
     seq = start(cache, "abc", 14)
@@ -82,7 +82,7 @@ def test_the_lengths_of_its_table_are_those_of_what_is_left():
     assert (seq.held, seq.compacted, seq.position, seq.blocks) == (4, 13, 17, 1)
 
 
-def test_tokens_that_are_not_computed_yet_keep_their_room():
+def test_uncomputed_tokens_keep_their_slots():
     """Allocated tokens that are not computed yet keep their slots behind the kept ones."""
     cache = make()
     seq = cache.open(ask("abcdef", 23))
@@ -93,7 +93,7 @@ def test_tokens_that_are_not_computed_yet_keep_their_room():
     assert (seq.held, seq.position) == (17, 23)
 
 
-def test_holes_are_gone():
+def test_a_compaction_removes_holes():
     """A compaction removes the holes of dropped tokens and counts these as compacted."""
     cache = make(retention=Window(tokens=4))
     seq = grown(cache, start(cache, "ab"), 8)
@@ -105,7 +105,7 @@ def test_holes_are_gone():
     assert cache.pool.free_blocks + cache.tree.unpinned_blocks == 8
 
 
-def test_it_publishes_nothing_from_then_on():
+def test_a_compacted_sequence_publishes_no_more_blocks():
     """A compacted sequence publishes no more blocks, of its prompt or of its output.
 
     That holds for keys that are appended later, too.
@@ -125,7 +125,7 @@ def test_it_publishes_nothing_from_then_on():
     assert spans(cache).keys() == {"|ab", "|xy"}
 
 
-def test_others_find_what_it_had_published():
+def test_blocks_published_before_the_compaction_can_be_hit():
     """Blocks that a sequence published before its compaction can still be hit."""
     cache = make(12)
     seq = start(cache, "abcd")
@@ -133,7 +133,7 @@ def test_others_find_what_it_had_published():
     assert cache.probe(ask("abcde")) == 4
 
 
-def test_victims_make_room_but_never_what_it_holds():
+def test_a_compaction_evicts_other_spans_only():
     """A compaction may evict other spans, but not the path from which it copies."""
     cache = make(7)
     serve(cache, "xy")
@@ -144,7 +144,7 @@ def test_victims_make_room_but_never_what_it_holds():
     assert cache.tree.unpinned_blocks == 4
 
 
-def test_without_room_nothing_changes():
+def test_a_compaction_without_room_changes_nothing():
     """A compaction without enough blocks raises OutOfBlocks and changes nothing.
 
     Blocks that only this sequence pins do not count as evictable.
@@ -157,7 +157,7 @@ def test_without_room_nothing_changes():
     assert snapshot(cache) == before
 
 
-def test_a_policy_is_asked_again_where_there_was_no_room():
+def test_a_compaction_without_room_is_retried_at_the_next_commit():
     """A compaction without enough blocks is deferred to the next commit."""
     cache = make(5, retention=Eager(8))
     other = cache.open(ask("z"))
@@ -169,7 +169,7 @@ def test_a_policy_is_asked_again_where_there_was_no_room():
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 12, 13])
-def test_some_tokens_stay_and_some_go(tokens):
+def test_keeping_no_or_all_tokens_is_refused(tokens):
     """Keeping no tokens, all of them or more is refused, and the error gives the range."""
     cache = make()
     seq = start(cache, "abc")
@@ -177,7 +177,7 @@ def test_some_tokens_stay_and_some_go(tokens):
         cache.compact(seq, tokens)
 
 
-def test_it_must_have_computed_what_it_shares():
+def test_a_fork_with_uncomputed_shared_blocks_is_not_compacted():
     """A fork can be compacted only when it has computed all blocks that it shares."""
     cache = make()
     seq = cache.open(ask("abc"))
@@ -189,7 +189,7 @@ def test_it_must_have_computed_what_it_shares():
     assert compact(cache, compute(cache, child), 1) == [3]
 
 
-def test_a_closed_sequence_is_refused():
+def test_compacting_a_closed_sequence_is_refused():
     """Compacting a closed sequence is refused."""
     cache = make()
     seq = start(cache, "abc")
@@ -198,7 +198,7 @@ def test_a_closed_sequence_is_refused():
         cache.compact(seq, 1)
 
 
-def test_a_fork_keeps_the_blocks_that_both_had():
+def test_the_sibling_of_a_compacted_fork_keeps_the_shared_blocks():
     """The blocks that a compacted fork shared with its sibling belong to the sibling alone.
 
     The sibling then writes into them without a copy.
@@ -218,7 +218,7 @@ def test_a_fork_keeps_the_blocks_that_both_had():
     assert cache.pool.free_blocks == 12
 
 
-def test_a_fork_that_commits_shares_with_what_is_left_of_the_family():
+def test_a_commit_shares_with_forks_that_were_not_compacted():
     """A commit shares blocks with the other forks, except with one that was compacted."""
     cache = make(12)
     seq = cache.open(ask("abcd", 18))
@@ -249,7 +249,7 @@ def test_a_fork_of_a_compacted_sequence_copies_on_write():
     assert cache.pool.free_blocks == 8
 
 
-def test_a_fork_of_tokens_that_are_not_computed():
+def test_a_compacted_sequence_with_uncommitted_output_is_not_forked():
     """A compacted sequence with uncommitted tokens of its output cannot be forked."""
     cache = make()
     seq = unkeyed(cache, 14)
@@ -259,7 +259,7 @@ def test_a_fork_of_tokens_that_are_not_computed():
         cache.fork(seq)
 
 
-def test_rollback_stops_at_what_the_compaction_left():
+def test_a_rollback_stops_at_the_kept_tokens():
     """A rollback cannot remove tokens that a compaction kept: each head has kept others."""
     cache = make()
     seq = unkeyed(cache, 14)
@@ -274,7 +274,7 @@ def test_rollback_stops_at_what_the_compaction_left():
     cache.check_integrity()
 
 
-def test_counting_decides_alike():
+def test_accounting_without_block_ids_decides_equally():
     """Caches with and without block ids have equal free blocks and statistics."""
     caches = [make(12, retention=Eager(6), ids=ids) for ids in (True, False)]
     sequences = [start(cache, "abc", 14) for cache in caches]
@@ -285,13 +285,13 @@ def test_counting_decides_alike():
         assert caches[0].stats == caches[1].stats
 
 
-def test_who_copies_is_told_of_the_table_before():
+def test_on_compact_gets_the_old_table():
     """`on_compact` gets the old table and its tokens when the sequence has its new table."""
-    told = []
-    cache = make(on_compact=lambda *call: told.append((*call, table(cache, call[0]))))
+    copied = []
+    cache = make(on_compact=lambda *call: copied.append((*call, table(cache, call[0]))))
     seq = start(cache, "abc", 14)
     cache.compact(seq, 6)
-    assert told == [(seq, array("i", [0, 1, 2, 3]), 14, [3, 4])]
+    assert copied == [(seq, array("i", [0, 1, 2, 3]), 14, [3, 4])]
 
 
 def test_a_copy_that_fails_ends_the_use_of_the_cache():
@@ -309,31 +309,38 @@ def test_a_copy_that_fails_ends_the_use_of_the_cache():
 
 
 @pytest.mark.parametrize("answer", [0, -3, 1.5, "2"])
-def test_a_wrong_number_ends_the_use_of_the_cache(answer):
-    """A policy whose `keeps()` returns an invalid number raises PolicyError with its name."""
+def test_an_invalid_number_of_kept_tokens_ends_the_use_of_the_cache(answer):
+    """A policy whose `keeps()` returns an invalid number raises PolicyError with its name.
+
+    Every later call of the cache raises the same error.
+    """
     cache = make(retention=Eager(answer))
-    with pytest.raises(PolicyError, match=r"'eager'.* raised .*in keeps\(\)"):
+    with pytest.raises(PolicyError, match=r"'eager'.* raised \w+Error in keeps\(\)") as first:
         start(cache, "abc")
+    for call in (lambda: cache.probe(ask("a")), lambda: cache.open(ask("a"))):
+        with pytest.raises(PolicyError) as later:
+            call()
+        assert str(later.value) == str(first.value)
 
 
-def test_as_many_as_it_holds_is_no_compaction():
+def test_keeping_as_many_tokens_as_there_are_is_no_compaction():
     """A policy that keeps as many tokens as there are causes no compaction."""
     cache = make(retention=Eager(12))
     assert start(cache, "abc").span.end == 3
     assert cache.stats.compactions == 0
 
 
-def test_the_eviction_policy_is_told_of_what_is_released():
+def test_a_compaction_calls_on_release():
     """A compaction calls `on_release` from leaf to root, as closing does."""
     cache = make(12, Recorded())
     serve(cache, "ab")
     seq = start(cache, "abcd")
-    cache.eviction.told.clear()
+    cache.eviction.callbacks.clear()
     cache.compact(seq, 3)
-    assert cache.eviction.told == [("on_release", "ab|cd"), ("on_release", "|ab")]
+    assert cache.eviction.callbacks == [("on_release", "ab|cd"), ("on_release", "|ab")]
 
 
-def test_a_line_says_what_stays_what_goes_and_what_is_new():
+def test_a_compact_line_has_kept_and_new_blocks():
     """COMPACT has the tokens and blocks that stay and the new ones.
 
     FREE has the number of all removed tokens.
@@ -354,7 +361,7 @@ def test_a_line_says_what_stays_what_goes_and_what_is_new():
     assert lines.of("FREE")[-1]["compacted"] == 14
 
 
-def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
+def test_a_long_text_stays_within_its_budget(tmp_path):
     """100,000 tokens under a budget of 1,024 hold at most two blocks more than the budget.
 
     Both the pool and the trace, which replays, have this peak.
@@ -374,7 +381,7 @@ def test_a_long_text_never_holds_more_than_its_budget(tmp_path):
 
 
 @pytest.mark.parametrize(("output", "compactions"), [(1, 0), (5, 1), (9, 2)])
-def test_a_text_that_ends_is_not_compacted(output, compactions):
+def test_no_compaction_after_the_last_token(output, compactions):
     """A sequence is not compacted after its last token, since nothing attends to it."""
     run = serve_all([request("a", prompt=8, output=output)], retention=Eager(4), trace=False)
     assert run.result.cache.stats.compactions == compactions

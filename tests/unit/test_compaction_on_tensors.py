@@ -24,10 +24,10 @@ MODEL = "layers=2,hidden=16,heads=4,kv_heads=2,head_dim=4,vocab_size=61"
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)
-class Told(ScoreRetention):
+class Scored(ScoreRetention):
     """A retention policy that scores the held tokens by a function."""
 
-    name: ClassVar[str] = "told"
+    name: ClassVar[str] = "scored"
 
     answer: object = None
     needs: Reads = attrs.Factory(Reads)
@@ -69,10 +69,10 @@ def prefilled(texts, length=30, seed=0):
     ],
     ids=["a shape", "a type", "NaN", "a raise"],
 )
-def test_a_wrong_answer_names_the_plugin(answer, message):
+def test_invalid_scores_are_reported_with_the_plugin(answer, message):
     """Invalid scores raise PolicyError with the plugin's name, as does every later call."""
-    texts = paged(Told(budget=8, answer=answer))
-    with pytest.raises(PolicyError, match=rf"retention plugin 'told' .*{message}") as caught:
+    texts = paged(Scored(budget=8, answer=answer))
+    with pytest.raises(PolicyError, match=rf"retention plugin 'scored' .*{message}") as caught:
         prefilled(texts)
     with pytest.raises(PolicyError) as again:
         texts.cache.check_integrity()
@@ -81,28 +81,28 @@ def test_a_wrong_answer_names_the_plugin(answer, message):
 
 def test_infinite_scores_are_scores():
     """Infinite scores are valid, and the newest token stays whatever its score."""
-    texts = paged(Told(budget=3, answer=lambda held: (held.positions - 5.0) ** -2))
+    texts = paged(Scored(budget=3, answer=lambda held: (held.positions - 5.0) ** -2))
     positions = texts.compactor.positions(prefilled(texts))
     assert positions.sort().values.tolist() == [[[5, 6, 29]] * 2] * 2
 
 
-def test_what_the_next_token_cannot_see_goes_first():
+def test_tokens_outside_the_next_window_are_removed_first():
     """Tokens outside the window of the next token are removed first.
 
     A window of 7 includes that token, so six tokens before it are visible.
     """
     model = MODEL + ",window=7"
-    texts = paged(Told(budget=3, answer=lambda held: -by_position(held)), model=model)
+    texts = paged(Scored(budget=3, answer=lambda held: -by_position(held)), model=model)
     positions = texts.compactor.positions(prefilled(texts))
     assert positions.sort().values.tolist() == [[[24, 25, 29]] * 2] * 2
 
 
-def test_tokens_that_closed_up_are_in_reach():
+def test_tokens_moved_into_the_window_are_visible():
     """Tokens that were moved into the window by rebased positions count as visible.
 
     Token 24 is at place 25, in the window of the next token, 31.
     """
-    policy = Told(budget=5, answer=lambda held: -by_position(held))
+    policy = Scored(budget=5, answer=lambda held: -by_position(held))
     policy.rebases = True
     texts = paged(policy, model=MODEL + ",window=7")
     seq = prefilled(texts)
@@ -112,9 +112,11 @@ def test_tokens_that_closed_up_are_in_reach():
     assert positions.sort().values.tolist() == [[[24, 25, 26, 30]] * 2] * 2
 
 
-def test_sinks_of_a_layer_are_in_reach():
+def test_sinks_of_a_layer_are_visible():
     """The sinks of a layer count as visible and may stay."""
-    texts = paged(Told(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7")
+    texts = paged(
+        Scored(budget=90, answer=lambda h: -by_position(h)), model=MODEL + ",window=7"
+    )
     seq = prefilled(texts)
     for options in texts.compactor._options.values():
         options["sinks"] = 2
@@ -123,31 +125,32 @@ def test_sinks_of_a_layer_are_in_reach():
     assert positions.sort().values.tolist() == [[[0, 1, 24, 29]] * 2] * 2
 
 
-def test_whole_numbers_are_scores():
+def test_integers_are_scores():
     """Scores may be integers; of tokens with equal scores the newer ones stay."""
-    texts = paged(Told(budget=4, answer=lambda held: held.positions // 16 * 0))
+    texts = paged(Scored(budget=4, answer=lambda held: held.positions // 16 * 0))
     positions = texts.compactor.positions(prefilled(texts))
     assert positions.sort().values.tolist() == [[[26, 27, 28, 29]] * 2] * 2
 
 
-def test_nothing_is_read_that_is_not_declared(monkeypatch):
+def test_undeclared_reads_are_not_given(monkeypatch):
     """A policy that declares no reads is given no K/V, weights or queries."""
     seen = []
-    texts = paged(Told(budget=8, answer=lambda held: seen.append(held) or by_position(held)))
+    texts = paged(Scored(budget=8, answer=lambda held: seen.append(held) or by_position(held)))
     for name in ("read_heads", "attend_weighed"):
         monkeypatch.setattr(texts.backend, name, None)
     prefilled(texts)
+    assert len(seen) == 2
     wanted = ("keys", "values", "attention", "queries", "query_positions", "weights")
     assert all(getattr(held, name) is None for held in seen for name in wanted)
 
 
 @pytest.mark.parametrize("name", ["keys", "values", "attention"])
-def test_what_is_declared_is_read(name):
+def test_declared_reads_are_given(name):
     """Keys, values and attention are each read for all tokens if declared."""
     seen = []
     needs = Reads(**{name: True})
     texts = paged(
-        Told(
+        Scored(
             budget=8,
             needs=needs,
             answer=lambda h: seen.append(getattr(h, name)) or by_position(h),
@@ -158,10 +161,10 @@ def test_what_is_declared_is_read(name):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_sums_are_exact_enough(dtype):
+def test_attention_is_summed_in_fp32(dtype):
     """Attention is summed and read in fp32, whatever the dtype of K/V."""
     seen = []
-    policy = Told(
+    policy = Scored(
         budget=8,
         needs=Reads(attention=True),
         answer=lambda held: seen.append(held.attention) or held.attention,
@@ -180,16 +183,16 @@ def test_sums_are_exact_enough(dtype):
         torch.testing.assert_close(each.sum((1, 2)), torch.tensor([120.0]), atol=0.5, rtol=0)
 
 
-def test_attention_adds_up():
+def test_attention_of_a_token_sums_to_one_a_head():
     """The attention of each token sums to 1 in each of the 4 query heads, in every step."""
-    texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
+    texts = paged(Scored(budget=90, needs=Reads(attention=True), answer=by_position))
     seq = prefilled(texts)
     texts.run(seq, output=6)
     sums = seq.data.attention[:, :, : seq.held].sum((1, 2))
     torch.testing.assert_close(sums, torch.full((2,), 4.0 * seq.held).double())
 
 
-def test_only_what_must_move_moves(monkeypatch):
+def test_a_compaction_moves_at_most_a_block_a_head(monkeypatch):
     """In the long run a compaction moves at most a block of tokens in each head."""
     texts = paged(Random(budget=24))
     moved = []
@@ -208,7 +211,7 @@ def test_only_what_must_move_moves(monkeypatch):
     assert max(moved) <= 2 * 4 < first
 
 
-def test_it_forgets_with_the_sequence():
+def test_a_closed_sequence_is_forgotten():
     """The record that the compactor has of a sequence is freed when that is closed."""
     texts = paged(KNorm(budget=8))
     seq = prefilled(texts)
@@ -219,9 +222,9 @@ def test_it_forgets_with_the_sequence():
     assert record() is None
 
 
-def test_forks_go_their_own_way():
+def test_forks_have_separate_records():
     """Tokens that a fork computes do not change the record of its sibling."""
-    texts = paged(Told(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
+    texts = paged(Scored(budget=90, needs=Reads(attention=True, queries=2), answer=by_position))
     seq = prefilled(texts)
     child = texts.fork(seq, seed=1)
     before = seq.data.attention.clone(), seq.data.queries[1].clone()
@@ -233,11 +236,11 @@ def test_forks_go_their_own_way():
     assert not child.data.queries[1].equal(before[1])
 
 
-def test_what_is_rolled_back_has_no_attention():
+def test_a_rolled_back_token_leaves_no_attention():
     """A token in the slot of a rejected draft starts without the attention to the draft."""
     sums = []
     for drafts in (1, 5):
-        texts = paged(Told(budget=90, needs=Reads(attention=True), answer=by_position))
+        texts = paged(Scored(budget=90, needs=Reads(attention=True), answer=by_position))
         seq = prefilled(texts)
         texts.texts[seq].tokens[30:] = [3, 5, 8, 13, 21]
         texts.step({seq: drafts})
@@ -245,13 +248,14 @@ def test_what_is_rolled_back_has_no_attention():
         texts.texts[seq].computed = 30
         texts.step({seq: 2})
         sums.append(seq.data.attention[:, :, 30:32])
+    assert (sums[0] > 0).all()
     torch.testing.assert_close(*sums)
 
 
-def test_who_is_rolled_back_asks_nothing():
+def test_queries_of_rejected_drafts_are_not_kept():
     """Queries of rejected drafts are not kept; those of later tokens have their positions."""
     asked = []
-    policy = Told(
+    policy = Scored(
         budget=90,
         needs=Reads(queries=4),
         answer=lambda held: asked.append(held.query_positions.tolist()) or by_position(held),
@@ -269,7 +273,7 @@ def test_who_is_rolled_back_asks_nothing():
     assert asked == [[30], [30], [30, 31, 32, 33], [30, 31, 32, 33]]
 
 
-def test_a_policy_drops_blocks_or_compacts():
+def test_a_policy_that_drops_blocks_and_compacts_is_refused():
     """A policy that drops blocks and compacts is refused, as the tokens left are unknown."""
 
     class Both(KNorm):
@@ -284,30 +288,32 @@ def test_a_policy_drops_blocks_or_compacts():
         prefilled(paged(Both(budget=8)))
 
 
-def test_who_has_asked_nothing():
+def test_a_policy_without_queries_to_read_fails():
     """A sequence whose tokens all hit has no queries, so a policy that reads them fails."""
-    texts = paged(Told(budget=90, needs=Reads(queries=4), answer=by_position))
+    texts = paged(Scored(budget=90, needs=Reads(queries=4), answer=by_position))
     texts.close(prefilled(texts))
     seq = texts.open([7 * i % 61 for i in range(30)])
-    with pytest.raises(PolicyError, match="no token whose queries 'told' could read: compact"):
+    with pytest.raises(
+        PolicyError, match="no token whose queries 'scored' could read: compact"
+    ):
         texts.cache.compact(seq, 4)
 
 
-def test_no_policy_says_which():
+def test_compaction_by_hand_needs_a_policy():
     """Compacting a sequence by hand needs a policy that picks the tokens."""
     texts = paged(None)
     with pytest.raises(PolicyError, match="no retention policy that says which tokens stay"):
         texts.cache.compact(prefilled(texts), 4)
 
 
-def test_a_policy_that_only_counts_is_refused():
+def test_a_policy_without_scores_is_refused_on_tensors():
     """A policy that only gives the number of tokens that stay is refused on tensors."""
     request = Request(id=0, prompt_tokens=9, keys=(), key_tokens=4)
     with pytest.raises(InputError, match="retention 'eager' says how many tokens stay and not"):
         compute([request], retention=Eager())
 
 
-def test_keys_that_cannot_be_rotated_are_refused():
+def test_rebasing_without_a_declared_rotary_embedding_is_refused():
     """Rebased positions are refused for a model that does not declare its rotary embedding."""
     generator = loaded(SinCos(layers=1, kv_heads=1, heads=1, head_dim=4, vocab_size=61))
     with pytest.raises(InputError, match="'window' gives tokens new positions, and layer 0 of"):
@@ -321,7 +327,7 @@ class Turned(KNorm):
 
 
 @pytest.mark.parametrize("policy", ["window", "scores"])
-def test_keys_are_rotated_from_how_they_were_computed(policy):
+def test_keys_are_rotated_once_from_their_computed_values(policy):
     """After many compactions a key equals the computed one, rotated once to its new place.
 
     The places end at the newest token, without holes.
@@ -343,7 +349,7 @@ def test_keys_are_rotated_from_how_they_were_computed(policy):
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])
-def test_codes_that_cannot_be_rotated_are_refused(codec):
+def test_rebasing_with_a_rounding_codec_is_refused(codec):
     """Rebased positions are refused with a codec that rounds keys at every compaction."""
     request = Request(id=0, prompt_tokens=9, keys=(), key_tokens=4)
     with pytest.raises(InputError, match=f"codec '{codec}' would round its keys anew"):
@@ -358,7 +364,7 @@ def test_codes_that_cannot_be_rotated_are_refused(codec):
 
 @pytest.mark.parametrize("few", [1, 7, 40])
 @pytest.mark.parametrize("values", [2, 9, 10_000])
-def test_the_bar_is_the_score_of_the_last_that_stays(few, values):
+def test_bar_returns_the_lowest_score_that_stays(few, values):
     """`_bar` returns the lowest score that stays, even if the sample it takes misleads."""
     source = torch.Generator().manual_seed(few * values)
     scores = torch.randint(values, (3, 900), generator=source).float()

@@ -38,7 +38,7 @@ def test_rows_are_by_policy_then_size():
 
 
 @pytest.mark.parametrize(("limit", "readings"), [(comparison.HELD_BYTES, 1), (10_000, 3)])
-def test_a_workload_that_is_small_is_read_once(limit, readings, monkeypatch):
+def test_a_small_workload_is_read_once(limit, readings, monkeypatch):
     """A small workload is read once, a large one once and again for each row."""
     expected = [row.hit_blocks for row in compare(small(), "lru,fifo", 20).rows]
     begun, read = [], Zipf.__iter__
@@ -48,7 +48,7 @@ def test_a_workload_that_is_small_is_read_once(limit, readings, monkeypatch):
     assert len(begun) == readings
 
 
-def test_what_is_given_twice_is_run_once():
+def test_repeated_policies_and_sizes_are_run_once():
     """A policy or size that is given twice, in whatever form, has one row."""
     policies = ["lru,lfu", "lfu:half_life=300", LRU, "optimum", Belady()]
     rows = compare(small(), policies, [10, 10]).rows
@@ -85,14 +85,14 @@ def test_one_policy_and_one_size_need_no_list():
 
 
 @pytest.mark.parametrize("policies", [LRU(), [LRU()]])
-def test_a_policy_that_was_built_is_refused(policies):
+def test_a_policy_instance_is_refused(policies):
     """A policy instance is refused, since it cannot serve several pools."""
     with pytest.raises(InputError, match=r"LRU\(\) cannot be compared: give a name"):
         compare(small(), policies, [10])
 
 
 @pytest.mark.parametrize("workload", [Zipf, 17, None])
-def test_only_a_workload_can_be_compared_on(workload):
+def test_an_object_that_is_no_workload_is_refused(workload):
     """The error of a class, a number or None in place of a workload shows what to give."""
     with pytest.raises(
         InputError, match=r"is no workload: give .* Plugins\(\).build\('workload'"
@@ -110,7 +110,7 @@ def test_empty_prompts_are_compared(tmp_path):
             assert (row.requests, row.lookup_blocks) == (2, 0)
 
 
-def test_the_share_is_of_the_optimum_that_must_admit():
+def test_share_of_optimum_refers_to_the_optimum_that_must_admit():
     """`share_of_optimum` is the share of the hits of the optimum in an equal pool.
 
     It is the optimum that must admit, so the one with bypass may exceed it.
@@ -130,27 +130,27 @@ def test_without_the_optimum_there_is_no_share():
 
 
 @pytest.mark.parametrize("prefix", ["none", NoPrefix])
-def test_the_optimum_goes_with_radix_sharing_alone(prefix):
+def test_the_optimum_needs_radix_sharing(prefix):
     """The optimum is refused with a prefix cache other than radix sharing."""
     with pytest.raises(InputError, match=r"it says nothing of prefix cache 'none'"):
         compare(small(), ["lru", "optimum"], [10], prefix=prefix)
     assert compare(small(), ["lru"], [10], prefix=prefix).infinite.hit_blocks == 0
 
 
-def test_where_the_optimum_hits_nothing_there_is_no_share():
+def test_an_optimum_without_hits_gives_no_share():
     """`share_of_optimum` is None if the optimum hits nothing."""
     rows = compare(small(prefix_tokens=0), ["optimum"], [10]).rows
     assert (rows[0].hit_blocks, rows[0].share_of_optimum) == (0, None)
 
 
-def test_every_row_counts_the_same_lookups():
+def test_all_rows_look_up_equally_many_blocks():
     """Policies, the optimum and the infinite cache look up the same number of blocks."""
     comparison = compare(small(), ["lru", "optimum", "optimum:bypass=true"], [3, 10])
     lookups = {row.lookup_blocks for row in comparison.rows}
     assert lookups == {comparison.infinite.lookup_blocks} == {60 * 6}
 
 
-def test_what_was_evicted_is_what_was_computed_and_is_not_there():
+def test_evicted_blocks_are_missed_blocks_less_those_still_cached():
     """Evicted blocks are the blocks that missed, less those still cached."""
     for row in compare(small(), ["lru", "optimum"], [12]).rows:
         assert row.evicted_blocks == row.lookup_blocks - row.hit_blocks - 12
@@ -162,7 +162,7 @@ def test_expired_blocks_count_as_evicted():
     assert (row.hit_blocks, row.evicted_blocks > 0) == (0, True)
 
 
-def test_a_block_may_be_part_of_a_key():
+def test_a_block_may_be_a_part_of_a_key():
     """A quarter of the block size and four times the blocks give four times the hits."""
     coarse = compare(small(), ["lru", "optimum"], [10])
     fine = compare(small(), ["lru", "optimum"], [40], block_size=4)
@@ -177,13 +177,13 @@ def test_nothing_hits_without_a_prefix_cache():
         assert (comparison.rows[0].hit_blocks, comparison.infinite.hit_blocks) == (0, 0)
 
 
-def test_the_seed_is_for_policies_that_do_not_set_one():
+def test_an_option_of_a_policy_overrides_the_seed():
     """`seed` sets the seed of policies that have one, unless it is among their options."""
     rows = compare(small(), ["random", "random:seed=5", "lru"], [10], seed=3).rows
     assert [row.options for row in rows] == [{"seed": 3}, {"seed": 5}, {}]
 
 
-def test_what_a_block_costs_can_be_said():
+def test_recompute_sets_the_cost_of_a_block():
     """`recompute` sets the cost of a block that policies read from a span."""
     seen = []
 
@@ -197,7 +197,7 @@ def test_what_a_block_costs_can_be_said():
     assert set(seen) == {16.0}
 
 
-def test_sizes_are_chosen_for_the_workload():
+def test_default_sizes_are_parts_of_the_workload():
     """Without sizes, pools are parts of the distinct blocks, rounded to one digit."""
     assert default_sizes(182_790) == [1_000, 3_000, 6_000, 10_000, 30_000]
     assert default_sizes(0) == [1]
@@ -206,7 +206,7 @@ def test_sizes_are_chosen_for_the_workload():
     assert sizes == default_sizes(comparison.infinite.distinct_blocks)
 
 
-def test_the_result_says_what_was_run():
+def test_the_result_describes_the_workload():
     """The result has the name, digest, options and number of requests of the workload."""
     workload = small(seed=2)
     source = compare(workload, ["lru"], [10]).workload
@@ -214,7 +214,7 @@ def test_the_result_says_what_was_run():
     assert (source.key_tokens, source.options["seed"]) == (16, 2)
 
 
-def test_the_digest_is_of_what_was_there_before():
+def test_the_digest_is_computed_before_the_run():
     """The digest of the workload is taken before anything is run."""
 
     class Fleeting(Zipf):
@@ -229,7 +229,7 @@ def test_the_digest_is_of_what_was_there_before():
     assert compare(Fleeting(requests=3), "lru", 10).workload.digest == "before"
 
 
-def test_a_trace_does_not_replace_what_is_compared_on(tmp_path):
+def test_a_trace_does_not_replace_the_file_of_requests(tmp_path):
     """A trace cannot be written to the file from which the requests are read."""
     path = tmp_path / "rows.jsonl"
     compare(small(), "lru", 10, trace=path)
@@ -239,29 +239,29 @@ def test_a_trace_does_not_replace_what_is_compared_on(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_progress_is_told_of_every_request_of_every_row():
+def test_progress_has_every_request_of_every_row():
     """Progress reports the total number of steps and then each of them."""
-    told = []
+    reported = []
 
     @contextmanager
     def progress(what, total):
-        told.append((what, total))
-        yield told.append
+        reported.append((what, total))
+        yield reported.append
 
     compare(small(), ["lru", "optimum,optimum:bypass=true"], [10, 20], progress=progress)
-    (what, total), *steps = told
+    (what, total), *steps = reported
     assert (what, total) == ("comparing on zipf", 60 * 7)
     assert sum(steps) == total
 
 
 @pytest.mark.parametrize("blocks", [10.5, "10", ["10"], [True], [0], -1])
-def test_pools_have_whole_numbers_of_blocks(blocks):
+def test_invalid_pool_sizes_are_refused(blocks):
     """A pool size that is not a whole number of at least 1 is refused."""
     with pytest.raises(InputError, match=r"a pool of .* blocks was asked for; give 1 or more"):
         compare(small(), "lru", blocks)
 
 
-def test_a_trace_names_workload_seed_and_cost(tmp_path):
+def test_the_header_of_a_trace_has_workload_seed_and_cost(tmp_path):
     """The header of a traced comparison has the workload, seed, cost and policy."""
     path = tmp_path / "trace.jsonl"
     compare(small(), ["random"], [10], trace=path, seed=4)
@@ -271,7 +271,7 @@ def test_a_trace_names_workload_seed_and_cost(tmp_path):
     assert header["plugins"]["eviction"] == {"name": "random", "options": {"seed": 4}}
 
 
-def test_a_trace_changes_nothing(tmp_path):
+def test_a_trace_does_not_change_the_hits(tmp_path):
     """Writing a trace does not change the hits."""
     traced = compare(small(), ["lru"], [10], trace=tmp_path / "trace.jsonl").rows[0]
     plain = compare(small(), ["lru"], [10]).rows[0]
@@ -290,7 +290,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
+def test_a_workload_beyond_the_largest_pool_is_refused(monkeypatch):
     """A workload with more distinct blocks than the largest pool is refused."""
     monkeypatch.setattr(sys.modules["kvcore.analysis.comparison"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
@@ -322,7 +322,7 @@ def test_a_workload_beyond_all_pools_is_said_to_be_so(monkeypatch):
         (["lru"], None, {"trace": "x"}, "policies given: 1, sizes given: none"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(policies, blocks, options, message):
+def test_invalid_policies_sizes_and_options_are_refused(policies, blocks, options, message):
     """Invalid policies, sizes and options raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
         compare(small(), policies, blocks, **options)
@@ -364,7 +364,7 @@ def test_jobs_are_one_or_more():
         compare(small(), "lru", [30], jobs=0)
 
 
-def test_a_policy_that_other_processes_cannot_have_is_refused():
+def test_a_policy_that_cannot_be_sent_to_processes_is_refused():
     """A policy class that cannot be sent to other processes is refused with two jobs."""
 
     class Local(LRU):

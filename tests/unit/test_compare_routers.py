@@ -46,7 +46,7 @@ def comparison():
     return compare_routers(ZIPF, ROUTERS, [2, 3], blocks=100)
 
 
-def test_a_row_is_a_simulation(comparison):
+def test_a_row_has_the_numbers_of_a_simulation(comparison):
     """A row has the numbers of `simulate_cluster`, in the order asked for."""
     order = [(row.replicas, row.router) for row in comparison.rows]
     assert order == [(n, router) for n in (2, 3) for router in ROUTERS.split(",")]
@@ -85,7 +85,7 @@ def test_shares_are_of_the_optimum_of_one_cache(comparison):
         (3, 1),
     ],
 )
-def test_the_optimum_of_a_small_workload(blocks, hits, tmp_path):
+def test_the_optimum_of_three_prompts_equals_one_found_by_hand(blocks, hits, tmp_path):
     """The optimum of three small prompts equals the one found by hand."""
     path = tmp_path / "requests.jsonl"
     rows = [
@@ -98,7 +98,7 @@ def test_the_optimum_of_a_small_workload(blocks, hits, tmp_path):
     assert shared.optimum == pytest.approx(hits / 10)
 
 
-def test_there_is_no_optimum_where_belady_is_no_bound():
+def test_no_optimum_where_belady_is_no_bound():
     """There is no optimum with a retention policy or without a prefix cache."""
     for options in ({"retention": "window:tokens=64"}, {"prefix": "none"}):
         found = compare_routers(ZIPF, "round-robin", 2, blocks=100, **options)
@@ -106,7 +106,7 @@ def test_there_is_no_optimum_where_belady_is_no_bound():
         assert "Belady" not in RoutersReport(found).reading
 
 
-def test_unlike_replicas_are_one_cluster():
+def test_different_replicas_form_one_cluster():
     """Different replicas form one cluster, and the one cache has the memory of all."""
     fleet = [{"count": 2, "blocks": 50}, {"blocks": 90, "device": "h200"}]
     found = compare_routers(ZIPF, "round-robin", fleet)
@@ -114,7 +114,7 @@ def test_unlike_replicas_are_one_cluster():
     assert found.shared[0].blocks == 190
 
 
-def test_a_router_of_ones_own_is_compared():
+def test_a_router_class_is_compared():
     """A router class can be compared like a named router."""
     found = compare_routers(ZIPF, [First, "round-robin"], 3, blocks=100)
     assert compare_routers(ZIPF, First, 3, blocks=100).rows == found.rows[:1]
@@ -122,20 +122,20 @@ def test_a_router_of_ones_own_is_compared():
     assert found.rows[0].router == "first"
 
 
-def test_processes_find_the_same(comparison):
+def test_other_processes_give_the_same_comparison(comparison):
     """Simulations in other processes give the same comparison."""
     assert (
         compare_routers(ZIPF, ROUTERS, [2, 3], blocks=100, executor=Processes(2)) == comparison
     )
 
 
-def test_a_router_that_fails_is_told():
+def test_a_router_that_raises_is_reported():
     """The error about a router that raises has its name and the exception."""
     with pytest.raises(PluginError, match=r"with router broken failed: .*ValueError"):
         compare_routers(ZIPF, [Broken], 2, blocks=100)
 
 
-def test_what_cannot_be_compared_is_refused():
+def test_no_routers_and_no_replicas_are_refused():
     """An empty list of routers and 0 replicas are refused."""
     with pytest.raises(InputError, match="router: the list is empty"):
         compare_routers(ZIPF, [], 2)
@@ -148,10 +148,12 @@ def test_the_report_has_the_best_router_first(comparison):
     report = RoutersReport(comparison)
     assert report.headers[:2] == ["replicas", "router"]
     names = [row[1] for row in report.rows]
-    assert set(names[:2]) == set(ROUTERS.split(","))
-    assert names[2:4] == names[6:] == [SHARED, OPTIMUM]
-    goodput = {row.router: row.goodput for row in comparison.rows if row.replicas == 2}
-    assert goodput[names[0]] >= goodput[names[1]]
+    assert len(names) == 8
+    for first, replicas in ((0, 2), (4, 3)):
+        rows = [row for row in comparison.rows if row.replicas == replicas]
+        goodput = {row.router: row.goodput for row in rows}
+        assert names[first : first + 2] == sorted(goodput, key=goodput.get, reverse=True)
+        assert names[first + 2 : first + 4] == [SHARED, OPTIMUM]
     assert "on 2 or 3 replicas of 4 x h100 with " in report.headline
 
 

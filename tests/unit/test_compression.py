@@ -26,7 +26,7 @@ def read(data):
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_content_comes_as_it_was(kind):
+def test_content_is_read_as_written(kind):
     """Compressed and plain content, long or empty, is read as it was written."""
     for content in (LONG, b""):
         assert read(PACK[kind](content)) == (content, None)
@@ -34,14 +34,14 @@ def test_content_comes_as_it_was(kind):
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_streams_that_follow_one_another_are_one(kind):
+def test_consecutive_streams_decode_to_one_content(kind):
     """Many small members or frames in a row decode to the content of all."""
     pieces = [LONG[start : start + 1000] for start in range(0, 100_000, 1000)]
     assert read(b"".join(map(PACK[kind], pieces))) == (LONG[:100_000], None)
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_a_cut_is_told_after_all_that_precedes_it(kind):
+def test_a_cut_stream_is_read_up_to_the_cut(kind):
     """A stream that stops early yields what it has and then raises CutError."""
     packed = PACK[kind](LONG)
     content, error = read(packed[: len(packed) // 2])
@@ -52,7 +52,7 @@ def test_a_cut_is_told_after_all_that_precedes_it(kind):
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_a_cut_between_streams_is_none(kind):
+def test_data_that_ends_with_a_stream_is_not_cut(kind):
     """Data that ends with a whole stream is read without an error."""
     whole = PACK[kind](LONG)
     assert read(whole + PACK[kind](LONG)[:-1])[1] is not None
@@ -60,7 +60,7 @@ def test_a_cut_between_streams_is_none(kind):
 
 
 @pytest.mark.parametrize("kind", PACK)
-def test_what_is_no_stream_is_damage(kind):
+def test_other_bytes_behind_a_stream_are_damage(kind):
     """Other bytes behind a stream raise DamageError, not CutError."""
     content, error = read(PACK[kind](LONG) + b"more")
     assert content == LONG
@@ -69,7 +69,7 @@ def test_what_is_no_stream_is_damage(kind):
 
 
 @pytest.mark.parametrize("name", ["rows.gz", "rows.jsonl.zst"])
-def test_a_name_says_how_to_write(name):
+def test_the_suffix_chooses_the_compression(name):
     """The suffix of a file chooses the compression; equal content makes equal bytes."""
     packed = []
     for _ in range(2):
@@ -80,7 +80,7 @@ def test_a_name_says_how_to_write(name):
 
 
 @pytest.mark.parametrize("name", ["rows.gz", "rows.zst"])
-def test_what_was_synced_can_be_read(name):
+def test_synced_content_can_be_read(name):
     """Content up to a `sync` decodes without the rest, and the stream goes on after it."""
     writer = compressor(Path(name))
     first = writer.compress(LONG) + writer.sync()
@@ -90,6 +90,6 @@ def test_what_was_synced_can_be_read(name):
     assert read(first + writer.compress(LONG) + writer.finish()) == (LONG + LONG, None)
 
 
-def test_other_names_are_written_plain():
+def test_files_with_other_suffixes_are_plain():
     """A file with another suffix is not compressed."""
     assert compressor(Path("rows.jsonl")) is None

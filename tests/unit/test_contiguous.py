@@ -49,7 +49,7 @@ def run(requests, *, blocks=5, scheduler=None, trace=None, max_seqs=8, **options
     )
 
 
-def test_the_first_hole_that_fits():
+def test_the_lowest_hole_that_fits_is_used():
     """A piece is taken from the lower end of the lowest hole that is long enough."""
     space = taken(20, 4, 3, 5, 2)
     space.give(0, 4)
@@ -70,7 +70,7 @@ def test_the_first_hole_that_fits():
     ],
     ids=["alone", "below one", "above one", "below the last"],
 )
-def test_holes_that_touch_become_one(start, holes):
+def test_adjacent_holes_are_merged(start, holes):
     """A freed piece joins the holes before and after it, if they touch."""
     space = taken(12, 2, 2, 2, 2, 2)
     space.give(4, 2)
@@ -78,7 +78,7 @@ def test_holes_that_touch_become_one(start, holes):
     assert space.holes == holes
 
 
-def test_a_piece_between_two_holes():
+def test_freeing_between_two_holes_makes_one_hole():
     """A piece that is freed between two holes makes one hole of the three."""
     space = taken(12, 4, 4, 4)
     space.give(0, 4)
@@ -87,7 +87,7 @@ def test_a_piece_between_two_holes():
     assert space.holes == [(0, 12)]
 
 
-def test_no_hole_is_long_enough():
+def test_without_a_long_hole_out_of_blocks_is_raised():
     """If no hole is long enough, OutOfBlocks is raised and no slot is taken."""
     space = taken(12, 4, 4, 4)
     space.give(0, 4)
@@ -126,7 +126,7 @@ def test_a_request_reserves_the_longest_output():
     assert [allocator.piece(job.seq) for job in jobs] == [(0, 8), (8, 10)]
 
 
-def test_nothing_is_shared():
+def test_contiguous_prompts_share_nothing():
     """A prompt that was computed before, and still is in memory, does not hit."""
     allocator = memory()
     cache = allocator._cache
@@ -138,7 +138,7 @@ def test_nothing_is_shared():
     assert (cache.stats.lookup_blocks, cache.stats.hit_blocks) == (2, 0)
 
 
-def test_a_refused_admission_changes_nothing():
+def test_a_refused_admission_changes_no_state():
     """An admission without a long enough hole makes no sequence and counts no access."""
     allocator = memory()
     opened(allocator, ask("a", prompt=10))
@@ -156,7 +156,7 @@ def test_growth_stays_in_the_piece():
     assert (job.seq.tokens, allocator.space.free) == (8, 12)
 
 
-def test_lost_slots_are_noticed():
+def test_check_integrity_finds_lost_and_overlapping_pieces():
     """`check_integrity` finds a piece without a sequence and one that overlaps a hole."""
     lost, overlapping = memory(), memory()
     lost.space.take(4)
@@ -168,14 +168,14 @@ def test_lost_slots_are_noticed():
         overlapping.check_integrity()
 
 
-def test_the_longest_output_of_the_workload():
+def test_the_longest_output_of_the_workload_is_reserved():
     """Without `max_output`, the longest output of the workload is reserved."""
     requests = [ask("a", output=2), ask("b", output=7)]
     assert run(requests).max_output == 7
     assert run(requests, max_output=3).max_output == 3
 
 
-def test_what_can_never_fit_is_rejected():
+def test_a_request_longer_than_the_memory_is_rejected():
     """A request longer than the memory is rejected with the sizes; others are served."""
     log = run([ask("huge", prompt=17), ask("small", output=4)]).log
     assert log.ids == ["huge", "small"]
@@ -194,20 +194,20 @@ def test_what_can_never_fit_is_rejected():
         ({"allocation": "paged", "max_output": 4}, "is for allocation='contiguous' alone"),
     ],
 )
-def test_arguments_are_checked(options, message):
+def test_invalid_arguments_are_refused(options, message):
     """An invalid argument is refused, and the error says what is valid."""
     with pytest.raises(InputError, match=message):
         run([ask("a")], **options)
 
 
-def test_a_workload_that_is_read_once():
+def test_requests_that_are_read_once_need_max_output():
     """Requests that can be read only once need `max_output`, and are served with it."""
     with pytest.raises(InputError, match="can be read but once: give max_output, or a list"):
         run(iter([ask("a")]))
     assert run(iter([ask("a")]), max_output=1).log.ids == ["a"]
 
 
-def test_there_is_no_trace(tmp_path):
+def test_a_trace_of_contiguous_memory_is_refused(tmp_path):
     """A trace of contiguous allocation is refused, and no file is written."""
     path = tmp_path / "trace.jsonl"
     with pytest.raises(InputError, match="trace of contiguous alloc"), Trace(path) as trace:
@@ -215,7 +215,7 @@ def test_there_is_no_trace(tmp_path):
     assert not path.exists()
 
 
-def test_there_are_no_tiers():
+def test_tiers_with_contiguous_memory_are_refused():
     """Contiguous allocation is refused with tiers, which store blocks."""
     cache = KVCache(10, BLOCK, accounting="tokens")
     Tiers(cache, ["host:memory=1kB"], 100)
@@ -223,7 +223,7 @@ def test_there_are_no_tiers():
         simulate([ask("a")], cache=cache, allocation="contiguous", max_output=1)
 
 
-def test_growth_never_fails():
+def test_no_contiguous_request_is_preempted():
     """In memory without a free slot no request is preempted, as each has all its slots."""
     result = run([ask(name, output=6) for name in "abc"])
     assert result.summary()["preemptions"] == {"pause": 0, "recompute": 0, "swap": 0}
@@ -263,7 +263,7 @@ def test_every_request_ends_once(server, scheduler):
     cache.check_integrity()
 
 
-def test_paging_admits_more_at_a_time():
+def test_paging_starts_more_requests_at_once():
     """Of 16 requests contiguous allocation starts with 3 and paging with 8; both serve all."""
     requests = [ask(number, output=4 if number % 4 else 28) for number in range(16)]
     pieces = run(requests, blocks=24)

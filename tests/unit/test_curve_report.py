@@ -22,7 +22,7 @@ PNG, SVG = b"\x89PNG\r\n", b"<?xml"
 LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)
 
 
-def made(*curves, looked_up=200, distinct=100):
+def example_curves(*curves, looked_up=200, distinct=100):
     """Return curves of a workload called `chat`, half of whose blocks can hit."""
     return Curves(
         workload=Source(name="chat", digest="00", requests=7, key_tokens=16, options={}),
@@ -35,7 +35,7 @@ def made(*curves, looked_up=200, distinct=100):
     )
 
 
-def one(eviction="lru", blocks=(1, 10, 100), hits=(1, 30, 100), steps=None, **options):
+def curve_of(eviction="lru", blocks=(1, 10, 100), hits=(1, 30, 100), steps=None, **options):
     """Return the curve of one policy."""
     return Curve(
         eviction=eviction,
@@ -46,20 +46,22 @@ def one(eviction="lru", blocks=(1, 10, 100), hits=(1, 30, 100), steps=None, **op
     )
 
 
-EXACT = one(steps=Steps(array("q", [0, 1, 10, 100]), array("q", [0, 1, 28, 98])))
-CURVES = made(EXACT, one("lfu", half_life=60), one("optimum", bypass=True))
+EXACT = curve_of(steps=Steps(array("q", [0, 1, 10, 100]), array("q", [0, 1, 28, 98])))
+CURVES = example_curves(EXACT, curve_of("lfu", half_life=60), curve_of("optimum", bypass=True))
 
 
-def test_the_table_is_of_sizes_by_policies():
+def test_the_table_has_sizes_by_policies():
     """A row has the blocks, their share of the footprint, and a hit ratio for each policy."""
     report = CurvesReport(CURVES)
     assert report.headers == ["blocks", "of all", "lru", "lfu", "optimum"]
     assert list(report.rows)[1] == ["10", "10%", "15.0%", "15.0%", "15.0%"]
 
 
-def test_namesakes_are_told_apart():
+def test_namesakes_are_shown_with_their_options():
     """Policies with equal names are shown with the options in which they differ."""
-    report = CurvesReport(made(one("lfu", half_life=60), one("lfu", half_life=300)))
+    report = CurvesReport(
+        example_curves(curve_of("lfu", half_life=60), curve_of("lfu", half_life=300))
+    )
     assert report.headers[2:] == ["lfu:half_life=60", "lfu:half_life=300"]
 
 
@@ -75,7 +77,7 @@ def test_with_a_layout_sizes_have_bytes():
     assert report.document()["memory"]["bytes_per_block"] == 2 * 2**20
 
 
-def test_csv_reads_back():
+def test_the_csv_has_a_row_for_each_policy_and_size():
     """The CSV has a row for each policy and size; bytes are empty without a layout."""
     file = io.StringIO()
     CurvesReport(CURVES).write_csv(file)
@@ -85,9 +87,11 @@ def test_csv_reads_back():
     assert (rows[4]["blocks"], rows[4]["bytes"], rows[4]["hit_ratio"]) == ("10", "", "0.15")
 
 
-def test_where_nothing_is_looked_up_the_headline_says_so():
+def test_a_report_without_lookups_has_no_table():
     """If nothing is looked up, the headline says so and the report has no table."""
-    report = CurvesReport(made(one(blocks=[1], hits=[0]), looked_up=0, distinct=0))
+    report = CurvesReport(
+        example_curves(curve_of(blocks=[1], hits=[0]), looked_up=0, distinct=0)
+    )
     assert report.empty
     assert "Nothing in them has a key" in report.headline
     assert report.document()["infinite"]["hit_ratio"] is None
@@ -96,14 +100,14 @@ def test_where_nothing_is_looked_up_the_headline_says_so():
 @pytest.mark.parametrize(
     ("share", "text"), [(1, "100%"), (0.123, "12%"), (0.001, "0.1%"), (1.5, "150%")]
 )
-def test_a_share_has_two_digits(share, text):
+def test_percent_has_two_significant_digits(share, text):
     """`percent` prints two significant digits at most, and no exponent."""
     assert percent(share) == text
 
 
 @pytest.mark.parametrize(("form", "magic"), [("png", PNG), ("svg", SVG)])
 @pytest.mark.parametrize("layout", [None, LAYOUT])
-def test_a_plot_is_the_same_every_time(form, magic, layout):
+def test_plots_of_equal_curves_have_equal_bytes(form, magic, layout):
     """Plotting the same curves twice gives the same bytes."""
     pytest.importorskip("matplotlib")
     first, second = (CurvesReport(CURVES, layout).plot(form) for _ in range(2))
@@ -114,14 +118,14 @@ def test_a_plot_is_the_same_every_time(form, magic, layout):
 @pytest.mark.parametrize(
     "curves",
     [
-        made(one(blocks=[5], hits=[3])),
-        made(one(blocks=[1], hits=[0]), looked_up=0, distinct=0),
-        made(*(one(f"policy-{number}") for number in range(12))),
-        made(one(blocks=[1, 1000], hits=[0, 100])),
+        example_curves(curve_of(blocks=[5], hits=[3])),
+        example_curves(curve_of(blocks=[1], hits=[0]), looked_up=0, distinct=0),
+        example_curves(*(curve_of(f"policy-{number}") for number in range(12))),
+        example_curves(curve_of(blocks=[1, 1000], hits=[0, 100])),
     ],
     ids=["one size", "nothing", "many policies", "beyond the footprint"],
 )
-def test_odd_curves_are_drawn_too(curves):
+def test_unusual_curves_can_be_plotted(curves):
     """Unusual curves can be plotted.
 
     They have one size, no look-up, more policies than colours, or a pool larger than the
@@ -131,7 +135,7 @@ def test_odd_curves_are_drawn_too(curves):
     assert CurvesReport(curves, LAYOUT).plot("png").startswith(PNG)
 
 
-def drawn(curves, layout=None):
+def axes_of(curves, layout=None):
     """Return the axes of a plot of `curves`."""
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = figure.add_subplot()
@@ -139,9 +143,9 @@ def drawn(curves, layout=None):
     return axes
 
 
-def test_a_line_is_what_is_known_at_every_size():
+def test_an_exact_curve_has_no_markers():
     """An exact curve has many points and no markers; others have a marker at each size."""
-    exact, sampled, *_ = drawn(CURVES).lines
+    exact, sampled, *_ = axes_of(CURVES).lines
     assert exact.get_marker() == "None"
     assert len(exact.get_xdata()) == 100
     assert list(sampled.get_xdata()) == [1, 10, 100]
@@ -149,17 +153,19 @@ def test_a_line_is_what_is_known_at_every_size():
     assert sampled.get_marker() not in {"None", ""}
 
 
-def test_no_two_of_many_policies_look_alike():
+def test_twenty_policies_have_different_lines():
     """Twenty policies have twenty different pairs of colour and marker."""
-    axes = drawn(made(*(one(f"policy-{number}") for number in range(20))))
+    axes = axes_of(example_curves(*(curve_of(f"policy-{number}") for number in range(20))))
     lines = [line for line in axes.lines if len(line.get_xdata()) == 3]
     assert len({(line.get_color(), line.get_marker()) for line in lines}) == 20
 
 
 @pytest.mark.parametrize("policies", [8, 16, 40])
-def test_many_names_stand_beside_the_curves(policies):
+def test_the_legend_of_many_policies_is_outside_the_axes(policies):
     """The legend of many policies is outside of the axes."""
-    axes = drawn(made(*(one(f"policy-{number}") for number in range(policies))))
+    axes = axes_of(
+        example_curves(*(curve_of(f"policy-{number}") for number in range(policies)))
+    )
     axes.figure.canvas.draw()
     assert axes.get_legend().get_window_extent().x0 >= axes.get_window_extent().x1
 
@@ -167,22 +173,24 @@ def test_many_names_stand_beside_the_curves(policies):
 @pytest.mark.parametrize("hits", [0, 1, 50])
 def test_the_ticks_of_low_ratios_differ(hits):
     """The labels of the hit ratio's ticks differ, even if next to nothing hits."""
-    axes = drawn(attrs.evolve(made(one(blocks=[1], hits=[hits])), hit_blocks=hits))
+    axes = axes_of(
+        attrs.evolve(example_curves(curve_of(blocks=[1], hits=[hits])), hit_blocks=hits)
+    )
     axes.figure.canvas.draw()
-    told = [label.get_text() for label in axes.get_yticklabels()]
-    assert len(set(told)) == len(told)
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert len(set(labels)) == len(labels) > 4
 
 
-def test_the_axes_say_what_they_measure():
+def test_the_axes_are_labelled_with_their_units():
     """The lower axis has shares of the footprint, the upper one blocks or bytes of K/V."""
-    axes = drawn(CURVES, LAYOUT)
+    axes = axes_of(CURVES, LAYOUT)
     (above,) = axes.child_axes
     assert axes.get_xlabel() == "pool, as a share of the 100 distinct blocks of 16 tokens"
     assert above.get_xlabel() == "MiB of K/V (llama-3-8b, fp16)"
-    assert drawn(CURVES).child_axes[0].get_xlabel() == "blocks"
+    assert axes_of(CURVES).child_axes[0].get_xlabel() == "blocks"
 
 
-def test_without_matplotlib_a_plot_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_extra_is_named(monkeypatch):
     """Without matplotlib `plot` raises PluginError with the extra to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):

@@ -62,7 +62,7 @@ def hits(curves):
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
-def test_it_hits_what_compare_says(count):
+def test_a_curve_has_the_hits_of_compare(count):
     """A curve has the hits of `compare`, whether it takes one pass or is replayed."""
     policies = "lru,lfu,optimum" if count == "keys" else "lru,lfu"
     rows = compare(SMALL, policies, SIZES, accounting=count).rows
@@ -73,7 +73,7 @@ def test_it_hits_what_compare_says(count):
 
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
-def test_its_bounds_are_those_of_compare(count):
+def test_a_curve_has_the_bounds_of_compare(count):
     """A curve has the lookups, distinct blocks and infinite hits of `compare`."""
     infinite = compare(SMALL, "lru", 10, accounting=count).infinite
     for policies in ("lru", "fifo"):
@@ -84,7 +84,7 @@ def test_its_bounds_are_those_of_compare(count):
         assert found.workload.requests == 80
 
 
-def test_only_lru_in_keys_counting_is_known_at_every_size():
+def test_only_lru_in_keys_accounting_is_exact():
     """Only the curve of LRU in `keys` accounting is known at every size."""
     found = curve(SMALL, "lru,lfu,optimum", SIZES).curves
     assert [each.steps is not None for each in found] == [True, False, False]
@@ -92,7 +92,7 @@ def test_only_lru_in_keys_counting_is_known_at_every_size():
     assert tokens.steps is None
 
 
-def test_a_policy_of_ones_own_is_replayed_whatever_its_name():
+def test_a_subclass_named_lru_is_replayed():
     """A subclass of LRU that is still named `lru` is replayed."""
     (found,) = curve(SMALL, Mine, SIZES).curves
     rows = compare(SMALL, Mine, SIZES).rows
@@ -100,7 +100,7 @@ def test_a_policy_of_ones_own_is_replayed_whatever_its_name():
     assert found.hit_blocks == [row.hit_blocks for row in rows]
 
 
-def test_curves_come_in_the_order_in_which_they_were_asked_for():
+def test_curves_keep_the_order_of_their_policies():
     """Curves keep the order of their policies; sizes are sorted and unique."""
     found = curve(SMALL, ["fifo", Belady(), "lru", "lfu"], [30, 3, 30]).curves
     assert [each.eviction for each in found] == ["fifo", "optimum", "lru", "lfu"]
@@ -117,20 +117,20 @@ def test_the_sizes_are_spread_at_even_ratios():
     assert spread_sizes(0, 9) == [1]
 
 
-def test_without_sizes_the_last_point_is_the_bound():
+def test_the_last_default_size_reaches_the_bound():
     """Without sizes the last pool is as large as the footprint and hits all that can hit."""
     found = curve(SMALL, "lru,optimum", points=5)
     assert [each.blocks[-1] for each in found.curves] == [found.distinct_blocks] * 2
     assert [each.hit_blocks[-1] for each in found.curves] == [found.hit_blocks] * 2
 
 
-def test_steps_go_through_their_corners_and_stay_level():
+def test_steps_interpolate_and_end_level():
     """`Steps.at` interpolates between two corners and is constant after the last one."""
     steps = Steps(array("q", [0, 2, 5]), array("q", [0, 4, 4]))
     assert [steps.at(blocks) for blocks in (0, 1, 2, 3, 5, 99)] == [0, 2, 4, 4, 4, 4]
 
 
-def test_nothing_to_look_up_is_no_error():
+def test_workloads_without_keys_have_curves_without_hits():
     """Requests without keys, and a workload without requests, have curves without hits."""
     for served in ([], [Request(id=0, prompt_tokens=4, key_tokens=1)]):
         found = curve(Prompts(served), "lru,optimum,fifo")
@@ -150,7 +150,7 @@ def test_nothing_to_look_up_is_no_error():
     ],
     ids=["int", "negative", "large", "bytes", "mixed", "far apart"],
 )
-def test_a_key_may_be_anything(key):
+def test_keys_of_any_type_give_the_same_curve(key):
     """The type and size of keys do not change the curve, even if types are mixed."""
     texts = ["abcd", "ab", "abce", "xyz", "abcd", "xy", "xyzw", "abce"] * 3
     reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
@@ -160,7 +160,7 @@ def test_a_key_may_be_anything(key):
 @pytest.mark.parametrize(
     "key", [number, str.encode, lambda text: number(text) if len(text) < 3 else text]
 )
-def test_keys_are_named_in_portions(monkeypatch, key):
+def test_the_size_of_portions_does_not_change_the_counts(monkeypatch, key):
     """The number of keys that are read at a time does not change the counts."""
     monkeypatch.setattr("kvcore.analysis._reuse.AT_ONCE", 3)
     texts = ["abcd", "ab", "", "abce", "xyz", "abcd", "xy"] * 2
@@ -188,7 +188,7 @@ def test_a_key_after_two_others_is_refused(prompts, place, key):
         Reuse.read(served, BlockLayout("keys", 1))
 
 
-def test_more_keys_than_the_loops_can_count_are_refused(monkeypatch):
+def test_too_many_keys_for_an_exact_curve_are_refused(monkeypatch):
     """More keys than an exact curve can count are refused with both numbers."""
     monkeypatch.setattr("kvcore.analysis._reuse.MOST_KEYS", 3)
     with pytest.raises(InputError, match="has 4 keys, and an exact curve takes at most 3"):
@@ -214,13 +214,13 @@ def test_keys_of_another_size_are_refused():
         ({"policies": "lru", "accounting": "bytes"}, "accounting 'bytes'"),
     ],
 )
-def test_what_makes_no_curve_is_refused(options, message):
+def test_invalid_policies_sizes_and_options_are_refused(options, message):
     """Invalid policies, sizes and options raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
         curve(SMALL, **options)
 
 
-def test_what_is_no_workload_is_refused():
+def test_an_object_that_is_no_workload_is_refused():
     """The error of a number in place of a workload shows how to build one."""
     with pytest.raises(InputError, match="17 is no workload"):
         curve(17, "lru")
@@ -232,18 +232,18 @@ def test_requests_have_the_curve_of_their_workload():
     assert curve(list(SMALL), **asked).curves == curve(SMALL, **asked).curves
 
 
-def test_progress_is_told_of_loading_reading_and_replaying():
+def test_progress_has_loading_reading_and_replaying():
     """Progress reports loading, reading, the optimum and replays, each with all its steps."""
-    told = []
+    reported = []
 
     @contextmanager
     def progress(what, total):
         done = []
         yield done.append
-        told.append((what.partition(" (")[0], total, sum(done)))
+        reported.append((what.partition(" (")[0], total, sum(done)))
 
     curve(SMALL, "lru,fifo,optimum", SIZES, progress=progress)
-    assert told == [
+    assert reported == [
         ("loading compiled loops", None, 0),
         ("reading zipf", 80, 80),
         ("the optimum by size", 4, 4),
@@ -264,13 +264,13 @@ def test_an_error_in_another_process_is_the_same_error():
         curve(SMALL, Failing, SIZES, jobs=2)
 
 
-def test_a_process_that_dies_is_told():
+def test_a_process_that_dies_is_reported():
     """The error about a process that died has its exit code and what to try."""
     with pytest.raises(PluginError, match=r"replay of zipf .* died .*exit code 7: .*fewer"):
         curve(SMALL, Deadly, SIZES, jobs=2)
 
 
-def test_a_policy_that_other_processes_cannot_have_is_refused():
+def test_a_policy_that_cannot_be_sent_to_processes_is_refused():
     """A policy class that cannot be sent to other processes is refused with two jobs only."""
 
     class Local(LRU):
@@ -282,7 +282,7 @@ def test_a_policy_that_other_processes_cannot_have_is_refused():
 
 
 @pytest.mark.parametrize("policies", ["lru", "optimum"])
-def test_without_numba_exact_curves_say_what_to_install(monkeypatch, policies):
+def test_without_numba_the_extra_is_named(monkeypatch, policies):
     """Without numba exact curves raise PluginError with the extra; others are replayed."""
     monkeypatch.setitem(sys.modules, "kvcore.analysis._reuse", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
@@ -290,7 +290,7 @@ def test_without_numba_exact_curves_say_what_to_install(monkeypatch, policies):
     assert curve(SMALL, "fifo", SIZES).hit_blocks
 
 
-def test_numba_is_imported_for_an_exact_curve_alone():
+def test_only_exact_curves_import_numba():
     """Only an exact curve imports numba and numpy, and no curve imports matplotlib."""
     code = """
 import sys
@@ -313,7 +313,7 @@ def in_process(code, cache):
     return subprocess.run(command, check=False, env=env, capture_output=True, text=True)
 
 
-def test_what_is_compiled_is_kept_where_it_is_said(tmp_path):
+def test_compiled_functions_are_kept_in_numba_cache_dir(tmp_path):
     """Compiled functions are kept in NUMBA_CACHE_DIR and loaded by the next process.
 
     If they are damaged, the error says what to delete.
@@ -334,7 +334,7 @@ print(stats.cache_path, sum(stats.cache_hits.values()), sum(stats.cache_misses.v
     assert "delete what numba has kept of them, the files kernels.* in NUMBA" in made.stderr
 
 
-def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
+def test_functions_are_compiled_without_a_place_for_a_cache(monkeypatch):
     """Functions are compiled without a cache if there is no place for one."""
     jit = kernels.njit
 
@@ -348,7 +348,7 @@ def test_where_nothing_can_be_kept_it_is_compiled_all_the_same(monkeypatch):
     assert kernels.compiled("i8(i8)")(lambda number: number + 1)(2) == 3
 
 
-def test_the_loops_say_the_same_uncompiled(monkeypatch):
+def test_uncompiled_functions_give_the_same_results(monkeypatch):
     """The functions that numba compiles give the same results in plain Python."""
     served = requests(["abcd", "ab", "abce", "xyz", "abcd", "xy", "abce"] * 2)
     geometry = BlockLayout("keys", 1)

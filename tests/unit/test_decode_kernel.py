@@ -14,14 +14,14 @@ pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'
 from helpers.decoding import Decoding  # noqa: E402 - needs torch
 
 from kvcore_plugins.backend import _triton_decode  # noqa: E402 - needs Triton
-from kvcore_plugins.backend._step_plan import LayerKind  # noqa: E402 - needs torch
+from kvcore_plugins.backend._step_plan import BY_POSITION, KernelPart, LayerKind  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"
 )
 
 
-def test_fp8_as_a_gpu_widens_it(monkeypatch):
+def test_gpus_with_fp8_instructions_load_fp8(monkeypatch):
     """On a GPU with instructions for fp8, numbers are loaded as fp8, not as bytes."""
     monkeypatch.setattr(_triton_decode, "_widens_fp8", lambda _: True)
     for codec in ("fp8-e4m3", "fp8-e5m2:scale=head"):
@@ -30,7 +30,7 @@ def test_fp8_as_a_gpu_widens_it(monkeypatch):
         made.check()
 
 
-def test_a_long_sequence_beside_short_ones():
+def test_a_long_sequence_is_cut_into_chunks():
     """A long sequence beside short ones is cut into chunks; the longest chunk comes first."""
     made = Decoding([1100, 3, 90], dtype="fp32")
     made.kernel.programs = 1
@@ -74,7 +74,10 @@ def test_empty_chunks_do_nothing():
 
 
 def test_prefill_and_decode_in_one_batch():
-    """A batch of a prompt chunk and a single token has the output of the torch backend."""
+    """A batch of a prompt chunk and a single token has the output of the torch backend.
+
+    The kernel computes the single token, and torch the chunk.
+    """
     made = Decoding([40, 30], dtype="fp32")
     batch = RaggedBatch(made.tables, [39, 10], [1, 20])
     draw = torch.Generator().manual_seed(3)
@@ -83,9 +86,16 @@ def test_prefill_and_decode_in_one_batch():
     plain.allocate(made.backend.layout)
     plain._pool.matrices[0].copy_(made.backend._pool.matrices[0])
     plain._pool.matrices[1].copy_(made.backend._pool.matrices[1])
+    plan = made.backend.plan(batch)
     found, expected = (
-        each.attend(0, each.plan(batch), queries) for each in (made.backend, plain)
+        each.attend(0, given, queries)
+        for each, given in ((made.backend, plan), (plain, plain.plan(batch)))
     )
+    chunk, single = plan.parts(LayerKind(4, None, 0))
+    assert (chunk.row, chunk.reach.length) == (1, 20)
+    assert isinstance(single, KernelPart)
+    assert single.plan.work[:, 0].unique().tolist() == [0]
+    assert not made.backend.fallbacks
     torch.testing.assert_close(found, expected, atol=4e-6, rtol=4e-6)
 
 
@@ -99,7 +109,7 @@ def test_prefill_and_decode_in_one_batch():
         ({"codec": "kivi"}, "not kivi as it is set"),
     ],
 )
-def test_what_is_not_covered_is_said(fields, reason, caplog):
+def test_unsupported_layouts_are_refused_or_computed_by_torch(fields, reason, caplog):
     """An unsupported layout is refused with attention=triton, else computed by torch.
 
     Then the reason is in `fallbacks` and in the log.
@@ -119,7 +129,7 @@ def test_what_is_not_covered_is_said(fields, reason, caplog):
     assert reason in caplog.text
 
 
-def test_without_triton_it_is_said(monkeypatch):
+def test_without_triton_the_install_command_is_given(monkeypatch):
     """Without Triton, attention=triton is refused with the command that installs it."""
     monkeypatch.setattr(
         torch_backend, "find_spec", lambda name: None if name == "triton" else name
@@ -165,10 +175,10 @@ def test_positions_are_computed_by_torch():
     made.backend.attend(0, plan, made.queries)
     assert not made.backend.fallbacks
     made.backend.attend(0, plan, made.queries, window=5)
-    assert len(made.backend.fallbacks) == 1
+    assert made.backend.fallbacks == (BY_POSITION,)
 
 
 @pytest.mark.parametrize("codec", [None, "fp8-e4m3:scale=head", "fp8-e5m2", "int4"])
-def test_weighs_what_it_decodes(codec):
+def test_weights_are_those_of_the_stored_kv(codec):
     """With any codec, outputs and weights are those of the stored K/V."""
     Decoding([70, 5], codec=codec, dtype="fp16").check(weighed=True, window=40, sinks=2)

@@ -17,7 +17,7 @@ def rounded(numbers):
     return [round(number, 3) for number in numbers]
 
 
-def test_every_number_of_the_worked_example():
+def test_every_step_equals_the_worked_example():
     """Scores, exponentials, their sum, weights and output are those computed by hand."""
     head = WORKED_EXAMPLE
     assert head.scores == [2, 1, 0, -1]
@@ -27,13 +27,13 @@ def test_every_number_of_the_worked_example():
     assert rounded(head.output) == [7.711, 0]
 
 
-def test_weights_are_shares():
+def test_weights_sum_to_one():
     """The weights add up to one."""
     head = OneHead([0.5, -2, 3], [[1, 2, 3], [-1, 0, 1]], [[1], [2]])
     assert sum(head.weights) == pytest.approx(1, abs=1e-15)
 
 
-def test_one_token_is_all_there_is():
+def test_a_single_key_gives_the_value_of_its_token():
     """A query with a single key gets the value of that token, whatever the score."""
     assert OneHead([3, 4], [[-5, 1]], [[7, 8, 9]]).output == [7, 8, 9]
 
@@ -47,7 +47,7 @@ def test_one_token_is_all_there_is():
         ([[1, 2], [1, 2]], [[1], [1, 2]], "values must all have as many numbers"),
     ],
 )
-def test_what_does_not_fit_is_refused(keys, values, problem):
+def test_keys_and_values_that_do_not_fit_are_refused(keys, values, problem):
     """Keys and values that do not fit are refused with what is given and what would fit."""
     with pytest.raises(InputError, match=problem):
         OneHead([1, 2], keys, values)

@@ -24,17 +24,17 @@ def generations(generator="transformer", **options):
 
 
 @attrs.define(slots=False, eq=False)
-class Told(Generator):
+class Scripted(Generator):
     """A generator that returns a function of a step's tokens: by default, their number."""
 
-    name: ClassVar[str] = "told"
+    name: ClassVar[str] = "scripted"
     answer: Callable = attrs.field(default=len)
 
     @property
     def spec(self):
         """Return the shape of a tiny model."""
         return ModelSpec(
-            name="told",
+            name="scripted",
             layers=1,
             query_heads=1,
             kv_heads=1,
@@ -74,19 +74,19 @@ def default():
     return generations()
 
 
-def test_the_three_generate_the_same(default):
+def test_all_three_caches_generate_the_same_tokens(default):
     """The tokens are the same without a cache, with a dense one, and with a paged one."""
     none, dense, paged = default
     assert len(none.tokens) == 100
     assert none.tokens == dense.tokens == paged.tokens
 
 
-def test_the_output_is_no_loop(default):
+def test_the_output_does_not_repeat_one_token(default):
     """The output has many different tokens; a repeated one would prove little."""
     assert len(set(default[0].tokens)) > 20
 
 
-def test_projections_are_counted(default):
+def test_projections_equal_the_sum_by_hand(default):
     """Without a cache there are 10 + 11 + ... + 109 projections, with one 10 + 99."""
     assert [each.cache for each in default] == ["none", "dense", "paged"]
     assert [each.token_projections for each in default] == [5_950, 109, 109]
@@ -103,7 +103,7 @@ def test_projections_of_a_long_output():
     ]
 
 
-def test_the_count_is_that_of_the_models_matrix_products():
+def test_projections_are_the_rows_of_the_matrix_products():
     """The counted projections are the rows that are multiplied with the Q, K, V weights."""
     generator = Plugins().build("generator", "transformer:layers=3")
     # 4 query heads and 2 + 2 of keys and values, 16 wide.
@@ -114,7 +114,7 @@ def test_the_count_is_that_of_the_models_matrix_products():
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(1, 1), (1, 9), (17, 1), (32, 5)])
-def test_the_formulas_say_the_same(prompt, output):
+def test_token_projections_equals_the_counted_ones(prompt, output):
     """`token_projections` computes the number that a generation counts."""
     naive, *cached = generations(prompt_tokens=prompt, output=output)
     assert naive.token_projections == token_projections(prompt, output, cached=False)
@@ -123,7 +123,7 @@ def test_the_formulas_say_the_same(prompt, output):
 
 
 @pytest.mark.parametrize("block_size", [1, 7, 16, 256])
-def test_bytes_held(block_size):
+def test_held_bytes_of_each_cache(block_size):
     """A generation holds no bytes, all bytes from the start, or whole blocks as needed.
 
     These are those without a cache, with a dense one, and with a paged one.
@@ -136,7 +136,7 @@ def test_bytes_held(block_size):
     assert list(paged.step_kv_bytes) == [block_size * token * count for count in blocks]
 
 
-def test_every_step_is_timed_and_told():
+def test_every_step_is_timed_and_reported():
     """Each step has a time, and `done` is called after each step of each generation."""
     steps = []
     found = generations(output=5, done=steps.append)
@@ -144,7 +144,7 @@ def test_every_step_is_timed_and_told():
     assert steps == [1] * 15
 
 
-def test_the_seed_makes_the_prompt():
+def test_the_seed_determines_the_output():
     """Equal seeds give equal outputs, and another seed gives another."""
     first, second, third = (generations(output=8, seed=seed)[0].tokens for seed in (1, 1, 2))
     assert first == second != third
@@ -159,32 +159,32 @@ def test_a_window_of_the_model_holds_in_all_three():
 
 
 @pytest.mark.parametrize(("prompt", "output"), [(0, 5), (5, 0), (-1, 5)])
-def test_no_tokens_are_refused(prompt, output):
+def test_an_empty_prompt_or_output_is_refused(prompt, output):
     """An empty prompt or an empty output is refused."""
     with pytest.raises(InputError, match="give at least 1 of each"):
         generations(prompt_tokens=prompt, output=output)
 
 
 @pytest.mark.parametrize("block_size", [0, -3])
-def test_no_block_size_is_refused(block_size):
+def test_a_block_size_below_one_is_refused(block_size):
     """A block size below 1 is refused."""
     with pytest.raises(InputError, match=f"block_size must be 1 or more, not {block_size}"):
         generations(block_size=block_size)
 
 
-def test_other_tokens_with_a_cache_are_told():
+def test_a_cache_that_changes_tokens_is_reported():
     """If a cache changes the tokens, the error gives the first one that differs."""
     with pytest.raises(PluginError, match="output token 1 is 11 without a cache and 1 with"):
-        generations(Told())
+        generations(Scripted())
 
 
-def test_no_token_is_told():
+def test_a_generator_without_a_token_is_reported():
     """A generator that returns no token raises PluginError with the place."""
-    with pytest.raises(PluginError, match="'told' gave no token for place 0"):
-        generations(Told(lambda _: None))
+    with pytest.raises(PluginError, match="'scripted' gave no token for place 0"):
+        generations(Scripted(lambda _: None))
 
 
-def test_attention_of_one_head():
+def test_causal_attention_equals_one_head():
     """With one head `causal_attention` computes what `OneHead` does."""
     keys = [[2.0, 0.0], [1.0, 0.0], [0.0, 0.0], [-1.0, 0.0]]
     values = [[10.0, 0.0, 3.0], [5.0, 0.0, 1.0], [1.0, 0.0, 4.0], [0.0, 0.0, 1.0]]
@@ -199,7 +199,7 @@ def test_attention_of_one_head():
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(None, 0), (3, 0), (1, 0), (2, 2), (50, 1)])
-def test_attention_head_by_head(window, sinks):
+def test_grouped_windowed_attention_equals_one_head(window, sinks):
     """With grouped heads, windows and sinks, each row of each head equals `OneHead`."""
     source = torch.Generator().manual_seed(0)
     queries, keys, values = (

@@ -47,7 +47,7 @@ def test_a_short_output_is_shown_whole():
     assert report(steps=2).headline.endswith("then 2 new ones: equal in all three, 0 1")
 
 
-def test_rows_are_what_was_counted():
+def test_rows_have_projections_and_bytes():
     """A row has the projections, and the bytes after the first and the last step."""
     assert report().rows == [
         ["none", "5,950", "0 B", "0 B"],
@@ -56,25 +56,25 @@ def test_rows_are_what_was_counted():
     ]
 
 
-def test_the_sum_is_spelt_out():
+def test_the_text_has_both_sums_and_their_ratio():
     """The text has both sums of projections and their ratio."""
     assert "10 + 11 + ... + 109 = 5,950." in report().reading
     assert "10 + 99 = 109, 55 times fewer." in report().reading
 
 
-def test_a_short_sum_has_no_dots():
+def test_a_short_sum_is_printed_whole():
     """A sum of up to three terms is printed whole, without dots."""
     assert "10 + 11 + 12 = 33." in report(steps=3).reading
     assert "10 + 11 = 21." in report(steps=2).reading
 
 
-def test_a_single_step_compares_nothing():
+def test_a_single_step_reports_no_saving():
     """With a single generated token the text reports no saving."""
     assert "10 = 10. With one" in report(steps=1).reading
     assert "times fewer" not in report(steps=1).reading
 
 
-def test_times_are_medians_of_four_parts():
+def test_times_are_medians_of_quarters():
     """A row of times has the median of each quarter of the steps, and a line of bars."""
     headers, rows = report().time_headers, report().time_rows
     assert headers == ["time of a step", "1–25", "26–50", "51–75", "76–100", ""]

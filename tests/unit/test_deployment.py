@@ -18,17 +18,17 @@ H100, H200 = find_device("h100"), find_device("h200")
 @pytest.mark.parametrize(
     ("devices", "copies"), [(1, 1), (2, 1), (3, Fraction(9, 8)), (4, 1), (8, 1), (16, 2)]
 )
-def test_heads_are_divided_as_far_as_there_are_enough(devices, copies):
+def test_heads_are_divided_among_up_to_eight_devices(devices, copies):
     """Eight K/V heads are stored once on up to 8 devices, if these share them evenly."""
     assert kv_copies(LLAMA, devices) == copies
 
 
-def test_a_latent_lies_on_each_device():
+def test_a_latent_is_stored_on_each_device():
     """A latent is stored on each device, since MLA has no heads to divide."""
     assert kv_copies(DEEPSEEK, 8) == 8
 
 
-def test_what_is_left_is_nine_tenths_less_the_weights():
+def test_the_pool_has_nine_tenths_of_the_memory_less_the_weights():
     """The pool has 90% of the devices' memory less the weights.
 
     Llama 3 8B on two H100 leaves 144 GB less 16.06 GB, in blocks of 2 MiB.
@@ -39,19 +39,19 @@ def test_what_is_left_is_nine_tenths_less_the_weights():
     assert deployment.blocks() == deployment.kv_bytes // 2**21
 
 
-def test_a_block_held_twice_takes_twice_as_much():
+def test_a_block_stored_twice_has_twice_the_bytes():
     """On 16 devices each of eight heads is stored twice, and a block takes twice the bytes."""
     layout = KVLayout(LLAMA, "fp16", 16)
     assert Deployment(layout, H100, 16).bytes_per_block == 2 * layout.bytes_per_block
     assert Deployment(layout, H100, 16).blocks_in(2**23) == 2
 
 
-def test_it_is_written_as_people_do():
+def test_the_text_of_a_deployment_has_count_and_device():
     """The text of a deployment has the form `4 x h100`."""
     assert str(Deployment(KVLayout(LLAMA), H100, 4)) == "4 x h100"
 
 
-def test_weights_that_do_not_fit_are_refused_with_what_would_do():
+def test_weights_that_do_not_fit_are_refused_with_enough_devices():
     """Weights that do not fit are refused, and the error says on how many devices they would.
 
     Llama 3 70B has 141 GB of weights; two H100 have 144 GB to offer.

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers import traces
-from helpers.evictions import Told, differing
+from helpers.evictions import TraceBlocks, differing
 
 from kvcore import KVCache, Trace
 from kvcore.cli import main as frame
@@ -62,10 +62,10 @@ def play(path, blocks, steps, eviction=LRU):
 @pytest.mark.parametrize(
     "words", [UNTIMED, PREEMPTING, SMALL_BLOCKS], ids=["untimed", "preempting", "small blocks"]
 )
-def test_marks_are_those_of_a_count_by_block_ids(tmp_path, words, right):
+def test_marks_equal_a_count_by_block_ids(tmp_path, words, right):
     """The marked rows and their blocks are those that a count by block ids finds."""
     one, other = pair(tmp_path, words, "lru", right)
-    left, right = Told(one), Told(other)
+    left, right = TraceBlocks(one), TraceBlocks(other)
     marks, note = found(one, other)
     expected = [differing(left, right), differing(right, left)]
     assert marks == expected
@@ -81,7 +81,7 @@ def test_equal_traces_do_not_differ(tmp_path):
     assert found(*pair(tmp_path, PREEMPTING, "lru", "lru")) == ([{}, {}], "")
 
 
-def test_one_eviction_that_differs(tmp_path):
+def test_a_single_differing_eviction_is_marked_on_both_sides(tmp_path):
     """LRU and FIFO differ in one eviction, which is marked on both sides.
 
     LRU keeps the prompt that was used again, FIFO the one that was stored last.
@@ -91,18 +91,18 @@ def test_one_eviction_that_differs(tmp_path):
     right = play(tmp_path / "right.jsonl", 5, steps, FIFO)
     marks, _ = found(left, right)
     for mark, path, text in zip(marks, (left, right), ("cd", "ab"), strict=True):
-        (eviction,) = Told(path).evictions
+        (eviction,) = TraceBlocks(path).evictions
         assert eviction.contents == [(traces.key(text), 0)]
         assert mark == {eviction.row: 1}
 
 
-def test_a_content_that_is_evicted_twice_for_one_request(tmp_path):
+def test_only_the_second_of_two_equal_evictions_is_marked(tmp_path):
     """If one request evicts a content twice, only the second eviction is marked."""
     once = [("one", "ab"), ("two", "wxyz")]
     again = [*once, ("three", "ab"), ("two", "wxyz")]
     left = play(tmp_path / "left.jsonl", 4, again)
     right = play(tmp_path / "right.jsonl", 4, once)
-    first, second = [each for each in Told(left).evictions if each.line["for"] == "two"]
+    first, second = [each for each in TraceBlocks(left).evictions if each.line["for"] == "two"]
     assert first.contents == second.contents
     marks, _ = found(left, right)
     assert marks[0][second.row] == 2
@@ -111,7 +111,7 @@ def test_a_content_that_is_evicted_twice_for_one_request(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "reason"),
     [
         (OTHERS, "No request is in both traces"),
         (SMALL_BLOCKS, "Blocks stand for 16 tokens on the left and 4 on the right"),
@@ -119,15 +119,15 @@ def test_a_content_that_is_evicted_twice_for_one_request(tmp_path):
     ],
     ids=["workload", "block size", "key tokens"],
 )
-def test_what_cannot_be_compared_is_told(tmp_path, words, said):
+def test_incomparable_traces_have_a_note_with_the_reason(tmp_path, words, reason):
     """Traces that cannot be compared have no marks, and the note gives the reason."""
     left = record(tmp_path / "left.jsonl", UNTIMED, "lru")
     marks, note = found(left, record(tmp_path / "right.jsonl", words, "lru"))
     assert marks == []
-    assert said in note
+    assert reason in note
 
 
-def test_requests_of_one_trace_only_are_counted(tmp_path):
+def test_only_requests_of_both_traces_are_compared(tmp_path):
     """Only requests in both traces are compared, and the note gives their number."""
     left = record(tmp_path / "left.jsonl", UNTIMED, "lru")
     right = record(tmp_path / "right.jsonl", (*UNTIMED, "--limit", "100"), "lru")
@@ -135,4 +135,4 @@ def test_requests_of_one_trace_only_are_counted(tmp_path):
     assert note == "Only 100 of 150 requests are in both traces."
     assert none == {}
     assert marks
-    assert {Told(left).lines[row]["for"] for row in marks} <= set(range(100, 150))
+    assert {TraceBlocks(left).lines[row]["for"] for row in marks} <= set(range(100, 150))

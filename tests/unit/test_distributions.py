@@ -32,25 +32,25 @@ def places(tmp_path, monkeypatch):
     return found
 
 
-def told(points):
+def fields_of(points):
     """Return the fields of entry points, sorted."""
     return sorted((p.name, p.value, p.module, p.dist.name, p.dist.version) for p in points)
 
 
 def agree():
     """Assert that `importlib.metadata` finds the same entry points; return their names."""
-    found = told(distributions.entry_points("kvcore"))
-    assert found == told(metadata.entry_points(group="kvcore"))
+    found = fields_of(distributions.entry_points("kvcore"))
+    assert found == fields_of(metadata.entry_points(group="kvcore"))
     return [name for name, *_ in found]
 
 
-def test_what_is_installed_here():
+def test_distributions_of_this_environment_are_found():
     """Both find the same entry points and version in this environment."""
     assert "builtin" in agree()
     assert distributions.version("kvcore") == metadata.version("kvcore")
 
 
-def test_what_is_installed_later_is_found(places):
+def test_distributions_installed_later_are_found(places):
     """Distributions that are installed or changed later are found."""
     install(places[0], "one", points="[kvcore]\nx = pack:Class\n")
     assert agree() == ["x"]
@@ -61,7 +61,7 @@ def test_what_is_installed_later_is_found(places):
     assert agree() == ["y", "z"]
 
 
-def test_a_working_directory_that_is_gone(places, tmp_path, monkeypatch):
+def test_a_deleted_working_directory_has_no_entry_points(places, tmp_path, monkeypatch):
     """A deleted working directory on `sys.path` has no entry points and raises no error."""
     install(places[0], "one", points="[kvcore]\nx = pack:Class\n")
     gone = tmp_path / "gone"
@@ -72,7 +72,7 @@ def test_a_working_directory_that_is_gone(places, tmp_path, monkeypatch):
     assert [point.name for point in distributions.entry_points("kvcore")] == ["x"]
 
 
-def test_points_of_several_places(places):
+def test_entry_points_of_all_directories_and_eggs_are_found(places):
     """Entry points of all directories and eggs are found, without other groups and comments."""
     install(places[0], "one", points="[kvcore]\n# a = b\nx = pack:Class\n\n[other]\ny = z\n")
     install(places[0], "none", points="[console_scripts]\nkvcore = x:main\n")
@@ -81,7 +81,7 @@ def test_points_of_several_places(places):
     assert agree() == ["x", "z"]
 
 
-def test_the_first_of_a_name_hides_others(places):
+def test_the_first_distribution_of_a_name_hides_others(places):
     """Of distributions with the same normalised name, only the first on the path counts."""
     install(places[0], "Some.Name")
     install(places[1], "some_name", "2.0", points="[kvcore]\nhidden = x\n")
@@ -89,33 +89,33 @@ def test_the_first_of_a_name_hides_others(places):
     assert distributions.version("some--name") == metadata.version("some-name") == "1.0"
 
 
-def test_points_with_extras(places):
+def test_entry_points_with_extras_are_found(places):
     """Entry points with extras are found, by means of `importlib.metadata`."""
     install(places[0], "one", points="[kvcore]\nx = pack.mod : Class [extra]\n")
     assert agree() == ["x"]
 
 
-def test_points_of_one_distribution(places):
+def test_of_selects_one_distribution(places):
     """`of` selects the entry points of one distribution."""
     for name in ("one", "two"):
         install(places[0], name, points=f"[kvcore]\n{name} = x\n")
-    assert told(distributions.entry_points("kvcore", of="Two")) == [
+    assert fields_of(distributions.entry_points("kvcore", of="Two")) == [
         ("two", "x", "x", "two", "1.0")
     ]
     assert distributions.entry_points("kvcore", of="three") == []
 
 
-def test_points_load_what_they_name(places):
+def test_an_entry_point_loads_a_module_or_a_name(places):
     """An entry point loads a module or a name in it; a missing name raises AttributeError."""
     points = "[kvcore]\na = json\nb = os:path.join\nc = json:missing\n"
     install(places[0], "one", points=points)
     module, function, missing = distributions.entry_points("kvcore")
     assert (module.load().__name__, function.load().__name__) == ("json", "join")
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="missing"):
         missing.load()
 
 
-def test_archives_on_the_path(places, tmp_path, monkeypatch):
+def test_distributions_in_a_zip_archive_are_found(places, tmp_path, monkeypatch):
     """Distributions in a zip archive on the path are found."""
     install(places[0], "zipped", points="[kvcore]\nz = x\n")
     archive = tmp_path / "all.zip"
@@ -124,13 +124,15 @@ def test_archives_on_the_path(places, tmp_path, monkeypatch):
             file.write(path, path.relative_to(places[0]))
     monkeypatch.setattr(sys, "path", [str(archive)])
     assert agree() == ["z"]
-    assert told(distributions.entry_points("kvcore", of="zipped"))
+    assert fields_of(distributions.entry_points("kvcore", of="zipped")) == [
+        ("z", "x", "x", "zipped", "1.0")
+    ]
     assert distributions.version("zipped") == "1.0"
     assert distributions.entry_points("kvcore", of="other") == []
     assert distributions.version("other") is None
 
 
-def test_version_that_is_missing(places):
+def test_a_missing_distribution_has_no_version(places):
     """The version of a distribution that is not installed is None."""
     assert places
     assert distributions.version("kvcore") is None

@@ -129,14 +129,14 @@ def attained(rate, prefill, decode, count=2000):
     return [each / count for each in fast]
 
 
-def test_one_gpu_each_is_far_below():
+def test_one_prefill_gpu_misses_the_ttft_target():
     """With one GPU each for prefill and decode the TPOT meets the target, the TTFT does not."""
     ttft, tpot = attained(FIGURE * 0.9, 1, 1)
     assert ttft < 0.9 < tpot
 
 
 @pytest.mark.slow
-def test_two_gpus_that_prefill_for_one_that_decodes():
+def test_two_prefill_gpus_attain_the_published_rate():
     """Two GPUs that prefill and one that decodes attain DistServe's rate, within 10 %.
 
     With fewer requests the decode batch has not grown to its size in the long run.

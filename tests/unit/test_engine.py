@@ -36,7 +36,12 @@ def dense(tokens, output):
     return tokens[start:]
 
 
-def test_a_text_is_continued():
+def finishes(run):
+    """Return the FINISH lines of a run."""
+    return [line for line in run.lines if line["event"] == "FINISH"]
+
+
+def test_outputs_are_those_without_a_cache():
     """The output of each text is what follows its own tokens without a cache."""
     run = compute([text("a"), text("b", 3, 9)])
     assert run.result.outputs == {"a": dense(WORDS[:10], 6), "b": dense(WORDS[:3], 9)}
@@ -50,14 +55,14 @@ def test_a_text_has_the_keys_of_its_tokens():
     )
 
 
-def test_a_salt_keeps_texts_apart():
+def test_texts_with_different_salts_share_no_blocks():
     """Equal texts with different salts share no blocks and have equal outputs."""
     run = compute([text("a", salt="x"), text("b", salt="y", arrival=1000)])
     assert run.result.cache.stats.hit_blocks == 0
     assert run.result.outputs["a"] == run.result.outputs["b"]
 
 
-def test_no_output():
+def test_a_request_without_output_generates_no_token():
     """A request without output has its prompt computed and generates no token."""
     run = compute([text("a", output=0), ask("b", output=0)])
     assert run.result.outputs == {"a": [], "b": []}
@@ -75,7 +80,7 @@ def test_equal_keys_are_equal_tokens():
     assert outputs["a"] == outputs["c"] != outputs["b"]
 
 
-def test_known_output_is_forced():
+def test_output_keys_of_another_request_are_hit():
     """A prompt that contains the output keys of another request hits its generated blocks.
 
     Its output is the same as if it had computed these blocks itself.
@@ -88,18 +93,21 @@ def test_known_output_is_forced():
     assert after.outputs["b"] == alone.outputs["b"]
 
 
-def test_samples_have_seeds_of_their_own():
+def test_samples_do_not_depend_on_the_batch():
     """The seed of a sample depends on the run and the request, not on the batch."""
-    seen = {}
 
     class Watching(Exact):
         def forward(self, step, attend):
-            seen.setdefault(tuple(step.seeds), step.lengths)
+            seen.add(tuple(step.seeds))
             return super().forward(step, attend)
 
-    compute([text("a"), text("b")], generator=Watching(), max_seqs=1)
-    compute([text("b")], generator=Watching(), seed=1)
-    (a,), (b,), (other,) = seen
+    found = []
+    for names, options in (("ab", {}), ("ab", {"max_seqs": 1}), ("b", {"seed": 1})):
+        seen = set()
+        compute([text(name) for name in names], generator=Watching(), **options)
+        found.append(seen)
+    ((a, b),), alone, ((other,),) = found
+    assert alone == {(a,), (b,)}
     assert len({a, b, other}) == 3
 
 
@@ -120,14 +128,17 @@ def test_generated_blocks_are_shared():
     run = shared()
     assert run.result.cache.stats.hit_blocks == 5
     assert run.result.outputs["b"] == dense(WORDS[:10] + dense(WORDS[:10], 12) + [1], 3)
-    (told, _) = [line for line in run.lines if line["event"] == "FINISH"]
+    finished, _ = finishes(run)
     keys = block_keys(WORDS[:10] + dense(WORDS[:10], 12), 4)
-    assert told["output_keys"] == [key.hex() for key in keys[2:]]
+    assert finished["output_keys"] == [key.hex() for key in keys[2:]]
 
 
 @pytest.mark.parametrize("prompt", [3, 4, 10])
-def test_keys_of_an_answer_hash_each_token_once(monkeypatch, prompt):
-    """The keys of an answer are those of the whole text, and each token is hashed once."""
+def test_each_token_of_an_answer_is_hashed_once(monkeypatch, prompt):
+    """The keys of an answer are those of the whole text, and each token is hashed once.
+
+    The tokens of the last block, which is not full, are not hashed.
+    """
     hashed = []
 
     def counted(ids, *arguments, **options):
@@ -143,10 +154,10 @@ def test_keys_of_an_answer_hash_each_token_once(monkeypatch, prompt):
         keys += stream.new_keys(100)
     whole = [*request.tokens, *range(99)]
     assert [*request.keys, *keys] == block_keys(whole, 4)
-    assert sum(hashed) <= len(whole)
+    assert sum(hashed) == 4 * len([*request.keys, *keys])
 
 
-def test_plain_python_needs_no_torch():
+def test_a_run_without_tensors_needs_no_torch():
     """A generator and a backend without tensors run where torch is not installed."""
     code = (
         "import sys; sys.modules['torch'] = None\n"
@@ -162,7 +173,7 @@ def test_plain_python_needs_no_torch():
     )
 
 
-def test_a_text_that_publishes_nothing():
+def test_without_publish_generated_blocks_stay_private():
     """Without `publish`, generated blocks stay private and the trace has no keys of them."""
     run = compute([text("a", 10, 12)])
     assert run.result.cache.tree.cached_blocks == 2
@@ -198,7 +209,7 @@ def test_a_run_on_texts_can_be_simulated(tmp_path, blocks, scheduler):
     assert bool(ran.of("PREEMPT")) == (blocks == 9)
 
 
-def test_a_text_ends_early():
+def test_stop_at_eos_ends_a_text_early():
     """With `stop_at_eos` a text ends at the first end token, and FINISH has its length."""
     requests = [text(number, 3 + number, 40) for number in range(12)]
     run = compute(
@@ -211,20 +222,20 @@ def test_a_text_ends_early():
         not set(ENDS) & set(output[:-1]) and (len(output) == 40 or output[-1] in ENDS)
         for output in outputs
     )
-    told = {line["request"]: line["output"] for line in run.lines if line["event"] == "FINISH"}
-    assert told == {name: len(output) for name, output in run.result.outputs.items()}
+    finished = {line["request"]: line["output"] for line in finishes(run)}
+    assert finished == {name: len(output) for name, output in run.result.outputs.items()}
     assert list(run.result.log.output) == [
         len(run.result.outputs[i]) for i in run.result.log.ids
     ]
 
 
-def test_the_first_token_ends_a_text():
+def test_a_text_may_end_with_its_first_token():
     """A text whose first token is an end token has one token."""
     run = compute([text("a")], generator=Exact(ending=100), clock="wall", stop_at_eos=True)
     assert run.result.outputs == {"a": [ENDS[0]]}
 
 
-def test_an_early_end_replays(tmp_path):
+def test_the_trace_of_early_ends_is_valid(tmp_path):
     """The trace of a run with early ends passes `check_trace`."""
     path = tmp_path / "trace.jsonl"
     requests = [text(number, 3 + number, 40, publish=True) for number in range(12)]
@@ -234,7 +245,7 @@ def test_an_early_end_replays(tmp_path):
 
 
 @pytest.mark.parametrize(("output", "shared"), [(3, 0), (6, 1), (7, 1)])
-def test_an_early_end_shares_what_is_computed(output, shared):
+def test_a_block_without_its_last_token_is_not_shared(output, shared):
     """A block that the last token fills is not shared: the K/V of that token is missing."""
 
     class Ends(Exact):
@@ -244,9 +255,10 @@ def test_an_early_end_shares_what_is_computed(output, shared):
     run = compute(
         [text("a", 5, 40, publish=True)], generator=Ends(), clock="wall", stop_at_eos=True
     )
-    (told,) = [line for line in run.lines if line["event"] == "FINISH"]
-    assert told["output"] == output
-    assert len(told.get("output_keys", ())) == shared == run.result.cache.tree.cached_blocks - 1
+    (finished,) = finishes(run)
+    assert finished["output"] == output
+    assert len(finished.get("output_keys", ())) == shared
+    assert run.result.cache.tree.cached_blocks == 1 + shared
 
 
 def test_a_request_is_not_changed_by_a_run():
@@ -264,15 +276,21 @@ def test_a_request_is_not_changed_by_a_run():
     assert decided(again.trace) == decided(fresh.trace) != decided(first.trace)
 
 
-def test_a_token_that_there_is_not():
+def test_a_token_outside_the_vocabulary_is_refused():
     """A token that the vocabulary of the generator does not have is refused."""
     request = text_request("a", [1, 10_007], output=1, block_size=4)
     with pytest.raises(InputError, match="'a' has token 10007; the generator's are 0 to"):
         compute([request])
 
 
-@pytest.mark.parametrize("pieces", ["none", ((1.5, 0),)])
-def test_times_are_checked(pieces):
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ("none", r".* raised ValueError in pieces\(\)"),
+        (((1.5, 0),), ": .* takes 1.5 ps; give whole picoseconds"),
+    ],
+)
+def test_invalid_times_of_a_latency_model_are_refused(pieces, message):
     """A latency model with invalid times raises PolicyError with its name."""
 
     class Wrong(LatencyModel):
@@ -281,17 +299,17 @@ def test_times_are_checked(pieces):
         def pieces(self, work):
             return pieces
 
-    with pytest.raises(PolicyError, match="latency plugin 'wrong'"):
+    with pytest.raises(PolicyError, match=f"latency plugin 'wrong'{message}"):
         compute([text("a")], latency=Wrong())
 
 
-def test_the_end_is_a_token_like_others():
+def test_without_stop_at_eos_end_tokens_end_nothing():
     """Without `stop_at_eos` the output has the requested length, end tokens included."""
     run = compute([text("a")], generator=Exact(ending=100))
     assert run.result.outputs == {"a": [*ENDS] * 3}
 
 
-def test_the_wall_clock_measures(tmp_path):
+def test_the_wall_clock_measures_every_step(tmp_path):
     """With the wall clock every step is measured and written as `calibrate` reads it.
 
     The trace has the mode `wall`.
@@ -312,12 +330,12 @@ def test_the_wall_clock_measures(tmp_path):
     assert orjson.loads(ran.trace.splitlines()[0])["mode"] == "wall"
 
 
-def test_the_model_clock_measures_nothing():
+def test_the_model_clock_measures_no_step():
     """With the model clock no step is measured."""
     assert compute([text("a")]).result.steps == []
 
 
-def test_the_header_names_what_computes():
+def test_the_header_has_executor_generator_and_backend():
     """The header has the executor, and generator and backend with their options."""
     header = orjson.loads(compute([text("a")]).trace.splitlines()[0])
     assert header["executor"] == "run"
@@ -325,13 +343,13 @@ def test_the_header_names_what_computes():
     assert header["plugins"]["backend"] == {"name": "slots", "options": {}}
 
 
-def test_two_runs_are_equal():
+def test_equal_runs_write_equal_traces():
     """Two equal runs write the same trace."""
     requests = [text(number, 3 + number) for number in range(6)]
     assert compute(requests).trace == compute(requests).trace
 
 
-def test_stand_ins_notice():
+def test_the_fake_backend_refuses_slots_that_were_not_stored():
     """The fake backend `Slots` raises when a slot is read that was not stored."""
 
     class Forgetful(Slots):
@@ -353,7 +371,7 @@ class Broken(Slots):
         return queries / 0
 
 
-def test_what_a_backend_raises_is_its_own():
+def test_an_exception_of_the_backend_is_reported_with_its_name():
     """An exception of the backend names the backend, though the generator has called it."""
     with pytest.raises(PolicyError, match=r"backend plugin 'broken' .* in attend\(\)"):
         compute([text("a")], backend=Broken())
@@ -386,7 +404,7 @@ def parts(**given):
         ({"dtype": "int4"}, "'int4' is not known; there are: fp64, fp32, fp16, bf16"),
     ],
 )
-def test_what_does_not_fit_is_refused(given, message):
+def test_invalid_arguments_are_refused(given, message):
     """An invalid argument of `run` is refused with the valid ones."""
     with pytest.raises(InputError, match=message):
         run([text("a")], **parts(**given))
@@ -405,16 +423,16 @@ def test_a_latent_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["generator", "backend"])
-def test_what_is_in_use_is_refused(kind):
+def test_a_used_generator_or_backend_is_refused(kind):
     """A generator or a backend that has served a run is refused in a second one."""
     used = parts()
     run([text("a")], **used)
-    with pytest.raises(InputError, match=f"this {kind} plugin"):
+    with pytest.raises(InputError, match=f"this {kind} plugin .* is in use already"):
         run([text("a")], **parts(**{kind: used[kind]}))
 
 
 @pytest.mark.parametrize("wrong", [[], [None], [1, 2]])
-def test_a_generator_that_draws_wrongly(wrong):
+def test_invalid_tokens_of_a_generator_are_refused(wrong):
     """A generator that returns a wrong number or type of tokens raises PolicyError."""
 
     class Wrong(Exact):
@@ -425,7 +443,7 @@ def test_a_generator_that_draws_wrongly(wrong):
         compute([text("a")], generator=Wrong())
 
 
-def test_decided_leaves_out_the_frame():
+def test_decided_omits_the_first_and_last_line():
     """`decided` leaves out the first and the last line of a trace, and no other."""
     run = compute([text("a")])
     assert len(decided(run.trace)) == len(run.lines)

@@ -61,7 +61,7 @@ def finish(recorder, path):
     return [event.as_dict() for event in read_events(path)], report
 
 
-def of(lines, *names):
+def lines_of(lines, *names):
     """Return the lines of the named events."""
     return [line for line in lines if line["event"] in names]
 
@@ -85,7 +85,7 @@ def test_the_header_names_the_engine_and_its_policy(path):
     assert {line["t"] for line in lines} == {0}
 
 
-def test_the_lines_of_a_request(path):
+def test_each_decision_of_an_engine_is_a_line(path):
     """Each decision of an engine is a line, in the order of a kvcore run."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
@@ -98,14 +98,14 @@ def test_the_lines_of_a_request(path):
     assert (report.finished, report.hit["hit_blocks"]) == (2, 2)
 
 
-def test_blocks_leave_as_the_engine_says(path):
+def test_blocks_are_evicted_in_the_order_of_the_engine(path):
     """Blocks are evicted in the order of the engine, whatever its policy would evict."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [7, 8], 1)
     serve(recorder, "c", [5], 2, evicted=[8, 2, 1])
     lines, report = finish(recorder, path)
-    left = of(lines, "EVICT")
+    left = lines_of(lines, "EVICT")
     assert [(line["for"], line["reason"], line["by"]) for line in left] == [
         ("c", "capacity", "lru")
     ] * 3
@@ -128,10 +128,10 @@ def test_a_duplicate_leaves_with_its_last_block(path):
     serve(recorder, "d", [1, 2], 4, hit=2)
     serve(recorder, "e", [6], 5, evicted=[2, 1])
     lines, _ = finish(recorder, path)
-    assert [line["for"] for line in of(lines, "EVICT")] == ["e", "e"]
+    assert [line["for"] for line in lines_of(lines, "EVICT")] == ["e", "e"]
 
 
-def test_an_engine_that_frees_duplicates(path):
+def test_without_duplicates_a_key_leaves_at_its_first_eviction(path):
     """With `duplicates=False` a key leaves the cache with its first eviction."""
     recorder = make(path, duplicates=False)
     for name in "ab":
@@ -142,10 +142,10 @@ def test_an_engine_that_frees_duplicates(path):
         recorder.closed(name, 2, output=1)
     serve(recorder, "c", [5], 3, evicted=[1])
     lines, _ = finish(recorder, path)
-    assert len(of(lines, "EVICT")) == 1
+    assert len(lines_of(lines, "EVICT")) == 1
 
 
-def test_what_follows_a_lost_block_leaves_with_it(path):
+def test_blocks_behind_a_lost_block_leave_with_it(path):
     """Blocks behind a lost one leave with the reason `gone`, which is no eviction.
 
     If they are hit again, they count as computed.
@@ -160,7 +160,7 @@ def test_what_follows_a_lost_block_leaves_with_it(path):
     serve(recorder, "d", [1, 2], 6, hit=2)  # 2 was still there
     serve(recorder, "e", [9], 7, evicted=[3, 3])  # and 3, twice
     lines, report = finish(recorder, path)
-    assert [line["reason"] for line in of(lines, "EVICT")] == ["gone"] * 5
+    assert [line["reason"] for line in lines_of(lines, "EVICT")] == ["gone"] * 5
     assert report.evictions["blocks"] == 0
     assert report.hit["hit_blocks"] == 2  # of b and of d: one each
 
@@ -174,11 +174,11 @@ def test_a_block_that_is_lost_in_use_leaves_afterwards(path):
     recorder.dropped(2, 3)
     recorder.closed("a", 4, output=1)
     lines, report = finish(recorder, path)
-    assert [(line["t"], line["reason"]) for line in of(lines, "EVICT")] == [(4, "gone")]
+    assert [(line["t"], line["reason"]) for line in lines_of(lines, "EVICT")] == [(4, "gone")]
     assert report.pool["cached"] == 1
 
 
-def test_an_engine_that_empties_its_cache(path):
+def test_blocks_of_a_cleared_cache_leave_as_gone(path):
     """When an engine clears its cache, unused blocks leave at once and others when released.
 
     Their reason is `gone`.
@@ -189,30 +189,30 @@ def test_an_engine_that_empties_its_cache(path):
     recorder.cleared(2)
     recorder.closed("b", 3, output=1)
     lines, report = finish(recorder, path)
-    assert [(line["t"], line["reason"]) for line in of(lines, "EVICT")] == [
+    assert [(line["t"], line["reason"]) for line in lines_of(lines, "EVICT")] == [
         *[(2, "gone")] * 2,
         (3, "gone"),
     ]
     assert report.pool["cached"] == 0
 
 
-def test_expired_blocks_say_so(path):
+def test_expired_blocks_leave_as_expired(path):
     """Blocks that the engine drops as expired leave with the reason `expired`."""
     recorder = make(path, policy="ttl:ttl=1")
     serve(recorder, "a", [1], 0)
     recorder.dropped(1, 2 * SECOND, "expired")
     lines, _ = finish(recorder, path)
-    assert [line["reason"] for line in of(lines, "EVICT")] == ["expired"]
+    assert [line["reason"] for line in lines_of(lines, "EVICT")] == ["expired"]
 
 
-def test_a_request_that_skips_the_cache(path):
+def test_a_request_may_hit_fewer_blocks_than_are_cached(path):
     """A request may hit fewer blocks than are cached, and computes the others again."""
     recorder = make(path)
     serve(recorder, "a", [1, 2], 0)
     serve(recorder, "b", [1, 2], 1, hit=1)
     lines, report = finish(recorder, path)
-    assert [(line["blocks"]) for line in of(lines, "HIT")] == [1]
-    assert of(lines, "MISS")[-1]["why"] == "absent"
+    assert [(line["blocks"]) for line in lines_of(lines, "HIT")] == [1]
+    assert lines_of(lines, "MISS")[-1]["why"] == "absent"
     assert report.hit["hit_blocks"] == 1
 
 
@@ -232,7 +232,7 @@ def test_a_preempted_request_finds_its_output_again(path):
     recorder.opened("a", hit=2, blocks=1, now=7)
     recorder.closed("a", 8, output=6)
     lines, report = finish(recorder, path)
-    assert of(lines, "KEYS")[0]["keys"] == [77]
+    assert lines_of(lines, "KEYS")[0]["keys"] == [77]
     assert report.hit["self_hit_blocks"] == 2
     assert report.preemptions["recompute"] == 1
     for workload in (TraceWorkload(path), Jsonl(path)):
@@ -257,16 +257,16 @@ def test_requests_end_in_any_state(path):
     assert (report.finished, report.rejected) == (3, 1)
 
 
-def test_an_id_that_comes_again_gets_a_number(path):
+def test_a_repeated_request_id_gets_a_number(path):
     """A request whose id was used before gets an id with a number."""
     recorder = make(path)
     serve(recorder, "a", [1], 0)
     serve(recorder, "a", [1], 1, hit=1)
     lines, _ = finish(recorder, path)
-    assert [line["id"] for line in of(lines, "REQUEST")] == ["a", "a#2"]
+    assert [line["id"] for line in lines_of(lines, "REQUEST")] == ["a", "a#2"]
 
 
-def test_what_is_open_at_the_end_is_closed(path):
+def test_closing_a_recording_closes_its_requests(path):
     """Closing a recording closes its requests; further calls do nothing."""
     recorder = make(path)
     serve(recorder, "a", [1], 0, close=False)
@@ -277,7 +277,7 @@ def test_what_is_open_at_the_end_is_closed(path):
     assert (report.finished, report.rejected) == (1, 1)
 
 
-def test_the_requests_run_again_from_a_recording(path):
+def test_a_recording_is_a_workload_of_its_requests(path):
     """The workload of a recording has its requests, ordered by arrival."""
     recorder = make(path)
     for now, name in enumerate("ab"):
@@ -311,7 +311,7 @@ def serial(path, policy, *, blocks=24):
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
-def test_the_calls_of_an_engine_are_made_again(path, tmp_path, policy):
+def test_a_what_if_repeats_the_evictions_of_the_engine(path, tmp_path, policy):
     """A what-if without changes repeats the evictions of the engine.
 
     With another policy it repeats those of an engine with that policy.
@@ -328,7 +328,7 @@ def test_the_calls_of_an_engine_are_made_again(path, tmp_path, policy):
     assert check_trace(again).evictions == other.digest.as_dict()
 
 
-def test_calls_that_do_not_fit_are_refused(path):
+def test_a_what_if_with_few_blocks_or_replicas_is_refused(path):
     """A what-if with too few blocks, or with replicas, is refused for an engine's recording."""
     serial(path, "lru")
     with pytest.raises(InputError, match=r"the engine had more in use .* give more blocks"):
@@ -364,7 +364,7 @@ def test_a_disagreement_is_counted_and_logged_once(path, caplog, kind, wrong):
     assert "the engine and its recording disagree" in record.getMessage()
 
 
-def test_where_the_trace_has_no_room_it_ends(path, caplog):
+def test_a_recording_without_room_ends(path, caplog):
     """A recording ends at a request for which it has no blocks.
 
     The lines before it stay in the `.part` file.
@@ -382,7 +382,7 @@ def test_where_the_trace_has_no_room_it_ends(path, caplog):
 
 
 @pytest.mark.parametrize("folder", ["missing", "/dev/null"])
-def test_a_path_that_cannot_be_written(tmp_path, caplog, folder):
+def test_an_unwritable_path_is_logged_once(tmp_path, caplog, folder):
     """A path that cannot be written is logged once and raises nothing."""
     recorder = make(tmp_path / folder / "engine.jsonl")
     serve(recorder, "a", [1], 0)
@@ -392,7 +392,7 @@ def test_a_path_that_cannot_be_written(tmp_path, caplog, folder):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk(caplog):
+def test_a_full_disk_ends_the_recording(caplog):
     """The first write that fails ends the recording; nothing raises."""
     recorder = make("/dev/full")
     for now in range(20):
@@ -403,7 +403,7 @@ def test_a_full_disk(caplog):
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-def test_a_killed_engine_leaves_what_happened(tmp_path, suffix):
+def test_a_killed_engine_leaves_a_part_file(tmp_path, suffix):
     """A killed engine leaves all but its last seconds in `.part`, compressed or not."""
     path = tmp_path / f"engine.jsonl{suffix}"
     recorder = make(path)
@@ -440,7 +440,7 @@ def test_a_forked_child_leaves_the_file_alone(path, monkeypatch):
     finish(recorder, path)
 
 
-def test_only_an_engine_loses_blocks(path):
+def test_gone_blocks_need_an_engine_in_the_header(path):
     """EVICT with the reason `gone` is an error in a trace whose header names no engine."""
     recorder = make(path)
     serve(recorder, "a", [1], 0)
@@ -452,7 +452,7 @@ def test_only_an_engine_loses_blocks(path):
         check_trace(path)
 
 
-def test_a_digest_knows_blocks_by_their_keys():
+def test_a_digest_identifies_blocks_by_their_keys():
     """In a digest an int key equals its 16 bytes and its 32 hex digits.
 
     Names of generated blocks are left out.

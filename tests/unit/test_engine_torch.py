@@ -71,7 +71,7 @@ def requests(count=14):
     ],
     ids=["preempting", "evicting", "planning"],
 )
-def test_crowded_is_alone(generator, backend, options):
+def test_a_crowded_server_computes_what_a_lone_request_gets(generator, backend, options):
     """In fp64 each output of a crowded server is that of a server with one request."""
     crowded = compute(
         requests(),
@@ -92,7 +92,7 @@ def test_crowded_is_alone(generator, backend, options):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_decisions_on_torch(backend):
+def test_decisions_on_torch_are_those_of_the_simulator(backend):
     """The decisions of a run on torch are those of the simulator."""
     options = {"blocks": 16, "max_tokens": 8, "max_seqs": 4}
     run = compute(
@@ -107,7 +107,7 @@ def test_decisions_on_torch(backend):
 
 
 @pytest.mark.parametrize("lengths", [(2, 3, 1), (3, 2, 1), (5, 3, 2)])
-def test_a_prompt_of_less_than_a_block_may_return_with_keys(tmp_path, lengths):
+def test_a_preempted_short_prompt_misses_its_full_block_as_partial(tmp_path, lengths):
     """A prompt shorter than a block that returns with a full one misses it as `partial`.
 
     It was preempted when it had generated the rest of the block.

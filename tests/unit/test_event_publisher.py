@@ -1,3 +1,5 @@
+"""The publisher of KV events over ZMQ: live batches, replays, and waiting for subscribers."""
+
 from collections import deque
 from itertools import islice
 from threading import Thread
@@ -14,7 +16,7 @@ PATIENCE = 20
 FREE = "tcp://127.0.0.1:*"
 
 
-class Listener:
+class Receiver:
     """A subscriber on its own thread that receives `count` items of a publisher."""
 
     def __init__(self, publisher, count, **options):
@@ -28,7 +30,7 @@ class Listener:
         with Subscriber(server) as subscriber:
             self.items += islice(subscriber.items(PATIENCE), count)
 
-    def heard(self, publisher):
+    def wait(self, publisher):
         """Return the received items when the subscriber has disconnected."""
         while publisher.subscribers:
             publisher.serve(0.01)
@@ -36,15 +38,15 @@ class Listener:
         return self.items
 
 
-def test_what_is_published_is_heard():
+def test_published_batches_are_received_in_order():
     """A subscriber receives earlier and later batches in order, each once."""
     with Publisher(FREE, FREE) as publisher:
         assert [publisher.publish(b"a"), publisher.publish(b"b")] == [0, 1]
-        listener = Listener(publisher, 4)
+        receiver = Receiver(publisher, 4)
         assert publisher.wait_for(1, PATIENCE)
         assert [publisher.publish(b"c"), publisher.publish(b"d")] == [2, 3]
-        heard = listener.heard(publisher)
-    assert [(item.sequence, item.payload) for item in heard] == [
+        received = receiver.wait(publisher)
+    assert [(item.sequence, item.payload) for item in received] == [
         (0, b"a"),
         (1, b"b"),
         (2, b"c"),
@@ -52,42 +54,42 @@ def test_what_is_published_is_heard():
     ]
 
 
-def test_as_many_as_the_buffer_holds_can_be_had_again():
+def test_batches_beyond_the_replay_buffer_are_a_gap():
     """Batches that the replay buffer no longer holds are reported as a gap."""
     with Publisher(FREE, FREE, buffer=2) as publisher:
         for payload in (b"a", b"b", b"c"):
             publisher.publish(payload)
-        listener = Listener(publisher, 3)
+        receiver = Receiver(publisher, 3)
         assert publisher.wait_for(1, PATIENCE)
-        gap, *rest = listener.heard(publisher)
+        gap, *rest = receiver.wait(publisher)
     assert (gap.first, gap.last) == (0, 0)
     assert [item.payload for item in rest] == [b"b", b"c"]
 
 
-def test_without_a_replay_address_nothing_can_be_had_again():
+def test_without_a_replay_address_earlier_batches_are_a_gap():
     """Without a replay address, earlier batches are reported as a gap."""
     with Publisher(FREE) as publisher:
         assert publisher.replay is None
         publisher.publish(b"a")
-        listener = Listener(publisher, 2)
+        receiver = Receiver(publisher, 2)
         assert publisher.wait_for(1, PATIENCE)
         publisher.publish(b"b")
-        gap, batch = listener.heard(publisher)
-    assert isinstance(gap, Gap)
+        gap, batch = receiver.wait(publisher)
+    assert gap == Gap(0, 0, 0, "there is no replay address to ask for them")
     assert batch == Delivery(0, 1, b"b")
 
 
-def test_a_slow_listener_loses_nothing():
+def test_a_slow_subscriber_loses_nothing():
     """A slow subscriber receives all batches, far more than the queues hold."""
     with Publisher(FREE) as publisher:
-        listener = Listener(publisher, 5_000, queue_bytes=1)
+        receiver = Receiver(publisher, 5_000, queue_bytes=1)
         assert publisher.wait_for(1, PATIENCE)
         deque(map(publisher.publish, [b"x" * 1000] * 5_000), maxlen=0)
-        heard = listener.heard(publisher)
-    assert [item.sequence for item in heard] == list(range(5_000))
+        received = receiver.wait(publisher)
+    assert [item.sequence for item in received] == list(range(5_000))
 
 
-def test_a_request_that_is_none_is_not_answered():
+def test_a_malformed_replay_request_is_not_answered():
     """A malformed replay request is not answered; the next valid one is."""
     with (
         Publisher("inproc://live", "inproc://again", context=(context := zmq.Context())) as it,
@@ -105,17 +107,17 @@ def test_a_request_that_is_none_is_not_answered():
         it.close()
 
 
-def test_handing_out_waits_for_the_first_and_the_last():
+def test_serve_all_waits_for_the_first_and_the_last_subscriber():
     """`serve_all` waits for the first subscriber and answers replays until the last leaves."""
     with Publisher(FREE, FREE) as publisher:
-        listener = Listener(publisher, 3)
+        receiver = Receiver(publisher, 3)
         assert publisher.serve_all(iter([b"a", b"b", b"c"])) == 3
         assert publisher.subscribers == 0
-        listener.thread.join()
-    assert [item.payload for item in listener.items] == [b"a", b"b", b"c"]
+        receiver.thread.join()
+    assert [item.payload for item in receiver.items] == [b"a", b"b", b"c"]
 
 
-def test_waiting_for_listeners_ends():
+def test_wait_for_ends_without_a_subscriber():
     """`wait_for` returns False if no subscriber connects within the time."""
     with Publisher(FREE) as publisher:
         assert not publisher.wait_for(1, 0.01)

@@ -1,3 +1,5 @@
+"""`BlockTracker`: the resident blocks by the KV events of an engine, and the anomalies."""
+
 from helpers.kv_events import batch, removed, stored
 
 from kvcore.kv_events import (
@@ -27,14 +29,14 @@ def held(tracker):
     return {key: n for blocks in tracker.resident().values() for key, n in blocks.items()}
 
 
-def test_stored_is_resident_until_removed():
+def test_a_stored_block_is_resident_until_removed():
     """Blocks are resident from their store to their removal."""
     tracker = follow(batch(stored(1, 2, 3)), batch(removed(3)))
     assert held(tracker) == {1: 1, 2: 1}
     assert (tracker.stored, tracker.removed, sum(tracker.anomalies.values())) == (3, 1, 0)
 
 
-def test_stored_twice_must_be_removed_twice():
+def test_a_block_stored_twice_must_be_removed_twice():
     """A hash that was stored twice is still resident after one removal."""
     tracker = follow(batch(stored(1), stored(1)), batch(removed(1)))
     assert held(tracker) == {1: 1}
@@ -43,20 +45,20 @@ def test_stored_twice_must_be_removed_twice():
     assert (held(tracker), tracker.removed) == ({}, 1)
 
 
-def test_full_reports_are_reuse():
+def test_a_second_store_in_a_full_report_is_a_reuse():
     """In full-report mode a second store is a reuse, and one removal removes the block."""
     tracker = follow(batch(stored(1), stored(1, 2)), batch(removed(1)), full=True)
     assert held(tracker) == {2: 1}
     assert (tracker.stored, tracker.reused, tracker.stored_again) == (2, 1, 0)
 
 
-def test_an_origin_says_reuse():
+def test_a_store_with_origin_reused_is_a_reuse():
     """A store with the origin REUSED is a reuse, whatever the mode."""
     tracker = follow(batch(stored(1), stored(1, more={"origin": "REUSED"})))
     assert (held(tracker), tracker.reused) == ({1: 1}, 1)
 
 
-def test_tiers_ranks_and_groups_are_apart():
+def test_tiers_ranks_and_groups_are_tracked_separately():
     """A hash can be in several tiers, ranks and groups, and is removed from each by itself."""
     tracker = follow(
         EventBatch(0.0, (stored(1, medium="GPU"), stored(1, medium="CPU")), 0),
@@ -75,7 +77,7 @@ def test_removal_without_a_tier_finds_the_block():
     assert (held(tracker), tracker.anomalies["never_stored"]) == ({}, 0)
 
 
-def test_removals_of_nothing_are_told():
+def test_removals_of_absent_blocks_are_anomalies():
     """The removal of a block that is not resident is an anomaly with its place."""
     tracker = follow(batch(stored(1)), batch(stored(2), removed(9)))
     assert tracker.anomalies["never_stored"] == 1
@@ -83,13 +85,13 @@ def test_removals_of_nothing_are_told():
     assert (found.where, found.what) == ("batch 1, event 1", "block 9")
 
 
-def test_unknown_parents_are_told():
+def test_unknown_parents_are_anomalies():
     """A store below a parent that is not resident is an anomaly; its block is resident."""
     tracker = follow(batch(stored(2, parent=1)))
     assert (tracker.anomalies["unknown_parent"], held(tracker)) == (1, {2: 1})
 
 
-def test_a_block_that_is_still_elsewhere_keeps_its_meaning():
+def test_a_hash_that_another_tier_has_keeps_its_tokens():
     """A hash with other tokens is a collision as long as one tier still has the hash."""
     there = stored(1, medium="GPU"), stored(1, medium="CPU")
     other = stored(1, medium="GPU", size=2)
@@ -99,7 +101,7 @@ def test_a_block_that_is_still_elsewhere_keeps_its_meaning():
     assert tracker.anomalies["collision"] == 0
 
 
-def test_collisions_are_told():
+def test_collisions_are_anomalies():
     """A resident hash with another parent or other tokens is a collision.
 
     After its removal the same hash is none.
@@ -115,7 +117,7 @@ def test_collisions_are_told():
     assert fresh.anomalies["collision"] == 0
 
 
-def test_a_clear_forgets_what_hashes_mean():
+def test_a_clear_forgets_the_tokens_of_hashes():
     """After a clear, a hash may come again with other tokens."""
     tracker = follow(batch(stored(1), AllBlocksCleared(), stored(1, size=2)))
     assert (tracker.anomalies["collision"], held(tracker)) == (0, {1: 1})
@@ -128,19 +130,19 @@ def test_a_clock_that_goes_back_is_no_restart():
     assert (tracker.replayed, tracker.restarts) == (1, 0)
 
 
-def test_repeated_hashes_are_told():
+def test_repeated_hashes_of_an_event_are_anomalies():
     """An event that has a hash twice is an anomaly."""
     assert follow(batch(stored(1, 1))).anomalies["repeated"] == 1
 
 
-def test_unread_events_are_told():
+def test_unread_events_are_anomalies():
     """An event that could not be read is an anomaly with its reason."""
     tracker = follow(batch(UnparsedEvent(7, "events[0] must be a map")))
     assert tracker.anomalies["unread"] == 1
     assert tracker.examples[0].what == "events[0] must be a map"
 
 
-def test_clear_drops_a_rank():
+def test_a_clear_drops_only_its_rank():
     """A clear drops the blocks of its rank and of no other."""
     tracker = BlockTracker()
     tracker.apply(EventBatch(0.0, (stored(1, 2),), 0))
@@ -158,7 +160,7 @@ def test_replayed_batches_count_once():
     assert (held(tracker), tracker.replayed, tracker.batches) == ({1: 1, 2: 1}, 2, 2)
 
 
-def test_gaps_are_told():
+def test_missing_numbers_are_a_gap():
     """Missing numbers of a publisher are a gap."""
     tracker = BlockTracker()
     for publisher, seq in (("a", 0), ("b", 7), ("a", 3), ("b", 8)):
@@ -166,7 +168,7 @@ def test_gaps_are_told():
     assert (tracker.gaps, tracker.missing) == ([("a", 1, 2)], 2)
 
 
-def test_a_told_gap_is_not_told_twice():
+def test_a_gap_of_the_transport_is_not_counted_twice():
     """A gap that the transport has reported is not counted again."""
     tracker = follow(batch())
     tracker.record_gap(None, 1, 4)
@@ -174,7 +176,7 @@ def test_a_told_gap_is_not_told_twice():
     assert tracker.gaps == [(None, 1, 4)]
 
 
-def test_a_restart_forgets():
+def test_a_restart_drops_all_blocks():
     """A lower number with a later time is a restart, and drops all blocks before it."""
     tracker = follow(batch(stored(1), ts=1.0), batch(stored(2), ts=2.0))
     assert tracker.apply(batch(stored(3), ts=9.0), 0)

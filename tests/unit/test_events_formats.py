@@ -1,3 +1,5 @@
+"""Formats of KV events: what each engine publishes is decoded and encoded to equal bytes."""
+
 import re
 
 import attrs
@@ -61,7 +63,7 @@ def test_reasons_are_safe_to_print(field, value, reason):
     assert len(str(error.value)) < 400
 
 
-def test_vllm_events_are_read_by_name():
+def test_vllm_events_have_their_fields_as_attributes():
     """Events captured from vLLM have their fields in the attributes of that meaning."""
     found = decode(pack(VLLM))
     run, gone = found.events
@@ -74,7 +76,7 @@ def test_vllm_events_are_read_by_name():
 
 
 @pytest.mark.parametrize("name", PAYLOADS)
-def test_payloads_are_written_as_they_were(name):
+def test_payloads_are_encoded_to_the_same_bytes(name):
     """Payloads of engines are encoded as the bytes from which they were decoded."""
     assert encode(decode(PAYLOADS[name])) == PAYLOADS[name]
 
@@ -93,7 +95,7 @@ def test_the_order_of_names_is_kept(value):
     assert encode(decode(pack(value))) == pack(value)
 
 
-def test_what_is_made_here_is_written_as_vllm_does():
+def test_a_new_batch_is_encoded_as_vllm_does():
     """A new batch is encoded as an array, its events as maps that begin with the type."""
     written = msgspec.msgpack.decode(encode(batch(stored(1), removed(1))))
     assert written[::2] == [0.0, None]
@@ -120,7 +122,7 @@ def test_arrays_are_read_by_place():
     assert (run.tokens, run.medium) == (((1, 2), "x"), "CPU")
 
 
-def test_both_layouts_of_an_array_find_the_group():
+def test_the_group_is_read_from_both_array_layouts():
     """The group is read from vLLM's arrays and from Dynamo's, which have a slot before it."""
     start = ["BlockStored", [1], None, [7], 1, None, "GPU", None, None]
     vllm, dynamo, kind = read([*start, 3, "mla"], [*start, None, 3, "mla"], [*start, None, "m"])
@@ -147,7 +149,7 @@ def test_trtllm_blocks_have_levels():
     assert [(b.hash, b.content, b.medium) for b in run.blocks()] == [(5, ((1, 0),), "LEVEL_0")]
 
 
-def test_dynamo_blocks_leave_by_the_hash_that_they_were_stored_by():
+def test_dynamo_hashes_are_equal_when_stored_and_removed():
     """Dynamo's signed hashes are equal in its stored and removed events."""
     block = b'{"block_hash":-4,"tokens_hash":5}'
     lines = [
@@ -160,7 +162,7 @@ def test_dynamo_blocks_leave_by_the_hash_that_they_were_stored_by():
     assert (tracker.stored, tracker.removed, tracker.anomalies["unread"]) == (1, 1, 0)
 
 
-def test_dynamo_blocks_have_hashes_of_their_tokens():
+def test_dynamo_events_have_worker_number_tier_and_token_hashes():
     """An event of Dynamo has worker, number and tier; its blocks hash their tokens."""
     found = decode(DYNAMO)
     [run] = found.events
@@ -168,7 +170,7 @@ def test_dynamo_blocks_have_hashes_of_their_tokens():
     assert (run.hashes, run.contents, run.tokens, run.medium) == ((5,), (6,), None, "device")
 
 
-def test_mooncake_counts_milliseconds_and_names_objects():
+def test_mooncake_has_milliseconds_and_object_keys():
     """Mooncake's times are in milliseconds, and its blocks have the keys of objects."""
     found = decode(pack(MOONCAKE))
     assert (found.format, found.time) == ("mooncake", 1780000000123 * 10**6)
@@ -198,7 +200,7 @@ def test_mooncake_counts_milliseconds_and_names_objects():
         ),
     ],
 )
-def test_what_cannot_be_read_is_kept_with_its_place(event, reason):
+def test_an_invalid_event_is_kept_with_its_place(event, reason):
     """An invalid event is an UnparsedEvent with its place; the other events are read.
 
     The batch is encoded as it was.
@@ -232,7 +234,7 @@ def test_what_cannot_be_read_is_kept_with_its_place(event, reason):
         (b'{"worker_id":1,"event":3}', "line.event: expected `object`, got `int`"),
     ],
 )
-def test_what_is_no_batch_is_refused(payload, reason):
+def test_a_payload_that_is_no_batch_is_refused(payload, reason):
     """A payload that is not a batch raises TraceError with the place and the reason."""
     with pytest.raises(TraceError, match=reason):
         decode(payload)
@@ -252,7 +254,7 @@ def test_what_is_no_batch_is_refused(payload, reason):
         ),
     ],
 )
-def test_polled_events_say_what_is_wrong(data, reason):
+def test_an_invalid_polled_event_has_number_and_place(data, reason):
     """An invalid event of TensorRT-LLM has its number, and the place of the fault."""
     payload = b'{"event_id":9,"data":' + data + b',"window_size":5}'
     found = decode(payload)
@@ -261,7 +263,7 @@ def test_polled_events_say_what_is_wrong(data, reason):
     assert decode(encode(found)) == found
 
 
-def test_a_format_refuses_what_it_cannot_express():
+def test_events_that_a_format_cannot_express_are_refused():
     """Encoding raises InputError with the events or the fields that a format cannot express."""
     with pytest.raises(
         InputError, match="PagesStored cannot be expressed in the events of vLLM"
@@ -282,7 +284,7 @@ def test_a_format_refuses_what_it_cannot_express():
 
 
 @pytest.mark.parametrize("name", ["map", "batch as a map", "array", "dynamo"])
-def test_a_changed_batch_is_written_as_the_format_is_today(name):
+def test_a_changed_batch_is_encoded_in_the_current_format(name):
     """A changed copy of a decoded batch is encoded from its events in the current format."""
     found = decode(PAYLOADS[name])
     copy = attrs.evolve(found, dp_rank=7)
@@ -290,7 +292,7 @@ def test_a_changed_batch_is_written_as_the_format_is_today(name):
     assert attrs.evolve(decode(encode(copy)), dp_rank=found.dp_rank) == found
 
 
-def test_tokens_that_do_not_fill_the_blocks_tell_nothing():
+def test_tokens_that_do_not_divide_evenly_give_no_contents():
     """Blocks have contents only if the tokens divide evenly among them."""
     whole = stored(1, 2, size=2)
     assert [block.content for block in whole.blocks()] == [(1, 1), (2, 2)]

@@ -38,7 +38,7 @@ class Played:
         yield from self.left
 
 
-def heard(path):
+def batch_numbers(path):
     """Return the batch numbers in a recording, and whether it is complete."""
     reader = RecordingReader(path)
     return [item.seq for item in reader], reader.complete
@@ -68,7 +68,7 @@ class Quiet:
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
+def test_a_single_batch_is_in_the_unfinished_file(tmp_path, suffix):
     """A batch can be read from the unfinished file, even if no other batch follows."""
     out = tmp_path / f"r.jsonl.{suffix}"
     quiet = Quiet(f"{out}.part")
@@ -78,11 +78,11 @@ def test_a_quiet_stream_is_in_the_file(tmp_path, suffix):
     assert (tally.batches, tally.stored) == (1, 2)
 
 
-def test_what_was_received_is_written_at_the_end(tmp_path):
+def test_received_batches_are_written_at_the_end(tmp_path):
     """Batches that are received but not read when a recording is stopped are in the file."""
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
         record(Played([Delivery(0, 0, PAYLOAD)], left=[Delivery(0, 1, PAYLOAD)]), writer)
-    assert heard(tmp_path / "r.jsonl") == ([0, 1], True)
+    assert batch_numbers(tmp_path / "r.jsonl") == ([0, 1], True)
 
 
 def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
@@ -100,7 +100,7 @@ def test_pieces_are_whole_and_continue_after_a_kill(tmp_path):
             part.write_bytes(b"left by a kill")
     names = [f"a.b-00000{number}.jsonl.gz" for number in (1, 2, 5, 6)]
     assert sorted(tmp_path.iterdir()) == sorted([part, *map(tmp_path.joinpath, names)])
-    assert [heard(tmp_path / name) for name in names] == [([0], True), ([1], True)] * 2
+    assert [batch_numbers(tmp_path / name) for name in names] == [([0], True), ([1], True)] * 2
 
 
 def test_a_piece_ends_at_its_size(tmp_path):
@@ -114,13 +114,13 @@ def test_a_piece_ends_at_its_size(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["r-000001.jsonl"]
 
 
-def test_an_exception_keeps_what_came(tmp_path):
+def test_an_exception_keeps_the_batches_in_the_part_file(tmp_path):
     """If a recording ends by an exception, its batches are in the `.part` file."""
     writer = RecordingWriter(tmp_path / "r.jsonl.gz")
     writer.batch(batch(stored(1)), 0)
     with pytest.raises(RuntimeError), writer:
         raise RuntimeError
-    assert heard(tmp_path / "r.jsonl.gz.part") == ([0], False)
+    assert batch_numbers(tmp_path / "r.jsonl.gz.part") == ([0], False)
 
 
 def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
@@ -138,14 +138,14 @@ def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
     assert received.seq == 1
 
 
-def test_many_reasons_are_counted(tmp_path):
+def test_only_a_few_unread_events_are_reported_and_others_counted(tmp_path):
     """Of many events that cannot be read a few are reported, and the number of others."""
-    told = []
+    warnings = []
     odd = encode(batch(*[stored(1)] * 20)).replace(b"BlockStored", b"BlockStowed")
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
-        record(Played([Delivery(0, 0, odd)]), writer, warn=told.append)
-    assert len(told) == 6
-    assert told[-1].endswith("an event cannot be read: and 15 others of the batch")
+        record(Played([Delivery(0, 0, odd)]), writer, warn=warnings.append)
+    assert len(warnings) == 6
+    assert warnings[-1].endswith("an event cannot be read: and 15 others of the batch")
 
 
 def test_memory_does_not_grow_with_time(tmp_path):

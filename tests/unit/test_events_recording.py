@@ -1,3 +1,5 @@
+"""Recordings of KV events: their lines, damaged and unfinished files, and the check."""
+
 import gzip
 
 import orjson
@@ -51,7 +53,7 @@ def test_lines_are_measured_one_by_one(tmp_path):
     assert (len(found), reader.complete) == (28, True)
 
 
-def test_gaps_restarts_and_garbage_are_lines(tmp_path):
+def test_gaps_restarts_and_garbage_are_recorded(tmp_path):
     """Gaps, restarts and invalid messages are recorded and read in their places."""
     with RecordingWriter(tmp_path / "r.jsonl") as recording:
         recording.batch(RUN[0], 0, 1)
@@ -66,7 +68,7 @@ def test_gaps_restarts_and_garbage_are_lines(tmp_path):
     ]
 
 
-def test_other_formats_say_so(tmp_path):
+def test_a_recording_can_have_several_formats(tmp_path):
     """One recording can have batches of several formats."""
     mixed = [RUN[0], decode(TRTLLM), decode(DYNAMO)]
     found, _ = items(record(tmp_path / "r.jsonl", *mixed))
@@ -85,7 +87,7 @@ def test_files_of_json_events_are_recordings(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])
-def test_a_killed_recording_is_readable_compressed_too(tmp_path, suffix):
+def test_a_compressed_killed_recording_is_readable(tmp_path, suffix):
     """A compressed recording of a killed process is read up to its last flush."""
     recording = RecordingWriter(tmp_path / f"r.jsonl.{suffix}")
     recording.batch(RUN[0], 0)
@@ -97,7 +99,7 @@ def test_a_killed_recording_is_readable_compressed_too(tmp_path, suffix):
     assert reader.cut_reason == "the file ends after line 2, without END"
 
 
-def test_errors_call_it_a_recording(tmp_path):
+def test_the_error_of_an_unwritable_file_names_a_recording(tmp_path):
     """The error about a file that cannot be written calls it a recording."""
     with pytest.raises(InputError, match=r"^cannot write the recording .*: No such file"):
         RecordingWriter(tmp_path / "no" / "r.jsonl")
@@ -120,7 +122,7 @@ def test_a_killed_recording_is_readable(tmp_path):
     assert not list(tmp_path.glob("r.jsonl*"))
 
 
-def test_without_end_it_is_incomplete(tmp_path):
+def test_a_recording_without_end_is_incomplete(tmp_path):
     """A file without END and a cut gzip stream are incomplete."""
     whole = record(tmp_path / "r.jsonl", *RUN).read_bytes()
     cut = tmp_path / "cut.jsonl"
@@ -130,14 +132,14 @@ def test_without_end_it_is_incomplete(tmp_path):
     assert not items(cut)[1].complete
 
 
-def test_an_exception_leaves_nothing(tmp_path):
+def test_an_exception_before_any_batch_leaves_no_file(tmp_path):
     """A recording without batches whose block raises leaves no file."""
     with pytest.raises(RuntimeError), RecordingWriter(tmp_path / "r.jsonl"):
         raise RuntimeError
     assert not list(tmp_path.iterdir())
 
 
-def test_a_closed_recording_takes_no_more(tmp_path):
+def test_a_closed_recording_refuses_batches(tmp_path):
     """A batch after the end of a recording is refused."""
     with RecordingWriter(tmp_path / "r.jsonl") as recording:
         pass
@@ -173,7 +175,7 @@ def damage(line, **fields):
         (lambda lines: lines.insert(0, b"hello"), r":1: no recording of KV events.*not JSON"),
     ],
 )
-def test_damage_is_told_with_its_line(tmp_path, change, reason):
+def test_damage_is_reported_with_its_line(tmp_path, change, reason):
     """A damaged line raises TraceError with its file, line and reason."""
     path = record(tmp_path / "r.jsonl", *RUN)
     lines = path.read_bytes().splitlines()
@@ -200,7 +202,7 @@ def test_other_files_are_no_recordings(tmp_path):
         items(tmp_path / "missing")
 
 
-def test_check_says_what_is_resident(tmp_path):
+def test_check_reports_resident_blocks(tmp_path):
     """The report has the numbers of stored, removed and resident blocks.
 
     Its text says that hits leave no events.
@@ -214,7 +216,7 @@ def test_check_says_what_is_resident(tmp_path):
     assert orjson.loads(orjson.dumps(report.as_dict()))["schema"] == 1
 
 
-def test_check_says_what_is_missing(tmp_path):
+def test_check_reports_gaps_restarts_and_anomalies(tmp_path):
     """The report has gaps, restarts, invalid messages and anomalies, and its text as well."""
     with RecordingWriter(tmp_path / "r.jsonl") as recording:
         recording.batch(batch(stored(2, parent=1), removed(7)), 3)
@@ -231,7 +233,7 @@ def test_check_says_what_is_missing(tmp_path):
     assert report.blocks["forgotten"] == 1
 
 
-def test_check_of_nothing(tmp_path):
+def test_an_empty_file_is_an_incomplete_recording(tmp_path):
     """An empty file is an incomplete recording without batches."""
     (tmp_path / "r.jsonl").write_bytes(b"")
     report = check_recording(tmp_path / "r.jsonl")

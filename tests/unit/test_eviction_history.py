@@ -47,14 +47,14 @@ def test_a_policy_differs_from_lru(name):
     assert kept(LRU(), blocks, texts) == lrus
 
 
-def test_lruk_asks_when_the_kth_use_was():
+def test_lruk_evicts_by_the_kth_latest_use():
     """LRU-K evicts the span whose use before the latest is older; LFU evicts the other one."""
     texts = ["a", "b", "b", "a", "c"]
     assert kept(LRUK(), 2, texts) == {"|b", "|c"}
     assert kept(LFU(half_life=float("inf")), 2, texts) == {"|a", "|c"}
 
 
-def test_lruk_knows_what_comes_back():
+def test_lruk_counts_uses_before_an_eviction():
     """LRU-K counts uses before an eviction, unless it has no history."""
     texts = ["a", "b", "c", "a", "d", "e"]
     assert "|a" in kept(LRUK(), 2, texts)
@@ -65,9 +65,10 @@ def test_lruk_counts_a_burst_once():
     """LRU-K counts uses within the correlated period as one use."""
     texts = ["b", "x", "x", "b", "a", "a", "c"]
     assert kept(LRUK(correlated=1), 2, texts) == {"|b", "|c"}
+    assert kept(LRUK(correlated=0), 2, texts) == {"|a", "|c"}
 
 
-def test_tail_lru_lets_no_more_go_than_is_surplus():
+def test_tail_lru_evicts_the_surplus_of_each_span_first():
     """Tail-LRU evicts the surplus of each span by recency, then the least recent span."""
     policy = TailLRU(threshold=8, unit="tokens", turn=0)
     assert kept(policy, 9, ["abcd", "uvwxy", "123"]) == {"|ab", "|uvwx", "|123"}
@@ -75,13 +76,13 @@ def test_tail_lru_lets_no_more_go_than_is_surplus():
     assert kept(policy, 9, ["abcd", "uvwxy", "12345"]) == {"|a", "|uvw", "|12345"}
 
 
-def test_tail_lru_reckons_with_the_next_turn():
+def test_tail_lru_is_lru_if_the_next_turn_takes_the_threshold():
     """Tail-LRU is LRU if the next turn alone takes the threshold."""
     policy = TailLRU(threshold=4, unit="tokens", turn=4)
     assert kept(policy, 6, TALKS) == kept(LRU(), 6, TALKS)
 
 
-def test_tail_lru_in_seconds():
+def test_tail_lru_compares_seconds_with_the_cost_of_recomputing():
     """Tail-LRU compares a threshold in seconds with the cost of recomputing."""
     options = {"recompute": lambda _context, tokens: tokens / 2}
     policy = TailLRU(threshold=2, turn=0)
@@ -90,7 +91,7 @@ def test_tail_lru_in_seconds():
     assert kept(policy, 6, TALKS, **options) == kept(LRU(), 6, TALKS)
 
 
-def test_tail_lru_measures_a_shared_start_by_its_longest_conversation():
+def test_tail_lru_measures_a_common_prefix_by_its_longest_user():
     """Tail-LRU measures a common prefix by its longest conversation."""
     policy = TailLRU(threshold=4, unit="tokens", turn=0)
     cache = served(policy, 6, ["ax", "abcd", "y"])
@@ -102,19 +103,19 @@ def test_tail_lru_measures_a_shared_start_by_its_longest_conversation():
     }
 
 
-def test_tinylfu_does_not_let_a_newcomer_replace_what_is_used_more():
+def test_tinylfu_evicts_a_new_span_that_is_used_less():
     """TinyLFU evicts a new span rather than a less recent one that is used more often."""
     policy = TinyLFU(window=0, protected=0)
     assert kept(policy, 2, SCAN) == {"|a", "|c"}
 
 
-def test_tinylfu_lets_a_newcomer_in_that_is_used_more():
+def test_tinylfu_keeps_a_new_span_that_is_used_more():
     """TinyLFU keeps a new span that was used more often than the older one."""
     policy = TinyLFU(window=0, protected=0)
     assert kept(policy, 2, ["b", "b", "b", "x", "y", "z", "b", "w"]) == {"|b", "|w"}
 
 
-def test_adaptive_learns_which_expert_errs():
+def test_adaptive_lowers_the_weight_of_a_wrong_expert():
     """Adaptive lowers the weight of an expert whose victims come back."""
     passers = iter("bcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
     texts = "aa" + "".join(
@@ -127,7 +128,7 @@ def test_adaptive_learns_which_expert_errs():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_adaptive_is_between_its_experts(seed):
+def test_adaptive_hits_more_than_lru_and_less_than_mru(seed):
     """On a loop longer than the pool, adaptive hits more than LRU and less than MRU."""
     loop = "abcd" * 50
     lru, adaptive, mru = (
@@ -138,21 +139,28 @@ def test_adaptive_is_between_its_experts(seed):
     assert mru / 2 < adaptive < mru
 
 
-def test_adaptive_without_learning_trusts_all_alike():
-    """With rate=0 the weights of the experts stay equal."""
-    policy = Adaptive(experts="lru+mru+fifo", rate=0)
-    served(policy, 2, LOOP)
+def test_adaptive_with_rate_zero_keeps_equal_weights():
+    """With rate=0 the weights of the experts stay equal; with the default rate they do not."""
+    policy, learning = (Adaptive(experts="lru+mru+fifo", **rate) for rate in ({"rate": 0}, {}))
+    for each in (policy, learning):
+        served(each, 2, LOOP)
     assert set(policy.weights.values()) == {1 / 3}
+    assert len(set(learning.weights.values())) > 1
 
 
-def test_adaptive_forgives():
-    """With discount=1 the weights of the experts are equal again after each regret."""
-    policy = Adaptive(experts="lru+mru", discount=1)
-    served(policy, 2, LOOP)
+def test_adaptive_with_discount_one_equalizes_weights():
+    """With discount=1 the weights of the experts are equal again after each regret.
+
+    With the default discount they are not.
+    """
+    policy, learning = (Adaptive(experts="lru+mru", **last) for last in ({"discount": 1}, {}))
+    for each in (policy, learning):
+        served(each, 2, LOOP)
     assert set(policy.weights.values()) == {0.5}
+    assert len(set(learning.weights.values())) == 2
 
 
-def test_adaptive_does_not_blame_for_what_all_would_have_evicted():
+def test_adaptive_experts_that_agree_keep_equal_weights():
     """Experts that agree on every victim keep equal weights."""
     policy = Adaptive(experts="lru+slru:protected=0")
     served(policy, 2, LOOP)
@@ -171,7 +179,7 @@ def test_adaptive_draws_by_seed():
     assert any(outcome != outcomes[0] for outcome in outcomes)
 
 
-def test_an_expert_has_data_of_its_own():
+def test_experts_keep_separate_data_in_spans():
     """Two experts that both keep data in spans decide as each does alone."""
     texts = ["a", "a", "b", "c", "b", "d", "a", "e", "ab", "abc", "f"] * 3
     for one, other in (("lfu", "cost"), ("cost", "lfu")):
@@ -182,7 +190,7 @@ def test_an_expert_has_data_of_its_own():
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         ("lruk:k=0", "k=0 must be from 1 to 1,000"),
         ("lruk:correlated=-1", "correlated=-1 must be a number of admissions"),
@@ -200,11 +208,11 @@ def test_an_expert_has_data_of_its_own():
         ("adaptive:experts=lru+ttl", "'ttl' lets spans expire"),
     ],
 )
-def test_bad_options_are_refused(text, says):
+def test_bad_options_are_refused(text, message):
     """An option out of range is refused with its value and the valid ones."""
     with pytest.raises(InputError) as caught:
         Plugins().build("eviction", text)
-    assert says in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_options_are_checked_in_code_too():

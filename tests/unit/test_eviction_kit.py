@@ -187,13 +187,14 @@ class Sorted(Drifting):
         (Sorted, "victims_leave_in_the_order_it_declares", AssertionError),
     ],
 )
-def test_catches(policy, test, error):
-    """A policy with a fault fails the conformance test about it."""
+def test_each_faulty_policy_fails_the_test_of_its_fault(policy, test, error):
+    """A policy with a fault fails the conformance test about it, which LRU passes."""
+    run(LRU, test)
     with pytest.raises(error):
         run(policy, test)
 
 
-def test_what_raises_is_named():
+def test_an_exception_of_a_policy_is_reported_with_its_class():
     """The error about an exception of a policy has the name and the class of the policy."""
     with pytest.raises(PolicyError) as caught:
         run(Hasty, "victims_are_unpinned_leaves")
@@ -206,7 +207,7 @@ def test_an_undeclared_expiry_is_explained():
         run(Deadly, "declares_that_spans_expire")
 
 
-def test_failures_are_explained(tmp_path):
+def test_a_failed_conformance_test_shows_the_difference(tmp_path):
     """A failed conformance test of the installed package shows what differed."""
     source = Path(__file__).read_text().split("class TestMine")[0]
     kit = "class TestBad(EvictionPolicyTests):\n    def make(self):\n        return Bad()\n"
@@ -278,7 +279,7 @@ class Opaque(EvictionPolicy):
         ("nothing_shared_nothing_hit", "cannot work here: no such device"),
     ],
 )
-def test_says_why_it_skips(test, reason):
+def test_a_skipped_conformance_test_gives_the_reason(test, reason):
     """A conformance test that does not apply to a policy is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(Opaque, test)

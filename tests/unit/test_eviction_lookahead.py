@@ -23,7 +23,7 @@ class Listening(LRU):
     name: ClassVar[str] = "listening"
 
     look: int | None = attrs.field(default=0)
-    told: list[Any] = attrs.field(init=False, factory=list)
+    calls: list[Any] = attrs.field(init=False, factory=list)
 
     def __attrs_post_init__(self):
         """Set the look-ahead."""
@@ -31,48 +31,48 @@ class Listening(LRU):
 
     def on_queued(self, request, now, *, front=False):
         """Record the time and the request."""
-        self.told.append(f"{now} {'^' if front else '+'}{request.id}")
+        self.calls.append(f"{now} {'^' if front else '+'}{request.id}")
 
     def on_dequeued(self, request, now):
         """Record the time and the request."""
-        self.told.append(f"{now} -{request.id}")
+        self.calls.append(f"{now} -{request.id}")
 
 
-def told_in_replay(look, *arrivals):
+def calls_in_replay(look, *arrivals):
     """Return the calls of a policy in untimed replay of requests "0", "1", and so on."""
     policy = Listening(look)
     requests = [attrs.evolve(ask("a"), id=n, arrival=at) for n, at in enumerate(arrivals)]
     replay(requests, make(8, policy))
-    return policy.told
+    return policy.calls
 
 
-def test_untimed_replay_tells_of_the_next_ones():
+def test_untimed_replay_queues_the_next_requests():
     """With a look-ahead of 1, a request and the next one are queued before the first opens.
 
     A request is dequeued when it has closed.
     """
-    told = ["5 +0", "5 +1", "5 -0", "7 +2", "7 -1", "9 -2"]
-    assert told_in_replay(1, 5, 7, 9) == told
+    calls = ["5 +0", "5 +1", "5 -0", "7 +2", "7 -1", "9 -2"]
+    assert calls_in_replay(1, 5, 7, 9) == calls
 
 
-def test_untimed_replay_tells_of_none_ahead():
+def test_untimed_replay_without_lookahead_queues_one_request():
     """Without look-ahead only the request itself is queued."""
-    assert told_in_replay(0, 5, 7) == ["5 +0", "5 -0", "7 +1", "7 -1"]
+    assert calls_in_replay(0, 5, 7) == ["5 +0", "5 -0", "7 +1", "7 -1"]
 
 
-def test_untimed_replay_refuses_two_of_one_id_among_those_ahead():
+def test_untimed_replay_refuses_equal_ids_within_the_lookahead():
     """Two requests with one id within the look-ahead raise InputError with the id."""
     twice = [attrs.evolve(ask("a"), id=name) for name in (1, 2, 1)]
     with pytest.raises(InputError, match=r"request 1 comes twice.*'lookahead'"):
         replay(twice, make(8, Lookahead()))
 
 
-def test_untimed_replay_tells_of_all():
+def test_untimed_replay_with_unlimited_lookahead_queues_all():
     """With unlimited look-ahead all requests are queued before the first one opens."""
-    assert told_in_replay(None, 5, 7, 9)[:3] == ["5 +0", "5 +1", "5 +2"]
+    assert calls_in_replay(None, 5, 7, 9)[:3] == ["5 +0", "5 +1", "5 +2"]
 
 
-def test_untimed_replay_reads_no_further_than_it_tells():
+def test_untimed_replay_reads_no_further_than_the_lookahead():
     """With a look-ahead of 2, three requests are read when the first one is served."""
     read = []
 
@@ -85,44 +85,44 @@ def test_untimed_replay_reads_no_further_than_it_tells():
     assert read == [0, 1, 2]
 
 
-def told_in_server(requests, **options):
+def calls_in_server(requests, **options):
     """Return the calls of a policy in a server, and the run."""
     policy = Listening()
     run = simulate(requests, eviction=policy, **options)
-    return policy.told, run
+    return policy.calls, run
 
 
-def test_a_server_tells_who_queues_up_and_who_gets_a_seat():
+def test_a_server_queues_on_arrival_and_dequeues_on_admission():
     """A server queues a request on arrival and dequeues it when it is admitted."""
-    told, _ = told_in_server([request("a", output=2), request("b", 3)], max_seqs=1)
-    assert told == ["0 +a", "0 -a", "3 +b", "20 -b"]
+    calls, _ = calls_in_server([request("a", output=2), request("b", 3)], max_seqs=1)
+    assert calls == ["0 +a", "0 -a", "3 +b", "20 -b"]
 
 
-def test_who_is_rejected_never_waits():
+def test_a_rejected_request_is_not_queued():
     """A request that can never be served is not queued."""
-    told, run = told_in_server([request("a", prompt=400), request("b")], blocks=8)
+    calls, run = calls_in_server([request("a", prompt=400), request("b")], blocks=8)
     assert "a" in run.rejected
-    assert told == ["0 +b", "0 -b"]
+    assert calls == ["0 +b", "0 -b"]
 
 
-def test_who_is_preempted_waits_again_before_others():
+def test_a_preempted_request_is_queued_at_the_front():
     """A preempted request is queued at the front, and dequeued when it is admitted again."""
     keys = {"a": [1, 2, 3], "b": [4, 5, 6]}
     requests = [request(name, ord(name) - 97, 12, 14, keys=keys[name]) for name in keys]
-    told, run = told_in_server(requests, blocks=8)
+    calls, run = calls_in_server(requests, blocks=8)
     assert run.rows["b"]["recomputes"] == 1
-    assert told == ["0 +a", "0 -a", "1 +b", "10 -b", "50 ^b", "140 -b"]
+    assert calls == ["0 +a", "0 -a", "1 +b", "10 -b", "50 ^b", "140 -b"]
 
 
-def test_who_is_paused_waits():
+def test_a_paused_request_is_queued():
     """A paused request is queued at the front until it runs again."""
     requests = [request("a", output=5, priority=1), request("b", 12)]
-    told, run = told_in_server(requests, scheduler=Urgent(), max_seqs=1)
+    calls, run = calls_in_server(requests, scheduler=Urgent(), max_seqs=1)
     assert run.rows["a"]["pauses"] == 1
-    assert [line.split()[1] for line in told] == ["+a", "-a", "+b", "^a", "-b", "-a"]
+    assert [line.split()[1] for line in calls] == ["+a", "-a", "+b", "^a", "-b", "-a"]
 
 
-def test_lookahead_keeps_what_is_waited_for():
+def test_lookahead_keeps_spans_of_queued_requests():
     """A span that a queued request needs is kept where LRU would evict it."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
@@ -132,7 +132,7 @@ def test_lookahead_keeps_what_is_waited_for():
     assert set(spans(cache)) == {"|a", "|c"}
 
 
-def test_lookahead_evicts_what_is_needed_last():
+def test_lookahead_evicts_the_span_of_the_last_queued_request():
     """Of two spans that queued requests need, that of the later request is evicted."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
@@ -143,7 +143,7 @@ def test_lookahead_evicts_what_is_needed_last():
     assert set(spans(cache)) == {"|b", "|c"}
 
 
-def test_lookahead_puts_the_preempted_first():
+def test_lookahead_counts_the_front_of_the_queue_first():
     """The span of a request at the front of the queue counts as needed first."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
@@ -154,7 +154,7 @@ def test_lookahead_puts_the_preempted_first():
     assert set(spans(cache)) == {"|a", "|c"}
 
 
-def test_lookahead_forgets_who_was_served():
+def test_lookahead_without_queued_requests_is_lru():
     """Without queued requests `lookahead` is LRU."""
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
@@ -166,7 +166,7 @@ def test_lookahead_forgets_who_was_served():
     assert set(spans(cache)) == {"|b", "|c"}
 
 
-def test_lookahead_lets_a_part_of_a_span_go():
+def test_lookahead_evicts_the_unneeded_end_of_a_span_first():
     """The end of a span that no request needs is evicted first.
 
     Then come the least recent spans; the part that is needed stays.
@@ -185,7 +185,7 @@ def test_lookahead_lets_a_part_of_a_span_go():
         assert set(spans(cache)) == left
 
 
-def test_lookahead_counts_the_last_of_what_is_left():
+def test_lookahead_evicts_another_span_if_an_end_does_not_suffice():
     """Where the end of a span does not suffice, it is evicted and another span as well."""
     policy = Lookahead()
     cache = make(5, policy, accounting="keys")
@@ -195,18 +195,23 @@ def test_lookahead_counts_the_last_of_what_is_left():
     assert set(spans(cache)) == {"|ab", "|uvw"}
 
 
-def test_lookahead_knows_what_blocks_of_several_keys_are():
-    """Queued requests are matched to blocks of several keys in `tokens` accounting."""
-    policy = Lookahead()
-    cache = make(4, policy, key_tokens=2)
-    for text in ("ab", "cd", "ef", "gh"):
-        serve(cache, text, key_tokens=2)
-    policy.on_queued(ask("abxy", key_tokens=2), 0)
-    serve(cache, "ij", key_tokens=2)
-    assert {text.strip("|") for text in spans(cache)} >= {"a"}
+def test_lookahead_matches_blocks_of_several_keys():
+    """Queued requests are matched to blocks of several keys in `tokens` accounting.
+
+    Each text has a block of two keys, of which its span shows the first.
+    """
+    for queued, left in ((False, {"|c", "|e", "|g", "|i"}), (True, {"|a", "|e", "|g", "|i"})):
+        policy = Lookahead()
+        cache = make(4, policy, key_tokens=2)
+        for text in ("ab", "cd", "ef", "gh"):
+            serve(cache, text, key_tokens=2)
+        if queued:
+            policy.on_queued(ask("abxy", key_tokens=2), 0)
+        serve(cache, "ij", key_tokens=2)
+        assert set(spans(cache)) == left
 
 
-def test_lookahead_keeps_nothing_of_those_served():
+def test_lookahead_keeps_no_record_after_a_replay():
     """After a replay `lookahead` has no record of any request."""
     policy = Lookahead(requests=3)
     replay([ask(text) for text in ("ab", "ac", "b", "abc")], make(3, policy))
@@ -214,7 +219,7 @@ def test_lookahead_keeps_nothing_of_those_served():
 
 
 @pytest.mark.parametrize("answer", [0, 3, None, True])
-def test_a_tail_must_be_a_part_of_the_victim(answer):
+def test_evictable_blocks_outside_the_span_are_refused(answer):
     """`evictable_blocks` must return a part of the span, else PolicyError names the policy."""
 
     class Greedy(LRU):
@@ -232,7 +237,7 @@ def test_a_tail_must_be_a_part_of_the_victim(answer):
 
 
 @pytest.mark.parametrize("method", ["on_queued", "on_dequeued", "evictable_blocks"])
-def test_a_failure_names_the_method(method):
+def test_a_policy_that_raises_is_reported_with_the_method(method):
     """The error about a policy that raises has its name and the method."""
 
     def fail(*_, **__):

@@ -21,7 +21,7 @@ def file(tmp_path):
     return tmp_path / "trace.jsonl"
 
 
-def told(reasons):
+def losses_of(reasons):
     """Return (category, first block, blocks) of each loss; blocks may be fractions."""
     return [(loss.category, loss.first / BLOCK, loss.tokens / BLOCK) for loss in reasons.losses]
 
@@ -45,13 +45,13 @@ def served(
     return explain(file)
 
 
-def of(way, explanation, name):
+def loss_of(way, explanation, name):
     """Return the loss of request `name` whose category, or way to be new, is `way`."""
     losses = explanation.of(name).losses
     return next(loss for loss in losses if way in (loss.category, loss.way))
 
 
-def test_an_eviction_is_named_with_time_policy_and_request(file):
+def test_an_eviction_has_time_policy_and_request(file):
     """A loss by eviction has the EVICT line, policy, time, beneficiary and last user."""
     explanation = served(
         file,
@@ -61,28 +61,28 @@ def test_an_eviction_is_named_with_time_policy_and_request(file):
         ask("late", "abcx", arrival=9),
     )
     late = explanation.of("late")
-    loss = of("capacity", explanation, "late")
+    loss = loss_of("capacity", explanation, "late")
     eviction = loss.eviction
     line = lines(file)[eviction.line - 1]
     assert (line["event"], line["t"], line["for"]) == ("EVICT", 2, "thief")
     assert (eviction.by, eviction.beneficiary, eviction.user) == ("lru", "thief", "user")
     assert (eviction.time, eviction.age, eviction.blocks) == (2, 1, 1)
     assert (late.hit, late.admitted - eviction.time) == (BLOCK, 7)
-    assert told(late)[-1] == ("compulsory", 3, 1)
+    assert losses_of(late)[-1] == ("compulsory", 3, 1)
     assert sum(each.tokens for each in late.losses) == 3 * BLOCK
 
 
-def test_the_optimum_tells_policy_from_capacity(file):
+def test_the_optimum_separates_policy_from_capacity(file):
     """An evicted block counts as `policy` if the optimum keeps it, and else as `capacity`."""
     scan = [ask("a", "ab"), ask("b", "x"), ask("c", "y"), ask("d", "ab", 9)]
     tight = served(file, *scan, blocks=2)
-    assert told(tight.of("d"))[0] == ("policy", 0, 1)
-    assert ("capacity", 1, 1) in told(tight.of("d"))
+    assert losses_of(tight.of("d"))[0] == ("policy", 0, 1)
+    assert ("capacity", 1, 1) in losses_of(tight.of("d"))
 
 
-def test_what_expired_says_so(file):
+def test_expired_blocks_count_as_expired(file):
     """Blocks that have expired count as `expired`, not as evicted for room."""
-    loss = of(
+    loss = loss_of(
         "expired",
         served(file, ask("a", "ab"), ask("b", "ab", 9, arrival=50), eviction=Mortal()),
         "b",
@@ -91,7 +91,7 @@ def test_what_expired_says_so(file):
     assert (loss.eviction.expired, loss.eviction.time, loss.other) == (True, 50, "a")
 
 
-def test_what_is_being_computed_is_in_flight(file):
+def test_blocks_of_an_open_sequence_are_in_flight(file):
     """Blocks that an open sequence has yet to commit are `in_flight`.
 
     Behind the point where the two prompts diverge, blocks are `compulsory`.
@@ -103,51 +103,51 @@ def test_what_is_being_computed_is_in_flight(file):
         cache.open(ask("second", "abcx"), None, 2)
     second = explain(file).of("second")
     assert second.hit == BLOCK
-    assert told(second) == [("in_flight", 1, 2), ("compulsory", 3, 1)]
+    assert losses_of(second) == [("in_flight", 1, 2), ("compulsory", 3, 1)]
     assert second.losses[0].other == "first"
 
 
-def test_what_was_never_stored_is_unstored(file):
+def test_blocks_that_were_never_stored_are_unstored(file):
     """Blocks of a request that closed before it computed them are `unstored`."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         cache.close(cache.open(ask("quitter", "ab"), None, 0), 1)
         cache.open(ask("next", "ab", 9), None, 2)
-    loss = of("unstored", explain(file), "next")
+    loss = loss_of("unstored", explain(file), "next")
     assert (loss.first, loss.tokens, loss.other) == (0, 8, "quitter")
 
 
-def test_who_sent_a_part_of_a_key_is_not_named_for_the_rest(file):
+def test_a_loss_names_the_last_request_with_all_its_blocks(file):
     """A loss of a key with two blocks names the last request that had both blocks."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, prefix=Radix(), key_tokens=2 * BLOCK, trace=trace)
         for name, tokens in (("both", 8), ("one", 4), ("next", 9)):
             cache.close(cache.open(coarse(name, tokens), None, 0), 0)
-    loss = of("unstored", explain(file), "next")
+    loss = loss_of("unstored", explain(file), "next")
     assert (loss.first, loss.tokens, loss.other) == (0, 8, "both")
 
 
-def test_a_prompt_wants_no_more_of_its_last_key_than_it_covers(file):
+def test_the_optimum_keeps_only_full_blocks_of_a_prompt(file):
     """The optimum keeps only the full blocks of a prompt, not all blocks of its last key."""
     with Trace(file) as trace:
         cache = KVCache(2, BLOCK, prefix=Radix(), key_tokens=2 * BLOCK, trace=trace)
         replay([coarse("a", 8), coarse("b", 5), coarse("c", 9)], cache)
-    loss = of("capacity", explain(file), "c")
+    loss = loss_of("capacity", explain(file), "c")
     assert (loss.first, loss.tokens, loss.eviction.beneficiary) == (4, 4, "b")
 
 
-def test_what_a_sequence_that_has_forgotten_computes_is_unstored(file):
+def test_blocks_after_dropped_tokens_are_unstored(file):
     """Blocks of a sequence that has dropped tokens are `unstored`, not `in_flight`."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, prefix=Radix(), retention=Window(tokens=4), trace=trace)
         first = cache.open(ask("first", "abcd"), None, 0)
         cache.commit(first, 8, 1)
         cache.open(ask("next", "abcd", 17), None, 2)
-    assert told(explain(file).of("next")) == [("unstored", 2, 2), ("granularity", 4, 0.25)]
+    assert losses_of(explain(file).of("next")) == [("unstored", 2, 2), ("granularity", 4, 0.25)]
     assert explain(file).of("next").losses[0].other == "first"
 
 
-def test_of_a_span_that_was_split_both_halves_are_whose_it_was(file):
+def test_both_halves_of_a_split_span_keep_their_user(file):
     """Both halves of a span that a hint splits have the request that stored it as user."""
     hinted = ask("a", "abcd", retention=(Retention(0, 8, 90),))
     explanation = served(file, hinted, ask("thief", "pqrstuvw"), ask("b", "abcd", 17))
@@ -162,20 +162,20 @@ def coarse(name, tokens):
     return Request(id=name, prompt_tokens=tokens, keys=keys, key_tokens=2 * BLOCK)
 
 
-def test_a_cache_without_sharing_stores_nothing_even_in_flight(file):
+def test_without_a_prefix_cache_open_sequences_are_unstored(file):
     """With prefix cache `none`, blocks of an open sequence are `unstored`."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=NoPrefix(), trace=trace)
         cache.open(ask("first", "ab"), None, 0)
         cache.open(ask("second", "ab", 9), None, 1)
-    assert of("unstored", explain(file), "second").tokens == 8
+    assert loss_of("unstored", explain(file), "second").tokens == 8
 
 
-def test_a_clock_in_the_prompt_is_one_place(file):
+def test_equal_divergences_are_one_place(file):
     """Prompts that diverge after the same blocks have one place of divergence."""
     prompts = [ask(name, f"ab{name}rest") for name in "123456"]
     explanation = served(file, *prompts, blocks=99)
-    place = of("diverges", explanation, "6").place
+    place = loss_of("diverges", explanation, "6").place
     assert (place.first, place.width, place.requests) == (8, 4, 5)
     assert (place.example, place.other) == ("2", "1")
     assert place.shares / place.requests == pytest.approx(2 / 7)
@@ -183,21 +183,21 @@ def test_a_clock_in_the_prompt_is_one_place(file):
     assert explanation.summary().places[0] is place
 
 
-def test_the_next_turn_of_a_conversation_extends_the_last(file):
+def test_the_next_turn_of_a_conversation_extends_the_one_before(file):
     """A prompt that continues another one `extends` it and does not diverge."""
     explanation = served(file, ask("one", "ab"), ask("two", "abcd"), blocks=99)
-    loss = of("extends", explanation, "two")
+    loss = loss_of("extends", explanation, "two")
     assert (loss.first, loss.other, loss.place) == (8, "one", None)
 
 
-def test_a_last_key_of_a_part_of_a_block_ends(file):
+def test_a_new_key_of_a_partial_block_ends(file):
     """In `keys` accounting a new key of a partial block `ends`: it may begin a longer one."""
     explanation = served(file, ask("one", "abc"), ask("two", "abx", 10), accounting="keys")
-    loss = of("ends", explanation, "two")
+    loss = loss_of("ends", explanation, "two")
     assert (loss.first, loss.tokens, loss.other) == (8, 4, "one")
 
 
-def test_nothing_in_common_starts_anew_and_other_salts_are_counted(file):
+def test_a_prompt_with_no_common_prefix_counts_other_salts(file):
     """A prompt without a common prefix counts the earlier requests of other salts."""
     explanation = served(
         file,
@@ -206,36 +206,36 @@ def test_nothing_in_common_starts_anew_and_other_salts_are_counted(file):
         ask("three", "pq", salt="blue"),
         blocks=99,
     )
-    assert [of("starts", explanation, name).other_salts for name in ("one", "two")] == [0, 0]
-    assert of("starts", explanation, "three").other_salts == 2
+    assert [loss_of("starts", explanation, id_).other_salts for id_ in ("one", "two")] == [0, 0]
+    assert loss_of("starts", explanation, "three").other_salts == 2
     assert explanation.summary().salted.tokens == 8
 
 
 def test_the_last_token_and_a_partial_block_are_granularity(file):
     """A partial block, and the block of the last token, are `granularity`."""
     explanation = served(file, ask("a", "abc"), ask("b", "abc"), ask("c", "abc", 15))
-    assert told(explanation.of("b")) == [("granularity", 2, 1)]
-    assert told(explanation.of("c")) == [("granularity", 3, 0.75)]
+    assert losses_of(explanation.of("b")) == [("granularity", 2, 1)]
+    assert losses_of(explanation.of("c")) == [("granularity", 3, 0.75)]
 
 
-def test_tokens_without_keys_have_no_keys(file):
+def test_tokens_without_keys_are_no_keys(file):
     """Tokens without keys that follow a known prefix are `no_keys`."""
     explanation = served(file, ask("a", "ab", 30))
-    assert told(explanation.of("a")) == [("compulsory", 0, 7.5)]
+    assert losses_of(explanation.of("a")) == [("compulsory", 0, 7.5)]
     explanation = served(file, ask("a", "ab", 30), ask("b", "ab", 30))
-    assert told(explanation.of("b")) == [("no_keys", 2, 5.5)]
+    assert losses_of(explanation.of("b")) == [("no_keys", 2, 5.5)]
 
 
-def test_what_a_pool_cannot_keep_of_one_request_is_truncated(file):
+def test_blocks_beyond_the_pool_size_are_truncated(file):
     """Blocks beyond the size of the pool are `truncated`, if an earlier request had them."""
     explanation = served(
         file, ask("a", "abcdef"), ask("b", "abcdef"), blocks=4, accounting="keys"
     )
     assert explanation.of("b").hit == 16
-    assert told(explanation.of("b")) == [("truncated", 4, 2)]
+    assert losses_of(explanation.of("b")) == [("truncated", 4, 2)]
 
 
-def test_only_the_first_admission_counts(file):
+def test_only_the_first_admission_is_explained(file):
     """Only the first admission of a request is explained; later ones are counted."""
     explanation = explain(serve(file))
     summary = explanation.summary()
@@ -246,7 +246,7 @@ def test_only_the_first_admission_counts(file):
     assert explanation.of("huge").losses == []
 
 
-def test_generated_blocks_count_as_sent(file):
+def test_generated_blocks_count_as_a_prompt(file):
     """Keys of a KEYS line belong to the request that has generated them.
 
     A prompt that contains them extends that request.
@@ -258,11 +258,11 @@ def test_generated_blocks_count_as_sent(file):
         trace.keys(1, request="first", keys=ask("", "abcd").keys[2:])
         cache.open(ask("next", "abcdef"), None, 2)
     follow = explain(file).of("next")
-    assert told(follow) == [("in_flight", 2, 2), ("compulsory", 4, 2)]
+    assert losses_of(follow) == [("in_flight", 2, 2), ("compulsory", 4, 2)]
     assert follow.losses[1].other == "first"
 
 
-def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
+def test_earlier_generated_blocks_leave_a_later_user(file):
     """KEYS of an earlier request leave a later one as the last that had these blocks."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -271,10 +271,10 @@ def test_generated_blocks_that_a_later_request_sent_are_the_later_ones(file):
         trace.keys(2, request="first", keys=ask("", "abcd").keys[2:])
         cache.close(first, 2)
         cache.open(ask("next", "abcd", 17), None, 3)
-    assert of("unstored", explain(file), "next").other == "second"
+    assert loss_of("unstored", explain(file), "next").other == "second"
 
 
-def test_keys_told_before_the_admission_come_with_it(file):
+def test_keys_before_the_admission_count_from_the_admission(file):
     """KEYS before the admission of their request count from the admission on."""
     with Trace(file) as trace:
         cache = KVCache(16, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -283,7 +283,7 @@ def test_keys_told_before_the_admission_come_with_it(file):
         trace.keys(0, request="first", keys=ask("", "abc").keys[2:])
         cache.open(first, None, 1)
         cache.open(ask("next", "abcd"), None, 2)
-    assert told(explain(file).of("next"))[0] == ("in_flight", 0, 3)
+    assert losses_of(explain(file).of("next"))[0] == ("in_flight", 0, 3)
 
 
 def test_a_cut_trace_is_explained_up_to_the_cut(file):
@@ -297,7 +297,7 @@ def test_a_cut_trace_is_explained_up_to_the_cut(file):
     assert cut.summary().as_dict() == whole.summary().as_dict()
 
 
-def test_a_request_that_waits_at_the_end_is_no_miss(file):
+def test_a_request_that_was_never_admitted_counts_as_waiting(file):
     """A request that was never admitted counts as waiting."""
     with Trace(file) as trace:
         cache = KVCache(4, BLOCK, trace=trace)
@@ -307,7 +307,7 @@ def test_a_request_that_waits_at_the_end_is_no_miss(file):
     assert explain(file).summary().waiting == 1
 
 
-def test_a_line_that_cannot_be_is_refused_with_its_place(file):
+def test_an_impossible_line_is_refused_with_its_place(file):
     """A line with an unknown span raises TraceError with the file and the line number."""
     events = lines(record(file))
     events[35]["span"] = 44
@@ -315,14 +315,14 @@ def test_a_line_that_cannot_be_is_refused_with_its_place(file):
         explain(seal(file, events))
 
 
-def test_an_empty_file_is_no_trace(file):
+def test_an_empty_file_is_refused(file):
     """An empty file is refused, since it has no HEADER."""
     file.write_bytes(b"")
     with pytest.raises(TraceError, match="is empty, without END"):
         explain(file)
 
 
-def test_ids_are_found_as_text_and_others_refused_with_what_there_is(file):
+def test_unknown_ids_are_refused_with_the_known_ones(file):
     """An id of digits is found by its text; an unknown id is refused with the known ones."""
     requests = [
         Request(id=n, prompt_tokens=4, keys=[n], key_tokens=BLOCK, arrival=n)
@@ -336,7 +336,7 @@ def test_ids_are_found_as_text_and_others_refused_with_what_there_is(file):
         explanation.of("x")
 
 
-def test_prefill_is_weighed_as_the_trace_says(file):
+def test_prefill_is_weighed_by_the_header_or_the_default(file):
     """Prefill is weighed by the model and device of the header, or by the default."""
     requests = [ask("a", "ab")]
     small = served(file, *requests, recompute={"model": "gpt2", "device": "l4"})
@@ -348,14 +348,14 @@ def test_prefill_is_weighed_as_the_trace_says(file):
     assert small.summary().categories["compulsory"].seconds == small.cost(0, 8)
 
 
-def test_all_sums_of_a_recorded_run_agree(file):
+def test_the_losses_of_a_run_add_up_to_its_missed_tokens(file):
     """The losses of a run with forks, copies and rollbacks add up to its missed tokens."""
     summary = explain(record(file)).summary()
     tokens = sum(lost.tokens for lost in summary.categories.values())
     assert tokens == summary.missed_tokens == summary.prompt_tokens - summary.hit_tokens
 
 
-def test_victims_and_beneficiaries_are_ranked_by_what_was_lost(file):
+def test_victims_and_beneficiaries_are_ranked_by_lost_tokens(file):
     """Victims and beneficiaries of evictions are ranked by the tokens that were lost.
 
     Each loss counts once on both sides.
@@ -368,20 +368,20 @@ def test_victims_and_beneficiaries_are_ranked_by_what_was_lost(file):
     assert summary.beneficiaries == [("thief", 8)]
 
 
-def test_told_as_json_every_time_is_in_seconds(file):
+def test_times_in_the_json_are_in_seconds(file):
     """The JSON of a loss has the eviction, and the seconds between that and the use."""
     explanation = served(
         file, ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=10**9), blocks=6
     )
-    told_ = explanation.request_dict(explanation.of("b"))
-    (loss, tail) = told_["losses"]
+    document = explanation.request_dict(explanation.of("b"))
+    (loss, tail) = document["losses"]
     assert loss["eviction"]["before_s"] == pytest.approx(1 - 1e-9)
     assert (loss["eviction"]["for"], loss["other"]) == ("thief", "a")
     assert (tail["category"], tail["eviction"]) == ("granularity", None)
-    assert told_["missed_tokens"] == 9
+    assert document["missed_tokens"] == 9
 
 
-def test_the_reader_is_told_how_far_it_is(file):
+def test_tick_adds_up_to_the_size_of_the_file(file):
     """`tick` is called with numbers of bytes that add up to the size of the file."""
     requests = [ask(str(n), "a") for n in range(300)]
     seen = []

@@ -40,7 +40,7 @@ def test_every_missed_token_has_one_reason(path):
     assert sum(lost.tokens for lost in summary.categories.values()) == summary.missed_tokens
 
 
-def test_a_request_is_explained_by_the_replica_that_served_it_last(path):
+def test_a_request_is_explained_by_its_last_replica(path):
     """Requests are in the order of arrival, each with the replica of its last ROUTE."""
     routed, came = {}, {}
     for event in read_events(path):
@@ -54,7 +54,7 @@ def test_a_request_is_explained_by_the_replica_that_served_it_last(path):
     assert {name: each.arrived for name, each in found.items()} == came
 
 
-def test_elsewhere_is_what_another_cache_held_at_that_time(path):
+def test_elsewhere_losses_were_held_by_the_fullest_other_replica(path):
     """A loss is `elsewhere` as far as the fullest other replica held more than the hit.
 
     The caches are rebuilt by the check of each line, and searched key by key.
@@ -82,7 +82,7 @@ def test_elsewhere_is_what_another_cache_held_at_that_time(path):
     assert lost
 
 
-def test_a_single_replica_loses_nothing_elsewhere(tmp_path):
+def test_a_single_replica_has_no_elsewhere_losses(tmp_path):
     """With one replica nothing is lost `elsewhere`, and the reasons are those of a server."""
     path, one = tmp_path / "cluster.jsonl", tmp_path / "one.jsonl"
     record_cluster(path, replicas=[{"count": 1}], fail=())
@@ -92,19 +92,20 @@ def test_a_single_replica_loses_nothing_elsewhere(tmp_path):
     assert cluster == server
 
 
-def test_one_replica_is_explained_as_a_server(path):
+def test_one_replica_is_explained_like_a_server(path):
     """`replica=` explains the requests of one replica, without the reason `elsewhere`."""
     whole, part = explain(path), explain(path, replica=0)
     assert part.requests.keys() == {
         event.id for event in ServerReader(path, 0) if event.event == "REQUEST"
     }
     assert "elsewhere" not in part.categories
-    for name, reasons in part.requests.items():
-        if whole.requests[name].replica == 0:
-            assert reasons.hit == whole.requests[name].hit
+    ended_here = [name for name in part.requests if whole.requests[name].replica == 0]
+    assert ended_here
+    for name in ended_here:
+        assert part.requests[name].hit == whole.requests[name].hit
 
 
-def test_the_documents_name_the_replica(path):
+def test_json_and_text_have_the_replica(path):
     """The JSON and the text of a request name its replica and the one that had its blocks."""
     found = explain(path)
     reasons = next(
@@ -115,22 +116,27 @@ def test_the_documents_name_the_replica(path):
     document = found.request_dict(reasons)
     (loss,) = [each for each in document["losses"] if each["category"] == "elsewhere"]
     assert document["replica"] != loss["replica"]
-    told = str(RequestReport(found, reasons))
-    assert f"of replica {document['replica']}" in told
-    assert f"Replica {loss['replica']} had them" in told
+    text = str(RequestReport(found, reasons))
+    assert f"of replica {document['replica']}" in text
+    assert f"Replica {loss['replica']} had them" in text
 
 
-def test_refused_requests_are_told(tmp_path):
-    """Requests that the router refused are rejected, with the reason."""
+def test_refused_requests_are_rejected_with_the_reason(tmp_path):
+    """Requests that were rejected before an admission have the reason, and no losses.
+
+    Their replica is that of the last ROUTE. Request 7 was routed to replica 2, the last one to
+    fail; the requests after request 8 were never routed.
+    """
     fail = [f"replica={number},at=0.2" for number in range(3)]
     found = explain(record_cluster(tmp_path / "trace.jsonl", fail=fail))
-    refused = [each for each in found.requests.values() if each.state == "rejected"]
-    assert refused
-    assert {each.replica for each in refused} <= {None, 0, 1, 2}
-    assert {each.rejected for each in refused} == {"all replicas have failed"}
+    refused = {name: each for name, each in found.requests.items() if each.state == "rejected"}
+    replicas = {name: each.replica for name, each in refused.items()}
+    assert replicas == {7: 2} | dict.fromkeys(range(9, 30))
+    assert {each.rejected for each in refused.values()} == {"all replicas have failed"}
+    assert not any(each.losses for each in refused.values())
 
 
-def test_a_rejected_request_that_there_is_not_is_no_trace(tmp_path):
+def test_reject_of_an_unknown_request_is_refused(tmp_path):
     """REJECT of an unknown request raises TraceError."""
     fail = [f"replica={number},at=0.2" for number in range(3)]
     path = record_cluster(tmp_path / "trace.jsonl", fail=fail)
@@ -152,7 +158,7 @@ PROMPTS = [(0, 1, 2, 3), (0, 1, 4), (0, 5, 6), (7, 8)]
     st.sampled_from((1, 2)),
 )
 @settings(max_examples=60)
-def test_holders_find_what_the_fullest_other_has(calls, ratio):
+def test_holders_equals_a_search_of_every_other_replica(calls, ratio):
     """`Holders` finds what a search of the blocks of every other replica finds."""
     holders, held = Holders(ratio), [{}, {}, {}]
     for replica, keys, to in calls:

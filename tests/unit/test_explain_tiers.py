@@ -1,7 +1,7 @@
 """`explain` with lower tiers: blocks that were loaded, recomputed, unreadable or dropped."""
 
 import pytest
-from helpers.traces import BLOCK, TIERS, ask, lines, rest, seal
+from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve_tiers
 
 from kvcore.analysis import explain
 from kvcore.report.misses import RequestReport, SummaryReport
@@ -18,7 +18,7 @@ def losses(explanation, request):
     ]
 
 
-def told(explanation, request):
+def report_of(explanation, request):
     """Return the report of a request."""
     return str(RequestReport(explanation, explanation.of(request)))
 
@@ -31,38 +31,38 @@ def left(path):
         ask("c", "ijkl", output_tokens=1, arrival=200),
         ask("again", "abcd", output_tokens=1, arrival=300),
     ]
-    return rest(path, ("host:memory=4000,load=always",), requests, blocks=4)
+    return serve_tiers(path, ("host:memory=4000,load=always",), requests, blocks=4)
 
 
-def test_what_is_loaded_is_told_with_its_times(tmp_path):
+def test_a_loaded_segment_has_its_times(tmp_path):
     """A loaded segment has the time of its load, and the prefill that it saved."""
-    explanation = explain(rest(tmp_path / "trace.jsonl"))
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl"))
     assert losses(explanation, "again") == [
         ("loaded", 0, 4, "host", 6),
         ("loaded", 4, 12, "disk", 26),
         ("compulsory", 16, 4, None, None),
     ]
     prefill = format_seconds(explanation.cost(4, 12))
-    text = told(explanation, "again")
+    text = report_of(explanation, "again")
     assert f"Lower tier disk: loaded in 26 ns instead of at least {prefill} of prefill." in text
     assert "Of 20 tokens, 0 hit and 20 missed, of which 16 came from lower tiers:" in text
 
 
-def test_where_recomputing_was_cheaper(tmp_path):
+def test_a_recomputed_segment_has_its_tier_and_load_time(tmp_path):
     """A recomputed segment has the tier that held it, and the time of its load."""
-    explanation = explain(rest(tmp_path / "trace.jsonl", SLOW))
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl", SLOW))
     assert losses(explanation, "again") == [
         ("recomputed", 0, 4, "host", 6),
         ("recomputed", 4, 12, "disk", 26),
         ("compulsory", 16, 4, None, None),
     ]
-    text = told(explanation, "again")
+    text = report_of(explanation, "again")
     assert "In lower tier disk, but recomputing was cheaper: to load them would have" in text
 
 
-def test_where_only_a_part_was_loaded(tmp_path):
+def test_the_rest_of_a_partial_load_is_recomputed(tmp_path):
     """If only a part was loaded, the rest is `recomputed`, with the time of loading it too."""
-    path = rest(tmp_path / "trace.jsonl")
+    path = serve_tiers(tmp_path / "trace.jsonl")
     events = lines(path)[:42]
     events[33] |= {"blocks": 2, "done": 324}
     del events[34:]
@@ -75,17 +75,17 @@ def test_where_only_a_part_was_loaded(tmp_path):
     ]
 
 
-def test_where_nothing_is_loaded(tmp_path):
+def test_with_load_never_segments_are_recomputed(tmp_path):
     """With load=never a segment in a tier is `recomputed`, and the report gives the reason."""
     never = [tier.replace("load=always", "load=never") for tier in TIERS]
-    explanation = explain(rest(tmp_path / "trace.jsonl", never))
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl", never))
     assert losses(explanation, "again")[0] == ("recomputed", 0, 4, "host", None)
-    assert "from which nothing is loaded (load=never)" in told(explanation, "again")
+    assert "from which nothing is loaded (load=never)" in report_of(explanation, "again")
 
 
-def test_what_could_not_be_loaded(tmp_path):
+def test_blocks_that_a_tier_failed_to_deliver_are_unreadable(tmp_path):
     """Blocks that a tier held and could not deliver are `unreadable`."""
-    path = rest(tmp_path / "trace.jsonl")
+    path = serve_tiers(tmp_path / "trace.jsonl")
     events = lines(path)[:37]
     events[36] |= {"blocks": 1}
     explanation = explain(seal(path, events))
@@ -93,18 +93,18 @@ def test_what_could_not_be_loaded(tmp_path):
         ("loaded", 4, 4, "disk", 26),
         ("unreadable", 8, 8, "disk", 26),
     ]
-    assert "Lower tier disk had them, but they could not be" in told(explanation, "again")
+    assert "Lower tier disk had them, but they could not be" in report_of(explanation, "again")
 
 
-def test_by_the_wall_clock_a_load_took_what_it_took(tmp_path):
+def test_a_load_by_the_wall_clock_ends_at_its_line(tmp_path):
     """By the wall clock a load takes the time from the admission to its LOAD."""
-    path = rest(tmp_path / "trace.jsonl")
+    path = serve_tiers(tmp_path / "trace.jsonl")
     events = lines(path)
     events[0]["mode"] = "wall"
     assert losses(explain(seal(path, events)), "again")[0] == ("loaded", 0, 4, "host", 26)
 
 
-def test_who_took_the_room_in_a_tier(tmp_path):
+def test_a_dropped_segment_has_the_time_and_beneficiary_of_the_drop(tmp_path):
     """Blocks that a tier has dropped have the time, reason and beneficiary of the DROP."""
     explanation = explain(left(tmp_path / "trace.jsonl"))
     (loss,) = explanation.of("again").losses[:1]
@@ -117,13 +117,13 @@ def test_who_took_the_room_in_a_tier(tmp_path):
         "b",
     )
     text = "They left lower tier host at 200 ns (capacity) for blocks of request b."
-    assert text in told(explanation, "again")
+    assert text in report_of(explanation, "again")
 
 
 @pytest.mark.parametrize("tiers", [(), TIERS, SLOW])
 def test_every_missed_token_has_one_reason(tmp_path, tiers):
     """With or without tiers, the losses of a prompt add up to the tokens that missed."""
-    explanation = explain(rest(tmp_path / "trace.jsonl", tiers))
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl", tiers))
     for reasons in explanation.requests.values():
         at = reasons.hit
         for loss in reasons.losses:
@@ -134,9 +134,9 @@ def test_every_missed_token_has_one_reason(tmp_path, tiers):
     assert sum(lost.tokens for lost in summary.categories.values()) == summary.missed_tokens
 
 
-def test_the_summary_adds_the_loads_up(tmp_path):
+def test_the_summary_sums_loads_and_saved_prefill(tmp_path):
     """The summary has the time of all loads, and the prefill that they saved."""
-    explanation = explain(rest(tmp_path / "trace.jsonl"))
+    explanation = explain(serve_tiers(tmp_path / "trace.jsonl"))
     summary = explanation.summary()
     loaded = summary.categories["loaded"]
     saved = explanation.cost(0, 4) + explanation.cost(4, 12)
@@ -146,9 +146,9 @@ def test_the_summary_adds_the_loads_up(tmp_path):
     assert summary.as_dict()["load_s"] == 32e-9
 
 
-def test_the_segments_as_json(tmp_path):
+def test_the_json_of_a_segment_has_tier_load_and_drop(tmp_path):
     """The JSON of a segment has the tier, the seconds of its load, and the DROP."""
-    explanation = explain(rest(tmp_path / "a.jsonl"))
+    explanation = explain(serve_tiers(tmp_path / "a.jsonl"))
     host = explanation.request_dict(explanation.of("again"))["losses"][0]
     assert (host["tier"], host["load_s"], host["drop"]) == ("host", 6e-9, None)
     explanation = explain(left(tmp_path / "b.jsonl"))

@@ -23,7 +23,7 @@ def test_a_file_appears_when_it_is_whole(tmp_path):
     assert path.read_text("utf-8") == "é\n"
 
 
-def test_a_file_that_is_not_finished_leaves_the_old_one(tmp_path):
+def test_an_unfinished_file_leaves_the_old_one(tmp_path):
     """An exception during writing leaves the old file, and no other file."""
     path = tmp_path / "rows.csv"
     path.write_text("old")
@@ -56,7 +56,7 @@ def test_a_pipe_is_written_in_place(tmp_path):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("text", ["row\n", "row\n" * 100_000])
-def test_a_full_disk_is_told_with_the_path(text):
+def test_a_full_disk_raises_storage_error_with_the_path(text):
     """A full disk raises StorageError with the path, even if it shows only at the end."""
     with (
         pytest.raises(StorageError, match=r"cannot write /dev/full: No space left"),
@@ -65,7 +65,7 @@ def test_a_full_disk_is_told_with_the_path(text):
         file.write(text)
 
 
-def test_a_name_that_is_taken_meanwhile_is_told(tmp_path):
+def test_a_path_that_becomes_unusable_raises_storage_error(tmp_path):
     """If a file cannot get its name in the end, StorageError is raised and no file is left."""
     path = tmp_path / "rows.csv"
     with pytest.raises(StorageError, match=r"cannot write .*rows.csv"), atomic_file(path):
@@ -84,7 +84,7 @@ def test_two_runs_do_not_share_a_part(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows.csv"]
 
 
-def test_what_a_killed_run_has_left_is_kept(tmp_path, caplog):
+def test_the_part_of_a_killed_run_is_kept(tmp_path, caplog):
     """A `.part` that a killed run has left is kept under another name, which is logged."""
     part = tmp_path / "rows.csv.part"
     for left in ("all there is", "of two runs"):
@@ -99,7 +99,7 @@ def test_what_a_killed_run_has_left_is_kept(tmp_path, caplog):
     assert f"{part} was left by a run that was killed: it is kept as {part}-1" in caplog.text
 
 
-def test_a_link_is_not_written_through(tmp_path):
+def test_a_part_that_is_a_link_is_refused(tmp_path):
     """A `.part` that is a symbolic link is refused, as it may lead to any file."""
     (tmp_path / "precious").write_text("old")
     (tmp_path / "rows.csv.part").symlink_to(tmp_path / "precious")
@@ -108,14 +108,14 @@ def test_a_link_is_not_written_through(tmp_path):
     assert (tmp_path / "precious").read_text() == "old"
 
 
-def test_a_pipe_is_not_waited_for(tmp_path):
+def test_a_part_that_is_a_pipe_is_refused_at_once(tmp_path):
     """A `.part` that is a pipe without a reader is refused at once."""
     os.mkfifo(tmp_path / "rows.csv.part")
     with pytest.raises(InputError, match="cannot write"):
         atomic_file(tmp_path / "rows.csv").__enter__()
 
 
-def test_without_locks_a_part_is_anybodys(tmp_path, monkeypatch):
+def test_without_locks_an_existing_part_is_refused(tmp_path, monkeypatch):
     """On a file system without locks an existing `.part` is refused."""
 
     def unsupported(*_):
@@ -129,7 +129,7 @@ def test_without_locks_a_part_is_anybodys(tmp_path, monkeypatch):
         atomic_file(tmp_path / "rows.csv").__enter__()
 
 
-def test_giving_up_twice_spares_the_next_run(tmp_path):
+def test_discarding_twice_spares_the_part_of_the_next_run(tmp_path):
     """Discarding a file twice does not remove the `.part` of the next run."""
     first = AtomicFile(tmp_path / "rows", "rows")
     first.discard()
@@ -139,7 +139,7 @@ def test_giving_up_twice_spares_the_next_run(tmp_path):
     assert [entry.name for entry in tmp_path.iterdir()] == ["rows"]
 
 
-def test_a_file_that_is_given_up_is_removed(tmp_path):
+def test_a_discarded_file_leaves_nothing(tmp_path):
     """A discarded file leaves nothing, and can be discarded again."""
     file = AtomicFile(tmp_path / "rows", "rows")
     file.write(b"row")

@@ -18,7 +18,7 @@ LENGTHS = [1, 16, 17, 70]
 KV_HEADS, GROUP, WIDTH, BLOCK = 2, 4, 64, 16
 
 
-class StandIn:
+class FakeWrapper:
     """A fake of FlashInfer's wrapper for decode attention over pages."""
 
     plans = 0
@@ -35,7 +35,7 @@ class StandIn:
         assert {starts.dtype, pages.dtype, last.dtype} == {torch.int32}
         self.table = starts.tolist(), pages.tolist(), last.tolist()
         self.options = options
-        StandIn.plans += 1
+        FakeWrapper.plans += 1
 
     def run(self, queries, cache):
         """Return the output of attention, `[sequences, heads, width]`."""
@@ -60,7 +60,7 @@ class StandIn:
 def step(monkeypatch):
     """Return a backend with FlashInfer, one without, a decode step, and queries."""
     monkeypatch.setattr(_flashinfer, "WORKSPACE_BYTES", 16)
-    StandIn.plans = 0
+    FakeWrapper.plans = 0
     made = torch.Generator().manual_seed(3)
     held = [-(-length // BLOCK) for length in LENGTHS]
     order = torch.randperm(sum(held), generator=made).tolist()
@@ -74,7 +74,7 @@ def step(monkeypatch):
         filled = backend.plan(RaggedBatch(tables, [0] * len(LENGTHS), LENGTHS))
         for layer in range(2):
             backend.store(layer, filled, *rows)
-    peer = _flashinfer.FlashInferDecode(backends[0]._pool, StandIn)
+    peer = _flashinfer.FlashInferDecode(backends[0]._pool, FakeWrapper)
     divider = backends[0]._kernel._divider
     object.__setattr__(divider, "kernel", peer)
     batch = RaggedBatch(tables, [length - 1 for length in LENGTHS], [1] * len(LENGTHS))
@@ -83,7 +83,7 @@ def step(monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 20}, {"scale": 0.3}], ids=str)
-def test_it_attends_as_torch_does(step, options):
+def test_outputs_equal_those_of_torch(step, options):
     """Outputs equal those of torch, with windows and scales, and a step is planned once."""
     peer, plain, batch, queries = step
     plan = peer.plan(batch)
@@ -91,11 +91,11 @@ def test_it_attends_as_torch_does(step, options):
         found = peer.attend(layer, plan, queries, **options)
         expected = plain.attend(layer, plain.plan(batch), queries, **options)
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
-    assert StandIn.plans == 1
+    assert FakeWrapper.plans == 1
     assert not peer.fallbacks
 
 
-def test_steps_may_take_turns(step):
+def test_alternating_steps_are_planned_again(step):
     """A step is planned again if another step was planned since."""
     peer, plain, batch, queries = step
     one, other = RaggedBatch(batch.block_tables[3:], [69], [1]), batch
@@ -105,10 +105,10 @@ def test_steps_may_take_turns(step):
         found = peer.attend(0, plans[number], asked)
         expected = plain.attend(0, plain.plan((one, other)[number]), asked)
         torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
-    assert StandIn.plans == 3
+    assert FakeWrapper.plans == 3
 
 
-def test_what_it_does_not_do_is_left_to_torch(step):
+def test_sinks_and_weights_are_computed_by_torch(step):
     """Sinks and sums of weights are computed by torch, and `fallbacks` has the reasons."""
     peer, plain, batch, queries = step
     found = peer.attend(0, peer.plan(batch), queries, window=20, sinks=4)
@@ -122,14 +122,14 @@ def test_what_it_does_not_do_is_left_to_torch(step):
     )
 
 
-def test_heads_that_it_is_not_built_for(step):
+def test_unsupported_head_groups_are_refused(step):
     """Groups of query heads for which FlashInfer is not built are refused."""
     kernel = step[0]._kernel._divider.kernel
     assert "7 query heads" in kernel.refusal(LayerKind(7, None, 0))
     assert kernel.refusal(LayerKind(8, None, 0)) is None
 
 
-def test_asked_for_where_it_cannot_be():
+def test_flashinfer_without_its_package_or_a_gpu_is_refused():
     """attention=flashinfer is refused without the package or a GPU, with what to do."""
     layout = TensorLayout(
         blocks=2, block_size=16, layers=1, kv_heads=1, head_dim=64, value_dim=64, dtype="fp16"

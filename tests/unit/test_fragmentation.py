@@ -23,7 +23,7 @@ def run(requests, blocks=5, **options):
     ).fragmentation
 
 
-def test_one_request_in_one_piece():
+def test_a_contiguous_request_wastes_its_reserved_slots():
     """A contiguous piece for 4 + 8 tokens takes 12 slots in each of 4 steps.
 
     A prompt of 4 tokens and 4 of at most 8 generated ones fill 0, 4, 5 and 6 of them.
@@ -44,7 +44,7 @@ def test_one_request_in_one_piece():
     assert seen.filled == pytest.approx(15 / 48)
 
 
-def test_one_request_in_pages():
+def test_a_paged_request_wastes_less_than_a_block():
     """The request in blocks of 4 takes 4, 8, 8, 8 slots and fills 0, 4, 5, 6 of them."""
     seen = run([ask("a", output=4)])
     assert attrs.asdict(seen) == pytest.approx(
@@ -61,7 +61,7 @@ def test_one_request_in_pages():
     )
 
 
-def test_holes_that_are_too_short():
+def test_holes_too_short_for_a_request_are_external_fragmentation():
     """External fragmentation is the time in which free slots suffice, but no hole does.
 
     Between 10 and 40 ns 12 slots are free in two holes, and request d needs 10.
@@ -76,13 +76,13 @@ def test_holes_that_are_too_short():
     assert (seen.external, seen.external_free) == pytest.approx((30 / 50, 12 / 28))
 
 
-def test_too_little_in_sum_is_no_fragmentation():
+def test_too_few_free_slots_are_no_external_fragmentation():
     """A request that needs more than all free slots causes no external fragmentation."""
     requests = [ask("a", output=4), ask("b"), ask("c", output=4), ask("d", prompt=9)]
     assert run(requests, blocks=7, allocation="contiguous").external == 0
 
 
-def test_what_is_shared_counts_once():
+def test_shared_blocks_count_once():
     """Blocks of a prompt that two open requests share count once."""
     requests = [ask(name, at, 9, 2, keys="xy") for name, at in (("a", 0), ("b", 20))]
     seen = run(requests)
@@ -91,7 +91,7 @@ def test_what_is_shared_counts_once():
     assert seen.cached == 0
 
 
-def test_what_rests_is_neither_used_nor_wasted():
+def test_cached_blocks_are_neither_used_nor_internal():
     """A block that is only cached is neither used nor internal fragmentation.
 
     The first request's block, 1 of 5, is cached for 90 of 100 ns.
@@ -101,27 +101,27 @@ def test_what_rests_is_neither_used_nor_wasted():
     assert seen.cached == pytest.approx(90 / 100 * 1 / 5)
 
 
-def test_time_before_the_first_arrival():
+def test_time_before_the_first_arrival_does_not_count():
     """Time before the first arrival does not count."""
     late, early = ([ask("a", at, output=4)] for at in (1000, 0))
     assert run(late) == run(early)
 
 
-def test_nothing_was_served():
+def test_without_requests_all_shares_are_zero():
     """Without requests all shares are 0, and the filled share is None."""
     seen = run([])
     assert (seen.used, seen.internal, seen.external, seen.running) == (0, 0, 0, 0)
     assert seen.filled is None
 
 
-def test_it_is_in_the_summary():
+def test_the_summary_has_every_number():
     """The summary of a run has every number of its fragmentation."""
     result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even(), fragmentation=True)
     assert result.summary()["fragmentation"] == attrs.asdict(result.fragmentation)
 
 
 @given(servers())
-def test_jumps_measure_the_same(server):
+def test_jumps_measure_like_single_steps(server):
     """Jumps over many decode steps give the same numbers as single steps."""
     for allocation in ("contiguous", "paged"):
         steps = measured(server, allocation, jumps=False)
@@ -129,7 +129,7 @@ def test_jumps_measure_the_same(server):
 
 
 @given(servers())
-def test_shares_are_shares(server):
+def test_shares_are_between_zero_and_one(server):
     """No share is negative, and used, cached and internal are at most 1 together."""
     for allocation in ("contiguous", "paged"):
         seen = measured(server, allocation)
@@ -161,7 +161,7 @@ def measured(server, allocation, *, jumps=True) -> Fragmentation:
 
 
 @given(server=servers(), make_policy=retentions)
-def test_what_is_forgotten_is_given_back(server, make_policy):
+def test_dropped_tokens_are_given_back_in_jumps(server, make_policy):
     """With a retention policy, jumps and single steps give equal numbers; shares are 0 to 1."""
     seen = [
         simulate(

@@ -51,7 +51,7 @@ def test_listing_generators_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_transformer_without_torch_says_what_to_install(monkeypatch):
+def test_transformer_without_torch_names_the_missing_package(monkeypatch):
     """Without torch, `transformer` is unusable and its reason names the package to install."""
     monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
     info = next(i for i in Plugins().listing() if i.name == "transformer")
@@ -64,7 +64,7 @@ def test_sincos_has_the_size_of_its_model():
     assert SinCos(model="llama-3-8b").spec == MODELS["llama-3-8b"]
 
 
-def test_sizes_in_place_of_the_models():
+def test_options_replace_the_sizes_of_the_model():
     """Options replace layers, K/V heads and widths; the query heads per K/V head stay."""
     spec = SinCos(model="llama-3-8b", layers=3, kv_heads=2, head_dim=6).spec
     sizes = spec.layers, spec.query_heads, spec.kv_heads, spec.head_dim, spec.value_dim
@@ -78,17 +78,18 @@ def test_layers_keep_their_windows():
     assert SinCos(model="gpt-oss-20b", layers=25).windows == (*windows, windows[0])
 
 
-def test_sincos_tells_tokens_and_positions_apart():
+def test_sincos_kv_differ_by_token_and_position():
     """K/V of `sincos` differ by token, position and layer, even in half precision."""
     generator = loaded(SinCos(layers=2, kv_heads=1, heads=1, head_dim=8), "bf16")
     tokens = list(range(64))
-    rows = [
-        tuple(keys[row].flatten().tolist())
-        for positions in (tokens, tokens[::-1])
-        for keys, _ in stored(generator, tokens, positions)
-        for row in tokens
-    ]
-    assert len(set(rows)) == len(rows)
+    for part in (0, 1):
+        rows = [
+            tuple(layer[part][row].flatten().tolist())
+            for positions in (tokens, tokens[::-1])
+            for layer in stored(generator, tokens, positions)
+            for row in tokens
+        ]
+        assert len(set(rows)) == len(rows) == 256
 
 
 def test_sincos_keys_and_values_are_on_a_circle():
@@ -108,7 +109,7 @@ def test_sincos_next_token_is_a_hash():
     assert len({drawn[0], drawn[1], drawn[2], drawn[4]}) == 4
 
 
-def test_transformer_counts_its_parameters():
+def test_the_parameter_count_of_transformer_is_that_of_its_weights():
     """The parameter count of `transformer` is the number of elements of its weights."""
     generator = loaded(Transformer(layers=3, hidden=24, heads=6, kv_heads=2, head_dim=4))
     decoder = generator._decoder
@@ -117,7 +118,7 @@ def test_transformer_counts_its_parameters():
     assert generator.spec.parameters == sum(weight.numel() for weight in weights)
 
 
-def test_fewer_layers_are_the_first_ones():
+def test_weights_of_a_layer_ignore_later_layers():
     """The weights of a layer do not depend on the number of layers after it."""
     two, three = (loaded(Transformer(layers=layers)) for layers in (2, 3))
     for (k, v), (keys, values) in zip(stored(two, [1, 2]), stored(three, [1, 2]), strict=False):
@@ -125,14 +126,14 @@ def test_fewer_layers_are_the_first_ones():
         assert torch.equal(v, values)
 
 
-def test_another_seed_is_another_model():
+def test_weights_depend_on_the_seed():
     """The weights of `transformer` depend on its seed."""
     one, other = (loaded(Transformer(seed=seed)) for seed in (0, 1))
     assert not torch.allclose(logits_of(one, [1, 2]), logits_of(other, [1, 2]))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_dtypes_agree(dtype):
+def test_logits_differ_between_dtypes_only_by_rounding(dtype):
     """Logits in lower precision differ from those in fp64 only by rounding."""
     logits = logits_of(loaded(Transformer(), dtype), range(20))
     assert logits.dtype == {"fp32": torch.float32, "fp16": torch.float16}.get(
@@ -143,14 +144,14 @@ def test_dtypes_agree(dtype):
     assert error < {"fp32": 1e-5, "fp16": 1e-2, "bf16": 1e-1}[dtype]
 
 
-def test_a_window_changes_what_is_said_only_beyond_it():
+def test_a_window_changes_logits_only_beyond_the_window():
     """A window changes the logits only of texts that are longer than the window."""
     free, narrow = loaded(Transformer(layers=1)), loaded(Transformer(layers=1, window=4))
     assert torch.equal(logits_of(free, range(4)), logits_of(narrow, range(4)))
     assert not torch.allclose(logits_of(free, range(5)), logits_of(narrow, range(5)))
 
 
-def test_rotation_leaves_only_distances():
+def test_rotated_products_depend_only_on_the_distance():
     """The product of a rotated query and a rotated key depends only on their distance."""
     source = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 1, 1, 8, generator=source, dtype=torch.float64)
@@ -167,7 +168,7 @@ def test_rotation_leaves_only_distances():
     assert not torch.isclose(product(7, 3), product(7, 4))
 
 
-def test_rotary_is_that_of_the_keys():
+def test_rotary_moves_a_key_to_a_later_position():
     """A key of the model, rotated by d, is the key of the same token d positions further on."""
     generator = loaded(Transformer(layers=3, rope_theta=500.0))
     (first, second, far), _ = stored(generator, [7] * 3, [2, 3, 902])[0]
@@ -178,20 +179,20 @@ def test_rotary_is_that_of_the_keys():
         assert rotary.rotate(first, *turn).allclose(key, atol=1e-10)
 
 
-def test_greedy_takes_the_likeliest():
+def test_greedy_sampling_returns_the_likeliest_token():
     """Greedy generation returns the token with the largest logit."""
     generator = loaded(Transformer())
     (drawn,) = generate(generator, [Text([3, 1, 4])], 1)
     assert drawn == [int(logits_of(generator, [3, 1, 4]).argmax())]
 
 
-def test_a_temperature_near_none_takes_the_likeliest():
+def test_a_tiny_temperature_samples_the_likeliest_token():
     """A tiny temperature samples the likeliest token, though logits / temperature overflows."""
     logits = torch.tensor([[1.0, 3.0, -2.0], [0.0, -1.0, -1.0]])
     assert sample(logits, [(1, 0), (2, 0)], 1e-320, None) == [1, 0]
 
 
-def test_samples_come_as_often_as_they_are_likely():
+def test_sample_frequencies_are_the_probabilities():
     """Over many positions of one sequence, the share of each token is its probability."""
     chances = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
     logits = chances.log().expand(4000, 4) * 2
@@ -200,20 +201,20 @@ def test_samples_come_as_often_as_they_are_likely():
     assert (shares - chances).abs().max() < 0.03
 
 
-def test_top_k_leaves_out_the_others():
+def test_top_k_samples_only_the_k_likeliest_tokens():
     """With `top_k`, only the k likeliest tokens are sampled."""
     logits = torch.tensor([0.3, 0.1, 0.2, 0.0], dtype=torch.float64).expand(500, 4)
     drawn = set(sample(logits, [(1, place) for place in range(500)], 1.0, 2))
     assert drawn == {0, 2}
 
 
-def test_no_row_no_sample():
+def test_a_step_without_sampled_rows_returns_no_tokens():
     """A step without rows to sample returns no tokens."""
     assert sample(torch.empty(0, 4), [], 1.0, 2) == []
     assert sample(torch.empty(0, 4), [], 0.0, None) == []
 
 
-def test_dense_attention_is_that_of_torch():
+def test_dense_attention_equals_torch():
     """Causal dense attention equals torch's scaled-dot-product attention, also for a suffix."""
     source = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(5, h, 4, generator=source, dtype=torch.float64) for h in (6, 2, 2))
@@ -236,24 +237,24 @@ def test_dense_attention_with_window_and_sinks():
 @pytest.mark.parametrize(
     ("build", "options", "message"),
     [
-        (SinCos, {"model": "llama-9"}, "llama"),
-        (SinCos, {"model": "deepseek-v3"}, "latent"),
+        (SinCos, {"model": "llama-9"}, "did you mean llama-3-8b"),
+        (SinCos, {"model": "deepseek-v3"}, "'deepseek-v3' stores a latent"),
         (SinCos, {"layers": 0}, "layers must be at least 1"),
-        (SinCos, {"vocab_size": 2**18 + 1}, "262,144"),
+        (SinCos, {"vocab_size": 2**18 + 1}, "1 to 262,144, not 262145"),
         (SinCos, {"heads": 4}, "4 query heads cannot share 8"),
         (Transformer, {"head_dim": 5}, "even, not 5"),
-        (Transformer, {"mlp": 0}, "mlp"),
-        (Transformer, {"vocab_size": 0}, "vocab_size"),
-        (Transformer, {"seed": -1}, "seed"),
-        (Transformer, {"rope_theta": 0.0}, "rope_theta"),
-        (Transformer, {"temperature": -0.5}, "temperature"),
-        (Transformer, {"temperature": float("nan")}, "temperature"),
-        (Transformer, {"top_k": 0}, "top_k"),
-        (Transformer, {"window": 0}, "window"),
-        (Transformer, {"hidden": 0}, "hidden_size"),
+        (Transformer, {"mlp": 0}, "mlp must be 1 or more, not 0"),
+        (Transformer, {"vocab_size": 0}, "vocab_size must be 1 or more, not 0"),
+        (Transformer, {"seed": -1}, "seed must be 0 to .*, not -1"),
+        (Transformer, {"rope_theta": 0.0}, "rope_theta must be above 0, not 0.0"),
+        (Transformer, {"temperature": -0.5}, "temperature must be .*, not -0.5"),
+        (Transformer, {"temperature": float("nan")}, "temperature must be .*, not nan"),
+        (Transformer, {"top_k": 0}, "top_k must be 1 or more, not 0"),
+        (Transformer, {"window": 0}, "window must be at least 1 token"),
+        (Transformer, {"hidden": 0}, "hidden_size must be at least 1, not 0"),
     ],
 )
-def test_refuses(build, options, message):
+def test_impossible_options_are_refused(build, options, message):
     """Impossible option values raise InputError with the reason."""
     with pytest.raises(InputError, match=message):
         build(**options)

@@ -29,7 +29,7 @@ def test_the_last_token_is_always_computed():
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
-def test_hit_limit(tokens, limit):
+def test_the_hit_limit_leaves_a_token_to_compute(tokens, limit):
     """At most (L - 1) // b blocks of a prompt of L tokens hit, for blocks of b tokens."""
     assert layout(BlockLayout("tokens", 16, 16), request(tokens, "abc", 16))[-1] == limit
 
@@ -59,17 +59,17 @@ def test_a_block_of_several_keys_has_the_key_of_its_last_part():
     assert rest == [39, 3, 2, 2, 2]
 
 
-def test_keys_counting_ignores_lengths():
+def test_keys_accounting_ignores_the_length_of_a_prompt():
     """In `keys` accounting a full match is a full hit, whatever the prompt's length."""
     assert layout(BlockLayout("keys", 16, 16), request(50, "abcd", 16)) == (64, 4, 4, 4, 4)
 
 
-def test_keys_counting_divides_keys_into_blocks():
+def test_keys_accounting_divides_keys_into_blocks():
     """In `keys` accounting a key of three blocks counts as exactly three blocks."""
     assert layout(BlockLayout("keys", 16, 48), request(50, "ab", 48)) == (96, 6, 6, 6, 6)
 
 
-def test_output_keys_make_the_answer_cacheable():
+def test_output_keys_make_generated_blocks_cacheable():
     """Blocks with output keys are cacheable, but neither looked up nor hit."""
     geometry = BlockLayout("tokens", 16, 16)
     keys, *rest = geometry.prompt(request(40, "abp", 16, output_keys="cd"))
@@ -105,13 +105,13 @@ def test_sizes_that_do_not_divide_are_refused(count, block, key):
         BlockLayout(count, block, key)
 
 
-def test_keys_counting_refuses_blocks_of_several_keys():
+def test_keys_accounting_refuses_blocks_of_several_keys():
     """In `keys` accounting a block larger than a key raises InputError with both sizes."""
     with pytest.raises(InputError, match=r"block size 32 is larger .* 16 tokens"):
         BlockLayout("keys", 32, 16)
 
 
-def test_an_unknown_counting_is_refused():
+def test_an_unknown_accounting_is_refused():
     """An unknown accounting raises InputError that lists the two known ones."""
     with pytest.raises(InputError, match="'blocks' is not known; there are: keys, tokens"):
         BlockLayout("blocks", 16, 16)
@@ -129,7 +129,7 @@ def hinted(*hints, prompt=64):
     return priority_steps(request(prompt, "abcd", 16, retention=hints), 16)
 
 
-def test_no_hints_no_steps():
+def test_a_prompt_without_hints_has_no_priority_steps():
     """A prompt without hints has no priority steps."""
     assert hinted() == []
 
@@ -144,13 +144,13 @@ def test_a_hint_without_end_reaches_the_end_of_the_prompt():
     assert hinted(Retention(16, None, 80), prompt=50) == [(1, 35, None), (4, 80, None)]
 
 
-def test_where_hints_overlap_the_highest_priority_holds():
+def test_the_highest_priority_of_overlapping_hints_holds():
     """A block has the highest priority of the hints that touch it."""
     steps = hinted(Retention(0, 48, 20), Retention(16, 32, 90))
     assert steps == [(1, 20, None), (2, 90, None), (3, 20, None)]
 
 
-def test_of_equal_priorities_the_longest_duration_holds():
+def test_the_longest_duration_of_equal_priorities_holds():
     """Of hints with equal priority the longest duration holds; no duration is the longest."""
     steps = hinted(Retention(0, 16, 80, 5), Retention(0, 32, 80, 9), Retention(0, 48, 80))
     assert steps[0] == (1, 80, None)

@@ -113,15 +113,11 @@ def nodes(tree):
     return found
 
 
-def remembered(tree):
-    """Return the ghosts of `tree`, the oldest first; adjacent ghosts count as one."""
+def evicted(tree):
+    """Return the runs that are ghosts, the oldest first, by the letters of their keys."""
     found, run = [], tree._ring.newer
     while run is not tree._ring:
-        if run.older.parent is run:
-            _, end = found.pop()
-        else:
-            end = run.end
-        found.append((run.start, end))
+        found.append("".join(key[-1] for key in run.keys[run.start : run.end]))
         run = run.newer
     return found
 
@@ -131,7 +127,7 @@ def haunted(policy, blocks, count, size):
     return Driver(KVCache(blocks, size, eviction=policy, accounting=count, key_tokens=KEY))
 
 
-def assert_alike(policy, steps, count, size):
+def assert_equal_memories(policy, steps, count, size):
     """Drive a cache through `steps`, and compare both memories after each step."""
     driver = haunted(policy, 9 * KEY // size, count, size)
     for step in steps:
@@ -151,25 +147,25 @@ layouts = pytest.mark.parametrize(
 @layouts
 @pytest.mark.parametrize("forgets", [True, False])
 @pytest.mark.parametrize("room", [0, 1, 4, 30])
-def test_runs_remember_what_blocks_would(room, forgets, count, size):
+def test_ghost_runs_match_as_a_block_by_block_memory(room, forgets, count, size):
     """A `GhostTree` stores and matches as many tokens as a block-by-block memory."""
     for seed in range(3):
         steps = random_steps(seed, 200, HINTS)
-        assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
+        assert_equal_memories(Haunted(room=room, forgets=forgets), steps, count, size)
 
 
 @layouts
 @given(steps=step_lists(HINTS), room=st.integers(0, 12), forgets=st.booleans())
-def test_any_steps(count, size, steps, room, forgets):
+def test_ghost_runs_equal_blocks_in_any_list_of_steps(count, size, steps, room, forgets):
     """A `GhostTree` equals the block-by-block memory in any list of steps.
 
     Hypothesis shrinks a failing list to a small counterexample.
     """
-    assert_alike(Haunted(room=room, forgets=forgets), steps, count, size)
+    assert_equal_memories(Haunted(room=room, forgets=forgets), steps, count, size)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_an_expert_remembers_the_same(seed):
+def test_the_ghosts_of_an_expert_equal_its_blocks(seed):
     """The `GhostTree` of an expert of `adaptive` equals its block-by-block memory."""
     policy = Haunted()
     driver = haunted(Adaptive(experts=(policy, LRU())), 9, "keys", KEY)
@@ -181,7 +177,7 @@ def test_an_expert_remembers_the_same(seed):
             assert policy.ghosts.match(step.request) == found
 
 
-def test_the_tail_leaves_first():
+def test_a_run_above_the_capacity_loses_its_tail_first():
     """A run that exceeds the capacity loses its tail first."""
     policy = Haunted(room=3)
     cache = make(5, policy, block_size=KEY, accounting="keys")
@@ -189,7 +185,7 @@ def test_the_tail_leaves_first():
     assert [matched(policy, text) for text in ("abc", "abcde", "v")] == [3, 3, 0]
 
 
-def test_a_gap_is_no_end():
+def test_ghosts_below_a_cached_prefix_match():
     """`match` finds ghosts below a prefix that is still cached."""
     policy = Haunted()
     cache = make(5, policy, block_size=KEY, accounting="keys")
@@ -198,7 +194,7 @@ def test_a_gap_is_no_end():
     assert matched(policy, "abcde") == 2
 
 
-def test_memory_is_that_of_runs():
+def test_a_span_evicted_block_by_block_is_one_run():
     """A span that is evicted one block at a time is a single run of the tree."""
     policy = Haunted()
     cache = make(40, policy, block_size=KEY, accounting="keys")
@@ -209,7 +205,7 @@ def test_memory_is_that_of_runs():
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_run_is_there_for_nothing(seed):
+def test_the_tree_has_no_superfluous_run(seed):
     """Each run is a ghost, or has a ghost as its child, or has several children."""
     policy = Haunted(room=9)
     driver = haunted(policy, 9, "keys", KEY)
@@ -220,7 +216,7 @@ def test_no_run_is_there_for_nothing(seed):
             assert run.newer is not None or remembering or len(run.children) > 1
 
 
-def test_resize_forgets_the_oldest():
+def test_resize_drops_the_oldest_ghosts():
     """A smaller capacity drops the oldest ghosts at once; a larger one restores none."""
     policy = Haunted()
     cache = make(1, policy, block_size=KEY, accounting="keys")
@@ -231,27 +227,37 @@ def test_resize_forgets_the_oldest():
     assert policy.ghosts.tokens == 2 * KEY
 
 
-def test_match_changes_nothing():
+def test_match_leaves_the_order_of_ghosts():
     """`match` does not change the order in which ghosts are dropped."""
     policy = Haunted(room=2)
     cache = make(1, policy, block_size=KEY, accounting="keys")
     serve_keys(cache, *"abc")
-    before = remembered(policy.ghosts)
     assert matched(policy, "a") == 1
-    assert remembered(policy.ghosts) == before
+    assert evicted(policy.ghosts) == ["a", "b"]
+    serve_keys(cache, "d")
+    assert evicted(policy.ghosts) == ["b", "c"]
 
 
-def test_runs_that_are_adjacent_again_are_joined():
-    """Ghosts of one path count as one run when the ghosts between them are dropped."""
+def test_adjacent_ghosts_of_a_path_become_one_run():
+    """Two adjacent ghosts of a path become one run when a ghost below them is dropped.
+
+    They became adjacent when the blocks that were evicted between them were cached again.
+    """
     policy = Haunted()
     cache = make(3, policy, block_size=KEY, accounting="keys")
-    serve_keys(cache, "ab", "y", "c", "a", "d", "e", "f")
-    assert remembered(policy.ghosts) == [(1, 2), (0, 1), (0, 1), (0, 1)]
-    serve_keys(cache, "y", "c")
-    assert remembered(policy.ghosts) == [(0, 2), (0, 1), (0, 1)]
+    serve_keys(cache, "abc", "y", "ab", "u", "w", "a", "t", "s", "r")
+    assert evicted(policy.ghosts) == ["c", "y", "b", "u", "w", "a"]
+    serve_keys(cache, "u", "w")
+    assert evicted(policy.ghosts) == ["c", "y", "b", "a", "t", "s"]
+    serve_keys(cache, "y")
+    assert evicted(policy.ghosts)[:3] == ["c", "b", "a"]
+    policy.ghosts.resize(policy.ghosts.tokens - KEY)
+    assert evicted(policy.ghosts)[:1] == ["ab"]
+    policy.ghosts.resize(policy.ghosts.tokens - KEY)
+    assert evicted(policy.ghosts)[:1] == ["a"]
 
 
-def test_fewer_than_no_tokens_are_refused():
+def test_a_negative_capacity_is_refused():
     """A capacity below 0 raises InputError."""
     with pytest.raises(InputError, match="a ghost of -1 tokens: give 0 or more"):
         GhostTree(-1)

@@ -44,17 +44,17 @@ def faked(monkeypatch, *, failing=(), wrong=0):
     monkeypatch.setattr(gpu, "_run", run)
 
 
-def told(tmp_path, *arguments):
+def outcome(tmp_path, *arguments):
     """Run the command; return its exit code and the document that it writes."""
     out = tmp_path / "gpu.json"
     code = gpu.main(["--backend", "torch-cpu", "--json", str(out), *arguments])
     return code, json.loads(out.read_bytes())
 
 
-def test_all_parts_are_told(monkeypatch, tmp_path, capsys):
+def test_each_part_is_printed_and_documented(monkeypatch, tmp_path, capsys):
     """The command prints a line for each part, and its document has the result of each."""
     faked(monkeypatch)
-    code, document = told(tmp_path)
+    code, document = outcome(tmp_path)
     assert code == 0
     assert list(document["parts"]) == ["conformance", "twin", "check", "bench"]
     assert document["parts"]["twin"]["summary"] == ("2 passed, 0 failed, 1 skipped")
@@ -63,11 +63,11 @@ def test_all_parts_are_told(monkeypatch, tmp_path, capsys):
     assert [line.split()[0] for line in lines if " ok " in line] == list(document["parts"])
 
 
-def test_a_part_that_fails_leaves_the_others(monkeypatch, tmp_path):
+def test_parts_run_after_a_failed_part(monkeypatch, tmp_path):
     """If parts crash, time out or fail a test, the next ones run, and the exit code is 1."""
     failing = {"TestConformance": "dead", "test_twin": "failed", "check": "late"}
     faked(monkeypatch, failing=failing)
-    code, document = told(tmp_path)
+    code, document = outcome(tmp_path)
     parts = document["parts"]
     assert code == 1
     assert [part["ok"] for part in parts.values()] == [False, False, False, True]
@@ -78,24 +78,24 @@ def test_a_part_that_fails_leaves_the_others(monkeypatch, tmp_path):
     assert parts["check"]["details"]["output"] == "so far"
 
 
-def test_wrong_results_fail(monkeypatch, tmp_path):
+def test_a_wrong_benchmark_row_fails_the_command(monkeypatch, tmp_path):
     """A benchmark with a wrong row fails the command with exit code 1."""
     faked(monkeypatch, wrong=1)
-    code, document = told(tmp_path)
+    code, document = outcome(tmp_path)
     assert code == 1
     assert document["parts"]["check"]["summary"].startswith("2 rows, 1 wrong")
 
 
-def test_the_deadline_is_kept(monkeypatch, tmp_path):
+def test_no_part_runs_after_the_deadline(monkeypatch, tmp_path):
     """With no time left no part is run, and the document says so for each."""
     faked(monkeypatch)
-    code, document = told(tmp_path, "--deadline", "0.5")
+    code, document = outcome(tmp_path, "--deadline", "0.5")
     assert code == 1
     summaries = {part["summary"] for part in document["parts"].values()}
     assert summaries == {"not run: no time was left"}
 
 
-def test_a_backend_that_cannot_work(monkeypatch, capsys):
+def test_an_unavailable_backend_ends_with_code_3(monkeypatch, capsys):
     """An unavailable backend ends the command with code 3 and the reason."""
     from kvcore_plugins.backend import TorchCPU  # noqa: PLC0415 - needs torch
 
@@ -105,13 +105,13 @@ def test_a_backend_that_cannot_work(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("backend", ["no-such", "torch-cpu:attention=q"])
-def test_a_backend_that_cannot_be_built(backend, capsys):
+def test_an_unknown_backend_or_option_ends_with_code_3(backend, capsys):
     """A backend with an unknown name or option ends the command with code 3."""
     assert gpu.main(["--backend", backend]) == 3
     assert "cannot work here" in capsys.readouterr().err
 
 
-def test_a_document_that_cannot_be_written(monkeypatch, tmp_path, capsys):
+def test_an_unwritable_document_is_refused_before_any_part(monkeypatch, tmp_path, capsys):
     """An unwritable document is an error before any part is run."""
     faked(monkeypatch)
     out = tmp_path / "none" / "gpu.json"
@@ -123,7 +123,7 @@ def test_a_document_that_cannot_be_written(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_its_tests_run(tmp_path):
+def test_the_tests_of_the_device_run_in_a_process_of_their_own(tmp_path):
     """The device's tests run in a process of their own, without the checkout's settings."""
     run = gpu._tests("room")
     ok, summary, _ = run("torch-cpu", tmp_path, 60.0)

@@ -27,7 +27,7 @@ DEMOTE = {"hints": Hints(demote=True)}
         ({"demote": True, "pin": 5}, "and False beside a pin"),
     ],
 )
-def test_a_hint_that_cannot_be_is_refused(hints, complaint):
+def test_impossible_hints_are_refused(hints, complaint):
     """An impossible hint raises InputError with its name, its value and the valid values."""
     with pytest.raises(InputError, match=complaint):
         Hints(**hints)
@@ -43,7 +43,7 @@ def test_requests_without_hints_share_one_object():
     ("share", "cached"),
     [(True, {"|abcd"}), (False, set()), (2 * BLOCK, {"|ab"}), (2 * BLOCK + 1, {"|ab"})],
 )
-def test_only_what_is_shared_is_published(share, cached):
+def test_only_whole_shared_blocks_are_published(share, cached):
     """Only whole blocks of the shared tokens stay cached; the others are freed at the end."""
     cache = make(8)
     serve(cache, "abcd", hints=Hints(share=share))
@@ -51,7 +51,7 @@ def test_only_what_is_shared_is_published(share, cached):
     assert cache.pool.free_blocks == 8 - cache.tree.cached_blocks
 
 
-def test_what_is_cached_is_hit_by_those_who_share_nothing():
+def test_a_request_that_shares_nothing_hits_cached_blocks():
     """A request that shares none of its blocks still hits cached blocks."""
     cache = make(8)
     serve(cache, "abc")
@@ -96,7 +96,7 @@ def test_a_pinned_prefix_does_not_expire():
         assert cache.probe(ask("ab"), 40) == hits
 
 
-def test_pins_hold_half_of_the_pool():
+def test_pins_hold_at_most_half_of_the_pool():
     """Pins hold at most half of the pool; blocks beyond that are not pinned, but counted."""
     cache = make(8)
     serve(cache, "abcdef", **PIN)
@@ -120,7 +120,7 @@ def test_a_pin_that_splits_a_span_does_so_when_its_request_ends(tmp_path):
     assert check_trace(tmp_path / "t.jsonl").complete
 
 
-def test_a_prefix_may_be_pinned_by_several():
+def test_a_prefix_may_have_several_pins():
     """Blocks of two pins count once, and stay as long as the longer pin holds."""
     cache = make(8)
     serve(cache, "ab", **PIN)
@@ -131,7 +131,7 @@ def test_a_prefix_may_be_pinned_by_several():
     assert len(cache.tree.pins) == 1
 
 
-def test_pins_yield_to_a_request_that_waits_for_nobody():
+def test_pins_yield_if_no_sequence_is_open():
     """If no sequence is open, the pins that end first yield to a request that lacks blocks."""
     cache = make(8)
     serve(cache, "ab", hints=Hints(pin=90))
@@ -153,7 +153,7 @@ def test_a_split_pin_ends_as_a_whole():
     cache.check_integrity()
 
 
-def test_pins_of_what_a_request_uses_make_no_room():
+def test_pins_of_blocks_in_use_do_not_yield():
     """A pin of the growing sequence's own prefix does not yield, since it frees no blocks."""
     cache = make(4)
     serve(cache, "ab", **PIN)
@@ -162,7 +162,7 @@ def test_pins_of_what_a_request_uses_make_no_room():
     assert len(cache.tree.pins) == 1
 
 
-def test_pins_hold_while_others_are_open():
+def test_pins_hold_while_another_sequence_is_open():
     """Pins do not yield while another sequence is open: the request raises OutOfBlocks."""
     cache = make(8)
     serve(cache, "abcd", **PIN)
@@ -185,7 +185,7 @@ def test_a_request_that_never_fits_ends_no_pin():
     assert len(cache.tree.pins) == 1
 
 
-def test_a_sequence_that_grows_alone_makes_pins_yield():
+def test_pins_yield_to_the_only_open_sequence():
     """A pin yields to `extend` of the only open sequence."""
     cache = make(4)
     serve(cache, "ab", **PIN)
@@ -194,7 +194,7 @@ def test_a_sequence_that_grows_alone_makes_pins_yield():
     assert cache.tree.pins.yielded == 1
 
 
-def test_a_demoted_prefix_goes_first():
+def test_a_demoted_prefix_is_evicted_first():
     """Blocks that only a demoted prefix has are evicted before less recently used ones."""
     cache = make(8)
     serve(cache, "xyz", "abc")
@@ -203,24 +203,30 @@ def test_a_demoted_prefix_goes_first():
     assert set(spans(cache)) == {"|xyz", "|ab", "ab|c", "|uv"}
 
 
-def test_a_use_takes_a_demotion_back():
-    """A hit of a demoted prefix cancels the demotion."""
+@pytest.mark.parametrize(
+    ("text", "cached"),
+    [("abc", {"|x", "|ab", "ab|c", "|m", "|n"}), ("ab", {"|xy", "|a", "a|b", "|m", "|n"})],
+)
+def test_a_hit_cancels_a_demotion(text, cached):
+    """After a hit, the blocks of a demoted prefix are evicted in their turn."""
     cache = make(6)
     serve(cache, "xyz")
     serve(cache, "ab", **DEMOTE)
-    serve(cache, "abc", "m", "n")
-    assert "|ab" in {text[:3] for text in spans(cache)}
+    serve(cache, text, "m", "n")
+    assert set(spans(cache)) == cached
 
 
-def test_what_a_preempted_request_asks_for_waits_until_it_ends():
-    """The preemption of a request does not create the pin that it asks for."""
+def test_a_preemption_creates_no_pin():
+    """The pin that a request asks for is created when it ends, not when it is preempted."""
     cache = make(8)
-    seq = start(cache, "ab", **PIN)
-    cache.close(seq, preempted=True)
+    request = ask("ab", **PIN)
+    cache.close(compute(cache, cache.open(request)), preempted=True)
     assert not cache.tree.pins
+    cache.close(compute(cache, cache.open(request, resumed=True)))
+    assert len(cache.tree.pins) == 1
 
 
-def test_a_server_full_of_pins_serves_everybody(tmp_path):
+def test_a_server_full_of_pins_serves_all_requests(tmp_path):
     """Requests that pin all their blocks are all served, since pins yield."""
     shape = {"prompt": 24, "output": 20, "hints": Hints(pin=10**9)}
     requests = [
@@ -232,6 +238,6 @@ def test_a_server_full_of_pins_serves_everybody(tmp_path):
     summary = run.result.summary()
     assert summary["pins"]["yielded"] > 0
     (tmp_path / "t.jsonl").write_bytes(run.trace)
-    check_trace(tmp_path / "t.jsonl")
+    assert check_trace(tmp_path / "t.jsonl").complete
     free = simulate([attrs.evolve(each, hints=NO_HINTS) for each in requests], blocks=12)
     assert free.result.summary()["pins"] == {"refused_blocks": 0, "yielded": 0}

@@ -47,7 +47,7 @@ V1 = "4:cpu,cpuacct:/a\n3:memory:/a\n"
         ),
     ],
 )
-def test_cpus(cgroups, own, files, expected):
+def test_cpus_are_limited_by_affinity_and_quotas(cgroups, own, files, expected):
     """`cpus()` is the smallest of the affinity and the quotas of the cgroup and its parents."""
     cgroups(own, files)
     assert host.cpus() == expected
@@ -77,7 +77,7 @@ def test_cpus(cgroups, own, files, expected):
         ),
     ],
 )
-def test_memory(cgroups, own, files, expected):
+def test_memory_is_limited_by_cgroups(cgroups, own, files, expected):
     """`memory()` is the host's free and total bytes, or less where a cgroup has a limit."""
     cgroups(own, files)
     assert host.memory() == expected

@@ -18,18 +18,18 @@ class Witness(LRU):
     name = "witness"
 
     def __init__(self):
-        self.heard = []
+        self.received = []
 
     def victim(self, now):
         """Record the request that needs room, and return the least recently used span."""
-        self.heard.append(("victim", self.requester))
+        self.received.append(("victim", self.requester))
         return super().victim(now)
 
 
 def _witnessed(method):
     def called(self, span, *rest):
         getattr(super(Witness, self), method)(span, *rest)
-        self.heard.append((method, span.path_keys[span.start]))
+        self.received.append((method, span.path_keys[span.start]))
 
     return called
 
@@ -58,14 +58,14 @@ def release(host, path, now=0):
         host.unpin(block, now)
 
 
-def heard(host):
-    """Return the calls of the policy since the last `heard`."""
-    calls = list(host.eviction.heard)
-    host.eviction.heard.clear()
+def received(host):
+    """Return the calls of the policy since the last `received`."""
+    calls = list(host.eviction.received)
+    host.eviction.received.clear()
     return calls
 
 
-def test_an_admission_is_told_as_a_cache_tells_it():
+def test_an_admission_calls_the_policy_as_a_cache_does():
     """An admission calls the policy in a cache's order: pins, victims, accesses, insertions.
 
     Pins and accesses begin with the deepest block.
@@ -73,13 +73,13 @@ def test_an_admission_is_told_as_a_cache_tells_it():
     host = make()
     release(host, store(host, "abc"))
     release(host, store(host, "xy"))
-    heard(host)
+    received(host)
     for block in "ba":
         host.pin(block)
     assert host.victims(2, now=5, requester=7) == ["c", "y"]
     host.hit("ab", 5, 7)
     host.stored("d", "b", 5, request=7)
-    assert heard(host) == [
+    assert received(host) == [
         *[("on_pin", "b"), ("on_pin", "a")],
         *[("victim", 7), ("on_remove", "c"), ("victim", 7), ("on_remove", "y")],
         *[("on_leaf", "x"), ("on_access", "b"), ("on_access", "a"), ("on_insert", "d")],
@@ -92,14 +92,14 @@ def test_a_path_is_released_from_its_deepest_block():
     path = store(host, "abc")
     host.unpin("a", 0)
     assert host.evictable == 0
-    heard(host)
+    received(host)
     host.unpin("c", 0)
     host.unpin("b", 0)
-    assert heard(host) == [("on_release", "c"), ("on_release", "b"), ("on_release", "a")]
+    assert received(host) == [("on_release", "c"), ("on_release", "b"), ("on_release", "a")]
     assert [host.span(block).released_order for block in path] == [3, 2, 1]
 
 
-def test_a_pin_holds_all_that_is_before_it():
+def test_a_pin_of_a_block_holds_its_whole_path():
     """A pin of the end of a prompt also pins all blocks before it."""
     host = make()
     release(host, store(host, "abc"))
@@ -109,7 +109,7 @@ def test_a_pin_holds_all_that_is_before_it():
     assert host.victims(3, now=0) == ["c", "b", "a"]
 
 
-def test_on_remove_the_parent_has_lost_its_child():
+def test_in_on_remove_the_parent_has_lost_its_child():
     """In `on_remove` a span has its parent, whose children no longer include it.
 
     Afterwards the span has no parent.
@@ -131,17 +131,17 @@ def test_on_remove_the_parent_has_lost_its_child():
     assert span.parent is None
 
 
-def test_all_or_none():
+def test_victims_returns_all_blocks_or_none():
     """`victims` returns None for too many blocks, and does not call the policy."""
     host = make()
     release(host, store(host, "abc"))
-    heard(host)
+    received(host)
     assert host.victims(3, "a", now=0) is None
     assert host.victims(4, now=0) is None
-    assert (heard(host), len(host), host.evictable) == ([], 3, 3)
+    assert (received(host), len(host), host.evictable) == ([], 3, 3)
 
 
-def test_protected_blocks_stay():
+def test_protected_blocks_are_no_victims():
     """`victims` keeps protected blocks and all blocks before them, until it returns."""
     host = make()
     for path in ("ab", "xy"):
@@ -150,7 +150,7 @@ def test_protected_blocks_stay():
     assert host.victims(2, now=0) == ["b", "a"]
 
 
-def test_one_victim_of_those_that_can_be_used():
+def test_victim_evicts_the_first_usable_choice():
     """`victim` evicts the first choice of the policy that is usable; others stay.
 
     It returns None if no block is usable.
@@ -165,7 +165,7 @@ def test_one_victim_of_those_that_can_be_used():
     assert host.victims(2, now=0) == ["c", "a"]
 
 
-def test_one_victim_is_a_block_below_a_lost_one_first():
+def test_victim_first_evicts_below_a_dropped_block():
     """`victim` first evicts a usable block below a dropped one."""
     host = make("lru")
     release(host, store(host, "xy"))
@@ -193,7 +193,7 @@ def test_the_statistics_of_a_hit():
     assert spans[0].last_hit_order == spans[1].last_hit_order == spans[0].created_order + 1
 
 
-def test_admissions_are_counted_by_request():
+def test_blocks_of_one_admission_have_one_serial_number():
     """Blocks of one admission have one serial number; after `ended` it has a new one."""
     host = make()
     store(host, "ab", request=1)
@@ -205,7 +205,7 @@ def test_admissions_are_counted_by_request():
     assert [host.span(block).last_hit_order for block in "abcde"] == [1, 1, 1, 2, 3]
 
 
-def test_paths_have_their_keys():
+def test_spans_have_the_keys_of_their_path():
     """Spans have the keys of their path, also after branches and after eviction."""
     host = make()
     store(host, "abc")
@@ -219,20 +219,21 @@ def test_paths_have_their_keys():
     assert [host.span(block).start for block in "abcxy"] == [0, 1, 2, 1, 2]
 
 
-def test_two_blocks_of_one_key():
-    """Two blocks with one key are two spans, and either can be evicted first."""
+@pytest.mark.parametrize("order", [(4, 3, 2, 1), (2, 4, 3, 1)])
+def test_two_blocks_of_one_key_are_two_spans(order):
+    """Two blocks with one key are two spans; the first one released is evicted first."""
     host = make()
     host.stored(1, None, 0, key="a")
     host.stored(2, 1, 0, key="b")
     host.stored(3, 1, 0, key="b")
     host.stored(4, 3, 0, key="c")
-    for block in (4, 3, 2, 1):
+    for block in order:
         host.unpin(block, 0)
     assert host.span(4).path_keys == ["a", "b", "c"]
-    assert host.victims(4, now=0) == [4, 3, 2, 1]
+    assert host.victims(4, now=0) == list(order)
 
 
-def test_what_lies_below_a_lost_block_goes_first():
+def test_blocks_below_a_dropped_block_are_evicted_first():
     """Blocks below a dropped block are removed from the policy.
 
     They are the first victims once they are not in use.
@@ -241,9 +242,9 @@ def test_what_lies_below_a_lost_block_goes_first():
     release(host, store(host, "abcd"))
     release(host, store(host, "x"))
     host.pin("d")
-    heard(host)
+    received(host)
     host.dropped("b", 1)
-    assert heard(host)[0] == ("on_release", "d")
+    assert received(host)[0] == ("on_release", "d")
     assert "b" not in host
     assert (len(host), host.evictable, host.victims(4, now=1)) == (4, 2, None)
     assert host.victims(1, now=1) == ["c"]
@@ -252,7 +253,7 @@ def test_what_lies_below_a_lost_block_goes_first():
     assert host.victims(1, now=1) == ["d"]
 
 
-def test_what_lies_below_a_lost_block_may_be_hit_again():
+def test_blocks_below_a_dropped_block_may_be_hit():
     """A hit below a dropped block that is stored again returns it to the policy."""
     host = make()
     path = store(host, "abc")
@@ -267,7 +268,7 @@ def test_what_lies_below_a_lost_block_may_be_hit_again():
     assert host.victims(3, now=3) == ["c", "b", "a"]
 
 
-def test_a_lost_block_that_nothing_follows():
+def test_dropped_blocks_leave_at_once():
     """Dropped blocks leave at once, also pinned ones and ones below a dropped block."""
     host = make()
     store(host, "abc")
@@ -277,7 +278,7 @@ def test_a_lost_block_that_nothing_follows():
     assert (len(host), host.evictable) == (0, 0)
 
 
-def test_what_has_expired_must_not_be_hit():
+def test_unpinned_blocks_expire_after_their_lifetime():
     """`expired` returns True for an unpinned block whose lifetime in the policy is over."""
     host = make("ttl:ttl=1")
     release(host, store(host, "ab"))
@@ -287,12 +288,14 @@ def test_what_has_expired_must_not_be_hit():
     assert not host.expired("a", 10**9)
 
 
-def test_clear_begins_again():
+def test_clear_drops_all_blocks_and_starts_a_new_policy():
     """`clear` drops all blocks, even pinned ones, and starts a new policy."""
     host = make("arc")
     store(host, "abc")
+    policy = host.eviction
     host.clear()
     assert (len(host), host.evictable) == (0, 0)
+    assert (host.eviction is policy, host.eviction.name) == (False, "arc")
     release(host, store(host, "a"))
     assert host.victims(1, now=0) == ["a"]
 
@@ -306,7 +309,7 @@ def test_clear_begins_again():
         (lambda host: PolicyHost(host.eviction, 8, 16), "is in use already"),
     ],
 )
-def test_misuse_is_refused(call, text):
+def test_wrong_calls_are_refused(call, text):
     """A wrong call raises InputError with the reason."""
     host = make()
     store(host, "a")
@@ -354,7 +357,7 @@ for _method in CALLBACKS:
     setattr(Failing, _method, _failing(_method))
 
 
-def test_without_a_fall_back_it_is_over():
+def test_without_a_fallback_every_later_call_fails():
     """Without a fallback the call, and every later one, raises the same PolicyError."""
     host = make(Failing())
     release(host, store(host, "ab"))
@@ -375,7 +378,7 @@ def test_without_a_fall_back_it_is_over():
 
 
 @pytest.mark.parametrize("answer", ["text", EvictionPolicy, "pinned", "inner", "foreign"])
-def test_nonsense_is_a_failure(answer):
+def test_an_impossible_victim_is_a_failure(answer):
     """A victim that is no unpinned leaf of the host raises PolicyError."""
     host, other = make(Failing()), make()
     store(other, "f")
@@ -414,7 +417,7 @@ def _random_run(host, seed):
 
 @pytest.mark.parametrize("method", ["attach", *CALLBACKS, "victim"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_fall_back_is_what_lru_would_have_done(method, seed, caplog):
+def test_the_fallback_evicts_as_lru(method, seed, caplog):
     """After a policy has failed, `lru` continues with the order of releases so far.
 
     The policy that fails is an LRU itself, so the victims are those of `lru` alone.
@@ -431,7 +434,7 @@ def test_a_fall_back_is_what_lru_would_have_done(method, seed, caplog):
     assert "failing" in str(host.failure)
 
 
-def test_settings_of_the_environment(tmp_path):
+def test_environment_variables_set_the_policy_and_the_trace(tmp_path):
     """KVCORE_EVICTION is a policy with options or a TOML file; KVCORE_TRACE a trace file."""
     plain = HostSettings.from_environment({"KVCORE_EVICTION": "slru:protected=0.5"})
     assert (plain.build().name, plain.build().protected, plain.trace) == ("slru", 0.5, None)
@@ -475,7 +478,7 @@ def test_wrong_settings_are_refused(text, error, tmp_path):
     ],
     ids=["pin", "unpin", "dropped", "branch"],
 )
-def test_a_block_that_is_not_cached_is_named(call):
+def test_an_uncached_block_is_refused_by_name(call):
     """A call with an uncached block raises InputError with its name and changes nothing."""
     host = PolicyHost("lru", 4, 16)
     host.stored("a", None, 0)
@@ -484,7 +487,7 @@ def test_a_block_that_is_not_cached_is_named(call):
     assert (len(host), host.evictable) == (1, 0)
 
 
-def test_a_run_has_a_key_for_each_block():
+def test_a_run_with_too_few_keys_is_refused():
     """A run with fewer keys than blocks raises InputError, and none of it is stored."""
     host = PolicyHost("lru", 4, 16)
     with pytest.raises(InputError, match="2 blocks with 1 keys: give a key for each block"):

@@ -11,6 +11,7 @@ pytest.importorskip("transformers", reason="needs transformers")
 from helpers.hugging import FAMILIES, MIXED, SIZES, VOCABULARY, prompt, tiny  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import (  # noqa: E402
+    AutoConfig,
     AutoModelForCausalLM,
     Cohere2Config,
     DeepseekV3Config,
@@ -37,7 +38,7 @@ SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_generates_what_the_model_does(family):
+def test_tokens_equal_those_of_generate(family):
     """Ragged batches in chunks generate the same as `generate` for each prompt alone."""
     model = tiny(family)
     prompts = [prompt(length, seed=length) for length in (9, 1, 14)]
@@ -51,7 +52,7 @@ def test_generates_what_the_model_does(family):
     assert found == [tokens.tolist() for tokens in expected]
 
 
-def test_reads_a_folder(tmp_path):
+def test_the_model_may_be_a_folder(tmp_path):
     """The option `model` accepts the path of a folder that `save_pretrained` wrote."""
     model = tiny("llama")
     model.save_pretrained(tmp_path)
@@ -89,13 +90,18 @@ def test_code_of_a_folder_is_not_run(tmp_path, monkeypatch, files, config):
     assert not (tmp_path / "was_run").exists()
 
 
-def test_a_kernel_that_a_folder_names_is_not_fetched(tmp_path):
-    """The attention kernel that config.json names is neither fetched nor used."""
+def test_an_attention_kernel_of_a_folder_is_not_used(tmp_path):
+    """A model whose config.json names an attention kernel is read with eager attention.
+
+    A kernel is code, which transformers would fetch from the hub.
+    """
     tiny("llama").save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text()) | {"_attn_implementation": "some/kernel"}
     path.write_text(json.dumps(config))
-    assert HuggingFace(tmp_path).spec.layers == SIZES["num_hidden_layers"]
+    named = AutoConfig.from_pretrained(tmp_path)
+    assert named._attn_implementation == "some/kernel"
+    assert HuggingFace(tmp_path).network.config._attn_implementation == "eager"
 
 
 def test_pickled_weights_that_are_no_tensors_are_refused(tmp_path):
@@ -111,7 +117,7 @@ def test_pickled_weights_that_are_no_tensors_are_refused(tmp_path):
     "name", ["nofolder", "./no/folder", "~/nofolder", "models/no", "a/b/c"]
 )
 @pytest.mark.parametrize("option", ["model", "tokenizer"])
-def test_a_folder_that_is_not_there_is_told_at_once(tmp_path, monkeypatch, name, option):
+def test_a_missing_folder_is_refused_at_once(tmp_path, monkeypatch, name, option):
     """A missing folder raises InputError at once.
 
     Only names of the form org/name may be on the hub.
@@ -129,13 +135,14 @@ def test_a_folder_that_is_not_there_is_told_at_once(tmp_path, monkeypatch, name,
 def test_reading_shows_no_progress_in_a_pipe(tmp_path, capfd):
     """Loading weights prints no progress bar into a pipe, and leaves transformers' setting."""
     tiny("llama").save_pretrained(tmp_path)
-    capfd.readouterr()
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "Loading weights" in capfd.readouterr().err
     _ = HuggingFace(tmp_path).network
     assert "Loading weights" not in capfd.readouterr().err
     assert logging.is_progress_bar_enabled()
 
 
-def test_what_is_no_model_is_refused():
+def test_an_object_that_is_no_model_is_refused():
     """An object that is no transformers model raises InputError."""
     with pytest.raises(InputError, match="no transformers model"):
         _ = HuggingFace(3).spec
@@ -147,7 +154,7 @@ def test_a_model_without_a_head_is_refused():
         _ = HuggingFace(LlamaModel(FAMILIES["llama"])).spec
 
 
-def test_the_shape_of_a_model():
+def test_the_spec_has_the_shape_of_the_config():
     """The spec has heads, widths and windows of the config, and the number of parameters."""
     model = tiny("qwen2-mixed")
     spec = HuggingFace(model).spec
@@ -165,7 +172,7 @@ def test_the_shape_of_a_model():
     )
 
 
-def test_experts_that_idle_are_not_active():
+def test_idle_experts_have_no_active_parameters():
     """Active parameters count only the experts that a token uses."""
     spec = HuggingFace(tiny("mixtral")).spec
     experts = 3 * 4 * 3 * 32 * 48
@@ -173,7 +180,7 @@ def test_experts_that_idle_are_not_active():
     assert spec.parameters - spec.active_parameters == experts // 2
 
 
-def test_vocabulary_and_ends():
+def test_vocabulary_and_end_tokens_are_those_of_the_configs():
     """The vocabulary is the config's; end tokens are those of the generation config."""
     model = tiny("llama")
     assert HuggingFace(model).vocabulary == VOCABULARY
@@ -231,7 +238,7 @@ def lone_keys(generator, positions):
 
 
 @pytest.mark.parametrize("family", ROTARY)
-def test_rotary_is_that_of_the_keys(family, monkeypatch):
+def test_rotary_moves_a_key_to_a_later_position(family, monkeypatch):
     """In each layer a key rotated by d is the key of its token d positions further on.
 
     It holds even if layers differ in their wavelengths, or if only some layers rotate.
@@ -253,7 +260,7 @@ def test_layers_that_do_not_rotate_have_no_speeds(monkeypatch):
     assert [len(each) for each in speeds] == [4, 0, 4]
 
 
-def test_a_model_without_rotary_embeddings_has_none(monkeypatch):
+def test_learned_or_length_dependent_positions_have_no_rotary(monkeypatch):
     """Learned positions, and frequencies that depend on the length, have no `Rotary`."""
     config = LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", **ROPE})
     monkeypatch.setitem(FAMILIES, "dynamic", config)
@@ -261,7 +268,7 @@ def test_a_model_without_rotary_embeddings_has_none(monkeypatch):
         assert set(loaded(HuggingFace(model=tiny(family))).rotary) == {None}
 
 
-def test_texts_with_a_tokenizer(tokenizer):
+def test_texts_are_encoded_by_the_given_tokenizer(tokenizer):
     """`encode` and `decode` use the tokenizer that was given."""
     generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
     assert generator.encode("a cache") == [1, 2]
@@ -269,7 +276,7 @@ def test_texts_with_a_tokenizer(tokenizer):
 
 
 @pytest.mark.parametrize("separate", [False, True])
-def test_the_tokenizer_of_a_folder(tmp_path, tokenizer, separate):
+def test_the_tokenizer_is_read_from_a_folder(tmp_path, tokenizer, separate):
     """The tokenizer is read from the model's folder, or from that of the option `tokenizer`."""
     tiny("llama").save_pretrained(tmp_path / "model")
     place = tmp_path / ("tokenizer" if separate else "model")
@@ -279,7 +286,7 @@ def test_the_tokenizer_of_a_folder(tmp_path, tokenizer, separate):
     assert generator.encode("cache a") == [2, 1]
 
 
-def test_texts_without_a_tokenizer(tmp_path):
+def test_without_a_tokenizer_words_are_hashed(tmp_path):
     """Without a tokenizer `encode` hashes words, and `decode` prints token ids."""
     tiny("llama").save_pretrained(tmp_path)
     generator = HuggingFace(tmp_path)
@@ -296,7 +303,7 @@ def test_samples_depend_on_the_seed():
     assert first == again != second
 
 
-def test_options_can_be_written_down(tokenizer):
+def test_options_of_a_generator_built_in_code_are_text(tokenizer):
     """The options of a generator built in code name its model and tokenizer as text."""
     generator = HuggingFace(tiny("llama"), tokenizer=tokenizer)
     assert generator.options() == {
@@ -322,7 +329,7 @@ def test_unusable_without_transformers(monkeypatch):
     assert HuggingFace.unavailable() == "needs transformers: pip install 'kvcore[hf]'"
 
 
-def test_usable_here():
+def test_usable_with_torch_and_transformers():
     """`unavailable()` returns None when torch and transformers are installed."""
     assert HuggingFace.unavailable() is None
 
@@ -365,7 +372,7 @@ def test_an_encoder_decoder_is_refused():
         _ = HuggingFace(T5ForConditionalGeneration(config)).spec
 
 
-def test_identity_is_that_of_the_weights(tmp_path):
+def test_equal_weights_have_one_identity(tmp_path):
     """Equal weights have one identity, changed weights another, in memory and in files."""
     model = tiny("llama")
     model.save_pretrained(tmp_path)

@@ -5,6 +5,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
+from helpers.caches import Lines  # noqa: E402
 from helpers.hugging import (  # noqa: E402
     CACHE,
     FAMILIES,
@@ -40,7 +41,7 @@ def generated(model, ids, paged=None, **options):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("block_size", [1, 4, 17])
-def test_generates_what_the_dynamic_cache_does(family, block_size):
+def test_tokens_equal_those_of_the_dynamic_cache(family, block_size):
     """Greedy tokens equal those of transformers' own cache, for any block size and window."""
     model, ids = tiny(family), prompt(11)
     expected = generated(model, ids)
@@ -49,7 +50,7 @@ def test_generates_what_the_dynamic_cache_does(family, block_size):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_left_padded_batch(family):
+def test_a_left_padded_batch_generates_the_same(family):
     """A left-padded batch generates the same as with transformers' own cache."""
     model = tiny(family)
     ids, mask = padded(9, 3, 14, 1)
@@ -68,7 +69,7 @@ RETENTIONS = (
 
 @pytest.mark.parametrize("family", ["llama", "gemma3-mixed"])
 @pytest.mark.parametrize("retention", RETENTIONS)
-def test_retention(family, retention):
+def test_retention_drops_the_tokens_that_kvcores_engine_drops(family, retention):
     """Rows of a batch drop the same tokens as each prompt alone in kvcore's own engine."""
     ids, mask = padded(17, 9)
     paged = PagedCache(KVCache(64, 4, retention=retention, ids=True), Poisoned())
@@ -82,7 +83,7 @@ def test_retention(family, retention):
         assert seq.dropped_tokens
 
 
-def test_beams_forget():
+def test_beam_search_compacts_under_retention():
     """Beam search under a retention policy compacts several times and keeps integrity."""
     model, ids = tiny("llama"), prompt(13)
     paged = PagedCache(KVCache(64, 4, retention="h2o:budget=8", ids=True), Poisoned())
@@ -91,7 +92,7 @@ def test_beams_forget():
     paged.cache.check_integrity()
 
 
-def test_padding_takes_no_blocks():
+def test_padding_occupies_no_blocks():
     """Padding occupies no blocks."""
     model, paged = tiny("llama"), paged_cache(blocks=64, block_size=4)
     ids, mask = padded(17, 1)
@@ -107,7 +108,7 @@ def test_float32_tokens_are_equal():
     assert generated(model, ids, paged_cache()).tolist() == generated(model, ids).tolist()
 
 
-def test_a_known_prefix_is_not_computed_again():
+def test_a_shared_prefix_is_not_computed_again():
     """A second prompt hits the blocks that it shares with the first."""
     model, paged = tiny("llama"), paged_cache(block_size=4)
     first = prompt(21)
@@ -120,7 +121,7 @@ def test_a_known_prefix_is_not_computed_again():
     assert paged.cache.stats.hit_tokens == 12
 
 
-def test_hits_after_another_attachment():
+def test_blocks_hit_in_a_later_attachment():
     """Cached blocks can be hit in a later attachment to the same model."""
     model, paged, ids = tiny("llama"), paged_cache(block_size=4), prompt(12)
     first = generated(model, ids, paged)
@@ -128,15 +129,16 @@ def test_hits_after_another_attachment():
     assert paged.cache.stats.hit_tokens == 8
 
 
-def test_eviction_and_recomputation():
+def test_recomputed_prompts_generate_the_same():
     """A pool that holds one prompt evicts, and recomputed prompts generate the same."""
     model, paged = tiny("llama"), paged_cache(blocks=8, block_size=4)
     prompts = [prompt(20, seed=seed) for seed in (1, 2, 1)]
     expected = [generated(model, ids).tolist() for ids in prompts]
     assert [generated(model, ids, paged).tolist() for ids in prompts] == expected
+    assert paged.cache.tree.evicted_blocks > 0
 
 
-def test_everything_is_free_or_cached_afterwards():
+def test_after_a_generation_all_blocks_are_available():
     """After a generation no sequence is open, and all blocks are available."""
     model, paged = tiny("llama"), paged_cache()
     ids, mask = padded(9, 3)
@@ -146,7 +148,7 @@ def test_everything_is_free_or_cached_afterwards():
     assert paged.cache.available_blocks == paged.cache.pool.blocks
 
 
-def test_the_model_is_as_it_was():
+def test_an_attachment_leaves_the_model_unchanged():
     """After the attachment a model has its own attention, and generates as before."""
     model, ids = tiny("llama"), prompt(8)
     before, expected = model.config._attn_implementation, generated(model, ids)
@@ -157,14 +159,20 @@ def test_the_model_is_as_it_was():
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-mixed"])
 def test_beams_are_forks(family):
-    """Beam search finds the same beams, with forks, pruning and copy-on-write."""
-    model = tiny(family)
+    """Beam search finds the same beams, with forks, pruning and copy-on-write.
+
+    A beam that is pruned closes its sequence before the end.
+    """
+    model, trace = tiny(family), Lines()
     ids, mask = padded(10, 6)
     options = {"attention_mask": mask, "num_beams": 3, "num_return_sequences": 2}
-    paged = paged_cache(blocks=128)
+    paged = PagedCache(KVCache(128, 4, ids=True, trace=trace), Poisoned())
     found = generated(model, ids, paged, **options)
     assert found.tolist() == generated(model, ids, **options).tolist()
     paged.cache.check_integrity()
+    events = trace.events()
+    assert {"FORK", "COPY"} <= set(events)
+    assert "FREE" in events[: len(events) - events[::-1].index("FORK")]
 
 
 def test_samples_of_one_prompt_share_its_blocks():
@@ -178,7 +186,7 @@ def test_samples_of_one_prompt_share_its_blocks():
     assert paged.cache.stats.requests == 1
 
 
-def test_prompt_in_chunks():
+def test_a_prompt_in_chunks_generates_the_same():
     """A prompt prefilled in chunks generates the same tokens."""
     model, ids = tiny("qwen2-mixed"), prompt(19)
     found = generated(model, ids, paged_cache(), prefill_chunk_size=4)
@@ -186,16 +194,18 @@ def test_prompt_in_chunks():
 
 
 def test_assisted_generation_rolls_back():
-    """Prompt lookup, whose rejected drafts are rolled back, generates the same tokens."""
-    model, ids, paged = tiny("llama"), prompt(6).repeat(1, 3), paged_cache()
+    """Prompt lookup rolls rejected drafts back, and generates the same tokens."""
+    model, ids, trace = tiny("llama"), prompt(6).repeat(1, 3), Lines()
+    paged = PagedCache(KVCache(64, 1, ids=True, trace=trace), Poisoned())
     options = {"prompt_lookup_num_tokens": 3}
     found = generated(model, ids, paged, **options)
     assert found.tolist() == generated(model, ids).tolist()
+    assert "rollback" in [line["reason"] for line in trace.of("FREE")]
     paged.cache.check_integrity()
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3-mixed"])
-def test_logits_of_a_direct_call(family):
+def test_direct_calls_on_parts_give_the_logits_of_one_call(family):
     """Two direct calls on parts of a text give the logits of one call on the whole."""
     model, ids, paged = tiny(family), prompt(15), paged_cache()
     with torch.no_grad():
@@ -207,7 +217,7 @@ def test_logits_of_a_direct_call(family):
     torch.testing.assert_close(torch.cat([first, rest], 1), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_a_batch_given_by_the_older_name_is_taken():
+def test_past_key_values_accepts_a_batch():
     """A model accepts a batch as `past_key_values`, the older name of `cache`."""
     model, ids, paged = tiny("llama"), prompt(9), paged_cache()
     with torch.no_grad(), paged.attached(model):
@@ -218,7 +228,7 @@ def test_a_batch_given_by_the_older_name_is_taken():
 
 @pytest.mark.parametrize("counted", [True, False])
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
-def test_logits_of_a_padded_call(family, counted):
+def test_logits_beside_padding_equal_a_dense_batch(family, counted):
     """Tokens beside padding have the logits of a dense batch, with and without positions."""
     model, paged = tiny(family), paged_cache()
     ids, mask = padded(9, 4, 6)
@@ -233,7 +243,7 @@ def test_logits_of_a_padded_call(family, counted):
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
-def test_positions_that_count_padding_are_not_shared():
+def test_a_prompt_at_other_positions_gets_no_hit():
     """A prompt at other positions gets no hit, since its K/V differ."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(12)
     shifted = {"position_ids": torch.arange(3, 15)[None], "logits_to_keep": 1}
@@ -246,7 +256,7 @@ def test_positions_that_count_padding_are_not_shared():
     assert paged.cache.stats.hit_tokens == 0
 
 
-def test_inputs_of_embeddings():
+def test_embeddings_generate_the_same_without_lookups():
     """A prompt of embeddings generates the same tokens, and looks up no blocks."""
     model, ids = tiny("llama"), prompt(9)
     embeds = model.get_input_embeddings()(ids).detach()
@@ -260,7 +270,7 @@ def test_inputs_of_embeddings():
     assert paged.cache.stats.lookup_blocks == 0
 
 
-def test_a_batch_goes_on_where_it_was():
+def test_a_second_generation_continues_the_batch():
     """A second generation in one batch continues the first with the same tokens."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(7)
     expected = generated(model, ids, max_new_tokens=12)
@@ -287,7 +297,7 @@ def test_rows_can_be_repeated_and_selected():
     assert not paged.cache.sequences
 
 
-def test_out_of_blocks_gives_everything_back():
+def test_out_of_blocks_leaves_all_blocks_available():
     """A batch that does not fit raises OutOfBlocks, and all blocks are available again."""
     model, paged = tiny("llama"), paged_cache(blocks=4, block_size=4)
     with pytest.raises(OutOfBlocks):
@@ -312,14 +322,14 @@ def test_another_model_is_refused():
         pass
 
 
-def test_a_model_elsewhere_is_refused():
+def test_a_model_on_another_device_is_refused():
     """A model on another device than the blocks raises InputError with its device."""
     model = tiny("llama").to("meta")
     with pytest.raises(InputError, match="meta"), paged_cache().attached(model):
         pass
 
 
-def test_what_is_no_transformers_model_is_refused():
+def test_a_module_that_is_no_transformers_model_is_refused():
     """A module that is no transformers model raises InputError with the name of its class."""
     paged = paged_cache()
     with (
@@ -329,7 +339,7 @@ def test_what_is_no_transformers_model_is_refused():
         pass
 
 
-def test_attached_twice_is_refused():
+def test_a_second_attachment_is_refused():
     """A second attachment inside the first raises InputError."""
     model, paged = tiny("llama"), paged_cache()
     with paged.attached(model), pytest.raises(InputError, match="is attached"):  # noqa: SIM117
@@ -378,7 +388,7 @@ def test_a_mask_of_another_shape_is_refused(shape):
         model(prompt(5), attention_mask=torch.ones(shape))
 
 
-def test_a_mask_that_hides_what_is_stored_is_refused():
+def test_a_mask_that_hides_stored_tokens_is_refused():
     """A mask that hides tokens stored before raises InputError."""
     model, paged, ids = tiny("llama"), paged_cache(), prompt(5)
     with paged.attached(model), torch.no_grad():
@@ -396,7 +406,7 @@ def test_attention_without_a_cache_is_refused():
         model.model(prompt(3))
 
 
-def test_dropout_is_refused():
+def test_a_model_in_training_mode_is_refused():
     """A model in training mode raises InputError that names `model.eval`."""
     model = tiny("llama").train()
     for layer in model.model.layers:

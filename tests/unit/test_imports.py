@@ -117,7 +117,7 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def room_of(module):
+def package_of(module):
     """Return the package of a module below kvcore, or the module itself."""
     _, *rest = module.split(".")
     first = rest[0] if rest else "__init__"
@@ -151,7 +151,7 @@ def loaded():
 
 
 @pytest.mark.parametrize("package", HEAVY)
-def test_import_is_light(loaded, package):
+def test_importing_kvcore_is_light(loaded, package):
     """`import kvcore` loads no heavy package, no test tool, and no plugin."""
     assert package not in loaded
 
@@ -164,22 +164,24 @@ def test_the_core_never_imports_the_plugins(path):
 
 
 @pytest.mark.parametrize("path", sources(CORE), ids=named)
-def test_rooms_import_downwards(path):
+def test_packages_import_only_lower_layers(path):
     """A module imports only its own package and packages of lower layers."""
-    room = room_of(module_of(path))
-    rooms = {room_of(module) for module, _ in imports(path) if file_of(module)}
-    rooms |= {room_of(module) for module in sources_of(path)}
-    used = {other for other in rooms - {room, "__init__"} if (room, other) not in ALLOWED}
-    assert not [other for other in used if RANK[other] >= RANK[room]]
+    package = package_of(module_of(path))
+    packages = {package_of(module) for module, _ in imports(path) if file_of(module)}
+    packages |= {package_of(module) for module in sources_of(path)}
+    used = {
+        other for other in packages - {package, "__init__"} if (package, other) not in ALLOWED
+    }
+    assert not [other for other in used if RANK[other] >= RANK[package]]
 
 
-@pytest.mark.parametrize("room", [CORE, BUILT_IN], ids=lambda room: room.name)
-def test_modules_import_without_cycles(room):
+@pytest.mark.parametrize("package", [CORE, BUILT_IN], ids=lambda package: package.name)
+def test_modules_import_without_cycles(package):
     """No module depends on itself through others, be it for types or inside functions.
 
     A name that a package re-exports counts as imported from the module that defines it.
     """
-    modules = [path for path in sources(room) if path.name != "__init__.py"]
+    modules = [path for path in sources(package) if path.name != "__init__.py"]
     graph = {module_of(path): sources_of(path) - {module_of(path)} for path in modules}
     try:
         TopologicalSorter(graph).prepare()
@@ -218,7 +220,7 @@ def test_packages_only_re_export(path):
 
 
 @pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
-def test_what_is_imported_late_is_what_the_type_checker_sees(path):
+def test_deferred_imports_match_the_imports_for_types(path):
     """The names of `deferred` come from the modules that the imports for types name."""
     (both,) = (node for node in parsed(path).body if isinstance(node, ast.If))
     shown = {
@@ -229,7 +231,7 @@ def test_what_is_imported_late_is_what_the_type_checker_sees(path):
 
 
 @pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
-def test_names_that_are_imported_late_are_there(path):
+def test_lazily_imported_names_exist(path):
     """Each lazily imported name exists and is listed; an unknown one raises AttributeError."""
     root = CORE.parent if CORE in path.parents else BUILT_IN.parent
     package = import_module(".".join(path.parent.relative_to(root).parts))

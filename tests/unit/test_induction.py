@@ -30,7 +30,7 @@ def others(count, vocabulary=600):
     return torch.randint(1, vocabulary, (count,), generator=source).tolist()
 
 
-def chances(generator, tokens, attend=None):
+def next_probabilities(generator, tokens, attend=None):
     """Return the probabilities of the token after `tokens`."""
     attend = attend or DenseCache().attend([0], [len(tokens)])
     logits = generator.logits(next_batch([Text(tokens)], [len(tokens)]), attend)
@@ -53,15 +53,15 @@ def without(place, layer=1, heads=slice(None)):
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 @pytest.mark.parametrize(("length", "place"), [(3, 0), (200, 90), (1000, 17)])
-def test_answers_what_followed(dtype, length, place):
+def test_a_repeated_key_is_answered_with_its_value(dtype, length, place):
     """After a second occurrence of a key its value is generated with near certainty."""
     tokens = others(length)
     tokens[place : place + 2] = [KEY, VALUE]
-    assert chances(built(dtype=dtype), [*tokens, KEY])[VALUE] > 0.999
+    assert next_probabilities(built(dtype=dtype), [*tokens, KEY])[VALUE] > 0.999
 
 
 @pytest.mark.parametrize("dtype", ["fp64", "fp16"])
-def test_positions_are_told_apart_far_into_a_text(dtype):
+def test_positions_are_distinguished_far_into_a_text(dtype):
     """At positions beyond 100,000 a token still attends to the one just before it."""
     generator, tokens = built(dtype=dtype), [*others(50), KEY, VALUE, *others(50), KEY]
     step = next_batch([Text(tokens)], [len(tokens)])
@@ -70,47 +70,47 @@ def test_positions_are_told_apart_far_into_a_text(dtype):
     assert int(logits.argmax()) == VALUE
 
 
-def test_answers_every_key_from_its_own_head():
+def test_each_key_is_answered_by_its_own_head():
     """Keys of all residues are answered, each by the one K/V head that looks it up."""
     generator = built()
     for key in range(KEY, KEY + 4):
         tokens = [*others(20), key, VALUE, *others(30), key]
-        assert chances(generator, tokens)[VALUE] > 0.999
+        assert next_probabilities(generator, tokens)[VALUE] > 0.999
         head = key % 4 // 2
-        missed = chances(generator, tokens, without(21, heads=head))
+        missed = next_probabilities(generator, tokens, without(21, heads=head))
         assert missed[VALUE] < 0.01
-        found = chances(generator, tokens, without(21, heads=1 - head))
+        found = next_probabilities(generator, tokens, without(21, heads=1 - head))
         assert found[VALUE] > 0.999
 
 
-def test_a_forgotten_needle_is_missed():
+def test_a_value_without_kv_is_not_generated():
     """Without the K/V of the value in layer 1 the value is not generated."""
     tokens = [*others(50), KEY, VALUE, *others(50), KEY]
-    missed = chances(built(), tokens, without(51))
+    missed = next_probabilities(built(), tokens, without(51))
     assert int(missed.argmax()) != VALUE
     assert missed[VALUE] < 0.01
 
 
-def test_what_never_came_before_has_no_answer():
+def test_a_token_that_did_not_occur_before_has_no_answer():
     """After a token that did not occur before, no next token is likely."""
-    found = chances(built(), [*others(100), KEY])
+    found = next_probabilities(built(), [*others(100), KEY])
     assert float(found.max()) < 0.01
 
 
-def test_a_blank_answers_nothing():
+def test_blanks_do_not_change_the_answer():
     """A key followed by its value and by blanks is answered with its value."""
-    found = chances(built(), [*others(50), KEY, VALUE, KEY, 0, KEY, 0, KEY])
+    found = next_probabilities(built(), [*others(50), KEY, VALUE, KEY, 0, KEY, 0, KEY])
     assert found[VALUE] > 0.999
 
 
-def test_generates_a_period_again_and_again():
+def test_a_periodic_text_is_continued():
     """A periodic text is continued with its period."""
     period = [5, 9, 2, 7, 300]
     (output,) = generate(built(), [Text([*period, 5])], 14)
     assert output == [9, 2, 7, 300, 5, 9, 2, 7, 300, 5, 9, 2, 7, 300]
 
 
-def test_rotary_turns_keys_as_positions_do():
+def test_rotary_moves_a_key_to_a_later_position():
     """A key of layer 0 rotated by d is the key of its position plus d."""
     generator = built(dtype="fp64")
     rotary, none = generator.rotary
@@ -141,21 +141,25 @@ def test_rotary_turns_keys_as_positions_do():
         ("temperature=-1", "temperature"),
     ],
 )
-def test_refuses(options, wrong):
+def test_impossible_options_are_refused(options, wrong):
     """Ambiguous codes and sizes that do not fit raise InputError with the reason."""
     with pytest.raises(InputError, match=wrong):
         Plugins().build("generator", f"induction:{options}")
 
 
-def test_codes_that_pass_are_told_apart():
+def test_accepted_codes_are_distinguishable():
     """The narrowest codes that are accepted have cosines of less than 0.7."""
     for size, width in ((16, 24), (1024, 58), (4096, 70)):
+        with pytest.raises(
+            InputError, match=f"head_dim={width - 2} must be .* {width} or more"
+        ):
+            Induction(vocab_size=size, head_dim=width - 2)
         generator = loaded(Induction(vocab_size=size, head_dim=width))
-        alike = generator._codes @ generator._codes.T
-        assert float(alike.fill_diagonal_(0).max()) < 0.7
+        cosines = generator._codes @ generator._codes.T
+        assert float(cosines.fill_diagonal_(0).max()) < 0.7
 
 
-def test_without_torch_says_what_to_install(monkeypatch):
+def test_without_torch_the_reason_names_the_package(monkeypatch):
     """Without torch, `unavailable()` names the package to install."""
     monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
     assert "pip install 'kvcore[torch]'" in Induction.unavailable()

@@ -24,14 +24,14 @@ def packed(*tokens):
     return struct.pack(f"<{len(tokens)}Q", *tokens)
 
 
-def test_known_answers():
+def test_a_key_hashes_the_key_before_and_the_tokens():
     """Each key is the BLAKE2b-128 of the key before it and of the block's tokens."""
     first = digest(digest(b"[3,null]"), packed(11, 22, 33))
     second = digest(first, packed(44, 55, 66))
     assert block_keys(TOKENS, 3) == [first, second]
 
 
-def test_known_answer_with_salt_and_extra_keys():
+def test_keys_with_a_salt_and_extra_keys():
     """The salt is hashed before the first block, extra keys after their block's tokens."""
     first = digest(digest(b'[2,"tenant-1"]'), packed(11, 22))
     second = digest(first, packed(33, 44), digest(b'[["image","9f3c"],["lora",7]]'))
@@ -40,7 +40,7 @@ def test_known_answer_with_salt_and_extra_keys():
     assert block_keys(TOKENS, 2, salt="tenant-1", extra=extra) == [first, second, third]
 
 
-def test_a_literal_answer():
+def test_keys_are_the_same_in_all_versions():
     """Keys are the same in all versions and on all machines, as stored traces need."""
     assert block_keys(range(4), 4)[0].hex() == "a50ea5b81b49866c500d5d6513bd5c07"
 
@@ -74,13 +74,13 @@ def test_equal_blocks_in_one_prompt_have_different_keys():
     assert len(set(block_keys([5] * 12, 2))) == 6
 
 
-def test_salt_keeps_prefixes_apart():
+def test_different_salts_share_no_key():
     """Equal tokens with different salts, no salt or an empty one share no key."""
     every = [set(block_keys(TOKENS, 2, salt=salt)) for salt in (None, "", "a", "b")]
     assert len(set.union(*every)) == sum(map(len, every))
 
 
-def test_extra_keys_count_from_their_block_on():
+def test_extra_keys_change_their_block_and_all_later_ones():
     """Extra keys of block 1 change its key and all later ones, but not that of block 0."""
     plain, pictured = block_keys(TOKENS, 2), block_keys(TOKENS, 2, extra={1: {"image": "x"}})
     assert plain[0] == pictured[0]
@@ -98,7 +98,7 @@ def test_extra_keys_of_two_kinds_never_collide(extra):
     )
 
 
-def test_salt_is_no_extra_key():
+def test_a_salt_differs_from_an_extra_key_of_that_name():
     """A salt differs from an extra key of the name salt."""
     assert block_keys(TOKENS, 7, salt="a") != block_keys(TOKENS, 7, extra={0: {"salt": "a"}})
 
@@ -123,24 +123,24 @@ def test_order_of_extra_keys_does_not_matter():
     assert block_keys(TOKENS, 7, extra={0: one}) == block_keys(TOKENS, 7, extra={0: other})
 
 
-def test_no_extra_keys_are_no_extra_keys():
+def test_empty_extra_keys_change_no_key():
     """An empty mapping of extra keys for a block changes no key."""
     assert block_keys(TOKENS, 2, extra={1: {}}) == block_keys(TOKENS, 2)
 
 
 @pytest.mark.parametrize("tokens", [bytes(TOKENS), bytearray(TOKENS), tuple(TOKENS)])
-def test_any_sequence_of_ids_will_do(tokens):
+def test_token_ids_may_be_any_sequence(tokens):
     """Token ids may be bytes, a bytearray or a tuple."""
     assert block_keys(tokens, 3) == block_keys(TOKENS, 3)
 
 
-def test_the_largest_token_id():
+def test_the_largest_token_id_is_accepted():
     """A token id may be as large as 2^64 - 1."""
     assert block_keys([2**64 - 1], 1) == [digest(digest(b"[1,null]"), packed(2**64 - 1))]
 
 
 @pytest.mark.parametrize("tokens", [[1, -1], [2**64], [1.5], ["a"], "abc"])
-def test_what_is_no_token_id_is_refused(tokens):
+def test_invalid_token_ids_are_refused(tokens):
     """Values that are no token ids raise InputError with the valid range."""
     with pytest.raises(InputError, match="integers from 0 to 2\\^64 - 1"):
         block_keys(tokens, 2)
@@ -154,7 +154,7 @@ def test_block_size_must_be_positive(size):
 
 
 @pytest.mark.parametrize("extra", [{"image": b"9f3c"}, {"image": 2**70}, {"image": object()}])
-def test_what_is_no_extra_key_is_refused(extra):
+def test_invalid_extra_keys_are_refused(extra):
     """A value that is no extra key raises InputError with its tag and the valid types."""
     with pytest.raises(
         InputError, match=r"extra keys are text or integers by tag, not .*image"
@@ -162,7 +162,7 @@ def test_what_is_no_extra_key_is_refused(extra):
         block_keys(TOKENS, 2, extra={0: extra})
 
 
-def test_a_prefix_of_shared_keys_is_read_as_a_list():
+def test_a_key_prefix_reads_as_a_list():
     """A `KeyPrefix` has the length, items, slices and text of the list of its keys."""
     keys, same = KeyPrefix(array("q", [5, 6, 7, 8]), 3), [5, 6, 7]
     assert (len(keys), [*keys], repr(keys)) == (3, same, repr(same))
@@ -173,7 +173,7 @@ def test_a_prefix_of_shared_keys_is_read_as_a_list():
         assert keys[part] == same[part]
 
 
-def test_a_prefix_of_shared_keys_compares_by_its_keys():
+def test_a_key_prefix_compares_by_its_keys():
     """A `KeyPrefix` equals a list or prefix of the same keys, and has no hash."""
     path = array("q", [5, 6, 7])
     keys = KeyPrefix(path, 2)
@@ -187,7 +187,7 @@ def test_a_prefix_of_shared_keys_compares_by_its_keys():
         hash(keys)
 
 
-def test_a_prefix_of_shared_keys_is_sent_without_the_rest():
+def test_a_pickled_key_prefix_has_only_its_own_keys():
     """A pickled `KeyPrefix` has only its own keys, not the rest of the shared path."""
     copy = pickle.loads(pickle.dumps(KeyPrefix(array("q", range(100)), 2)))  # noqa: S301
     assert copy == [0, 1]
@@ -203,7 +203,7 @@ def turns(*counts, path=range(100)):
     ]
 
 
-def test_requests_of_shared_keys_hit_as_those_of_lists():
+def test_requests_with_key_prefixes_hit_as_with_lists():
     """Requests with a `KeyPrefix` hit the same blocks as requests with lists."""
     for accounting in ("keys", "tokens"):
         hits = []
@@ -219,14 +219,14 @@ def test_requests_of_shared_keys_hit_as_those_of_lists():
         assert hits[:6] == hits[6:]
 
 
-def test_what_is_no_request_is_named():
+def test_a_workload_item_that_is_no_request_is_refused():
     """A workload item that is no request raises InputError with its number and value."""
     requests = [Request(id=1, prompt_tokens=4, key_tokens=4), {"id": 2}]
     with pytest.raises(InputError, match=r"number 2 of the workload is {'id': 2}, which is no"):
         list(check_keys(requests))
 
 
-def test_shared_keys_are_checked_as_those_of_lists():
+def test_key_prefixes_are_checked_as_lists_are():
     """A key that follows two different keys raises InputError when it first does."""
     requests = turns(2, 2, 4, 6, path=[1, 2, 3, 4, 2, 5])
     checked = check_keys(requests)

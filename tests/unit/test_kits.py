@@ -79,7 +79,7 @@ def test_a_failing_state_machine_ends_in_seconds(monkeypatch):
         "__init__",
         lambda self: (runs.append(1), begin(self))[1],
     )
-    with pytest.raises(Exception, match="inner"):
+    with pytest.raises(PolicyError, match=r"'inner' .* raised AssertionError in victim\(\)"):
         InnerTests().test_state_machine()
     assert 0 < len(runs) < 50
 
@@ -99,7 +99,7 @@ class HoardingTests(PrefixIndexTests):
     prefix = Hoarding
 
 
-def test_an_index_that_finds_evicted_spans_is_named_with_the_method_to_look_at():
+def test_an_index_that_finds_evicted_spans_is_reported():
     """An index that finds evicted spans raises PolicyError with its name and `remove()`."""
     with pytest.raises(PolicyError, match=r"'hoarding'.* has left the cache: remove\(\) must"):
         HoardingTests().test_decides_as_the_default(0, {"accounting": "keys", "block_size": 4})

@@ -23,7 +23,7 @@ from kvcore_plugins.workload import Zipf
 SECOND = 10**9
 
 
-def test_time_goes_on_by_itself():
+def test_the_time_defaults_to_that_of_the_last_call():
     """A call without `now` happens at the time of the call before it."""
     cache = make(8, TTL(ttl=1))
     seq = compute(cache, cache.open(ask("ab"), now=5 * SECOND))
@@ -64,19 +64,19 @@ def test_requests_are_checked(fields):
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "fault"),
     [
-        {"start": -1},
-        {"start": 4, "end": 4},
-        {"priority": 0},
-        {"priority": 101},
-        {"duration": 0},
-        {"duration": 1.5},
+        ({"start": -1}, "hint for tokens -1 to None: no tokens"),
+        ({"start": 4, "end": 4}, "hint for tokens 4 to 4: no tokens"),
+        ({"priority": 0}, "priority must be 1 to 100, not 0"),
+        ({"priority": 101}, "priority must be 1 to 100, not 101"),
+        ({"duration": 0}, "duration must be whole nanoseconds above 0, not 0"),
+        ({"duration": 1.5}, "duration must be whole nanoseconds above 0, not 1.5"),
     ],
 )
-def test_hints_are_checked(fields):
+def test_hints_are_checked(fields, fault):
     """A retention hint for no tokens, out of range or for no time raises InputError."""
-    with pytest.raises(InputError, match="retention"):
+    with pytest.raises(InputError, match=f"retention {fault}"):
         Retention(**{"start": 0, "end": None, "priority": 50} | fields)
 
 
@@ -125,7 +125,7 @@ def test_a_plugin_without_a_name_is_refused():
         compare(Zipf(requests=5), Anonymous, 10)
 
 
-def test_a_trace_takes_one_first_admission_a_request():
+def test_a_request_has_one_first_admission_in_a_trace():
     """A second first admission, and the return of an unknown request, raise InputError."""
     cache = KVCache(8, BLOCK, eviction=LRU(), prefix=Radix(), trace=Lines())
     request = ask("a")
@@ -139,7 +139,7 @@ def test_a_trace_takes_one_first_admission_a_request():
     cache.close(cache.open(request, resumed=True))
 
 
-def test_a_refused_request_is_on_record():
+def test_a_refused_request_is_in_the_trace():
     """A request whose admission is refused is in the trace."""
     trace = Lines()
     cache = KVCache(1, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
@@ -171,7 +171,7 @@ class Numberless(ScoreEviction):
         return float("nan")
 
 
-def test_a_score_must_have_a_place_in_an_order():
+def test_a_score_of_nan_is_refused():
     """A score of NaN raises PolicyError that names the plugin and the method."""
     cache = make(4, Numberless())
     seq = compute(cache, cache.open(ask("ab")))
@@ -191,7 +191,7 @@ class Broken(ScoreEviction):
         return 1 // 0
 
 
-def test_an_error_of_a_policy_says_where():
+def test_an_error_of_a_policy_names_the_file_and_line():
     """The error of a policy names the file, the line and the function that raised it."""
     cache = make(4, Broken())
     seq = compute(cache, cache.open(ask("ab")))

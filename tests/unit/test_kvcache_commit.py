@@ -15,7 +15,7 @@ from helpers.caches import (
     table,
 )
 
-from kvcore import InputError
+from kvcore import InputError, OutOfBlocks
 from kvcore_plugins.prefix import Radix
 
 
@@ -49,7 +49,7 @@ def test_blocks_without_keys_stay_private():
     assert cache.pool.free_blocks == 6
 
 
-def test_output_keys_publish_what_is_generated():
+def test_output_keys_publish_generated_blocks():
     """Generated blocks with output keys are published, and hit by the next turn."""
     cache = make()
     seq = cache.open(ask("ab", output_keys=["abc", "abcd"]))
@@ -59,7 +59,7 @@ def test_output_keys_publish_what_is_generated():
     assert cache.probe(ask("abcde")) == 4
 
 
-def test_commit_never_passes_what_is_allocated():
+def test_commit_of_unallocated_tokens_is_refused():
     """A commit of more tokens than allocated raises InputError and changes nothing."""
     cache = make()
     seq = cache.open(ask("abc"), 6)
@@ -69,7 +69,7 @@ def test_commit_never_passes_what_is_allocated():
     assert seq.computed == 5
 
 
-def test_commit_takes_no_negative_tokens():
+def test_commit_of_negative_tokens_is_refused():
     """A commit of a negative number of tokens raises InputError."""
     cache = make()
     seq = start(cache, "abc")
@@ -78,7 +78,7 @@ def test_commit_takes_no_negative_tokens():
 
 
 def test_a_closed_sequence_is_refused():
-    """Every call with a closed sequence raises InputError."""
+    """Every call that changes a closed sequence raises InputError."""
     cache = make()
     seq = start(cache, "ab")
     cache.close(seq)
@@ -109,7 +109,7 @@ def test_the_creator_of_a_leaf_grows_it_in_place():
     for _ in range(3):
         compute(cache, seq, BLOCK)
     assert pins(cache) == {"|abc": 1}
-    assert cache.eviction.told == [
+    assert cache.eviction.callbacks == [
         ("on_miss", 0),
         ("on_insert", "|a"),
         ("on_extend", "|ab"),
@@ -127,7 +127,7 @@ def test_growth_ends_with_the_first_reuse():
     assert pins(cache) == {"|a": 1, "a|bc": 1, "a|x": 0}
 
 
-def test_growth_ends_with_a_preempted_return():
+def test_growth_ends_with_a_resumed_request():
     """After a resumed request has pinned the leaf, its creator appends a child span."""
     cache = make()
     seq = cache.open(ask("abc"))
@@ -153,7 +153,7 @@ def test_a_refused_admission_does_not_end_growth():
     cache = make(4)
     seq = cache.open(ask("abc"))
     compute(cache, seq, BLOCK)
-    with pytest.raises(Exception, match="needs 5 more"):
+    with pytest.raises(OutOfBlocks, match="needs 5 more"):
         cache.open(ask("auvwxy"))
     compute(cache, seq)
     assert pins(cache) == {"|abc": 1}
@@ -193,9 +193,9 @@ def test_a_duplicate_is_no_hit_and_no_access():
     """A switch to a cached duplicate only pins its span: it is no hit and no access."""
     cache = make(6, Recorded())
     serve(cache, "abc", now=1)
-    cache.eviction.told.clear()
+    cache.eviction.callbacks.clear()
     seq = cache.open(ask("abc"), now=2)
-    told = len(cache.eviction.told)
+    before = len(cache.eviction.callbacks)
     compute(cache, seq, now=2)
     last = spans(cache)["ab|c"]
     assert (last.hit_count, last.last_hit_order, last.last_access, last.ref_count) == (
@@ -204,7 +204,7 @@ def test_a_duplicate_is_no_hit_and_no_access():
         1,
         1,
     )
-    assert cache.eviction.told[told:] == [("on_pin", "ab|c")]
+    assert cache.eviction.callbacks[before:] == [("on_pin", "ab|c")]
     assert cache.stats.hit_blocks == 2
 
 
@@ -220,7 +220,7 @@ def test_two_sequences_compute_the_same_prompt():
     assert pins(cache) == {"|abc": 2}
 
 
-def test_in_turns_they_build_one_path():
+def test_two_sequences_in_turns_build_one_path():
     """Of two equal sequences the first to commit stores a block, and the other switches."""
     cache = make()
     one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
@@ -295,7 +295,7 @@ def test_the_trace_of_a_commit():
     assert trace.events()[-3:] == ["COMMIT", "FREE", "COMMIT"]
 
 
-def test_a_span_is_born_with_its_first_block():
+def test_a_span_has_the_time_and_request_of_its_first_block():
     """A span has the time, serial, request and tenant of the commit of its first block."""
     cache = make()
     request = ask("abc", tenant="t")
@@ -308,7 +308,7 @@ def test_a_span_is_born_with_its_first_block():
     assert (span.tokens, span.depth, span.blocks, span.is_leaf) == (3 * BLOCK, 0, 3, True)
 
 
-def test_a_split_copies_history():
+def test_a_split_copies_statistics():
     """Both halves of a split have the statistics of the whole; the lower keeps its id."""
     cache = make()
     serve(cache, "abcd", now=1)
@@ -335,8 +335,10 @@ def test_recency_counts_up_from_leaf_to_root():
     cache = make(12)
     serve(cache, "ab", "abcd")
     cache.close(start(cache, "abcdef"))
-    path = [spans(cache)[text].released_order for text in ("abcd|ef", "ab|cd", "|ab")]
-    assert path == sorted(path)
+    leaf, middle, root = (
+        spans(cache)[text].released_order for text in ("abcd|ef", "ab|cd", "|ab")
+    )
+    assert leaf < middle < root
 
 
 def test_recompute_seconds_are_of_the_tail_block():
@@ -374,7 +376,7 @@ def test_coarse_keys_switch_inside_a_key():
     }
 
 
-def test_close_keeps_what_is_committed():
+def test_close_keeps_committed_blocks():
     """After a close, committed blocks stay cached and unpinned; all others are free."""
     cache = make()
     seq = cache.open(ask("abc"))
@@ -398,7 +400,7 @@ def test_close_is_traced_even_without_blocks():
     assert (free["reason"], list(free["runs"])) == ("close", [])
 
 
-def test_the_header_says_what_the_cache_is_made_of():
+def test_the_header_describes_the_cache():
     """The header of a trace has both plugins with options, the accounting and the sizes."""
     trace = Lines()
     make(trace=trace, prefix=Radix(), accounting="keys", key_tokens=12)

@@ -60,7 +60,7 @@ def test_probe_drops_nothing(cache):
     assert snapshot(cache) == before
 
 
-def test_open_drops_what_has_expired(cache):
+def test_open_drops_expired_spans(cache):
     """`open` drops an expired span with its subtree, and counts it as expired, not evicted."""
     serve(cache, "abc", "abcde", "abcxy", now=0)
     cache.open(ask("abc"), now=50)
@@ -105,7 +105,7 @@ def test_a_refused_open_drops_nothing(cache):
     assert pins(cache) == {"|mn": 1}
 
 
-def test_the_trace_says_expired():
+def test_the_trace_of_an_expiry():
     """EVICT lines of expired spans, leaves first, precede HIT; MISS has reason `expired`."""
     trace = Lines()
     cache = make(12, Mortal(), trace=trace)
@@ -123,23 +123,23 @@ def test_the_trace_says_expired():
     assert table(cache, seq) == [0, 1, 2, 3, 4]
 
 
-def test_the_policy_is_told_leaves_first():
+def test_expired_leaves_are_removed_first():
     """`on_remove` is called for expired children before their parents."""
     cache = make(12, Recorded())
     cache.tree._expires = True
     serve(cache, "abc", "abcde", now=0)
     for span in cache.tree.spans():
         span.expires = 10
-    cache.eviction.told.clear()
+    cache.eviction.callbacks.clear()
     cache.open(ask("x"), now=20)
     cache.open(ask("abc"), now=20)
-    assert [text for what, text in cache.eviction.told if what == "on_remove"] == [
+    assert [text for what, text in cache.eviction.callbacks if what == "on_remove"] == [
         "abc|de",
         "|abc",
     ]
 
 
-def test_commit_drops_what_expired_in_its_way(cache):
+def test_commit_drops_expired_copies_of_its_blocks(cache):
     """A commit drops an expired copy of its blocks, and stores the new ones."""
     seq = cache.open(ask("abcd"), now=0)
     serve(cache, "abcd", now=0)

@@ -43,7 +43,7 @@ def test_extending_twice_is_extending_once():
     assert tables[0] == tables[1] == tables[2] == [5, 1, 0, 4]
 
 
-def test_no_more_is_evicted_than_is_missing():
+def test_only_missing_blocks_are_evicted():
     """`extend` uses free blocks before it evicts."""
     cache = make(6)
     serve(cache, "xyz")
@@ -62,18 +62,18 @@ def test_own_blocks_are_never_victims():
     assert pins(cache) == {"|ab": 1}
 
 
-def test_a_refusal_changes_nothing():
+def test_a_refused_extension_changes_nothing():
     """An `extend` that does not fit allocates and evicts nothing."""
     cache = make(6, Recorded())
     serve(cache, "xyz")
     seq = start(cache, "a")
-    before, told = snapshot(cache), list(cache.eviction.told)
+    before, callbacks = snapshot(cache), list(cache.eviction.callbacks)
     with pytest.raises(
         OutOfBlocks, match=r"needs 6 more .* 2 of 6 are free and 3 can be evicted"
     ):
         cache.extend(seq, 6 * BLOCK)
     assert snapshot(cache) == before
-    assert cache.eviction.told == told
+    assert cache.eviction.callbacks == callbacks
     cache.extend(seq, 5 * BLOCK)
     assert cache.pool.free_blocks == 0
 
@@ -109,7 +109,7 @@ def test_the_trace_of_an_extension():
     assert (list(evict["runs"]), alloc["first"], list(alloc["runs"])) == ([1], 1, [3, 1])
 
 
-def test_nothing_taken_is_not_traced():
+def test_extending_inside_a_block_is_not_traced():
     """An `extend` within the partial last block writes no line."""
     trace = Lines()
     cache = make(trace=trace)
@@ -119,7 +119,7 @@ def test_nothing_taken_is_not_traced():
     assert trace.lines == []
 
 
-def test_what_is_extended_can_be_committed():
+def test_a_prompt_extended_in_chunks_becomes_one_span():
     """A prompt that is allocated and computed chunk by chunk becomes one span."""
     cache = make()
     seq = cache.open(ask("abc"), 0)

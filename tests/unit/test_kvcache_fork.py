@@ -50,9 +50,9 @@ def test_fork_is_no_access():
     """A fork is no hit, no lookup and no access, and calls no hook of the policy."""
     cache = make(12, Recorded())
     seq = start(cache, "ab")
-    told, stats = list(cache.eviction.told), attrs.astuple(cache.stats)
+    callbacks, stats = list(cache.eviction.callbacks), attrs.astuple(cache.stats)
     cache.fork(seq, now=9)
-    assert cache.eviction.told == told
+    assert cache.eviction.callbacks == callbacks
     assert attrs.astuple(cache.stats) == stats
     assert (spans(cache)["|ab"].hit_count, spans(cache)["|ab"].last_access) == (0, 0)
 
@@ -125,7 +125,7 @@ def test_the_copy_counts_as_a_block_needed():
     assert table(cache, child) == [0, 2]
 
 
-def test_the_copy_is_taken_first(cache):
+def test_the_copy_is_allocated_first(cache):
     """The first block that an extension allocates is the copy."""
     seq = start(cache, "ab", BLOCK + HALF)
     child = cache.fork(seq)
@@ -147,7 +147,7 @@ def test_the_trace_of_a_copy():
     assert (alloc["first"], list(alloc["runs"])) == (2, [3])
 
 
-def test_who_keeps_the_tensors_is_told_of_a_copy():
+def test_on_copy_is_called_once_for_each_copy():
     """`on_copy` is called with source and target once for each copy."""
     copies = []
     cache = make(12, on_copy=lambda source, target: copies.append((source, target)))
@@ -182,15 +182,15 @@ def test_a_sibling_commit_pins_the_same_blocks(cache):
     assert table(cache, child) == table(cache, seq)
 
 
-def test_a_sibling_commits_what_is_committed_already():
+def test_a_sibling_commit_of_committed_blocks_changes_nothing():
     """A sibling's commit of blocks that are committed already changes nothing."""
     cache = make(12, Recorded())
     seq = cache.open(ask("abc"))
     child = cache.fork(seq)
     compute(cache, seq)
-    told, blocks = list(cache.eviction.told), table(cache, child)
+    callbacks, blocks = list(cache.eviction.callbacks), table(cache, child)
     compute(cache, child)
-    assert cache.eviction.told == told
+    assert cache.eviction.callbacks == callbacks
     assert (table(cache, child), pins(cache)) == (blocks, {"|abc": 2})
 
 
@@ -221,16 +221,16 @@ def test_a_sibling_that_holds_part_is_pinned_for_its_part(cache):
     assert table(cache, child) == table(cache, seq)
 
 
-def test_the_policy_hears_of_a_span_before_it_is_cut():
+def test_on_insert_comes_before_the_split_for_a_sibling():
     """`on_insert` is called before the `on_split` for a sibling's part."""
     cache = make(12, Recorded())
     seq = cache.open(ask("ab", BLOCK + HALF, output_keys=["ab"]))
     child = cache.fork(seq)
     cache.extend(child, HALF)
     cache.extend(seq, HALF)
-    cache.eviction.told.clear()
+    cache.eviction.callbacks.clear()
     compute(cache, seq)
-    assert cache.eviction.told == [("on_insert", "|ab"), ("on_split", "a|b")]
+    assert cache.eviction.callbacks == [("on_insert", "|ab"), ("on_split", "a|b")]
 
 
 def test_siblings_that_hold_different_parts(cache):
@@ -298,7 +298,7 @@ def test_a_pinned_fork_keeps_the_path(cache):
     assert pins(cache) == {"|a": 0}
 
 
-def test_fork_refuses_what_both_would_compute_differently(cache):
+def test_fork_with_uncommitted_generated_tokens_is_refused(cache):
     """A fork with uncommitted generated tokens raises InputError."""
     seq = start(cache, "ab")
     cache.extend(seq, 3)
@@ -334,7 +334,7 @@ def test_siblings_diverge_after_a_rollback(cache):
     cache.check_integrity()
 
 
-def test_a_counting_cache_gets_ids_by_its_first_fork():
+def test_the_first_fork_gives_ids_to_a_cache_without_ids():
     """The first fork of a cache without block ids gives an id to every block in use."""
     cache = make(12, ids=False)
     seq = start(cache, "abc", 2 * BLOCK + HALF)
@@ -349,7 +349,7 @@ def test_a_counting_cache_gets_ids_by_its_first_fork():
     cache.check_integrity()
 
 
-def test_a_counting_cache_decides_the_same_around_a_fork():
+def test_a_cache_without_ids_decides_the_same_around_a_fork():
     """Caches with and without block ids decide the same before and after a fork."""
     seen = []
     for ids in (True, False):

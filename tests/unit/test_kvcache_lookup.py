@@ -32,7 +32,7 @@ def test_the_last_token_is_always_computed():
     assert cache.probe(ask("abc", 3 * BLOCK + 1)) == 3
 
 
-def test_keys_counting_hits_the_whole_prompt():
+def test_keys_accounting_hits_the_whole_prompt():
     """In `keys` accounting all blocks of a fully cached prompt hit."""
     cache = make(accounting="keys")
     serve(cache, "abc")
@@ -56,7 +56,7 @@ def test_divergence_inside_a_span_splits_it():
 
 
 @pytest.mark.parametrize("stop", range(1, 9))
-def test_divergence_is_found_wherever_it_is(stop):
+def test_divergence_is_found_after_any_block(stop):
     """Divergence is found after any block of a span."""
     cache = make(20)
     serve(cache, "abcdefghi")
@@ -102,17 +102,17 @@ def test_a_hit_is_an_access():
     assert (lower.hit_count, lower.last_hit_order, lower.last_access) == (0, 1, 1)
 
 
-def test_a_preempted_request_finds_its_own_blocks_without_reuse():
+def test_hits_of_a_resumed_request_count_apart():
     """A resumed request counts its hits apart, and refreshes only the last access."""
     cache = make(8, Recorded())
     serve(cache, "abc", now=1)
-    cache.eviction.told.clear()
+    cache.eviction.callbacks.clear()
     cache.open(ask("abcd"), now=5, resumed=True)
     span = spans(cache)["|abc"]
     assert (span.hit_count, span.last_hit_order, span.last_access) == (0, 1, 5)
     assert (cache.stats.hit_blocks, cache.stats.self_hit_blocks) == (0, 3)
     assert cache.stats.requests == 1
-    assert cache.eviction.told == [("on_pin", "|abc")]
+    assert cache.eviction.callbacks == [("on_pin", "|abc")]
 
 
 def test_statistics_of_first_admissions():
@@ -157,7 +157,7 @@ def test_a_span_that_ends_inside_a_key_is_continued():
     assert cache.probe(ask("axy", key_tokens=3 * BLOCK)) == 3
 
 
-def test_blocks_of_several_keys():
+def test_a_block_of_several_keys_matches_by_its_last_key():
     """With two keys per block, a block matches by its second key."""
     cache = make(8, key_tokens=BLOCK // 2)
     serve(cache, "abcdef", key_tokens=BLOCK // 2)

@@ -9,7 +9,7 @@ from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 
 
-def test_fifty_tokens_take_four_blocks_and_cache_three():
+def test_fifty_tokens_occupy_four_blocks_and_cache_three():
     """A prompt of 50 tokens in blocks of 16 occupies 4 blocks; 3 stay cached."""
     cache = make(8, block_size=16)
     seq = cache.open(ask("abcd", 50, key_tokens=16))
@@ -29,7 +29,7 @@ def test_open_pins_before_it_evicts():
     assert pins(cache) == {"|ab": 1}
 
 
-def test_no_more_is_evicted_than_is_missing():
+def test_only_missing_blocks_are_evicted():
     """An admission evicts only as many blocks as are missing, from the end of a span."""
     cache = make(4)
     serve(cache, "abc")
@@ -46,7 +46,7 @@ def test_nothing_is_evicted_while_blocks_are_free():
     assert cache.tree.evicted_blocks == 0
 
 
-def test_first_tokens_allocates_so_many_after_the_hit():
+def test_first_tokens_are_allocated_after_the_hit():
     """`first_tokens` is the number of tokens to allocate after the hit."""
     cache = make()
     serve(cache, "abc")
@@ -54,7 +54,7 @@ def test_first_tokens_allocates_so_many_after_the_hit():
     assert (seq.hit_blocks, seq.tokens, seq.blocks) == (3, 18, 5)
 
 
-def test_first_tokens_may_be_none_at_all():
+def test_first_tokens_may_be_zero():
     """With 0 `first_tokens` a request is admitted with only its hit."""
     cache = make()
     serve(cache, "abc")
@@ -80,14 +80,14 @@ def test_a_refused_admission_changes_nothing(text):
     held = cache.open(ask("mnop"))
     compute(cache, held, now=1)
     serve(cache, "ab", now=2)
-    before, told = snapshot(cache), list(cache.eviction.told)
+    before, callbacks = snapshot(cache), list(cache.eviction.callbacks)
     with pytest.raises(OutOfBlocks):
         cache.open(ask(text), now=9)
     assert snapshot(cache) == before
-    assert cache.eviction.told == told
+    assert cache.eviction.callbacks == callbacks
 
 
-def test_an_error_of_the_trace_comes_through():
+def test_an_error_of_the_trace_is_raised_unchanged():
     """An error of the trace is raised as it is, and not as an error of a plugin."""
 
     class Full(Lines):
@@ -105,7 +105,7 @@ def test_an_error_of_the_trace_comes_through():
         cache.open(ask("abcd"))
 
 
-def test_a_refusal_gives_all_the_numbers():
+def test_out_of_blocks_names_all_the_numbers():
     """OutOfBlocks names the numbers of missing, free, all and evictable blocks.
 
     Blocks of the hit do not count as evictable.
@@ -119,7 +119,7 @@ def test_a_refusal_gives_all_the_numbers():
         cache.open(ask("abcde"))
 
 
-def test_exactly_enough_is_admitted():
+def test_an_admission_may_evict_all_other_unpinned_blocks():
     """An admission can evict all unpinned blocks that it does not hit."""
     cache = make(6)
     cache.open(ask("m"))
@@ -138,16 +138,16 @@ def test_the_lower_half_of_a_split_may_be_evicted_by_the_same_admission():
     assert pins(cache) == {"|ab": 1}
 
 
-def test_the_policy_is_told_in_order():
+def test_the_hooks_of_an_admission_are_called_in_order():
     """An admission calls hooks in order: split, pins, miss, evictions, accesses.
 
     Pins go from the root to the leaf, accesses from the leaf to the root.
     """
     cache = make(6, Recorded())
     serve(cache, "ab", "abcd", "xy")
-    cache.eviction.told.clear()
+    cache.eviction.callbacks.clear()
     cache.open(ask("abcmn"))
-    assert cache.eviction.told == [
+    assert cache.eviction.callbacks == [
         ("on_split", "abc|d"),
         ("on_pin", "|ab"),
         ("on_miss", 3),
@@ -158,18 +158,23 @@ def test_the_policy_is_told_in_order():
     ]
 
 
-def test_missed_is_told_once_and_only_of_a_miss():
-    """`on_miss` is not called for a full hit, nor for a resumed request."""
-    cache = make(8, Recorded())
+def test_on_miss_is_called_once_for_each_miss():
+    """`on_miss` is called once for each miss, with the number of blocks that hit.
+
+    It is not called if all blocks hit that could, nor for a resumed request. The last block
+    of a prompt cannot hit.
+    """
+    cache = make(40, Recorded())
     serve(cache, "abc")
-    cache.eviction.told.clear()
-    cache.open(ask("abc"))
+    cache.eviction.callbacks.clear()
+    for text in ("abc", "abx", "m"):
+        cache.open(ask(text))
     cache.open(ask("abxyz"), resumed=True)
-    assert "on_miss" not in dict(cache.eviction.told)
-    cache.open(ask("abx"))
-    assert ("on_miss", 2) not in cache.eviction.told
-    cache.open(ask("m"))
-    assert "on_miss" not in dict(cache.eviction.told)
+    assert "on_miss" not in dict(cache.eviction.callbacks)
+    for text in ("abcde", "axy", "mn"):
+        cache.open(ask(text))
+    misses = [hit for method, hit in cache.eviction.callbacks if method == "on_miss"]
+    assert misses == [3, 1, 0]
 
 
 def test_the_trace_of_an_admission():
@@ -204,7 +209,7 @@ def test_why_a_hit_ended(text, tokens, why):
     assert trace.of("MISS")[-1]["why"] == why
 
 
-def test_a_whole_hit_in_keys_counting_is_no_miss():
+def test_a_full_hit_in_keys_accounting_is_no_miss():
     """A full hit in `keys` accounting writes only HIT, and no MISS or ALLOC."""
     trace = Lines()
     cache = make(trace=trace, accounting="keys")
@@ -230,7 +235,7 @@ def test_key_tokens_must_be_positive():
         make(key_tokens=0)
 
 
-def test_a_counting_cache_has_no_block_tables():
+def test_a_cache_without_ids_has_no_block_tables():
     """Without block ids, `block_table` raises InputError that names `ids=True`."""
     cache = make(ids=False)
     seq = cache.open(ask("ab"))
@@ -246,7 +251,7 @@ def test_without_a_prefix_cache_nothing_is_shared():
     assert cache.pool.free_blocks == 8
 
 
-def test_a_request_of_no_tokens_takes_no_blocks():
+def test_a_request_without_tokens_occupies_no_blocks():
     """A request of 0 tokens opens and closes, and takes no blocks."""
     cache = make()
     seq = cache.open(Request(id="empty", prompt_tokens=0, key_tokens=BLOCK))

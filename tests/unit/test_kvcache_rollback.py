@@ -28,7 +28,7 @@ def test_whole_blocks_are_freed(tokens, left):
     cache.check_integrity()
 
 
-def test_uncomputed_tokens_go_first():
+def test_uncomputed_tokens_are_dropped_first():
     """A rollback of tokens that are not computed leaves the computed count."""
     cache = make()
     seq = start(cache, "a")
@@ -45,7 +45,7 @@ def test_tokens_can_be_computed_again():
     cache.rollback(seq, 5)
     cache.extend(seq, 9)
     compute(cache, seq)
-    assert (seq.tokens, seq.blocks) == (14, 4)
+    assert (seq.tokens, seq.computed, seq.blocks) == (14, 14, 4)
 
 
 def test_blocks_are_freed_deepest_first():
@@ -60,7 +60,7 @@ def test_blocks_are_freed_deepest_first():
     assert table(cache, seq) == [0, 1, 2]
 
 
-def test_blocks_dropped_are_traced_though_another_holds_them():
+def test_a_rollback_is_traced_even_if_a_fork_keeps_the_blocks():
     """FREE has the new end of the table, even if a fork keeps all blocks."""
     trace = Lines()
     cache = make(trace=trace)
@@ -71,7 +71,7 @@ def test_blocks_dropped_are_traced_though_another_holds_them():
     assert (list(free["runs"]), free["first"], free["reason"]) == ([], 2, "rollback")
 
 
-def test_nothing_dropped_is_not_traced():
+def test_a_rollback_inside_a_block_is_not_traced():
     """A rollback inside a block writes no line."""
     trace = Lines()
     cache = make(trace=trace)
@@ -81,7 +81,7 @@ def test_nothing_dropped_is_not_traced():
     assert trace.lines == []
 
 
-def test_what_is_shared_stays():
+def test_a_rollback_into_published_blocks_is_refused():
     """A rollback into published blocks raises InputError with both numbers."""
     cache = make()
     seq = drafted(cache, 6)
@@ -93,7 +93,7 @@ def test_what_is_shared_stays():
     assert snapshot(cache) == before
 
 
-def test_a_hit_stays():
+def test_a_rollback_into_hit_blocks_is_refused():
     """A rollback into blocks that were hit raises InputError."""
     cache = make()
     cache.close(start(cache, "ab"))
@@ -145,7 +145,7 @@ def test_a_rollback_of_nothing_is_always_allowed():
     cache.check_integrity()
 
 
-def test_a_counting_cache_rolls_back_alike():
+def test_a_cache_without_ids_rolls_back_the_same():
     """A cache without block ids rolls back with the same numbers."""
     cache = make(ids=False)
     seq = drafted(cache, 6)

@@ -93,7 +93,7 @@ def test_seconds_alone_do_not_jump():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1e-9, "1", None])
-def test_no_time(value):
+def test_an_invalid_time_is_refused(value):
     """A time that is negative, infinite or no number raises PolicyError with the plugin."""
 
     class Wrong(Easy):
@@ -110,7 +110,7 @@ def test_no_time(value):
         Wrong().pieces(StepWork())
 
 
-def test_neither_tier():
+def test_a_model_without_methods_is_refused():
     """A model that defines no method raises PolicyError that names both choices."""
 
     class Nothing(LatencyModel):
@@ -204,8 +204,8 @@ class Greedy(Mine):
     """A model that changes its argument."""
 
     def pieces(self, work):
-        """Add a token to the work, then return the line."""
-        work.prefill += 1
+        """Change the attended pairs, which the line does not need."""
+        work.attended_pairs = (1, *work.attended_pairs)
         return super().pieces(work)
 
 
@@ -280,41 +280,43 @@ def run(model, test):
     return method(**{name: values[name] for name in inspect.signature(method).parameters})
 
 
+WRONG = [
+    (Twice, "windows_are_told_apart", "a window is there twice"),
+    (Floating, "lines_are_integers", r"has \(0\.0, 0\), not integers"),
+    (Short, "lines_are_integers", "not a constant and a slope for each window"),
+    (Silent, "lines_are_integers", r"pieces\(\) is empty"),
+    (Falling, "lines_are_integers", "with a slope below 0"),
+    (Double, "the_longest_line_is_the_time", "assert 2000000000 == 1000000000"),
+    (Moody, "asking_changes_nothing", "equal work took another time"),
+    (Greedy, "asking_changes_nothing", r"duration\(\) changed the work"),
+    (Mangled, "equal_options_give_equal_times", r"0\.125} == .*0\.25}"),
+    (Mangled, "is_built_from_text", "gave other options"),
+    (Secret, "coefficients_are_json", r"\[1000000\]} == {'work': \(1000000,\)}"),
+    (Falling, "more_work_takes_no_less_time", r"context=\(3446,\)\) takes less time"),
+    (Boastful, "lines_hold_while_contexts_grow", r"\[\(0, 0\)\] == \[\(1, 0\)\]"),
+    (Boastful, "many_steps_take_what_single_ones_take", r"^assert \[0, .*\] == \[0, "),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "test"),
-    [
-        (Twice, "windows_are_told_apart"),
-        (Floating, "lines_are_integers"),
-        (Short, "lines_are_integers"),
-        (Silent, "lines_are_integers"),
-        (Falling, "lines_are_integers"),
-        (Double, "the_longest_line_is_the_time"),
-        (Moody, "asking_changes_nothing"),
-        (Greedy, "asking_changes_nothing"),
-        (Mangled, "equal_options_give_equal_times"),
-        (Mangled, "is_built_from_text"),
-        (Secret, "coefficients_are_json"),
-        (Falling, "more_work_takes_no_less_time"),
-        (Boastful, "lines_hold_while_contexts_grow"),
-        (Boastful, "many_steps_take_what_single_ones_take"),
-    ],
+    ("model", "test", "fault"), WRONG, ids=[f"{each[0].__name__}-{each[1]}" for each in WRONG]
 )
-def test_finds_what_is_wrong(model, test):
+def test_each_wrong_model_fails_its_test(model, test, fault):
     """Each wrong model fails the conformance test of the rule that it breaks."""
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=fault):
         run(model, test)
 
 
 @pytest.mark.parametrize(
     ("model", "what"), [(Eager, "prefill"), (Deep, "attended_pairs"), (Batched, "decode")]
 )
-def test_finds_what_gets_faster_with_more(model, what):
+def test_models_that_get_faster_with_more_work_fail(model, what):
     """The kit finds a model that gets faster with more prefill, pairs or sequences."""
 
     class Kit(LatencyModelTests):
         latency = model
 
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=rf"{what}=\(?3446.* takes less time than"):
         Kit().test_more_work_takes_no_less_time(what, 0)
 
 
@@ -325,7 +327,7 @@ def test_finds_what_gets_faster_with_more(model, what):
         (Objects, "is_built_from_text", "options without a text form: grid"),
     ],
 )
-def test_says_why_it_skips(model, test, reason):
+def test_a_skipped_test_has_a_reason(model, test, reason):
     """A test that does not apply to a model is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(model, test)

@@ -51,7 +51,7 @@ def test_linear_is_built_from_text():
 
 @pytest.mark.parametrize("option", ["step", "prefill", "decode", "context"])
 @pytest.mark.parametrize("value", [-1e-6, float("nan"), float("inf")])
-def test_linear_refuses_what_is_no_time(option, value):
+def test_linear_refuses_invalid_times(option, value):
     """An option that is no time raises InputError with its name and value."""
     with pytest.raises(InputError, match=rf"^linear: {option}={value} must be a number"):
         Linear(**{option: value})
@@ -81,7 +81,7 @@ def test_token_rate_of_a_whole_number_of_picoseconds_is_exact():
 
 @pytest.mark.parametrize("option", ["prefill", "decode"])
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 1e10])
-def test_token_rate_refuses_what_is_no_rate(option, value):
+def test_token_rate_refuses_invalid_rates(option, value):
     """A rate out of bounds raises InputError with the option and the bounds."""
     with pytest.raises(InputError) as caught:
         TokenRate(**{option: value})

@@ -70,7 +70,7 @@ def test_a_step_is_one_line():
     assert (time, slope) == (5_000_000_000 + 10 * (MOVED + KV), KV)
 
 
-def test_products_take_what_computing_or_reading_takes():
+def test_products_take_the_longer_of_computing_and_reading():
     """Products take the longer of reading the weights and computing the tokens.
 
     Reading takes 4 ms, as long as computing 100 tokens.
@@ -106,7 +106,7 @@ def test_devices_share_the_work():
         (DEVICE, 4, 40_960 * 3 / 2 / 6e9 * 4, 2 * 10 * 3 * 3e-6),
     ],
 )
-def test_all_reduces_take_their_time(device, devices, token, step):
+def test_each_layer_has_two_all_reduces(device, devices, token, step):
     """Each layer has two all-reduces, at 3/5 of the link's rate.
 
     Without a link, more than two devices share the way by the host.
@@ -128,13 +128,13 @@ def test_weights_in_fp8():
     assert narrow["fixed_ps"] == pytest.approx(10 * 14e6)
 
 
-def test_weights_in_fp8_are_widened_where_a_device_does_not_compute_in_it():
+def test_weights_in_fp8_are_widened_on_a_device_without_fp8():
     """On a device without fp8, only the reads of fp8 weights take half the time."""
     wide, narrow = (parts(model=m)["products"] for m in (MODEL, MODEL.with_weights("fp8")))
     assert narrow == {**wide, "weights_ps": wide["weights_ps"] / 2}
 
 
-def test_the_defaults():
+def test_the_default_times_of_llama_on_four_h100():
     """With all defaults, steps take the time computed by hand for Llama 3 8B on four H100."""
     flops, bandwidth = 4 * 989.5e12 * 0.8, 3.35e12 * 0.85
     token, pair = 2 * 8_030_261_248 / flops, 4 * 32 * 32 * 128 / (0.8 * flops)
@@ -152,7 +152,7 @@ def test_the_defaults():
     )
 
 
-def test_kv_heads_are_shared_by_as_many_devices_as_there_are_heads():
+def test_more_devices_than_kv_heads_read_kv_no_faster():
     """With 2 K/V heads, 4 devices read K/V no faster than 2, and weights twice as fast."""
     two, four = (parts(tensor_parallel=n) for n in (2, 4))
     assert four["attention"]["context_ps"] == two["attention"]["context_ps"] == [10_240]
@@ -181,7 +181,7 @@ def test_narrow_kv_is_read_at_a_lower_rate():
     assert (wide, half, narrow) == (2 * KV, KV, round(KV / 2 * 20 / 17))
 
 
-def test_experts_are_read_as_they_are_taken():
+def test_only_the_expected_experts_are_read():
     """A step reads the weights of the experts that its tokens are expected to use."""
     model = find_model("mixtral-8x7b")
     latency = roofline(model, overhead=0)
@@ -264,7 +264,7 @@ def test_weights_that_do_not_fit_are_refused():
         ("device", "h1000", "unknown device 'h1000'; did you mean h100"),
     ],
 )
-def test_refuses_what_cannot_be(option, value, problem):
+def test_impossible_options_are_refused(option, value, problem):
     """An impossible option raises InputError with its name, its value and what it accepts."""
     with pytest.raises(InputError) as caught:
         Roofline(**{option: value})

@@ -58,12 +58,12 @@ def milliseconds(model, prefill, decode, context):
         ((50, 5, 500), 2.75),
     ],
 )
-def test_interpolates(table, counts, expected):
+def test_times_are_linear_between_grid_points(table, counts, expected):
     """Times are those of the grid's points, and linear between them in each column."""
     assert milliseconds(table(), *counts) == expected
 
 
-def test_goes_on_with_the_steepest_slope_of_the_border(table):
+def test_beyond_the_grid_the_steepest_slope_continues(table):
     """Beyond the grid time grows by the steepest slope at its border.
 
     Beyond 400 tokens it is 6 ms per 300 tokens, for all numbers of sequences.
@@ -72,7 +72,7 @@ def test_goes_on_with_the_steepest_slope_of_the_border(table):
     assert milliseconds(table(), 700, 0, 0) == 5 + 6
 
 
-def test_goes_on_along_every_column(table):
+def test_beyond_the_grid_growth_adds_up_over_columns(table):
     """Beyond the grid in two columns, the growth of both is added.
 
     It is 5 ms per 10 sequences and 1 ms per 1,000 context tokens.
@@ -80,7 +80,7 @@ def test_goes_on_along_every_column(table):
     assert milliseconds(table(), 0, 20, 3000) == 3 + 5 + 2
 
 
-def test_before_the_grid_is_its_first_value(table):
+def test_below_the_grid_the_first_value_holds(table):
     """Below the first value of a column, times are those of that value."""
     model = table("100,1,0,0.002\n200,1,0,0.003")
     assert milliseconds(model, 0, 0, 0) == 2
@@ -100,7 +100,7 @@ def test_more_work_never_takes_less_time_across_borders(table):
     assert times == sorted(times)
 
 
-def test_times_that_are_lines_let_the_simulator_jump(table):
+def test_linear_times_let_the_simulator_jump(table):
     """A grid whose times are linear in the context is one line, and the model jumps."""
     model = table()
     assert model.jumps
@@ -115,14 +115,14 @@ def test_times_that_are_lines_let_the_simulator_jump(table):
     ],
     ids=["with context", "with sequences"],
 )
-def test_slopes_that_fall_are_looked_up_at_every_step(table, grid):
+def test_falling_slopes_do_not_jump(table, grid):
     """A grid with falling slopes returns a flat line, and the model does not jump."""
     model = table(grid)
     assert not model.jumps
     assert model.pieces(StepWork(0, (0,), 1, (5,))) == ((2_000_000_000, 0),)
 
 
-def test_lines_bend_upwards_at_each_context(table):
+def test_rising_slopes_jump_along_the_highest_line(table):
     """With rising slopes the highest line is the interpolated time, and the model jumps."""
     model = table("0,1,0,0.001\n0,1,10,0.002\n0,1,20,0.004")
     assert model.jumps
@@ -167,7 +167,7 @@ def test_a_deployment_without_a_grid_names_the_nearest():
 
 
 @pytest.mark.parametrize("options", [{}, {"path": "x.csv", "engine": "vllm"}])
-def test_a_file_or_an_engine(options):
+def test_either_a_file_or_an_engine_is_required(options):
     """Both or none of `path` and `engine` raise InputError."""
     with pytest.raises(InputError, match=r"give either 'path', a file, or 'engine'"):
         Table(**options)
@@ -223,7 +223,7 @@ def test_a_grid_that_falls_is_refused(table):
     ) in str(caught.value)
 
 
-def test_the_grid_of_the_reference_works(table):
+def test_the_grid_on_the_reference_page_can_be_read(table):
     """The grid on the reference page can be read."""
     page = Path(__file__).parents[2] / "docs/reference/latency.md"
     grid = page.read_text("utf-8").split("```csv\n")[1].split("```")[0]
@@ -231,7 +231,7 @@ def test_the_grid_of_the_reference_works(table):
     assert milliseconds(table(rows, header), 0, 1, 200_000) == 5.95
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     """A missing file raises InputError with its name."""
     with pytest.raises(InputError, match=r"grid\.csv: cannot be read: No such file"):
         Table(tmp_path / "grid.csv")

@@ -18,7 +18,7 @@ def test_a_module_is_imported_when_a_name_is_used(tmp_path, monkeypatch):
     assert variables["heavy_thing"] is sys.modules["heavy_thing"]
 
 
-def test_a_module_that_is_not_there():
+def test_a_missing_module_fails_at_its_first_use():
     """A missing module raises ModuleNotFoundError at the first use."""
     stand_in = LazyModule("no_such_thing", {})
     with pytest.raises(ModuleNotFoundError, match="no_such_thing"):

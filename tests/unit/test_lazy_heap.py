@@ -16,7 +16,7 @@ CALLS = st.lists(
 
 
 @given(CALLS)
-def test_it_is_a_sorted_dict(calls):
+def test_a_lazy_heap_is_a_sorted_dict(calls):
     """After any pushes and removals, the first item is that of the lowest entry."""
     heap, order = LazyHeap(), {}
     for call, item, place in calls:

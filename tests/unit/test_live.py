@@ -46,7 +46,7 @@ def text_of(lines):
 
 
 @pytest.mark.parametrize("seconds", [0, 0.4, 1.1, 2, 9])
-def test_the_view_is_what_replay_says(recorded, seconds):
+def test_the_view_equals_a_replay(recorded, seconds):
     """At any time the view has the blocks, hits, requests and queue of a replay."""
     time = int(seconds * NS_PER_S)
     view, report = viewed(recorded, time), check_trace(recorded, time)
@@ -61,10 +61,12 @@ def test_the_view_is_what_replay_says(recorded, seconds):
     queue = f"queue     waiting {series.waiting[row]:,}   running {series.running[row]:,}"
     assert queue in lines
     ratio = report.hit["ratio"]["block"]
-    assert any(line.endswith("in all -" if ratio is None else f"{ratio:.1%}") for line in lines)
+    shown = "-" if ratio is None else f"{ratio:.1%}"
+    (hits,) = (line for line in lines if line.startswith("hits "))
+    assert hits.endswith(f"   in all {shown}")
 
 
-def test_shared_blocks_are_those_that_sequences_hold(tmp_path):
+def test_blocks_count_as_shared_while_a_sequence_holds_them(tmp_path):
     """Cached blocks count as `shared` while a sequence holds them, and then as `cached`."""
     path = traces.record(tmp_path / "run.jsonl")
     assert viewed(path, 4).pool() == {"private": 1, "shared": 3, "cached": 0, "free": 4}
@@ -73,7 +75,7 @@ def test_shared_blocks_are_those_that_sequences_hold(tmp_path):
 
 @pytest.mark.parametrize("height", [1, 4, 8, 11, 12, 24, 60])
 @pytest.mark.parametrize("width", [1, 20, 71, 80, 200])
-def test_the_view_fits(recorded, width, height):
+def test_the_view_fits_the_terminal(recorded, width, height):
     """The view has no more lines than rows, and its bar is as wide as the terminal."""
     view = viewed(recorded, NS_PER_S)
     lines = view.lines(width, height, "halfway")
@@ -95,7 +97,7 @@ def test_the_bar_shows_the_parts(tmp_path):
     assert text_of(view.lines(16, 5, ""))[1] == "PPSSSSSS........"
 
 
-def test_rates_are_of_the_window(tmp_path):
+def test_the_view_has_the_hit_ratio_of_the_last_minute(tmp_path):
     """The view shows the hit ratio of the last minute beside that of the whole trace."""
     path = tmp_path / "run.jsonl"
     cache_lines(path, [(0, "abc"), (1, "abc"), (100, "xyz"), (130, "pqr")])
@@ -133,20 +135,20 @@ def cache_lines(path, asks):
                 "request long admitted again: 3 of 3 blocks hit",
             ],
         ),
-        (traces.rest, ["request again waits for"]),
+        (traces.serve_tiers, ["request again waits for"]),
         (traces.record, ["4 blocks evicted for request last, aged 5 ns"]),
-        (traces.forget, ["dropped by the retention policy"]),
+        (traces.drop_blocks, ["dropped by the retention policy"]),
     ],
 )
-def test_events_are_told_in_words(tmp_path, make, texts):
+def test_events_are_described_in_words(tmp_path, make, texts):
     """The view describes the last events in words, with their times."""
-    told = viewed(make(tmp_path / "run.jsonl")).last_events(500)
+    described = viewed(make(tmp_path / "run.jsonl")).last_events(500)
     for text in texts:
-        assert any(text in each for each in told), (text, told)
-    assert all(each.startswith("0:00.0  ") for each in told)
+        assert any(text in each for each in described), (text, described)
+    assert all(each.startswith("0:00.0  ") for each in described)
 
 
-def test_the_time_is_a_clock():
+def test_times_are_shown_as_a_clock():
     """Times are shown to tenths of a second, with hours only if there are any."""
     times = [0, 99_999_999, 61 * NS_PER_S, 3_725 * NS_PER_S + 10**8]
     assert list(map(clock, times)) == ["0:00.0", "0:00.0", "1:01.0", "1:02:05.1"]
@@ -198,7 +200,7 @@ def played(path, speed, **settings):
     return now, shown.frames
 
 
-def test_a_trace_takes_its_time(recorded):
+def test_playback_takes_the_time_of_the_trace(recorded):
     """Playback takes the trace's time divided by the speed, and the view never goes back."""
     timeline = Timeline.read(recorded)
     end = timeline.end
@@ -213,7 +215,7 @@ def test_a_trace_takes_its_time(recorded):
     assert frames[-1][1].endswith("100%, 0 s left  x0.5")
 
 
-def test_waiting_is_no_busy_loop(recorded):
+def test_playback_sleeps_between_frames(recorded):
     """Playback sleeps at most one frame at a time, and draws no more often than that."""
     time, frames = played(recorded, 1)
     assert max(time.waits) <= FRAME_SECONDS
@@ -221,7 +223,7 @@ def test_waiting_is_no_busy_loop(recorded):
     assert len(time.waits) < 1500
 
 
-def test_as_fast_as_it_comes(recorded):
+def test_infinite_speed_never_waits(recorded):
     """Playback never waits at infinite speed, nor before the start time."""
     time, frames = played(recorded, inf)
     assert (time.waits, len(frames)) == ([], 2)
@@ -260,7 +262,7 @@ def test_texts_of_a_trace_control_no_terminal(tmp_path):
     assert "\x1b[31m" not in picture
 
 
-def test_lines_come_by_the_time_of_the_trace(recorded):
+def test_lines_are_printed_by_the_time_of_the_trace(recorded):
     """`Lines` prints a line for each period of the trace's time, whatever the clock."""
     file = io.StringIO()
     player = Player(Lines(file, 0.5), inf, clock=Clock())

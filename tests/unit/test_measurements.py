@@ -25,7 +25,7 @@ def read(tmp_path):
     return read
 
 
-def test_reads_steps(read):
+def test_each_row_is_a_step(read):
     """Each row is a step in picoseconds; blank lines are ignored."""
     assert read(f"{HEADER}\n512,0,0,0.0125\n\n0, 8, 16000, 5e-3\n") == [
         MeasuredStep(2, 512, 0, 0, 12_500_000_000),
@@ -33,20 +33,20 @@ def test_reads_steps(read):
     ]
 
 
-def test_reads_columns_by_name(read):
+def test_columns_are_found_by_name(read):
     """Columns are found by name, in any order, with others beside them."""
     text = 'seconds,"note",context_tokens,prefill_tokens,decode_sequences\n1,"a, b",4,2,3\n'
     assert read(text) == [MeasuredStep(2, 2, 3, 4, 10**12)]
 
 
-def test_reads_pairs_where_they_are_known(read):
+def test_attended_pairs_default_to_one_chunk(read):
     """Without a column of attended pairs, prompt tokens are one chunk at a prompt's start."""
     (known,) = read("attended_pairs," + HEADER + "\n50,4,2,3,1\n")
     (unknown,) = read(f"{HEADER}\n4,2,3,1\n")
     assert (known.pairs, unknown.pairs) == (50, 1 + 2 + 3 + 4)
 
 
-def test_the_work_of_a_step_counts_in_windows():
+def test_work_in_windows_follows_from_the_attended_pairs():
     """The work per window follows from the chunk's distance to the start of its prompt.
 
     The number of attended pairs implies that distance.
@@ -57,7 +57,7 @@ def test_the_work_of_a_step_counts_in_windows():
     )
 
 
-def test_reads_compressed_files(tmp_path):
+def test_gzip_files_are_read(tmp_path):
     """A gzip file of steps is read."""
     path = tmp_path / "steps.csv.gz"
     path.write_bytes(gzip.compress(f"{HEADER}\n1,2,3,0.5\n".encode()))
@@ -94,7 +94,7 @@ def test_reads_compressed_files(tmp_path):
         (f"{HEADER}\n1,2,3,1e9\n", "above 0 and up to 10^6, such as 0.0125, got '1e9'"),
     ],
 )
-def test_what_cannot_be_used_is_named(read, text, problem):
+def test_wrong_files_are_refused_with_line_and_column(read, text, problem):
     """A wrong file raises InputError with the line, the column, and what was expected."""
     with pytest.raises(InputError) as caught:
         read(text)

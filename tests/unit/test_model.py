@@ -96,7 +96,7 @@ def test_a_device_without_bandwidth_is_refused():
         ({"block_size": 0}, "block_size must be at least 1"),
     ],
 )
-def test_a_layout_that_cannot_be_is_refused(fields, problem):
+def test_an_impossible_layout_is_refused(fields, problem):
     """A K/V layout with an unknown codec or a block size of 0 raises InputError."""
     with pytest.raises(InputError, match=problem):
         KVLayout(tiny(), **fields)
@@ -132,7 +132,7 @@ def test_bytes_are_rounded_up():
 
 
 @given(lengths, lengths, windows)
-def test_attended_pairs_are_what_a_mask_counts(context, tokens, window):
+def test_attended_pairs_equal_those_of_a_mask(context, tokens, window):
     """The closed form of attended pairs equals counting key by key."""
     count = sum(
         min(position + 1, window or position + 1)
@@ -142,7 +142,7 @@ def test_attended_pairs_are_what_a_mask_counts(context, tokens, window):
 
 
 @given(lengths, lengths, lengths, windows)
-def test_prefill_in_chunks_attends_to_as_many_pairs(context, first, second, window):
+def test_chunked_prefill_attends_to_the_same_pairs(context, first, second, window):
     """Chunked prefill attends to as many pairs as prefill in one piece."""
     whole = attended_pairs(context, first + second, window)
     chunks = attended_pairs(context, first, window)
@@ -190,7 +190,7 @@ def test_limiting_the_window_keeps_smaller_ones():
 
 
 @given(st.integers(0, 10**6), st.integers(1, 200))
-def test_as_many_requests_fit_as_their_blocks_do(budget, tokens):
+def test_requests_that_fit_follow_from_blocks_that_fit(budget, tokens):
     """The requests that fit are the blocks that fit, divided by blocks per request."""
     layout = KVLayout(tiny(), "fp32", 16)
     assert layout.requests_in(budget, tokens) == layout.blocks_in(budget) // layout.blocks_for(
@@ -198,13 +198,13 @@ def test_as_many_requests_fit_as_their_blocks_do(budget, tokens):
     )
 
 
-def test_nothing_fits_into_less_than_nothing():
+def test_a_negative_budget_holds_nothing():
     """A negative budget holds 0 blocks and 0 requests."""
     layout = KVLayout(tiny())
     assert (layout.blocks_in(-1), layout.requests_in(-1, 1)) == (0, 0)
 
 
-def test_the_budget_is_what_weights_and_reserve_leave():
+def test_the_budget_is_memory_less_weights_and_reserve():
     """The budget is memory less weights and reserve, and negative if they exceed it."""
     assert kv_budget(tiny(), device(), reserve=1000) == 10_000 - 2000 - 1000
     assert kv_budget(tiny(), device(hbm_bytes=1500)) == -500
@@ -289,14 +289,14 @@ def test_the_default_prefill_cost_is_named():
     assert cost == PrefillCost.of(find_model("llama-3-8b"), find_device("h100"))
 
 
-def test_the_default_cost_of_a_block_has_not_moved():
+def test_the_default_cost_of_a_block_is_constant():
     """The default costs are the same to the bit, since they order evictions."""
     cost = default_prefill_cost()
     assert cost(0, 512).hex() == "0x1.12971aa7c57bbp-7"
     assert cost(65_536, 512).hex() == "0x1.ac9583506332dp-6"
 
 
-def test_a_cost_survives_being_written_down():
+def test_a_cost_can_be_made_from_its_fields():
     """The fields of a cost are plain numbers from which an equal one can be made."""
     cost = default_prefill_cost()
     assert PrefillCost(**attrs.asdict(cost, recurse=False)) == cost

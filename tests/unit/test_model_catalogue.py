@@ -277,7 +277,7 @@ def test_names_are_found_whatever_their_case():
     assert find_device("A100_80G") is DEVICES["a100-80g"]
 
 
-def test_an_unknown_model_is_told_the_nearest_ones():
+def test_an_unknown_model_is_refused_with_the_nearest_names():
     """An unknown model raises InputError with similar names and the command for all."""
     with pytest.raises(InputError) as caught:
         find_model("llama3-8b")
@@ -287,7 +287,7 @@ def test_an_unknown_model_is_told_the_nearest_ones():
     assert "qwen3-8b" not in text
 
 
-def test_an_unknown_device_is_told_all():
+def test_an_unknown_device_is_refused_with_all_names():
     """An unknown device without similar names raises InputError with all names."""
     with pytest.raises(InputError, match=r"unknown device 'abacus'; known: a10, a100-40g"):
         find_device("abacus")

@@ -68,7 +68,7 @@ def test_the_new_name_of_the_dtype_field_is_read(read):
     assert read({**fields, "dtype": "float16"}).dtype == "fp16"
 
 
-def test_a_dtype_can_be_given_in_place_of_the_file_s(read):
+def test_a_given_dtype_replaces_that_of_the_file(read):
     """The dtype that the caller gives holds for all weights."""
     model = read(without(GPT_OSS, "torch_dtype"), dtype="int8")
     assert (model.dtype, model.expert_dtype) == ("int8", "int8")
@@ -160,7 +160,6 @@ def test_a_missing_field_is_named_with_its_file(read, tmp_path, name):
         (LLAMA, "tie_word_embeddings", "no", "must be true or false, not 'no'"),
         (LLAMA, "model_type", "mamba", "is 'mamba'; known: deepseek_v2, deepseek_v3"),
         (LLAMA, "model_type", ["llama"], "is ['llama']; known: deepseek_v2"),
-        (LLAMA, "num_attention_heads", 3, "is missing, and 4096 / 3 is not whole"),
         (LLAMA, "torch_dtype", "complex64", "is 'complex64'; give --weights-dtype"),
         (LLAMA, "quantization_config", 4, "must be an object, not 4"),
         (LLAMA, "quantization_config", {"quant_method": "exl2"}, "by 'exl2', of unknown size"),
@@ -179,13 +178,22 @@ def test_a_missing_field_is_named_with_its_file(read, tmp_path, name):
         (DEEPSEEK, "v_head_dim", None, "is missing"),
     ],
 )
-def test_a_field_that_cannot_be_used_is_named(read, model, field, value, problem):
+def test_a_wrong_field_is_named_with_value_and_remedy(read, model, field, value, problem):
     """A field of a wrong value raises InputError with the field, the value and the remedy."""
     with pytest.raises(InputError) as caught:
         read({**model, field: value})
     text = str(caught.value)
     assert problem in text
-    assert "config.json: " in text
+    assert f"config.json: field '{field}' " in text
+
+
+def test_heads_that_do_not_divide_the_hidden_size_need_a_head_dim(read):
+    """Without `head_dim`, heads that do not divide the hidden size raise InputError."""
+    with pytest.raises(
+        InputError,
+        match=r"config\.json: field 'head_dim' is missing, and 4096 / 3 is not whole",
+    ):
+        read(LLAMA | {"num_attention_heads": 3})
 
 
 def test_a_nested_field_is_named_with_its_parent(read):
@@ -196,7 +204,7 @@ def test_a_nested_field_is_named_with_its_parent(read):
         read(fields)
 
 
-def test_a_window_past_the_longest_context_is_none(read):
+def test_a_window_past_the_longest_context_is_no_window(read):
     """A window as long as the longest context is no window."""
     assert set(read(QWEN | {"max_position_embeddings": 4096}).windows) == {None}
 
@@ -234,7 +242,7 @@ def test_a_file_that_is_no_object_is_refused(read):
         read("[]")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     """A missing file raises InputError with its path and the reason."""
     with pytest.raises(InputError, match=r"none/config\.json: cannot be read: No such file"):
         read_config(tmp_path / "none" / "config.json")

@@ -41,7 +41,7 @@ def drawn(*shape, seed=0):
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("width", [128, 80, 24])
-def test_stores_rows(width, dtype):
+def test_rows_are_stored_in_their_slots(width, dtype):
     """Each row is stored in its slot, and no other slot is written."""
     rows, slots = drawn(11, 3, width).to(dtype), torch.randperm(100)[:33]
     found, expected = (torch.full((100, width), nan, dtype=dtype) for _ in range(2))
@@ -50,7 +50,7 @@ def test_stores_rows(width, dtype):
     assert found.nan_to_num(-1).equal(expected.nan_to_num(-1))
 
 
-def test_stores_rows_that_lie_apart():
+def test_strided_rows_are_stored():
     """Rows may be a strided part of a larger tensor, as the keys of a fused projection."""
     both = drawn(11, 6, 16)
     out, slots = torch.zeros(33, 16), torch.arange(33)
@@ -70,7 +70,7 @@ def test_stores_rows_that_lie_apart():
         "fp8-e5m2:scale=head",
     ],
 )
-def test_stores_codes(spec, dtype):
+def test_stored_codes_equal_those_of_the_codec(spec, dtype):
     """Stored codes and scales equal the codec's, also for zeros, NaN and overflow."""
     codec = Plugins().build("codec", spec)
     rows = (3 * drawn(9, 2, 80)).to(dtype)
@@ -101,7 +101,7 @@ ROTATIONS = [(8, False), (8, True), (5, False), (5, True), (1, True)]
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize(("pairs", "adjacent"), ROTATIONS)
-def test_rotates_keys(pairs, adjacent, dtype):
+def test_stored_keys_are_rotated(pairs, adjacent, dtype):
     """Keys are rotated as in float64 and rounded once; values are stored as they are."""
     keys, values = drawn(9, 3, 16).to(dtype), drawn(9, 3, 24, seed=1).to(dtype)
     speeds = tuple(0.5**i for i in range(pairs))
@@ -123,7 +123,7 @@ def test_rotates_keys(pairs, adjacent, dtype):
     assert sum(place.isnan().any(1).sum() for place in places) == 2 * (50 - 27)
 
 
-def test_rotates_by_rows_of_a_table():
+def test_rotation_by_a_table_equals_rotation_by_angles():
     """Rotation by a table of all positions equals rotation by the tokens' own angles."""
     keys, positions = drawn(6, 2, 16), torch.tensor([7, 0, 3, 3, 99, 50])
     rotary, slots, found = Rotary((1.0, 0.1, 0.01)), torch.arange(12), []
@@ -138,7 +138,7 @@ def test_rotates_by_rows_of_a_table():
 
 @pytest.mark.parametrize("spec", ["int8", "fp8-e4m3", "fp8-e5m2:scale=head"])
 @pytest.mark.parametrize("adjacent", [False, True])
-def test_rotates_what_it_codes(spec, adjacent):
+def test_stored_codes_are_those_of_rotated_keys(spec, adjacent):
     """Codes are those of rotated keys; rounding may change a code by one."""
     codec, keys = Plugins().build("codec", spec), drawn(9, 2, 80).half()
     rotation = Rotary(tuple(0.8**i for i in range(30)), adjacent).rotation(torch.arange(9))
@@ -152,8 +152,8 @@ def test_rotates_what_it_codes(spec, adjacent):
     assert apart.float().mean() < 0.01
 
 
-def test_codecs_without_a_kernel():
-    """Codecs without a kernel have no target, and encode by their own functions."""
+def test_codecs_without_a_kernel_have_no_target():
+    """Codecs without a kernel, and int8 of float64 rows, have no target for a kernel."""
     for spec in ("int4", "int8:keys=channel", "kivi:bits=2"):
         assert Target.of(Plugins().build("codec", spec), "keys", torch.float32, []) is None
     assert Target.of(Plugins().build("codec", "int8"), "keys", torch.float64, []) is None
@@ -168,7 +168,7 @@ def test_codecs_without_a_kernel():
         (torch.uint8, (3, 9)),
     ],
 )
-def test_moves_rows(dtype, widths):
+def test_row_mover_moves_rows_of_all_matrices(dtype, widths):
     """`RowMover` moves rows of all matrices, whatever their alignment, and no others."""
     matrices = [drawn(20, width, seed=width).mul(50).to(dtype) for width in widths]
     expected = [each.clone() for each in matrices]
@@ -194,7 +194,7 @@ OVERLAPS = {
 
 @pytest.mark.parametrize("way", ["kernel", "rows", "index"])
 @pytest.mark.parametrize("pairs", OVERLAPS.values(), ids=OVERLAPS)
-def test_copies_overlapping_blocks(monkeypatch, pairs, way):
+def test_overlapping_blocks_are_copied(monkeypatch, pairs, way):
     """All sources are read before any target is written, in every way to copy."""
     monkeypatch.setattr(_pool, "kernels_for", lambda _: way == "kernel")
     monkeypatch.setattr(_pool, "LONG_ROW", 1 if way == "rows" else 1 << 40)
@@ -218,7 +218,7 @@ def test_copies_overlapping_blocks(monkeypatch, pairs, way):
 
 @pytest.mark.parametrize("rotated", [False, True], ids=["plain", "rotated"])
 @pytest.mark.parametrize("spec", [None, "int8", "fp8-e4m3", "int4", "kivi:bits=4"])
-def test_backends_store_alike(monkeypatch, spec, rotated):
+def test_stored_blocks_are_the_same_with_kernels_as_without(monkeypatch, spec, rotated):
     """Stored, copied and swapped blocks are the same with kernels as without."""
     codec = None if spec is None else Plugins().build("codec", spec)
     found = []
@@ -242,7 +242,7 @@ def test_backends_store_alike(monkeypatch, spec, rotated):
 
 
 @pytest.mark.parametrize("spec", [None, "int8"])
-def test_stores_in_one_launch(monkeypatch, spec):
+def test_one_launch_stores_the_kv_of_a_layer(monkeypatch, spec):
     """K and V of a layer are stored by one launch, rotated keys included."""
     for module in (_pool, _coded_pool):
         monkeypatch.setattr(module, "kernels_for", lambda _: True)
@@ -266,7 +266,7 @@ def test_stores_in_one_launch(monkeypatch, spec):
 
 @pytest.mark.parametrize("way", ["kernel", "index", "runs"])
 @pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
-def test_swaps_with_memory_elsewhere(monkeypatch, way, together):
+def test_swapped_blocks_come_back_unchanged(monkeypatch, way, together):
     """Blocks that are swapped out and in, and read and written, come back unchanged."""
     # A device with an index differs from that of tensors, which has none, but is the same.
     monkeypatch.setattr(_pool.Pool, "device", torch.device("cpu", 0))
@@ -315,12 +315,12 @@ def check(kernel, signature, constants, widest):
             file = Path(folder) / "kernel.ptx"
             file.write_text(ptx)
             name = re.search(r"\.target (\w+)", ptx)[1]
-            told = "".join(  # of several assemblers the newer one knows newer code
+            printed = "".join(  # an older assembler may not know the code
                 subprocess.run(
                     [program, "-v", f"--gpu-name={name}", file, "-o", f"{file}.cubin"],
                     capture_output=True, text=True, check=False).stderr
                 for program in programs.glob("ptxas*"))
-        assert "0 bytes spill stores, 0 bytes spill loads" in told, told
+        assert "0 bytes spill stores, 0 bytes spill loads" in printed, printed
 
 check(
     copy._move,
@@ -333,9 +333,9 @@ def part(name, out, scales):
     kinds = {"": "*bf16", "_slots": "*i64", "_out": out, "_scales": scales}
     kinds |= {"_token_stride": "i32", "_head_stride": "i32", "_factor": "fp32",
               "_greatest": "fp32"}
-    return {(name if kind else name + "s") + kind: what for kind, what in kinds.items()}
+    return {(name if field else name + "s") + field: kind for field, kind in kinds.items()}
 
-# Values are written without rotation, so that this is compiled too.
+# Values are not rotated, so storing without rotation is compiled too.
 for way, width, pairs, adjacent in (
     (store.PLAIN, 128, 64, False), (store.FP8, 128, 32, False),
     (store.FP8_BY_HEAD, 128, 64, False), (store.GRID, 128, 32, True),
@@ -345,8 +345,8 @@ for way, width, pairs, adjacent in (
     signature = part("key", *kinds) | part("value", *kinds)
     signature |= {"cosines": "*fp32", "sines": "*fp32", "places": "*i64", "count": "i32",
                   "heads": "i32"}
-    constants = {f"{name}_{what}": width for name in ("key", "value")
-                 for what in ("width", "columns")}
+    constants = {f"{name}_{field}": width for name in ("key", "value")
+                 for field in ("width", "columns")}
     constants |= {"per_program": store.TURNED // width, "way": way, "precision": 3, "bias": 7,
                   "pairs": pairs, "adjacent": adjacent, "named": adjacent}
     check(store._store, signature, constants,
@@ -356,7 +356,7 @@ for way, width, pairs, adjacent in (
 
 
 @pytest.mark.parametrize("codec", [None, "int8", "int4"])
-def test_generates_alike(monkeypatch, codec):
+def test_kernels_and_torch_generate_the_same_tokens(monkeypatch, codec):
     """A model generates the same tokens whether kernels or torch rotate its keys."""
     found, rotated = [], []
     rotate = Rotation.rotate
@@ -377,7 +377,7 @@ def test_generates_alike(monkeypatch, codec):
 
 
 @pytest.mark.slow
-def test_compiles_for_gpus(tmp_path):
+def test_kernels_compile_for_gpus(tmp_path):
     """Kernels for sm_80 and sm_90 access 16 bytes at a time, and spill no register."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}

@@ -33,32 +33,32 @@ def play(prompts, blocks, *, bypass=False, ratio=1):
     return stats.hit_blocks, evicted
 
 
-def test_what_is_wanted_last_leaves():
+def test_the_block_needed_last_is_evicted_first():
     """The block whose next request is furthest is evicted first: `b`, and not `a`."""
     assert play("a b c a b", 2) == (1, 2)
 
 
-def test_what_is_never_wanted_leaves_first():
+def test_a_block_never_needed_again_is_evicted_first():
     """A block that is never requested again is evicted first: `b` before `a`."""
     assert play("a b c c a", 2) == (2, 1)
 
 
-def test_the_deepest_leave_first_among_equals():
+def test_the_deepest_of_equal_blocks_is_evicted_first():
     """Of blocks that one request needs next, the deepest is evicted first."""
     assert play("abc x abc", 3) == (2, 2)
 
 
-def test_the_blocks_of_the_request_stay():
+def test_without_bypass_requested_blocks_are_cached():
     """Without bypass the requested blocks must be cached: `b` evicts `a`."""
     assert play("a b a", 1) == (0, 2)
 
 
-def test_bypass_lets_the_blocks_of_the_request_go():
+def test_with_bypass_requested_blocks_need_not_be_cached():
     """With bypass the requested blocks need not be cached: `b` does not evict `a`."""
     assert play("a b a", 1, bypass=True) == (1, 1)
 
 
-def test_bypass_keeps_the_best_part_of_a_request():
+def test_with_bypass_a_part_of_a_request_can_be_cached():
     """With bypass a part of a request can be cached: of `cde` only `c`, beside `ab`."""
     assert play("ab cde ab c", 3, bypass=True) == (3, 2)
 
@@ -69,7 +69,7 @@ def test_a_request_longer_than_the_pool_keeps_its_leading_blocks():
     assert (stats.hit_blocks, stats.lookup_blocks) == (2, 8)
 
 
-def test_the_parts_of_a_key_leave_one_by_one():
+def test_blocks_of_a_key_are_evicted_one_by_one():
     """With three blocks per key, evicting one block costs one hit, not three."""
     assert play("ab x ab", 8, ratio=3) == (5, 2)
 
@@ -79,7 +79,7 @@ def test_a_request_longer_than_the_pool_may_end_inside_a_key():
     assert play("ab ab", 4, ratio=3) == (4, 0)
 
 
-def test_a_request_without_keys_looks_nothing_up():
+def test_a_request_without_keys_is_no_lookup():
     """A request without keys is counted as a request, but not as a lookup."""
     future = Future.read(
         [Request(id=0, prompt_tokens=9, key_tokens=1), *requests(["a"])],
@@ -89,10 +89,10 @@ def test_a_request_without_keys_looks_nothing_up():
     assert (stats.requests, stats.looked_up) == (2, 1)
 
 
-def test_the_ratios_are_weighted_as_they_say():
-    """Hit ratios are weighted by block, by token, and by request."""
-    stats, _ = Belady().replay(read("ab ac"), 3, 1)
-    assert stats.ratios() == {"block": 0.25, "token": 0.25, "request": 0.25}
+def test_hit_ratios_are_weighted_by_block_token_and_request():
+    """Hit ratios are weighted by block, by token (here the same), and by request."""
+    stats, _ = Belady().replay(read("ab abc"), 3, 1)
+    assert stats.ratios() == {"block": 2 / 5, "token": 2 / 5, "request": (0 + 2 / 3) / 2}
 
 
 def test_the_future_is_kept_in_runs():
@@ -128,7 +128,7 @@ def test_keys_of_another_size_are_refused():
     ("options", "bypass"),
     [({}, False), ({"bypass": "true"}, True), ({"bypass": "false"}, False)],
 )
-def test_it_is_built_from_text(options, bypass):
+def test_bypass_is_parsed_from_text(options, bypass):
     """The option `bypass` is true or false in text, and false by default."""
     assert Belady.from_text(options) == Belady(bypass=bypass)
 
@@ -139,7 +139,7 @@ def test_an_unknown_option_is_refused():
         Belady.from_text({"bypas": "true"})
 
 
-def test_a_value_that_is_no_truth_is_refused():
+def test_a_wrong_value_of_bypass_is_refused():
     """A value of `bypass` other than true or false raises InputError."""
     with pytest.raises(InputError, match="takes true or false, not 'maybe'"):
         Belady.from_text({"bypass": "maybe"})

@@ -9,6 +9,7 @@ from helpers.serving import SLOT, ask
 from kvcore import InputError
 from kvcore.cluster.phases import Split
 from kvcore.trace.check import check_trace
+from kvcore_plugins.scheduler import Fair
 
 ONE = "prefill=1,decode=1,latency=0s"
 SLOW = f"{ONE},bandwidth=1GB"
@@ -65,7 +66,7 @@ def test_latency_comes_after_the_transfer():
     assert times(serve([ask("a", prompt=4, output=2)], split), "a") == (10, 10 + 164 + 10)
 
 
-def test_transfers_take_their_turn_on_a_link():
+def test_transfers_on_one_link_wait_for_each_other():
     """A second transfer on a link waits for the first."""
     requests = [ask(name, prompt=4, output=2) for name in "ab"]
     result = serve(requests, f"{SLOW},overlap=whole")
@@ -80,7 +81,7 @@ def test_links_of_two_replicas_do_not_wait_for_each_other():
     assert [times(result, name)[1] for name in "ab"] == [84, 84]
 
 
-def test_blocks_that_are_there_are_not_moved_again():
+def test_blocks_cached_at_the_decode_replica_are_not_moved():
     """Blocks that the decode replica already caches are reused, not moved."""
     shared = {"prompt": 12, "output": 2}
     requests = [ask("a", 0, **shared, keys="abc"), ask("b", 1000, **shared, keys="abd")]
@@ -128,7 +129,7 @@ def test_a_full_decode_replica_holds_the_prefill_back():
     assert firsts[2] == done[1] + 10
 
 
-def test_preempted_decodes_compute_their_text_there():
+def test_preempted_decodes_are_recomputed_at_their_replica():
     """A preempted decode is recomputed at its replica, and its K/V is not moved again."""
     requests = [ask(name, prompt=8, output=10) for name in "ab"]
     result = serve(requests, SLOW, blocks=6)
@@ -159,17 +160,21 @@ def test_the_router_of_the_decode_pool_may_refuse():
 
 @pytest.mark.parametrize("overlap", ["layers", "whole"])
 @pytest.mark.parametrize("replica", [0, 2])
-@pytest.mark.parametrize("at", ["5ns", "40ns", "150ns"])
+@pytest.mark.parametrize("at", [5, 40, 150])
 def test_requests_of_a_replica_that_fails_are_served_again(overlap, replica, at):
-    """Requests of a failed replica are served again, whichever phase they are in."""
+    """Requests of a failed replica are served again, whichever phase they are in.
+
+    With `overlap=whole` no request has been sent to a decode replica after 5 ns.
+    """
     requests = [ask(name, prompt=8, output=9) for name in "abcd"]
     split = f"prefill=2,decode=2,latency=0s,bandwidth=1GB,overlap={overlap}"
-    result = serve(requests, split, failures=[f"replica={replica},at={at}"])
+    result = serve(requests, split, failures=[f"replica={replica},at={at}ns"])
     assert sorted(result.log.ids) == [*"abcd"]
     assert not result.log.reasons
+    assert (result.retried > 0) == ((overlap, replica, at) != ("whole", 2, 5))
 
 
-def test_what_was_rejected_is_not_served_again():
+def test_a_rejected_request_is_not_retried():
     """A request that the decode pool has rejected is not retried when its prefill fails."""
     requests = [ask("a", prompt=12, output=20)]
     failures = ["replica=0,at=15ns,for=1ns"]
@@ -180,7 +185,7 @@ def test_what_was_rejected_is_not_served_again():
     assert result.retried == 0
 
 
-def test_a_request_begins_again_where_it_was_prefilled():
+def test_after_a_decode_failure_a_request_returns_to_its_prefill_replica():
     """After its decode replica has failed, a request returns to its prefill replica."""
     run = serve_cluster(
         [ask("a", prompt=8, output=20, keys=(1, 2))],
@@ -197,17 +202,29 @@ def test_a_request_begins_again_where_it_was_prefilled():
         assert check_trace(file.name).complete
 
 
-def test_a_scheduler_with_a_queue_of_its_own_hears_of_what_is_given_up():
-    """After a failed prefill, the decode scheduler no longer plans the lost request."""
+def test_the_decode_scheduler_drops_a_lost_request():
+    """After a failed prefill the decode scheduler drops the request, which is served again."""
+    withdrawn = []
+
+    class Recording(Fair):
+        """The scheduler `fair`, whose queues are its own; it records withdrawn requests."""
+
+        def withdrawn(self, job, now):
+            """Record the request, and remove it from the queue."""
+            withdrawn.append((job.request.id, now))
+            super().withdrawn(job, now)
+
     requests = [ask(name, prompt=12, output=9, tenant=name) for name in "abcd"]
     split = "prefill=2,decode=1,latency=0s,bandwidth=1GB"
     limits = {"max_tokens": 4, "max_seqs": 1}
     failures = ["replica=1,at=15ns,for=1ns"]
-    result = serve(requests, split, scheduler="fair", failures=failures, **limits)
+    result = serve(requests, split, scheduler=Recording, failures=failures, **limits)
+    assert withdrawn == [("b", 15)]
     assert sorted(result.log.ids) == [*"abcd"]
+    assert not result.log.reasons
 
 
-def test_usage_is_that_of_the_moment_a_request_is_routed():
+def test_the_router_is_given_the_usage_at_the_time_of_routing():
     """The router is given a decode replica's usage at the time of routing, even in a jump."""
     seen = Longest()
     requests = [ask("a", prompt=4, output=30), ask("b", 200, prompt=4, output=2)]
@@ -216,7 +233,7 @@ def test_usage_is_that_of_the_moment_a_request_is_routed():
     assert seen.saw["b"] == [(200, [(1, 0, 5 / 20)])]
 
 
-def test_a_pool_that_is_down_is_waited_for():
+def test_requests_wait_for_a_pool_that_is_down():
     """Requests wait for a decode replica that is down and returns."""
     split = f"{SLOW},overlap=whole"
     result = serve(
@@ -231,7 +248,7 @@ def test_without_a_decode_replica_requests_are_refused():
     assert list(result.log.reasons.values()) == ["all replicas that decode have failed"]
 
 
-def test_what_waits_for_blocks_of_the_refused_runs():
+def test_a_prefill_gets_the_blocks_of_rejected_requests():
     """A prefill that waits for blocks runs after the requests that hold them are rejected."""
     requests = [ask(name, prompt=12, output=2) for name in "ab"]
     result = serve(requests, f"{SLOW},overlap=whole", blocks=4, failures=["replica=1,at=20ns"])
@@ -248,12 +265,16 @@ def test_a_mixed_replica_is_borrowed_for_a_long_queue():
 
 
 def test_a_mixed_replica_is_borrowed_for_a_full_memory():
-    """With an almost full decode replica, a request runs there or at the mixed one."""
-    requests = [ask("a", prompt=36, output=4), ask("b", 100, prompt=4, output=4)]
-    result = serve(
-        requests, "prefill=1,decode=1,mixed=1,latency=0s,overlap=whole", blocks=10, max_seqs=2
-    )
-    assert dict(zip(result.log.ids, result.replica, strict=True))["b"] in (1, 2)
+    """A request decodes at the mixed replica while the decode replica is almost full.
+
+    Request `a` uses 9 of its 10 blocks from 10 ns on, and has ended at 60 ns.
+    """
+    for at, replica in ((20, 2), (60, 1)):
+        requests = [ask("a", prompt=36, output=4), ask("b", at, prompt=4, output=4)]
+        result = serve(
+            requests, "prefill=1,decode=1,mixed=1,latency=0s,overlap=whole", blocks=10
+        )
+        assert dict(zip(result.log.ids, result.replica, strict=True)) == {"a": 1, "b": replica}
 
 
 @pytest.mark.parametrize(
@@ -268,13 +289,13 @@ def test_a_mixed_replica_is_borrowed_for_a_full_memory():
         ("prefill=x,decode=1", "prefill=x"),
     ],
 )
-def test_refuses(text, reason):
+def test_impossible_splits_are_refused(text, reason):
     """An impossible split raises InputError that names the fault."""
     with pytest.raises(InputError, match=reason):
         Split.parse(text)
 
 
-def test_text_and_back():
+def test_the_text_of_a_split_parses_to_an_equal_split():
     """The text of a split is parsed as an equal split."""
     split = Split.parse("prefill=4,decode=2,bandwidth=25GB/s,latency=5us,overlap=whole,mixed=1")
     assert split.bandwidth == 25_000_000_000

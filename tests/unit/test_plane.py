@@ -84,7 +84,7 @@ def test_several_processes_give_the_same_plane():
     assert plane(SMALL, host(200), LAYOUT, jobs=2, **options).points == alone.points
 
 
-def test_what_is_saved_is_prefill_less_the_time_to_load():
+def test_saved_time_is_prefill_less_loading():
     """Saved time is the prefill of the hits, less the time to load them."""
     twice = Zipf(requests=2, prefixes=1, prefix_tokens=1600, suffix_tokens=160)
     cost = PrefillCost(1e-5)
@@ -99,7 +99,7 @@ def test_what_is_saved_is_prefill_less_the_time_to_load():
 
 
 @pytest.mark.parametrize(("bandwidth", "loaded"), [("100GB", True), ("1MB", False)])
-def test_what_takes_longer_to_load_than_to_compute_is_not_loaded(bandwidth, loaded):
+def test_blocks_that_load_slower_than_they_compute_are_not_loaded(bandwidth, loaded):
     """`load=cost` loads blocks only if computing takes longer; `load=always` may lose time."""
     rules = f"read_bandwidth={bandwidth}"
     by_cost, always = (
@@ -123,16 +123,16 @@ def test_what_takes_longer_to_load_than_to_compute_is_not_loaded(bandwidth, load
         (host(99), {"eviction": "optimum"}, "a plane is of one policy"),
         (host(99), {"jobs": 0, "exact": True}, "0 jobs were asked for"),
         (host(99), {"points": 1}, "a curve through 1 sizes"),
-        ("host", {}, "memory"),
+        ("host", {}, "tier plugin 'host' needs a value for option 'memory'"),
     ],
 )
-def test_what_a_plane_cannot_show_is_refused(tier, options, fault):
+def test_impossible_options_are_refused(tier, options, fault):
     """Options that a plane cannot show raise InputError with the option."""
     with pytest.raises(InputError, match=fault):
         plane(SMALL, tier, LAYOUT, **{"pools": [300], "points": 2, **options})
 
 
-def test_with_exact_any_rule_is_replayed():
+def test_exact_replays_any_policy_and_write_rule():
     """With `exact`, other policies and write rules are replayed."""
     tier = host(500, "write=through,eviction=fifo")
     found = plane(SMALL, tier, LAYOUT, pools=[300], points=2, exact=True, eviction="lfu")
@@ -140,7 +140,7 @@ def test_with_exact_any_rule_is_replayed():
     assert found.points[-1][0].found_blocks > 0
 
 
-def test_one_process_replays_policies_that_cannot_be_sent_to_another():
+def test_policies_that_cannot_be_pickled_need_one_process():
     """One process replays policies that cannot be pickled; several raise InputError."""
 
     class Local(FIFO):

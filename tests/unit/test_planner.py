@@ -35,7 +35,7 @@ def test_a_replica_prefills_as_fast_as_its_queue_allows():
 
 
 @pytest.mark.parametrize("ttft", [None, 0.5])
-def test_a_prefill_that_is_too_long_by_itself_keeps_it_busy(ttft):
+def test_a_prefill_above_the_slo_keeps_the_replica_busy(ttft):
     """Without a TTFT, or with one below a prefill, the rate is that of a busy replica."""
     assert SERVER.prefill_rps(1000, ttft) == pytest.approx(1.0)
 
@@ -50,7 +50,7 @@ def test_the_pool_bounds_the_batch():
     assert SERVER.decode_rps(100, 20, 50_000, None) == pytest.approx(2 / (20 * 0.2))
 
 
-def test_prefill_replicas():
+def test_prefill_replicas_follow_from_the_rate_of_tokens():
     """Prefill replicas are the rate of uncached tokens over that of one replica."""
     demand = Demand(seconds=10, requests=30, prompt_tokens=2000, output_tokens=10, hit=0.5)
     assert wanted(ThroughputPlanner(), demand, phase="prefill") == 3
@@ -63,24 +63,24 @@ def test_prefill_replicas_are_at_least_ttft_over_slo():
     assert wanted(ThroughputPlanner(), demand, phase="prefill", ttft=0.3) == 4
 
 
-def test_decode_replicas():
+def test_decode_replicas_follow_from_the_rate_of_requests():
     """Decode replicas are the request rate over that of one replica."""
     demand = Demand(seconds=10, requests=40, prompt_tokens=100, output_tokens=10)
     assert wanted(ThroughputPlanner(), demand, phase="decode") == 4
 
 
-def test_replicas_that_do_both_need_the_sum():
+def test_replicas_of_both_phases_are_the_sum():
     """Replicas of both phases are the sum of the prefill and decode replicas."""
     demand = Demand(seconds=10, requests=40, prompt_tokens=500, output_tokens=10)
     assert wanted(ThroughputPlanner(), demand) == 2 + 4
 
 
-def test_nothing_came():
+def test_without_requests_the_planner_wants_the_least():
     """Without requests the planner wants `least` replicas."""
     assert wanted(ThroughputPlanner(least=2), Demand(seconds=10, requests=0)) == 2
 
 
-def test_load_adds_a_replica_where_latency_is_too_long():
+def test_load_adds_a_replica_above_the_slo():
     """Above the SLO `load` adds a replica; far below it, it removes one."""
     slow = Demand(seconds=10, requests=5, load=1000, latency=3.0)
     assert wanted(LoadPlanner(), slow, ttft=2) == 4
@@ -88,7 +88,7 @@ def test_load_adds_a_replica_where_latency_is_too_long():
     assert wanted(LoadPlanner(), fast, ttft=2) == 2
 
 
-def test_load_keeps_what_fewer_could_not_serve():
+def test_load_keeps_replicas_that_the_others_cannot_replace():
     """`load` removes no replica if the others would exceed 0.8 of the SLO."""
     demand = Demand(seconds=10, requests=5, load=1000, latency=1.2)
     assert wanted(LoadPlanner(), demand, ttft=2) == 3
@@ -118,7 +118,7 @@ def test_the_regression_is_that_of_least_squares():
         ("load,throughput", "is no planner"),
     ],
 )
-def test_no_such_planner(text, what):
+def test_unknown_planners_and_impossible_options_are_refused(text, what):
     """An unknown planner or an impossible option raises InputError."""
     with pytest.raises(InputError, match=what):
         parse_planner(text)

@@ -13,6 +13,7 @@ from kvcore import InputError, KVCache, PluginError, Request, plan
 from kvcore.analysis import replay
 from kvcore.analysis.belady import Belady, Foresight, Future
 from kvcore.analysis.fleet import Fleet, Traffic, replica_of
+from kvcore.analysis.planning import Limit
 from kvcore.analysis.planning import plan as search
 from kvcore.analysis.sweep import Grid, Journal, Plan
 from kvcore.analysis.sweep.plan import ThisProcess
@@ -60,14 +61,23 @@ def blocks(prompts):
     return prompts * 8 * KEY // 16 + 8
 
 
-def test_what_any_fleet_meets_has_no_limit(served):
-    """An SLO that the smallest pool meets has no limit, and takes one replica."""
+def test_an_slo_that_any_fleet_meets_has_no_limit():
+    """An SLO that even a pool of one block meets has no limit."""
+    short = [Request(id=n, prompt_tokens=4, output_tokens=1, key_tokens=4) for n in range(4)]
+    found = plan(Requests(short), slo="ttft=9", blocks=64, **ONE)
+    assert found.limit == Limit(verdict="none")
+    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=1)
+
+
+def test_a_pool_that_cannot_hold_a_prompt_misses_the_slo(served):
+    """The smallest pool holds the longest prompt; a smaller one is limited by its capacity."""
     found = served([[1, 2]] * 4, slo="ttft=9", blocks=64)
-    assert found.limit.verdict == "none" or found.limit.fleet.blocks < 64
-    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=64)
+    assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=2 * KEY // 16)
+    assert (found.limit.verdict, found.limit.attainment) == ("capacity", 0)
+    assert found.limit.fleet.blocks < 64
 
 
-def test_the_smallest_pool_is_searched(served):
+def test_the_best_pool_is_the_smallest_that_meets_the_slo(served):
     """The best pool is the smallest that meets the SLO, and a smaller one is its limit."""
     one, other = range(8), range(50, 58)
     found = served([[*one], [*other]] * 20, slo="ttft=0.03", percentile=95)
@@ -76,7 +86,7 @@ def test_the_smallest_pool_is_searched(served):
     assert found.limit.fleet.blocks < found.best.fleet.blocks
 
 
-def test_the_limit_is_policy_if_another_one_does(served):
+def test_the_limit_is_policy_if_another_policy_meets_the_slo(served):
     """The limit is `policy` if another policy meets the SLO, as `slru` keeps hot prompts."""
     fresh, hot = unique(), [*range(8)]
     prompts = [hot, hot, *(each for _ in range(12) for each in (fresh(), fresh(), hot))]
@@ -87,7 +97,7 @@ def test_the_limit_is_policy_if_another_one_does(served):
     assert limit.policies[("eviction", "slru")] > 0.3 > limit.attainment
 
 
-def test_the_limit_is_capacity_if_the_optimum_does(served):
+def test_the_limit_is_capacity_if_the_optimum_meets_the_slo(served):
     """The limit is `capacity` if foresight with the same memory meets the SLO."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     limit = served(parts * 12, percentile=40, blocks=blocks(2)).limit
@@ -96,7 +106,7 @@ def test_the_limit_is_capacity_if_the_optimum_does(served):
     assert limit.grants["foresight"] < limit.grants["endless"]
 
 
-def test_the_limit_is_capacity_if_only_more_memory_does(served):
+def test_the_limit_is_capacity_if_only_more_memory_helps(served):
     """The limit is `capacity` if only an endless pool meets the SLO."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     limit = served(parts * 12, percentile=90, blocks=blocks(2)).limit
@@ -112,14 +122,14 @@ def test_the_limit_is_content_if_prompts_diverge(served):
     assert found.limit.grants == {"foresight": 0, "endless": 0, "seen": 1}
 
 
-def test_the_limit_is_compute_if_no_hit_is_enough(served):
+def test_the_limit_is_compute_if_hits_are_not_enough(served):
     """The limit is `compute` if a step takes too long even with all blocks cached."""
     found = served([[1, 2, 3]] * 20, slo="ttft=0.001")
     assert (found.best, found.limit.verdict) == (None, "compute")
     assert found.limit.grants["seen"] == 0
 
 
-def test_the_limit_is_compute_if_more_gpus_do(served):
+def test_the_limit_is_compute_if_only_more_gpus_help(served):
     """The limit is `compute` if diverging prompts are met only by more GPUs."""
     fresh = unique()
     prompts = [fresh() for _ in range(40)]
@@ -129,7 +139,7 @@ def test_the_limit_is_compute_if_more_gpus_do(served):
     assert found.limit.fleet.gpus < found.best.fleet.gpus
 
 
-def test_host_ram_stands_in_for_replicas(served):
+def test_host_memory_replaces_replicas(served):
     """Host memory for evicted blocks makes one replica suffice, and is sized to the data."""
     parts = [[100 * n + key for key in range(8)] for n in range(6)]
     options = {"percentile": 80, "blocks": blocks(2), "max_gpus": 32}
@@ -140,7 +150,7 @@ def test_host_ram_stands_in_for_replicas(served):
     assert 0.5 * six < helped.host_bytes < 1.2 * six
 
 
-def test_other_tiers_stay_as_they_are(served):
+def test_the_size_of_a_disk_tier_is_not_searched(served):
     """A disk tier is part of every fleet, and its size is not searched."""
     parts = [[100 * n + key for key in range(8)] for n in range(6)]
     tier = "disk:path=kv,memory=64GiB,read_bandwidth=500GB,write_bandwidth=500GB"
@@ -148,13 +158,13 @@ def test_other_tiers_stay_as_they_are(served):
     assert (found.replicas, found.host_bytes) == (1, 0)
 
 
-def test_every_number_of_replicas_that_is_asked_for_is_told(served):
+def test_each_requested_number_of_replicas_has_an_option(served):
     """A plan has an option for each number of replicas that was requested."""
     found = served([[1, 2]] * 8, slo="ttft=9", replicas=[3, 1], max_gpus=4)
     assert sorted(option.fleet.replicas for option in found.options) == [1, 3]
 
 
-def test_a_plan_is_the_same_from_its_journal(served, tmp_path):
+def test_a_plan_resumed_from_its_journal_is_the_same(served, tmp_path):
     """A plan resumed from its journal, or from a part of it, is the same."""
     parts = [[100 * n + key for key in range(8)] for n in range(3)]
     options = {"percentile": 40, "blocks": blocks(2), "journal": tmp_path / "journal"}
@@ -169,26 +179,26 @@ def test_a_plan_is_the_same_from_its_journal(served, tmp_path):
 
 def test_progress_reaches_its_end(served):
     """The ticks of progress are never negative, and add up to the total."""
-    told = []
+    totals = []
 
     def progress(_, total):
-        told.append(total)
-        return _Telling(told)
+        totals.append(total)
+        return _Ticking(totals)
 
     served([[1, 2]] * 8, slo="ttft=9", progress=progress)
-    total, *ticks = told
+    total, *ticks = totals
     assert sum(ticks) == total
     assert all(tick >= 0 for tick in ticks)
 
 
-class _Telling:
+class _Ticking:
     """A progress context whose tick records the number it is called with."""
 
-    def __init__(self, told):
-        self._told = told
+    def __init__(self, totals):
+        self._totals = totals
 
     def __enter__(self):
-        return self._told.append
+        return self._totals.append
 
     def __exit__(self, *error):
         return None
@@ -200,13 +210,13 @@ class _Telling:
         ({"percentile": 0}, "percentile 0"),
         ({"percentile": 101}, "percentile 101"),
         ({"slo": "none"}, "nothing is expected"),
-        ({"tensor_parallel": []}, "tensor_parallel"),
-        ({"replicas": 0}, "replicas"),
+        ({"tensor_parallel": []}, r"tensor_parallel: \[\] was given; give numbers"),
+        ({"replicas": 0}, r"replicas: \[0\] was given; give numbers"),
         ({"replicas": 9}, "9 x 1 GPUs are more than 1"),
         ({"tensor_parallel": 4}, "1 x 4 GPUs are more than 1"),
         ({"model": "llama-3-70b"}, "llama-3-70b on 1 x h100: weights"),
-        ({"tier": "nowhere:memory=1GiB"}, "tier"),
-        ({"blokcs": 9}, "blokcs"),
+        ({"tier": "nowhere:memory=1GiB"}, "tier: no tier plugin is named 'nowhere'"),
+        ({"blokcs": 9}, r"no axis 'blokcs' \(did you mean 'blocks'"),
         ({"scheduler": ["fcfs", "lpm"]}, "scheduler: 2 values were given"),
         (
             {"policies": [("cache", "lru")]},
@@ -216,13 +226,13 @@ class _Telling:
         ({"fail": "replica=0,at=1"}, "fail: a plan divides sessions by hash"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(served, options, fault):
+def test_impossible_options_are_refused(served, options, fault):
     """An option that cannot be planned raises InputError with its name."""
     with pytest.raises(InputError, match=fault):
         served([[1, 2]], **options)
 
 
-def test_steps_verify_drafts(served):
+def test_a_good_drafter_halves_the_time_per_output_token(served):
     """A good drafter more than halves the mean time per output token."""
     prompts = [each() for each in [unique()] * 10]
     options = {"slo": "ttft=10", "blocks": blocks(10)}
@@ -300,7 +310,7 @@ def test_sessions_stay_together_whatever_their_prompts():
             assert sum(request.session == each for request in part) == 8
 
 
-def test_a_common_first_key_keeps_nothing_together():
+def test_a_common_first_key_does_not_keep_conversations_together():
     """Conversations with a common first key are divided; each stays on one replica."""
     requests = [asked(n, [0, 100 + n % 10, 200 + n]) for n in range(100)]
     parts = Traffic.of(Requests(requests)).split(4)
@@ -327,7 +337,7 @@ def test_one_replica_more_moves_groups_to_itself_alone():
 
 
 @pytest.mark.parametrize("pool", [3, 7, 12, 40])
-def test_foresight_hits_what_belady_does(pool):
+def test_foresight_hits_as_many_blocks_as_the_optimum(pool):
     """In a serial replay `Foresight` hits as many blocks as the optimum."""
     draw = Random(pool)
     prompts = [[0, *(10 * draw.randrange(6) + n for n in range(1, 5))] for _ in range(80)]

@@ -47,14 +47,14 @@ def result():
 
 
 @pytest.mark.parametrize("draw", TRACED.values(), ids=TRACED)
-def test_a_png(draw, served):
+def test_a_plot_is_a_reproducible_png(draw, served):
     """A plot is a PNG, with the same bytes in each call."""
     picture = draw(served, "png")
     assert picture.startswith(b"\x89PNG")
     assert picture == draw(served, "png")
 
 
-def test_occupancy(served):
+def test_the_occupancy_plot_has_uses_and_peaks(served):
     """The occupancy plot shows blocks by use, and the peaks of waiting and running requests."""
     found = drawn(plots.occupancy, served)
     assert {"private", "cached", "free", "blocks of 4 tokens"} <= found
@@ -63,7 +63,7 @@ def test_occupancy(served):
     assert any(text.startswith("Setup: kvcore ") for text in found)
 
 
-def test_hits(tmp_path):
+def test_the_hits_plot_labels_both_ratios(tmp_path):
     """The hits plot labels both ratios with their last values."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
@@ -76,7 +76,7 @@ def test_hits(tmp_path):
     assert "of 200 blocks looked up that hit" in found
 
 
-def test_rows_of_requests(served):
+def test_few_requests_have_a_row_each(served):
     """A timeline of few requests has a row and a name for each, with marks of its events."""
     found = drawn(plots.timeline, served)
     assert {"long", "short", "huge"} <= found
@@ -105,26 +105,36 @@ def test_counts_of_phases_add_up(served, monkeypatch):
     }  # fmt: skip
 
 
-def test_ages(tmp_path):
+def test_distributions_of_ages_have_their_percentiles(tmp_path):
     """Each distribution of ages has its median, its 99th percentile and its blocks."""
     file = traces.record(tmp_path / "run.jsonl")
     residency = rebuild_residency(file)
     found = drawn(plots.ages, residency, Timeline.read(file).header)
     ages = residency.age_at_eviction.percentiles()
-    told = f"since last use, at eviction: p50 {ages['p50']} ns, p99 {ages['p99']} ns (6 blocks)"
-    assert told in found
+    wanted = (
+        f"since last use, at eviction: p50 {ages['p50']} ns, p99 {ages['p99']} ns (6 blocks)"
+    )
+    assert wanted in found
 
 
-@pytest.mark.parametrize("draw", TRACED.values(), ids=TRACED)
-def test_without_requests(draw, tmp_path):
-    """Plots of a trace without requests show an empty pool or a sentence."""
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("occupancy", "free"),
+        ("hits", "Nothing was looked up."),
+        ("timeline", "There are no requests."),
+    ],
+)
+def test_plots_of_a_trace_without_requests(kind, text, tmp_path):
+    """Without requests the occupancy plot shows a free pool; others show a sentence."""
     with Trace(tmp_path / "run.jsonl") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
-    found = drawn(draw, Timeline.read(tmp_path / "run.jsonl"))
-    assert found & {"free", "Nothing was looked up.", "There are no requests."}
+    found = drawn(TRACED[kind], Timeline.read(tmp_path / "run.jsonl"))
+    assert text in found
+    assert not found & {"private", "cached", "prefill", "since the start"}
 
 
-def test_ages_of_nothing(tmp_path):
+def test_ages_without_hits_or_evictions_are_a_sentence(tmp_path):
     """The ages plot of a trace without hits or evictions is a sentence."""
     with Trace(tmp_path / "run.jsonl") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
@@ -133,7 +143,7 @@ def test_ages_of_nothing(tmp_path):
     assert "No block was hit, and none was evicted." in found
 
 
-def test_a_cut_trace_says_so(tmp_path):
+def test_the_plot_of_a_cut_trace_is_marked_incomplete(tmp_path):
     """The plot of an incomplete trace says that it is incomplete."""
     file = traces.serve(tmp_path / "run.jsonl")
     file.write_bytes(file.read_bytes()[:-400])
@@ -141,15 +151,26 @@ def test_a_cut_trace_says_so(tmp_path):
     assert any(text.startswith("Incomplete: the file ends") for text in found)
 
 
-@pytest.mark.parametrize("name", ["$x$ \\frac{", "<script>", "\x1b[31m\u202e", "漢字", "-->"])
-def test_texts_of_a_trace_are_drawn_as_they_are(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("$x$ \\frac{", "$x$ \\frac{"),
+        ("<script>", "&lt;script&gt;"),
+        ("\x1b[31m\u202e", "\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"),
+        ("漢字", "漢字"),
+        ("-->", "- -&gt;"),
+    ],
+)
+def test_texts_of_a_trace_are_drawn_as_plain_text(name, text, tmp_path):
     """Ids in a trace are drawn as plain text: no formulas, markup or controls."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
         seq = cache.open(traces.ask(name, "ab"), None, 1)
         cache.commit(seq, 8, 2)
         cache.close(seq, 3)
-    svg = plots.timeline(Timeline.read(tmp_path / "run.jsonl"), "svg").decode()
+    picture = plots.timeline(Timeline.read(tmp_path / "run.jsonl"), "svg")
+    assert text in texts(picture)
+    svg = picture.decode()
     assert "<script" not in svg
     assert "\x1b" not in svg
     assert "\u202e" not in svg
@@ -165,7 +186,7 @@ def test_long_names_leave_room_for_the_plot(served):
     assert sum(len(text) > 100 for text in found) < 12
 
 
-def test_no_clock_no_timeline_and_no_latency(tmp_path):
+def test_a_trace_without_a_clock_has_no_timeline_or_latencies(tmp_path):
     """A trace without a clock raises InputError for a timeline and for latencies."""
     with Trace(tmp_path / "run.jsonl") as trace:
         cache = KVCache(8, traces.BLOCK, trace=trace)
@@ -187,7 +208,7 @@ def test_requests_that_were_all_rejected_have_no_timeline(tmp_path):
         plots.timeline(Timeline.read(file), "png")
 
 
-def test_latency(served):
+def test_the_latency_plot_has_percentiles(served):
     """The latency plot has the percentiles of the queue, TTFT and end-to-end times."""
     found = drawn(plots.latency, plots.Latencies.of(served))
     assert {"queue, 3 requests", "TTFT, 2 requests", "E2E, 3 requests"} <= found
@@ -212,15 +233,15 @@ def test_a_trace_and_its_result_have_the_same_latencies(tmp_path):
     assert "ITL, percentiles as recorded" in drawn(plots.latency, read)
 
 
-def test_an_slo_that_is_far_off_is_said(served):
+def test_an_slo_outside_the_axis_is_a_label(served):
     """An SLO outside of the axis is a label, not a line."""
     found = plots.Latencies.of(served)
-    for limit, told in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
+    for limit, wanted in ((1.0, "SLO 1 s, beyond this axis"), (1e-12, "before this axis")):
         texts = drawn(plots.latency, attrs.evolve(found, expected={"E2E": limit}))
-        assert any(told in text for text in texts)
+        assert any(wanted in text for text in texts)
 
 
-def test_latency_of_what_was_never_admitted(tmp_path):
+def test_latencies_without_an_admission_are_a_sentence(tmp_path):
     """The latency plot without an admitted request is a sentence."""
     with Trace(tmp_path / "run.jsonl", mode="model") as trace:
         KVCache(8, traces.BLOCK, trace=trace)
@@ -233,7 +254,7 @@ def test_latency_of_what_was_never_admitted(tmp_path):
 @pytest.mark.parametrize(
     ("summary", "requests"), [(None, ""), ("{", ""), ("{}", ""), ("[]", "{}"), ("{}", "{")]
 )
-def test_a_folder_that_is_no_result(summary, requests, tmp_path):
+def test_a_folder_that_is_no_result_is_refused(summary, requests, tmp_path):
     """A folder that holds no valid result raises InputError with its name."""
     if summary is not None:
         (tmp_path / "summary.json").write_text(summary)
@@ -242,7 +263,7 @@ def test_a_folder_that_is_no_result(summary, requests, tmp_path):
         plots.Latencies.read(tmp_path)
 
 
-def test_without_matplotlib(served, monkeypatch):
+def test_without_matplotlib_the_error_names_the_package(served, monkeypatch):
     """Without matplotlib a plot raises PluginError that names the package to install."""
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(PluginError, match=r"a plot needs matplotlib .*'kvcore\[lab\]'"):

@@ -44,7 +44,7 @@ class NeedsGpu(Oldest):
         return "there is no GPU"
 
 
-class CannotTell(Oldest):
+class BrokenCheck(Oldest):
     """A policy whose `unavailable` raises."""
 
     name = "cannot-tell"
@@ -114,7 +114,7 @@ def test_names_are_sorted():
     ]
 
 
-def test_a_hook_runs_once_and_only_when_its_kind_is_asked_for():
+def test_a_hook_runs_once_and_only_when_its_kind_is_looked_up():
     """Looking up one kind calls that kind's hook once, and no other hook."""
     calls = []
 
@@ -144,14 +144,14 @@ def test_the_same_object_twice_is_registered_once():
     assert Plugins([hooks, hooks], entry_points=()).names("eviction") == ["oldest"]
 
 
-def test_build_takes_text_with_options():
+def test_text_with_options_is_built():
     """Options in text are converted to their types."""
     assert evictions(Oldest).build("eviction", "oldest:patience=3").options() == {
         "patience": 3.0
     }
 
 
-def test_build_takes_a_parsed_spec():
+def test_a_parsed_spec_is_built():
     """A parsed `Spec` can be built."""
     spec = Spec("oldest", {"patience": "3"})
     assert evictions(Oldest).build("eviction", spec).patience == 3.0
@@ -196,7 +196,7 @@ def test_the_optimum_is_no_plugin():
     )
 
 
-def test_unknown_name_when_there_are_none():
+def test_unknown_name_in_a_kind_without_plugins():
     """An unknown name in a kind without plugins raises InputError that lists none."""
     assert error(InputError, evictions(Oldest).get, "workload", "zipf") == (
         "no workload plugin is named 'zipf'. There are none"
@@ -249,11 +249,11 @@ def test_building_an_unusable_plugin_gives_its_reason():
     )
 
 
-def test_a_plugin_that_cannot_say_whether_it_works_is_unusable():
+def test_a_plugin_with_an_error_in_unavailable_is_unusable():
     """An error in `unavailable` is the reason of the plugin in the listing."""
-    (info,) = evictions(CannotTell).listing()
+    (info,) = evictions(BrokenCheck).listing()
     assert info.reason == (
-        f"{__name__}.CannotTell.unavailable raised RuntimeError('driver too old')"
+        f"{__name__}.BrokenCheck.unavailable raised RuntimeError('driver too old')"
     )
 
 
@@ -320,7 +320,7 @@ BAD_NAME = "a plugin class needs an attribute `name` of letters, digits, `_`, `-
     ],
     ids=["class", "nothing", "text", "other-kind", "abstract", "nameless", "odd-name"],
 )
-def test_hook_result_that_is_no_list_of_plugin_classes(value, fault):
+def test_hook_result_that_is_no_list_of_plugin_classes_is_refused(value, fault):
     """A hook that does not return plugin classes raises PluginError with its result."""
     plugins = Plugins([module(kvcore_eviction_policies=value)], entry_points=())
     assert error(PluginError, plugins.names, "eviction") == (
@@ -328,7 +328,7 @@ def test_hook_result_that_is_no_list_of_plugin_classes(value, fault):
     )
 
 
-def test_hook_that_raises():
+def test_hook_that_raises_is_reported():
     """A hook that raises is reported with its name and the error."""
 
     @hookimpl
@@ -345,4 +345,6 @@ def test_hook_that_raises():
 def test_a_broken_kind_leaves_the_others_usable():
     """A faulty hook breaks only the look-ups of its own kind."""
     hooks = module(kvcore_workloads=None, kvcore_eviction_policies=[Oldest])
-    assert Plugins([hooks], entry_points=()).names("eviction") == ["oldest"]
+    plugins = Plugins([hooks], entry_points=())
+    assert "returned None" in error(PluginError, plugins.names, "workload")
+    assert plugins.names("eviction") == ["oldest"]

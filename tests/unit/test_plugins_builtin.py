@@ -102,7 +102,7 @@ def test_built_ins_are_found(kind):
     assert found == NAMES[kind]
 
 
-def test_built_ins_need_nothing_else():
+def test_built_ins_work_with_kvcore_alone():
     """Every built-in except backends and generators works with kvcore alone."""
     infos = [i for i in Plugins().listing() if i.distribution == "kvcore"]
     plain = [i for i in infos if i.kind not in {"backend", "generator"}]

@@ -146,7 +146,7 @@ def test_annotations_that_are_no_options_are_allowed():
     assert Own(5).options() == {"width": 5}
 
 
-def test_defaults_that_cannot_be_shown():
+def test_required_options_and_made_defaults_are_marked():
     """Required options and defaults made for each instance are marked as such."""
 
     @dataclass
@@ -186,7 +186,7 @@ def test_an_option_that_is_not_kept_is_named():
         Forgets().options()
 
 
-def test_a_class_without_a_constructor_takes_no_arguments():
+def test_a_class_without_a_constructor_accepts_no_arguments():
     """A class without a constructor raises TypeError for any argument."""
     with pytest.raises(TypeError, match="unexpected keyword argument 'width'"):
         contract("eviction")(width=4)
@@ -198,7 +198,7 @@ def test_the_text_of_an_instance_has_its_options():
 
 
 @pytest.mark.parametrize("kind", ["eviction", "scheduler", "latency"])
-def test_resolve(kind):
+def test_resolve_accepts_a_name_a_class_an_instance_or_none(kind):
     """`resolve` accepts a name, a class, an instance or None."""
     name = {"eviction": "lru", "scheduler": "fcfs", "latency": "roofline"}[kind]
     cls = Plugins().get(kind, name)
@@ -212,7 +212,7 @@ def test_resolve(kind):
         resolve(kind, 8, name)
 
 
-def test_resolve_refuses_what_cannot_be_built():
+def test_resolve_refuses_incomplete_classes():
     """An abstract class, and one that lacks a required option, are errors."""
     with pytest.raises(PluginError, match="which does not define victim"):
         resolve("eviction", type("Unfinished", (base_of("eviction"),), {"name": "x"}))
@@ -220,7 +220,7 @@ def test_resolve_refuses_what_cannot_be_built():
         resolve("tier", Plugins().get("tier", "host"))
 
 
-def test_resolve_looks_in_the_plugins_it_is_given():
+def test_resolve_searches_the_given_plugins():
     """`resolve` searches the plugins that it is given."""
     cls = plain("eviction")
 
@@ -281,7 +281,7 @@ def test_a_policy_of_any_style_works(cls):
     ("name", "meant"),
     [("relased", "on_release"), ("on_relase", "on_release"), ("inserted", "on_insert")],
 )
-def test_a_method_that_nothing_calls_is_told_when_the_plugin_is_used(name, meant):
+def test_a_misspelled_hook_warns_when_the_plugin_is_used(name, meant):
     """A misspelled hook warns when the policy is used, with the hook's name."""
     cls = type("Mine", (PlainNewest,), {name: lambda *_: None})
     with pytest.warns(UserWarning, match=rf"has a method {name}\(\), which .*: {meant}\(\) is"):
@@ -289,13 +289,13 @@ def test_a_method_that_nothing_calls_is_told_when_the_plugin_is_used(name, meant
 
 
 @pytest.mark.parametrize("names", [["helper"], ["_relased"], ["relased", "on_release"]])
-def test_methods_of_ones_own_are_not_taken_for_misspelled(names):
+def test_own_methods_do_not_warn(names):
     """Own methods, private ones, and ones beside the real hook, do not warn."""
     cls = type("Mine", (PlainNewest,), {name: lambda *_: None for name in names})
     assert KVCache(blocks=8, eviction=cls).eviction.name == "newest"
 
 
-def test_no_built_in_has_a_method_that_seems_to_be_misspelled():
+def test_no_built_in_has_a_misspelled_hook():
     """No built-in plugin has a method that warns as misspelled."""
     plugins = Plugins()
     found = {kind: [plugins.get(kind, name) for name in plugins.names(kind)] for kind in KINDS}

@@ -16,7 +16,7 @@ from kvcore_plugins import hooks
 from kvcore_plugins.eviction import LRU
 
 
-def named(kind):
+def plugin_class(kind):
     """Return a class of plugins of `kind` that defines every abstract method."""
     base = base_of(kind)
     must = dict.fromkeys(base.__abstractmethods__)
@@ -26,7 +26,7 @@ def named(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_classes_of_a_hook_are_plugins_of_its_kind(kind):
     """A class that the hook of a kind returns can be looked up by kind and name."""
-    cls = named(kind)
+    cls = plugin_class(kind)
 
     @hookimpl
     def hook():
@@ -42,12 +42,12 @@ def test_every_hook_has_a_kind():
     assert hooks == sorted(KINDS.values())
 
 
-def test_kinds_are_the_base_classes_own():
+def test_look_ups_use_the_kind_of_the_base_class():
     """The kind used in look-ups is the `kind` of the base class."""
     assert {kind: base_of(kind).kind for kind in KINDS} == {k: k for k in KINDS}
 
 
-def placed(**places):
+def plugins_by_import_path(**places):
     """Return plugins of one entry point whose hook gives import paths of eviction policies."""
     given = {name.replace("_", "-"): place for name, place in places.items()}
 
@@ -63,7 +63,7 @@ def placed(**places):
     return Plugins(entry_points=[point])
 
 
-def test_places_of_classes_are_imported_when_asked_for(tmp_path, monkeypatch):
+def test_a_class_given_as_import_path_is_imported_by_get_only(tmp_path, monkeypatch):
     """A class given as an import path is listed by name, and imported by `get` only."""
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("soon", "late"):
@@ -71,7 +71,7 @@ def test_places_of_classes_are_imported_when_asked_for(tmp_path, monkeypatch):
             f"from kvcore_plugins.eviction import LRU\nclass Own(LRU):\n    name = {name!r}\n"
         )
         (tmp_path / f"placed_{name}.py").write_text(code)
-    plugins = placed(soon="placed_soon:Own", late="placed_late:Own")
+    plugins = plugins_by_import_path(soon="placed_soon:Own", late="placed_late:Own")
     assert plugins.names("eviction") == ["late", "soon"]
     assert plugins.get("eviction", "soon").__module__ == "placed_soon"
     assert "placed_late" not in sys.modules
@@ -88,9 +88,9 @@ def test_places_of_classes_are_imported_when_asked_for(tmp_path, monkeypatch):
         ("kvcore.cache:KVCache", "which is not a class derived from"),
     ],
 )
-def test_places_without_such_a_class(place, fault):
+def test_a_wrong_import_path_is_an_error_for_its_name_only(place, fault):
     """A wrong import path is an error for its name only, and is listed with the reason."""
-    plugins = placed(odd=place, lru="kvcore_plugins.eviction:LRU")
+    plugins = plugins_by_import_path(odd=place, lru="kvcore_plugins.eviction:LRU")
     with pytest.raises(PluginError, match=r"entry point 'acme' of acme 1\.0") as caught:
         plugins.get("eviction", "odd")
     assert fault in str(caught.value)
@@ -99,7 +99,7 @@ def test_places_without_such_a_class(place, fault):
     assert (info.name, info.reason) == ("odd", str(caught.value))
 
 
-def test_a_name_both_given_and_placed_is_one_too_many():
+def test_two_plugins_of_one_name_are_an_error():
     """Two plugins of one name are an error, given as classes or as import paths."""
     both = [hooks, SimpleNamespace(kvcore_eviction_policies=hookimpl(lambda: [LRU]))]
     with pytest.raises(PluginError, match="two eviction plugins are named 'lru'"):
@@ -107,7 +107,7 @@ def test_a_name_both_given_and_placed_is_one_too_many():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_built_ins_are_all_named(kind):
+def test_hooks_name_every_exported_built_in(kind):
     """The hook of a kind names exactly the classes that the package of built-ins exports."""
     places = getattr(hooks, KINDS[kind])()
     package = import_module(f"kvcore_plugins.{kind}")

@@ -99,7 +99,7 @@ def reasons(points):
     return {info.name: info.reason for info in loaded(points).listing()}
 
 
-def test_plugin_comes_with_its_distribution(site):
+def test_a_plugin_is_listed_with_distribution_and_version(site):
     """A plugin found through an entry point is listed with distribution and version."""
     site.module("acme_lru")
     (info,) = loaded(site.install("acme", [("acme", "acme_lru")], version="2.1")).listing()
@@ -107,7 +107,7 @@ def test_plugin_comes_with_its_distribution(site):
     assert info.module == "acme_lru"
 
 
-def test_order_is_by_distribution_and_name(site):
+def test_entry_points_load_in_order_of_distribution_and_name(site):
     """Entry points load in order of distribution and name, whatever order they are found in."""
     for name in "abcd":
         site.module(
@@ -191,8 +191,8 @@ def test_a_broken_hook_or_class_fails_alone(site):
     plugins = loaded(site.install("acme", [("acme", "mixed")]))
     assert plugins.names("eviction") == ["fine"]
     assert plugins.names("scheduler") == []
-    told = error(PluginError, plugins.get, "scheduler", "mine")
-    assert told.endswith(
+    text = error(PluginError, plugins.get, "scheduler", "mine")
+    assert text.endswith(
         "\nkvcore_schedulers of entry point 'acme' of acme 1.0 raised KeyError('x')"
     )
     assert [(i.kind, i.usable) for i in plugins.listing()] == [
@@ -253,7 +253,7 @@ def test_disabled_entry_points_are_not_imported(site, monkeypatch):
     assert loaded(points).names("eviction") == ["fine"]
 
 
-def test_disabling_one_of_two_equal_names(site, monkeypatch):
+def test_one_of_two_entry_points_of_a_name_can_be_disabled(site, monkeypatch):
     """One of two entry points of the same name is skipped by DISTRIBUTION:NAME."""
     site.module("eq_one")
     site.module("eq_two")
@@ -262,7 +262,7 @@ def test_disabling_one_of_two_equal_names(site, monkeypatch):
     assert loaded(points).names("eviction") == ["eq_one"]
 
 
-def test_unknown_name_mentions_what_is_disabled(site, monkeypatch):
+def test_the_error_for_an_unknown_name_lists_disabled_entry_points(site, monkeypatch):
     """The error for an unknown plugin lists the entry points that are disabled."""
     site.module("hidden")
     points = site.install("acme", [("acme", "hidden")])
@@ -273,7 +273,7 @@ def test_unknown_name_mentions_what_is_disabled(site, monkeypatch):
     )
 
 
-def test_entry_point_at_a_class_has_no_hooks(site):
+def test_an_entry_point_at_a_plugin_class_is_unusable(site):
     """An entry point that points to a policy instead of hooks is unusable, with the reason."""
     site.module("direct")
     points = site.install("acme", [("acme", "direct:Policy")])
@@ -294,7 +294,7 @@ def test_installed_distributions_are_found(site):
 
 
 @pytest.mark.usefixtures("only")
-def test_kvcore_not_installed():
+def test_an_uninstalled_kvcore_is_reported_with_the_install_command():
     """The error in a checkout that is not installed gives the command that installs it."""
     checkout = Path(installation.__file__).resolve().parents[2]
     assert error(PluginError, Plugins) == (
@@ -304,7 +304,7 @@ def test_kvcore_not_installed():
 
 
 @pytest.mark.usefixtures("only")
-def test_kvcore_installed_without_entry_points(site):
+def test_a_kvcore_installed_without_entry_points_is_reported(site):
     """The error for a kvcore that was installed without entry points names this cause."""
     site.install("kvcore", [], version="0.9")
     assert error(PluginError, Plugins).startswith(
@@ -313,7 +313,7 @@ def test_kvcore_installed_without_entry_points(site):
 
 
 @pytest.mark.usefixtures("only")
-def test_default_is_a_built_in(site):
+def test_default_imports_no_other_distribution(site):
     """`default` finds a class of kvcore, and does not import other distributions."""
     site.module("own")
     site.module("broken", "1 / 0")
@@ -323,7 +323,7 @@ def test_default_is_a_built_in(site):
 
 
 @pytest.mark.usefixtures("only")
-def test_default_is_remembered(site):
+def test_default_is_looked_up_once(site):
     """A second look-up of a default returns the same class without reading entry points."""
     site.module("own")
     site.install("kvcore", [("own", "own")])
@@ -334,7 +334,7 @@ def test_default_is_remembered(site):
 
 @pytest.mark.usefixtures("only")
 @pytest.mark.parametrize("installed", [True, False])
-def test_default_without_entry_points(site, installed):
+def test_default_without_entry_points_gives_the_install_command(site, installed):
     """Without the entry points of kvcore, the error of `default` gives the install command."""
     if installed:
         site.install("kvcore", [])
@@ -373,15 +373,19 @@ def test_failed_import_finds_outdated_entry_points(site):
         assert "(they differ in first, gone, second); run `pip install -e .` again" in failure
 
 
-def test_outdated_installation_that_does_no_harm_is_not_mentioned(site):
-    """An outdated installation is not reported as long as nothing fails."""
+def test_an_outdated_installation_is_not_reported_without_a_failure(site, capfd, caplog):
+    """As long as nothing fails, an outdated installation has no reason, output or log."""
     site.module("stale_first")
     points = site.checkout("acme", DECLARES_TWO, [("first", "stale_first")])
-    assert loaded(points).names("eviction") == ["stale_first"]
+    plugins = loaded(points)
+    assert plugins.get("eviction", "stale_first").name == "stale_first"
+    assert [(info.name, info.reason) for info in plugins.listing()] == [("stale_first", None)]
+    assert capfd.readouterr() == ("", "")
+    assert caplog.records == []
 
 
 @pytest.mark.usefixtures("only")
-def test_outdated_installation_of_kvcore_itself(site):
+def test_an_outdated_installation_of_kvcore_is_reported(site):
     """An editable kvcore installed before it declared entry points must be installed again."""
     site.checkout("kvcore", DECLARES_TWO, [])
     assert error(PluginError, Plugins) == (
@@ -392,7 +396,7 @@ def test_outdated_installation_of_kvcore_itself(site):
 
 
 @pytest.mark.usefixtures("only")
-def test_outdated_installation_is_found_among_all(site):
+def test_an_outdated_installation_without_entry_points_is_reported(site):
     """An outdated distribution without any installed entry point is reported as well."""
     site.module("own")
     site.install("kvcore", [("own", "own")])
@@ -411,7 +415,7 @@ def test_outdated_installation_is_found_among_all(site):
     ],
     ids=["same", "dynamic", "no-project", "damaged"],
 )
-def test_installation_that_is_not_known_to_be_outdated(site, pyproject):
+def test_only_other_declared_entry_points_make_an_installation_outdated(site, pyproject):
     """Only a pyproject.toml that declares other entry points makes an installation outdated."""
     site.module("cur_first")
     points = site.checkout("acme", pyproject, [("first", "cur_first")])
@@ -427,7 +431,7 @@ def test_installation_that_is_not_known_to_be_outdated(site, pyproject):
         "{",
     ],
 )
-def test_installation_that_is_not_editable(site, direct_url):
+def test_only_an_editable_installation_is_outdated(site, direct_url):
     """A direct_url.json without an editable checkout does not make an installation outdated."""
     site.module("cur_first")
     points = site.install("acme", [("first", "cur_first")], direct_url=direct_url)

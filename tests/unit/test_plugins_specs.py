@@ -117,7 +117,7 @@ def test_a_value_may_contain_signs():
         ("lfu:a=1,a=2", "option 'a' of 'lfu' is given twice in 'lfu:a=1,a=2'"),
     ],
 )
-def test_text_that_cannot_be_read(text, message):
+def test_malformed_text_is_refused_with_the_accepted_form(text, message):
     """The error for malformed text names the fault and the form that is accepted."""
     assert error(parse, text) == message
 
@@ -132,7 +132,7 @@ WORDS = st.text("abcxyz_-.019", min_size=1, max_size=8)
         max_size=4,
     )
 )
-def test_text_of_specs_parses_to_them(specs):
+def test_the_text_of_specs_is_parsed_back_to_equal_specs(specs):
     """The text of any list of specs is parsed back to equal specs."""
     assert parse(",".join(map(str, specs))) == specs
 
@@ -162,7 +162,7 @@ def test_text_of_specs_parses_to_them(specs):
         ("checked", "5", 5),
     ],
 )
-def test_options_become_what_their_annotation_says(option, text, value):
+def test_an_option_is_converted_to_its_annotated_type(option, text, value):
     """The text of an option is converted to exactly the annotated type."""
     built = getattr(instantiate(Everything, {option: text}), option)
     assert built == value
@@ -182,14 +182,14 @@ def test_options_become_what_their_annotation_says(option, text, value):
         ("converted", "soon", "a number"),
     ],
 )
-def test_a_value_of_the_wrong_type(option, text, expected):
+def test_a_value_of_the_wrong_type_is_refused(option, text, expected):
     """The error for a value of the wrong type names the types that the option takes."""
     assert error(instantiate, Everything, {option: text}) == (
         f"option {option!r} of eviction plugin 'everything' takes {expected}, not {text!r}"
     )
 
 
-def test_a_value_the_validator_refuses():
+def test_a_value_rejected_by_a_validator_is_refused():
     """The error for a rejected value has the message of the validator and the whole spec."""
     assert error(instantiate, Everything, {"checked": "0"}) == (
         "eviction plugin 'everything' cannot be built as 'everything:checked=0': "
@@ -220,7 +220,7 @@ def test_unknown_option_lists_the_options():
     )
 
 
-def test_unknown_option_of_a_class_without_any():
+def test_unknown_option_of_a_class_without_options():
     """The error for an option of a class without options states that it has none."""
     assert error(instantiate, Optionless, {"size": "1"}) == (
         "prefix plugin 'optionless' has no option 'size'. It has no options."
@@ -243,7 +243,7 @@ def test_option_without_a_text_form():
     )
 
 
-def test_option_of_which_text_can_say_some():
+def test_an_option_of_a_union_type_can_be_set_by_text():
     """Text can set an option of a union type if one of the types has a text form."""
 
     @attrs.define(slots=False, eq=False)
@@ -257,7 +257,7 @@ def test_option_of_which_text_can_say_some():
     assert "which has no text form" in error(instantiate, Mixed, {"weights": "none"})
 
 
-def test_option_whose_annotation_is_unknown_at_run_time():
+def test_an_option_with_an_unresolvable_annotation_has_no_text_form():
     """An option whose annotation cannot be resolved at run time has no text form."""
 
     @attrs.define(slots=False, eq=False)
@@ -269,7 +269,7 @@ def test_option_whose_annotation_is_unknown_at_run_time():
     assert "takes Table, which has no text form" in error(instantiate, Typed, {"table": "1"})
 
 
-def test_inherited_option_is_read_where_it_was_declared():
+def test_an_inherited_annotation_is_resolved_in_the_declaring_module():
     """An annotation is resolved in the module of the class that declares the option."""
 
     class Child(Required):
@@ -278,7 +278,7 @@ def test_inherited_option_is_read_where_it_was_declared():
     assert instantiate(Child, {"path": "a"}).path == Path("a")
 
 
-def test_constructor_that_breaks_is_the_plugins_fault():
+def test_an_unexpected_exception_of_a_constructor_is_a_plugin_error():
     """An unexpected exception of a constructor becomes a PluginError that names the class."""
     with pytest.raises(PluginError) as caught:
         instantiate(Broken, {})
@@ -289,7 +289,7 @@ def test_constructor_that_breaks_is_the_plugins_fault():
 
 
 @pytest.mark.parametrize("raised", [InputError("row 3"), FileNotFoundError(2, "gone")])
-def test_errors_a_user_can_read_pass(raised):
+def test_input_and_os_errors_of_a_constructor_are_raised_unchanged(raised):
     """InputError and OSError of a constructor are raised unchanged."""
 
     class Reads(Plugin):

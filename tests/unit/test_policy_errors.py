@@ -16,6 +16,7 @@ from kvcore import (
     ScoreEviction,
 )
 from kvcore.testing import EVEN, FORKS, Driver, Traffic, random_steps
+from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import Radix
 
 NAME = r"eviction plugin 'failing' \(.*\.Failing\)"
@@ -113,7 +114,7 @@ def assert_poisoned(cache, error, *sequences):
         ("on_access", "abc!"),
     ],
 )
-def test_raising_in_open(method, keys):
+def test_an_error_during_open_names_the_policy(method, keys):
     """An error in a policy during `open` names plugin, method and cause, at once and later."""
     cache = full()
     seq = cache.open(ask(""))
@@ -127,7 +128,7 @@ def test_raising_in_open(method, keys):
 
 
 @pytest.mark.parametrize("method", ["on_insert", "on_extend", "on_split", "on_pin"])
-def test_raising_in_commit(method):
+def test_an_error_during_commit_names_the_policy(method):
     """An error in a policy during `commit` names plugin and method.
 
     The commit inserts a span, extends one, splits one or switches to a cached one.
@@ -145,7 +146,7 @@ def test_raising_in_commit(method):
     assert_poisoned(cache, caught.value, seq)
 
 
-def test_raising_in_extend_and_close():
+def test_an_error_during_extend_or_close_names_the_policy():
     """An error in a policy during `extend` or `close` names plugin and method."""
     cache = full()
     seq = cache.open(ask(""))
@@ -161,16 +162,30 @@ def test_raising_in_extend_and_close():
     assert_poisoned(cache, caught.value)
 
 
-def test_only_the_first_error_counts():
+def test_a_policy_is_not_called_after_its_first_error():
     """After its first error a policy is not called again."""
     cache = full()
-    cache.eviction.fails = fail_in("on_miss", "victim", "on_release")
-    with pytest.raises(PolicyError, match="in on_miss") as caught:
+    seq = cache.open(ask("xyz"))
+    called = []
+
+    def fails(method):
+        called.append(method)
+        if method == "on_miss":
+            msg = "no luck"
+            raise RuntimeError(msg)
+
+    cache.eviction.fails = fails
+    with pytest.raises(PolicyError, match=r"in on_miss\(\): no luck"):
         cache.open(ask("abc!"))
-    assert_poisoned(cache, caught.value)
+    assert called[-1] == "on_miss"
+    called.clear()
+    for call in (lambda: cache.open(ask("!")), lambda: cache.close(seq), cache.check_integrity):
+        with pytest.raises(PolicyError, match=r"in on_miss\(\): no luck"):
+            call()
+    assert called == []
 
 
-def test_leaving_is_a_failure():
+def test_sys_exit_in_a_policy_makes_the_cache_unusable():
     """A policy that calls `sys.exit()` makes the cache unusable, but the program goes on."""
     cache = full()
     cache.eviction.fails = lambda _method: sys.exit(0)
@@ -180,7 +195,7 @@ def test_leaving_is_a_failure():
 
 
 @pytest.mark.parametrize("method", ["on_miss", "victim", "on_pin"])
-def test_an_interrupt_in_a_policy_ends_the_use_of_the_cache(method):
+def test_an_interrupt_in_a_policy_makes_the_cache_unusable(method):
     """KeyboardInterrupt in a policy passes unchanged; later calls raise PolicyError."""
 
     def interrupted(called):
@@ -197,7 +212,7 @@ def test_an_interrupt_in_a_policy_ends_the_use_of_the_cache(method):
         cache.check_integrity()
 
 
-def test_an_attachment_that_fails():
+def test_an_error_in_attach_names_the_policy():
     """An error in `attach` is raised when the cache is made, and names the policy."""
 
     class Loose(Failing):
@@ -262,13 +277,13 @@ def root(cache):
         (inner, "which has children: only leaves can go"),
         (foreign, "of another cache"),
         (removed, "which has left the cache"),
-        (root, "which"),
+        (root, "which has left the cache"),
         (lambda _: "abcd", "'abcd', which is no span"),
         (lambda _: None, "None, which is no span"),
     ],
 )
 @pytest.mark.parametrize("call", ["open", "extend"])
-def test_wrong_victims(answer, fault, call):
+def test_a_wrong_victim_is_refused_with_the_reason(answer, fault, call):
     """The error for a span that cannot be evicted gives the reason."""
     cache = full()
     if call == "extend":
@@ -293,7 +308,7 @@ def test_a_copy_of_a_span_is_no_victim():
     assert_poisoned(cache, caught.value)
 
 
-def test_a_wrong_number_of_evictable_blocks():
+def test_a_wrong_number_of_evictable_blocks_is_refused():
     """The error for a wrong `evictable_blocks` names plugin, method, span and number."""
 
     class Greedy(Failing):
@@ -309,7 +324,7 @@ def test_a_wrong_number_of_evictable_blocks():
     assert_poisoned(cache, caught.value)
 
 
-def test_a_retention_policy_that_fails():
+def test_an_error_in_a_retention_policy_makes_the_cache_unusable():
     """An error in a retention policy makes the cache unusable as well."""
 
     class Lost(RetentionPolicy):
@@ -334,7 +349,7 @@ def look_up_and_compute(cache):
 
 
 @pytest.mark.parametrize("method", ["match", "insert", "split", "remove"])
-def test_an_index_that_fails(method):
+def test_an_error_in_the_prefix_index_makes_the_cache_unusable(method):
     """An error in any method of the prefix index makes the cache unusable."""
 
     def fail(self, *args):
@@ -354,7 +369,7 @@ def test_an_index_that_fails(method):
     assert_poisoned(cache, caught.value)
 
 
-def test_an_index_that_does_not_find_what_is_cached():
+def test_an_index_that_misses_a_cached_span_is_refused():
     """A commit raises if the index misses a cached span, as two spans would share a key."""
 
     class Blind(PrefixIndex):
@@ -376,20 +391,23 @@ def test_an_index_that_does_not_find_what_is_cached():
     assert_poisoned(cache, caught.value, first, second)
 
 
-def test_refusals_are_no_failures():
+def test_out_of_blocks_leaves_the_cache_usable():
     """OutOfBlocks leaves the cache unchanged and usable."""
     cache = full()
     seq = start(cache, "ab")
-    with pytest.raises(OutOfBlocks):
+    before = snapshot(cache)
+    with pytest.raises(OutOfBlocks, match="needs 9 more blocks; 0 of 8 are free and 6 can be"):
         cache.open(ask("!" * 9))
+    assert snapshot(cache) == before
     cache.close(seq)
     cache.check_integrity()
+    serve(cache, "!" * 8)
 
 
 @pytest.mark.parametrize("accounting", ["keys", "tokens"])
 @pytest.mark.parametrize("mix", [EVEN, FORKS])
 @pytest.mark.parametrize("seed", range(5))
-def test_failing_at_any_time(seed, mix, accounting):
+def test_the_cache_is_consistent_until_a_policy_fails(seed, mix, accounting):
     """The cache is consistent until a policy fails, at any call, and unusable afterwards."""
     policy = Failing()
     cache = KVCache(

@@ -20,7 +20,7 @@ def test_unused_ids_come_in_ascending_order():
     assert pool.allocate(2) == ids(3, 4)
 
 
-def test_last_freed_is_taken_first():
+def test_the_last_freed_block_is_allocated_first():
     """The block freed last is allocated first."""
     pool = BlockPool(8)
     pool.allocate(6)
@@ -36,7 +36,7 @@ def test_freed_blocks_come_before_unused_ones():
     assert pool.allocate(4) == ids(0, 2, 4, 5)
 
 
-def test_taking_part_of_the_freed_leaves_the_rest_in_order():
+def test_freed_blocks_that_are_not_allocated_keep_their_order():
     """Freed blocks that are not allocated keep their order."""
     pool = BlockPool(8)
     pool.allocate(4)
@@ -47,7 +47,7 @@ def test_taking_part_of_the_freed_leaves_the_rest_in_order():
 
 
 @pytest.mark.parametrize("first", range(6))
-def test_two_takes_are_one(first):
+def test_two_allocations_give_the_ids_of_one(first):
     """allocate(a + b) gives the same ids as allocate(a) and then allocate(b)."""
     one, two = BlockPool(8), BlockPool(8)
     for pool in (one, two):
@@ -58,7 +58,7 @@ def test_two_takes_are_one(first):
     assert one.allocate(5) == parts
 
 
-def test_taking_nothing_changes_nothing():
+def test_an_allocation_of_no_blocks_changes_nothing():
     """`allocate(0)` returns no ids and changes nothing, even if freed blocks are there."""
     pool = BlockPool(4)
     pool.free(pool.allocate(2)[::-1], 2)
@@ -67,7 +67,7 @@ def test_taking_nothing_changes_nothing():
 
 
 @pytest.mark.parametrize("kind", [CountingPool, BlockPool])
-def test_taking_more_than_is_free_changes_nothing(kind):
+def test_an_allocation_of_more_than_the_free_blocks_changes_nothing(kind):
     """OutOfBlocks names the blocks asked for and the free ones, and nothing is allocated."""
     pool = kind(4)
     pool.allocate(1)
@@ -76,7 +76,7 @@ def test_taking_more_than_is_free_changes_nothing(kind):
     assert pool.free_blocks == 3
 
 
-def test_counting_pool_counts():
+def test_counting_pool_allocates_no_ids():
     """CountingPool allocates no ids, and keeps the number of free blocks."""
     pool = CountingPool(4)
     assert pool.allocate(3) is None
@@ -85,20 +85,20 @@ def test_counting_pool_counts():
 
 
 @pytest.mark.parametrize("blocks", [0, -1, 2**31])
-def test_size_must_be_possible(blocks):
+def test_impossible_sizes_are_refused(blocks):
     """A pool of no blocks, or of more than ids can number, raises InputError with the size."""
     with pytest.raises(InputError, match=rf"pool of {blocks} blocks"):
         CountingPool(blocks)
 
 
-def test_the_largest_pool_costs_nothing():
+def test_the_largest_pool_stores_no_unused_ids():
     """A pool of 2^31 - 1 blocks is made and used at once, since unused ids are not stored."""
     pool = BlockPool(2**31 - 1)
     assert pool.allocate(2) == ids(0, 1)
     assert len(pool.free_ids()) == 0
 
 
-def test_release_frees_what_has_one_owner():
+def test_release_frees_blocks_with_one_owner():
     """`release` frees blocks with one owner; the last of them is allocated next."""
     pool = BlockPool(4)
     pool.allocate(3)
@@ -118,7 +118,7 @@ def test_shared_blocks_are_freed_by_their_last_owner():
     assert (pool.free_blocks, pool.owners) == (4, {})
 
 
-def test_disown_says_whether_another_owner_is_left():
+def test_unshare_returns_whether_another_owner_is_left():
     """`unshare` returns True if the block has another owner left."""
     pool = BlockPool(4)
     pool.share(pool.allocate(1))

@@ -49,7 +49,7 @@ def wait(run, name="again"):
     return row["first_token"] - row["arrival"]
 
 
-def told(run):
+def prefetch_counts(run):
     """Return the blocks prefetched, those of them that were hit, and the hits of the tier."""
     stats = run.result.cache.tiers.levels[0].stats
     return stats.prefetched, stats.prefetch_hits, stats.hits
@@ -71,14 +71,16 @@ def serve_slowly(requests, **options):
         (10, 354, (4, 4, 4), 0, 16),
     ],
 )
-def test_what_comes_ahead_is_not_waited_for(prefetch, ttft, counts, hit, loaded):
+def test_a_prompt_prefetched_in_time_is_hit_without_waiting(
+    prefetch, ttft, counts, hit, loaded
+):
     """A prompt prefetched in time is a hit in the pool.
 
     If the prefetch is late, the request waits for the rest of the same transfer; if the pool is
     full when the prefetch is due, the blocks are loaded at the arrival.
     """
     run = serve_slowly(session(prefetch))
-    assert (wait(run), told(run)) == (ttft, counts)
+    assert (wait(run), prefetch_counts(run)) == (ttft, counts)
     assert (run.result.log.hit[-1], run.result.log.loaded[-1]) == (hit, loaded)
     assert len(run.of("LOAD_START")) == 1
 
@@ -93,14 +95,14 @@ def test_what_comes_ahead_is_not_waited_for(prefetch, ttft, counts, hit, loaded)
         (10, (0, 0, 0), 1700),
     ],
 )
-def test_time_before_the_arrival_costs_nothing(prefetch, counts, ttft):
+def test_only_loads_that_save_time_are_prefetched(prefetch, counts, ttft):
     """Over a link slower than computing, only blocks whose load saves time are prefetched."""
     slow = SLOW_LINK.replace("=1GB", "=60MB")
     run = serve_slowly(session(prefetch), tiers=(slow,))
-    assert (told(run), wait(run)) == (counts, ttft)
+    assert (prefetch_counts(run), wait(run)) == (counts, ttft)
 
 
-def test_without_tiers_it_does_nothing():
+def test_without_tiers_the_hint_changes_nothing():
     """Without tiers the hint changes nothing: all requests have the same rows as without it."""
     run = serve(session(500), blocks=9)
     plain = serve(session(None), blocks=9)
@@ -109,46 +111,62 @@ def test_without_tiers_it_does_nothing():
 
 
 @pytest.mark.parametrize(
-    "options",
-    ["memory=1MB,load=never", "memory=1MB,max_wait=0,write_bandwidth=1MB", "memory=64"],
+    ("options", "blocks"),
+    [
+        ("memory=1MB", 4),
+        ("memory=1MB,load=never", 0),
+        ("memory=1MB,max_wait=0,write_bandwidth=1MB", 0),
+        ("memory=64", 0),
+    ],
 )
-def test_a_tier_that_cannot_be_asked_is_left_alone(options):
-    """Nothing is prefetched from a tier that never loads, is busy, or holds other blocks."""
-    run = serve_slowly(session(300, think=1000), tiers=(f"host:{options}",))
-    assert told(run)[0] == 0
-    assert len(run.rows) == 3
+def test_nothing_is_prefetched_from_a_tier_that_cannot_load(options, blocks):
+    """Nothing is prefetched from a tier that never loads, is busy, or holds other blocks.
+
+    From the same tier without these limits four blocks are prefetched.
+    """
+    third = ask("third", 10_000, 34, keys=[*range(200, 208)])
+    run = serve_slowly([*session(50_000), third], tiers=(f"host:{options}",))
+    assert prefetch_counts(run)[0] == blocks
+    assert len(run.rows) == 4
 
 
-def test_nobody_is_preempted_for_it():
-    """No request is preempted for a prefetch: if all blocks are in use, it loads nothing."""
-    long = ask("long", 20_000, 34, 800)
-    run = serve_slowly([*session(50_000), long], blocks=209, watermark=0)
-    assert (told(run)[0], run.of("PREEMPT")) == (0, [])
+@pytest.mark.parametrize(("blocks", "prefetched"), [(20, 0), (21, 1), (24, 4)])
+def test_no_request_is_preempted_for_a_prefetch(blocks, prefetched):
+    """No request is preempted for a prefetch, which loads as many blocks as are not in use.
+
+    When the prefetch is due at 51,700 ns, a request of 20 blocks decodes.
+    """
+    long = ask("long", 43_900, 77, 4)
+    run = serve_slowly([*session(50_000), long], blocks=blocks, watermark=0)
+    assert run.rows["long"]["first_token"] < 51_700 < run.rows["long"]["finish"]
+    assert (prefetch_counts(run)[0], run.of("PREEMPT")) == (prefetched, [])
 
 
-def test_a_pool_full_of_what_is_on_its_way_blocks_nobody():
+def test_a_request_without_free_blocks_is_admitted_after_a_prefetch():
     """A request that finds no free block is admitted as soon as the prefetch ends."""
     requests = session(1000)
     requests.append(ask("late", 100_800, 24, keys=[*range(200, 206)]))
     slow = f"{SLOW_LINK},load=always".replace("=1GB", "=100MB")
     run = serve_slowly(requests, tiers=(slow,))
-    assert run.of("LOAD")[0][0] == run.rows["late"]["admitted"]
+    late = run.rows["late"]
+    assert late["arrival"] < run.of("LOAD")[0][0] == late["admitted"]
+    assert run.of("LOAD")[0][1] == "again"
     assert len(run.rows) == 4
 
 
-def test_blocks_for_those_that_run_are_left():
+def test_prefetches_keep_the_watermark_free():
     """Prefetches keep the watermark free, so a higher one loads fewer blocks."""
     full, kept = (serve_slowly(session(50_000), watermark=watermark) for watermark in (0, 0.6))
-    assert (told(full)[0], told(kept)[0]) == (4, 3)
+    assert (prefetch_counts(full)[0], prefetch_counts(kept)[0]) == (4, 3)
 
 
-def test_only_what_may_be_shared_comes_ahead():
+def test_only_blocks_within_the_share_hint_are_prefetched():
     """Only blocks within the hint `share` are prefetched, since others cannot be hit."""
     run = serve_slowly(session(50_000, share=9))
-    assert told(run)[0] == 2
+    assert prefetch_counts(run)[0] == 2
 
 
-def test_open_loop_requests_are_known_as_early_as_they_ask():
+def test_arrivals_read_ahead_by_the_longest_prefetch_hint():
     """`Arrivals` reads ahead by the longest `prefetch` hint so far, and else by one request."""
     requests = [
         ask(number, 100 * number, hints=Hints(prefetch=250 if number > 2 else None))
@@ -161,7 +179,7 @@ def test_open_loop_requests_are_known_as_early_as_they_ask():
     assert known == [1, 1, 4, 4, 3, 2, 1, 0]
 
 
-def test_prefetches_are_collected_for_tiers_alone():
+def test_arrivals_collect_prefetches_on_request_only():
     """`Arrivals` collects prefetches only with `prefetches=True`."""
     arrivals = Arrivals([ask(0), ask(1, 5, hints=Hints(prefetch=3))])
     arrivals.take()
@@ -180,19 +198,20 @@ def test_open_loop_requests_are_prefetched():
     assert wait(serve_slowly(requests)) == 100
 
 
-def test_demoted_blocks_go_down_first():
+@pytest.mark.parametrize(("demote", "written"), [(True, "done"), (False, "older")])
+def test_demoted_blocks_are_written_before_older_blocks(demote, written):
     """With `write=evict`, demoted blocks are written to the tier before older blocks."""
     requests = [
         ask("older", 0, 8, keys=[1, 2]),
-        ask("done", 1000, 8, keys=[3, 4], hints=Hints(demote=True)),
+        ask("done", 1000, 8, keys=[3, 4], hints=Hints(demote=demote)),
         ask("new", 2000, 17, keys=[5, 6, 7, 8]),
     ]
     run = serve(requests, blocks=7, tiers=(SLOW_LINK,))
-    assert [line["request"] for line in run.lines if line["event"] == "OFFLOAD"] == ["done"]
+    assert [line["request"] for line in run.lines if line["event"] == "OFFLOAD"] == [written]
 
 
 @pytest.mark.parametrize("prefetch", [50_000, 260, 10])
-def test_on_tensors_the_text_is_the_same(prefetch):
+def test_prefetches_change_no_output_on_tensors(prefetch):
     """On tensors, a prefetch changes no output token, and loads are those of the simulation."""
     size = slot_bytes_of(SPEC, BLOCK)
     rate = 6_400_000 * size
@@ -222,7 +241,7 @@ FORGED = [
     ("PREFETCH", {"request": "first"}, "PREFETCH: request 'first' is known already"),
     ("PREFETCH", {"request": "else"}, "EVICT: request 'again' has no REQUEST line before"),
     ("PREFETCH", {"seq": 4}, "PREFETCH: sequence 4 opens; the next one is 3"),
-    ("PREFETCH", {"keys": [0, 1, 2]}, "LOAD_START: "),
+    ("PREFETCH", {"keys": [0, 1, 2]}, "LOAD_START: 3 blocks of request 'again' are in tier"),
     ("PREFETCH", {"keys": [0]}, "PREFETCH: 1 blocks are cached of 1 keys"),
     ("PREFETCH", {"keys": [0, 1, 2, 9]}, "LOAD_START: 3 blocks of request 'again' are in tier"),
     ("PREFETCH", {"blocks": 2}, "PREFETCH: 1 blocks are cached of 4 keys"),
@@ -232,12 +251,12 @@ FORGED = [
     ("REQUEST", {"hints": {"prefetch": 49_999}}, "REQUEST: request 'again' has not asked for"),
     ("REQUEST", {"keys": [0, 1, 2, 9]}, "REQUEST: request 'again' has other keys than its"),
     ("LOAD", {"blocks": 2}, "LOAD: 3 blocks are loaded, not 2"),
-    ("COMMIT", {"blocks": 2}, "FREE: sequence 3 frees "),
+    ("COMMIT", {"blocks": 2}, "FREE: sequence 3 frees [(3, 1)], not []"),
 ]
 
 
 @pytest.mark.parametrize(("event", "fields", "reason"), FORGED)
-def test_no_field_can_be_forged(trace, event, fields, reason):
+def test_a_trace_with_a_forged_field_is_rejected(trace, event, fields, reason):
     """A trace with a false field of a prefetch or its request is rejected with the reason."""
     events = lines(trace)
     begin = next(n for n, line in enumerate(events) if line["event"] == "PREFETCH")
@@ -250,17 +269,28 @@ def test_no_field_can_be_forged(trace, event, fields, reason):
     assert str(found.value).split(": ", 1)[1].startswith(reason)
 
 
-@pytest.mark.parametrize("event", ["PREFETCH", "ALLOC", "LOAD_START", "LOAD", "COMMIT", "FREE"])
-def test_no_line_can_be_left_out(trace, event):
-    """A trace that lacks one line of a prefetch is rejected."""
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        ("PREFETCH", "EVICT: request 'again' has no REQUEST line before this"),
+        ("ALLOC", "LOAD_START: sequence 3 has 1 blocks, 1 of them already"),
+        ("LOAD_START", "LOAD: sequence 3 has no LOAD_START before this"),
+        ("LOAD", "COMMIT: sequence 3 waits for what it loads"),
+        ("COMMIT", "FREE: sequence 3 frees [(3, -3)], not []"),
+        ("FREE", "END: sequences that are not closed: 1"),
+    ],
+)
+def test_a_trace_that_lacks_a_line_is_rejected(trace, event, reason):
+    """A trace that lacks one line of a prefetch is rejected with the reason."""
     events = lines(trace)
     begin = next(n for n, line in enumerate(events) if line["event"] == "PREFETCH")
     del events[next(n for n in range(begin, len(events)) if events[n]["event"] == event)]
-    with pytest.raises(TraceError):
+    with pytest.raises(TraceError) as found:
         check_trace(seal(trace, events))
+    assert str(found.value).split(": ", 1)[1].startswith(reason)
 
 
-def test_a_request_that_never_arrives(trace):
+def test_a_trace_may_end_before_the_arrival_of_a_request(trace):
     """A trace may end after a prefetch and before the arrival of its request."""
     events = lines(trace)
     end = next(
@@ -270,7 +300,7 @@ def test_a_request_that_never_arrives(trace):
     assert (report.finished, report.pool["private"]) == (2, 0)
 
 
-def test_explain_says_that_it_was_hit(trace):
+def test_explain_counts_prefetched_blocks_as_hits(trace):
     """`explain` counts prefetched blocks as hits of their request."""
     again = explain(trace).requests["again"]
     assert (again.hit, again.losses[0].first) == (16, 16)
@@ -288,9 +318,10 @@ class Greedy(FCFS):
         return StepPlan([*loading, *state.waiting], loading)
 
 
-def test_a_plan_may_name_jobs_that_load():
+def test_loading_jobs_in_a_plan_are_neither_paused_nor_admitted_twice():
     """Loading jobs in a plan are neither paused nor admitted twice."""
     requests = [*session(None), ask("more", 101_750, 8, 3)]
     scheduler = Greedy()
     run = serve_slowly(requests, blocks=12, scheduler=scheduler)
     assert (len(run.rows), scheduler.named) == (4, 1)
+    assert (run.of("PREEMPT"), len(run.of("LOAD_START"))) == ([], 1)

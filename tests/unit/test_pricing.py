@@ -12,7 +12,7 @@ from kvcore.models.pricing import PRICES, PROVIDERS, PriceModel, find_price
 
 
 @pytest.mark.parametrize("price", PRICES.values(), ids=str)
-def test_known_prices_say_where_they_are_from(price):
+def test_built_in_prices_have_a_source_and_a_date(price):
     """Every built-in price has a source and a date, and is found by its own text.
 
     Cached input costs less than input, and input less than output.
@@ -23,17 +23,18 @@ def test_known_prices_say_where_they_are_from(price):
     assert find_price(str(price)) == price
 
 
-def test_help_names_the_providers():
+def test_the_help_of_price_names_the_providers():
     """The help of `--price`, which does not import the table, names exactly its providers."""
     assert set(PRICED) == set(PROVIDERS)
 
 
 def test_claude_prices_are_multiples():
     """Anthropic's writes cost 1.25 and 2 times the input, and reads a tenth."""
-    for price in PRICES.values():
-        if price.provider == "anthropic":
-            multiples = [rate / price.input for rate in price.rates]
-            assert multiples[1:4] == pytest.approx([0.1, 1.25, 2])
+    prices = [price for price in PRICES.values() if price.provider == "anthropic"]
+    assert len(prices) == 4
+    for price in prices:
+        multiples = [rate / price.input for rate in price.rates]
+        assert multiples[1:4] == pytest.approx([0.1, 1.25, 2])
 
 
 def test_prices_are_read_from_text():
@@ -58,17 +59,17 @@ def test_missing_rates_are_those_of_input():
     [
         ("antropic", "did you mean 'anthropic'"),
         ("anthropic,tll=3", "did you mean 'ttl'"),
-        ("input", "is not known"),
+        ("input", "price 'input' is not known"),
         ("input=3,input=4", "given twice"),
         ("input=1,min_tokens=1.5", "'min_tokens=1.5': expected a whole number"),
-        ("input=cheap", "as a number|give a number"),
+        ("input=cheap", "'input=cheap': give a number, such as 3"),
         ("cached=1", "lacks input="),
-        ("input=-1", "input=-1"),
-        ("input=nan", "finite"),
+        ("input=-1", r"input=-1\.0: give a finite number from 0 on"),
+        ("input=nan", "input=nan: give a finite number from 0 on"),
         ("input=1,step=0", "step=0"),
-        ("input=1,step=1.5", "whole number"),
-        ("input=1,ttl=0", "ttl=0"),
-        ("", "is not known"),
+        ("input=1,step=1.5", r"'step=1\.5': expected a whole number"),
+        ("input=1,ttl=0", r"ttl=0\.0: give a finite number from 1e-09 on"),
+        ("", "price '' is not known"),
     ],
 )
 def test_wrong_prices_are_refused(text, why):
@@ -81,7 +82,7 @@ def test_wrong_prices_are_refused(text, why):
     ("tokens", "cached"),
     [(0, 0), (1023, 0), (1024, 1024), (1151, 1024), (1152, 1152), (2006, 1920)],
 )
-def test_steps_of_128(tokens, cached):
+def test_openai_caches_in_steps_of_128_tokens(tokens, cached):
     """OpenAI caches from 1,024 tokens on in steps of 128.
 
     The example of its guide is 1,920 of 2,006.
@@ -89,7 +90,7 @@ def test_steps_of_128(tokens, cached):
     assert find_price("openai").cacheable(tokens) == cached
 
 
-def test_steps_begin_at_the_least_length():
+def test_steps_are_counted_from_min_tokens():
     """Steps are counted from `min_tokens` on, not from the start of the prompt."""
     price = find_price("input=1,min_tokens=100,step=128")
     assert [price.cacheable(tokens) for tokens in (99, 227, 228)] == [0, 100, 228]

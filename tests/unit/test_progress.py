@@ -36,7 +36,7 @@ def test_items_of_a_file_are_counted_in_bytes():
     assert ticks == [4000, 4000, 0]
 
 
-def test_nothing_is_counted_that_is_not_shown():
+def test_items_are_not_counted_with_a_silent_tick():
     """With the silent `Tick`, `ticked` returns the items themselves."""
     items = range(3)
     with silent("counting", 3) as tick:
@@ -53,7 +53,7 @@ def test_long_texts_are_shortened(text, most, short):
     assert shorten(text, most) == short
 
 
-def test_a_directory_is_made_with_those_above_it(tmp_path):
+def test_make_directory_makes_parent_directories(tmp_path):
     """`make_directory` makes parents and keeps an existing directory; a file is an error."""
     make_directory(tmp_path / "a" / "b")
     make_directory(tmp_path / "a" / "b")

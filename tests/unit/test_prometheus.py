@@ -73,18 +73,18 @@ def buckets(samples, name, **labels):
 
 
 @pytest.mark.parametrize("name", RESTING)
-def test_blocks_at_rest_are_those_of_the_json(run, name):
+def test_histograms_of_blocks_equal_the_json(run, name):
     """Histograms of blocks have the count, the sum and the buckets of the JSON."""
     _, document, samples = run
-    told = document["residency"]["gpu"][RESTING[name]]
-    assert only(samples, f"{name}_count") == told["blocks"] > 0
-    assert only(samples, f"{name}_sum") == told["sum"]
-    expected = {float(bound): upto for bound, upto in told["buckets"].items()}
-    assert buckets(samples, name) == expected | {float("inf"): told["blocks"]}
+    summary = document["residency"]["gpu"][RESTING[name]]
+    assert only(samples, f"{name}_count") == summary["blocks"] > 0
+    assert only(samples, f"{name}_sum") == summary["sum"]
+    expected = {float(bound): upto for bound, upto in summary["buckets"].items()}
+    assert buckets(samples, name) == expected | {float("inf"): summary["blocks"]}
 
 
 @pytest.mark.parametrize("name", TIMES)
-def test_times_are_those_of_the_requests(run, name):
+def test_histograms_of_times_count_the_requests(run, name):
     """Histograms of times have the mean of the JSON, and buckets that count the requests."""
     result, document, samples = run
     times = [time for time in result.requests[TIMES[name]] if time is not None]
@@ -96,7 +96,7 @@ def test_times_are_those_of_the_requests(run, name):
         assert upto == sum(time <= bound for time in times)
 
 
-def test_counters_are_those_of_the_json(run):
+def test_counters_equal_the_json(run):
     """Counters of tokens, blocks, preemptions and requests equal those of the JSON."""
     _, document, samples = run
     hit, rested = document["hit"], document["residency"]["gpu"]
@@ -133,10 +133,11 @@ def test_gauges_are_means_over_the_run(run):
     )
     assert only(samples, "kvcore_num_requests_running") == pytest.approx(served)
     assert only(samples, "kvcore_num_requests_waiting") == pytest.approx(waited)
-    assert only(samples, "kvcore_kv_cache_thrashing") in (0, 1)
+    thrashing = document["residency"]["gpu"]["thrashing"]
+    assert only(samples, "kvcore_kv_cache_thrashing") == int(thrashing)
 
 
-def test_labels_say_what_was_run(run):
+def test_labels_name_workload_policy_and_options(run):
     """Labels name workload, policy and options, even if a name contains quotes."""
     labels, _ = run[2]["kvcore_kv_block_lifetime_seconds_sum"][0]
     assert labels == {
@@ -173,7 +174,7 @@ def test_every_row_of_a_comparison_has_labels():
         assert gone == row.evicted_blocks
 
 
-def test_without_the_package_the_error_says_what_to_install(monkeypatch):
+def test_without_prometheus_client_the_error_gives_the_install_command(monkeypatch):
     """Without prometheus_client the error gives the install command."""
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     comparison = compare(Zipf(requests=5), LRU, 10)

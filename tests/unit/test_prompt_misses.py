@@ -28,19 +28,19 @@ def unread(*served, price=AUTOMATIC):
     return [(part.reason, part.first, part.tokens) for part in last.unread]
 
 
-def test_new_tokens():
+def test_tokens_of_no_earlier_prompt_are_new():
     """Tokens that no earlier prompt has after the same prefix are `new`."""
     assert unread(*requests((0, "ab"))) == [("new", 0, 2)]
     assert unread(*requests((0, "ab"), (1, "acd"))) == [("new", 1, 2)]
 
 
-def test_short_prompts():
+def test_prompts_below_the_minimum_length_are_never_cached():
     """Prompts below the minimum length are never cached, however often they are sent."""
     rows = requests((0, "ab"), (1, "ab"))
     assert unread(*rows, price=f"{AUTOMATIC},min_tokens=3") == [("short", 0, 2)]
 
 
-def test_a_ttl_that_has_lapsed():
+def test_the_gap_of_a_lapse_is_that_of_the_prefix():
     """The gap is measured from the last request with the same prefix, not the last request."""
     rows = requests((0, "abc"), (100, "abd"), (450, "xyz"), (500, "abc"))
     (last,) = explain_prompts(rows, AUTOMATIC).prompts[-1].unread
@@ -48,13 +48,13 @@ def test_a_ttl_that_has_lapsed():
     assert (last.other, last.gap_ns) == (1, 400 * NS_PER_S)
 
 
-def test_a_part_that_has_lapsed():
+def test_the_older_rest_of_a_renewed_prefix_is_lapsed():
     """A prefix renewed by another request is read; the older rest of it is `lapsed`."""
     rows = requests((0, "abcd"), (250, "abx"), (400, "abcd"))
     assert unread(*rows) == [("lapsed", 2, 2)]
 
 
-def test_an_entry_that_has_lapsed():
+def test_the_gap_of_a_lapsed_entry_is_from_its_last_request():
     """The gap is measured from the last request with the lapsed entry, not with part of it."""
     rows = requests((0, "abcd"), (200, "abx"), (350, "abcd"))
     (last,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
@@ -62,14 +62,14 @@ def test_an_entry_that_has_lapsed():
     assert last.gap_ns == 350 * NS_PER_S
 
 
-def test_no_entry_ends_there():
+def test_tokens_without_a_breakpoint_after_them_are_unmarked():
     """Tokens of earlier prompts are `unmarked` if no breakpoint or whole step follows them."""
     rows = requests((0, "abcd"), (1, "abce"))
     assert unread(*rows, price=EXPLICIT) == [("unmarked", 0, 3), ("new", 3, 1)]
     assert unread(*rows, price=f"{AUTOMATIC},step=2") == [("unmarked", 2, 1), ("new", 3, 1)]
 
 
-def test_an_edited_prompt():
+def test_a_prompt_that_repeats_tokens_after_a_difference_is_edited():
     """A prompt that repeats tokens after its first difference is `edited`, with the place."""
     rows = [
         logged(0, 0, ("xab", None), ("cd", None)),
@@ -82,7 +82,7 @@ def test_an_edited_prompt():
     assert (new.reason, new.tokens) == ("new", 2)
 
 
-def test_an_edit_further_in():
+def test_the_prefix_before_an_edit_is_read_with_automatic_caching():
     """The prefix before an edit is read with automatic caching.
 
     With breakpoints alone nothing of it is read, and it counts as edited.
@@ -107,7 +107,7 @@ def test_a_dropped_message_is_an_edit():
     assert unread(*rows) == [("edited", 2, 4), ("new", 6, 1)]
 
 
-def test_the_original_is_not_the_last_prompt_alike():
+def test_the_original_of_an_edit_may_not_be_the_latest_prompt():
     """The original of an edit is found even if a later prompt has the same prefix."""
     rows = [
         logged(0, 0, ("abcdefgh", None), ("m", None), ("1234", None)),
@@ -118,13 +118,13 @@ def test_the_original_is_not_the_last_prompt_alike():
     assert (edited.reason, edited.tokens, edited.other) == ("edited", 4, 0)
 
 
-def test_some_sentences_alike_are_no_edit():
+def test_a_prompt_that_repeats_less_than_half_is_no_edit():
     """A prompt that repeats less than half of another after the difference is not its edit."""
     rows = [logged(0, 0, ("xabcdef", None)), logged(1, 1, ("yab123", None))]
     assert unread(*rows) == [("new", 0, 6)]
 
 
-def test_old_prompts_are_forgotten(monkeypatch):
+def test_originals_are_searched_among_recent_prompts_only(monkeypatch):
     """Originals of edits are searched among the last RECENT prompts only."""
     monkeypatch.setattr(prompt_misses, "RECENT", 1)
     rows = [
@@ -135,13 +135,13 @@ def test_old_prompts_are_forgotten(monkeypatch):
     assert unread(*rows) == [("new", 0, 5)]
 
 
-def test_undetermined_edits():
+def test_an_edit_of_a_lapsed_original_is_undetermined():
     """An edit is `undetermined` if the TTL of its original had lapsed anyway."""
     rows = [logged(0, 0, ("xabcd", None)), logged(1, 300, ("yabcd", None))]
     assert unread(*rows) == [("undetermined", 0, 4), ("new", 4, 1)]
 
 
-def test_another_question_is_no_edit():
+def test_a_prompt_without_common_tokens_is_no_edit():
     """Prompts without common tokens after their first difference are not edits."""
     rows = [
         logged(0, 0, ("abcd", None), ("ef", None)),
@@ -150,13 +150,13 @@ def test_another_question_is_no_edit():
     assert unread(*rows) == [("new", 4, 2)]
 
 
-def test_other_models_are_no_originals():
+def test_a_prompt_to_another_model_is_no_original():
     """A prompt to another model is not the original of an edit."""
     rows = [logged(n, n, (f"{n}abcd", None), salt=f"m{n}") for n in range(2)]
     assert [reason for reason, *_ in unread(*rows)] == ["new"]
 
 
-def test_evictions():
+def test_unread_tokens_within_the_ttl_were_evicted():
     """Tokens that the rule reads within the TTL, but the log does not, were `evicted`."""
     rows = [logged(n, n, ("abcd", 0), usage=Usage(400)) for n in range(2)]
     (gone,) = explain_prompts(rows, EXPLICIT).prompts[-1].unread
@@ -164,14 +164,15 @@ def test_evictions():
     assert gone.gap_ns == NS_PER_S
 
 
-@pytest.mark.parametrize("read", [370, 400])
-def test_about_as_much_is_no_eviction(read):
+@pytest.mark.parametrize(("read", "evicted"), [(359, True), (360, False), (400, False)])
+def test_reading_a_tenth_less_than_expected_is_no_eviction(read, evicted):
     """Reading up to a tenth less than expected is no eviction, as positions are estimates."""
     rows = [logged(n, n, ("abcd", 0), usage=Usage(400, read_tokens=read)) for n in range(2)]
-    assert unread(*rows, price=EXPLICIT) == [("new", read, 400 - read)][: 400 - read]
+    reasons = [("evicted", read, 400 - read)] if evicted else [("new", read, 400 - read)]
+    assert unread(*rows, price=EXPLICIT) == reasons[: 400 - read]
 
 
-def test_what_lives_longer_than_its_ttl():
+def test_tokens_that_the_log_reports_as_read_have_not_lapsed():
     """Tokens that the log reports as read are read, even if their TTL has lapsed."""
     rows = [
         logged(n, 400 * n, ("abcd", 0), usage=Usage(4, read_tokens=4 * n)) for n in range(2)
@@ -202,13 +203,13 @@ def test_every_token_has_one_reason():
         )
 
 
-def test_dollars_are_what_reading_would_save():
+def test_dollars_are_the_savings_of_cached_input():
     """The dollars of a reason are the price of input minus that of cached input."""
     found = explain_prompts(requests((0, "abc"), (400, "abc")), find_price(AUTOMATIC))
     assert found.sums()["lapsed"]["usd"] == pytest.approx(3 * 3 / 1e6)
 
 
-def test_an_unknown_request():
+def test_an_unknown_request_is_refused_with_a_similar_name():
     """The error for an unknown request names it, the workload and a similar request."""
     found = explain_prompts([request("abc", 0, "a")], AUTOMATIC, source="log")
     assert found.of("abc").request == "abc"

@@ -58,14 +58,14 @@ def only(found, retention, budget=None):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "fp64"])
-def test_all_tokens_as_computed_lose_nothing(dtype):
+def test_all_tokens_in_the_computed_type_lose_nothing(dtype):
     """Keeping all tokens in the computed type gives losses of exactly 0."""
     (row,) = measure("transformer", codec=dtype, dtype=dtype, **SMALL).rows
     assert (row.attention_error, row.kl, row.kl_p95, row.top1) == (0, 0, 0, 1)
     assert (row.share, row.budget, row.needle) == (1, None, None)
 
 
-def test_divergence_is_that_of_the_definition():
+def test_divergence_equals_its_definition():
     """`divergence` is the sum of p log(p / q), and 0 for equal logits, however large."""
     p, q = [0.5, 0.25, 0.25], [0.125, 0.125, 0.75]
     found = divergence(torch.tensor([p, q]).log() + 7, torch.tensor([q, q]).log() - 3)
@@ -74,7 +74,7 @@ def test_divergence_is_that_of_the_definition():
     assert divergence(*[torch.tensor([[1e4, -1e4]])] * 2).tolist() == [0]
 
 
-def test_a_window_is_what_dense_attention_over_it_is():
+def test_a_window_equals_dense_attention_over_the_same_tokens():
     """With blocks of one token, `window:tokens=20` equals dense attention over 20 tokens."""
     kept, prompt = 20, 96
     generator = loaded(Plugins().build("generator", "transformer"), "fp32")
@@ -103,7 +103,7 @@ def test_a_window_is_what_dense_attention_over_it_is():
     )
 
 
-def test_tokens_that_wait_to_be_coded_count():
+def test_bytes_count_tokens_not_yet_coded():
     """Bytes per token count tokens not yet coded.
 
     A block of 4 takes 448 bytes in 2 bits with its grids, and each other token 512.
@@ -137,7 +137,7 @@ def dense(generator, tokens, prompt, kept):
         yield logits[0], dict(seen)
 
 
-def test_more_tokens_lose_less():
+def test_a_larger_budget_loses_less():
     """A larger budget of the same policy has less of every loss."""
     found = rows("random", budgets=(0.2, 0.5, 0.9))
     few, some, most = (only(found, "random", budget) for budget in (0.2, 0.5, 0.9))
@@ -166,14 +166,14 @@ def test_a_budget_is_bytes_whatever_the_codec():
     assert 0.2 < longer.share < 0.25 + 8 / 96
 
 
-def test_options_of_the_text_come_first():
+def test_a_policy_with_a_size_is_measured_once_at_that_size():
     """A policy whose text sets its size is measured once, at that size."""
     found = rows("window:tokens=10,random:budget=0.5,window:tokens=10", budgets=(0.1, 0.2))
     assert [row.retention for row in found] == [FULL, "random:budget=0.5", "window:tokens=10"]
     assert {row.budget for row in found} == {None}
 
 
-def test_every_needle_is_found_where_all_is_kept():
+def test_every_needle_is_found_if_all_tokens_are_kept():
     """With all tokens kept, every needle at every depth is found, announced or not."""
     for announced in (True, False):
         (row,) = rows(FULL, needles=6, announced=announced)
@@ -183,13 +183,13 @@ def test_every_needle_is_found_where_all_is_kept():
         )
 
 
-def test_chance_finds_its_share():
+def test_a_random_tenth_of_the_tokens_answers_a_tenth():
     """A tenth of the tokens kept at random answers about a tenth of 128 questions."""
     found = rows("random", prompt_tokens=400, texts=8, needles=16, budgets=(0.1,))
     assert 0.02 < only(found, "random", 0.1).needle < 0.22
 
 
-def test_an_oracle_finds_all_and_its_opposite_none(monkeypatch):
+def test_an_oracle_finds_all_needles_and_its_opposite_none(monkeypatch):
     """All needles are found if exactly their values are kept, and none if all else is."""
     plugins = Plugins(extra=[Hooks()])
     options = SMALL | {"needles": 4, "announced": False, "prompt_tokens": 100, "texts": 3}
@@ -212,14 +212,15 @@ def test_policies_that_see_the_question_keep_the_answer():
     assert unseen.needle < 0.5
 
 
-def test_what_a_window_of_the_model_hides_is_no_loss():
+def test_dropping_tokens_beyond_every_attention_window_is_no_loss():
     """Tokens beyond the reach of every layer are dropped first, which loses nothing."""
     found = rows("knorm,h2o,random", "transformer:window=8", budgets=(0.2,))
+    assert {row.retention for row in found} == {FULL, "knorm", "h2o", "random"}
     assert all(row.kl < 1e-12 and row.top1 == 1 for row in found), found
     assert max(row.share for row in found[1:]) < 0.4
 
 
-def test_texts_are_those_of_the_seed():
+def test_equal_seeds_give_equal_rows():
     """Equal seeds give equal rows, and another seed gives other texts."""
     assert (
         rows("window:tokens=20")
@@ -228,7 +229,7 @@ def test_texts_are_those_of_the_seed():
     assert rows("window:tokens=20") != rows("window:tokens=20", seed=1)
 
 
-def test_a_model_of_hugging_face(tmp_path):
+def test_a_hugging_face_model_is_measured(tmp_path):
     """A Hugging Face model is measured like other generators, and for its own needles."""
     pytest.importorskip("transformers", reason="needs transformers")
     tiny = import_module("helpers.hugging").tiny
@@ -248,7 +249,7 @@ def test_a_model_of_hugging_face(tmp_path):
     assert full.needle < 0.5
 
 
-def test_a_frame_has_a_row_each(monkeypatch):
+def test_a_frame_has_a_row_per_result(monkeypatch):
     """`to_frame` returns a polars frame with a row per result, or an error without polars."""
     found = measure("transformer", retention="window", codec="fp32", budgets=(0.5,), **SMALL)
     polars = pytest.importorskip("polars")
@@ -273,21 +274,21 @@ def test_a_frame_has_a_row_each(monkeypatch):
         ({"text": "too short"}, "the text has 2 tokens, and 2 texts of 108 tokens need 216"),
         ({"generator": "sincos:layers=1"}, "'sincos' has no logits"),
         ({"generator": "transformr"}, "did you mean 'transformer'"),
-        ({"retention": "h3o"}, "h3o"),
-        ({"codec": "fp99"}, "fp99"),
+        ({"retention": "h3o"}, "no retention plugin is named 'h3o'"),
+        ({"codec": "fp99"}, "no codec plugin is named 'fp99'"),
         ({"retention": "h2o:budgt=3"}, "did you mean 'budget'"),
         (
             {"retention": "window:sinks=few"},
             "'window' takes an integer, not 'few'",
         ),
-        ({"dtype": "fp7"}, "fp7"),
+        ({"dtype": "fp7"}, "generator 'transformer' cannot compute in 'fp7'"),
         (
             {"retention": "window:positions=cache", "codec": "fp16"},
             "codec 'fp16' would round its keys anew with every rotation: take fp32",
         ),
     ],
 )
-def test_refuses(options, wrong):
+def test_impossible_options_are_refused(options, wrong):
     """Impossible options raise InputError that names the option or plugin."""
     with pytest.raises(InputError, match=wrong):
         measure(**({"generator": "transformer"} | SMALL | options))
@@ -304,14 +305,14 @@ def test_a_failing_generator_is_named(monkeypatch):
         measure("transformer", codec="fp32", **SMALL)
 
 
-def test_steps_are_told():
+def test_progress_adds_up_to_the_announced_total():
     """The ticks of progress add up to the announced total."""
-    told = []
+    remaining = []
 
     @contextmanager
     def progress(_name, total):
-        told.append(-total)
-        yield told.append
+        remaining.append(-total)
+        yield remaining.append
 
     rows_ = measure(
         "transformer",
@@ -322,7 +323,8 @@ def test_steps_are_told():
         **(SMALL | {"needles": 2}),
     ).rows
     assert len(rows_) == 2
-    assert sum(told) == 0
+    assert min(remaining) < 0 < max(remaining)
+    assert sum(remaining) == 0
 
 
 def test_texts_beyond_the_positions_of_a_model_are_refused():

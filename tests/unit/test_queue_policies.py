@@ -27,7 +27,7 @@ def test_a_trimmed_span_stays_the_victim(policy):
     assert {"|def", "|ghi", "|x", "|y", "|z"} == set(spans(cache))
 
 
-def test_the_hand_passes_a_pinned_span_and_leaves_its_bit():
+def test_the_hand_skips_a_pinned_span_and_leaves_its_visited_bit():
     """In `sieve`, a pinned span that was hit keeps its visited bit for the next lap."""
     cache = cache_of(3, SIEVE())
     serve(cache, "a", "b", "c")
@@ -40,7 +40,7 @@ def test_the_hand_passes_a_pinned_span_and_leaves_its_bit():
     assert "|a" in spans(cache)
 
 
-def test_the_hand_stays_where_it_was():
+def test_spans_behind_the_hand_wait_for_the_next_lap():
     """In `sieve`, spans behind the hand are examined in the next lap only, hit or not."""
     cache = cache_of(3, SIEVE())
     serve(cache, "a", "b", "c", "a", "d")
@@ -60,7 +60,7 @@ def test_a_ghost_comes_back_to_the_main_queue():
 
 
 @pytest.mark.parametrize(("text", "main"), [("abX", True), ("aXYZ", False)])
-def test_half_of_a_run_decides(text, main):
+def test_a_run_with_half_of_its_tokens_in_the_ghost_queue_enters_main(text, main):
     """A run enters the main queue if at least half of its tokens are in the ghost queue."""
     cache = cache_of(4, S3FIFO(ghost=2))
     serve(cache, "ab", "cdef", text)
@@ -68,14 +68,14 @@ def test_half_of_a_run_decides(text, main):
     assert [span.data.in_main for span in found] == [main]
 
 
-def test_a_scan_does_not_take_what_is_used_again():
+def test_a_scan_does_not_evict_spans_of_t2():
     """In `arc`, a long run of new prompts does not evict spans of T2."""
     cache = cache_of(4, ARC())
     serve(cache, "a", "b", "a", "b", *map(chr, range(1000, 1020)))
     assert {"|a", "|b"} < set(spans(cache))
 
 
-def test_arc_learns_from_its_ghosts():
+def test_arc_adapts_to_hits_in_its_ghost_lists():
     """In `arc`, hits in the ghost list B1 raise the target of T1, and hits in B2 lower it."""
     policy = ARC()
     cache = cache_of(4, policy)

@@ -57,7 +57,7 @@ BOTH = (
 )
 
 
-def test_the_table_is_of_policies_by_sizes():
+def test_the_table_has_a_row_per_policy_and_a_column_per_size():
     """A cell is the hit ratio and its share of the optimum; the last row is `infinite`."""
     assert report(*BOTH).headers == ["eviction", "   10", "1,000"]
     assert report(*BOTH).rows == [
@@ -67,30 +67,30 @@ def test_the_table_is_of_policies_by_sizes():
     ]
 
 
-def test_sizes_given_in_bytes_are_named_so():
+def test_pools_given_in_bytes_are_named_by_their_bytes():
     """For pools given in bytes, headers and winners name their size in bytes."""
     rows = row("lru", 10, 20), row("fifo", 10, 10)
-    told = ComparisonReport(comparison(*rows), {10: "40 GiB"})
-    assert told.headers == ["eviction", "40 GiB"]
-    assert "by the pool's K/V memory" in told.headline
-    assert "Most hits: lru with 40 GiB." in told.reading
+    shown = ComparisonReport(comparison(*rows), {10: "40 GiB"})
+    assert shown.headers == ["eviction", "40 GiB"]
+    assert "by the pool's K/V memory" in shown.headline
+    assert "Most hits: lru with 40 GiB." in shown.reading
 
 
-def test_namesakes_are_told_apart_by_their_options():
+def test_rows_of_one_policy_differ_by_their_options():
     """Options are in the table if they differ between rows of a policy, and else below it."""
-    told = report(
+    shown = report(
         row("lfu", 10, 20, half_life=300.0, unit="s", decay=None),
         row("lfu", 10, 25, half_life=60.0, unit="s", decay=None),
     )
-    assert [cells[0] for cells in told.rows] == [
+    assert [cells[0] for cells in shown.rows] == [
         "lfu:half_life=300",
         "lfu:half_life=60",
         "infinite",
     ]
-    assert told.reading.endswith("Options: lfu unit=s.")
+    assert shown.reading.endswith("Options: lfu unit=s.")
 
 
-def test_the_headline_says_what_was_measured():
+def test_the_headline_names_workload_lookups_and_accounting():
     """The headline names workload, requests, lookups, block size and accounting."""
     assert report(*BOTH).headline == (
         "toy: 1,234 requests look up 100 blocks of 16 tokens (keys counting).\n"
@@ -99,7 +99,7 @@ def test_the_headline_says_what_was_measured():
     )
 
 
-def test_one_of_a_thing_is_singular():
+def test_a_single_item_is_in_the_singular():
     """A single request, block or token is written in the singular."""
     one = comparison(attrs.evolve(row("lru", 1, 0), block_size=1), row("fifo", 1, 1))
     one = attrs.evolve(
@@ -107,9 +107,9 @@ def test_one_of_a_thing_is_singular():
         workload=attrs.evolve(one.workload, requests=1),
         infinite=attrs.evolve(one.infinite, lookup_blocks=1),
     )
-    told = ComparisonReport(one)
-    assert told.headline.startswith("toy: 1 request looks up 1 block of 1 token (keys")
-    assert "Most hits: fifo with 1 block." in told.reading
+    shown = ComparisonReport(one)
+    assert shown.headline.startswith("toy: 1 request looks up 1 block of 1 token (keys")
+    assert "Most hits: fifo with 1 block." in shown.reading
 
 
 @pytest.mark.parametrize(
@@ -119,33 +119,33 @@ def test_one_of_a_thing_is_singular():
         ("tokens", "The requests have no keys, or none that fills a block"),
     ],
 )
-def test_the_headline_of_nothing_to_look_up(count, reason):
+def test_the_headline_without_lookups_has_the_reason(count, reason):
     """Without lookups the headline is the number of requests and the reason."""
     nothing = comparison(row("lru", 10, 0), hits=0)
     empty = attrs.evolve(nothing.infinite, lookup_blocks=0)
-    told = ComparisonReport(attrs.evolve(nothing, accounting=count, infinite=empty))
-    assert told.empty
-    assert told.headline == f"toy: 1,234 requests.\n{reason}: there is nothing to look up."
+    shown = ComparisonReport(attrs.evolve(nothing, accounting=count, infinite=empty))
+    assert shown.empty
+    assert shown.headline == f"toy: 1,234 requests.\n{reason}: there is nothing to look up."
 
 
-def test_the_options_name_the_cost_of_computing_again():
+def test_the_reading_names_model_and_device_of_the_recompute_cost():
     """If `cost` takes part, the reading names the model and device of its recompute cost."""
     cost = default_prefill_cost()
     rows = comparison(row("lfu", 10, 20, unit="s"), row("cost", 10, 20))
-    told = ComparisonReport(rows, recompute=cost)
-    assert told.reading.endswith(
+    shown = ComparisonReport(rows, recompute=cost)
+    assert shown.reading.endswith(
         "Options: lfu unit=s; cost: recompute cost of llama-3-8b on h100."
     )
 
 
-def test_the_headline_speaks_of_the_optimum_only_if_it_was_run():
+def test_the_headline_without_an_optimum_explains_no_brackets():
     """Without an optimum the headline explains no brackets."""
     assert report(row("lru", 10, 20)).headline.endswith("by blocks in the pool.")
 
 
 def test_the_reading_names_the_winner_of_each_size():
     """The reading lists the sizes that each policy wins; a size with a tie is not listed."""
-    told = report(
+    shown = report(
         row("lru", 10, 20),
         row("lru", 20, 30),
         row("lru", 30, 30),
@@ -153,39 +153,39 @@ def test_the_reading_names_the_winner_of_each_size():
         row("fifo", 20, 31),
         row("fifo", 30, 30),
     )
-    assert "Most hits: lru with 10 blocks; fifo with 20 blocks." in told.reading
+    assert "Most hits: lru with 10 blocks; fifo with 20 blocks." in shown.reading
 
 
-def test_one_policy_wins_nothing():
+def test_a_single_policy_is_no_winner():
     """A single policy beside the optimum has no winner."""
     assert "Most hits" not in report(*BOTH).reading
 
 
-def test_the_reading_says_where_the_optimum_has_all():
+def test_the_reading_names_the_pool_in_which_the_optimum_hits_all():
     """The reading names the smallest pool in which the optimum hits all that can hit."""
     assert "With 1,000 blocks the optimum hits all that can hit" in report(*BOTH).reading
 
 
-def test_the_reading_of_nothing_shared():
+def test_the_reading_without_shared_blocks():
     """If no requests share a block, the reading is that nothing can hit."""
-    told = report(row("lru", 10, 0), hits=0)
-    assert told.reading == ("No request shares a block with an earlier one: nothing can hit.")
+    shown = report(row("lru", 10, 0), hits=0)
+    assert shown.reading == ("No request shares a block with an earlier one: nothing can hit.")
 
 
 def test_the_reading_of_a_prefix_cache_that_shares_nothing():
     """If the prefix cache shares nothing, the reading names it instead of the requests."""
-    told = ComparisonReport(comparison(row("lru", 10, 0), hits=0), prefix="none")
-    assert told.reading == "With prefix cache 'none' nothing can hit."
+    shown = ComparisonReport(comparison(row("lru", 10, 0), hits=0), prefix="none")
+    assert shown.reading == "With prefix cache 'none' nothing can hit."
 
 
-def test_no_lookups_no_ratio():
+def test_a_hit_ratio_without_lookups_is_a_dash():
     """A hit ratio without lookups is a dash."""
     nothing = row("lru", 10, 0)
     nothing.hit_ratio["block"] = None
     assert report(nothing).rows[0] == ["lru", "    –"]
 
 
-def test_csv_has_a_row_a_row():
+def test_the_csv_has_all_fields_of_a_row():
     """The CSV has all fields; options are JSON, and missing values are empty."""
     file = io.StringIO()
     write_csv(comparison(row("lfu", 10, 20, half_life=1.5), row("lru", 10, 30, best=60)), file)
@@ -214,7 +214,7 @@ def test_csv_has_a_row_a_row():
     assert second["share_of_optimum"] == "0.5"
 
 
-def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
+def test_the_setup_omits_options_that_repeat_the_deployment():
     """The setup has every option that does not repeat the deployment, as commands take it.
 
     A model given as figures is written by its name.
@@ -254,7 +254,7 @@ def test_the_setup_has_every_option_but_for_those_that_repeat_the_deployment():
     assert "; slo none; " in setup(header | {"slo": {}})
 
 
-def test_the_setup_of_a_header_with_little_in_it():
+def test_the_setup_of_a_header_with_missing_fields():
     """The setup of a trace written by hand omits missing fields and keeps a model's text."""
     header = {
         "kvcore": "1.2",

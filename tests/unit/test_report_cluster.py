@@ -36,7 +36,7 @@ def test_few_replicas_have_a_row_each(reported):
     assert {row[2] for row in rows} == {"6", "7"}
 
 
-def test_many_replicas_are_told_in_groups(reported):
+def test_many_replicas_are_reported_in_groups(reported):
     """More replicas are reported in eight groups, which together include all."""
     report = reported(replicas=20)
     names = [row[0] for row in report.replicas]
@@ -46,7 +46,7 @@ def test_many_replicas_are_told_in_groups(reported):
     assert busy == sorted(busy, reverse=True)
 
 
-def test_the_headline_names_unlike_devices(reported):
+def test_the_headline_names_different_devices(reported):
     """The headline names the different devices and pools, and the total memory."""
     report = reported(replicas=[{"count": 2, "blocks": 10}, UNLIKE])
     assert (
@@ -55,7 +55,7 @@ def test_the_headline_names_unlike_devices(reported):
     assert "Pools: 2 x 10 and 1 x 20 blocks of 16 tokens, 640 tokens in all" in report.headline
 
 
-def test_a_failure_is_told(reported):
+def test_a_failure_is_reported_with_its_replica(reported):
     """A failure is reported with its replica and the number of restarted requests."""
     report = reported(replicas=2, fail="replica=1,at=0.5,for=0.5")
     assert report.reading.startswith("Failed, 1 time in all: replica 1.")

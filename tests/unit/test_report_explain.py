@@ -31,12 +31,12 @@ def explained(tmp_path):
     return make
 
 
-def told(explanation, name):
+def report_lines(explanation, name):
     """Return the lines of the report on a request."""
     return str(RequestReport(explanation, explanation.of(name))).splitlines()
 
 
-def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
+def test_an_eviction_is_reported_with_policy_time_and_requests(explained):
     """A miss by eviction names the policy, the last user and the request that evicted it.
 
     It also has the time of the eviction, and how long before this use that was.
@@ -44,7 +44,7 @@ def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
     explanation = explained(
         ask("a", "ab"), ask("thief", "pqrstu"), ask("b", "ab", 9, arrival=2 * 10**9), blocks=6
     )
-    assert told(explanation, "b")[:3] == [
+    assert report_lines(explanation, "b")[:3] == [
         "Request b of run: arrived at 2 s, admitted at 2 s as sequence 3.",
         "Of 9 tokens, 0 hit and 9 missed:",
         (
@@ -54,28 +54,30 @@ def test_an_eviction_is_told_with_who_when_and_for_whom(explained):
             "them."
         ),
     ]
-    assert told(explanation, "b")[-1].startswith("The optimum evicts the block whose next")
+    assert report_lines(explanation, "b")[-1].startswith(
+        "The optimum evicts the block whose next"
+    )
 
 
-def test_evictions_one_after_another_are_told_together(explained):
+def test_losses_that_differ_only_in_evictions_are_one_line(explained):
     """Losses that differ only in their evictions are one line, with the first and the last."""
     scan = [ask("x", "xyzu"), ask("y", "m"), ask("z", "n")]
     explanation = explained(ask("a", "abcd"), *scan, ask("b", "abcd", 17))
-    evicted = [line for line in told(explanation, "b") if "Used last" in line]
-    assert len(explanation.of("b").losses) > len(evicted)
+    evicted = [line for line in report_lines(explanation, "b") if "Used last" in line]
+    assert len(explanation.of("b").losses) > 1 == len(evicted)
     assert "Evicted from 2 ns (by lru for request y) to 3 ns (for request z)" in evicted[0]
 
 
-def test_what_expired_is_told_with_how_long_it_rested(explained):
+def test_an_expired_block_is_reported_with_its_idle_time(explained):
     """An expired block is reported with the time of the drop and the time since its use."""
     explanation = explained(ask("a", "ab"), ask("b", "ab", 9, arrival=50), eviction=Mortal())
     assert (
         "Used last by request a. Expired; dropped at 50 ns, 0 ns before this use and 50 ns "
         "after they were stored or hit last."
-    ) in "\n".join(told(explanation, "b"))
+    ) in "\n".join(report_lines(explanation, "b"))
 
 
-def test_what_is_new_is_told_by_how_it_begins(explained):
+def test_each_cause_of_a_compulsory_miss_has_a_sentence(explained):
     """A compulsory miss has a sentence for each cause.
 
     It continues a prompt, differs from one, starts with other text, or ends within a block.
@@ -90,7 +92,9 @@ def test_what_is_new_is_told_by_how_it_begins(explained):
         blocks=99,
         accounting="keys",
     )
-    words = {name: told(explanation, name)[2] for name in ("more", "other", "new", "cut")}
+    words = {
+        name: report_lines(explanation, name)[2] for name in ("more", "other", "new", "cut")
+    }
     assert words["more"].endswith("Goes on where request one ends, as no request did before.")
     assert words["other"].endswith(
         "Parts from request more between tokens 8 and 12; 2 requests part here, 50% into their "
@@ -100,10 +104,10 @@ def test_what_is_new_is_told_by_how_it_begins(explained):
     assert "Its last key covers a part of a block" in words["cut"]
 
 
-def test_a_prompt_that_hits_whole_has_nothing_to_explain(explained):
+def test_a_fully_cached_prompt_has_no_loss(explained):
     """With `keys` accounting a fully cached prompt hits entirely and has no loss."""
     explanation = explained(ask("a", "ab"), ask("b", "ab"), accounting="keys")
-    assert told(explanation, "b")[1:] == ["Of 8 tokens, 8 hit and 0 missed."]
+    assert report_lines(explanation, "b")[1:] == ["Of 8 tokens, 8 hit and 0 missed."]
 
 
 def test_a_trace_without_requests_has_an_empty_summary(explained):
@@ -114,14 +118,14 @@ def test_a_trace_without_requests_has_an_empty_summary(explained):
     assert "Of 0 prompt tokens, 0 hit (0.0%) and 0 missed." in report.headline
 
 
-def test_what_other_salts_may_hold_is_said_once(explained):
+def test_the_summary_counts_tokens_that_other_salts_may_hold(explained):
     """The summary names the number of tokens that may be cached under other salts."""
     explanation = explained(ask("a", "ab", salt="x"), ask("b", "pq", salt="y"))
     report = SummaryReport(explanation, explanation.summary())
     assert "8 tokens came after requests of other salts" in report.notes
 
 
-def test_all_who_lost_are_listed_though_one_won(explained):
+def test_rankings_of_different_lengths_are_side_by_side(explained):
     """The two rankings are side by side; the shorter one has empty cells at its end."""
     explanation = explained(
         *(ask(name, name) for name in "abc"),

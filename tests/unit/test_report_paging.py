@@ -26,19 +26,19 @@ def summary(*, running=2.0, **changes):
     } | changes
 
 
-def test_rows_are_side_by_side():
+def test_a_row_has_the_values_of_both_runs():
     """A row has a name, the value of the contiguous run, and that of the paged run."""
     rows = PagingReport(summary(), summary(running=3.0, completed=7), 8).rows
     assert rows[:2] == [["running at a time", "2", "3"], ["completed", "1,200", "7"]]
     assert [row[1] for row in rows[-4:]] == ["12.5%", "6.2%", "30.0%", "40.0%"]
 
 
-def test_what_was_not_measured_is_a_dash():
+def test_missing_values_are_dashes():
     """Values that a run does not have, such as times without a served request, are dashes."""
     nothing = summary(throughput_tokens_s=None, ttft_s=None)
     nothing["fragmentation"]["external_free"] = None
     rows = PagingReport(nothing, summary(), 8).rows
-    assert [name for name, before, _ in rows if before == "-"] == [
+    assert [name for name, before, _ in rows if before == "–"] == [
         "generated tokens/s",
         "TTFT, mean",
         "TTFT, p99",
@@ -46,7 +46,7 @@ def test_what_was_not_measured_is_a_dash():
     ]
 
 
-def test_what_paging_bought():
+def test_the_reading_has_the_ratio_of_running_requests():
     """The reading has the ratio of requests running at a time, if paging runs more of them."""
     assert PagingReport(summary(), summary(running=3.0), 8).reading.startswith(
         "Paging runs 1.50 times as many at a time."
@@ -56,7 +56,7 @@ def test_what_paging_bought():
         assert report.reading.startswith("Splintered is")
 
 
-def test_the_headline_has_the_size():
+def test_the_headline_has_memory_and_reserved_output():
     """The headline has the memory of both runs and the output that a request reserves."""
     headline = PagingReport(summary(), summary(), 2000).headline
     assert headline.startswith("The same memory of 1,600 tokens")

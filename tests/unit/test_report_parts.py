@@ -11,7 +11,7 @@ from kvcore.pages.report_parts import Axis, Line, chart, command, distributions,
 TIME, SHARE = Axis("time", "s"), Axis("share", "%")
 
 
-def test_a_distribution_counts_what_has_no_place_on_its_scale():
+def test_a_distribution_on_a_logarithmic_axis_counts_zeros():
     """Times of 0, which a logarithmic axis cannot show, count in the curve and the table."""
     axis = Axis("time", "s", log=True)
     (part,) = distributions("", "", axis, {"TTFT": [2.0, 0.0, 1.0, 0.0], "none": []})
@@ -37,7 +37,7 @@ def test_a_long_line_has_a_short_table_with_both_ends():
     assert {row[1] for row in rows[1:-1]} == {"10.0%"}
 
 
-def test_nothing_to_show_is_no_part():
+def test_an_empty_chart_or_table_makes_no_part():
     """An empty chart or table makes no part of the report."""
     assert chart("", "", TIME, SHARE, [Line("none", [], [], "blue")]) == []
     assert table("", ["a"], []) == []
@@ -65,14 +65,14 @@ def test_commands_are_quoted_for_a_shell(options, text):
     assert command("explain", "a b.jsonl", **options) == text
 
 
-def test_the_part_of_a_workload_becomes_options():
+def test_selections_of_a_workload_become_options():
     """Selections of a workload become options of the command, except a shrink by 1."""
     options = {"path": None, "limit": 5, "window": "0:9", "shrink": 1}
     source = {"name": "mooncake", "options": options}
     assert command("curve", source) == "kvcore curve mooncake --limit 5 --window 0:9"
 
 
-def test_settings_leave_out_what_was_not_set():
+def test_settings_omit_options_that_were_not_set():
     """Settings omit options that were not set, and the coefficients of a latency model."""
     header = {
         "n": 0,
@@ -92,7 +92,7 @@ def test_settings_leave_out_what_was_not_set():
     }
 
 
-def test_pools_that_follow_from_something_else_are_no_axis():
+def test_pool_sizes_that_follow_from_other_options_are_no_axis():
     """Pool sizes are no axis of a sweep if other options distinguish all its cells."""
     rows = [
         {"codec": codec, "blocks": blocks} for codec, blocks in (("fp16", 10), ("int8", 20))
@@ -102,7 +102,7 @@ def test_pools_that_follow_from_something_else_are_no_axis():
     assert SeenGrid.of("simulate", rows).varied == ["codec", "blocks"]
 
 
-def test_labels_are_the_shortest_ends_that_differ():
+def test_labels_of_files_are_the_shortest_distinct_path_ends():
     """Files of the same name are labelled with their folders, and repeated files numbered."""
     assert _labels(["a/x.json", "a/y.json"]) == ["x.json", "y.json"]
     assert _labels(["a/run", "b/run"]) == [str(Path("a/run")), str(Path("b/run"))]

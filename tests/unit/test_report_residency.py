@@ -16,19 +16,19 @@ RESTED = {
 }
 
 
-def test_thrashing_is_said_with_its_numbers():
+def test_the_warning_of_thrashing_has_its_figures():
     """The warning of thrashing has its figures and the pool size that would avoid it."""
-    told = thrashing({"gpu": RESTED}, 64)
+    text = thrashing({"gpu": RESTED}, 64)
     for part in ("THRASHING (gpu)", "75% of the 1,000", "1,200", "30 hit", "--blocks 128"):
-        assert part in told
+        assert part in text
 
 
-def test_thrashing_without_a_hit():
+def test_the_warning_of_thrashing_without_a_hit():
     """The warning of thrashing counts 0 hit blocks if there is no age at a hit."""
     assert "only 0 hit" in thrashing({"gpu": RESTED | {"age_at_hit_s": None}}, 64)
 
 
-def test_a_cache_that_does_not_thrash_is_passed_over():
+def test_there_is_no_warning_without_thrashing():
     """There is no warning without thrashing or without residency statistics."""
     assert thrashing({"gpu": RESTED | {"thrashing": False}}, 64) == thrashing(None, 64) == ""
 
@@ -43,7 +43,7 @@ def test_the_table_has_a_row_for_each_policy_and_pool():
     assert "in the workload's own time" in report.reading
 
 
-def test_residency_is_measured_on_request_alone():
+def test_compare_measures_residency_on_request_only():
     """`compare` measures residency only if asked to, and never for the optimum."""
     rows = compare(Zipf(requests=20), ["lru", "optimum"], 40, residency=True).rows
     assert [row.residency is None for row in rows] == [False, True]

@@ -84,13 +84,13 @@ def amounts(**changes):
     return {name: amount for name, amount in report.amounts if name}
 
 
-def test_compactions_are_told_where_there_were_some():
+def test_compactions_are_reported_if_there_are_any():
     """Compactions, if any, are reported with the tokens removed and the times deferred."""
     assert "compactions" not in amounts()
-    told = amounts(compactions=2, compacted_tokens=1500)["compactions"]
-    assert told == "2 removed 1,500 tokens"
-    told = amounts(deferred_compactions=3)["compactions"]
-    assert told == "0 removed 0 tokens, 3 times put off without room"
+    compactions = amounts(compactions=2, compacted_tokens=1500)["compactions"]
+    assert compactions == "2 removed 1,500 tokens"
+    compactions = amounts(deferred_compactions=3)["compactions"]
+    assert compactions == "0 removed 0 tokens, 3 times put off without room"
 
 
 @pytest.mark.parametrize("found", [None, SATURATION | {"saturated": False}])
@@ -112,27 +112,27 @@ def test_a_queue_that_grows_is_warned_of(load, much):
     assert rest.startswith(f"mine asks for {much} 2 x h100 can do: {SATURATION['why']}. The ")
 
 
-def test_it_is_told_if_most_miss_the_slo():
+def test_the_warning_has_the_share_that_misses_the_slo():
     """The warning names the share of requests that miss the SLO.
 
     With `searching` it announces the options that would sustain the load.
     """
     slo = summary()["slo"] | {"met": 0.0}
-    told = summary(saturation=SATURATION, slo=slo)
-    warning = SimulationReport(told, CONFIG, searching=True).warning
+    figures = summary(saturation=SATURATION, slo=slo)
+    warning = SimulationReport(figures, CONFIG, searching=True).warning
     assert "; 100% of the requests miss the SLO." in warning
     assert warning.endswith("The search for what would hold is below.")
 
 
-def test_what_holds_is_said_in_options():
+def test_holding_lists_the_options_that_sustain_the_load():
     """`holding` lists the options found to sustain the load, or states that there are none."""
     report = SimulationReport(summary(), CONFIG)
-    told = report.holding({"rate_scale": 0.47, "tensor_parallel": 4})
-    assert "with --rate-scale 0.47 or --tensor-parallel 4:" in told
+    text = report.holding({"rate_scale": 0.47, "tensor_parallel": 4})
+    assert "with --rate-scale 0.47 or --tensor-parallel 4:" in text
     assert report.holding({}).startswith("Neither")
 
 
-def test_unknown_outputs_are_told():
+def test_unknown_outputs_are_explained_in_the_headline():
     """If no request has a first token, the headline explains why, and amounts are left out."""
     unknown = dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "throughput_tokens_s", "goodput"))
     report = SimulationReport(summary(**unknown), CONFIG)
@@ -140,13 +140,13 @@ def test_unknown_outputs_are_told():
     assert not {"throughput", "goodput", "within the SLO"} & {row[0] for row in report.amounts}
 
 
-def test_requests_that_are_not_judged_are_not_counted():
+def test_the_share_within_the_slo_is_of_judged_requests():
     """The share within the SLO is that of the judged requests, whose number is shown."""
     slo = summary()["slo"] | {"judged": 2}
     assert amounts(slo=slo)["within the SLO"] == "75.0% of 2 judged (TTFT 30 s, E2E 60 s)"
 
 
-def test_the_headline_says_what_was_run():
+def test_the_headline_names_workload_model_and_devices():
     """The headline has workload, model, devices, pool, load and outcome."""
     assert SimulationReport(summary(), CONFIG).headline.splitlines() == [
         "mine: 3 requests to llama-3-8b on 2 x h100, in 10 simulated seconds.",
@@ -156,13 +156,13 @@ def test_the_headline_says_what_was_run():
     ]
 
 
-def test_the_headline_says_how_fast_requests_came():
+def test_the_headline_has_the_factor_of_the_arrival_rate():
     """The headline has the factor of the arrival rate if it is not 1."""
     report = SimulationReport(summary(), CONFIG | {"rate_scale": 2.5})
     assert "2.5 times as fast as recorded" in report.headline
 
 
-def test_rejections_have_a_reason():
+def test_the_headline_has_the_reason_of_rejections():
     """The headline gives the reason of the first rejection."""
     report = SimulationReport(
         summary(completed=1, rejected=2), CONFIG, refusal="it is too long"
@@ -183,7 +183,7 @@ def test_a_time_without_samples_is_a_dash():
     assert rows[1] == ["TPOT", *["–"] * 5]
 
 
-def test_amounts():
+def test_amounts_are_goodput_hits_evictions_and_pool_usage():
     """The amounts are goodput, hits, preemptions, evictions and the use of the pool."""
     found = amounts()
     assert found["goodput"] == "0.25 requests/s within the SLO"
@@ -205,13 +205,13 @@ def test_amounts_that_are_not_known_are_left_out():
     }
 
 
-def test_own_blocks_are_told_apart():
+def test_blocks_found_again_after_a_preemption_are_no_prefix_hits():
     """Blocks of a preempted request that it finds again are not counted as prefix hits."""
     hit = summary()["hit"] | {"self_hit_blocks": 7}
     assert amounts(hit=hit)["own blocks again"] == "7 found after preemption"
 
 
-def test_an_slo_of_the_requests_own_is_named():
+def test_an_slo_of_the_requests_is_marked_as_their_own():
     """If the run has no SLO, the share within the SLO is marked "their own"."""
     slo = {
         "ttft_s": None,
@@ -227,7 +227,7 @@ def test_an_slo_of_the_requests_own_is_named():
 @pytest.mark.parametrize(
     ("own", "label"), [(1, "TTFT 5 s; 1 by their own"), (3, "their own"), (0, "TTFT 5 s")]
 )
-def test_requests_that_bring_an_slo_are_not_judged_by_that_of_the_run(own, label):
+def test_requests_with_an_slo_are_counted_beside_the_slo_of_the_run(own, label):
     """The number of requests with an SLO of their own is shown beside the SLO of the run.
 
     If all requests have one, the SLO of the run is not shown.
@@ -243,7 +243,7 @@ def test_requests_that_bring_an_slo_are_not_judged_by_that_of_the_run(own, label
     assert amounts(slo=slo)["within the SLO"] == f"50.0% ({label})"
 
 
-def test_blocks_at_rest():
+def test_residency_has_times_in_seconds_and_hits():
     """Residency has times in seconds and hits as numbers, and omits what is unknown."""
     rested = {"age_at_hit_s": SPREAD, "hits_at_eviction": SPREAD}
     rested |= dict.fromkeys(("age_at_eviction_s", "lifetime_s"))

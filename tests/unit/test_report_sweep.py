@@ -49,7 +49,7 @@ def timed(grid, *results):
     return Sweep(grid, rows, found=1, ran=len(rows) - 1)
 
 
-def test_the_best_of_each_contest_is_a_row():
+def test_each_workload_has_a_row_with_the_best_policy():
     """A row is the best policy for one workload, in the order of the grid.
 
     The optimum does not compete.
@@ -66,7 +66,7 @@ def test_the_best_of_each_contest_is_a_row():
     assert report.reading == "Each row: the best by eviction, all else being equal."
 
 
-def test_equals_are_counted():
+def test_a_tie_names_one_policy_and_counts_the_others():
     """A tie names one policy and the number of others, or states that all are equal."""
     grid = Grid("compare", blocks=[1000, 2000], eviction=["lru", "lfu", "fifo"])
     rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).rows
@@ -87,7 +87,7 @@ def test_a_simulation_has_a_best_by_each_measure():
     assert report.headline == "2 cells (2 x scheduler), simulated. 1 was there already."
 
 
-def test_saturation_is_told():
+def test_the_reading_counts_saturated_cells():
     """The reading counts saturated cells, whose times depend on the length of the workload."""
     grid = Grid("simulate", seed=[1, 2])
     report = SweepReport(timed(grid, {"saturated": False}, {"saturated": True}))
@@ -97,7 +97,7 @@ def test_saturation_is_told():
     )
 
 
-def test_engines_stand_for_options_that_are_not_in_common():
+def test_the_setup_of_several_engines_has_common_options_only():
     """If cells follow several engines, the setup has only the options that all cells share."""
     grid = Grid("simulate", like=["vllm", "sglang"], max_tokens=64)
     same = {"max_tokens": 64, "reserve": "chunk"}
@@ -123,7 +123,7 @@ def test_failed_cells_do_not_compete():
     assert report.headline.endswith("3 cells failed.")
 
 
-def test_without_competitors_there_is_nothing_to_explain():
+def test_a_sweep_over_sizes_alone_has_no_winners():
     """A sweep over sizes alone has no winners, and no text to explain them."""
     grid = Grid("compare", blocks=[10, 20])
     report = SweepReport(untimed(grid, 0.1, 0.2))
@@ -147,7 +147,7 @@ def test_csv_has_a_column_for_each_field(sweep, tmp_path):
     assert (second["hit_ratio_block"], second["error"]) == ("", "it broke")
 
 
-def test_json_is_the_document(sweep, tmp_path):
+def test_the_json_file_is_the_printed_document(sweep, tmp_path):
     """The JSON file is the document that `--json` prints."""
     write_table(sweep, tmp_path / "t.json")
     document = json.loads((tmp_path / "t.json").read_bytes())
@@ -171,11 +171,11 @@ def test_parquet_needs_polars(tmp_path, monkeypatch):
 
 def test_other_files_are_refused():
     """The error for another file type lists the supported ones."""
-    with pytest.raises(InputError, match=r"t.txt: .*one of .csv, .json, .parquet"):
+    with pytest.raises(InputError, match=r"t\.txt: .*one of \.csv, \.json, \.parquet"):
         check_table(Path("t.txt"))
 
 
-def test_what_a_killed_sweep_has_left_is_replaced(sweep, tmp_path):
+def test_an_unfinished_table_of_a_killed_sweep_is_replaced(sweep, tmp_path):
     """An unfinished table of a killed sweep is replaced."""
     (tmp_path / "t.csv.part").write_text("half")
     write_table(sweep, tmp_path / "t.csv")

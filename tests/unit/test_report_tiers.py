@@ -36,7 +36,7 @@ def served(*tiers, max_seqs=1):
     return simulate(requests, cache=cache, latency=Even(), batching=Batching(max_seqs=max_seqs))
 
 
-def test_hits_are_told_by_level():
+def test_hits_are_counted_by_tier():
     """Hits are counted by tier and by block, token and request.
 
     `reuse_ratio` is that of the pool and all tiers together.
@@ -50,7 +50,7 @@ def test_hits_are_told_by_level():
     assert summary["loaded_tokens"] == 12
 
 
-def test_without_tiers_nothing_is_said_of_them():
+def test_without_tiers_there_are_no_figures_of_tiers():
     """Without tiers, neither the summary nor the report has figures of tiers."""
     summary = served().summary()
     assert (summary["tiers"], summary["loaded_tokens"]) == (None, 0)
@@ -91,7 +91,7 @@ def test_the_report_has_a_column_for_each_tier():
     assert dict(report.amounts)["preemptions"] == "0 paused, 0 recomputed, 0 swapped"
 
 
-def test_a_tier_whose_store_failed_says_so():
+def test_an_error_of_a_tier_is_reported_with_skipped_blocks():
     """Blocks skipped after an error of the tier are not blamed on a busy link alone."""
     summary = served(HOST).summary()
     summary["tiers"][0] |= {"errors": 2, "skipped_blocks": 7}
@@ -100,7 +100,7 @@ def test_a_tier_whose_store_failed_says_so():
     assert rows["failed"] == ["2 calls"]
 
 
-def test_blocks_at_rest_are_told_by_level():
+def test_residency_is_reported_by_tier():
     """Residency is reported by tier: loaded blocks hit in the tier that they come from."""
     summary = served(HOST).summary()
     assert list(summary["residency"]) == ["gpu", "host"]
@@ -110,7 +110,7 @@ def test_blocks_at_rest_are_told_by_level():
     assert "host: since last use, at a hit" in rows
 
 
-def test_a_tier_that_thrashes_needs_memory():
+def test_the_warning_of_a_thrashing_tier_advises_more_memory():
     """The warning of a thrashing tier advises more memory of that tier."""
     rested = {
         "thrashing": True,
@@ -120,10 +120,10 @@ def test_a_tier_that_thrashes_needs_memory():
         "age_at_hit_s": {"blocks": 30},
     }
     host = {"tier": "host", "slots": 500, "memory_bytes": 2**30}
-    told = thrashing({"host": rested}, 64, [host])
-    assert "THRASHING (host)" in told
-    assert "before another 500 had gone" in told
-    assert "Twice its memory (2 GiB) would keep" in told
+    text = thrashing({"host": rested}, 64, [host])
+    assert "THRASHING (host)" in text
+    assert "before another 500 had gone" in text
+    assert "Twice its memory (2 GiB) would keep" in text
 
 
 def test_metrics_have_a_sample_for_each_tier():

@@ -75,36 +75,36 @@ def report(before, after, changes=(), *, timed=False, here="1"):
     return WhatIfReport(found)
 
 
-def test_what_was_different_is_told():
+def test_the_headline_has_a_line_per_changed_option():
     """The headline has a line per changed option, as the command line takes it."""
     config = {"blocks": 8192, "eviction": {"name": "lfu", "options": {"unit": "s", "x": None}}}
-    told = report(UNTIMED, attrs.evolve(UNTIMED, config=config)).headline
-    assert told.splitlines() == [
+    headline = report(UNTIMED, attrs.evolve(UNTIMED, config=config)).headline
+    assert headline.splitlines() == [
         "mine: 3 requests of t.jsonl.",
         "blocks: 8,192 instead of 9",
         "eviction: lfu:unit=s instead of lru",
     ]
 
 
-def test_all_that_was_run_again_is_told():
+def test_the_setup_has_options_and_version_of_the_second_run():
     """The setup has the options of the second run, and the version that ran it."""
     config = {"blocks": 8, "block_size": 16, "eviction": {"name": "lfu", "options": {"x": 1}}}
-    told = report(UNTIMED, attrs.evolve(UNTIMED, config=config), here="2").setup
-    assert told == (
+    setup = report(UNTIMED, attrs.evolve(UNTIMED, config=config), here="2").setup
+    assert setup == (
         "Setup: kvcore 2 without a clock; workload mine; 8 blocks of 16 tokens (tokens "
         "counting); eviction lfu:x=1."
     )
 
 
-def test_nothing_different_is_told():
+def test_a_rerun_without_changes_is_reported_as_such():
     """The headline of a rerun without changes states that nothing was changed."""
     assert "nothing was to be different" in report(UNTIMED, UNTIMED).headline
 
 
-def test_another_version_is_told():
+def test_the_headline_names_both_versions_of_kvcore():
     """The headline names both versions of kvcore if they differ."""
-    told = report(UNTIMED, UNTIMED, here="2").headline
-    assert "Recorded by kvcore 1; this is 2" in told
+    headline = report(UNTIMED, UNTIMED, here="2").headline
+    assert "Recorded by kvcore 1; this is 2" in headline
 
 
 def test_changes_are_in_the_unit_of_the_value():
@@ -135,7 +135,7 @@ def test_times_change_in_percent():
 
 
 @pytest.mark.parametrize("factor", [0.9999, 1.0001])
-def test_next_to_no_change_has_no_sign(factor):
+def test_a_change_that_rounds_to_0_has_a_mark_of_its_own(factor):
     """A change that rounds to 0 is marked `≈`, and equal values are marked `=`."""
     hit = HIT | {"ratio": RATIOS | {"block": 0.25 * factor}}
     after = attrs.evolve(TIMED, hit=hit, ttft_s=SPREAD | {"mean": factor})
@@ -144,20 +144,20 @@ def test_next_to_no_change_has_no_sign(factor):
     assert rows["hit ratio by token"] == rows["TTFT, p99"] == "="
 
 
-def test_goodput_has_rows_where_it_is_judged():
+def test_without_an_slo_there_is_no_row_of_the_share_within_one():
     """Without an SLO in either run, there is no row for the share within the SLO."""
     names = [row[0] for row in report(TIMED, TIMED, timed=True).rows]
     assert "within the SLO" not in names
 
 
-def test_who_fared_better_and_worse():
+def test_requests_with_better_or_worse_results_are_listed():
     """Requests with more or fewer hits, or a first token earlier or later, are listed."""
-    told = report(TIMED, TIMED, CHANGES, timed=True)
-    assert told.verdict == (
+    compared = report(TIMED, TIMED, CHANGES, timed=True)
+    assert compared.verdict == (
         "1 request hit more, 1 less. The first token comes earlier for 1, later for 1. Served "
         "only now: 1; rejected only now: 0."
     )
-    tables = {headers[0]: rows for headers, rows in told.tables}
+    tables = {headers[0]: rows for headers, rows in compared.tables}
     assert tables == {
         "gained hits": [["a", "64", "16", "48", "2 ms", "1 ms"]],
         "lost hits": [["b", "64", "32", "0", "1 ms", "3 ms"]],
@@ -173,7 +173,7 @@ def test_headers_fit_their_rows(timed):
         assert len(set(headers)) == len(headers) == len(rows[0])
 
 
-def test_compactions_are_told_where_one_run_has_some():
+def test_compactions_have_rows_if_one_run_has_any():
     """If one run has compactions, there are rows for them and for the tokens removed."""
     after = attrs.evolve(UNTIMED, compactions=2, compacted_tokens=1500)
     rows = {name: cells for name, *cells in report(UNTIMED, after).rows}

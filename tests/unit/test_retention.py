@@ -33,7 +33,7 @@ def running(cache, prompt, tokens):
     return seq
 
 
-def test_a_window_frees_what_a_sequence_generated():
+def test_a_window_frees_private_blocks_of_a_running_sequence():
     """Private blocks before the window are freed while the sequence runs."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 16)
@@ -53,20 +53,20 @@ def test_shared_blocks_are_hidden_and_stay_pinned():
     )
 
 
-def test_sinks_stay():
+def test_sinks_stay_in_the_table():
     """The sinks stay in the table, rounded up to whole blocks."""
     cache = make(retention=Window(tokens=4, sinks=5))
     seq = start(cache, "abcde")
     assert table(cache, seq) == [0, 1, 4]
 
 
-def test_a_block_goes_when_all_its_tokens_may():
+def test_a_block_is_dropped_after_all_its_tokens_left_the_window():
     """A block stays in the table as long as one of its tokens is in the window."""
     cache = make(retention=Window(tokens=5))
     assert table(cache, start(cache, "abc")) == [1, 2]
 
 
-def test_a_sequence_publishes_nothing_after_it_forgot():
+def test_a_sequence_publishes_no_blocks_after_dropping_tokens():
     """After dropping tokens a sequence publishes no blocks, as their K/V differs."""
     cache = make(retention=Window(tokens=4))
     seq = cache.open(ask("abcd"))
@@ -76,14 +76,14 @@ def test_a_sequence_publishes_nothing_after_it_forgot():
     assert cache.probe(ask("abcde")) == 3
 
 
-def test_a_chunk_that_nothing_was_forgotten_before_is_published_whole():
+def test_a_first_chunk_is_published_whole():
     """A first chunk is published whole, since tokens are dropped after it is computed."""
     cache = make(retention=Window(tokens=4))
     start(cache, "abcdef")
     assert cache.tree.cached_blocks == 6
 
 
-def test_closing_frees_what_is_left():
+def test_after_closing_each_block_is_free_or_cached():
     """After closing, each block is either free or cached."""
     cache = make(retention=Window(tokens=4, sinks=4))
     cache.close(running(cache, "ab", 13))
@@ -91,7 +91,7 @@ def test_closing_frees_what_is_left():
     assert (cache.pool.free_blocks, cache.tree.cached_blocks) == (6, 2)
 
 
-def test_counting_decides_alike():
+def test_a_cache_without_block_ids_has_as_many_free_blocks():
     """A cache without block ids has the same number of free blocks at every token."""
     caches = [make(retention=Window(tokens=6, sinks=1), ids=ids) for ids in (True, False)]
     sequences = [start(cache, "ab") for cache in caches]
@@ -102,14 +102,14 @@ def test_counting_decides_alike():
         assert caches[0].pool.free_blocks == caches[1].pool.free_blocks
 
 
-def test_gaps_may_lie_anywhere():
+def test_dropped_ranges_may_be_unordered_overlap_or_repeat():
     """Ranges in any order, overlapping or repeated, drop each block once."""
     cache = make(retention=Ranges((16, 20), (4, 8), (4, 12), (0, 3), (4, 8)))
     seq = start(cache, "abcdef")
     assert (table(cache, seq), seq.holes) == ([0, 3, 5], ((1, 3), (4, 5)))
 
 
-def test_gaps_among_blocks_of_its_own():
+def test_each_dropped_range_frees_the_private_blocks_at_its_positions():
     """Each range frees the private blocks at its positions, whatever was freed before them."""
     cache = make(retention=Ranges((4, 8), (12, 16), (20, 24)))
     seq = cache.open(Request(id=0, prompt_tokens=28, key_tokens=BLOCK))
@@ -119,7 +119,7 @@ def test_gaps_among_blocks_of_its_own():
     assert table(cache, seq) == [0, 2, 4, 6]
 
 
-def test_a_gap_reaches_over_shared_and_private_blocks():
+def test_a_dropped_range_may_cover_shared_and_private_blocks():
     """In a range over shared and private blocks, the former are hidden and the latter freed."""
     cache = make(retention=Ranges((4, 16)))
     seq = running(cache, "ab", 8)
@@ -127,7 +127,7 @@ def test_a_gap_reaches_over_shared_and_private_blocks():
     assert cache.pool.free_blocks == 6
 
 
-def test_a_fork_keeps_what_it_shares():
+def test_forks_that_share_private_blocks_do_not_drop_them():
     """While forks share private blocks, neither drops any."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 4)
@@ -143,7 +143,7 @@ def test_a_fork_keeps_what_it_shares():
     cache.check_integrity()
 
 
-def test_a_fork_that_shares_nothing_of_its_own_forgets():
+def test_forks_without_shared_private_blocks_free_their_own():
     """Forks with a last block of their own both free blocks that they generated."""
     cache = make(16, retention=Window(tokens=4))
     seq = running(cache, "ab", 2)
@@ -157,7 +157,7 @@ def test_a_fork_that_shares_nothing_of_its_own_forgets():
     assert (seq.freed, child.freed) == (2, 2)
 
 
-def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published():
+def test_a_fork_drops_nothing_before_it_computed_published_blocks():
     """A fork drops nothing until it has computed the blocks that the other published."""
     cache = make(retention=Window(tokens=1))
     seq = cache.open(ask("abc"))
@@ -169,7 +169,7 @@ def test_a_fork_forgets_nothing_before_it_has_computed_what_the_other_published(
     assert compute(cache, child).holes == ((0, 2),)
 
 
-def test_a_fork_of_what_has_forgotten():
+def test_a_fork_after_a_drop_has_the_table_of_its_parent():
     """A fork has the table of its parent after a drop, and each block is freed once."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 12)
@@ -182,7 +182,7 @@ def test_a_fork_of_what_has_forgotten():
     assert cache.pool.free_blocks == 8
 
 
-def test_rollback_stops_at_what_is_forgotten():
+def test_a_rollback_to_before_a_dropped_range_is_refused():
     """A rollback to before a dropped range raises InputError and changes nothing."""
     cache = make(retention=Window(tokens=4))
     seq = running(cache, "", 16)
@@ -196,7 +196,7 @@ def test_rollback_stops_at_what_is_forgotten():
 
 
 @pytest.mark.parametrize("ranges", [(-1, 4), (0, 99), (8, 4), "ab", (1,), (0.0, 4.0)])
-def test_a_wrong_answer_drops_nothing(ranges):
+def test_a_wrong_range_of_droppable_drops_nothing(ranges):
     """A wrong range of `droppable` raises PolicyError with the plugin, and drops nothing."""
 
     class Wrong(Ranges):
@@ -230,22 +230,22 @@ def test_a_window_checks_its_options(options, reason):
         Window(**options)
 
 
-def test_a_line_says_what_was_forgotten():
+def test_the_trace_has_a_line_for_each_dropped_range():
     """The trace has an EVICT line of scope `sequence` for each range, with the freed blocks."""
     lines = Lines()
     cache = make(retention=Window(tokens=4), trace=lines)
     running(cache, "a", 8)
-    told = [fields for event, fields in lines.lines if event == "EVICT"]
-    assert [(f["first"], f["blocks"], list(f["runs"])) for f in told] == [
+    dropped = [fields for event, fields in lines.lines if event == "EVICT"]
+    assert [(f["first"], f["blocks"], list(f["runs"])) for f in dropped] == [
         (0, 1, []),
         (1, 1, [1]),
     ]
-    assert {(f["seq"], f["by"], f["reason"], f["scope"]) for f in told} == {
+    assert {(f["seq"], f["by"], f["reason"], f["scope"]) for f in dropped} == {
         (1, "window", "retention", "sequence")
     }
 
 
-def test_long_outputs_fit_that_would_not_without():
+def test_a_window_serves_outputs_longer_than_the_pool():
     """Two outputs longer than the pool together run without preemption under a window."""
     requests = [
         Request(id=i, prompt_tokens=4, output_tokens=80, key_tokens=BLOCK) for i in range(2)
@@ -259,13 +259,13 @@ def test_long_outputs_fit_that_would_not_without():
     assert preemptions(Window(tokens=16)) == 0
 
 
-def test_contiguous_memory_forgets_nothing():
+def test_contiguous_memory_with_a_retention_policy_is_refused():
     """Contiguous allocation with a retention policy raises InputError that names both."""
     with pytest.raises(InputError, match=r"contiguous.*'window'"):
         simulate([], cache=KVCache(8, retention=Window()), allocation="contiguous")
 
 
-def test_a_full_pool_has_room_once_something_was_forgotten():
+def test_a_full_pool_can_extend_a_sequence_after_a_drop():
     """A full pool can extend a sequence as soon as it has dropped blocks."""
     cache = make(4, retention=Window(tokens=4))
     seq = cache.open(Request(id=0, prompt_tokens=16, key_tokens=BLOCK))

@@ -36,7 +36,7 @@ def best(score, count=1):
     return set(score[0, 0].topk(count).indices.tolist())
 
 
-def test_h2o_keeps_what_got_attention_early():
+def test_h2o_scores_the_attention_of_all_queries():
     """`h2o` scores the attention of all queries so far, `tova` that of the newest token."""
     got = torch.full((1, 1, TOKENS), 0.1)
     got[..., 3] = 5.0
@@ -61,13 +61,13 @@ def test_tova_decides_for_all_heads_of_a_layer_together():
     assert score[:, 0].allclose(weights[:, :, 0].mean(1))
 
 
-def test_tova_asks_the_newest_token():
+def test_tova_scores_by_the_newest_query():
     """`tova` scores by the last of several queries."""
     weights = torch.cat((looking(4, 1), looking(9, 1)), 2)
     assert best(TOVA().score(held(weights=weights))) == {9}
 
 
-def test_snapkv_keeps_neighbours_of_what_the_window_looks_at():
+def test_snapkv_scores_the_neighbours_of_an_attended_token():
     """`snapkv` scores the five tokens around the attended one, and no others."""
     score = SnapKV(window=4).score(held(weights=looking(10, 4)))
     assert best(score, 5) == {8, 9, 10, 11, 12}
@@ -122,7 +122,7 @@ def test_snapkv_leaves_a_short_prompt_whole():
     assert compactions(SnapKV(budget=64, window=8), 40, 60) == []
 
 
-def test_a_budget_is_kept_block_by_block():
+def test_tokens_beyond_the_budget_are_compacted_block_by_block():
     """With `when=always`, tokens beyond the budget are compacted whenever they fill blocks.
 
     The first compaction is at the end of the prompt.
@@ -136,7 +136,7 @@ def test_a_share_is_of_the_prompt():
     assert compactions(KNorm(budget=0.001), 40, 0) == [(40, 1)]
 
 
-def test_once_is_later_where_there_was_no_room():
+def test_a_compaction_without_free_blocks_is_deferred():
     """A compaction without free blocks for the copy is deferred until there are some."""
     cache = KVCache(7, 4, retention=KNorm(budget=8, when="prompt"))
     prompt = Request(id=0, prompt_tokens=20, keys=range(5), key_tokens=4)
@@ -161,7 +161,7 @@ def test_knorm_keeps_the_smallest_keys():
     assert best(KNorm().score(held(keys=keys)), 2) == {5, 6}
 
 
-def test_random_keeps_every_token_as_often():
+def test_random_keeps_every_position_about_equally_often():
     """Over requests, layers and heads, `random` keeps every position about equally often."""
     tokens, drawn = 64, 0
     positions = torch.arange(tokens).expand(8, 4, -1)
@@ -191,7 +191,7 @@ def test_random_draws_depend_on_seed_request_layer_and_head():
     assert Random().score(held(layers=(3,)))[0, 0].equal(one[0, 0])
 
 
-def test_random_draws_stay():
+def test_a_kept_token_keeps_its_random_draw():
     """A token that is kept has the same draw at the next compaction."""
     first = Random().score(held())
     some = torch.tensor([20, 3, 11])
@@ -269,7 +269,7 @@ def expectable(**changes):
     return held(**(fields | changes))
 
 
-def test_expected_keeps_what_queries_to_come_read():
+def test_expected_scores_the_token_that_queries_point_at_highest():
     """`expected` scores the token highest that queries point at."""
     assert best(Expected().score(expectable())) == {6}
 
@@ -282,7 +282,7 @@ def test_expected_weighs_values():
     assert score[0, 0, 6] == 0
 
 
-def test_expected_sums_to_one_over_what_a_window_reaches():
+def test_expected_sums_to_one_within_the_window():
     """Expected attention sums to 1 over the tokens within the window of the next token."""
     score = Expected().score(expectable(windows=(8,))) / 2  # values have the norm 2
     assert score[0, 0, : TOKENS - 7].count_nonzero() == 0
@@ -302,7 +302,7 @@ def test_expected_leaves_out_queries_of_sinks():
     assert not Expected(sinks=2).score(again).allclose(Expected(sinks=2).score(tokens))
 
 
-def test_expected_takes_the_scale_of_the_layer():
+def test_expected_uses_the_scale_of_the_layer():
     """Doubling the scale of a layer has the effect of doubling its queries."""
     twice = Expected().score(expectable(scales=(2 * 8**-0.5,)))
     longer = Expected().score(expectable(queries=expectable().queries * 2))
@@ -310,7 +310,7 @@ def test_expected_takes_the_scale_of_the_layer():
 
 
 @pytest.mark.parametrize("adjacent", [False, True])
-def test_rotations_add_up(adjacent):
+def test_two_rotations_equal_one_by_the_sum(adjacent):
     """Rotation by p and then by d equals rotation by p + d, and the other dimensions stay."""
     rotary = Rotary(SPEEDS, adjacent)
     x = torch.randn(3, 11, dtype=torch.float64)
@@ -334,7 +334,7 @@ def test_a_closing_window_holds_sinks_and_window():
     assert best(closing.score(held())) == {TOKENS - 1}
 
 
-def test_full_is_as_no_policy():
+def test_full_makes_a_cache_without_a_retention_policy():
     """`retention="full"` makes a cache without a retention policy."""
     cache = KVCache(20, 4, retention="full")
     assert cache.retention is None
@@ -343,7 +343,7 @@ def test_full_is_as_no_policy():
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        ("window:positions=none", "positions"),
+        ("window:positions=none", "'positions' of .* 'window' takes text or cache, not 'none'"),
         ("snapkv:window=0", "snapkv: window=0, pool=5: give 1 token or more"),
         ("snapkv:pool=4", "an odd number of tokens"),
         ("snapkv:budget=16", "sinks=0 are more than the budget of 16 tokens: give a smaller"),
@@ -352,7 +352,7 @@ def test_full_is_as_no_policy():
         ("h2o:budget=1.5", "h2o: budget=1.5: give 1 token or more, or a share up to 1.0"),
     ],
 )
-def test_refuses(spec, reason):
+def test_impossible_options_are_refused(spec, reason):
     """Impossible options raise InputError with the values that are accepted."""
     with pytest.raises(InputError, match=reason):
         Plugins().build("retention", spec)
@@ -366,7 +366,7 @@ def test_a_share_is_written_with_a_point():
 
 
 @pytest.mark.parametrize("reads", ["keys", Reads(queries=-3), Reads(queries=0.5)])
-def test_what_cannot_be_read_is_refused_by_name(reads):
+def test_a_wrong_reads_attribute_is_refused_by_name(reads):
     """A wrong `reads` raises PolicyError that names the plugin, before any computation."""
 
     class Wrong(ScoreRetention):

@@ -92,7 +92,7 @@ class Served:
 class TestFormulas:
     """Each router decides small cases as calculated by hand."""
 
-    def test_round_robin_goes_around(self):
+    def test_round_robin_takes_replicas_in_turn(self):
         """`round-robin` takes replicas in turn, and goes on in turn after one has left."""
         replicas, router = seen({}, {}, {}), build("round-robin")
         turns = [router.route(prompt(n, 1), replicas, 0).number for n in range(4)]
@@ -107,21 +107,21 @@ class TestFormulas:
             ([{}, {}], 0),
         ],
     )
-    def test_least_requests(self, counts, chosen):
+    def test_least_requests_prefers_the_fewest_in_flight(self, counts, chosen):
         """The replica with the fewest requests in flight wins.
 
         Ties go to the fewest ever routed, and then to the first replica.
         """
         assert choose("least-requests", seen(*counts)) == chosen
 
-    def test_random_is_even(self):
+    def test_random_draws_replicas_evenly(self):
         """4,000 draws over 4 replicas are within 5 standard deviations of 1,000 each."""
         replicas, router = seen({}, {}, {}, {}), build("random")
         count = Counter(router.route(prompt(n, 1), replicas, 0).number for n in range(4000))
         assert all(abs(count[n] - 1000) < 5 * (4000 * 0.25 * 0.75) ** 0.5 for n in range(4))
 
     @pytest.mark.parametrize("name", ["random", "power-of-two", "prefix-affinity", "dynamo"])
-    def test_draws_are_those_of_the_request(self, name):
+    def test_draws_depend_on_request_and_seed_only(self, name):
         """A draw depends on the request and the seed, not on requests routed before."""
         replicas = seen({}, {}, {}, {})
 
@@ -156,7 +156,7 @@ class TestFormulas:
         assert choose("prefix-affinity:tolerance=0", seen(*map(dict, counts))) == 0
         assert choose("prefix-affinity:tolerance=1", seen(*map(dict, counts))) == 2
 
-    def test_dynamo(self):
+    def test_dynamo_cost_is_blocks_to_prefill_and_in_flight(self):
         """The cost is the blocks to prefill plus those in flight.
 
         Waiting 10, the prompt's 10 less 6 that hit, and 20 in flight are 34; the other replica
@@ -182,7 +182,7 @@ class TestFormulas:
         share = exp(-1) / (1 + exp(-1))
         assert worse / 4000 == pytest.approx(share, abs=0.04)
 
-    def test_llm_d(self):
+    def test_llm_d_score_is_a_weighted_sum(self):
         """The score is the weighted sum of queue, free cache and match.
 
         The first replica has 2·0 + 2·0.5 + 3·1 = 4, the other 2·1 + 2·0.1 + 3·0 = 2.2; equal
@@ -196,7 +196,7 @@ class TestFormulas:
     @pytest.mark.parametrize(
         ("loads", "chosen"), [((64, 0), 0), ((65, 0), 1), ((200, 134), 0), ((210, 130), 1)]
     )
-    def test_sglang_leaves_a_match_where_load_is_uneven(self, loads, chosen):
+    def test_sglang_ignores_a_match_at_uneven_loads(self, loads, chosen):
         """A match is ignored if loads differ by more than 64 and by more than 1.5 times.
 
         200 requests are 1.49 times 134.
@@ -211,7 +211,7 @@ class TestFormulas:
         assert choose("sglang", seen({"requests": 1, "hit": 48}, {})) == 1
         assert choose("sglang", seen({"requests": 1, "hit": 64}, {})) == 0
 
-    def test_loadaware(self):
+    def test_loadaware_score_is_the_match_less_excess_requests(self):
         """The score is the match less the weighted excess of requests over the mean.
 
         It is 1 - (4 - 2) / 2 = 0 against 0 - (0 - 2) / 2 = 1; with a weight of 0.4 it is 0.6
@@ -221,7 +221,7 @@ class TestFormulas:
         assert choose("loadaware", seen(*map(dict, counts))) == 1
         assert choose("loadaware:weight=0.4", seen(*map(dict, counts))) == 0
 
-    def test_lmetric(self):
+    def test_lmetric_cost_is_tokens_times_requests(self):
         """The cost is the tokens to prefill times the requests in flight with this one.
 
         (100 + 32) · 3 is 396, 160 · 2 is 320 and 160 · 3 is 480.
@@ -242,7 +242,7 @@ class TestFormulas:
         served.dispatcher.first_token(first, served.replicas[0], 1)
         assert served.send(prompt("c", [*first.keys[:9], "c"])).number == 0
 
-    def test_mooncake_refuses_what_cannot_keep_its_slo(self):
+    def test_mooncake_refuses_a_request_that_will_miss_its_slo(self):
         """With `reject=true` a request that will miss its TTFT is refused.
 
         The only replica has 160 ms of waiting prefill, and the request takes as long again.
@@ -254,7 +254,7 @@ class TestFormulas:
             assert (served.send(late) is None) is refused
         assert Served("mooncake:reject=true", 1).send(prompt("a", 10)) is not None
 
-    def test_preble_exploits_what_hits_more_than_it_misses(self):
+    def test_preble_follows_a_match_of_half_the_prompt(self):
         """A match of at least half the prompt is followed; otherwise the least work counts."""
         busy = {"requests": 1}
         assert choose("preble", seen({**busy, "hit": 80}, {})) == 0
@@ -272,7 +272,7 @@ class TestFormulas:
         counts[1]["requests"] = 3
         assert choose("preble", seen(*map(dict, counts))) == 0
 
-    def test_preble_forgets_prefill_after_the_window(self):
+    def test_preble_counts_prefill_within_the_window_only(self):
         """A prefill counts as work a minute later, but not four minutes later."""
         for minutes, chosen in ((1, 1), (4, 0)):
             served = Served("preble")
@@ -294,7 +294,7 @@ class TestFormulas:
             "preble:imbalance=0.5",
         ],
     )
-    def test_options_are_checked(self, spec):
+    def test_impossible_options_are_refused(self, spec):
         """Impossible options raise InputError that names the router."""
         with pytest.raises(InputError, match=spec.partition(":")[0]):
             build(spec)
@@ -303,15 +303,22 @@ class TestFormulas:
 class TestSessions:
     """Consistent hashing of sessions with bounded loads."""
 
-    def test_a_session_stays(self):
+    def test_a_session_stays_at_its_replica(self):
         """Requests of one session, or else tenant, or else first key, go to one replica."""
-        served = Served("session", 8)
-        for fields in ({"session": "s"}, {"tenant": "t"}, {}):
-            homes = {
-                served.serve(prompt(n, ["same", n], arrival=n, **fields)).number
-                for n in range(20)
-            }
-            assert len(homes) == 1
+        for replicas, name in (
+            (1, lambda n: {"session": "s", "tenant": f"{n}", "keys": [n]}),
+            (1, lambda n: {"tenant": "t", "keys": [n]}),
+            (1, lambda n: {"keys": ["same", n]}),
+            (8, lambda n: {"session": f"{n}", "tenant": "t", "keys": ["same"]}),
+            (8, lambda n: {"tenant": f"{n}", "keys": ["same"]}),
+            (8, lambda n: {"keys": [n, "same"]}),
+        ):
+            served, homes = Served("session", 8), set()
+            for n in range(100):
+                fields = name(n)
+                request = prompt(n, fields.pop("keys"), arrival=n, **fields)
+                homes.add(served.serve(request).number)
+            assert len(homes) == replicas
 
     def test_a_replica_that_leaves_moves_its_own_sessions_alone(self):
         """Only the sessions of a replica that leaves move, and they return with it."""
@@ -356,7 +363,7 @@ def stream():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_was_tried_is_not_tried_again(name):
+def test_a_request_without_an_answer_tries_each_replica_once(name):
     """A request that no replica answers is routed to each replica once."""
     dispatcher = Served(name, 3).dispatcher
     for number in range(20):
@@ -424,7 +431,7 @@ class TestRegressions:
             "mooncake",
         ],
     )
-    def test_paced_sessions_all_go_to_one(self, router):
+    def test_paced_sessions_all_go_to_one_replica(self, router):
         """Routers that follow any match send all paced sessions to one replica.
 
         Nothing is in flight when the next turn comes, so the common blocks decide.
@@ -449,7 +456,7 @@ class TestRegressions:
         assert most + fewest == 448
         assert most < 300
 
-    def test_long_system_prompts_draw_paced_sessions_to_one(self):
+    def test_long_shared_prefixes_send_paced_sessions_to_one_replica(self):
         """A shared prefix longer than the threshold sends all paced sessions to one replica."""
         assert paced("sglang", 40) == [448, 0]
         assert paced("prefix-affinity", 40) == [448, 0]
@@ -470,7 +477,7 @@ class TestRegressions:
             ("session", 8),
         ],
     )
-    def test_equal_prompts(self, router, used):
+    def test_equal_prompts_go_to_one_replica_by_overlap_alone(self, router, used):
         """400 equal prompts in flight all go to one of eight replicas by overlap alone.
 
         Other routers use seven or eight.
@@ -494,7 +501,7 @@ class TestRegressions:
         assert exact > 10 * around
         assert near == pytest.approx(around, rel=0.1)
 
-    def test_sticking_saves_prefill_and_spilling_saves_the_tail(self):
+    def test_following_a_prefix_improves_ttft_at_low_rates_only(self):
         """Following a long shared prefix improves the mean TTFT at low rates only.
 
         At ten times the rate, a router that spills has fewer hits but a lower mean TTFT and p99

@@ -18,7 +18,7 @@ from kvcore_plugins.workload import Zipf
 ZIPF = "zipf:requests=20,prefixes=3"
 
 
-def test_text_is_read():
+def test_sizes_slos_and_plugins_are_read_from_text():
     """Sizes, SLOs and plugins are read from the text that the command line takes."""
     config = RunConfig(memory="1GiB", slo="ttft=3,tpot=0.1", eviction="lfu:half_life=3")
     assert config.memory == 2**30
@@ -26,7 +26,7 @@ def test_text_is_read():
     assert config.eviction == Spec("lfu", {"half_life": "3"})
 
 
-def test_tables_are_read():
+def test_slos_and_plugins_are_read_from_tables():
     """SLOs and plugins are read from tables as TOML has them."""
     config = RunConfig(slo={"ttft": 1.5}, scheduler={"name": "srpt", "preemptive": False})
     assert config.slo == SLO(ttft_ns=1_500_000_000)
@@ -34,7 +34,7 @@ def test_tables_are_read():
 
 
 @pytest.mark.parametrize(("given", "slo"), [(None, SLO()), ("none", SLO())])
-def test_nothing_may_be_expected(given, slo):
+def test_the_slo_may_be_left_out(given, slo):
     """The SLO may be left out with the text `none` or with None."""
     assert RunConfig(slo=given).slo == slo
 
@@ -66,14 +66,14 @@ def test_nothing_may_be_expected(given, slo):
         ({"workload": 3}, "workload: expected a workload: "),
     ],
 )
-def test_what_an_option_cannot_have_is_refused(options, reason):
+def test_the_error_for_a_wrong_value_begins_with_the_option(options, reason):
     """The error for a wrong value begins with the name of the option."""
     with pytest.raises(InputError) as refused:
         RunConfig.of(**options)
     assert str(refused.value).startswith(reason)
 
 
-def test_a_change_is_checked_as_well():
+def test_evolve_checks_the_changed_options():
     """`attrs.evolve` converts and checks the changed options."""
     assert attrs.evolve(RunConfig(), memory="1KiB").memory == 1024
     with pytest.raises(InputError, match="blocks: expected a whole number"):
@@ -81,7 +81,7 @@ def test_a_change_is_checked_as_well():
 
 
 @pytest.mark.parametrize("policy", ["lfu", LFU, LFU(), partial(LFU), Spec("lfu")])
-def test_plugins_are_given_in_any_way(policy):
+def test_plugins_of_every_form_make_the_same_cache(policy):
     """A plugin given by name, class, instance, function or Spec makes the same cache."""
     cache = RunParts(RunConfig(workload=ZIPF, blocks=9, eviction=policy)).cache()
     assert isinstance(cache.eviction, LFU)
@@ -94,7 +94,7 @@ def test_a_plugin_of_another_kind_is_refused():
         parts.scheduler()
 
 
-def test_models_and_devices_are_given_in_any_way(tmp_path):
+def test_models_and_devices_may_be_names_or_objects(tmp_path):
     """Models and devices may be names or objects; a workload a name, a path or an object."""
     path = tmp_path / "mine.csv"
     path.write_text(
@@ -110,7 +110,7 @@ def test_models_and_devices_are_given_in_any_way(tmp_path):
     assert RunParts(RunConfig(workload=Zipf(requests=3))).workload.name == "zipf"
 
 
-def test_a_simulation_has_a_codec():
+def test_a_simulation_without_a_codec_is_refused():
     """A simulation without a codec raises InputError that names the option."""
     with pytest.raises(InputError, match=r"^codec: no codec is given"):
         simulate("zipf:requests=2", codec=None)
@@ -122,13 +122,13 @@ def test_an_error_names_its_option_once():
         simulate_cluster("zipf:requests=2", blocks=60, replicas=2, fail="replica=1")
 
 
-def test_a_name_that_no_file_can_have_is_refused():
+def test_an_impossible_workload_path_is_a_missing_file():
     """A workload path that is impossible is reported as a missing file."""
     with pytest.raises(InputError, match="there is no such file"):
         RunParts(RunConfig(workload="a\0b"))
 
 
-def test_a_pool_is_sized_once():
+def test_blocks_and_memory_together_are_refused():
     """Giving both `blocks` and `memory` raises InputError."""
     with pytest.raises(InputError, match="both say how large the pool is"):
         RunParts(RunConfig(workload=ZIPF, blocks=9, memory="1GiB"))
@@ -145,7 +145,7 @@ def test_defaults_follow_the_mode():
     assert (served.geometry.block_size, served.geometry.accounting) == (16, "tokens")
 
 
-def test_a_file_gives_options(tmp_path):
+def test_options_are_read_from_a_toml_file(tmp_path):
     """Options are read from a TOML file, whose paths are relative to it."""
     (tmp_path / "run.toml").write_text(
         'workload = "zipf:requests=9"\nmax-seqs = 4\nmodel = "mine"\n'
@@ -162,7 +162,7 @@ def test_a_file_gives_options(tmp_path):
         read_toml(str(tmp_path / "run.toml"))
 
 
-def test_a_mode_is_one_of_three():
+def test_an_unknown_mode_is_refused():
     """An unknown mode raises InputError, given to `of` or to the constructor."""
     for make in (RunConfig.of, lambda mode: RunConfig(mode=mode)):
         with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):

@@ -33,18 +33,18 @@ def test_a_scheduler_differs_from_fcfs(name):
     assert serve(FCFS(), requests) == "".join(request.id for request in requests)
 
 
-def test_constructed_traffic_covers_all():
+def test_every_scheduler_has_constructed_traffic():
     """Every built-in scheduler except `fcfs` has constructed traffic."""
     assert {*CONSTRUCTED, "fcfs"} == set(Plugins().names("scheduler"))
 
 
-def test_srpt_lets_the_shorter_one_finish_first():
+def test_srpt_runs_the_job_closest_to_its_end_first():
     """The job closest to its end runs first, and a paused job resumes where it was."""
     requests = [ask("a", output=9), ask("b", at=2, output=3), ask("c", at=3, output=1)]
     assert serve(SRPT(), requests, what="finished") == "cba"
 
 
-def test_srpt_spares_who_is_as_close():
+def test_srpt_does_not_pause_a_job_with_equal_remaining_time():
     """A running job is not paused for one with the same remaining time."""
     requests = [ask("a", output=9), ask("b", at=6, output=3)]
     assert serve(SRPT(), requests) == "ab"
@@ -62,7 +62,7 @@ def test_srpt_counts_prefill_as_well():
     assert serve(SRPT(preemptive=False), requests) == "acb"
 
 
-def test_sjf_goes_by_what_is_predicted():
+def test_sjf_orders_by_predicted_lengths():
     """`sjf` orders by predicted lengths by default, and by true ones with `length=true`."""
     requests = [
         ask("a"),
@@ -73,7 +73,7 @@ def test_sjf_goes_by_what_is_predicted():
     assert serve(SJF(length="true"), requests) == "acb"
 
 
-def test_slo_leaves_the_hopeless_for_last():
+def test_slo_serves_a_hopeless_job_last():
     """A job that cannot meet its SLO any more does not delay one that can."""
     b = ask("b", at=1, output=9, slo=SLO(deadline_ns=12 * STEP))
     c = ask("c", at=1, output=9, slo=SLO(deadline_ns=15 * STEP))
@@ -82,40 +82,40 @@ def test_slo_leaves_the_hopeless_for_last():
     assert serve(LeastSlack(), [ask("a", output=5), b, c]) == "acb"
 
 
-def test_slo_may_take_seats():
+def test_preemptive_slo_pauses_a_job_for_an_earlier_start():
     """Only a preemptive `slo` pauses a job for one with an earlier latest start."""
     requests = [ask("a", output=9), ask("b", at=2, output=3, slo=SLO(deadline_ns=4 * STEP))]
     assert serve(LeastSlack(), requests) == "ab"
     assert serve(LeastSlack(preemptive=True), requests) == "aba"
 
 
-def test_slo_does_not_swap_seats_forever():
+def test_slo_does_not_pause_equal_jobs_in_turns():
     """Of two equal jobs the running one goes on, though the other's slack shrinks."""
     requests = [ask(name, output=9, slo=SLO(deadline_ns=40 * STEP)) for name in "ab"]
     assert serve(LeastSlack(preemptive=True), requests) == "ab"
 
 
-def test_priority_serves_equals_as_they_came():
+def test_priority_serves_equal_requests_in_order_of_arrival():
     """Requests of equal priority run in the order of their arrival."""
     requests = [ask("a"), ask("b", priority=1), ask("c", priority=1), ask("d")]
     assert serve(Priority(), requests) == "bcad"
 
 
-def test_priority_may_take_seats():
+def test_preemptive_priority_pauses_a_job_of_lower_priority():
     """Only a preemptive `priority` pauses a job for one with a higher priority."""
     requests = [ask("a", output=9), ask("b", at=2, priority=1)]
     assert serve(Priority(), requests) == "ab"
     assert serve(Priority(preemptive=True), requests) == "aba"
 
 
-def test_ageing_is_worth_a_level():
+def test_ageing_outweighs_a_level_of_priority():
     """With `ageing=0.1`, an arrival 0.1 s earlier outweighs one level of priority."""
     requests = [ask("a", output=99), ask("b", at=1), ask("c", at=11, priority=1)]
     assert serve(Priority(ageing=0.1), requests) == "abc"
     assert serve(Priority(ageing=0.11), requests) == "acb"
 
 
-def test_lpm_serves_equals_as_they_came():
+def test_lpm_serves_equal_matches_in_order_of_arrival():
     """Requests with equal matches run in the order of their arrival."""
     requests = [ask("a", keys="p"), ask("b", keys="q"), ask("c", keys="r")]
     assert serve(LPM(), requests) == "abc"
@@ -127,7 +127,7 @@ def test_lpm_prefers_the_longer_match():
     assert serve(LPM(), requests) == "acb"
 
 
-def test_lpm_looks_at_a_sample():
+def test_lpm_ranks_by_match_within_its_sample():
     """A request behind the sample is not ranked by its match until it enters the sample."""
     requests = [ask("a", keys="pq"), *(ask(name) for name in "bc"), ask("d", keys="pq")]
     assert serve(LPM(sample=3), requests) == "adbc"
@@ -141,7 +141,7 @@ def test_lpm_beyond_its_sample_may_be_first_come_first_served():
     assert serve(LPM(sample=2, beyond="fcfs"), requests) == "abcd"
 
 
-def test_lpm_defers_who_shares_with_one_that_waits():
+def test_lpm_defers_the_second_request_of_a_common_prefix():
     """With `defer_shared`, the second of two requests with a common prefix runs last.
 
     Its prefix must be as long as the option, and nothing of it may be cached.
@@ -152,7 +152,7 @@ def test_lpm_defers_who_shares_with_one_that_waits():
     assert serve(LPM(defer_shared=12), requests, max_seqs=2) == "abc"
 
 
-def test_lpm_probes_nobody_without_need():
+def test_lpm_probes_no_request_without_need():
     """Requests are probed only when the plan is asked for a job to admit."""
     probed = []
 
@@ -182,13 +182,13 @@ def test_lpm_probes_nobody_without_need():
         ("fair:decode_weight=0", "fair: decode_weight=0.0 must be a positive number"),
     ],
 )
-def test_options_are_checked(spec, message):
+def test_impossible_options_are_refused(spec, message):
     """An impossible option raises InputError with the values that are accepted."""
     with pytest.raises(InputError, match=message):
         Plugins().build("scheduler", spec)
 
 
-def test_a_length_in_code_is_checked():
+def test_an_unknown_length_in_code_is_refused():
     """An unknown `length` given in code raises InputError with the known values."""
     with pytest.raises(InputError, match="length='guess' is not known; there are: true, pred"):
         SRPT(length="guess")

@@ -43,7 +43,7 @@ def test_prefill_and_decode_steps_add_up():
     assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == (4 + 9) * STEP
 
 
-def test_what_is_done_no_longer_counts():
+def test_completed_work_reduces_the_remaining_time():
     """Computed and hit tokens, and generated ones, reduce the remaining time."""
     scheduler, job = make(SRPT())
     assert scheduler.remaining_ns(progress(job, 2 * CHUNK)) == (2 + 9) * STEP
@@ -52,7 +52,7 @@ def test_what_is_done_no_longer_counts():
     assert scheduler.total_ns(job) == 13 * STEP
 
 
-def test_what_was_recomputed_counts_again():
+def test_tokens_to_recompute_count_as_prefill_again():
     """After a preemption, the prompt and the generated tokens count as prefill again."""
     scheduler, job = make(SRPT())
     progress(job, 4 * CHUNK, 8)
@@ -60,14 +60,14 @@ def test_what_was_recomputed_counts_again():
     assert scheduler.remaining_ns(job) == (5 + 1) * STEP
 
 
-def test_a_request_without_output_takes_its_prefill():
+def test_a_request_without_output_takes_the_time_of_its_prefill():
     """A request without output takes the time of its prefill, whatever is predicted."""
     for options in ({}, {"predicted_output_tokens": 9}):
         scheduler, job = make(SJF(error=1), output_tokens=0, **options)
         assert scheduler.remaining_ns(job) == scheduler.total_ns(job) == 4 * STEP
 
 
-def test_a_step_is_shared():
+def test_decode_times_are_those_of_a_batch():
     """Decode times are those of a batch of `concurrency` sequences of the job's length."""
     asked = []
     scheduler, job = make(SRPT(concurrency=7))
@@ -90,7 +90,7 @@ def test_remaining_time_never_rises(output):
     assert times == sorted(times, reverse=True)
 
 
-def test_who_outlives_a_prediction_is_about_to_end():
+def test_a_job_beyond_its_prediction_expects_one_more_token():
     """A job that outlives its prediction is expected to generate one more token."""
     scheduler, job = make(SJF(), predicted_output_tokens=3)
     assert scheduler.remaining_ns(progress(job, 64, 3)) == STEP
@@ -159,7 +159,7 @@ def test_latest_start_by_tpot():
     assert scheduler.latest_start(job) == SECOND + 9 * 3 * STEP - 6 * STEP
 
 
-def test_the_options_speak_for_who_says_nothing():
+def test_ttft_and_tpot_options_replace_missing_slos():
     """The options `ttft` and `tpot` replace those missing in a request without a deadline."""
     scheduler, job = make(LeastSlack(ttft=2, tpot=0.5), slo=SLO(tpot_ns=7))
     assert scheduler.latest_start(job) == 2 * SECOND - 4 * STEP
@@ -171,7 +171,7 @@ def test_the_options_speak_for_who_says_nothing():
     assert scheduler.latest_start(job) == SECOND - 13 * STEP
 
 
-def test_the_earliest_start_counts():
+def test_the_earlier_of_two_latest_starts_decides():
     """Of a TTFT and a deadline, the one with the earlier start decides."""
     for ttft, start in ((SECOND, SECOND - 4 * STEP), (9 * SECOND, 5 * SECOND - 13 * STEP)):
         scheduler, job = make(LeastSlack(), slo=SLO(ttft_ns=ttft, deadline_ns=5 * SECOND))
@@ -188,7 +188,7 @@ def test_a_job_becomes_hopeless_just_after_its_latest_start():
     assert scheduler.priority(job, start + 1) == (True, start)
 
 
-def test_a_seat_keeps_its_rank():
+def test_a_running_job_keeps_its_rank_with_preemption():
     """A running job keeps its rank with preemption, and is ranked again without it."""
     for preemptive in (True, False):
         scheduler, job = make(LeastSlack(preemptive=preemptive), slo=SLO(deadline_ns=SECOND))

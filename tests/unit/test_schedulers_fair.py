@@ -16,7 +16,7 @@ def counters(scheduler, requests, max_seqs=1):
     return scheduler._counters
 
 
-def test_the_paper_s_weights():
+def test_weights_are_those_of_the_paper():
     """A token of a prompt counts 1, and one of an output 2, as in the paper."""
     assert counters(Fair(), [ask("a", output=5, tenant="x")]) == {"x": PROMPT + 2 * 5}
 
@@ -44,7 +44,7 @@ def test_shares_are_of_tokens_not_of_requests():
     assert serve(Fair(), [*large, *small]) == "AabcBdefCgh"
 
 
-def test_generated_tokens_count_while_they_come():
+def test_generated_tokens_are_charged_step_by_step():
     """Generated tokens are charged step by step, so long outputs cost turns as they grow."""
     outputs = {"a": 50, "b": 2, "c": 1, "d": 1, "g": 1, "e": 1}
     tenants = dict(zip("abcdge", "xyxyxy", strict=True))
@@ -53,7 +53,7 @@ def test_generated_tokens_count_while_they_come():
     assert serve(Fair(), requests, max_seqs=2) == "abcdeg"
 
 
-def test_having_been_away_is_no_credit():
+def test_a_tenant_that_returns_has_no_credit():
     """A tenant that returns starts with the least counter of the waiting tenants."""
     busy = [ask(name, output=9, tenant="x") for name in "abcd"]
     back = [ask(name, at=20, output=9, tenant="y") for name in "yz"]
@@ -61,14 +61,14 @@ def test_having_been_away_is_no_credit():
     assert serve(Fair(), [*busy, *back]) == "abcydz"
 
 
-def test_an_empty_queue_remembers_who_left_it_last():
+def test_a_tenant_at_an_empty_queue_starts_with_the_last_counter():
     """A tenant that arrives at an empty queue starts with the counter of the last to leave."""
     scheduler = Fair()
     requests = [ask("a", output=9, tenant="x"), ask("b", at=30, tenant="y")]
     assert counters(scheduler, requests) == {"x": 16 + 18, "y": 16 + 18 + 16 + 2}
 
 
-def test_what_is_recomputed_is_not_charged():
+def test_recomputed_tokens_are_not_charged_again():
     """Tokens recomputed after a preemption are not charged again."""
     scheduler = Fair()
     ToyServer(scheduler)
@@ -84,7 +84,7 @@ def test_what_is_recomputed_is_not_charged():
     assert scheduler._counters == {"x": 16 + 18}
 
 
-def test_who_was_served_most_loses_blocks_first():
+def test_the_priority_of_a_job_is_the_counter_of_its_tenant():
     """A job's priority is its tenant's counter, with the tokens generated so far."""
     scheduler = Fair()
     ToyServer(scheduler)
@@ -97,7 +97,7 @@ def test_who_was_served_most_loses_blocks_first():
     assert [scheduler.priority(one, STEP) for one in jobs] == [16 + 6, 16 + 10]
 
 
-def test_a_plan_ends_with_the_first_that_is_not_admitted():
+def test_a_plan_ends_with_the_first_job_that_is_not_admitted():
     """A plan offers the next job only after the one before it was admitted."""
     scheduler = Fair()
     server = ToyServer(scheduler)

@@ -92,7 +92,7 @@ class Swapping(LeastSlack):
         return self.latest_start(job)
 
 
-class Thieving(Turns):
+class PausesUndeclared(Turns):
     """A scheduler that pauses jobs without declaring itself preemptive."""
 
     def plan(self, state):
@@ -100,7 +100,7 @@ class Thieving(Turns):
         return StepPlan(state.waiting, state.running[:1])
 
 
-class Seated(Turns):
+class AdmitsRunning(Turns):
     """A scheduler that admits running jobs."""
 
     def plan(self, state):
@@ -108,7 +108,7 @@ class Seated(Turns):
         return StepPlan([*state.running, *state.waiting])
 
 
-class Confused(Thieving):
+class PausesWaiting(PausesUndeclared):
     """A scheduler that pauses waiting jobs."""
 
     preemptive = True
@@ -175,9 +175,9 @@ class Mangled(Mine):
         (Vague, "serves_everyone_once", "no whole ns"),
         (Forgetful, "serves_everyone_once", "is None: is `return` missing"),
         (Swapping, "serves_everyone_once", "went before"),
-        (Thieving, "serves_everyone_once", "preemptive is false"),
-        (Confused, "serves_everyone_once", "was paused, and is not running"),
-        (Seated, "serves_everyone_once", "does not wait"),
+        (PausesUndeclared, "serves_everyone_once", "preemptive is false"),
+        (PausesWaiting, "serves_everyone_once", "was paused, and is not running"),
+        (AdmitsRunning, "serves_everyone_once", "does not wait"),
         (Lazy, "leaves_no_slot_empty", "a slot is free"),
         (Idle, "serves_everyone_once", "a slot is free"),
         (SRPT, "starves_nobody", "it came at"),
@@ -185,27 +185,27 @@ class Mangled(Mine):
         (Mangled, "is_built_from_text", "gave other options"),
     ],
 )
-def test_catches(scheduler, test, message):
+def test_a_fault_fails_its_conformance_test(scheduler, test, message):
     """The conformance test named fails for a scheduler with that fault on the toy server."""
     with pytest.raises(AssertionError, match=message):
         run(scheduler, test, "toy")
 
 
 @pytest.mark.parametrize(
-    ("scheduler", "test", "error"),
+    ("scheduler", "test", "error", "message"),
     [
-        (Fickle, "decides_alike_when_run_again", AssertionError),
-        (Seated, "serves_everyone_once", PolicyError),
-        (Confused, "serves_everyone_once", PolicyError),
-        (Forgetful, "serves_everyone_once", PolicyError),
-        (Idle, "serves_everyone_once", PolicyError),
-        (SRPT, "starves_nobody", AssertionError),
-        (Hoarder, "forgets_who_is_done", AssertionError),
+        (Fickle, "decides_alike_when_run_again", AssertionError, "it decided otherwise"),
+        (AdmitsRunning, "serves_everyone_once", PolicyError, "which is not waiting"),
+        (PausesWaiting, "serves_everyone_once", PolicyError, "which is not running"),
+        (Forgetful, "serves_everyone_once", PolicyError, "is a `return` missing"),
+        (Idle, "serves_everyone_once", PolicyError, "leaves 60 requests waiting"),
+        (SRPT, "starves_nobody", AssertionError, "it came at"),
+        (Hoarder, "forgets_who_is_done", AssertionError, "it still refers to"),
     ],
 )
-def test_catches_in_the_loop(scheduler, test, error):
+def test_a_fault_fails_in_the_serving_loop(scheduler, test, error, message):
     """A faulty scheduler fails in the serving loop, which raises some of the errors itself."""
-    with pytest.raises(error):
+    with pytest.raises(error, match=message):
         run(scheduler, test, "loop")
 
 
@@ -243,7 +243,7 @@ class Opaque(FCFS):
         ("serves_everyone_once", "cannot work here: no such device"),
     ],
 )
-def test_says_why_it_skips(test, reason):
+def test_a_skipped_conformance_test_has_a_reason(test, reason):
     """A conformance test that cannot run for a scheduler is skipped with the reason."""
     with pytest.raises(pytest.skip.Exception, match=reason):
         run(Opaque, test, "toy")

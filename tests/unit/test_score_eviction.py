@@ -22,10 +22,10 @@ class Backwards(ScoreEviction):
         return -span.depth
 
 
-class Alike(ScoreEviction):
+class Constant(ScoreEviction):
     """A policy with equal scores for all spans."""
 
-    name = "alike"
+    name = "constant"
 
     def score(self, span, now):
         """Return 0."""
@@ -54,14 +54,14 @@ def test_the_lowest_score_goes_first():
 
 def test_ties_go_to_the_least_recent():
     """Of leaves with equal scores the least recently used is evicted."""
-    cache = make(3, Alike(), accounting="keys")
+    cache = make(3, Constant(), accounting="keys")
     serve(cache, "a", "b", "c", "a", "d")
     assert set(spans(cache)) == {"|a", "|c", "|d"}
 
 
 def test_ties_go_to_the_deeper_of_one_path():
     """Of two halves of a split with equal scores the lower is evicted."""
-    cache = make(4, Alike(), accounting="keys")
+    cache = make(4, Constant(), accounting="keys")
     serve(cache, "ab", "x")
     serve(cache, "y", "z")
     assert "|ab" not in spans(cache)
@@ -69,7 +69,7 @@ def test_ties_go_to_the_deeper_of_one_path():
 
 
 @pytest.mark.parametrize(("now", "left"), [(0, {"|b", "|c"}), (10, {"|a", "|c"})])
-def test_drifting_scores_are_those_of_the_moment(now, left):
+def test_drifting_scores_are_computed_when_a_victim_is_needed(now, left):
     """Scores of a policy with `drifts` are computed when a victim is needed."""
     cache = make(2, Drifting(), accounting="keys")
     serve(cache, "a", "b")
@@ -79,7 +79,7 @@ def test_drifting_scores_are_those_of_the_moment(now, left):
 
 def test_the_heap_does_not_grow_with_time():
     """Outdated entries are removed from the heap, whose size is bounded by the cached spans."""
-    policy = Alike()
+    policy = Constant()
     cache = make(4, policy, accounting="keys")
     serve(cache, *["a", "b", "c"] * 300)
     assert len(policy._leaves._heap) <= 40
@@ -96,7 +96,7 @@ class Ticking(ScoreEviction):
         return -(now - span.created) * (span.created_order % 7 + 1)
 
 
-def test_a_drifting_policy_gives_one_answer():
+def test_a_drifting_policy_has_one_victim_until_the_cache_changes():
     """The victim of a policy with `drifts` is the same until the cache changes."""
     policy = Ticking()
     cache = make(200, policy, accounting="keys")

@@ -12,7 +12,7 @@ def turn(name, at=0, *, after=None, think_time=0, session="s", **fields):
     return ask(name, at, after=after, think_time=think_time, session=session, **fields)
 
 
-def take(arrivals, now=NEVER - 1):
+def arrived(arrivals, now=NEVER - 1):
     """Return (time, id) of each request that arrives up to `now`."""
     taken = []
     while arrivals.next_at <= now:
@@ -25,12 +25,12 @@ def test_requests_come_in_order():
     """Requests that arrive at the same time keep the order of the workload."""
     arrivals = Arrivals([ask("b", 5), ask("a", 5), ask("c", 7)])
     assert arrivals.next_at == 5
-    assert take(arrivals, 4) == []
-    assert take(arrivals, 6) == [(5, "b"), (5, "a")]
-    assert (arrivals.next_at, take(arrivals), arrivals.next_at) == (7, [(7, "c")], NEVER)
+    assert arrived(arrivals, 4) == []
+    assert arrived(arrivals, 6) == [(5, "b"), (5, "a")]
+    assert (arrivals.next_at, arrived(arrivals), arrivals.next_at) == (7, [(7, "c")], NEVER)
 
 
-def test_open_loop_requests_are_read_as_their_time_comes():
+def test_a_streamed_workload_is_read_one_request_ahead():
     """A streamed workload is read one request ahead."""
     read = []
 
@@ -41,48 +41,48 @@ def test_open_loop_requests_are_read_as_their_time_comes():
 
     arrivals = Arrivals(streamed())
     assert len(read) == 1
-    take(arrivals, 35)
+    arrived(arrivals, 35)
     assert len(read) == 5
 
 
-def test_an_empty_workload():
+def test_an_empty_workload_can_be_run():
     """An empty workload has no arrivals and can be run."""
     arrivals = Arrivals([])
-    assert (arrivals.next_at, take(arrivals)) == (NEVER, [])
+    assert (arrivals.next_at, arrived(arrivals)) == (NEVER, [])
     assert serve([]).rows == {}
 
 
-def test_a_follower_waits_for_the_end_and_thinks():
+def test_a_later_turn_arrives_its_think_time_after_an_end():
     """A later turn arrives `think_time` after the end of the one before, not when recorded."""
     arrivals = Arrivals([turn("a", 5), turn("b", 6, after="a", think_time=30)])
-    assert take(arrivals) == [(5, "a")]
+    assert arrived(arrivals) == [(5, "a")]
     arrivals.ended(turn("a"), 100)
-    assert take(arrivals) == [(130, "b")]
+    assert arrived(arrivals) == [(130, "b")]
 
 
-def test_followers_and_others_are_merged():
+def test_later_turns_and_recorded_arrivals_are_merged():
     """Turns of a delayed session and recorded arrivals are merged in the order of time."""
     first = turn("a", 0)
     arrivals = Arrivals(
         [first, turn("b", 1, after="a", think_time=50), ask("c", 70), ask("d", 90)]
     )
-    assert take(arrivals, 0) == [(0, "a")]
+    assert arrived(arrivals, 0) == [(0, "a")]
     arrivals.ended(first, 30)
-    assert take(arrivals) == [(70, "c"), (80, "b"), (90, "d")]
+    assert arrived(arrivals) == [(70, "c"), (80, "b"), (90, "d")]
 
 
-def test_two_may_follow_one():
+def test_two_requests_may_follow_the_same_one():
     """Two requests that follow the same one arrive in the order of the workload."""
     first = turn("a")
     arrivals = Arrivals(
         [first, turn("b", after="a", think_time=9), turn("c", after="a", think_time=9)]
     )
-    take(arrivals)
+    arrived(arrivals)
     arrivals.ended(first, 1)
-    assert take(arrivals) == [(10, "b"), (10, "c")]
+    assert arrived(arrivals) == [(10, "b"), (10, "c")]
 
 
-def test_a_session_under_a_clock():
+def test_a_session_in_the_serving_loop():
     """In the serving loop, a turn arrives its think time after the end of the one before."""
     requests = [
         turn("a", 3, output=2),
@@ -95,7 +95,7 @@ def test_a_session_under_a_clock():
     assert run.rows["c"]["arrival"] == run.rows["b"]["finish"]
 
 
-def test_a_rejected_turn_has_ended_as_well():
+def test_the_turn_after_a_rejected_one_arrives_after_its_think_time():
     """A turn whose predecessor is rejected arrives after its think time."""
     requests = [turn("a", 3, prompt=999), turn("b", 4, after="a", think_time=7)]
     run = serve(requests, blocks=5)
@@ -104,38 +104,38 @@ def test_a_rejected_turn_has_ended_as_well():
 
 
 @pytest.mark.parametrize(("scale", "times"), [(2, [0, 5, 10]), (0.1, [0, 100, 200])])
-def test_rate_scale(scale, times):
+def test_rate_scale_divides_the_times_of_arrival(scale, times):
     """Twice the rate halves the times of arrival."""
     arrivals = Arrivals([ask(number, 10 * number) for number in range(3)], scale)
-    assert [at for at, _ in take(arrivals)] == times
+    assert [at for at, _ in arrived(arrivals)] == times
 
 
 def test_rate_scale_is_exact():
     """A decimal rate is exact, not its binary neighbour, and times are rounded down."""
     arrivals = Arrivals([ask("a", 3), ask("b", 10**18 + 1)], 0.3)
-    assert [at for at, _ in take(arrivals)] == [10, (10**18 + 1) * 10 // 3]
+    assert [at for at, _ in arrived(arrivals)] == [10, (10**18 + 1) * 10 // 3]
 
 
 def test_rate_scale_leaves_think_times_alone():
     """`rate_scale` does not change think times."""
     first = turn("a", 10)
     arrivals = Arrivals([first, turn("b", 20, after="a", think_time=8)], 2)
-    assert take(arrivals) == [(5, "a")]
+    assert arrived(arrivals) == [(5, "a")]
     arrivals.ended(first, 6)
-    assert take(arrivals) == [(14, "b")]
+    assert arrived(arrivals) == [(14, "b")]
 
 
 @pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
-def test_a_rate_that_is_none(scale):
+def test_a_rate_scale_must_be_positive_and_finite(scale):
     """A `rate_scale` that is not a positive finite number raises InputError."""
     with pytest.raises(InputError, match=rf"rate_scale={scale}: give how many times"):
         Arrivals([], scale)
 
 
-def test_a_rate_at_which_time_ends():
+def test_an_arrival_beyond_the_clock_is_refused():
     """The error for an arrival at or after 2^63 ns names the request."""
     with pytest.raises(InputError, match=r"request 'b' arrives 2\^63 ns .* or more"):
-        take(Arrivals([ask("a"), ask("b", 1)], 1e-320))
+        arrived(Arrivals([ask("a"), ask("b", 1)], 1e-320))
 
 
 @pytest.mark.parametrize(
@@ -160,13 +160,13 @@ def test_a_rate_at_which_time_ends():
         ),
     ],
 )
-def test_workloads_that_cannot_be_served(requests, message):
+def test_invalid_workloads_are_refused(requests, message):
     """Arrivals out of order, repeated ids and broken sessions raise InputError."""
     with pytest.raises(InputError, match=message):
         serve(requests)
 
 
-def test_an_order_that_breaks_off_late():
+def test_the_error_for_a_late_arrival_out_of_order_has_its_number():
     """The error for a late arrival out of order has its number in the workload."""
     requests = [*(ask(number, number) for number in range(1000)), ask("late", 7)]
     with pytest.raises(InputError, match=r"'late' \(number 1001\) arrives at 7 ns, before 999"):
@@ -175,7 +175,7 @@ def test_an_order_that_breaks_off_late():
 
 @pytest.mark.parametrize("field", ["think_time", "predicted_output_tokens"])
 @pytest.mark.parametrize("value", [-1, 2.5])
-def test_what_is_counted_is_whole_and_not_negative(field, value):
+def test_think_times_and_outputs_are_whole_and_not_negative(field, value):
     """Think times and predicted outputs must be whole numbers of 0 or more."""
     with pytest.raises(InputError, match=rf"request 'b': {field}={value} must be .*0 or more"):
         ask("b", **{field: value})
@@ -187,7 +187,7 @@ def test_times_are_whole_nanoseconds():
         Request(id="a", arrival=1.5, prompt_tokens=1, key_tokens=1)
 
 
-def test_a_session_goes_on_between_requests_without_one():
+def test_a_turn_may_arrive_before_requests_recorded_earlier():
     """A turn recorded long after other requests arrives at its think time, before them."""
     requests = [
         ask("turn", 0, session="s"),

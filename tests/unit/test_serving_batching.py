@@ -23,13 +23,13 @@ from kvcore.serving import Batching
         ({"watermark": None}, "watermark=None is no number"),
     ],
 )
-def test_caps_that_let_nothing_run(options, message):
+def test_impossible_limits_are_refused(options, message):
     """The error for an impossible limit has its value and the accepted values."""
     with pytest.raises(InputError, match=message):
         Batching(**options)
 
 
-def test_a_token_for_each_sequence_is_enough():
+def test_a_step_of_one_sequence_and_one_token_is_accepted():
     """A step of one sequence and one token is accepted."""
     assert Batching(max_tokens=1, max_seqs=1).max_tokens == 1
 
@@ -38,6 +38,6 @@ def test_a_token_for_each_sequence_is_enough():
     ("watermark", "blocks", "reserved"),
     [(0, 100, 0), (0.01, 100, 1), (0.01, 101, 2), (0.5, 7, 4)],
 )
-def test_reserved_blocks(watermark, blocks, reserved):
+def test_the_watermark_reserves_whole_blocks(watermark, blocks, reserved):
     """A watermark reserves whole blocks, rounded up."""
     assert Batching(watermark=watermark).reserved_blocks(blocks) == reserved

@@ -38,8 +38,8 @@ def queue(arrivals, **columns):
 
 def found(arrivals, load=None):
     """Return whether the queue of `arrivals` is found to grow; None if that is unknown."""
-    told = saturation_of(queue(arrivals), 1, load)
-    return told and told.saturated
+    figures = saturation_of(queue(arrivals), 1, load)
+    return figures and figures.saturated
 
 
 @pytest.mark.parametrize("load", [0.5, 0.8, 0.95])
@@ -52,31 +52,31 @@ def test_a_server_that_is_fast_enough_is_not_saturated(load, requests):
 @pytest.mark.parametrize(
     ("load", "requests"), [(3, 60), (1.5, 200), (1.2, 1000), (1.1, 3000), (1.05, 10_000)]
 )
-def test_a_server_that_is_too_slow_is(load, requests):
+def test_a_server_that_is_too_slow_is_saturated(load, requests):
     """M/D/1 above a load of 1 is saturated, given enough requests for that load."""
     assert all(found(poisson(load, requests, seed)) for seed in range(10))
 
 
-def test_bursts_that_drain_are_none():
+def test_bursts_that_drain_are_no_saturation():
     """Ten bursts of 100 requests that drain before the next one are no saturation."""
     bursts = [number * 150 * SERVICE for number in range(10) for _ in range(100)]
     assert found(bursts) is False
 
 
-def test_a_burst_at_the_end_is_none():
+def test_a_burst_at_the_end_is_no_saturation():
     """A burst at the end, after an idle server, is no saturation."""
     calm = poisson(0.5, 200)
     assert found(calm + [calm[-1] + SERVICE * place // 10 for place in range(100)]) is False
 
 
-def test_overload_in_the_second_half_alone_is_told():
+def test_an_overload_in_the_second_half_is_saturation():
     """An overload that starts in the second half of the run is saturation."""
     calm = poisson(0.3, 300)
     busy = [calm[-1] + at for at in poisson(1.6, 1600)]
     assert found(calm + busy) is True
 
 
-def test_an_overload_that_is_over_is_none():
+def test_an_overload_that_is_over_is_no_saturation():
     """An overload whose queue drains before the last arrivals is no saturation."""
     calm = poisson(0.3, 300)
     peak = [calm[-1] + at for at in poisson(2, 300)]
@@ -87,34 +87,34 @@ def test_an_overload_that_is_over_is_none():
 @pytest.mark.parametrize(
     "arrivals", [[], [5] * 1000, poisson(5, FEWEST - 1)], ids=["none", "at once", "a few"]
 )
-def test_nothing_is_said_of_a_batch_or_of_a_few(arrivals):
+def test_saturation_of_a_batch_or_of_few_requests_is_unknown(arrivals):
     """Saturation is unknown for requests that arrive at once, or for too few, at any load."""
     assert found(arrivals, load=9.0) is None
 
 
-def test_one_long_step_is_no_queue():
+def test_requests_that_arrive_during_one_step_are_no_saturation():
     """Requests that arrive during one step and start with the next are no saturation."""
     log = queue(range(100), admitted=repeat(200, 100))
-    told = saturation_of(log, 256, 0.9)
-    assert told is not None
-    assert not told.saturated
+    figures = saturation_of(log, 256, 0.9)
+    assert figures is not None
+    assert not figures.saturated
 
 
-def test_above_a_load_of_one_a_queue_that_grows_is_enough():
+def test_a_growing_queue_above_a_load_of_one_is_saturation():
     """At an offered load above 1, a growing queue is saturation even within one step."""
     log = queue(range(100), admitted=repeat(200, 100))
-    told = saturation_of(log, 256, 1.1)
-    assert told is not None
-    assert told.saturated
+    figures = saturation_of(log, 256, 1.1)
+    assert figures is not None
+    assert figures.saturated
 
 
-def test_who_is_paused_waits():
+def test_paused_jobs_count_as_waiting():
     """Paused jobs count as waiting, even if they were admitted at once."""
     log = queue(poisson(1.5, 400))
     log.admitted = log.arrival
-    told = saturation_of(log, 1, None)
-    assert told is not None
-    assert told.saturated
+    figures = saturation_of(log, 1, None)
+    assert figures is not None
+    assert figures.saturated
 
 
 def test_rejected_requests_do_not_wait():
@@ -128,15 +128,15 @@ def test_rejected_requests_do_not_wait():
     assert saturation_of(log, 1, None) == plain
 
 
-def test_the_figures():
+def test_the_figures_are_rates_and_waiting_requests():
     """The figures are the rates of arrivals and completions, and the waiting requests.
 
     Two requests arrive per us and one is served.
     """
-    told = saturation_of(queue(range(0, 640 * SERVICE, SERVICE // 2)), 1, None)
-    assert told is not None
-    assert told.arrivals_per_s == pytest.approx(2e6)
-    assert told.served_per_s == pytest.approx(1e6)
-    assert told.waiting_half == pytest.approx(640 * 7 / 16, rel=0.02)
-    assert told.waiting_end == pytest.approx(640 * 15 / 16, rel=0.02)
-    assert told.why.startswith("2,000,000 requests/s come and 1,000,000/s are served; ")
+    figures = saturation_of(queue(range(0, 640 * SERVICE, SERVICE // 2)), 1, None)
+    assert figures is not None
+    assert figures.arrivals_per_s == pytest.approx(2e6)
+    assert figures.served_per_s == pytest.approx(1e6)
+    assert figures.waiting_half == pytest.approx(640 * 7 / 16, rel=0.02)
+    assert figures.waiting_end == pytest.approx(640 * 15 / 16, rel=0.02)
+    assert figures.why.startswith("2,000,000 requests/s come and 1,000,000/s are served; ")

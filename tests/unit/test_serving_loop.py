@@ -19,7 +19,7 @@ def test_a_request_from_arrival_to_finish():
     At its end all blocks are free.
     """
     run = serve([ask("a", 3, prompt=7, output=4, keys=[1, 2])])
-    assert run.story() == [
+    assert run.timeline() == [
         "3 REQUEST a",
         "3 MISS a",
         "3 ALLOC a",
@@ -35,15 +35,15 @@ def test_a_request_from_arrival_to_finish():
 def test_a_long_prompt_takes_several_steps():
     """A prompt is computed in chunks of `max_tokens`; the last chunk gives the first token."""
     run = serve([ask("a", prompt=9, output=2)], max_tokens=4, max_seqs=1)
-    assert run.story(*TOKENS) == [f"{3 * STEP} FIRST_TOKEN a", f"{4 * STEP} FINISH a"]
+    assert run.timeline(*TOKENS) == [f"{3 * STEP} FIRST_TOKEN a", f"{4 * STEP} FINISH a"]
 
 
-def test_mixed_steps():
+def test_mixed_steps_combine_decoding_and_prefill():
     """In mixed steps decoding sequences take one token each, and prefill the rest."""
     requests = [ask("a", output=6), ask("b", 1, prompt=10, output=1)]
     run = serve(requests, max_tokens=4, max_seqs=2)
     # b is computed in chunks of 3, 3, 3 and 1 tokens, while a decodes.
-    assert run.story(*TOKENS) == [
+    assert run.timeline(*TOKENS) == [
         "10 FIRST_TOKEN a",
         "50 FIRST_TOKEN b",
         "50 FINISH b",
@@ -51,11 +51,11 @@ def test_mixed_steps():
     ]
 
 
-def test_prefill_first_steps():
+def test_prefill_first_steps_decode_no_sequence():
     """With `steps=prefill-first`, no sequence decodes while there is a prompt to compute."""
     requests = [ask("a", output=3), ask("b", 1, prompt=10, output=1)]
     run = serve(requests, max_tokens=4, max_seqs=2, steps="prefill-first")
-    assert run.story(*TOKENS) == [
+    assert run.timeline(*TOKENS) == [
         "10 FIRST_TOKEN a",
         "40 FIRST_TOKEN b",
         "40 FINISH b",
@@ -78,7 +78,7 @@ def test_without_chunks_a_prompt_above_the_budget_has_a_step_for_itself():
     """
     requests = [ask("a", output=3), ask("b", 1, prompt=99), ask("c", 1, prompt=1)]
     run = serve(requests, max_tokens=4, max_seqs=4, chunked=False)
-    assert run.story(*TOKENS) == [
+    assert run.timeline(*TOKENS) == [
         "10 FIRST_TOKEN a",
         "20 FIRST_TOKEN b",
         "20 FINISH b",
@@ -100,8 +100,8 @@ def test_the_order_at_the_end_of_a_step():
         ask("d", 20, keys=[4]),
     ]
     run = serve(requests, max_seqs=3)
-    story = [line for line in run.story() if line.startswith("20 ")]
-    assert story == [
+    lines = [line for line in run.timeline() if line.startswith("20 ")]
+    assert lines == [
         "20 REQUEST d",
         "20 COMMIT b",
         "20 COMMIT c",
@@ -117,10 +117,10 @@ def test_the_order_at_the_end_of_a_step():
     ]
 
 
-def test_a_request_that_arrives_in_mid_step_is_written_at_its_own_time():
+def test_a_request_that_arrives_during_a_step_is_recorded_at_its_arrival():
     """A request that arrives during a step is recorded at its arrival, and planned later."""
     run = serve([ask("a", output=9), ask("b", 33)])
-    assert [line for line in run.story() if line.endswith(" b")][:2] == [
+    assert [line for line in run.timeline() if line.endswith(" b")][:2] == [
         "33 REQUEST b",
         "40 MISS b",
     ]
@@ -134,21 +134,21 @@ def test_the_clock_counts_picoseconds():
     assert run.result.log.busy_ps == 20_000
 
 
-def test_an_idle_server_waits():
+def test_an_idle_server_runs_no_step():
     """No step runs between two requests that are far apart."""
     run = serve([ask("a"), ask("b", 10**18)])
     assert run.rows["b"]["finish"] == 10**18 + STEP
     assert run.result.log.steps == 2
 
 
-def test_zero_output():
+def test_a_request_without_output_ends_with_its_prefill():
     """A request without output ends with its prefill, and has no first token."""
     run = serve([ask("a", prompt=9, output=0)], max_tokens=4, max_seqs=1)
-    assert run.story("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
+    assert run.timeline("FIRST_TOKEN", "FINISH", "FREE") == ["30 FINISH a", "30 FREE a"]
     assert run.rows["a"]["first_token"] == -1
 
 
-def test_zero_output_among_others():
+def test_requests_without_output_free_their_slots():
     """Requests without output free their slots like others."""
     requests = [ask(number, output=number % 2 * 3) for number in range(20)]
     run = serve(requests, max_seqs=2)
@@ -156,7 +156,7 @@ def test_zero_output_among_others():
     assert run.result.log.itl.count == 10 * 2
 
 
-def test_what_can_never_fit_is_rejected():
+def test_a_request_that_can_never_fit_is_rejected():
     """A request that can never fit is rejected at its arrival with the reason.
 
     Other requests are served.
@@ -174,11 +174,11 @@ def test_what_can_never_fit_is_rejected():
         "huge": "it needs 6 blocks; the pool has 5",
         "grows": "it needs 6 blocks; the pool has 5",
     }
-    assert run.story("REJECT") == ["0 REJECT empty", "0 REJECT huge", "0 REJECT grows"]
+    assert run.timeline("REJECT") == ["0 REJECT empty", "0 REJECT huge", "0 REJECT grows"]
     assert list(run.rows) == ["fits", "grows just so"]
 
 
-def test_a_workload_of_which_nothing_fits():
+def test_a_workload_that_does_not_fit_is_rejected_without_a_step():
     """A workload of requests that do not fit is rejected entirely, without a step."""
     run = serve([ask(number, prompt=99) for number in range(5)], blocks=3)
     assert (len(run.rejected), run.rows, run.result.log.steps) == (5, {}, 0)
@@ -186,7 +186,7 @@ def test_a_workload_of_which_nothing_fits():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheduler", ["fcfs", "srpt", "slo", "fair", "lpm", "priority"])
-def test_a_burst(scheduler):
+def test_simultaneous_requests_are_all_served(scheduler):
     """10,000 simultaneous requests are all served, by `fcfs` in their order."""
     requests = [
         ask(number, at=7, prompt=1 + number % 50, output=number % 20, tenant=number % 7 * "x")
@@ -207,7 +207,7 @@ def test_equal_timestamps_go_in_the_order_of_the_workload():
 
 
 @pytest.mark.parametrize("steps", ["mixed", "prefill-first"])
-def test_ten_times_the_memory(steps):
+def test_requests_that_need_ten_times_the_pool_are_all_served(steps):
     """Requests that together need ten times the pool are all served, with preemptions."""
     requests = [ask(number, prompt=20 + number % 9, output=60) for number in range(60)]
     need = sum(
@@ -218,14 +218,14 @@ def test_ten_times_the_memory(steps):
     assert run.sum("recomputes") > 60
 
 
-def test_a_pool_of_one_block():
+def test_a_pool_of_one_block_serves_one_request_at_a_time():
     """A pool of one block serves requests that fit into it, one at a time."""
     run = serve([ask(number, prompt=2, output=3) for number in range(5)], blocks=1)
     assert [row["finish"] for row in run.rows.values()] == [30, 60, 90, 120, 150]
     assert run.sum("recomputes") == 0
 
 
-def test_what_others_computed_is_hit():
+def test_blocks_can_be_hit_after_the_step_that_computed_them():
     """Blocks can be hit from the step on that computed them.
 
     The last block of a prompt is computed again.
@@ -246,12 +246,12 @@ def test_outputs_with_known_keys_are_shared():
     assert run.rows["b"]["hit"] == 12
 
 
-def test_attention_windows():
+def test_a_context_counts_up_to_the_size_of_each_attention_window():
     """A context counts in each attention window up to the size of the window."""
     asked = []
 
     @attrs.define(slots=False, eq=False)
-    class Asked(Bent):
+    class Recording(Bent):
         """A latency model that records the work of each step."""
 
         def pieces(self, work):
@@ -259,13 +259,13 @@ def test_attention_windows():
             asked.append(attrs.evolve(work))
             return super().pieces(work)
 
-    latency = Asked(reach=(None, 4))
+    latency = Recording(reach=(None, 4))
     serve([ask("a", prompt=3, output=4)], latency=latency, jumps=False)
     assert [work.attended_pairs for work in asked] == [(6, 6), (0, 0), (0, 0), (0, 0)]
     assert [work.context for work in asked] == [(0, 0), (4, 4), (5, 4), (6, 4)]
 
 
-def test_a_cache_that_counts_keys_is_refused():
+def test_a_cache_with_keys_accounting_is_refused():
     """A cache with `keys` accounting is refused under a clock."""
     cache = KVCache(9, 4, eviction=LRU(), accounting="keys", key_tokens=4)
     with pytest.raises(InputError, match="'keys' accounting: under a clock tokens count"):
@@ -283,5 +283,5 @@ def test_a_cache_that_has_served_is_refused():
 def test_keys_of_another_length_are_refused():
     """A request whose keys cover another number of tokens raises InputError that names it."""
     odd = Request(id="odd", prompt_tokens=6, output_tokens=1, keys=[1, 2], key_tokens=3)
-    with pytest.raises(InputError, match="odd"):
+    with pytest.raises(InputError, match="request odd has keys of 3 tokens; this cache was"):
         serve([odd])

@@ -86,7 +86,7 @@ def test_the_columns_of_a_request():
     }
 
 
-def test_requests_stand_in_the_order_in_which_they_ended():
+def test_requests_are_in_the_order_of_their_ends():
     """Requests are in the order in which they ended, with rejected ones."""
     result = three()
     assert result.requests["id"] == ["huge", "short", "long"]
@@ -173,7 +173,7 @@ def test_a_run_without_requests():
         (SLO(ttft_ns=14, deadline_ns=30), [False, False, True]),
     ],
 )
-def test_who_meets_the_slo(slo, met):
+def test_a_request_meets_its_slo_if_every_bound_holds(slo, met):
     """A request meets its SLO if every bound with a sample holds; a rejected one does not.
 
     A request of one token has no TPOT, so an SLO of TPOT alone does not judge it.
@@ -185,7 +185,7 @@ def test_who_meets_the_slo(slo, met):
     assert (found["judged"], found["met"]) == (len(judged), sum(judged) / len(judged))
 
 
-def test_goodput_is_what_met_its_slo_over_time():
+def test_goodput_is_requests_within_the_slo_over_time():
     """Goodput is the number of requests within the SLO over the time of the run."""
     summary = three(slo=SLO(ttft_ns=15)).summary()
     assert summary["goodput"] == pytest.approx(2 / (30 / NS))
@@ -199,7 +199,7 @@ def test_goodput_is_what_met_its_slo_over_time():
     }
 
 
-def test_the_slo_of_a_request_goes_first():
+def test_the_slo_of_a_request_precedes_that_of_the_run():
     """The SLO of the run applies to requests without an SLO of their own."""
     requests = [ask("patient", slo=SLO(ttft_ns=10)), ask("usual")]
     met = run(requests, slo=SLO(ttft_ns=9)).requests["met_slo"]
@@ -253,7 +253,7 @@ def test_the_offered_load_of_a_bounded_run_is_a_lower_bound_too(retention):
     assert 0 < result.offered_load <= result.log.busy_ps / 1000 / 50
 
 
-def test_one_at_a_time_the_offered_load_is_that_of_queueing_theory():
+def test_the_offered_load_of_one_sequence_is_that_of_queueing_theory():
     """For one sequence at a time, the load is arrival rate x mean service time (M/G/1)."""
     requests = [
         ask(number, at=number * 40_000_000, prompt=1 + number * 37 % 100, output=number % 7)
@@ -320,7 +320,7 @@ def test_every_token_after_the_first_is_one_gap(server):
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS[:4])
 @given(server=servers())
-def test_jumps_change_no_number(scheduler, server):
+def test_jumps_change_no_value_of_the_result(scheduler, server):
     """The result with jumps is exactly equal to that of single steps."""
     jumped, stepped = (
         server.run(scheduler, trace=False, jumps=jumps).result for jumps in (True, False)
@@ -329,7 +329,7 @@ def test_jumps_change_no_number(scheduler, server):
     assert jumped.summary() | {"wall_s": 0} == stepped.summary() | {"wall_s": 0}
 
 
-def test_typed_numbers_are_those_of_the_summary():
+def test_attributes_of_the_result_equal_the_summary():
     """The attributes of the result equal the values of the summary."""
     result = three(slo=SLO.in_seconds(ttft=15e-9))
     summary = result.summary()
@@ -346,13 +346,13 @@ def test_typed_numbers_are_those_of_the_summary():
     }
 
 
-def test_a_run_of_nothing_has_no_percentiles():
+def test_a_run_without_requests_has_no_percentiles():
     """Distributions and rates of a run without requests are None."""
     result = run([])
     assert (result.ttft, result.itl, result.goodput, result.hit_ratio.token) == (None,) * 4
 
 
-def test_a_frame_has_a_row_a_request():
+def test_a_frame_has_a_row_per_request():
     """`to_frame` returns a frame with the columns of `requests`."""
     pytest.importorskip("polars")
     result = three()
@@ -379,7 +379,7 @@ def test_both_files_are_written(tmp_path):
     assert [json.loads(line) for line in lines] == list(rows(result).values())
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+def test_a_write_that_fails_leaves_older_files_unchanged(tmp_path, monkeypatch):
     """A `write` that fails leaves older files unchanged, and no partial ones."""
     (tmp_path / "requests.jsonl").write_text("older")
 
@@ -393,7 +393,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "requests.jsonl").read_text() == "older"
 
 
-def test_a_file_is_no_directory(tmp_path):
+def test_the_error_of_write_names_path_and_reason(tmp_path):
     """The error of `write` to a file names the path and the reason."""
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"file: cannot be made a directory: it is a file"):
@@ -416,7 +416,7 @@ def test_the_wall_time_is_measured():
         ({"slo": 0.5}, r"slo=0\.5: give an SLO"),
     ],
 )
-def test_what_is_no_cap_and_no_slo_is_refused(options, message):
+def test_batching_or_slo_of_another_type_is_refused(options, message):
     """A `batching` or `slo` of another type raises InputError with an example."""
     cache = KVCache(8, BLOCK, eviction=LRU())
     with pytest.raises(InputError, match=message):
@@ -425,13 +425,13 @@ def test_what_is_no_cap_and_no_slo_is_refused(options, message):
         run_on_tensors([], cache=cache, generator="transformer", backend="numpy", **options)
 
 
-def test_the_public_names():
+def test_the_package_exports_loop_options_and_result():
     """`kvcore.serving` exports the loop, its options and its result."""
     names = kvcore.serving.simulate, kvcore.serving.Batching, kvcore.serving.Result
     assert names == (simulate, Batching, Result)
 
 
-def test_nobody_has_to_measure_how_long_blocks_rest():
+def test_a_run_without_residency_is_otherwise_unchanged():
     """With `residency=False` the summary has no residency, and is otherwise unchanged."""
     requests = [ask(n, at=10 * n, prompt=8, output=4, keys=(n % 2, 2 + n)) for n in range(9)]
 

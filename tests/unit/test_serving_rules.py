@@ -27,14 +27,14 @@ def test_blocks_can_be_hit_once_they_are_scheduled(commit, hit):
     assert serve(TWINS, commit=commit).rows["b"]["hit"] == hit
 
 
-def test_scheduled_blocks_of_a_chunk_end_with_it():
+def test_only_scheduled_blocks_of_the_current_chunk_can_be_hit():
     """With `commit=scheduled`, only blocks of the chunk in the current step can be hit."""
     rows = serve(TWINS, commit="scheduled", max_tokens=300, max_chunk=4).rows
     assert rows["b"]["hit"] == 4
 
 
 @pytest.mark.parametrize(("reserve", "blocks"), [("prompt", 5), ("chunk", 2)])
-def test_blocks_of_a_prompt_are_taken_chunk_by_chunk(reserve, blocks):
+def test_blocks_of_a_prompt_may_be_allocated_chunk_by_chunk(reserve, blocks):
     """An admission allocates blocks for the whole prompt, or for its first chunk."""
     run = serve([ask("a", 0, 20, 1)], reserve=reserve, max_tokens=8, max_seqs=2)
     first = next(line for line in run.lines if line["event"] == "ALLOC")
@@ -44,14 +44,14 @@ def test_blocks_of_a_prompt_are_taken_chunk_by_chunk(reserve, blocks):
 @pytest.mark.parametrize(
     ("reserve", "admitted"), [("prompt", 40), ("chunk", 40), ("first-chunk", 10)]
 )
-def test_the_whole_prompt_must_be_free_but_for_first_chunk(reserve, admitted):
+def test_a_prompt_waits_until_all_of_it_fits(reserve, admitted):
     """A prompt waits until all of it fits, unless `reserve=first-chunk`."""
     requests = [ask("a", 0, 8, 4), ask("b", 1, 20, 1)]
     run = serve(requests, blocks=6, reserve=reserve, max_tokens=9, max_seqs=2)
     assert run.rows["b"]["admitted"] == admitted
 
 
-def test_who_finds_no_block_for_a_chunk_gives_up_the_last():
+def test_a_prompt_without_blocks_for_a_chunk_preempts_the_last_job():
     """A prompt without blocks for its next chunk preempts the last job in order."""
     requests = [ask("a", 0, 16, 1), ask("b", 0, 16, 1)]
     rows = serve(requests, blocks=6, reserve="first-chunk", max_chunk=4).rows
@@ -67,7 +67,7 @@ def test_the_watermark_of_all_blocks_is_rounded_down(null_block, kept):
     assert Batching(watermark=0.05, null_block=null_block).reserved_blocks(95) == kept
 
 
-def test_the_null_block_is_of_the_pool():
+def test_the_null_block_reduces_the_pool():
     """The null block reduces the pool by one block."""
     result = kvcore.simulate("zipf:requests=5", blocks=900, null_block=True)
     assert result.cache.pool.blocks == 899
@@ -98,7 +98,7 @@ def test_a_prompt_that_no_step_can_hold_is_rejected():
     }
 
 
-def test_a_chunk_has_a_cap_beside_others():
+def test_max_chunk_limits_a_prompt_beside_others_only():
     """`max_chunk` limits the chunk of a prompt, but not if it is alone."""
     both = serve([ask("a", 0, 12, 1), ask("b", 0, 12, 1)], max_chunk=4).rows
     assert (both["a"]["first_token"], both["b"]["first_token"]) == (30, 30)
@@ -114,7 +114,7 @@ def test_generated_blocks_stay_cached(generated, again):
     assert [line["blocks"] * 4 - 4 for line in back] == [again]
 
 
-def test_nobody_else_hits_generated_blocks():
+def test_other_requests_do_not_hit_generated_blocks():
     """Generated blocks without keys are not hit by other requests."""
     requests = [ask("a", 0, 6, 9, keys=[1]), ask("b", 500, 12, 1, keys=[1, 2, 3])]
     assert serve(requests, generated="cached").rows["b"]["hit"] == 4
@@ -149,7 +149,7 @@ def test_generated_blocks_are_exported_as_events(key_tokens, tmp_path):
 
 
 @pytest.mark.parametrize(("allowed", "admitted"), [(True, 10), (False, 20)])
-def test_a_step_that_preempts_admits_nobody(allowed, admitted):
+def test_a_step_that_preempts_admits_no_job(allowed, admitted):
     """With `admit_after_preemption=False`, a step that preempts a job admits none."""
     requests = [
         ask("a", 0, 4, 9, priority=2),
@@ -167,22 +167,22 @@ def test_a_step_that_preempts_admits_nobody(allowed, admitted):
 
 
 @pytest.mark.parametrize(("ties", "victim"), [("last", "b"), ("first", "a")])
-def test_ties_decide_who_is_preempted(ties, victim):
+def test_ties_selects_which_of_two_equal_jobs_is_preempted(ties, victim):
     """`ties` selects which of two equal jobs is preempted: the last or the first admitted."""
     requests = [ask("a", 0, 4, 9), ask("b", 0, 4, 9)]
     run = serve(requests, blocks=4, scheduler=scheduler_of("priority"), ties=ties)
-    assert run.rows[victim]["recomputes"]
+    assert {name for name, row in run.rows.items() if row["recomputes"]} == {victim}
 
 
 @pytest.mark.parametrize(("lag", "admitted"), [(0, 10), (1, 20)])
-def test_who_arrives_during_a_step_counts_a_step_later(lag, admitted):
+def test_an_arrival_during_a_step_is_admitted_a_step_later(lag, admitted):
     """With `lag=1`, a request that arrives during a step is admitted one step later."""
     run = serve([ask("a", 0, 4, 9), ask("b", 5, 4, 1)], lag=lag)
     assert run.rows["b"]["admitted"] == admitted
 
 
 @pytest.mark.parametrize(("lag", "admitted"), [(0, 20), (1, 30)])
-def test_what_a_step_finishes_is_free_a_step_later(lag, admitted):
+def test_the_slot_of_a_finished_request_is_free_a_step_later(lag, admitted):
     """With `lag=1`, the slot of a finished request is free one step later."""
     requests = [ask("a", 0, 4, 2), ask("c", 0, 4, 9), ask("b", 1, 4, 2)]
     run = serve(requests, lag=lag, max_seqs=2)
@@ -190,39 +190,39 @@ def test_what_a_step_finishes_is_free_a_step_later(lag, admitted):
     assert run.rows["b"]["admitted"] == admitted
 
 
-def test_an_idle_server_lags_behind_nothing():
+def test_a_request_to_an_idle_server_is_admitted_at_once():
     """With `lag=1`, a request to an idle server is admitted at once."""
     run = serve([ask("a", 0, 4, 3), ask("b", 500, 4, 1)], lag=1)
     assert run.rows["b"]["admitted"] == 500
 
 
 @attrs.define(slots=False, eq=False)
-class Behind(Even):
+class FrontEnd(Even):
     """A latency model with steps of 10 ns and a front end of 25 ns."""
 
-    name: ClassVar[str] = "behind"
+    name: ClassVar[str] = "front-end"
     frontend = 25e-9
 
 
 def test_a_front_end_comes_before_the_queue():
     """With a front end of 25 ns, requests are planned 25 ns after their arrival."""
     requests = [ask("a", 100, 4, 9), ask("b", 131, 4, 1)]
-    run = serve(requests, latency=Behind())
+    run = serve(requests, latency=FrontEnd())
     assert [run.rows[name]["admitted"] for name in "ab"] == [125, 165]
     assert [run.rows[name]["arrival"] for name in "ab"] == [100, 131]
-    assert run.story("REQUEST") == ["100 REQUEST a", "131 REQUEST b"]
+    assert run.timeline("REQUEST") == ["100 REQUEST a", "131 REQUEST b"]
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @given(server=servers())
 def test_jumps_behind_a_front_end(lag, server):
     """With a front end, jumps over decode steps give the same trace as single steps."""
-    jumps = server.run("fcfs", latency=Behind(), lag=lag)
-    steps = server.run("fcfs", latency=Behind(), lag=lag, jumps=False)
+    jumps = server.run("fcfs", latency=FrontEnd(), lag=lag)
+    steps = server.run("fcfs", latency=FrontEnd(), lag=lag, jumps=False)
     assert jumps.trace == steps.trace
 
 
-def test_a_text_ends_at_the_longest_sequence():
+def test_max_model_len_cuts_outputs_and_rejects_prompts():
     """`max_model_len` cuts outputs, and rejects prompts that leave no room for one."""
     run = serve([ask("a", 0, 8, 9), ask("b", 0, 12, 1)], max_model_len=12)
     assert run.rows["a"]["output"] == 4
@@ -243,13 +243,13 @@ def test_a_text_ends_at_the_longest_sequence():
         ({"max_model_len": 1.5}, "max_model_len=1.5: give whole tokens"),
     ],
 )
-def test_rules_that_there_are_not(rule, message):
+def test_wrong_rules_are_refused(rule, message):
     """The error for a wrong rule names the option and the accepted values."""
     with pytest.raises(InputError, match=message):
         Batching(**rule)
 
 
-def test_a_lag_goes_without_retention():
+def test_a_lag_with_a_retention_policy_is_refused():
     """`lag=1` with a retention policy raises InputError."""
     with pytest.raises(InputError, match="lag=1 with a retention policy"):
         serve([ask("a")], lag=1, retention="window:tokens=4")
@@ -266,7 +266,7 @@ class TestLike:
     """The option `like`: the rules of an engine become the defaults."""
 
     @pytest.mark.parametrize("engine", LIKENESSES)
-    def test_its_options_are_options_of_a_run(self, engine):
+    def test_options_of_an_engine_are_options_of_a_run(self, engine):
         """Each option of an engine is valid, and its value is kept."""
         config = RunConfig.of(like=engine)
         for name, value in LIKENESSES[engine].options.items():
@@ -278,12 +278,12 @@ class TestLike:
         config = RunConfig.of(like="vllm", lag=0, watermark=0.05)
         assert (config.lag, config.watermark, config.commit) == (0, 0.05, "scheduled")
 
-    def test_an_engine_that_there_is_not(self):
+    def test_an_unknown_engine_is_refused(self):
         """The error for an unknown engine lists the known ones."""
         with pytest.raises(InputError, match=r"like: 'vlm' is no engine; there are: .*vllm"):
             RunConfig.of(like="vlm")
 
-    def test_in_python_it_is_its_options(self):
+    def test_a_run_with_like_equals_one_with_the_options_of_the_engine(self):
         """A run with `like` equals a run with the options that it stands for."""
         given = {"limit": 40, "blocks": 3000, "block_size": 16}
         like = kvcore.simulate("mooncake", like="vllm", **given)
@@ -291,12 +291,19 @@ class TestLike:
         assert like.summary() | {"wall_s": 0} == options.summary() | {"wall_s": 0}
 
 
-@pytest.mark.parametrize(("ratio", "first"), [(None, 20), (1.0, 120)])
-def test_an_admission_leaves_room_for_what_is_to_be_generated(ratio, first):
-    """With `new_token_ratio`, an admission leaves blocks for the tokens of running requests."""
+@pytest.mark.parametrize(
+    ("blocks", "ratio", "admitted"),
+    [(7, None, 10), (9, 0.01, 120), (10, 0.3, 10), (10, 0.4, 120)],
+)
+def test_an_admission_leaves_blocks_for_tokens_to_be_generated(blocks, ratio, admitted):
+    """An admission leaves blocks for its output and a share of that of running requests.
+
+    When b arrives, a holds 3 blocks and has 11 tokens to generate. The prompt of b needs 2
+    blocks; its output, a block and 0.3 or 0.4 of the 11 tokens need 5 or 6 blocks more.
+    """
     requests = [ask("a", 0, 8, 12), ask("b", 5, 8, 12)]
-    rows = serve(requests, blocks=7, watermark=0, new_token_ratio=ratio).rows
-    assert rows["b"]["first_token"] >= first
+    rows = serve(requests, blocks=blocks, watermark=0, new_token_ratio=ratio).rows
+    assert rows["b"]["admitted"] == admitted
 
 
 def test_the_ratio_falls_and_is_set_by_a_preemption():
@@ -323,7 +330,7 @@ def test_a_ratio_is_a_share(rule):
 
 
 @pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])
-def test_the_shortest_loses_its_blocks(preempts, loser):
+def test_preempts_shortest_preempts_the_job_with_the_longer_prompt(preempts, loser):
     """With `preempts=shortest`, the job with the longer prompt of two is preempted.
 
     Both have generated equally many tokens; `preempts=last` takes the later one.

@@ -28,7 +28,7 @@ def step_by_step(latency, tokens, context, count):
 @pytest.mark.parametrize(
     ("tokens", "context"), [(0, 9), (1, 0), (1, 7), (40, 1), (9, 18), (3, 99)]
 )
-def test_decoding_takes_what_its_steps_take(windows, tokens, context):
+def test_the_decode_estimate_equals_the_time_of_its_steps(windows, tokens, context):
     """With a latency model in lines the estimate is exact, even if windows fill on the way."""
     latency = Bent(reach=windows)
     expected = step_by_step(latency, tokens, context, 3)

@@ -12,7 +12,7 @@ KEYS = st.lists(st.integers(0, 40) | st.text("abcdef", max_size=2), max_size=200
 
 
 @given(KEYS)
-def test_it_never_counts_too_few(keys):
+def test_an_estimate_is_never_below_the_exact_count(keys):
     """An estimate is never below the exact count, however small the sketch is."""
     sketch, counts = FrequencySketch(4, 1000), Counts(1000)
     for key in keys:
@@ -22,7 +22,7 @@ def test_it_never_counts_too_few(keys):
 
 
 @given(st.lists(st.integers(0, 5), max_size=200))
-def test_it_is_exact_for_a_few_keys(keys):
+def test_estimates_of_few_keys_are_exact(keys):
     """With far more room than keys, estimates are exact, even after ageing."""
     sketch, counts = FrequencySketch(4096, 50), Counts(50)
     for key in keys:
@@ -43,7 +43,7 @@ def test_most_estimates_are_exact_at_full_load():
     assert right > 900
 
 
-def test_counts_halve_and_the_doors_close():
+def test_counts_are_halved_and_the_doorkeeper_cleared():
     """After a period counts are halved and the doorkeeper is cleared.
 
     A key used 7 times counts 3 then, and a key used once 0.

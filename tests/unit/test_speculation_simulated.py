@@ -22,7 +22,7 @@ PLUGINS = Plugins()
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 @pytest.mark.parametrize("share", [0, 0.3, 0.8, 1])
-def test_tokens_a_step_are_as_expected(tokens, share):
+def test_tokens_per_step_equal_the_formula_of_the_paper(tokens, share):
     """Tokens per step are (1 - a^(k+1)) / (1 - a) (Leviathan et al., 2023, equation 1)."""
     asked = [ask(number, 0, 3, 4000) for number in range(4)]
     result = serve(
@@ -33,7 +33,7 @@ def test_tokens_a_step_are_as_expected(tokens, share):
     assert found == pytest.approx(expected, rel=0.03)
 
 
-def test_probabilities_by_position():
+def test_the_last_probability_holds_for_all_later_positions():
     """Acceptance has a probability by position, of which the last holds for all later ones."""
     asked = [ask(number, 0, 3, 3000) for number in range(4)]
     drafter = Acceptance(tokens=4, probability="0.9/0.5/0.2")
@@ -41,7 +41,7 @@ def test_probabilities_by_position():
     assert drafts["acceptance_by_position"] == pytest.approx([0.9, 0.5, 0.2, 0.2], abs=0.05)
 
 
-def test_draws_do_not_depend_on_the_others():
+def test_draws_do_not_depend_on_other_requests():
     """The accepted drafts of a request are the same with and without other requests."""
 
     @attrs.define(slots=False, eq=False)
@@ -72,7 +72,9 @@ def test_draws_do_not_depend_on_the_others():
     st.sampled_from([0, 0.4, 0.9, 1]),
     st.integers(1, 5),
 )
-def test_any_server(tmp_path_factory, server, scheduler, share, tokens):
+def test_requests_with_drafts_are_served_in_full(
+    tmp_path_factory, server, scheduler, share, tokens
+):
     """With drafts all requests are served in full, with a valid and repeatable trace."""
     runs = [
         server.run(scheduler, drafter=Acceptance(tokens=tokens, probability=share))
@@ -89,7 +91,7 @@ def test_any_server(tmp_path_factory, server, scheduler, share, tokens):
     assert check_trace(path).complete
 
 
-def test_verified_work():
+def test_drafts_count_as_prompt_tokens_of_a_step():
     """Drafts count as prompt tokens after their sequence, whose K/V is read once."""
 
     class Short:
@@ -101,7 +103,7 @@ def test_verified_work():
     assert whole == StepWork(7, (15 + 11 + 12, 14 + 4 + 4), 2, (20, 8))
 
 
-def test_costs():
+def test_drafters_cost_their_passes_or_weights():
     """A draft model costs its passes and its prefill, and heads cost their weights.
 
     Steps without drafts cost nothing.
@@ -124,7 +126,7 @@ def test_costs():
     assert heads.duration(prompt, []) == 0
 
 
-def test_costs_that_cannot_be_known_are_refused():
+def test_a_draft_model_of_unknown_cost_is_refused():
     """A draft model without a known model, or with unknown attention windows, is refused."""
     with pytest.raises(InputError, match="take `roofline`"):
         Acceptance(draft="llama-3-8b").attach(PLUGINS.build("latency", "token-rate"))
@@ -143,7 +145,7 @@ def test_speedup_is_that_of_two_runs():
     assert speedup == pytest.approx(plain.tpot.mean / fast.tpot.mean, rel=0.03)
 
 
-def test_replicas_draft():
+def test_replicas_sum_up_their_drafts():
     """A cluster of one replica equals a single run, and several sum up their drafts."""
     options = {"blocks": 4000, "max_seqs": 16, "drafter": "acceptance:probability=0.8"}
     asked = "zipf:requests=60"
@@ -162,7 +164,7 @@ def test_replicas_draft():
     assert summary["offered_load"] is None
 
 
-def test_without_a_drafter_nothing_is_said():
+def test_a_run_without_a_drafter_has_no_entries_of_drafts():
     """Without a drafter, neither the summary nor the trace has entries of drafts."""
     run = serve([ask(0, 0, 5, 5)], latency=Even())
     assert "drafts" not in run.result.summary()
@@ -192,7 +194,7 @@ def test_a_file_that_fits_no_request_gives_probabilities(tmp_path):
         ('{"acceptance": []}\n{"request": 1, "output": 1, "drafts": 1, "accepted": 2}', 2),
     ],
 )
-def test_files_of_something_else_are_refused(tmp_path, text, line):
+def test_malformed_acceptance_files_are_refused(tmp_path, text, line):
     """The error for a malformed file names the file, the line and the option `--acceptance`."""
     path = tmp_path / "other.jsonl"
     path.write_text(text)
@@ -200,16 +202,23 @@ def test_files_of_something_else_are_refused(tmp_path, text, line):
         Acceptance(file=path)
 
 
-@pytest.mark.parametrize("options", [{"probability": 2}, {"probability": "a"}, {"tokens": 0}])
-def test_impossible_options_are_refused(options):
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"probability": 2}, "acceptance: probability=2: give numbers from 0 to 1"),
+        ({"probability": "a"}, "acceptance: probability='a': give numbers from 0 to 1"),
+        ({"tokens": 0}, "acceptance: tokens=0: give 1 draft a step or more"),
+    ],
+)
+def test_impossible_options_are_refused(options, message):
     """A wrong probability or a number of 0 drafts raises InputError."""
-    with pytest.raises(InputError, match="acceptance: "):
+    with pytest.raises(InputError, match=message):
         serve([ask(0, 0, 5, 5)], drafter=Acceptance(**options))
 
 
-def test_a_missing_file_and_two_sources(tmp_path):
+def test_a_missing_file_or_two_sources_are_refused(tmp_path):
     """A missing file, or a file together with probabilities, raises InputError."""
-    with pytest.raises(InputError, match="cannot be read"):
+    with pytest.raises(InputError, match="none cannot be read: No such file"):
         Acceptance(file=tmp_path / "none")
-    with pytest.raises(InputError, match="give one"):
+    with pytest.raises(InputError, match=r"probability and file both say .*: give one"):
         Acceptance(file=tmp_path / "none", probability=0.5)

@@ -55,9 +55,9 @@ def test_held_out_steps_are_within_three_per_cent():
     assert len(groups["all"]) > 500
 
 
-def test_every_grid_is_of_names_of_the_catalogue_and_can_jump():
+def test_every_grid_is_found_by_its_name_and_allows_jumps():
     """Every grid is complete, is found by its own name and allows jumps."""
-    for name, grid in list(shipped_grids().items())[::10]:
+    for name, grid in shipped_grids().items():
         assert shipped_grid(*name) is grid
         assert (len(grid.base), len(grid.base[0])) == (len(PREFILL), len(DECODE))
         assert built(name).jumps
@@ -95,7 +95,7 @@ def test_composed_steps_are_those_of_the_engine(monkeypatch, tmp_path):
     assert table.duration(work) / 10**9 == pytest.approx(expected, rel=0.01)
 
 
-def test_fp8_is_asked_for_by_name(monkeypatch):
+def test_fp8_applies_to_weights_and_kv_but_not_to_attention(monkeypatch):
     """fp8 applies to weights, experts and K/V, while attention computes in bf16."""
     calls = fake_aic(monkeypatch)
     compose_steps(Deployment("qwen3-32b", "h200", 2, "sglang", "fp8"))
@@ -118,14 +118,14 @@ def test_fp8_is_asked_for_by_name(monkeypatch):
         ({"model": "no/such"}, "engine=vllm,model=no/such.*: no such model"),
     ],
 )
-def test_what_aiconfigurator_does_not_have_is_refused(monkeypatch, changes, message):
+def test_unsupported_devices_and_models_are_refused(monkeypatch, changes, message):
     """The error for an unsupported device or model lists the supported ones or the reason."""
     fake_aic(monkeypatch)
     with pytest.raises(InputError, match=message):
         compose_steps(ASKED._replace(**changes))
 
 
-def test_without_the_package_it_is_named(monkeypatch):
+def test_without_aiconfigurator_the_error_gives_the_install_command(monkeypatch):
     """Without aiconfigurator the error gives the install command."""
     monkeypatch.setitem(sys.modules, "aiconfigurator_core", None)
     with pytest.raises(PluginError, match="pip install aiconfigurator-core"):

@@ -72,11 +72,11 @@ def make(publisher, blocks=8):
 
 def test_blocks_come_with_their_tokens_and_parents(publisher):
     """New blocks are published with their tokens and their parent, and evicted ones by hash."""
-    cache, told = make(publisher, blocks=4)
-    told.start()
-    serve(cache, told, ask(0, range(8)), ask(1, [*range(8), *range(50, 54)]))
-    serve(cache, told, ask(2, range(100, 116)))
-    told.close()
+    cache, stored = make(publisher, blocks=4)
+    stored.start()
+    serve(cache, stored, ask(0, range(8)), ask(1, [*range(8), *range(50, 54)]))
+    serve(cache, stored, ask(2, range(100, 116)))
+    stored.close()
     first, second, *removed, last = [event for _, event in publisher.got]
     assert first == BlockStored(
         hashes=first.hashes, tokens=tuple(range(8)), block_size=4, medium="GPU"
@@ -89,12 +89,12 @@ def test_blocks_come_with_their_tokens_and_parents(publisher):
     assert publisher.closed
 
 
-def test_a_salt_is_told_with_the_first_block(publisher):
+def test_a_salt_is_published_with_the_first_block(publisher):
     """Equal prompts of two salts have different hashes, and the first block has its salt."""
-    cache, told = make(publisher)
-    told.start()
-    serve(cache, told, ask(0, range(8)), ask(1, range(8), salt="tenant"))
-    told.close()
+    cache, stored = make(publisher)
+    stored.start()
+    serve(cache, stored, ask(0, range(8)), ask(1, range(8), salt="tenant"))
+    stored.close()
     plain, salted = (event for _, event in publisher.got)
     assert plain.tokens == salted.tokens
     assert not set(plain.hashes) & set(salted.hashes)
@@ -102,43 +102,41 @@ def test_a_salt_is_told_with_the_first_block(publisher):
     assert salted.extra_keys == (("tenant",), None)
 
 
-def test_what_is_dropped_is_a_gap(publisher, monkeypatch):
+def test_dropped_batches_leave_a_gap_in_the_numbers(publisher, monkeypatch):
     """Batches dropped for lack of room are counted, and leave a gap in the numbers."""
     monkeypatch.setattr(room, "_QUEUED", 2)
-    cache, told = make(publisher, blocks=100)
+    cache, stored = make(publisher, blocks=100)
     prompts = [ask(number, range(4 * number, 4 * number + 4)) for number in range(6)]
-    serve(cache, told, *prompts[:5])
-    assert told.dropped == 3
+    serve(cache, stored, *prompts[:5])
+    assert stored.dropped == 3
     publisher.gate.clear()
-    told.start()
-    while told._batches.full():
+    stored.start()
+    while stored._batches.full():
         pass
-    serve(cache, told, prompts[5])
+    serve(cache, stored, prompts[5])
     publisher.gate.set()
-    told.close()
+    stored.close()
     assert [number for number, _ in publisher.got] == [0, 1, 5]
 
 
-def test_a_subscriber_that_takes_nothing_does_not_keep_a_server_from_ending(
-    publisher, monkeypatch
-):
+def test_closing_waits_a_limited_time_for_a_subscriber(publisher, monkeypatch):
     """Closing waits a limited time for a subscriber that does not read."""
     monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.01)
-    cache, told = make(publisher)
+    cache, stored = make(publisher)
     publisher.gate.clear()
-    told.start()
-    serve(cache, told, ask(0, range(8)))
-    told.close()
+    stored.start()
+    serve(cache, stored, ask(0, range(8)))
+    stored.close()
     assert not publisher.closed
 
 
-def test_only_what_is_cached_is_remembered(publisher):
+def test_tokens_and_salts_are_kept_for_cached_blocks_only(publisher):
     """Tokens and salts are kept only for the blocks that are cached."""
-    cache, told = make(publisher, blocks=4)
-    told.start()
+    cache, stored = make(publisher, blocks=4)
+    stored.start()
     for number in range(20):
-        serve(cache, told, ask(number, range(number, number + 16), salt=str(number)))
-    told.close()
-    assert len(told._tokens) == cache.tree.cached_blocks == 4
-    assert len(told._salts) == 1
-    assert not told._open
+        serve(cache, stored, ask(number, range(number, number + 16), salt=str(number)))
+    stored.close()
+    assert len(stored._tokens) == cache.tree.cached_blocks == 4
+    assert len(stored._salts) == 1
+    assert not stored._open

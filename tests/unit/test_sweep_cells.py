@@ -119,7 +119,7 @@ def test_finished_cells_are_not_run_again(swept):
     assert all(row["hit_blocks"] is not None for row in result.rows)
 
 
-def test_cells_that_come_to_the_same_are_run_once(swept):
+def test_equal_cells_are_run_once(swept):
     """Cells that differ only by a spelled-out default are run once, and have a row each."""
     executor = Here()
     rows = swept(
@@ -157,12 +157,12 @@ def test_cells_that_come_to_the_same_are_run_once(swept):
         {"seed": 1},
     ],
 )
-def test_another_cell_has_another_digest(fields):
+def test_every_option_that_may_change_a_result_changes_the_digest(fields):
     """Every option that may change a result changes the digest."""
     assert digest(**fields) != digest()
 
 
-def test_a_policy_that_draws_numbers_is_another_one_with_another_seed():
+def test_the_seed_changes_the_digest_of_random_policies_only():
     """The seed changes the digest of a random policy, but not of a deterministic one.
 
     The workload has a seed of its own.
@@ -173,19 +173,19 @@ def test_a_policy_that_draws_numbers_is_another_one_with_another_seed():
     assert digest(**fields, seed=1) == digest(**fields, seed=2)
 
 
-def test_without_a_clock_the_cost_of_a_block_counts():
+def test_the_model_changes_the_digest_of_an_untimed_cell():
     """Without a clock the model still changes the digest, as policies may weigh its costs."""
     assert digest(mode="compare", model="llama-3-70b") != digest(mode="compare")
 
 
-def test_another_version_of_kvcore_runs_all_anew(monkeypatch):
+def test_another_version_of_kvcore_changes_the_digest(monkeypatch):
     """Another version of kvcore changes the digest."""
     before = digest()
     monkeypatch.setattr("kvcore.analysis.sweep.runner.version", lambda _: "99")
     assert digest() != before
 
 
-def test_the_digest_says_what_is_run_not_how_it_was_written():
+def test_equal_runs_have_equal_digests():
     """Equal runs have equal digests, however their options are written.
 
     Such are memory for as many blocks, a default spelled out, and a model's name in capitals.
@@ -194,7 +194,7 @@ def test_the_digest_says_what_is_run_not_how_it_was_written():
     assert digest(model="Llama-3-8B", latency="roofline:compute=0.8") == digest()
 
 
-def test_files_count_by_what_is_in_them(tmp_path):
+def test_the_content_of_a_workload_file_changes_the_digest(tmp_path):
     """The content of a workload file changes the digest, and its path does not."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 3, "hash_ids": [1]}
     paths = [tmp_path / name for name in "abc"]
@@ -204,7 +204,7 @@ def test_files_count_by_what_is_in_them(tmp_path):
     assert first == moved != changed
 
 
-def test_a_policy_that_was_edited_is_another_one(tmp_path, monkeypatch):
+def test_the_source_file_of_a_plugin_changes_the_digest(tmp_path, monkeypatch):
     """The source file of a plugin is part of the digest."""
     module = sys.modules["kvcore_plugins.eviction.lru"]
     before = digest()
@@ -214,21 +214,21 @@ def test_a_policy_that_was_edited_is_another_one(tmp_path, monkeypatch):
     assert digest() != before
 
 
-def test_a_worker_that_would_run_another_cell_refuses():
+def test_a_worker_with_another_digest_refuses_the_cell():
     """A worker whose digest of a cell differs from the plan returns an error."""
     outcome = CellRunner().attempt(Task("00", RunConfig(workload=ZIPF)))
     assert outcome.result is None
     assert "this process would run another cell" in outcome.error
 
 
-def test_what_a_cell_raises_is_its_outcome():
+def test_an_exception_is_the_outcome_of_its_cell():
     """An unexpected exception is the outcome of its cell, with the place."""
     outcome = CellRunner().attempt(Task("00", None))
     assert outcome == Outcome("00", None, outcome.error)
     assert outcome.error.startswith("AttributeError in ")
 
 
-def test_a_cell_that_fails_leaves_the_others_alone(swept, tmp_path):
+def test_a_failed_cell_is_run_again_by_the_next_sweep(swept, tmp_path):
     """A failed cell has a row with its error, and is run again by the next sweep."""
     path = tmp_path / "cut.jsonl"
     rows = [
@@ -245,7 +245,7 @@ def test_a_cell_that_fails_leaves_the_others_alone(swept, tmp_path):
     assert (result.rows[1]["error"], swept("compare", **axes).ran) == (None, 1)
 
 
-def test_processes_give_the_same_as_this_one(swept, tmp_path):
+def test_worker_processes_give_the_rows_of_one_process(swept, tmp_path):
     """Worker processes give the same rows as a sweep in one process."""
     axes = {"workload": ZIPF, "eviction": ["lru", "fifo", "optimum"], "blocks": [20, 40]}
     here = swept("compare", **axes)
@@ -264,7 +264,7 @@ def test_processes_give_the_same_as_this_one(swept, tmp_path):
         ("ray://head:10001", RayCluster("ray://head:10001", 3)),
     ],
 )
-def test_executors_have_names(text, executor):
+def test_executors_are_selected_by_name(text, executor):
     """An executor is selected by name, with the address of a cluster after a colon."""
     assert executor_named(text, 3) == executor
 

@@ -21,26 +21,26 @@ def test_the_last_axis_changes_fastest():
     ]
 
 
-def test_a_single_value_needs_no_list():
+def test_an_axis_may_be_a_single_value_without_a_list():
     """An axis may be a single value without a list, and is then not varied."""
     grid = Grid("compare", blocks=10, eviction=("lru", "fifo"))
     assert grid.axes["blocks"] == (10,)
     assert grid.varied == ["eviction"]
 
 
-def test_values_given_twice_count_once():
+def test_equal_values_of_an_axis_count_once():
     """Equal values of an axis count once, even if they are written in different units."""
     grid = Grid("compare", memory=["1GiB", 2**30, "1024MiB"], eviction=["lru", "lru"])
     assert grid.axes == {"memory": (2**30,), "eviction": grid.axes["eviction"]}
     assert len(list(grid)) == 1
 
 
-def test_without_axes_there_is_one_cell():
+def test_a_grid_without_axes_has_one_cell():
     """A grid without axes has one cell: a simulation with the defaults of `kvcore simulate`."""
     assert list(Grid()) == [RunConfig()]
 
 
-def test_a_run_without_a_clock_has_nothing_that_takes_time():
+def test_only_simulate_has_axes_that_concern_time():
     """Only `simulate` has axes that concern time, and only `compare` has `accounting`."""
     timed, untimed = set(axes_of("simulate")), set(axes_of("compare"))
     assert timed - untimed >= {"scheduler", "latency", "slo", "rate_scale", "max_seqs"}
@@ -68,7 +68,7 @@ def test_a_run_without_a_clock_has_nothing_that_takes_time():
         ("simulate", {"blocks": 3, "memory": "1GiB"}, "both say how large the pool is"),
     ],
 )
-def test_axes_that_cannot_be_are_refused(mode, axes, reason):
+def test_impossible_axes_are_refused(mode, axes, reason):
     """Unknown modes, axes and values raise InputError that names the axis and the reason."""
     with pytest.raises(InputError) as refused:
         Grid(mode, **axes)
@@ -97,7 +97,7 @@ def test_axes_that_cannot_be_are_refused(mode, axes, reason):
         ("simulate", {"model": "llama-3.1-405b"}, "tensor_parallel: llama-3.1-405b on 4 x"),
     ],
 )
-def test_a_cell_that_cannot_be_is_refused_before_anything_runs(mode, axes, reason):
+def test_an_impossible_cell_is_refused_before_any_cell_runs(mode, axes, reason):
     """One impossible cell is refused when the plan is made.
 
     The error begins with the name of the field.
@@ -114,13 +114,13 @@ def test_a_cell_that_cannot_be_is_refused_before_anything_runs(mode, axes, reaso
         ({"prefix": "none"}, "prefix: "),
     ],
 )
-def test_the_optimum_is_refused_where_it_is_no_bound(axes, reason):
+def test_the_optimum_is_refused_in_modes_where_it_is_no_bound(axes, reason):
     """A sweep refuses the optimum with accounting by tokens and without a prefix index."""
     with pytest.raises(InputError, match=reason):
         Plan.of(Grid("compare", workload="zipf", blocks=9, eviction="optimum", **axes))
 
 
-def test_a_row_says_what_was_chosen_for_it():
+def test_a_row_has_the_options_of_its_cell():
     """A row has the pool in blocks and in bytes, and the options and plugins as text."""
     grid = Grid(workload="zipf", memory="1GiB", slo=[SLO(ttft_ns=10**9), None])
     first, second = Plan.of(grid).rows

@@ -31,13 +31,13 @@ def read(path):
         return journal.results
 
 
-def test_what_was_added_is_there_again(tmp_path):
+def test_added_results_are_read_back_exactly(tmp_path):
     """Results read from the journal equal those that were added, to the last digit."""
     write(tmp_path / "j", CELLS)
     assert read(tmp_path / "j") == CELLS
 
 
-def test_a_line_says_what_the_cell_was(tmp_path):
+def test_a_line_has_the_axes_and_the_result_of_its_cell(tmp_path):
     """A line has the axes, the result and the wall time of its cell, as readable JSON."""
     write(tmp_path / "j", {"ab": {"hits": 1}})
     *_, line = (tmp_path / "j").read_text().splitlines()
@@ -46,7 +46,7 @@ def test_a_line_says_what_the_cell_was(tmp_path):
 
 
 @given(data=st.data())
-def test_a_torn_end_is_cut_off(tmp_path_factory, data):
+def test_an_incomplete_last_line_is_cut_off(tmp_path_factory, data):
     """A file cut at any byte keeps its whole lines.
 
     Lines that are added afterwards are readable.
@@ -62,7 +62,7 @@ def test_a_torn_end_is_cut_off(tmp_path_factory, data):
     assert list(read(path)) == [*list(CELLS)[:kept], "ff"]
 
 
-def test_zeros_at_the_end_are_torn_too(tmp_path):
+def test_zeros_at_the_end_are_cut_off(tmp_path):
     """Zeros at the end, as some file systems leave after a power cut, lose no result."""
     write(tmp_path / "j", CELLS)
     with (tmp_path / "j").open("ab") as file:
@@ -71,7 +71,7 @@ def test_zeros_at_the_end_are_torn_too(tmp_path):
 
 
 @given(data=st.data())
-def test_a_changed_byte_costs_cells_but_changes_none(tmp_path_factory, data):
+def test_a_changed_byte_loses_cells_but_changes_no_result(tmp_path_factory, data):
     """A changed byte loses at most two cells, and changes the result of none.
 
     Unless it is the last byte, the journal reports a damaged line.
@@ -88,7 +88,7 @@ def test_a_changed_byte_costs_cells_but_changes_none(tmp_path_factory, data):
         assert journal.damaged or place == len(damaged) - 1
 
 
-def test_a_line_edited_by_hand_is_told(tmp_path):
+def test_a_line_edited_by_hand_is_reported_as_damaged(tmp_path):
     """The number of a line edited by hand is in `damaged`, and its cell is ignored.
 
     The file is not rewritten, and a result that is added for the cell counts.
@@ -115,7 +115,7 @@ def test_a_line_edited_by_hand_is_told(tmp_path):
         "text",
     ],
 )
-def test_another_file_is_refused(tmp_path, text):
+def test_a_file_that_is_no_journal_is_refused(tmp_path, text):
     """A file that is no journal of this version is refused and remains unchanged.
 
     Among them are a journal without digests, other JSON lines, and a table.
@@ -126,14 +126,14 @@ def test_another_file_is_refused(tmp_path, text):
     assert (tmp_path / "j").read_text() == text
 
 
-def test_two_cannot_have_it_at_once(tmp_path):
+def test_a_journal_in_use_is_refused(tmp_path):
     """Opening a journal that is in use raises InputError with the id of the other process."""
     with Journal(tmp_path / "j"), pytest.raises(InputError) as refused, Journal(tmp_path / "j"):
         pass
     assert f"process {os.getpid()} is using it" in str(refused.value)
 
 
-def test_the_lock_of_a_killed_process_is_none(tmp_path):
+def test_a_journal_of_a_killed_process_can_be_opened(tmp_path):
     """A journal of a killed process can be opened again without removing any file."""
     code = (
         "import os, signal, sys; from kvcore.analysis.sweep import Journal\n"
@@ -146,7 +146,7 @@ def test_the_lock_of_a_killed_process_is_none(tmp_path):
     assert read(tmp_path / "j") == {"ab": {"hits": 1}}
 
 
-def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+def test_a_file_system_without_locks_is_reported(tmp_path, monkeypatch):
     """On a file system without locks the error gives the reason of the system.
 
     It does not report that another process uses the journal.
@@ -161,7 +161,7 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         Journal(path).__enter__()
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+def test_a_journal_in_a_missing_directory_is_refused(tmp_path):
     """A journal in a missing directory raises InputError that names its path."""
     with pytest.raises(InputError, match="nowhere/j: cannot be written"):
         read(tmp_path / "nowhere" / "j")

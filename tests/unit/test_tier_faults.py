@@ -65,47 +65,67 @@ def swap(headers, slots):
 
 
 SLOT = tier_kills.SLOT
-DAMAGE = {
+DAMAGE_OF_SLOTS = {
     "bits of K/V": lambda _, slots: flip(slots, SLOT),
     "one bit of K/V": lambda _, slots: flip(slots, 9 * SLOT),
-    "bits of headers": lambda headers, _: flip(headers, 1024),
     "cut slots": lambda _, slots: os.truncate(slots, 5 * SLOT + 3),
-    "cut headers": lambda headers, _: os.truncate(headers, 512 * 7 + 9),
     "no slots": lambda _, slots: slots.unlink(),
-    "no headers": lambda headers, _: headers.unlink(),
     "zeros": lambda _, slots: slots.write_bytes(bytes(slots.stat().st_size)),
+}
+DAMAGE = DAMAGE_OF_SLOTS | {
+    "bits of headers": lambda headers, _: flip(headers, 1024),
+    "cut headers": lambda headers, _: os.truncate(headers, 512 * 7 + 9),
+    "no headers": lambda headers, _: headers.unlink(),
     "places": swap,
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=list(DAMAGE))
-def test_a_damaged_disk(damage, tmp_path, plain):
-    """Blocks damaged between two runs do not change the text of the second run."""
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_blocks_do_not_change_the_text(damage, tmp_path, plain):
+    """Blocks damaged between two runs do not change the text of the second run.
+
+    Blocks with damaged K/V are dropped when they are read; those with damaged headers, and
+    the blocks after them, are not recovered.
+    """
     written, first = served(disk_tier(tmp_path, write="through"))
     headers, slots = files(tmp_path)
-    damage(headers, slots)
+    DAMAGE[damage](headers, slots)
     text, stats = served(disk_tier(tmp_path))
     assert written == text == plain
-    assert stats.dropped.get("corrupt") or stats.recovered < first.stored
+    if damage in DAMAGE_OF_SLOTS:
+        assert stats.recovered == first.stored
+        assert stats.dropped["corrupt"]
+    else:
+        assert stats.recovered < first.stored
+        assert not any(stats.dropped.values())
 
 
-def test_slots_of_another_schema_or_model(tmp_path, monkeypatch, plain):
-    """Files of another format, or of another model under this model's name, are not used."""
-    served(disk_tier(tmp_path, write="through"))
-    monkeypatch.setattr(disk, "SCHEMA", disk.SCHEMA + 1)
+@pytest.mark.parametrize("other", ["format", "model"])
+def test_slots_of_another_format_or_model_are_not_used(other, tmp_path, monkeypatch, plain):
+    """Files of another format or model are not used, even under the name of this model."""
+    _, first = served(disk_tier(tmp_path, write="through"))
+    old = files(tmp_path)
+    if other == "format":
+        monkeypatch.setattr(disk, "SCHEMA", disk.SCHEMA + 1)
+    else:
+        of = disk.DiskStore
+        monkeypatch.setattr(
+            disk, "DiskStore", lambda *args, sync: of(*args[:3], b"another model", sync=sync)
+        )
     text, stats = served(disk_tier(tmp_path, write="through"))
     assert (text, stats.recovered) == (plain, 0)
-    one, two = tmp_path.glob("*.headers")
-    for old, new in ((one, two), (one.with_suffix(".slots"), two.with_suffix(".slots"))):
-        new.write_bytes(old.read_bytes())
-    for schema in (disk.SCHEMA, disk.SCHEMA - 1):
-        monkeypatch.setattr(disk, "SCHEMA", schema)
-        text, stats = served(disk_tier(tmp_path))
-        assert text == plain
+    text, stats = served(disk_tier(tmp_path))
+    assert (text, stats.recovered) == (plain, first.stored)
+    for path in old:
+        (new,) = {*tmp_path.glob(f"*{path.suffix}")} - {path}
+        new.write_bytes(path.read_bytes())
+    text, stats = served(disk_tier(tmp_path))
+    assert (text, stats.recovered, sum(stats.dropped.values())) == (plain, 0, 0)
+    assert len([*tmp_path.glob("*.damaged-1")]) == 2
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5, 9])
-def test_a_disk_that_fills_up(after, tmp_path, monkeypatch, plain):
+def test_a_full_disk_does_not_change_the_text(after, tmp_path, monkeypatch, plain):
     """A disk that fills up drops blocks as failed, and the run computes them again."""
     pwrite, calls = os.pwrite, 0
 
@@ -124,7 +144,7 @@ def test_a_disk_that_fills_up(after, tmp_path, monkeypatch, plain):
 
 
 @pytest.mark.slow
-def test_killed_runs(tmp_path, plain):
+def test_a_killed_run_leaves_usable_blocks(tmp_path, plain):
     """A run killed at any write leaves blocks that the next run uses without dropping one."""
     tests = Path(tier_kills.__file__).parents[1]
     done = subprocess.check_output(
@@ -141,7 +161,7 @@ def test_killed_runs(tmp_path, plain):
 
 @pytest.mark.parametrize("call", [8, 15])
 @pytest.mark.parametrize("what", ["stops", "restarts", "is flushed", "is full"])
-def test_a_server_that_fails(what, call, monkeypatch, plain):
+def test_a_failing_redis_server_does_not_change_the_text(what, call, monkeypatch, plain):
     """A Redis server that stops, restarts, is flushed or fills up does not change the text."""
     ask, calls = redis.RedisStore._ask, 0
     monkeypatch.setattr(redis, "FIRST_PAUSE", 0.0)
@@ -169,15 +189,18 @@ def test_a_server_that_fails(what, call, monkeypatch, plain):
     assert calls > call
     if what in {"stops", "is full"}:
         assert stats.errors
+        assert stats.dropped["failed"]
     else:
-        assert stats.dropped.get("gone") or stats.errors
+        assert stats.dropped["gone"]
 
 
 @pytest.mark.parametrize("answer", [None, b"", b"?\r\n", b"$-1\r\n", b":1\r\n", b"*0\r\n"])
-def test_a_server_that_answers_anything(answer, plain):
+def test_invalid_answers_of_a_server_do_not_change_the_text(answer, plain):
     """A server that answers no Redis protocol, or never, does not change the text."""
     with answering(answer) as (url, asked):
         text, stats = served(tier("redis", url=url, timeout=0.2))
         assert text == plain
         assert asked
-        assert stats.errors or stats.dropped
+        assert stats.errors
+        assert stats.dropped["failed"]
+        assert (stats.recovered, stats.loaded) == (0, 0)

@@ -18,7 +18,7 @@ def opened(slots=SLOTS):
     return closing(Host(memory=slots * SIZE).open(slots, SIZE, b"model"))
 
 
-def test_keeps_blocks():
+def test_written_blocks_can_be_read_until_they_are_dropped():
     """A written block can be read until it is dropped or its slot is written again."""
     old, new = blocks([5, 0, 7]), blocks([5], text=1)
     with opened() as store:
@@ -30,7 +30,7 @@ def test_keeps_blocks():
         assert (read(store, new), read(store, old[1:])) == (0, 2)
 
 
-def test_takes_memory_as_it_is_used():
+def test_slots_occupy_memory_once_they_are_written():
     """Slots that are not written occupy no memory."""
 
     def resident():
@@ -42,14 +42,14 @@ def test_takes_memory_as_it_is_used():
         assert resident() - before < 100_000 * SIZE / 10
 
 
-def test_more_than_the_host_has_is_refused(monkeypatch):
+def test_a_tier_larger_than_the_free_memory_is_refused(monkeypatch):
     """A tier larger than the free memory of the host is refused when it is opened."""
     monkeypatch.setattr(host, "host_memory", lambda: (SIZE, None))
     with pytest.raises(InputError, match="give it less"):
         opened()
 
 
-def test_memory_that_cannot_be_had_is_refused(monkeypatch):
+def test_memory_that_cannot_be_mapped_is_refused(monkeypatch):
     """If the system cannot map the memory, InputError gives its size and the reason."""
 
     def refuse(*_, **__):

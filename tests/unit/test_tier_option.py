@@ -43,7 +43,7 @@ def test_several_tiers_are_read(given):
 
 
 @pytest.mark.parametrize("given", [None, "none", (), [], ["none"]])
-def test_there_may_be_no_tier(given):
+def test_none_and_empty_lists_mean_no_tiers(given):
     """None, "none" and empty lists all mean a cache without tiers."""
     assert RunConfig(tier=given).tier == ()
     assert RunParts(RunConfig(workload=ZIPF, blocks=90, tier=given)).cache().tiers is None
@@ -58,7 +58,7 @@ def test_there_may_be_no_tier(given):
         partial(Host, memory="1GiB"),
     ],
 )
-def test_a_tier_is_given_in_any_way(given):
+def test_text_instance_list_and_function_make_the_same_tier(given):
     """Text, an instance, a list and a function make the same tier."""
     (level,) = levels(tier=given)
     assert type(level.tier) is Host
@@ -94,20 +94,20 @@ def test_the_eviction_policy_of_a_tier_may_have_an_option():
         (Host, "tier plugin 'host' needs a value for option 'memory'"),
     ],
 )
-def test_what_cannot_be_built_is_refused(tier, reason):
+def test_a_tier_that_cannot_be_built_is_refused(tier, reason):
     """A tier that cannot be built raises InputError that begins with "tier:"."""
     with pytest.raises(InputError) as refused:
         levels(tier=tier)
     assert str(refused.value).startswith(f"tier: {reason}")
 
 
-def test_contiguous_memory_has_no_tiers():
+def test_contiguous_allocation_refuses_tiers():
     """Contiguous allocation refuses tiers, since it has no blocks to move."""
     with pytest.raises(InputError, match="allocation='contiguous' has no blocks that a tier"):
         simulate(ZIPF, blocks=90, tier="host:memory=1GiB", allocation="contiguous")
 
 
-def test_a_cache_of_the_callers_has_its_tiers_below_it():
+def test_a_cache_of_the_caller_refuses_the_option_tier():
     """A caller's cache has tiers only if `Tiers` was made for it.
 
     The option `tier` is refused together with a cache.
@@ -132,7 +132,7 @@ SMALL = 'workload = "zipf:requests=20,prefixes=3"\nblocks = 90\n'
         '[[tier]]\nname="host"\nmemory="1GiB"\n[[tier]]\nname="disk"\nmemory="2GiB"\npath="kv"\n',
     ],
 )
-def test_files_have_lists_and_tables(toml, tmp_path):
+def test_a_toml_file_may_give_tiers_as_text_list_or_tables(toml, tmp_path):
     """A TOML file gives tiers as text, list or tables, with paths relative to the file.
 
     The JSON output of a run lists them from the nearest on.
@@ -145,7 +145,7 @@ def test_files_have_lists_and_tables(toml, tmp_path):
     assert (disk["name"], disk["options"]["path"]) == ("disk", str(tmp_path / "kv"))
 
 
-def test_the_flag_is_repeated_and_wins_over_the_file(tmp_path):
+def test_repeated_flags_replace_the_tiers_of_the_file(tmp_path):
     """Repeated flags `--tier` each add a tier, and replace the tiers of the file."""
     (tmp_path / "run.toml").write_text(f'{SMALL}tier = "redis:memory=1GiB"\n')
     flags = ("--tier", "host:memory=1GiB", "--tier", "disk:memory=2GiB")
@@ -160,7 +160,7 @@ def test_the_flag_is_repeated_and_wins_over_the_file(tmp_path):
     )
 
 
-def test_an_axis_has_a_choice_of_tiers_as_a_value():
+def test_a_value_of_the_axis_tier_may_name_several_tiers():
     """A value of the axis `tier` may name several tiers; equal values count once.
 
     Another tier, policy or policy option makes another cell.
@@ -202,7 +202,7 @@ def test_a_comparison_has_the_hits_of_pool_and_tiers():
     assert all(row.reuse_ratio is None for row in alone.rows)
 
 
-def test_the_command_tells_the_hits_of_pool_and_tiers():
+def test_kvcore_compare_prints_the_hits_of_pool_and_tiers():
     """`kvcore compare` prints the hits of pool and tiers in rows of their own.
 
     They show the share of the bound; the JSON output has the same fields.
@@ -217,7 +217,7 @@ def test_the_command_tells_the_hits_of_pool_and_tiers():
     assert row["reused_blocks"] == row["hit_blocks"] + row["tiers"][0]["hit_blocks"]
 
 
-def test_a_sweep_without_a_clock_has_tiers_too():
+def test_a_sweep_without_a_clock_uses_tiers_as_compare_does():
     """A sweep without a clock reuses as many blocks as `compare` with the same tier."""
     grid = Grid("compare", workload=ZIPF, blocks=20, tier=HOST, eviction=["lru", "optimum"])
     lru, bound = (CellRun(cell, WorkloadCache()).run() for cell in grid)
@@ -227,7 +227,7 @@ def test_a_sweep_without_a_clock_has_tiers_too():
     ]
 
 
-def test_each_disk_is_a_tier_of_its_own():
+def test_two_disks_have_numbered_names():
     """Two disks have numbered names, `disk-1` and `disk-2`."""
     tiers = RunParts(
         RunConfig(workload=ZIPF, blocks=90, tier=[Disk(memory="1GiB"), DISK])

@@ -47,7 +47,7 @@ def own_server():
         yield server
 
 
-def test_large_blocks_are_many_values(url, redis_client, monkeypatch):
+def test_a_large_block_is_stored_as_many_values(url, redis_client, monkeypatch):
     """A large block is stored as values of bounded size, and moved in bounded batches."""
     monkeypatch.setattr(redis, "CHUNK_BYTES", 700)
     monkeypatch.setattr(redis, "BATCH_BYTES", 2 * SIZE)
@@ -61,7 +61,9 @@ def test_large_blocks_are_many_values(url, redis_client, monkeypatch):
 
 
 @pytest.mark.parametrize("field", [b"0", b"2", b"header"])
-def test_a_missing_value_is_noticed(url, redis_client, monkeypatch, field):
+def test_a_block_with_a_missing_or_changed_value_is_not_read(
+    url, redis_client, monkeypatch, field
+):
     """A block with a missing or changed value is not read; a value of another type raises."""
     monkeypatch.setattr(redis, "CHUNK_BYTES", 1100)
     path = blocks([4])
@@ -79,7 +81,7 @@ def test_a_missing_value_is_noticed(url, redis_client, monkeypatch, field):
         assert read(store, path) == 1
 
 
-def test_time_to_live(url, redis_client):
+def test_blocks_expire_after_their_time_to_live(url, redis_client):
     """A block expires `ttl` seconds after its last write or read, and never without `ttl`."""
     for ttl, least, most in ((50.0, 40_000, 50_000), (None, -1, -1)):
         path = blocks([0])
@@ -105,7 +107,7 @@ def test_two_runs_share_blocks(url):
         assert (other.present(found), read(other, found)) == (2, 2)
 
 
-def test_takes_no_more_than_its_slots(url):
+def test_a_run_recovers_no_more_blocks_than_it_has_slots(url):
     """A run with less memory recovers as many blocks as it has slots, from the first on."""
     with opened(url) as store:
         write(store, blocks(range(SLOTS)))
@@ -113,7 +115,7 @@ def test_takes_no_more_than_its_slots(url):
         assert sorted(block.position for block in store.recover()) == [0, 1, 2]
 
 
-def test_a_flushed_server_has_nothing(url, redis_client):
+def test_blocks_of_a_flushed_server_are_missing(url, redis_client):
     """Blocks deleted on the server are neither present nor read; new ones can be written."""
     path = blocks(range(3))
     with opened(url) as store:
@@ -124,7 +126,7 @@ def test_a_flushed_server_has_nothing(url, redis_client):
         assert (store.present(path), read(store, path)) == (3, 3)
 
 
-def test_a_full_server(own_server):
+def test_a_write_to_a_full_server_stores_no_block(own_server):
     """A write to a full server raises OSError and stores none of its blocks."""
     old, new = blocks(range(3)), blocks(range(3, SLOTS), text=1)
     with own_server.client() as client, opened(own_server.url) as store:
@@ -138,7 +140,7 @@ def test_a_full_server(own_server):
         assert (read(store, new), client.dbsize()) == (5, 8)
 
 
-def test_a_server_that_stops_and_comes_back(own_server, clock):
+def test_a_restarted_server_is_used_again(own_server, clock):
     """Calls raise OSError while the server is down, and work when it restarts empty."""
     path = blocks(range(3))
     with opened(own_server.url) as store:
@@ -159,7 +161,7 @@ def test_a_server_that_stops_and_comes_back(own_server, clock):
         assert read(store, path) == 3
 
 
-def test_pauses_grow(clock):
+def test_the_pause_doubles_with_each_failure(clock):
     """After each failure in a row the pause before the next attempt doubles, up to 30 s."""
     path = blocks([0])
     with answering(b"?!\r\n") as (url, asked), opened(url) as store:
@@ -211,7 +213,7 @@ def hurry(store, seconds):
 
 
 @pytest.mark.parametrize("answer", GARBAGE.values(), ids=list(GARBAGE))
-def test_garbage(answer, clock):
+def test_an_invalid_answer_returns_no_block(answer, clock):
     """An invalid answer raises OSError or finds no block; it never crashes or returns K/V."""
     path = blocks(range(2))
     with answering(answer) as (url, _), opened(url, timeout=0.2) as store:
@@ -229,7 +231,7 @@ def test_garbage(answer, clock):
 
 
 @pytest.mark.parametrize("greets", [True, False])
-def test_a_server_that_never_answers(greets, clock):
+def test_a_server_that_never_answers_raises_after_the_time_out(greets, clock):
     """Calls to a server that never answers raise an error after the time-out."""
     path = blocks([0])
     with answering(None, greets=greets) as (url, _):
@@ -245,8 +247,8 @@ def test_a_server_that_never_answers(greets, clock):
                     call()
 
 
-def test_endless_scans_end(clock):
-    """`recover` ends after a bounded time on a server whose scan never ends."""
+def test_recover_ends_on_a_server_whose_scan_never_ends(clock, caplog):
+    """`recover` ends after 30 s on a server whose scan never ends, and logs a warning."""
     endless = b"*2\r\n$1\r\n7\r\n*0\r\n"
     with answering(endless) as (url, asked), opened(url) as store:
         scan = store._ask
@@ -257,10 +259,13 @@ def test_endless_scans_end(clock):
 
         store._ask = slow
         assert not list(store.recover())
-        assert asked.count("SCAN") <= redis.SCAN_S
+        # Two commands of a second each: one for names, one for their headers.
+        assert asked.count("SCAN") == redis.SCAN_S / 2 + 1
+    (warning,) = caplog.records
+    assert warning.message.endswith(" has more blocks than were looked at")
 
 
-def test_no_server_is_refused():
+def test_a_tier_without_a_server_is_refused():
     """Opening a tier without a server raises InputError that suggests to start one."""
     with answering(b"") as (url, _):
         pass
@@ -298,7 +303,7 @@ def test_credentials_are_not_in_errors_of_options(wrong):
     assert "secret" not in str(error.value)
 
 
-def test_needs_a_package(monkeypatch):
+def test_a_missing_package_redis_is_reported(monkeypatch):
     """Without the package `redis`, opening raises PluginError that names the extra."""
     monkeypatch.setitem(sys.modules, "redis", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[redis\]'"):

@@ -3,7 +3,7 @@
 import attrs
 import orjson
 import pytest
-from helpers.serving import BLOCK, SLOT, Even, Tally, ask, serve
+from helpers.serving import BLOCK, SLOT, Tally, ask, serve
 
 import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, LatencyModel, PolicyError
@@ -68,7 +68,7 @@ def test_evicted_blocks_are_loaded_again():
     assert waits == [1700, 1700, 1700, 108, 108, 104]
 
 
-def test_not_only_the_first_of_a_prefix_loads():
+def test_requests_with_one_prefix_load_it_one_after_the_other():
     """Requests that share a prefix and arrive together load it one after the other."""
     requests = shared((1, 4), (2, 4), (3, 4))
     at = 5 * 10**6
@@ -80,7 +80,7 @@ def test_not_only_the_first_of_a_prefix_loads():
     assert stats(run, "loads") == (2,)
 
 
-def test_others_run_while_a_load_is_under_way():
+def test_a_load_delays_only_the_request_that_waits_for_it():
     """A request that waits for its load does not delay other requests."""
     requests = shared((1, 4), (2, 4), (3, 4))
     at = 5 * 10**6
@@ -90,7 +90,7 @@ def test_others_run_while_a_load_is_under_way():
     assert run.rows["other"]["finish"] < at + 1000 < run.rows["loads"]["first_token"]
 
 
-def test_write_through_stores_at_once():
+def test_write_through_stores_blocks_at_commit():
     """With write=through blocks are stored at commit, and an eviction moves nothing."""
     run = serve(
         shared(*ROTATION), blocks=9, latency=Slow(),
@@ -102,7 +102,7 @@ def test_write_through_stores_at_once():
 
 
 @pytest.mark.parametrize(("uses", "stored"), [(1, 4), (2, 4), (3, 0)])
-def test_write_n_stores_what_is_used(uses, stored):
+def test_write_n_stores_blocks_after_n_hits(uses, stored):
     """With write=n blocks are stored once n requests have hit them."""
     run = serve(
         shared((1, 4), (1, 4), (1, 4)), blocks=9, latency=Slow(),
@@ -111,7 +111,7 @@ def test_write_n_stores_what_is_used(uses, stored):
     assert stats(run, "stored") == (stored,)
 
 
-def test_victims_of_a_tier_go_to_the_next():
+def test_victims_of_a_tier_move_to_the_next_tier():
     """Blocks that the host evicts move to the disk and are loaded from there."""
     tiers = (f"host:memory={4 * SLOT},{FAST}", f"disk:memory=1MB,{FAST}")
     run = serve(shared(*ROTATION), blocks=9, latency=Slow(), tiers=tiers)
@@ -121,7 +121,7 @@ def test_victims_of_a_tier_go_to_the_next():
     assert sources == {None, "host"}
 
 
-def test_exclusive_blocks_leave_when_loaded():
+def test_loaded_blocks_leave_an_exclusive_level():
     """With keep=exclusive a loaded block leaves its level; with keep=inclusive it stays."""
     for keep, moved in (("exclusive", 4), ("inclusive", None)):
         run = serve(
@@ -131,7 +131,7 @@ def test_exclusive_blocks_leave_when_loaded():
         assert level_of(run).stats.dropped.get("moved") == moved
 
 
-def test_a_level_that_never_loads_hides_nothing_below():
+def test_a_level_with_load_never_is_skipped():
     """A level with load=never is skipped, and blocks are loaded from the level below it."""
     tiers = (
         f"host:memory=1MB,write=through,load=never,{FAST}",
@@ -143,7 +143,7 @@ def test_a_level_that_never_loads_hides_nothing_below():
     assert stats(run, "loads", number=1) == (3,)
 
 
-def test_a_busy_link_writes_nothing_more():
+def test_a_write_that_would_wait_too_long_is_skipped():
     """A write that would wait longer than `max_wait` is skipped and counted."""
     slow = "host:memory=1MB,read_bandwidth=64GB,write_bandwidth=64kB,max_wait=0"
     run = serve(shared(*ROTATION, spaced=10_000), blocks=9, latency=Slow(), tiers=(slow,))
@@ -158,12 +158,13 @@ def test_paths_longer_than_a_level_keep_their_beginning():
         shared((1, 8), (2, 8), (1, 8)), blocks=9, latency=Slow(),
         tiers=(f"host:memory={3 * SLOT},write=through,{FAST}",),
     )  # fmt: skip
-    assert stats(run, "refused") > (0,)
-    assert all(line["first"] == 0 for line in run.lines if line["event"] == "OFFLOAD")
-    assert level_of(run).tree.cached_blocks <= 3
+    moves = [line for line in run.lines if line["event"] == "OFFLOAD"]
+    assert [(line["first"], line["blocks"]) for line in moves] == [(0, 3)] * 3
+    assert stats(run, "refused") == (3 * 5,)
+    assert level_of(run).tree.cached_blocks == 3
 
 
-def test_retention_priorities_go_down_with_their_blocks():
+def test_stored_blocks_keep_their_retention_priority():
     """A stored block keeps its retention priority and the time until which it holds."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     (level,) = Tiers(cache, ["host:memory=1MB,write=through"], SLOT).levels
@@ -193,18 +194,18 @@ def test_a_swapped_request_computes_one_token():
     assert stats(run, "parked", "returned", "found") == (3, 3, 0)
 
 
-def test_a_swap_is_on_record():
+def test_a_swap_is_recorded_in_the_trace():
     """A swap is recorded as PREEMPT, OFFLOAD, LOAD_START, LOAD and DROP.
 
     Afterwards no slot of the level is parked.
     """
     run = serve(TWO, blocks=6, latency=Tally(), tiers=(ALWAYS,))
-    told = [
+    found = [
         (line["event"], line.get("how") or line.get("parked") or line.get("reason"))
         for line in run.lines
         if line["event"] in {"PREEMPT", "OFFLOAD", "LOAD_START", "LOAD", "DROP"}
     ]
-    assert told == [
+    assert found == [
         ("PREEMPT", "swap"),
         ("OFFLOAD", True),
         ("LOAD_START", None),
@@ -214,7 +215,7 @@ def test_a_swap_is_on_record():
     assert not level_of(run).parked
 
 
-def test_swap_or_recompute_by_what_takes_less_time():
+def test_a_request_is_recomputed_if_its_swap_takes_longer():
     """A preempted request is recomputed if the swap would take longer."""
     for rate, swaps in ((64, 0), (64 * 10**9, 1)):
         tier = f"host:memory=1MB,read_bandwidth={rate},write_bandwidth={rate},latency=0"
@@ -222,7 +223,7 @@ def test_swap_or_recompute_by_what_takes_less_time():
         assert (sum(run.result.log.swaps), run.sum("recomputes")) == (swaps, 1 - swaps)
 
 
-def test_a_swap_waits_for_a_busy_link_once():
+def test_the_estimate_of_a_swap_counts_a_busy_link_once():
     """The estimated time of a swap counts the queue of its link once, then write and read."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
@@ -235,7 +236,7 @@ def test_a_swap_waits_for_a_busy_link_once():
 
 
 @pytest.mark.parametrize("forks", [False, True])
-def test_what_could_not_be_restored_is_not_swapped(forks):
+def test_forks_and_sequences_under_retention_are_not_swapped(forks):
     """A forked sequence is not swapped, nor one under a retention policy."""
     retention = None if forks else kvcore.Plugins().build("retention", "window:tokens=99")
     cache = KVCache(
@@ -250,14 +251,14 @@ def test_what_could_not_be_restored_is_not_swapped(forks):
     assert tiers.can_swap(seq, 3 * BLOCK, 0, lambda *_: 0) is None
 
 
-def test_no_swap_without_room():
+def test_a_sequence_is_recomputed_if_a_level_has_too_few_slots():
     """A sequence is recomputed if a level has too few slots for all of its blocks."""
     tier = f"host:memory={2 * SLOT},load=always,{FAST}"
     run = serve(TWO, blocks=6, latency=Tally(), tiers=(tier,))
     assert (sum(run.result.log.swaps), run.sum("recomputes")) == (0, 1)
 
 
-def test_loads_that_hold_all_blocks_end():
+def test_a_request_is_preempted_if_loads_hold_all_blocks():
     """A request is preempted if it needs a block and loads in progress hold them all.
 
     It continues when the loads are done: swapped to a host, or recomputed above a disk.
@@ -273,7 +274,7 @@ def test_loads_that_hold_all_blocks_end():
         assert sum(run.result.log.swaps) == (1 if parks else 0)
 
 
-def test_parked_blocks_are_no_victims():
+def test_parked_blocks_are_not_evicted():
     """Parked blocks of a preempted sequence are not evicted from a full level."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [f"host:memory={4 * SLOT},write=through,{FAST}"], SLOT)
@@ -295,7 +296,7 @@ def test_parked_blocks_are_no_victims():
     assert level.stats.returned == 3
 
 
-def test_a_preempted_prefill_parks_what_is_computed():
+def test_a_swapped_prefill_resumes_at_its_computed_tokens():
     """A sequence swapped during its prefill resumes at the tokens computed before."""
     cache = KVCache(100, BLOCK, accounting="tokens", key_tokens=BLOCK)
     tiers = Tiers(cache, [ALWAYS], SLOT)
@@ -309,24 +310,28 @@ def test_a_preempted_prefill_parks_what_is_computed():
     assert again.computed == 10
 
 
-def test_swaps_of_long_prefills_leave_no_token_out():
+def test_a_prefill_swapped_twice_computes_all_tokens():
     """A request swapped again during its prefill still computes all tokens of its prompt."""
     requests = [
-        ask(name, at, prompt=30, output=20, priority=rank)
-        for name, at, rank in (("a", 0, 2), ("b", 30, 1), ("c", 60, 0), ("d", 90, 0))
+        ask("first", 0, prompt=4, output=12, priority=1),
+        ask("long", 1, prompt=30, output=2),
+        ask("last", 8000, prompt=4, output=12, priority=1),
     ]
     run = serve(
-        requests, blocks=20, max_tokens=8, max_seqs=4, latency=Tally(), tiers=(ALWAYS,),
-        scheduler=kvcore.Plugins().build("scheduler", "priority:preemptive=true"),
+        requests, blocks=10, max_tokens=4, max_seqs=4, latency=Tally(), tiers=(ALWAYS,),
+        scheduler=kvcore.Plugins().build("scheduler", "priority"),
     )  # fmt: skip
+    events = [line["event"] for line in run.lines if line.get("request") == "long"]
+    assert events[: events.index("FIRST_TOKEN")].count("PREEMPT") == 2
+    assert sum(run.result.log.swaps) == 2
     _, prefill = divmod(run.result.log.busy_ps, Tally.TOKEN)
-    assert prefill >= 120 + sum(run.result.log.swaps)
+    assert prefill == 30 + 4 + 4
 
 
 # Capacity, links, names and policies of levels.
 
 
-def test_capacity_counts_blocks_of_all_layers():
+def test_a_slot_has_the_bytes_of_a_block_in_all_layers():
     """A tier has its memory divided by the bytes of a block in all layers as slots.
 
     This holds for models with several groups of layers.
@@ -342,7 +347,7 @@ def test_capacity_counts_blocks_of_all_layers():
         assert level.pool.blocks == 64 * 2**30 // each
 
 
-def test_links_of_gpus_add_up():
+def test_the_bandwidth_of_a_host_grows_with_the_number_of_gpus():
     """The bandwidth of a host is multiplied by the number of GPUs; that of a disk is not."""
     cache = KVCache(10)
     tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB"], SLOT, devices=4)
@@ -351,14 +356,14 @@ def test_links_of_gpus_add_up():
     assert disk == -(-(10**9) * 10**9 // (7 * 10**9)) + 100_000
 
 
-def test_levels_of_one_kind_have_numbers():
+def test_two_tiers_of_one_kind_have_numbered_names():
     """Two tiers of one kind have numbered names."""
     cache = KVCache(10)
     tiers = Tiers(cache, ["host:memory=1MB", "disk:memory=1MB", "host:memory=1MB"], SLOT)
     assert [level.name for level in tiers.levels] == ["host-1", "disk", "host-2"]
 
 
-def test_a_policy_that_fails_in_a_tier_ends_the_use_of_the_cache():
+def test_a_failing_policy_of_a_tier_is_named_in_every_later_call():
     """A policy of a tier that raises is named by PolicyError, in every later call as well."""
 
     class Broken(EvictionPolicy):
@@ -380,9 +385,9 @@ def test_a_policy_that_fails_in_a_tier_ends_the_use_of_the_cache():
         cache.check_integrity()
 
 
-def test_policies_of_tiers_hear_what_those_of_the_pool_hear():
+def test_the_policy_of_a_tier_is_called_for_queues_and_misses():
     """The eviction policy of a tier is called for queued requests and for misses."""
-    heard = []
+    calls = []
 
     class Curious(EvictionPolicy):
         """An eviction policy that records the calls of its hooks."""
@@ -391,11 +396,11 @@ def test_policies_of_tiers_hear_what_those_of_the_pool_hear():
 
         def on_miss(self, request, hit_blocks, now):
             """Record the miss."""
-            heard.append(("miss", request.id, hit_blocks))
+            calls.append(("miss", request.id, hit_blocks))
 
         def on_queued(self, request, now, *, front=False):
             """Record the request."""
-            heard.append(("queued", request.id))
+            calls.append(("queued", request.id))
 
         def victim(self, now):
             """Fail, since this run needs no eviction."""
@@ -410,10 +415,10 @@ def test_policies_of_tiers_hear_what_those_of_the_pool_hear():
         shared((1, 4), (2, 4)), blocks=20, trace=False,
         tiers=(Own(memory=10**6, eviction=Curious()),),
     )  # fmt: skip
-    assert heard == [("queued", 0), ("miss", 0, 0), ("queued", 1), ("miss", 1, 0)]
+    assert calls == [("queued", 0), ("miss", 0, 0), ("queued", 1), ("miss", 1, 0)]
 
 
-def test_header_names_the_tiers():
+def test_the_header_of_a_trace_describes_each_tier():
     """The header of a trace has each tier's options, number of slots and bytes of a slot."""
     run = serve(shared((1, 1)), tiers=("host:memory=1000,eviction=arc", "disk:memory=1MB"))
     header = orjson.loads(run.trace.splitlines()[0])
@@ -423,7 +428,7 @@ def test_header_names_the_tiers():
     assert header["tiers"][0]["options"]["eviction"] == "arc"
 
 
-def test_a_hierarchy_may_be_empty():
+def test_a_cache_with_an_empty_list_of_tiers_works():
     """A cache with an empty list of tiers works, and stores nothing below."""
     cache = KVCache(8, BLOCK)
     tiers = Tiers(cache, [], SLOT)
@@ -434,23 +439,26 @@ def test_a_hierarchy_may_be_empty():
     assert (cache.probe(request), tiers.as_dict()) == (2, [])
 
 
-def test_memory_smaller_than_a_block_is_refused():
+def test_a_tier_smaller_than_a_block_is_refused():
     """A tier smaller than a block raises InputError with the bytes of a block."""
     with pytest.raises(InputError, match="takes 64 bytes in all layers"):
         serve([], tiers=("host:memory=63",))
 
 
 def test_fragmentation_counts_loaded_tokens():
-    """The shares of fragmentation are valid when tokens are loaded from a tier.
-
-    They lie between 0 and 1.
-    """
+    """Slots of a prompt are idle until its tokens are computed or loaded from a tier."""
     cache = KVCache(9, BLOCK, accounting="tokens", key_tokens=BLOCK)
     Tiers(cache, [f"host:memory=1MB,{FAST}"], SLOT)
     result = kvcore.serving.simulate(
-        shared(*ROTATION), cache=cache, latency=Even(), fragmentation=True,
+        shared(*ROTATION), cache=cache, latency=Slow(), fragmentation=True,
         batching=kvcore.serving.Batching(watermark=0),
     )  # fmt: skip
+    assert list(result.log.loaded) == [0, 0, 0, 16, 16, 16]
+    # In slots and ns: three prompts of 17 tokens in 20 slots are computed in 1700 ns each; of
+    # three more, 16 tokens are loaded in 8, 8 and 4 ns, and one is computed in 100 ns.
+    whole = 9 * BLOCK * (5 * 10**6 + 104)
     shares = result.fragmentation
-    assert 0 <= shares.internal <= shares.internal_peak <= 1
-    assert shares.uncomputed >= 0
+    assert shares.uncomputed == pytest.approx((3 * 1700 * 17 + 20 * 17 + 300) / whole)
+    assert shares.internal == pytest.approx((3 * 1700 * 20 + 20 * 20 + 300 * 4) / whole)
+    assert shares.used == pytest.approx(300 * 16 / whole)
+    assert shares.internal_peak == 20 / 36

@@ -9,7 +9,7 @@ import pytest
 from helpers.engine import CODECS, SPEC, Exact, Slots, compute, slot_bytes_of
 from helpers.serving import ask
 
-from kvcore import InputError, KVCache, run
+from kvcore import InputError, KVCache, PolicyError, run
 from kvcore.engine import tiers as engine_tiers
 from kvcore.engine.executor import tensor_layout
 from kvcore.plugins import resolve
@@ -182,7 +182,7 @@ class FaultyStore(TierStore):
             self.go_on.wait(20)
         if self._meet("garbage"):
             return "yes"
-        if self._meet("says too much"):
+        if self._meet("counts too many"):
             return len(blocks) + 1
         for at, block in enumerate(blocks):
             found, data = self.held.get(block.slot, (None, b""))
@@ -193,7 +193,7 @@ class FaultyStore(TierStore):
 
     def present(self, blocks):
         """Return the number of blocks, or half of it with the fault "gone"."""
-        if self._meet("fails to look"):
+        if self._meet("fails in present"):
             raise OSError
         if self._meet("gone"):
             return len(blocks) // 2
@@ -217,7 +217,7 @@ FAULTS = {
     "full disk": ("failed", True),
     "unreadable": ("failed", True),
     "garbage": ("failed", True),
-    "says too much": ("failed", True),
+    "counts too many": ("failed", True),
     "hangs in write": ("failed", True),
     "hangs in read": ("failed", True),
     "short": ("corrupt", False),
@@ -276,7 +276,7 @@ def test_a_late_read_overwrites_no_other_block():
     mover.close(whole=False)
 
 
-def test_a_tier_that_comes_back_is_used_again(monkeypatch):
+def test_a_tier_that_failed_once_is_used_again(monkeypatch):
     """A tier that failed once is used again after its pause."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 0.0)
     flaky = Faulty(fault="unreadable")
@@ -295,7 +295,7 @@ def test_a_tier_that_comes_back_is_used_again(monkeypatch):
     assert run.result.cache.tiers.levels[0].stats.loaded > stats.dropped["failed"]
 
 
-def test_a_tier_that_failed_is_left_alone(monkeypatch):
+def test_a_failed_tier_is_not_used_during_its_pause(monkeypatch):
     """During the pause after a failure nothing is written to the tier or loaded from it."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
     faulty = Faulty(fault="full disk")
@@ -307,17 +307,20 @@ def test_a_tier_that_failed_is_left_alone(monkeypatch):
     assert run.result.outputs == compute(sessions(), blocks=40, max_seqs=2).result.outputs
 
 
-def test_what_a_tier_cannot_say_is_not_gone(monkeypatch):
+def test_a_tier_whose_present_fails_loses_no_block(monkeypatch):
     """A tier whose `present` fails loses no block: the error is counted, nothing dropped."""
     monkeypatch.setattr(engine_tiers, "FIRST_PAUSE", 1e6)
-    faulty = Faulty(fault="fails to look", after=20)
+    faulty = Faulty(fault="fails in present", after=20)
     run = compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2)
     (stats,) = (level.stats for level in run.result.cache.tiers.levels)
     assert (stats.errors, stats.dropped) == (1, {})
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, PermissionError])
-def test_threads_end_and_stores_close_when_a_run_fails(error):
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(KeyboardInterrupt, KeyboardInterrupt), (PermissionError, PolicyError)],
+)
+def test_threads_end_and_stores_close_when_a_run_fails(error, raised):
     """After an error or Ctrl-C no thread of a tier is left, and its store is closed."""
 
     class Stops(Exact):
@@ -331,14 +334,14 @@ def test_threads_end_and_stores_close_when_a_run_fails(error):
             return super().forward(batch, attend)
 
     faulty = Faulty()
-    with pytest.raises(Exception if error is not KeyboardInterrupt else error):
+    with pytest.raises(raised):
         compute(sessions(), tiers=[faulty], blocks=40, max_seqs=2, generator=Stops())
     assert faulty.opened.held
     assert faulty.opened.closed
     assert not [each for each in threads() if each.name.startswith("kvcore tier")]
 
 
-def test_what_was_written_is_found_by_the_next_run(tmp_path):
+def test_a_second_run_recovers_the_stored_blocks(tmp_path):
     """A second run on the same directory recovers the blocks that the first has stored."""
     tiers = [tier("disk", 400, path=tmp_path, write="through")]
     first = compute(sessions(), tiers=tiers)
@@ -368,7 +371,7 @@ def test_recovered_blocks_can_be_evicted_and_extended(tmp_path):
 @pytest.mark.parametrize(
     "other", [{"seed": 1}, {"generator": Exact(ending=1)}, {"retention": "window:tokens=99"}]
 )
-def test_another_model_finds_nothing(other, tmp_path):
+def test_a_run_of_another_model_recovers_no_block(other, tmp_path):
     """A run with another generator, seed or retention policy recovers no block."""
     tiers = [tier("disk", 400, path=tmp_path, write="through")]
     compute(sessions(), tiers=tiers)
@@ -376,7 +379,7 @@ def test_another_model_finds_nothing(other, tmp_path):
     assert not run.result.cache.tiers.levels[0].stats.recovered
 
 
-def test_identity_tells_apart_what_keys_stand_for():
+def test_the_identity_of_a_store_depends_on_the_kind_of_keys():
     """The identity of a store differs with the tokens of a key, and between texts and ids.
 
     The chain of a block differs between an integer key and a text.
@@ -407,11 +410,11 @@ def test_pauses_grow_up_to_a_limit(caplog):
     mover._wait(lambda: task.done and channel._running is None)
     channel._fail("test")
     mover.close(whole=True)
-    told = [float(each.getMessage().split(" for ")[1].split()[0]) for each in caplog.records]
-    assert told == [1, 2, 4, 8, 16, 32, 60, 60, 1]
+    pauses = [float(each.getMessage().split(" for ")[1].split()[0]) for each in caplog.records]
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60, 1]
 
 
-def test_orphans_are_dropped():
+def test_recovered_blocks_without_their_prefix_are_dropped():
     """Recovered blocks that do not continue a chain from a first block are dropped."""
 
     def blocks(_):
@@ -469,7 +472,7 @@ def test_a_tier_that_hangs_when_it_is_opened_is_refused(where):
         go_on.set()
 
 
-def test_a_backend_without_bytes_is_refused():
+def test_a_backend_that_cannot_copy_bytes_is_refused():
     """A backend without `read_blocks` and `write_blocks` is refused together with tiers."""
 
     class Dumb(Slots):
@@ -484,17 +487,17 @@ def test_a_backend_without_bytes_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("size", "ids", "said"), [(1, True, "slots of 1 bytes"), (64, False, "only count slots")]
+    ("size", "ids", "reason"), [(1, True, "slots of 1 bytes"), (64, False, "only count slots")]
 )
-def test_tiers_of_another_shape_are_refused(size, ids, said):
+def test_tiers_of_another_shape_are_refused(size, ids, reason):
     """A run refuses tiers with slots of another size than its blocks, or without ids."""
     cache = KVCache(40, 4, accounting="tokens", key_tokens=4, ids=True)
     Tiers(cache, [tier()], size, ids=ids)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=reason):
         run([], cache=cache, generator=Exact(), backend=Slots())
 
 
-def test_the_wall_clock_waits_for_what_is_late():
+def test_a_late_load_lengthens_its_step_under_the_wall_clock():
     """Under the wall clock a slow load lengthens the step that needs it."""
     slow = Faulty(write="through")
 
@@ -511,7 +514,7 @@ def test_the_wall_clock_waits_for_what_is_late():
     assert max(step.time for step in run.result.steps) >= 5 * 10**10
 
 
-def test_a_tier_that_cannot_be_had_leaves_the_others_closed(tmp_path):
+def test_a_refused_tier_closes_the_tiers_before_it(tmp_path):
     """If the second tier is refused, the first is closed and its directory released."""
     one = tier("disk", 40, path=tmp_path)
     with pytest.raises(InputError, match="is in use by this process: each tier needs its own"):

@@ -15,7 +15,7 @@ def test_means_are_weighted_by_time():
     assert (summary["active"], summary["cached"]) == ({"mean": 5, "peak": 6}, {"mean": 0})
 
 
-def test_what_the_last_event_left_counts_to_the_end():
+def test_the_last_counts_hold_until_the_end_of_the_span():
     """The counts after the last event hold until the end of the time span."""
     timeline = PoolTimeline(8)
     timeline.pending.append((0, 8, 0))
@@ -23,7 +23,7 @@ def test_what_the_last_event_left_counts_to_the_end():
     assert timeline.summary(0, 40)["cached"] == {"mean": 6}
 
 
-def test_what_can_be_evicted_is_cached():
+def test_evictable_blocks_count_as_cached():
     """Evictable blocks count as cached: free, cached and active add up to the pool."""
     timeline = PoolTimeline(8)
     timeline.pending.append((0, 5, 1))
@@ -43,7 +43,7 @@ def test_a_span_without_length_has_no_mean():
     assert timeline.summary(0, 0)["active"] == {"mean": None, "peak": 0}
 
 
-def test_samples_are_thinned_out_and_means_are_not():
+def test_samples_are_bounded_and_means_are_exact():
     """100,000 events leave a bounded number of samples and exact means.
 
     The first and the last sample are those of the first and the last event.

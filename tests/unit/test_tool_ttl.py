@@ -32,7 +32,7 @@ def kept(eviction, requests, blocks=4):
     return set(spans(cache))
 
 
-def test_it_differs_from_lru():
+def test_a_prefix_that_waits_for_a_slow_tool_outlives_an_overdue_one():
     """A prefix that waits for a slow tool outlives one overdue from a fast tool."""
     lessons = [*rounds("build", 100, 20), *rounds("grep", 1, 20, 500)]
     waiting = [
@@ -44,7 +44,7 @@ def test_it_differs_from_lru():
     assert {"|cd", "|a"} <= kept(LRU(), [*lessons, *waiting])
 
 
-def test_a_tool_that_never_returned_is_not_waited_for():
+def test_a_prefix_of_a_tool_that_never_returned_is_evicted_first():
     """A prefix whose tool has never returned is evicted before an older one."""
     lessons = [call("z", 1000 * number, "quit", f"quit {number}") for number in range(20)]
     lessons += rounds("build", 100, 20, 500)
@@ -56,7 +56,7 @@ def test_a_tool_that_never_returned_is_not_waited_for():
     assert {"|ab", "|c"} <= kept(ToolTTL(), [*lessons, *waiting])
 
 
-def test_without_sessions_older_goes_first():
+def test_requests_without_sessions_are_evicted_as_by_lru():
     """Without sessions, and with equal costs, the policy evicts the blocks that LRU evicts."""
     texts = ["a", "b", "c", "a", "d", "e"]
     for policy in (ToolTTL(), LRU()):
@@ -65,7 +65,7 @@ def test_without_sessions_older_goes_first():
         assert {span.keys()[0] for span in cache.tree.spans()} == {"a", "d", "e"}
 
 
-def test_another_branch_of_a_session_ends_no_wait():
+def test_a_request_of_another_branch_does_not_end_a_wait():
     """A wait ends only with a prompt that extends the waiting prefix.
 
     Other requests of the session do not end it.
@@ -83,7 +83,7 @@ def test_a_prior_of_no_weight_is_refused():
         ToolTTL(prior=0)
 
 
-def test_what_a_tier_gives_back_costs_less_to_lose():
+def test_a_block_stored_in_a_tier_costs_its_time_to_load():
     """The cost of losing a block is its time to load from a tier, if that is shorter."""
     cache = make(4, accounting="keys")
     serve(cache, "ab")

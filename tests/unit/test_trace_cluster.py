@@ -11,12 +11,18 @@ from helpers.traces import lines, record, seal
 import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis.timeline import Timeline
-from kvcore.kv_events import event_batches
+from kvcore.kv_events import BlockStored, event_batches
 from kvcore.trace import ServerReader, check_trace, read_events, rebuild_residency
 from kvcore.trace.check import check_event
 from kvcore.trace.server_check import TraceChecker
 
-SCALED = "load:interval=0.2,start_up=0.1,cool_down=0,start=2"
+SCALED = {
+    "autoscale": "throughput:interval=0.2,start_up=0.1,cool_down=0",
+    "latency": "token-rate:prefill=1,decode=0.1",
+    "slo": "ttft=1",
+    "fail": (),
+}
+"""Options of a cluster that starts two replicas and stops both."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +36,9 @@ def forge(tmp_path):
     """Return a function that writes forged lines and returns the error of their check."""
 
     def forged(events):
-        with pytest.raises(TraceError) as told:
+        with pytest.raises(TraceError) as caught:
             check_trace(seal(tmp_path / "forged.jsonl", events))
-        return str(told.value)
+        return str(caught.value)
 
     return forged
 
@@ -45,7 +51,7 @@ def places(events, name):
 class TestCheck:
     """`check_trace` of a cluster: its replicas, and the routing between them."""
 
-    def test_totals_and_replicas(self, path):
+    def test_the_counts_of_a_report_are_the_sums_over_its_replicas(self, path):
         """The counts of the report are the sums of the counts of its replicas."""
         report = check_trace(path)
         document = report.as_dict()
@@ -67,7 +73,7 @@ class TestCheck:
         digests = b"".join(bytes.fromhex(each["digest"]) for each in evictions)
         assert document["evictions"]["digest"] == sha256(digests).hexdigest()
 
-    def test_hits_are_those_of_the_result(self, tmp_path):
+    def test_the_hits_of_a_trace_are_those_of_its_run(self, tmp_path):
         """The hits of a trace, lives before a failure included, are those of the run."""
         given = {"replicas": 2, "blocks": 40, "tensor_parallel": 1, "limit": 30}
         trace = tmp_path / "trace.jsonl"
@@ -78,7 +84,7 @@ class TestCheck:
         assert report.hit["hit_blocks"] == result.stats.hit_blocks
         assert report.hit["lookup_blocks"] == result.stats.lookup_blocks
 
-    def test_the_state_while_a_replica_is_down(self, path):
+    def test_a_failed_replica_is_down_with_an_empty_pool(self, path):
         """A replica that has failed is down with an empty pool until it returns."""
         down = check_trace(path, at=350_000_000).replicas[1]
         assert not down["up"]
@@ -86,26 +92,26 @@ class TestCheck:
         assert check_trace(path, at=600_000_000).replicas[1]["up"]
 
     @pytest.mark.parametrize("fail", ["replica=0,at=0.1", "replica=1,at=0.123456789,for=0.5"])
-    def test_failures_for_ever_and_at_odd_times(self, tmp_path, fail):
+    def test_a_replica_may_fail_at_any_time_and_for_ever(self, tmp_path, fail):
         """A replica may fail at any nanosecond, and may not return."""
         trace = record_cluster(tmp_path / "trace.jsonl", fail=fail)
         assert check_trace(trace).finished == 30
 
-    def test_all_replicas_fail(self, tmp_path):
+    def test_a_request_rejected_by_the_router_belongs_to_no_replica(self, tmp_path):
         """A request that the router rejects counts as rejected, by no replica."""
         fail = [f"replica={number},at=0.2" for number in range(3)]
         report = check_trace(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         assert report.rejected == 30 - report.finished > 0
         assert not any(part["rejected"] for part in report.replicas)
 
-    def test_replicas_that_start_and_stop(self, tmp_path):
-        """The trace of an autoscaled cluster is valid and has RETURN or LEAVE lines."""
-        trace = record_cluster(tmp_path / "trace.jsonl", fail=(), autoscale=SCALED)
-        report = check_trace(trace)
+    def test_the_trace_of_an_autoscaled_cluster_is_valid(self, tmp_path):
+        """The trace of an autoscaled cluster is valid and has each start and stop."""
+        report = check_trace(record_cluster(tmp_path / "trace.jsonl", **SCALED))
         assert report.finished == 30
-        assert {"RETURN", "LEAVE"} & report.events.keys()
+        assert [report.events[name] for name in ("RETURN", "LEAVE", "FAIL")] == [2, 2, 2]
+        assert [part["up"] for part in report.replicas] == [True, False, False]
 
-    def test_a_cluster_of_one(self, tmp_path):
+    def test_a_single_replica_that_fails_has_the_trace_of_a_cluster(self, tmp_path):
         """The trace of one replica that fails is the trace of a cluster."""
         trace = record_cluster(
             tmp_path / "trace.jsonl", replicas=1, fail="replica=0,at=1,for=1"
@@ -116,7 +122,7 @@ class TestCheck:
 class TestForgeries:
     """Forged lines are refused even in a file with correct numbers, counts and digest."""
 
-    def test_no_line_of_the_routing_can_be_left_out_or_come_twice(self, path, forge):
+    def test_no_routing_line_can_be_left_out_or_repeated(self, path, forge):
         """No REQUEST, ROUTE, FAIL, RETURN or FINISH can be left out or repeated."""
         events = lines(path)
         for name in ("REQUEST", "ROUTE", "FAIL", "RETURN", "FINISH"):
@@ -124,7 +130,7 @@ class TestForgeries:
                 assert forge(events[:n] + events[n + 1 :])
                 assert forge(events[: n + 1] + events[n:])
 
-    def test_no_line_can_be_of_another_replica(self, path, forge):
+    def test_a_line_of_another_replica_is_refused(self, path, forge):
         """A line with another replica, an unknown one, or none is refused."""
         events = lines(path)
         for n, line in [*enumerate(events)][::5]:
@@ -138,24 +144,24 @@ class TestForgeries:
                 none = {name: value for name, value in line.items() if name != "replica"}
                 assert "'replica' must be one from 0 to 2" in forge([*before, none, *after])
 
-    def test_no_field_of_a_route_can_be_another(self, path, forge):
+    def test_a_route_with_another_field_is_refused(self, path, forge):
         """A ROUTE with another request, time or number of tokens is refused."""
         events = lines(path)
         given = [n for n in places(events, "ROUTE") if "tokens" in events[n]]
         assert given
         for n in given:
             line, before, after = events[n], events[:n], events[n + 1 :]
-            for change in (
-                {"request": line["request"] + 1},
-                {"request": "nobody"},
-                {"tokens": line["tokens"] + 16},
-                {"tokens": line["tokens"] - 1},
-                {"t": line["t"] + 1},
-                {"t": line["t"] - 1},
+            for change, reason in (
+                ({"request": line["request"] + 1}, f"request {line['request'] + 1} "),
+                ({"request": "x"}, "request 'x' does not wait to be routed"),
+                ({"tokens": line["tokens"] + 16}, "tokens are thought to be there"),
+                ({"tokens": line["tokens"] - 1}, "tokens are thought to be there"),
+                ({"t": line["t"] + 1}, f"waits since {line['t']} ns, with replicas up"),
+                ({"t": line["t"] - 1}, "time goes back"),
             ):
-                assert forge([*before, line | change, *after])
+                assert reason in forge([*before, line | change, *after])
 
-    def test_a_router_thinks_of_what_it_sent(self, path, forge):
+    def test_a_router_cannot_expect_more_tokens_than_it_has_sent(self, path, forge):
         """ROUTE cannot estimate more cached tokens than were ever sent to the replica.
 
         This holds for routers without the exact view.
@@ -167,21 +173,26 @@ class TestForgeries:
         reason = forge([*events[:n], line, *events[n + 1 :]])
         assert "were ever sent" in reason
 
-    @pytest.mark.parametrize("name", ["FAIL", "RETURN"])
-    def test_a_failure_is_when_the_header_says(self, path, forge, name):
+    @pytest.mark.parametrize(
+        ("name", "of_another"),
+        [("FAIL", "HEADER has no such failure next"), ("RETURN", " is up")],
+    )
+    def test_a_failure_unlike_that_of_the_header_is_refused(
+        self, path, forge, name, of_another
+    ):
         """FAIL and RETURN of another time or replica than the header's are refused."""
         events = lines(path)
         (n,) = places(events, name)
         line, before, after = events[n], events[:n], events[n + 1 :]
-        for change in (
-            {"replica": 0},
-            {"replica": 2},
-            {"t": line["t"] - 1},
-            {"t": line["t"] + 1},
+        for change, reason in (
+            ({"replica": 0}, of_another),
+            ({"replica": 2}, of_another),
+            ({"t": line["t"] - 1}, "HEADER has no such failure next"),
+            ({"t": line["t"] + 1}, "HEADER has no such failure next"),
         ):
-            assert forge([*before, line | change, *after])
+            assert forge([*before, line | change, *after]).endswith(reason)
 
-    def test_a_request_comes_once(self, path, forge):
+    def test_a_finished_request_cannot_be_routed_again(self, path, forge):
         """A request that has finished cannot be routed again."""
         events = lines(path)
         (n, *_) = places(events, "FINISH")
@@ -189,7 +200,7 @@ class TestForgeries:
         again["request"] = events[n]["request"]
         assert "does not wait" in forge([*events[: n + 2], again, *events[n + 2 :]])
 
-    def test_nothing_is_sent_to_a_replica_that_is_down(self, path, forge):
+    def test_a_route_to_a_replica_that_is_down_is_refused(self, path, forge):
         """A ROUTE to a replica between its FAIL and RETURN is refused."""
         events = lines(path)
         (down,), (up,) = places(events, "FAIL"), places(events, "RETURN")
@@ -197,7 +208,7 @@ class TestForgeries:
         line = events[n] | {"replica": 1}
         assert "is not up" in forge([*events[:n], line, *events[n + 1 :]])
 
-    def test_a_refusal_of_the_router_is_of_who_waits(self, tmp_path, forge):
+    def test_a_router_rejects_only_requests_that_wait(self, tmp_path, forge):
         """A REJECT of the router is refused for a request that does not wait.
 
         It cannot be left out, repeated, or given to a replica.
@@ -206,12 +217,15 @@ class TestForgeries:
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=fail))
         (n, *_) = places(events, "REJECT")
         line, before, after = events[n], events[:n], events[n + 1 :]
-        assert forge(before + after)
-        assert forge([*before, line, line, *after])
-        assert forge([*before, line | {"request": "nobody"}, *after])
-        assert forge([*before, line | {"replica": 0}, *after])
+        for changed, reason in (
+            ([], "END: requests that are not served: 1"),
+            ([line, line], "REJECT: request 8 does not wait to be routed"),
+            ([line | {"request": "x"}], "REJECT: request 'x' does not wait to be routed"),
+            ([line | {"replica": 0}], "REJECT: replica 0 is not up"),
+        ):
+            assert reason in forge([*before, *changed, *after])
 
-    def test_no_line_of_split_phases_can_be_another(self, tmp_path, forge):
+    def test_a_forged_line_of_disaggregation_is_refused(self, tmp_path, forge):
         """With disaggregation a wrong replica, estimate, transfer time or header is refused."""
         split = {"replicas": 1, "disaggregate": "prefill=1,decode=2,overlap=whole"}
         events = lines(record_cluster(tmp_path / "trace.jsonl", fail=(), **split))
@@ -233,35 +247,43 @@ class TestForgeries:
         ):
             assert reason in forge([*events[:n], events[n] | change, *events[n + 1 :]])
 
-    def test_what_leaves_stops(self, tmp_path, forge):
+    def test_a_replica_that_leaves_must_stop(self, tmp_path, forge):
         """A replica that leaves must stop after its last request."""
-        trace = record_cluster(tmp_path / "trace.jsonl", fail=(), autoscale=SCALED)
-        events = lines(trace)
-        stops = places(events, "FAIL")
-        assert stops
-        kept = [line for n, line in enumerate(events) if n != stops[-1]]
-        assert "does not stop" in forge(kept)
+        events = lines(record_cluster(tmp_path / "trace.jsonl", **SCALED))
+        for n in places(events, "FAIL"):
+            assert "does not stop" in forge(events[:n] + events[n + 1 :])
 
     @pytest.mark.parametrize(
-        "change",
+        ("replicas", "reason"),
         [
-            {"replicas": [{"count": 2}]},
-            {"replicas": [{"count": 20_000}]},
-            {"replicas": [{"count": 2}, {"count": 1, "blocks": 19}]},
-            {"replicas": []},
-            {"routing": {"view": "exact", "fail": []}},
-            {"routing": {"view": "exact", "fail": ["replica=x"]}},
-            {"routing": {"view": "exact", "fail": 7}},
-            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": [9]}},
-            {"routing": {"view": "exact", "fail": ["replica=1,at=0.3,for=0.1"], "up": [0, 1]}},
+            ([{"count": 2}], "ROUTE: field 'replica' must be one from 0 to 1"),
+            ([{"count": 20_000}], "HEADER has more than 10,000 replicas"),
+            ([{"count": 2}, {"count": 1, "blocks": 19}], "ALLOC: run [19, 1] leaves the block"),
+            ([], "ROUTE has a field 'replica', but HEADER has no replicas"),
         ],
     )
-    def test_the_header_of_another_cluster(self, path, forge, change):
-        """A header with other replicas, pools or failures than the lines is refused."""
+    def test_the_header_of_other_replicas_is_refused(self, path, forge, replicas, reason):
+        """A header with other replicas or pools than the lines is refused."""
         events = lines(path)
-        assert forge([events[0] | change, *events[1:]])
+        assert reason in forge([events[0] | {"replicas": replicas}, *events[1:]])
 
-    def test_one_server_has_no_replica(self, tmp_path, forge):
+    @pytest.mark.parametrize(
+        ("change", "reason"),
+        [
+            ({"fail": []}, "FAIL: HEADER has no such failure next"),
+            ({"fail": ["replica=x"]}, "HEADER has failures that cannot be: ['replica=x']"),
+            ({"fail": 7}, "routing has failures that cannot be: 7"),
+            ({"up": [9]}, "routing says that [9] of 3 replicas are up"),
+            ({"up": [0, 1]}, "ROUTE: replica 2 is not up"),
+        ],
+    )
+    def test_the_header_of_another_routing_is_refused(self, path, forge, change, reason):
+        """A header with other failures, or other replicas that are up, is refused."""
+        events = lines(path)
+        events[0]["routing"] |= change
+        assert reason in forge(events)
+
+    def test_a_trace_of_one_server_has_no_line_with_a_replica(self, tmp_path, forge):
         """A trace of one server has no ROUTE and no line with a replica."""
         events = lines(record(tmp_path / "one.jsonl"))
         for n in range(1, len(events) - 1):
@@ -310,19 +332,19 @@ class TestServerReader:
             ("first", "is no replica: give its number"),
         ],
     )
-    def test_which_one_must_be_said(self, path, replica, reason):
+    def test_a_missing_or_unknown_replica_is_refused(self, path, replica, reason):
         """A missing, unknown or ambiguous replica raises InputError with the choices."""
         with pytest.raises(InputError, match=reason):
             list(ServerReader(path, replica))
 
-    def test_one_server_is_no_replica(self, tmp_path):
+    def test_a_trace_of_one_server_is_read_without_a_replica(self, tmp_path):
         """A trace of one server is read only without a replica."""
         one = record(tmp_path / "one.jsonl")
         assert len(list(ServerReader(one))) == len(lines(one))
         with pytest.raises(InputError, match="leave --replica out"):
             list(ServerReader(one, 0))
 
-    def test_damage_after_a_life_is_told(self, path, tmp_path):
+    def test_damage_after_the_last_line_of_a_replica_raises_an_error(self, path, tmp_path):
         """Damage after the last line of a replica raises TraceError, too."""
         cut = tmp_path / "cut.jsonl"
         cut.write_bytes(path.read_bytes().replace(b'"output":8}', b'"output":9}'))
@@ -330,14 +352,19 @@ class TestServerReader:
         with pytest.raises(TraceError, match="digest"):
             list(reader)
 
-    def test_what_shows_one_server_shows_a_replica(self, path):
+    def test_timeline_residency_and_events_are_read_for_one_replica(self, path):
         """Timeline, residency and KV events can be read for one replica of a cluster."""
         timeline = Timeline.read(path, replica="1:2")
         finished = sum(time >= 0 for time in timeline.requests.finish)
         assert finished == len(timeline.requests) > 0
-        assert rebuild_residency(path, "1:2").as_dict()
-        stored = [event for batch in event_batches(path, replica=0) for event in batch.events]
-        assert stored
+        life = [event for event in ServerReader(path, "1:2") if event.event == "COMMIT"]
+        new = sum(event.blocks for event in life if event.how in ("new", "grown"))
+        assert rebuild_residency(path, "1:2").as_dict()["stored_blocks"] == new > 0
+        found = [event for batch in event_batches(path, replica=0) for event in batch.events]
+        life = [event for event in ServerReader(path, 0) if event.event == "COMMIT"]
+        new = sum(event.blocks for event in life if event.how in ("new", "grown"))
+        stored = [event for event in found if isinstance(event, BlockStored)]
+        assert sum(len(event.hashes) for event in stored) == new > 0
         for read in (Timeline.read, rebuild_residency):
             with pytest.raises(InputError, match="say which one"):
                 read(path)

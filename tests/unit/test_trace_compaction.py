@@ -17,7 +17,7 @@ def trace(tmp_path):
     return compact(tmp_path / "trace.jsonl")
 
 
-def test_the_state_after_a_compaction(trace):
+def test_only_own_blocks_are_private_after_a_compaction(trace):
     """After a compaction only the sequence's own blocks are private, and none is pinned."""
     header, *events = read_events(trace)
     checker = TraceChecker(header)
@@ -81,7 +81,7 @@ def test_the_report_counts_compactions(trace):
         (27, {"forgotten": [[0, 2]]}, "FREE: sequence 2 has forgotten [], as first and count"),
     ],
 )
-def test_a_forged_compaction_is_told(trace, n, fields, reason):
+def test_a_forged_compaction_is_refused(trace, n, fields, reason):
     """A changed COMPACT or FREE raises TraceError with the event and the reason.
 
     The changes keep the file well-formed.
@@ -93,62 +93,72 @@ def test_a_forged_compaction_is_told(trace, n, fields, reason):
     assert str(caught.value).removeprefix(f"{trace}:").split(": ", 1)[1].startswith(reason)
 
 
-def told(trace, events):
+def error_of(trace, events):
     """Return the reason of the error that the check of these lines raises."""
     with pytest.raises(TraceError) as caught:
         check_trace(seal(trace, events))
     return str(caught.value).split(": ", 2)[2]
 
 
-@pytest.mark.parametrize("n", [11, 17, 19, 24])
-def test_a_compaction_cannot_be_left_out_nor_come_twice(trace, n):
+@pytest.mark.parametrize(
+    ("n", "left_out", "repeated"),
+    [
+        (11, "the pool gives [(6, 2)], not [(7, 2)]", "sequence 2 has 3 blocks, and kept 5"),
+        (17, "blocks were evicted for request 'wide'", "sequence 3 has room for 10 tokens of"),
+        (19, "sequence 2 has 3 blocks: 1 is not next", "sequence 2 has 1 blocks, and kept 3"),
+        (24, "sequence 2 has 2 blocks: 1 is not next", "sequence 2 has 1 blocks, and kept 4"),
+    ],
+)
+def test_a_compaction_left_out_or_repeated_is_refused(trace, n, left_out, repeated):
     """A trace with a COMPACT left out or repeated is refused."""
     events = lines(trace)
-    assert told(trace, events[:n] + events[n + 1 :])
-    assert told(trace, events[: n + 1] + events[n:])
+    assert error_of(trace, events[:n] + events[n + 1 :]).startswith(left_out)
+    assert error_of(trace, events[: n + 1] + events[n:]).startswith(repeated)
 
 
-def test_a_compacted_sequence_shares_nothing_more(trace):
+def test_a_commit_of_a_compacted_sequence_is_refused(trace):
     """A COMMIT of a compacted sequence is refused."""
     events = lines(trace)
     forged = {"seq": 2, "span": 4, "first": 0, "blocks": 1, "how": "new"}
     commit = {"n": 0, "t": 3, "event": "COMMIT", **forged}
-    reason = told(trace, [*events[:20], commit, *events[20:]])
+    reason = error_of(trace, [*events[:20], commit, *events[20:]])
     assert reason == "sequence 2 has forgotten blocks, so it has none to share"
 
 
-def test_victims_leave_for_a_compaction_that_needs_blocks(trace):
+def test_an_eviction_for_a_compaction_without_need_is_refused(trace):
     """An EVICT for a compaction that needs no new block is refused."""
     events = lines(trace)
     victim = events[16] | {"t": 3, "for": "long", "span": 3, "runs": [[8, -2]]}
     victim |= {"age": 0, "hits": 0}
-    reason = told(trace, [*events[:19], victim, *events[19:]])
+    reason = error_of(trace, [*events[:19], victim, *events[19:]])
     assert reason == "blocks were evicted for request 'long', which takes none"
 
 
-def test_a_server_compacts_by_a_policy(trace):
+def test_compactions_of_a_server_need_a_retention_policy(trace):
     """Compactions of a server need a retention policy in the header.
 
     Those of an untimed trace do not.
     """
     events = lines(trace)
     del events[0]["plugins"]["retention"]
-    assert told(trace, events) == "HEADER has no retention policy that asks for it"
+    assert error_of(trace, events) == "HEADER has no retention policy that asks for it"
     events = lines(compact(trace))
     events[0]["mode"] = "untimed"
     del events[0]["plugins"]["retention"]
     assert check_trace(seal(trace, events)).complete
 
 
-def test_what_is_served_has_blocks_for_what_is_left(trace):
+def test_a_finished_sequence_has_blocks_for_its_remaining_tokens(trace):
     """At FINISH a sequence needs blocks for its tokens without the removed ones."""
     events = lines(trace)
     del events[25]
     events[26] |= {"runs": [[4, 1]]}
-    assert told(trace, events).startswith("sequence 2 has had 1 blocks; its prompt and 8 tok")
+    assert error_of(trace, events).startswith(
+        "sequence 2 has had 1 blocks; its prompt and 8 tok"
+    )
 
 
-def test_a_rollback_stops_at_what_a_compaction_left(tmp_path):
+def test_blocks_that_a_compaction_left_cannot_be_rolled_back(tmp_path):
     """Blocks that a compaction left cannot be rolled back; those after them can."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -162,10 +172,10 @@ def test_a_rollback_stops_at_what_a_compaction_left(tmp_path):
     events = lines(path)
     assert (events[-2]["event"], events[-2]["first"]) == ("FREE", 2)
     events[-2] |= {"first": 1, "runs": [[4, -2]]}
-    assert told(path, events) == "blocks 2 to 3 can be rolled back"
+    assert error_of(path, events) == "blocks 2 to 3 can be rolled back"
 
 
-def test_what_was_forgotten_before_is_gone_too(tmp_path):
+def test_blocks_dropped_before_a_compaction_count_as_removed(tmp_path):
     """Blocks dropped before a compaction count among the removed tokens.
 
     A window drops two blocks of four, a compaction one: three are removed.
@@ -190,7 +200,7 @@ def test_what_was_forgotten_before_is_gone_too(tmp_path):
     assert check_trace(path).complete
 
 
-def test_what_a_fork_has_too_is_not_freed(tmp_path):
+def test_a_compaction_does_not_free_blocks_of_a_fork(tmp_path):
     """A compaction does not free blocks that a fork shares.
 
     The last sequence that compacts frees them.
@@ -213,7 +223,7 @@ def test_what_a_fork_has_too_is_not_freed(tmp_path):
     assert check_trace(path).pool == {"free": 11, "cached": 1, "private": 0, "spans": 1}
 
 
-def test_a_copy_alone_takes_the_victim(tmp_path):
+def test_an_eviction_for_a_copied_tail_needs_no_alloc(tmp_path):
     """A block evicted for the copy of a shared tail needs no ALLOC after it."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -226,4 +236,5 @@ def test_a_copy_alone_takes_the_victim(tmp_path):
         child = cache.fork(seq)
         cache.extend(child, 1)
         cache.commit(child, 1)
+    assert [line["event"] for line in lines(path)][-3:] == ["EVICT", "COPY", "END"]
     assert check_trace(path).pool["cached"] == 2

@@ -1,3 +1,5 @@
+"""The header of a trace: what a run describes in it, and what is refused."""
+
 import io
 from pathlib import Path
 
@@ -8,7 +10,7 @@ from kvcore import SLO, InputError, KVCache, Request, Trace, distributions
 from kvcore_plugins.workload import Mooncake
 
 
-def test_the_header_says_what_the_run_is(tmp_path):
+def test_the_header_describes_the_run(tmp_path):
     """HEADER has the schema, the cache, the clock, the workload, the seed and the model."""
     source = {"name": "mine", "digest": "00", "options": {"rate": 2.5}}
     path = tmp_path / "trace.jsonl"
@@ -22,7 +24,7 @@ def test_the_header_says_what_the_run_is(tmp_path):
     )
 
 
-def test_a_workload_names_itself(tmp_path):
+def test_a_workload_plugin_is_written_with_name_and_digest(tmp_path):
     """A workload plugin is written with its name and digest."""
     workload = Mooncake()
     with Trace(tmp_path / "trace.jsonl", workload=workload) as trace:
@@ -31,7 +33,7 @@ def test_a_workload_names_itself(tmp_path):
     assert (written["name"], written["digest"]) == ("mooncake", workload.digest)
 
 
-def test_options_that_json_has_no_word_for_are_written_as_text(tmp_path):
+def test_options_that_json_cannot_hold_are_written_as_text(tmp_path):
     """Infinities, paths and objects in options are written as text without addresses."""
     options = {
         "half_life": float("inf"),
@@ -57,7 +59,7 @@ def described(path, **about):
     return lines(path)[0]
 
 
-def test_a_run_adds_to_the_header(tmp_path):
+def test_fields_that_a_run_describes_are_in_the_header(tmp_path):
     """Fields that a run describes before the first line are in the header."""
     about = {
         "batching": {"max_tokens": 8192, "max_seqs": 256},
@@ -72,7 +74,7 @@ def test_a_run_adds_to_the_header(tmp_path):
 
 
 @pytest.mark.parametrize("first", ["probe", "plan_ahead", "announce", "open"])
-def test_the_first_request_decides_the_tokens_of_a_key(tmp_path, first):
+def test_the_header_has_the_key_tokens_of_the_first_request(tmp_path, first):
     """The header has the `key_tokens` of the first request, whichever call has it."""
     path = tmp_path / "trace.jsonl"
     request = Request(id=1, prompt_tokens=1024, keys=[7, 8], key_tokens=512)
@@ -86,7 +88,7 @@ def test_the_first_request_decides_the_tokens_of_a_key(tmp_path, first):
     assert lines(path)[0]["key_tokens"] == 512
 
 
-def test_a_request_with_other_keys_is_not_announced(tmp_path):
+def test_a_request_with_keys_of_another_size_is_refused(tmp_path):
     """A request whose keys have another size is refused before a line is written."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -96,14 +98,14 @@ def test_a_request_with_other_keys_is_not_announced(tmp_path):
     assert [line["event"] for line in lines(path)] == ["HEADER", "END"]
 
 
-def test_plugins_of_the_run_join_those_of_the_cache(tmp_path):
+def test_the_header_has_the_plugins_of_the_run_and_of_the_cache(tmp_path):
     """The header has the plugins of the cache and those of the run."""
     more = {"scheduler": {"name": "fcfs", "options": {}}}
     header = described(tmp_path / "trace.jsonl", plugins=more)
     assert header["plugins"] == CACHE["plugins"] | more
 
 
-def test_what_the_trace_was_given_stays(tmp_path):
+def test_workload_and_seed_of_the_trace_take_precedence(tmp_path):
     """Workload and seed of the trace take precedence over those of the run."""
     source = {"name": "mine", "digest": "00", "options": {}}
     header = described(tmp_path / "trace.jsonl", workload=source, seed=8)
@@ -115,7 +117,7 @@ def test_what_the_trace_was_given_stays(tmp_path):
     assert (header["workload"], header["seed"]) == (source, 8)
 
 
-def test_a_header_that_is_written_stays(tmp_path):
+def test_a_written_header_cannot_be_changed(tmp_path):
     """Describing a run raises InputError once the header or the end is written."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.describe(seed=1)
@@ -138,7 +140,7 @@ def test_a_header_that_is_written_stays(tmp_path):
         ({"slo": {"ttft": 0.5}}, r"header field 'slo' must be an object of any of ttft, "),
     ],
 )
-def test_what_no_header_holds_is_refused(tmp_path, about, reason):
+def test_a_description_that_readers_would_refuse_is_refused(tmp_path, about, reason):
     """A description that readers would refuse raises InputError and changes nothing."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
@@ -161,7 +163,7 @@ def test_a_header_that_json_cannot_hold_is_refused(tmp_path):
     assert [line["event"] for line in lines(tmp_path / "trace.jsonl")] == ["HEADER", "END"]
 
 
-def test_a_bound_write_outlives_the_header(tmp_path):
+def test_a_write_method_bound_before_the_header_still_writes(tmp_path):
     """A `write` method taken before the header is written still writes lines after it."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
@@ -172,7 +174,7 @@ def test_a_bound_write_outlives_the_header(tmp_path):
     assert [line.get("seq") for line in lines(tmp_path / "trace.jsonl")] == [None, 1, 2, None]
 
 
-def test_a_checkout_has_no_version(tmp_path, monkeypatch):
+def test_the_version_of_a_checkout_is_not_installed(tmp_path, monkeypatch):
     """The header has "not installed" as its version if kvcore is not installed."""
     monkeypatch.setattr(distributions, "version", {}.get)
     assert lines(write(tmp_path / "trace.jsonl"))[0]["kvcore"] == "not installed"

@@ -1,3 +1,5 @@
+"""The check of requests in a trace: admissions, pauses, preemptions and ends."""
+
 from contextlib import contextmanager
 
 import pytest
@@ -15,7 +17,7 @@ def trace(tmp_path):
     return serve(tmp_path / "trace.jsonl")
 
 
-def told(path):
+def error_of(path):
     """Return the error of the check, without the path: it begins with the line."""
     with pytest.raises(TraceError) as caught:
         check_trace(path)
@@ -29,21 +31,21 @@ def forged(trace, n, event, **fields):
     return seal(trace, [*events[:n], line, *events[n:]])
 
 
-def test_a_run_with_a_clock_replays_clean(trace):
+def test_the_trace_of_a_server_is_valid(trace):
     """The trace of a server is valid, and its report counts requests and preemptions."""
     report = check_trace(trace)
     assert (report.lines, report.requests, report.finished, report.rejected) == (34, 4, 3, 1)
     assert report.preemptions == {"pause": 1, "recompute": 1, "swap": 0}
 
 
-def test_the_counts_at_a_time_are_those_until_then(trace):
+def test_the_report_of_a_moment_counts_the_ends_up_to_it(trace):
     """The report of a moment counts the ends and preemptions up to it."""
     report = check_trace(trace, 3)
     assert (report.requests, report.finished, report.rejected) == (3, 1, 1)
     assert report.preemptions == {"pause": 1, "recompute": 0, "swap": 0}
 
 
-def test_a_trace_without_clock_has_no_ends(tmp_path):
+def test_the_report_of_an_untimed_trace_counts_no_ends(tmp_path):
     """The report of a trace without a clock counts no ends and no preemptions."""
     report = check_trace(write(tmp_path / "trace.jsonl", ask("a", "a")))
     assert (report.finished, report.rejected) == (0, 0)
@@ -70,14 +72,14 @@ def test_a_trace_without_clock_has_no_ends(tmp_path):
         (22, {"output": 3}, "27: FINISH: request 'silent' asks for 3 tokens, and gets 0"),
     ],
 )
-def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
+def test_an_impossible_line_is_refused(trace, n, fields, reason):
     """A changed line raises TraceError with the line, the event and the reason.
 
     The changes keep the file well-formed.
     """
     events = lines(trace)
     events[n] |= fields
-    assert told(seal(trace, events)).startswith(reason)
+    assert error_of(seal(trace, events)).startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +127,9 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
         ),
     ],
 )
-def test_a_line_that_comes_at_the_wrong_time_is_told(trace, n, event, fields, reason):
+def test_a_line_at_the_wrong_time_is_refused(trace, n, event, fields, reason):
     """A line that does not fit the state of its request raises TraceError with the reason."""
-    assert told(forged(trace, n, event, **fields)) == f"{n + 1}: {event}: {reason}"
+    assert error_of(forged(trace, n, event, **fields)) == f"{n + 1}: {event}: {reason}"
 
 
 @contextmanager
@@ -143,17 +145,17 @@ def finish(trace, cache, seq, output=0):
     cache.close(seq)
 
 
-def test_nothing_is_admitted_after_its_end(tmp_path):
+def test_a_finished_request_cannot_be_admitted_again(tmp_path):
     """A finished request cannot be admitted again, with a clock or without."""
     path = tmp_path / "trace.jsonl"
     for mode in ("untimed", "model"):
         with serving(path, mode) as (trace, cache):
             finish(trace, cache, cache.open(ask("r", "a")))
             cache.open(ask("r", "a"), resumed=True)
-        assert told(path) == "7: MISS: request 'r' is finished: nothing of it follows"
+        assert error_of(path) == "7: MISS: request 'r' is finished: nothing of it follows"
 
 
-def test_a_paused_request_may_lose_its_blocks(tmp_path):
+def test_a_paused_request_may_be_preempted_by_recompute(tmp_path):
     """A paused request may be preempted by recompute, and admitted again."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
@@ -165,16 +167,16 @@ def test_a_paused_request_may_lose_its_blocks(tmp_path):
     assert check_trace(path).preemptions == {"pause": 1, "recompute": 1, "swap": 0}
 
 
-def test_an_admission_again_follows_a_recompute(tmp_path):
+def test_a_second_admission_needs_a_recompute(tmp_path):
     """With a clock a request is admitted again only after a PREEMPT by recompute."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (_, cache):
         cache.open(ask("r", "a"))
         cache.open(ask("r", "a"), resumed=True)
-    assert told(path) == "5: MISS: request 'r' is running, and is admitted"
+    assert error_of(path) == "5: MISS: request 'r' is running, and is admitted"
 
 
-def test_without_a_clock_not_all_is_told(tmp_path):
+def test_an_untimed_trace_needs_no_reason_for_a_second_admission(tmp_path):
     """In an untimed trace a sequence may close and be admitted again without a reason."""
     path = tmp_path / "trace.jsonl"
     with serving(path, "untimed") as (_, cache):
@@ -184,23 +186,23 @@ def test_without_a_clock_not_all_is_told(tmp_path):
 
 
 @pytest.mark.parametrize(("cut", "stage"), [(4, "waiting"), (8, "running"), (22, "preempted")])
-def test_every_request_has_an_end(trace, cut, stage):
+def test_every_request_must_finish_or_be_rejected(trace, cut, stage):
     """A trace with a clock needs a FINISH or REJECT for every request."""
     reason = f"END: requests without FINISH or REJECT: 1; the first, 'long', is {stage}"
-    assert told(seal(trace, lines(trace)[:cut])) == f"{cut + 1}: {reason}"
+    assert error_of(seal(trace, lines(trace)[:cut])) == f"{cut + 1}: {reason}"
 
 
-def test_every_sequence_is_closed(tmp_path):
+def test_every_sequence_must_be_closed(tmp_path):
     """A trace with a clock has no open sequence at its end, forks included."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
         seq = cache.open(ask("r", "a"))
         cache.fork(seq)
         finish(trace, cache, seq)
-    assert told(path) == "8: END: sequences that are not closed: 1"
+    assert error_of(path) == "8: END: sequences that are not closed: 1"
 
 
-def test_a_fork_closes_for_no_reason(tmp_path):
+def test_a_fork_may_close_without_a_reason(tmp_path):
     """A fork may close without FINISH or PREEMPT."""
     path = tmp_path / "trace.jsonl"
     with serving(path) as (trace, cache):
@@ -210,7 +212,7 @@ def test_a_fork_closes_for_no_reason(tmp_path):
     assert check_trace(path).finished == 1
 
 
-def test_a_model_may_stop_early(tmp_path):
+def test_a_model_may_stop_early_under_the_wall_clock(tmp_path):
     """Under the wall clock a request may finish with fewer tokens than requested."""
     path = tmp_path / "trace.jsonl"
     with serving(path, "wall") as (trace, cache):
@@ -222,50 +224,50 @@ def test_a_model_may_stop_early(tmp_path):
     assert check_trace(path).finished == 2
 
 
-def test_a_finish_without_its_close_is_told(trace):
+def test_a_finish_must_be_followed_by_its_free(trace):
     """FINISH must be followed by the FREE of its sequence."""
     events = lines(trace)
     del events[17]
     reason = "RESUME: FREE of sequence 2 must come before this"
-    assert told(seal(trace, events)) == f"18: {reason}"
+    assert error_of(seal(trace, events)) == f"18: {reason}"
 
 
-def test_what_is_served_has_blocks_for_its_tokens(trace):
+def test_a_served_request_has_blocks_for_its_tokens(trace):
     """FIRST_TOKEN needs blocks for the prompt, FINISH for all tokens before the last."""
     events = lines(trace)
     events[1]["prompt"] = 13
-    assert told(seal(trace, events)).startswith(
+    assert error_of(seal(trace, events)).startswith(
         "8: FIRST_TOKEN: sequence 1 has had 3 blocks; its prompt and 1 tokens of output take 4"
     )
     events[1] |= {"prompt": 12, "output": 10}
     (at,) = (n for n, event in enumerate(events) if event.get("output") == 6 and n > 1)
     events[at]["output"] = 10
-    assert told(seal(trace, events)).startswith(
+    assert error_of(seal(trace, events)).startswith(
         f"{at + 1}: FINISH: sequence 4 has had 5 blocks; its prompt and 10 tokens of output"
     )
 
 
-def test_what_fits_is_not_rejected(trace):
+def test_a_reject_of_a_request_that_fits_is_refused(trace):
     """A REJECT of a request that fits into the pool is refused."""
     events = lines(trace)
     events[2]["prompt"] = 32
     reason = "4: REJECT: request 'huge' needs 8 blocks, and the pool has enough"
-    assert told(seal(trace, events)) == reason
+    assert error_of(seal(trace, events)) == reason
 
 
-def test_only_what_runs_generates(trace):
+def test_only_running_requests_generate_blocks(trace):
     """KEYS of generated blocks are refused for a request that does not run."""
     asked = {"request": "long", "keys": [7]}
-    assert told(forged(trace, 4, "KEYS", **asked)) == (
+    assert error_of(forged(trace, 4, "KEYS", **asked)) == (
         "5: KEYS: request 'long' is waiting, and generates nothing"
     )
 
 
-def test_what_is_paused_commits_nothing(trace):
+def test_a_commit_of_a_paused_sequence_is_refused(trace):
     """A COMMIT of a paused sequence is refused."""
     events = lines(trace)
     at = next(n for n, event in enumerate(events) if event["event"] == "COMMIT")
     pause = {"n": 0, "t": 1, "event": "PREEMPT", "request": "long", "seq": 1, "how": "pause"}
-    assert told(seal(trace, [*events[:at], pause, *events[at:]])) == (
+    assert error_of(seal(trace, [*events[:at], pause, *events[at:]])) == (
         f"{at + 2}: COMMIT: sequence 1 is paused: it gets no blocks and commits none"
     )

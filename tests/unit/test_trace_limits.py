@@ -59,7 +59,7 @@ def test_a_stream_that_expands_too_far_is_refused(kind):
             pass
 
 
-def test_traces_and_recordings_may_not_expand_without_end(tmp_path, monkeypatch):
+def test_the_expansion_of_traces_and_recordings_is_limited(tmp_path, monkeypatch):
     """Readers of traces and recordings limit the expansion, and name the file and the line."""
     for reader in (SealedReader, RecordingReader):
         monkeypatch.setattr(reader, "expansion", 1)
@@ -84,7 +84,7 @@ def test_a_recording_has_no_more_lines_than_its_size_allows(tmp_path, monkeypatc
         list(RecordingReader(path))
 
 
-def test_pieces_are_small_however_dense_the_stream_is():
+def test_decompressed_pieces_are_small():
     """Decompressed bytes come in pieces of at most 64 KiB, however dense the stream is."""
     for pack in PACK.values():
         packed = pack(ZEROS, 64)
@@ -96,29 +96,29 @@ def test_pieces_are_small_however_dense_the_stream_is():
 
 
 @pytest.mark.parametrize("reader", [read_events, RecordingReader, workload_lines])
-def test_a_line_has_a_greatest_length(tmp_path, reader, peak):
+def test_the_length_of_a_line_is_limited(tmp_path, reader, peak):
     """A line longer than 16 MiB is refused with its file and line, and not kept in memory."""
     path = tmp_path / "long"
     path.write_bytes(ZEROS * 20)
-    told, most = peak(reader(path))
+    error, most = peak(reader(path))
     assert (
-        f"{path}:1: the line is longer than {LONGEST_LINE:,} bytes, which is the most" in told
+        f"{path}:1: the line is longer than {LONGEST_LINE:,} bytes, which is the most" in error
     )
     assert most < 48 * MIB
 
 
-def test_a_line_has_a_greatest_number_of_values(tmp_path, header, peak):
+def test_the_number_of_values_of_a_line_is_limited(tmp_path, header, peak):
     """A line with too many values is refused before it is parsed into memory."""
     path = tmp_path / "dense"
     keys = b"1," * MOST_VALUES + b"1"
     line = b'{"n":1,"t":0,"event":"REQUEST","id":1,"prompt":0,"output":0,"keys":[%s]}\n' % keys
     path.write_bytes(header + line)
-    told, most = peak(read_events(path))
-    assert f"{path}:2: the line has 1,048,584 values; 1,048,576 is the most" in told
+    error, most = peak(read_events(path))
+    assert f"{path}:2: the line has 1,048,584 values; 1,048,576 is the most" in error
     assert most < 16 * MIB
 
 
-def test_a_header_has_a_greatest_length(tmp_path, header):
+def test_the_length_of_a_header_is_limited(tmp_path, header):
     """A HEADER longer than 1 MiB is refused."""
     path = tmp_path / "header"
     path.write_bytes(header.replace(b'"seed"', b'"model":"%s","seed"' % (b"x" * MIB)))
@@ -126,7 +126,7 @@ def test_a_header_has_a_greatest_length(tmp_path, header):
         lines(path)
 
 
-def test_a_header_that_cannot_be_written_again_is_refused(tmp_path, header):
+def test_a_header_nested_too_deep_is_refused(tmp_path, header):
     """JSON nested too deep to be written again is refused when it is read."""
     path = tmp_path / "deep"
     deep = b"[" * 900 + b"]" * 900
@@ -148,7 +148,7 @@ def test_a_header_that_cannot_be_written_again_is_refused(tmp_path, header):
         (b'"blocks":8,', b'"blocks":7,"blocks":8,'),
     ],
 )
-def test_there_is_one_way_to_write_a_line(tmp_path, old, new):
+def test_other_spellings_of_a_line_are_refused(tmp_path, old, new):
     """Repeated names, blanks, CRLF and longer spellings are refused in every line.
 
     JSON parsers differ in how they read them.
@@ -164,13 +164,13 @@ def test_there_is_one_way_to_write_a_line(tmp_path, old, new):
         lines(path)
 
 
-def test_texts_may_hold_what_stands_between_values(tmp_path):
+def test_texts_may_contain_separators_and_quotes(tmp_path):
     """Texts may contain colons, blanks, quotes and backslashes."""
     path = write(tmp_path / "trace.jsonl", ask('a:b \\ "c":\t', "a", tenant="x: y"))
     assert lines(path)[1]["id"] == 'a:b \\ "c":\t'
 
 
-def test_a_recording_is_written_in_one_way_too(tmp_path):
+def test_a_recording_with_a_repeated_name_is_refused(tmp_path):
     """A recording with a repeated name in a line is refused."""
     path = tmp_path / "recording.jsonl"
     path.write_bytes(b'{"n":0,"kind":"RECORDING","schema":2,"schema":1,"format":"msgpack"}\n')
@@ -195,7 +195,7 @@ def begun(tmp_path, *more):
     return seal(tmp_path / "trace.jsonl", [header, *events])
 
 
-def test_blocks_in_use_have_a_limit(tmp_path, monkeypatch):
+def test_the_blocks_in_use_of_a_trace_are_limited(tmp_path, monkeypatch):
     """The blocks in use of a trace are limited, over all of its lines."""
     monkeypatch.setattr("kvcore.trace.state.MOST_BLOCKS", 20)
     more = [{"event": "ALLOC", "seq": 1, "first": at, "runs": [[at, 10]]} for at in (0, 10, 20)]
@@ -203,7 +203,7 @@ def test_blocks_in_use_have_a_limit(tmp_path, monkeypatch):
         check_trace(begun(tmp_path, *more))
 
 
-def test_work_has_a_limit(tmp_path, monkeypatch):
+def test_the_blocks_that_lines_name_are_limited(tmp_path, monkeypatch):
     """The blocks that all lines of a trace name are limited, repetitions included."""
     monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
     monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
@@ -216,7 +216,7 @@ def test_work_has_a_limit(tmp_path, monkeypatch):
             read(begun(tmp_path, *more))
 
 
-def test_compactions_are_work(tmp_path, monkeypatch):
+def test_a_compaction_counts_its_whole_block_table_as_work(tmp_path, monkeypatch):
     """A COMPACT counts as work for the whole block table, however short its line is."""
     monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
     monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
@@ -226,7 +226,7 @@ def test_compactions_are_work(tmp_path, monkeypatch):
         explain(begun(tmp_path, alloc, *[stay] * 99))
 
 
-def test_forks_have_a_limit(tmp_path):
+def test_the_blocks_of_open_forks_are_limited(tmp_path):
     """The blocks that open forks share are limited."""
     more = [{"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1 << 16]]}]
     more += [{"event": "FORK", "seq": 1, "child": child} for child in range(2, 9)]
@@ -235,7 +235,7 @@ def test_forks_have_a_limit(tmp_path):
             read(begun(tmp_path, *more))
 
 
-def test_a_block_to_copy_to_is_in_the_pool(tmp_path):
+def test_a_copy_to_a_block_outside_the_pool_is_refused(tmp_path):
     """A COPY to a block id outside the pool is refused, even beyond 32 bits."""
     more = [
         {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 1]]},

@@ -1,3 +1,5 @@
+"""Reading traces: streams, damaged files, and files that are cut."""
+
 import gzip
 
 import orjson
@@ -23,13 +25,13 @@ def edited(path, number, **fields):
     return path
 
 
-def test_events_come_with_header_and_end(trace):
+def test_every_line_of_the_file_is_an_event(trace):
     """Iterating yields each line of the file, HEADER and END included."""
     events = [event.event for event in read_events(trace)]
     assert (len(events), events[0], events[-1]) == (49, "HEADER", "END")
 
 
-def test_a_whole_file_is_complete(trace):
+def test_a_reader_is_complete_after_end(trace):
     """The reader is `complete` only after END, and then has no `cut_reason`."""
     reader = read_events(trace)
     assert not reader.complete
@@ -38,19 +40,16 @@ def test_a_whole_file_is_complete(trace):
     assert reader.cut_reason is None
 
 
-def test_reading_streams(trace):
+def test_events_are_returned_while_the_file_is_read(trace):
     """The first event is returned before the rest of the file is read."""
     whole = trace.read_bytes()
     trace.write_bytes(whole + b"no JSON\n" * 100_000)
     assert next(iter(read_events(trace))).event == "HEADER"
 
 
-@pytest.mark.parametrize(
-    ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
-)
-def test_compression_is_recognised_by_content(trace, pack, name):
+@pytest.mark.parametrize("pack", [gzip.compress, zstandard.compress])
+def test_compression_is_recognised_by_content(trace, pack):
     """A compressed file is read whatever its name, even if it has several streams."""
-    del name
     whole = trace.read_bytes()
     before = lines(trace)
     trace.write_bytes(pack(whole[:1000]) + pack(whole[1000:]))
@@ -60,7 +59,7 @@ def test_compression_is_recognised_by_content(trace, pack, name):
 @pytest.mark.parametrize(
     ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
 )
-def test_a_damaged_stream_is_told(trace, pack, name):
+def test_a_damaged_stream_is_refused(trace, pack, name):
     """A damaged compressed stream raises TraceError with the file and the line."""
     packed = bytearray(pack(trace.read_bytes()))
     packed[len(packed) // 2] ^= 0xFF
@@ -72,14 +71,14 @@ def test_a_damaged_stream_is_told(trace, pack, name):
 @pytest.mark.parametrize(
     ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
 )
-def test_what_follows_a_compressed_stream_is_told(trace, pack, name):
+def test_bytes_after_a_compressed_stream_are_refused(trace, pack, name):
     """Bytes after the end of a compressed stream raise TraceError."""
     trace.write_bytes(pack(trace.read_bytes()) + b"more")
     with pytest.raises(TraceError, match=f"the {name} stream is damaged"):
         lines(trace)
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     """A missing file or a directory raises InputError with its path and the reason."""
     with pytest.raises(InputError, match=r"cannot read the trace .*nowhere: No such file"):
         lines(tmp_path / "nowhere")
@@ -87,7 +86,7 @@ def test_a_file_that_is_not_there_is_told(tmp_path):
         lines(tmp_path)
 
 
-def test_another_file_is_no_trace(tmp_path):
+def test_a_file_that_is_no_trace_is_refused(tmp_path):
     """A file that is no trace raises TraceError that suggests `kvcore compare`."""
     path = tmp_path / "other.jsonl"
     for text in ('{"timestamp": 0}\n', "TIMESTAMP,ContextTokens\n"):
@@ -98,7 +97,7 @@ def test_another_file_is_no_trace(tmp_path):
             lines(path)
 
 
-def test_an_unknown_schema_is_told_with_both_numbers(trace):
+def test_an_unknown_schema_is_refused_with_both_numbers(trace):
     """A later schema is refused with both numbers, before unknown fields are checked."""
     edited(trace, 1, schema=2, colour="blue")
     with pytest.raises(
@@ -123,20 +122,20 @@ def test_an_unknown_schema_is_told_with_both_numbers(trace):
         (49, {"note": 1}, "END has an unknown field 'note'"),
     ],
 )
-def test_a_changed_line_is_told_where_it_can_be(trace, number, fields, reason):
+def test_an_invalid_line_is_refused_with_its_number(trace, number, fields, reason):
     """A line that is invalid by itself raises TraceError with file, line and reason."""
     with pytest.raises(TraceError) as caught:
         lines(edited(trace, number, **fields))
     assert str(caught.value).startswith(f"{trace}:{number}: {reason}")
 
 
-def test_a_change_that_fits_the_schema_breaks_the_digest(trace):
+def test_a_change_that_fits_the_schema_is_found_by_the_digest(trace):
     """A line changed into another valid line raises TraceError at END."""
     with pytest.raises(TraceError, match=r":49: END has digest"):
         lines(edited(trace, 2, prompt=14))
 
 
-def test_end_can_be_written_in_one_way(trace):
+def test_another_spelling_of_end_is_refused(trace):
     """An END line, which no digest covers, is refused in any other spelling."""
     whole = trace.read_bytes()
     trace.write_bytes(whole.replace(b'{"n":48,', b'{"n": 48,'))
@@ -145,14 +144,14 @@ def test_end_can_be_written_in_one_way(trace):
 
 
 @pytest.mark.parametrize("more", [b"\n", b"{}\n", b"{"])
-def test_nothing_follows_end(trace, more):
+def test_a_line_after_end_is_refused(trace, more):
     """Any line after END raises TraceError, also an empty or an incomplete one."""
     trace.write_bytes(trace.read_bytes() + more)
     with pytest.raises(TraceError, match=r":50: a line follows END"):
         lines(trace)
 
 
-def test_json_that_is_broken_in_the_middle_is_told(trace):
+def test_invalid_json_in_a_whole_line_is_refused(trace):
     """Invalid JSON in a line with a newline raises TraceError: no cut file has it."""
     text = trace.read_bytes().splitlines(keepends=True)
     text[6] = text[6][:20] + b"\n"
@@ -161,7 +160,7 @@ def test_json_that_is_broken_in_the_middle_is_told(trace):
         lines(trace)
 
 
-def test_a_header_stands_first_and_once(trace):
+def test_a_second_header_is_refused(trace):
     """A second HEADER raises TraceError, even if its number is right."""
     events = lines(trace)
     seal(trace, [events[0], events[0], *events[1:]])
@@ -178,7 +177,7 @@ def test_a_header_stands_first_and_once(trace):
         (-2, "the file ends inside line 49"),
     ],
 )
-def test_a_cut_is_told_and_no_error(trace, size, reason):
+def test_a_cut_file_is_read_up_to_the_cut(trace, size, reason):
     """A cut file is read up to the cut without an error; `cut_reason` says where that is."""
     trace.write_bytes(trace.read_bytes()[:size])
     reader = read_events(trace)
@@ -186,7 +185,7 @@ def test_a_cut_is_told_and_no_error(trace, size, reason):
     assert (reader.complete, reader.cut_reason) == (False, reason)
 
 
-def test_a_cut_between_lines_is_told(trace):
+def test_a_cut_between_lines_is_found(trace):
     """A file without END that ends with a whole line is cut after that line."""
     whole = trace.read_bytes()
     trace.write_bytes(whole[: whole.index(b'{"n":7,')])
@@ -195,7 +194,7 @@ def test_a_cut_between_lines_is_told(trace):
     assert reader.cut_reason == "the file ends after line 7, without END"
 
 
-def test_a_cut_compressed_file_is_told(tmp_path):
+def test_a_compressed_file_with_a_cut_end_is_read_whole(tmp_path):
     """If only the end of a compressed stream is missing, all lines are read.
 
     The reader is then not complete.

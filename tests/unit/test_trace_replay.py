@@ -1,3 +1,5 @@
+"""The check of a trace against the rules of the cache, and its report."""
+
 from itertools import islice
 
 import pytest
@@ -16,7 +18,7 @@ def trace(tmp_path):
     return record(tmp_path / "trace.jsonl")
 
 
-def test_a_recorded_run_replays_clean(trace):
+def test_the_trace_of_a_cache_is_valid(trace):
     """The trace of a cache is valid, and its final pool is that of the cache."""
     cache = KVCache(8, 4, eviction=LRU(), prefix=Radix(), ids=True)
     drive(cache)
@@ -68,7 +70,7 @@ def test_the_report_counts_hits_of_first_admissions(trace):
     assert check_trace(trace).hit == {**counts, "ratio": pytest.approx(ratio)}
 
 
-def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
+def test_hits_of_a_resumed_request_are_counted_apart(tmp_path):
     """A resumed request adds no lookups; its hits count as `self_hit_blocks`."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -82,7 +84,7 @@ def test_what_a_preempted_request_finds_is_counted_apart(tmp_path):
     assert (hit["lookup_blocks"], hit["hit_blocks"], hit["self_hit_blocks"]) == (3, 0, 2)
 
 
-def test_without_lookups_the_ratios_are_null(tmp_path):
+def test_the_hit_ratios_without_lookups_are_none(tmp_path):
     """The hit ratios of a trace without lookups are None."""
     report = check_trace(write(tmp_path / "trace.jsonl", ask(1, "a")))
     assert report.hit["ratio"] == {"block": None, "request": None}
@@ -99,7 +101,7 @@ def test_the_report_as_json_has_its_schema(trace):
 
 
 @pytest.mark.parametrize(("at", "lines_until", "private"), [(0, 1, 0), (2, 5, 1), (15, 31, 2)])
-def test_the_state_at_a_time(trace, at, lines_until, private):
+def test_the_report_of_a_moment_covers_the_lines_up_to_it(trace, at, lines_until, private):
     """The report of a moment covers the lines up to it."""
     report = check_trace(trace, at)
     assert (report.lines, report.pool["private"], report.complete) == (
@@ -109,7 +111,7 @@ def test_the_state_at_a_time(trace, at, lines_until, private):
     )
 
 
-def test_a_time_after_the_end_is_the_end(trace):
+def test_the_report_after_the_end_is_that_of_the_whole_trace(trace):
     """The report of a moment after the end is that of the whole trace."""
     assert check_trace(trace, 10**9) == check_trace(trace)
 
@@ -124,7 +126,7 @@ def test_lines_after_the_moment_are_checked_too(trace):
 
 @pytest.mark.parametrize("count", ["keys", "tokens"])
 @pytest.mark.parametrize("size", [512, 128])
-def test_the_bundled_workload_replays_clean(tmp_path, count, size):
+def test_the_trace_of_the_bundled_workload_has_the_hits_of_its_run(tmp_path, count, size):
     """The trace of 300 bundled requests has the hits of their run, in both accountings."""
     path = tmp_path / "trace.jsonl"
     with Trace(path, workload=Mooncake()) as trace:
@@ -148,7 +150,7 @@ def test_the_bundled_workload_replays_clean(tmp_path, count, size):
     assert report.hit["ratio"] == {unit: ratios[unit] for unit in ("block", "request")}
 
 
-def test_without_a_prefix_cache_nothing_hits(tmp_path):
+def test_the_trace_of_the_prefix_index_none_has_no_hits(tmp_path):
     """The trace of the prefix index `none` is valid, with no hits and no cached blocks."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -165,7 +167,7 @@ def test_without_a_prefix_cache_nothing_hits(tmp_path):
     )
 
 
-def test_what_expired_is_a_miss_that_says_so(tmp_path):
+def test_a_miss_on_expired_blocks_has_the_reason_expired(tmp_path):
     """A miss on expired blocks has the reason "expired", and the blocks are free."""
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
@@ -259,7 +261,7 @@ def test_an_empty_file_has_an_empty_report(tmp_path):
         (27, {"seq": 1}, "FORK: no sequence 1 is open"),
     ],
 )
-def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
+def test_an_impossible_line_is_refused(trace, n, fields, reason):
     """A changed line raises TraceError with the line, the event and the reason.
 
     The changes keep the file well-formed.
@@ -269,8 +271,8 @@ def test_a_line_that_cannot_be_is_told(trace, n, fields, reason):
     with pytest.raises(TraceError) as caught:
         check_trace(seal(trace, events))
     text = str(caught.value).removeprefix(f"{trace}:")
-    line, told = text.split(": ", 1)
-    assert told.startswith(reason)
+    line, message = text.split(": ", 1)
+    assert message.startswith(reason)
     assert n <= int(line) - 1 <= n + 6
 
 
@@ -299,33 +301,33 @@ def test_a_partial_hit_is_followed_by_its_miss(trace):
         check_trace(without(trace, 10))
 
 
-def test_a_switch_is_followed_by_the_duplicates(trace):
+def test_a_switch_is_followed_by_the_free_of_the_duplicates(trace):
     """A COMMIT that uses another sequence's blocks must be followed by the FREE of its own."""
     with pytest.raises(TraceError, match=":19: FREE: FREE of sequence 3 must come before this"):
         check_trace(without(trace, 18))
 
 
-def test_forked_siblings_pin_what_one_commits(trace):
+def test_a_commit_of_a_fork_is_followed_by_those_of_its_siblings(trace):
     """A COMMIT of a fork must be followed by those of the sequences that share its blocks."""
     with pytest.raises(TraceError, match=":30: COPY: forked sequences still hold blocks"):
         check_trace(without(trace, 29))
 
 
-def test_no_miss_without_an_admission(trace):
+def test_a_second_miss_of_a_sequence_is_refused(trace):
     """A second MISS of a sequence is refused."""
     events = lines(trace)
     with pytest.raises(TraceError, match=":4: MISS: sequence 1 opens; the next one is 2"):
         check_trace(seal(trace, [*events[:3], *events[2:]]))
 
 
-def test_a_block_is_freed_once(trace):
+def test_a_second_free_of_a_sequence_is_refused(trace):
     """A second FREE of a closed sequence is refused."""
     events = lines(trace)
     with pytest.raises(TraceError, match=":21: FREE: no sequence 1 is open"):
         check_trace(seal(trace, [*events[:20], *events[19:]]))
 
 
-def test_victims_that_no_sequence_takes_are_told(trace):
+def test_an_eviction_for_a_request_must_be_followed_by_its_alloc(trace):
     """An EVICT for a request must be followed by its ALLOC, unless the trace ends."""
     events = lines(trace)
     asked = {**events[34], "id": "other", "keys": [1, 2, 3, 4, 5, 6], "prompt": 24}

@@ -49,7 +49,7 @@ FULL = Request(
         Request(id=0, prompt_tokens=0, key_tokens=1, keys=[]),
     ],
 )
-def test_a_request_is_read_as_it_was(request_):
+def test_a_request_read_from_its_line_equals_the_original(request_):
     """A request read from its line equals the original in every field."""
     line = {"n": 1, "t": request_.arrival, "event": "REQUEST", **request_fields(request_)}
     event = decode(orjson.dumps(line))
@@ -77,7 +77,7 @@ def turns():
     return [ask("a", 0, session="s"), ask("b", 1, session="s", after="a", think_time=100)]
 
 
-def test_it_is_the_workload_that_was_recorded(tmp_path):
+def test_a_trace_has_the_recorded_workload(tmp_path):
     """Name, digest, options and key size are those of the workload in the header."""
     workload = TraceWorkload(recorded(tmp_path / "trace.jsonl.gz", [ask("a", 3)]))
     assert (workload.name, workload.digest, workload.options()) == ("mine", "d1ce", {"x": 2})
@@ -85,7 +85,7 @@ def test_it_is_the_workload_that_was_recorded(tmp_path):
     assert [request.id for request in workload] == ["a"]
 
 
-def test_without_a_workload_it_is_a_trace(tmp_path):
+def test_a_trace_without_a_workload_is_named_trace(tmp_path):
     """Without a workload in the header the name is "trace" and the digest the file's."""
     path = write(tmp_path / "trace.jsonl", ask("a", 0, key_tokens=4))
     workload = TraceWorkload(path)
@@ -94,7 +94,7 @@ def test_without_a_workload_it_is_a_trace(tmp_path):
 
 
 @pytest.mark.parametrize("scale", [1, 0.3, 1e-3, 3, 1.7])
-def test_times_are_those_of_the_workload(tmp_path, scale):
+def test_requests_run_again_at_one_rate_arrive_at_the_same_times(tmp_path, scale):
     """Requests recorded at any rate arrive at the same times when run again at that rate."""
     arrivals = [0, 1, 2, 7, 1000, 123_456_789]
     requests = [ask(place, at) for place, at in enumerate(arrivals)]
@@ -116,7 +116,7 @@ def test_times_are_those_of_the_workload(tmp_path, scale):
         (turns(), 1.0, False),
     ],
 )
-def test_the_digest_is_the_workloads_where_the_requests_are(tmp_path, requests, scale, same):
+def test_the_digest_of_inexact_requests_is_that_of_the_file(tmp_path, requests, scale, same):
     """The digest is the workload's only if the requests are restored exactly.
 
     Otherwise, with rounded times or sessions, it is the file's.
@@ -126,7 +126,7 @@ def test_the_digest_is_the_workloads_where_the_requests_are(tmp_path, requests, 
     assert Recording(path).digest == ("d1ce" if same else file_digest(path))
 
 
-def test_a_comparison_of_a_recording_is_that_of_its_workload(tmp_path):
+def test_a_comparison_of_a_recording_has_the_hits_of_its_workload(tmp_path):
     """A comparison of a recording has the hits and the digest of the recorded workload."""
     source, path = Zipf(requests=120, prefixes=9), tmp_path / "trace.jsonl.zst"
     first = compare(source, "lru", 200, trace=path)
@@ -136,7 +136,7 @@ def test_a_comparison_of_a_recording_is_that_of_its_workload(tmp_path):
     assert second.workload.digest == source.digest
 
 
-def test_texts_have_the_keys_that_their_run_told(tmp_path):
+def test_requests_of_a_run_have_the_recorded_keys(tmp_path):
     """Requests from a run on tensors have the recorded keys of generated blocks."""
     path = tmp_path / "trace.jsonl"
     text = text_request("a", range(5), output=9, block_size=4, publish=True)
@@ -155,7 +155,7 @@ def test_texts_have_the_keys_that_their_run_told(tmp_path):
     assert next(iter(TraceWorkload(path))).output_keys == [text.keys[0], 9]
 
 
-def test_a_cut_trace_is_told_at_the_cut(tmp_path):
+def test_a_cut_trace_raises_an_error_at_the_cut(tmp_path):
     """A cut trace yields the requests before the cut, then raises TraceError."""
     path = recorded(tmp_path / "trace.jsonl", [ask("a", 3)])
     path.write_bytes(path.read_bytes()[:-10])
@@ -165,7 +165,7 @@ def test_a_cut_trace_is_told_at_the_cut(tmp_path):
         next(requests)
 
 
-def test_a_request_that_cannot_be_is_told_with_its_line(tmp_path):
+def test_an_impossible_request_is_refused_with_its_line(tmp_path):
     """An invalid retention hint raises TraceError with the file and the line."""
     path = write(tmp_path / "trace.jsonl", ask("a", 0, key_tokens=4))
     events = lines(path)
@@ -174,7 +174,7 @@ def test_a_request_that_cannot_be_is_told_with_its_line(tmp_path):
         list(TraceWorkload(seal(path, events)))
 
 
-def test_what_is_no_trace(tmp_path):
+def test_other_and_missing_files_are_refused(tmp_path):
     """A file without HEADER, an empty file and a missing file raise different errors."""
     path = tmp_path / "requests.csv"
     path.write_text("TIMESTAMP,ContextTokens\n")
@@ -187,7 +187,7 @@ def test_what_is_no_trace(tmp_path):
         TraceWorkload(tmp_path / "nowhere").key_tokens  # noqa: B018
 
 
-def test_a_trace_by_hand_has_its_requests_too(tmp_path):
+def test_requests_are_read_from_a_handmade_trace(tmp_path):
     """Requests are read from any trace, whatever program has recorded it."""
     path = serve_by_hand(tmp_path / "trace.jsonl")
     assert [request.id for request in TraceWorkload(path)] == [

@@ -12,7 +12,7 @@ from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 
 
-def test_every_kind_of_line_is_heard(tmp_path):
+def test_statistics_of_a_trace_equal_those_of_its_run(tmp_path):
     """The statistics rebuilt from a trace equal those of its run.
 
     The run has switches, forks, rollbacks and splits.
@@ -20,8 +20,8 @@ def test_every_kind_of_line_is_heard(tmp_path):
     cache = KVCache(8, traces.BLOCK, eviction=LRU(), prefix=Radix(), ids=True)
     cache.tree.residency = seen = Residency(8)
     traces.drive(cache)
-    told = residency(traces.record(tmp_path / "run.jsonl"))
-    assert told.as_dict() == seen.as_dict()
+    found = residency(traces.record(tmp_path / "run.jsonl"))
+    assert found.as_dict() == seen.as_dict()
     assert seen.age_at_hit.weight
     assert seen.evicted_blocks["capacity"]
 
@@ -41,14 +41,14 @@ def test_an_empty_file_is_refused(tmp_path):
         residency(tmp_path / "run.jsonl")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_a_missing_file_is_refused(tmp_path):
     """A missing file raises InputError with its path."""
     with pytest.raises(InputError, match=r"cannot read the trace .*none\.jsonl"):
         residency(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("event", ["HIT", "EVICT", "SPLIT", "COMMIT"])
-def test_a_line_of_what_is_not_there_names_file_and_line(event, tmp_path):
+def test_a_line_of_an_unknown_span_names_file_and_line(event, tmp_path):
     """A line about an unknown span or sequence raises TraceError with file and line."""
     lines = traces.lines(traces.record(tmp_path / "run.jsonl"))
     wrong = next(line for line in lines if line["event"] == event)

@@ -1,6 +1,9 @@
+"""Block ids in a trace, written as runs."""
+
 import re
 import sys
 from array import array
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -21,13 +24,13 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ids", "runs"), CASES)
-def test_ids_are_written_in_the_one_maximal_form(ids, runs):
+def test_ids_are_encoded_in_maximal_runs(ids, runs):
     """From left to right every run is as long as possible; a single block is [x, 1]."""
     assert encode_runs(array("i", ids)) == runs
 
 
 @given(st.lists(st.integers(0, 30), unique=True))
-def test_decoding_brings_the_ids_back(ids):
+def test_decoded_runs_are_the_encoded_ids(ids):
     """`decode_runs` returns the ids that `encode_runs` has encoded."""
     ids = array("i", ids)
     assert decode_runs(encode_runs(ids)) == ids
@@ -37,7 +40,7 @@ NEIGHBOURS = st.lists(st.integers(0, 12), unique=True)
 
 
 @given(st.lists(st.one_of(NEIGHBOURS, st.permutations(range(6)), st.just([4, 5, 3, 6, 2]))))
-def test_runs_of_many_arrays_are_those_of_each(lists):
+def test_many_arrays_are_encoded_as_each_by_itself(lists):
     """Many arrays encoded in one pass have the runs of each array by itself."""
     arrays = [array("i", ids) for ids in lists]
     if any(lists):
@@ -45,7 +48,7 @@ def test_runs_of_many_arrays_are_those_of_each(lists):
         assert found == [encode_runs(ids) for ids in arrays]
 
 
-def test_runs_are_found_without_numpy(monkeypatch):
+def test_many_arrays_are_encoded_without_numpy(monkeypatch):
     """Without numpy many arrays are encoded one by one."""
     arrays = [array("i", range(start, start + 999)) for start in (7, 5_000)]
     monkeypatch.setattr(fields, "_ids_seen", fields._MANY_IDS)
@@ -54,15 +57,26 @@ def test_runs_are_found_without_numpy(monkeypatch):
     assert fields._ids_seen < 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 20), st.integers(-5, 5)), max_size=4))
-def test_only_the_maximal_form_is_accepted(runs):
-    """Runs that `decode_runs` accepts are those that their ids encode to."""
-    try:
-        ids = decode_runs(runs)
-    except ValueError:
-        return
-    if len(set(ids)) == len(ids):
-        assert encode_runs(ids) == runs
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_only_the_maximal_form_is_accepted(length):
+    """Runs of distinct ids are accepted exactly if their ids encode to them.
+
+    The runs are all combinations of small ones.
+    """
+    accepted = 0
+    for runs in product(product(range(5), range(-3, 4)), repeat=length):
+        steps = [(first, count, 1 if count > 0 else -1) for first, count in runs]
+        ids = [id_ for first, count, step in steps for id_ in range(first, first + count, step)]
+        if len(set(ids)) < len(ids):
+            continue
+        try:
+            found = list(decode_runs(runs, 6))
+        except ValueError:
+            found = None
+        maximal = set(ids) <= set(range(6)) and encode_runs(array("i", ids)) == list(runs)
+        assert found == (ids if maximal else None)
+        accepted += maximal
+    assert accepted >= 20
 
 
 @pytest.mark.parametrize(

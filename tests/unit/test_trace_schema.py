@@ -1,3 +1,5 @@
+"""The schema of trace lines, and its agreement with the reference and the recorder."""
+
 import inspect
 import json
 import re
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from helpers.traces import CACHE, forget, lines, record, rest, serve
+from helpers.traces import CACHE, drop_blocks, lines, record, serve, serve_tiers
 
 from kvcore.cache import Recorder
 from kvcore.request import Request
@@ -47,22 +49,22 @@ def described(event):
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_the_reference_describes_every_field_of(event):
+def test_the_reference_describes_every_field_of_an_event(event):
     """The reference describes exactly the fields of each event, with their types."""
     assert rows(f"### {event}") == described(EVENTS[event])
 
 
-def test_the_reference_describes_what_a_sequence_evicts():
+def test_the_reference_describes_evictions_of_a_sequence():
     """The reference has a table of its own for EVICT of scope `sequence`."""
     assert rows("#### EVICT of scope `sequence`") == described(Drop)
 
 
-def test_the_reference_describes_what_every_line_has():
+def test_the_reference_describes_the_fields_of_every_line():
     """The reference describes the fields that every line has or may have."""
     fields = describe_fields(EVENTS["FORK"])
-    told = {name: fields[name].holds for name in COMMON}
-    told["replica"] += ", or left out"
-    assert rows("## What every line has") == told
+    expected = {name: fields[name].holds for name in COMMON}
+    expected["replica"] += ", or left out"
+    assert rows("## What every line has") == expected
 
 
 def test_the_reference_describes_no_other_event():
@@ -70,7 +72,7 @@ def test_the_reference_describes_no_other_event():
     assert re.findall(r"^### ([A-Z_]+)$", PAGE, re.MULTILINE) == list(EVENTS)
 
 
-def test_what_the_cache_writes_is_of_the_schema(tmp_path):
+def test_every_line_of_a_cache_matches_the_schema(tmp_path):
     """Every line of a recorded run matches the schema."""
     path = record(tmp_path / "trace.jsonl")
     assert [find_fault(line) for line in lines(path)] == [None] * 49
@@ -93,16 +95,19 @@ def test_what_the_cache_writes_is_of_the_schema(tmp_path):
         ({"event": ["FREE"]}, "unknown event ['FREE']"),
     ],
 )
-def test_a_fault_is_told(change, reason):
+def test_a_fault_is_described_by_event_and_field(change, reason):
     """A line that breaks the schema is described by event, field, expected type and value."""
     assert reason in find_fault(FREE | change)
 
 
 @pytest.mark.parametrize("field", FREE)
-def test_a_missing_field_is_told(field):
+def test_a_missing_field_is_a_fault(field):
     """Leaving out any field of an event is a fault."""
     reason = find_fault({name: value for name, value in FREE.items() if name != field})
-    assert reason == f"FREE has no field {field!r}" or "unknown event None" in reason
+    if field == "event":
+        assert reason.startswith("unknown event None; there are: HEADER, REQUEST")
+    else:
+        assert reason == f"FREE has no field {field!r}"
 
 
 @pytest.mark.parametrize("hint", [3, [0, 4, 50], [0, "end", 50, None], [0, 4, None, None]])
@@ -117,7 +122,7 @@ def test_a_retention_hint_has_four_parts(hint):
 
 
 @pytest.mark.parametrize("slo", [3, {"ttft": 0}, {"tpot": 1.5}, {"patience": 1}])
-def test_expectations_are_whole_nanoseconds(slo):
+def test_an_slo_has_whole_nanoseconds(slo):
     """An SLO with other names, or with values that are no whole ns above 0, is a fault."""
     request = {"id": 1, "prompt": 4, "output": 0, "keys": [], "key_tokens": 4}
     line = {"n": 1, "t": 0, "event": "REQUEST", **request}
@@ -128,24 +133,24 @@ def test_expectations_are_whole_nanoseconds(slo):
     )
 
 
-def test_what_a_server_does_is_of_the_schema(tmp_path):
+def test_every_line_of_a_server_matches_the_schema(tmp_path):
     """Every line of a run with a clock matches the schema."""
     path = serve(tmp_path / "trace.jsonl")
     assert [find_fault(line) for line in lines(path)] == [None] * 34
 
 
-def test_what_tiers_do_is_of_the_schema(tmp_path):
+def test_every_line_of_a_run_with_tiers_matches_the_schema(tmp_path):
     """Every line of a run with tiers matches the schema."""
-    path = rest(tmp_path / "trace.jsonl")
+    path = serve_tiers(tmp_path / "trace.jsonl")
     assert [find_fault(line) for line in lines(path)] == [None] * 90
 
 
-def test_a_line_is_an_object():
+def test_json_other_than_an_object_is_a_fault():
     """JSON other than an object is a fault."""
     assert find_fault([1]) == "a line must be a JSON object, not [1]"
 
 
-def test_what_is_told_is_not_the_whole_value():
+def test_the_description_of_a_fault_shortens_a_huge_value():
     """The description of a fault shortens a huge value."""
     assert len(find_fault(FREE | {"runs": [[0, "x"]] * 1000})) < 150
 
@@ -156,7 +161,7 @@ def keyed(key):
 
 
 @pytest.mark.parametrize("key", [0, 2**63 - 1, "00ff" * 8, "00FF" * 8])
-def test_keys(key):
+def test_ints_and_hex_digits_are_keys(key):
     """A key in JSON is an int below 2**63 or 32 hex digits."""
     assert decode(json.dumps(keyed(key)).encode()).keys == [key]
 
@@ -164,7 +169,7 @@ def test_keys(key):
 @pytest.mark.parametrize(
     "key", [-1, 2**63, True, 1.0, None, "00", "zz" * 16, "0 " * 16, "0" * 32 + "\n"]
 )
-def test_no_keys(key):
+def test_other_values_are_no_keys(key):
     """Keys of any other type, range or spelling are refused."""
     with pytest.raises(ValueError, match="KEYS field 'keys' must be a list of integers"):
         decode(json.dumps(keyed(key)).encode())
@@ -181,23 +186,25 @@ def test_no_keys(key):
         (b'{"n":0,"t":0,"event":"FORK","seq":1,"child":"\xff"}', "not JSON: "),
     ],
 )
-def test_what_is_no_line_is_told(raw, reason):
+def test_bytes_that_are_no_line_are_refused(raw, reason):
     """Bytes that are no line of the schema raise ValueError with the words of the schema."""
     with pytest.raises(ValueError, match=f"^{reason}"):
         decode(raw)
 
 
-def test_fields_come_in_any_order():
+def test_the_fields_of_a_line_may_have_any_order():
     """A line is decoded the same whatever the order of its fields."""
     line = {"scope": "sequence", "reason": "retention", "by": "window", "blocks": 1}
     line |= {"runs": [], "first": 0, "seq": 1, "event": "EVICT", "t": 0, "n": 3}
-    assert isinstance(decode(json.dumps(line).encode()), Drop)
-    assert isinstance(decode(json.dumps(dict(reversed(line.items()))).encode()), Drop)
+    found = decode(json.dumps(line).encode())
+    assert type(found) is Drop
+    assert (found.n, found.seq, found.by, found.blocks) == (3, 1, "window", 1)
+    assert decode(json.dumps(dict(reversed(line.items()))).encode()) == found
 
 
-def test_a_line_read_is_the_line_written(tmp_path):
+def test_as_dict_returns_the_fields_of_a_line_in_order(tmp_path):
     """`as_dict` returns the fields of the line in the file, in their order."""
-    for path in (record(tmp_path / "a"), serve(tmp_path / "b"), forget(tmp_path / "c")):
+    for path in (record(tmp_path / "a"), serve(tmp_path / "b"), drop_blocks(tmp_path / "c")):
         text = path.read_text().splitlines()
         assert [json.dumps(json.loads(line)) for line in text] == [
             json.dumps(event.as_dict()) for event in read_events(path)
@@ -291,13 +298,13 @@ STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()}
 STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
 
 
-def test_every_event_has_a_method():
+def test_a_recorder_has_a_method_for_each_event():
     """A recorder has a method for each event but HEADER, REQUEST, END and routing events."""
     of_clusters = {name.lower() for name in OF_CLUSTERS}
     assert STRUCTS.keys() - CALLS.keys() == {"header", "request", "end"} | of_clusters
 
 
-def test_what_a_cluster_writes_is_read_as_its_events(tmp_path):
+def test_each_routing_event_is_written_by_a_method_of_a_cluster(tmp_path):
     """Each routing event is written by a cluster's method, with all of its fields."""
     path, asked = tmp_path / "trace.jsonl", Request(id="r", prompt_tokens=2, key_tokens=1)
     with Trace(path) as trace:
@@ -349,7 +356,7 @@ def test_a_recorder_method_has_the_fields_of_its_event(method):
 
 
 @pytest.mark.parametrize("method", CALLS)
-def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
+def test_a_recorder_method_writes_its_event(method, tmp_path):
     """A recorder method writes all arguments in the order of the fields, without defaults."""
     given = CALLS[method]
     _, _, *parameters = inspect.signature(getattr(Recorder, method)).parameters.values()
@@ -371,7 +378,7 @@ def test_what_a_recorder_method_writes_is_read_as_its_event(method, tmp_path):
             assert getattr(full, name) == value
 
 
-def test_a_request_has_a_field_for_all_that_a_reader_needs():
+def test_a_request_line_has_a_field_for_each_attribute():
     """REQUEST has as many fields as a request has attributes, without the arrival."""
     fields = [name for name in describe_fields(EVENTS["REQUEST"]) if name not in COMMON]
     attributes = [name for name in inspect.signature(Request).parameters if name != "arrival"]
@@ -384,7 +391,7 @@ def test_the_published_schema_is_current():
     assert published == json_schema()
 
 
-def test_the_header_of_a_run_has_what_cannot_be_left_out():
+def test_a_header_requires_every_field_of_the_cache():
     """HEADER requires every field that describes the cache."""
     required = {field.name for field in describe_fields(Header).values() if field.required}
     assert required >= CACHE.keys()

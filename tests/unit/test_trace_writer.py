@@ -1,3 +1,5 @@
+"""Writing traces: requests, files, buffers, and runs that fail or are killed."""
+
 import io
 import json
 import subprocess
@@ -66,7 +68,7 @@ def test_a_request_is_written_whole(tmp_path):
     assert request["retention"] == [[0, None, 50, None], [4, 8, 90, 7]]
 
 
-def test_what_a_client_expects_is_written_in_ns(tmp_path):
+def test_the_times_of_an_slo_are_written_in_ns(tmp_path):
     """The given times of an SLO are written in ns; an SLO without times is written as {}."""
     asked = [SLO(deadline_ns=3, ttft_ns=5), SLO(), None]
     path = write(
@@ -76,7 +78,7 @@ def test_what_a_client_expects_is_written_in_ns(tmp_path):
     assert slos == [{"ttft": 5, "deadline": 3}, {}, None]
 
 
-def test_keys_are_ints_or_hex(tmp_path):
+def test_keys_are_written_as_ints_or_hex(tmp_path):
     """Keys of 16 bytes are written in hex; ints and hex digits are not changed."""
     keys = [2**63 - 1, bytes(range(16)), "ab" * 16, 0]
     path = write(
@@ -110,7 +112,7 @@ def test_a_value_that_json_cannot_hold_is_refused(tmp_path):
     ("field", "value"),
     [("id", None), ("id", 1.5), ("id", (1, 2)), ("salt", 3), ("tenant", 4), ("priority", 0.5)],
 )
-def test_a_field_that_no_reader_would_take_is_refused(tmp_path, field, value):
+def test_a_field_of_a_wrong_type_is_refused(tmp_path, field, value):
     """A field of a wrong type raises InputError, and no file is left."""
     request = attrs.evolve(ask(1, "a"), **{field: value})
     where = rf"cannot be written to a trace: REQUEST field '{field}' must be"
@@ -127,7 +129,7 @@ def test_an_array_of_ids_is_written_as_runs(tmp_path):
 
 
 @pytest.mark.parametrize("blocks", [3, 2_000])
-def test_an_array_is_written_as_it_is_then(tmp_path, blocks):
+def test_an_array_changed_after_the_call_does_not_change_its_line(tmp_path, blocks):
     """An array changed after the call does not change its line, though lines are buffered."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
@@ -151,7 +153,7 @@ def test_a_flush_writes_the_last_line(tmp_path):
             assert lines(tmp_path / "trace.jsonl.part")[-1]["seq"] == now
 
 
-def test_the_end_counts_and_digests(tmp_path):
+def test_end_has_the_numbers_of_lines_and_events(tmp_path):
     """END has the numbers of lines and events before it, and the time of the last line."""
     path = write(tmp_path / "trace.jsonl", ask(1, "a"), ask(2, "b"))
     end = lines(path)[-1]
@@ -173,15 +175,16 @@ def test_files_are_compressed_by_their_name(tmp_path, name):
     assert (tmp_path / name).stat().st_size < (tmp_path / "trace.jsonl").stat().st_size / 2
 
 
-def test_a_file_object_is_written_to_and_left_open():
+def test_a_file_object_is_not_closed():
     """A trace can be written to a binary file object, which is not closed."""
     file = io.BytesIO()
     with Trace(file) as trace:
         drive(KVCache(8, 4, eviction=LRU(), prefix=Radix(), trace=trace))
+    assert not file.closed
     assert file.getvalue().endswith(b'"}\n')
 
 
-def test_a_trace_spans_many_buffers(tmp_path):
+def test_a_trace_longer_than_the_buffer_is_written_whole(tmp_path):
     """A trace longer than the write buffer is written in whole and in order."""
     path = tmp_path / "trace.jsonl.gz"
     with Trace(path) as trace:
@@ -191,7 +194,7 @@ def test_a_trace_spans_many_buffers(tmp_path):
     assert [line.get("seq") for line in lines(path)[1:-1]] == list(range(20_000))
 
 
-def test_the_file_appears_when_it_is_whole(tmp_path):
+def test_a_trace_is_a_part_file_until_close(tmp_path):
     """Until `close` the trace is `<path>.part`, and an older file at the path remains."""
     path = tmp_path / "trace.jsonl"
     path.write_text("before")
@@ -209,14 +212,14 @@ def _fail_after_the_header(trace):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_an_exception_leaves_nothing(tmp_path, name):
+def test_a_failed_run_leaves_no_file(tmp_path, name):
     """If a run fails no file is left, and the exception is the run's own."""
     with pytest.raises(LookupError), Trace(tmp_path / name) as trace:
         _fail_after_the_header(trace)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_process_leaves_what_it_wrote(tmp_path):
+def test_a_killed_process_leaves_a_part_file(tmp_path):
     """A killed process leaves `<path>.part` with every line that left the buffer."""
     script = f"""
 import os
@@ -234,7 +237,7 @@ os._exit(9)
     assert not (tmp_path / "trace.jsonl").exists()
 
 
-def test_a_process_that_forgets_to_close_leaves_all_but_the_end(tmp_path):
+def test_a_trace_open_at_exit_lacks_only_end(tmp_path):
     """A trace that is open when Python exits lacks only END, and remains `.part`."""
     script = f"""
 from kvcore import Trace
@@ -250,14 +253,14 @@ for now in range(30_000):
     assert done.stderr == b""
 
 
-def test_a_trace_without_a_cache_leaves_nothing(tmp_path):
+def test_a_trace_without_a_cache_leaves_no_file(tmp_path):
     """Closing a trace that no cache has begun raises InputError and leaves no file."""
     with pytest.raises(InputError, match=r"is empty: no KVCache was made with it"):
         Trace(tmp_path / "trace.jsonl").close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_closing_twice_is_closing_once(tmp_path):
+def test_a_second_close_changes_nothing(tmp_path):
     """A second `close`, and a `discard` after it, change nothing."""
     path = write(tmp_path / "trace.jsonl")
     trace = Trace(path)
@@ -269,7 +272,7 @@ def test_closing_twice_is_closing_once(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_one_trace_one_cache(tmp_path):
+def test_a_second_cache_cannot_write_to_the_same_trace(tmp_path):
     """A second cache cannot write to the same trace."""
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.begin(**CACHE)
@@ -277,7 +280,7 @@ def test_one_trace_one_cache(tmp_path):
             trace.begin(**CACHE)
 
 
-def test_lines_stand_between_header_and_end(tmp_path):
+def test_a_line_before_header_or_after_end_is_refused(tmp_path):
     """A line before HEADER or after END raises InputError."""
     trace = Trace(tmp_path / "trace.jsonl")
     with pytest.raises(InputError, match=r"FREE before the header"):
@@ -288,7 +291,7 @@ def test_lines_stand_between_header_and_end(tmp_path):
         trace.free(0, seq=1, runs=[], reason="close")
 
 
-def test_what_cannot_be_opened_is_refused_at_once(tmp_path):
+def test_a_path_that_cannot_be_opened_is_refused_at_once(tmp_path):
     """A missing directory, a directory and an invalid name are refused by `Trace` itself."""
     for path in (tmp_path / "no" / "trace", tmp_path, "a\0b"):
         with pytest.raises(InputError, match=r"cannot write the trace"):
@@ -305,7 +308,7 @@ def full(name):
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("name", ["/dev/full", "full.gz", "full.zst"])
-def test_a_full_disk_is_told(name, tmp_path, monkeypatch):
+def test_a_full_disk_raises_storage_error(name, tmp_path, monkeypatch):
     """A full disk raises StorageError with exit code 3, also when a thread compresses."""
     if name != "/dev/full":
         monkeypatch.chdir(tmp_path)
@@ -317,7 +320,7 @@ def test_a_full_disk_is_told(name, tmp_path, monkeypatch):
     assert caught.value.exit_code == 3
 
 
-def test_a_disk_that_fails_at_the_end_is_told():
+def test_close_raises_the_error_of_the_last_write():
     """`close` raises the error of the last write, and can be called again."""
 
     class Failing(io.BytesIO):
@@ -331,7 +334,7 @@ def test_a_disk_that_fails_at_the_end_is_told():
     trace.close()
 
 
-def test_importing_the_trace_is_cheap():
+def test_importing_the_trace_imports_no_slow_package():
     """Importing `kvcore.trace` imports no package that is slow and not always needed."""
     script = "import kvcore.trace, sys, json; print(json.dumps(list(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

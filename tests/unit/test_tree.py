@@ -34,7 +34,7 @@ def test_the_last_token_is_computed(prefix):
     assert (seq.hit_blocks, cache.tree.cached_blocks, seq.private_blocks) == (2, 3, 0)
 
 
-def test_hits_are_the_blocks_themselves(prefix):
+def test_a_hit_shares_the_physical_blocks(prefix):
     """A hit shares the physical blocks of the sequence that computed them."""
     cache = make(12, prefix=prefix)
     first = start(cache, "abc")
@@ -43,7 +43,7 @@ def test_hits_are_the_blocks_themselves(prefix):
     assert cache.block_table(cache.open(ask("abcd")))[:3] == table
 
 
-def test_close_leaves_what_is_shared(any_prefix):
+def test_close_caches_the_committed_full_blocks(any_prefix):
     """After `close` committed full blocks are cached if the index shares; others are free."""
     cache = make(12, prefix=any_prefix)
     serve(cache, "abc", tokens=2 * BLOCK + 1)
@@ -52,7 +52,7 @@ def test_close_leaves_what_is_shared(any_prefix):
     assert cache.pool.free_blocks == cache.pool.blocks - tree.cached_blocks
 
 
-def test_pinned_blocks_stay(any_prefix):
+def test_pinned_blocks_are_not_evicted(any_prefix):
     """Blocks of open sequences are never evicted: an admission raises OutOfBlocks."""
     cache = make(8, prefix=any_prefix)
     held = [start(cache, text) for text in ("abcd", "abcx")]
@@ -86,7 +86,7 @@ def test_a_refused_extend_changes_nothing(any_prefix):
     assert snapshot(cache) == before
 
 
-def test_evicts_what_is_missing_and_no_more(prefix):
+def test_only_as_many_blocks_as_needed_are_evicted(prefix):
     """Only as many blocks as needed are evicted; the rest of the victim still hits."""
     cache = make(8, prefix=prefix)
     serve(cache, "abcd", "xy")
@@ -96,7 +96,7 @@ def test_evicts_what_is_missing_and_no_more(prefix):
     assert [cache.probe(ask(text)) for text in ("xyz", "abcde")] == [2, 1]
 
 
-def test_a_hit_is_no_victim_of_its_own(prefix):
+def test_an_admission_does_not_evict_the_blocks_that_it_hits(prefix):
     """An admission does not evict the blocks that it hits."""
     cache = make(6, prefix=prefix)
     serve(cache, "abc", "xyz")
@@ -116,7 +116,7 @@ def test_duplicates_are_freed(prefix):
     assert cache.tree.cached_blocks == cache.pool.blocks - cache.pool.free_blocks == 3
 
 
-def test_a_fork_pins(any_prefix):
+def test_blocks_of_a_fork_stay_until_both_sequences_close(any_prefix):
     """Blocks that a fork shares stay until both sequences have closed."""
     cache = make(6, prefix=any_prefix)
     seq = start(cache, "abc")
@@ -131,7 +131,7 @@ def test_a_fork_pins(any_prefix):
     cache.open(ask("lmno"))
 
 
-def test_a_fork_commits_for_both(any_prefix):
+def test_blocks_of_a_fork_are_committed_for_both_sequences(any_prefix):
     """Blocks that a fork shares are cached once, or stay private to both sequences."""
     cache = make(12, prefix=any_prefix)
     seq = cache.open(ask("abc"))
@@ -155,7 +155,7 @@ def test_expired_spans_do_not_match(prefix):
     assert (cache.tree.cached_blocks, cache.tree.expired_blocks) == (0, 3)
 
 
-def test_spans_yields_parents_before_children(prefix):
+def test_spans_are_yielded_after_their_parents(prefix):
     """`spans()` yields every span after its parent, with all cached blocks in sum."""
     cache = make(24, prefix=prefix)
     serve(cache, "ab", "abcd", "abxy", "lmn")
@@ -167,7 +167,7 @@ def test_spans_yields_parents_before_children(prefix):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_policy_is_told_of_every_change(seed, prefix):
+def test_the_hooks_of_a_policy_report_every_change(seed, prefix):
     """Spans, their sizes and pins can be tracked from the policy's hooks alone."""
     ledger = BookkeepingPolicy()
     cache = make(14, ledger, prefix=prefix, key_tokens=2 * BLOCK)
@@ -180,7 +180,7 @@ def test_the_policy_is_told_of_every_change(seed, prefix):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_decides_alike_without_ids(seed, any_prefix):
+def test_a_pool_without_ids_decides_as_one_with_ids(seed, any_prefix):
     """A pool without block ids gives the same hits and evictions as one with ids."""
     steps = random_steps(seed, 80, TRAFFIC)
     runs = [

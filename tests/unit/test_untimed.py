@@ -8,7 +8,7 @@ from helpers.caches import ask, make
 from kvcore.analysis import replay
 
 
-def test_a_request_comes_at_its_time_and_leaves_at_once():
+def test_a_replay_leaves_no_sequence_open():
     """After a replay no sequence is open, and the committed blocks are cached."""
     cache = make(8)
     replay([ask("ab"), ask("abc")], cache)
@@ -16,7 +16,7 @@ def test_a_request_comes_at_its_time_and_leaves_at_once():
     cache.check_integrity()
 
 
-def test_the_time_is_that_of_the_arrival():
+def test_the_times_of_a_span_are_the_arrivals_of_its_requests():
     """The times of a span are the arrivals of the requests that created and hit it."""
     cache = make(8, accounting="keys")
     replay([ask("a", arrival=7), ask("a", arrival=9)], cache)
@@ -47,6 +47,6 @@ def test_a_partial_block_is_not_cached():
     assert cache.tree.cached_blocks == 2
 
 
-def test_whole_keys_hit_whole():
+def test_a_full_match_in_keys_accounting_is_a_full_hit():
     """In `keys` accounting a full match is a full hit, whatever the length in tokens."""
     assert replay([ask("abc", 9), ask("abc", 9)], make(8, accounting="keys")).hit_blocks == 3

@@ -92,7 +92,7 @@ LOAD = ("input_tokens", "output_tokens", "requests", "spread", "concurrency", "r
 
 
 @given(row=loads, load=st.sampled_from([{"concurrency": 3}, {"rate": 20}, {"rate": "inf"}]))
-def test_what_kvcore_measured_validates_without_an_error(tmp_path_factory, row, load):
+def test_rows_measured_by_kvcore_have_errors_of_zero(tmp_path_factory, row, load):
     """Rows that `kvcore.simulate` has measured are validated with errors of exactly 0."""
     row |= load
     options = {name: value for name, value in row.items() if name not in LOAD}
@@ -107,7 +107,7 @@ def test_what_kvcore_measured_validates_without_an_error(tmp_path_factory, row, 
         assert [found.errors(name) for name in found.measures] == [Errors(1, 0, 0, 0)] * 3
 
 
-def test_a_closed_loop_has_rounds_of_its_clients(path):
+def test_a_row_without_requests_has_rounds_of_its_clients(path):
     """A row without `requests` sends `rounds` requests for each of its clients."""
     rows = write_lines(path, ROW, ROW | {"requests": 3, "spread": 0})
     drawn, given_ = kvcore.validate(rows, rounds=4, spread=0.5).compared
@@ -117,14 +117,14 @@ def test_a_closed_loop_has_rounds_of_its_clients(path):
     assert given_.config.workload.options["spread"] == "0.0"
 
 
-def test_options_are_for_rows_that_do_not_have_them(path):
+def test_the_columns_of_a_row_take_precedence_over_options(path):
     """A row's own value of a column takes precedence over an option of the call."""
     rows = write_lines(path, ROW, ROW | {"max_seqs": 7})
     found = kvcore.validate(rows, max_seqs=5).compared
     assert [each.config.max_seqs for each in found] == [5, 7]
 
 
-def test_a_known_engine_serves_by_its_rules(path):
+def test_a_row_of_a_known_engine_is_simulated_by_its_rules(path):
     """A row of a known engine is simulated like that engine, unless `like` is None.
 
     A row of another engine is simulated with the defaults.
@@ -157,22 +157,22 @@ def test_rows_that_cannot_be_simulated_are_counted_by_reason(path):
     assert (first_rows, second_rows) == (2, 1)
 
 
-def test_requests_that_are_rejected_leave_their_row_out(path):
+def test_a_row_with_rejected_requests_is_left_out(path):
     """A row whose requests are rejected is left out, with the reason."""
     found = kvcore.validate(write_lines(path, ROW, ROW | {"input_tokens": 20_000}), blocks=100)
     assert [each.row.line for each in found.compared] == [1]
     assert "rejected" in next(iter(found.left_out))
 
 
-def test_no_row_that_can_be_simulated_is_an_error(path):
+def test_a_file_without_a_usable_row_is_refused(path):
     """If no row can be simulated, InputError has the first reason."""
-    told = refused(path, ROW | {"device": "h900"})
-    assert "none of 1 rows can be simulated; the first: " in told
-    assert "unknown device 'h900'" in told
+    reason = refused(path, ROW | {"device": "h900"})
+    assert "none of 1 rows can be simulated; the first: " in reason
+    assert "unknown device 'h900'" in reason
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "reason"),
     [
         ({"tpto": 1}, "there is no column 'tpto' (did you mean 'tpot'?). There are: id,"),
         ({"concurrency": 1.5}, "concurrency 1.5: expected a whole number from 1"),
@@ -191,13 +191,13 @@ def test_no_row_that_can_be_simulated_is_an_error(path):
         ({"slo": "ttft=1"}, "there is no column 'slo'"),
     ],
 )
-def test_a_bad_cell_is_named(path, change, told):
+def test_a_bad_cell_is_named(path, change, reason):
     """A bad cell raises InputError with its file, line and column."""
-    assert f"{path}:2: {told}" in refused(path, ROW, ROW | change)
+    assert f"{path}:2: {reason}" in refused(path, ROW, ROW | change)
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reason"),
     [
         ("", "the file is empty"),
         ("model,model\na,b\n", ":1: two columns are called 'model'"),
@@ -207,10 +207,10 @@ def test_a_bad_cell_is_named(path, change, told):
         ("model,device\n", "none of 0 rows can be simulated"),
     ],
 )
-def test_a_file_that_is_no_table_is_refused(path, text, told):
+def test_a_file_that_is_no_table_is_refused(path, text, reason):
     """A file that is no table raises InputError that names the file."""
     path.write_text(text)
-    with pytest.raises(InputError, match=f"^{path}.*{told}"):
+    with pytest.raises(InputError, match=f"^{path}.*{reason}"):
         kvcore.validate(path)
 
 
@@ -270,7 +270,7 @@ def test_silicon_samples_are_read(path):
         ({"gemm_quant_mode": "nvfp4"}, "weights in nvfp4"),
     ],
 )
-def test_silicon_samples_that_are_not_plain_are_left_out(path, change, why):
+def test_silicon_samples_that_cannot_be_simulated_are_left_out(path, change, why):
     """Silicon samples that kvcore cannot simulate are left out, with the reason."""
     found = kvcore.validate(write_csv(path, SILICON, SILICON | change))
     assert found.left_out == {why: 1}
@@ -285,7 +285,7 @@ def test_weights_without_a_format_are_as_released(path):
         assert str(row.options["codec"]) == "fp16"
 
 
-def test_the_samples_are_found_where_the_package_is_installed(tmp_path, monkeypatch):
+def test_the_samples_of_an_installed_package_are_read(tmp_path, monkeypatch):
     """The source `aic` reads the samples of an installed package without importing it.
 
     Without the package, PluginError suggests to install it.
@@ -301,7 +301,7 @@ def test_the_samples_are_found_where_the_package_is_installed(tmp_path, monkeypa
     assert "aiconfigurator_core" not in sys.modules
 
 
-def test_published_throughputs_are_rows_too():
+def test_a_published_throughput_is_simulated_within_60_percent():
     """One of the 60 published throughputs of TensorRT-LLM is simulated within 60 %."""
     where = {"model": "llama-3.1-405b", "device": "h100", "input_tokens": "1000"}
     found = kvcore.validate(PUBLISHED, where=where | {"output_tokens": "1000"})

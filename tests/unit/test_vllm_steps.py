@@ -165,7 +165,7 @@ def test_the_module_needs_only_vllm_and_the_standard_library():
     assert {name.split(".")[0] for name in names} - sys.stdlib_module_names == {"vllm"}
 
 
-def test_a_row_is_the_work_of_a_step_and_the_time_since_the_one_before(server, path):
+def test_a_row_has_the_work_and_the_time_of_a_step(server, path):
     """A row has the work of a step and the time since the end of the step before.
 
     The work is prompt tokens with their pairs, and decoding sequences with their contexts.
@@ -188,7 +188,7 @@ def test_a_row_is_the_work_of_a_step_and_the_time_since_the_one_before(server, p
     ],
     ids=["last token of a prompt", "generates", "again after a preemption", "one token again"],
 )
-def test_one_token_of_a_request_that_has_generated_decodes(
+def test_a_token_of_a_request_that_has_generated_is_decoding(
     server, path, plan, prefill, decoding
 ):
     """A single token of a request that has generated is decoding.
@@ -208,7 +208,7 @@ def test_the_first_step_after_idle_time_is_left_out(server, path):
     assert [(row[2], row[-1]) for row in rows(path)] == [(6, 1000), (8, 3000)]
 
 
-def test_ahead_a_step_counts_if_it_was_planned_before_the_one_before_ended(server, path):
+def test_a_step_planned_ahead_is_recorded(server, path):
     """A step is recorded if it was planned before the step before it ended.
 
     Unfinished requests alone are not enough.
@@ -238,7 +238,7 @@ def test_a_step_after_an_empty_one_is_left_out(server, path, lag):
     ],
     ids=lambda special: next(iter(special)),
 )
-def test_steps_that_do_more_are_left_out_and_the_next_are_not(server, path, special):
+def test_steps_with_other_work_are_left_out(server, path, special):
     """Steps with drafts, encoders, grammars, loads or copies are not recorded.
 
     The step after such a step is recorded.
@@ -256,9 +256,7 @@ def test_the_first_steps_of_a_server_are_left_out(server, steps, path, monkeypat
     assert [row[2] for row in rows(path)] == [4, 5]
 
 
-def test_rows_are_written_many_at_a_time_while_the_server_is_busy(
-    server, steps, path, monkeypatch
-):
+def test_a_busy_server_writes_rows_in_batches(server, steps, path, monkeypatch):
     """A busy server writes rows in batches, and the rest when it shuts down."""
     monkeypatch.setattr(steps, "ROWS_AT_ONCE", 3)
     scheduler = server()
@@ -272,7 +270,7 @@ def test_rows_are_written_many_at_a_time_while_the_server_is_busy(
     assert (len(rows(path)), scheduler.closed) == (5, True)
 
 
-def test_recording_ends_after_so_many_rows(server, steps, path, monkeypatch):
+def test_recording_ends_after_the_greatest_number_of_rows(server, steps, path, monkeypatch):
     """Recording ends after `MOST_ROWS` rows, so that it does not fill a disk."""
     monkeypatch.setattr(steps, "MOST_ROWS", 4)
     serve(server(), map(decode, range(1, 9)), range(8))
@@ -294,9 +292,7 @@ class FullDisk(FileIO):
         return written
 
 
-def test_a_full_disk_ends_recording_with_whole_rows_and_one_warning(
-    server, steps, path, monkeypatch, caplog
-):
+def test_a_full_disk_ends_recording_with_one_warning(server, steps, path, monkeypatch, caplog):
     """On a full disk recording ends with whole rows and one warning. The server continues."""
     monkeypatch.setattr(steps, "ROWS_AT_ONCE", 1)
     scheduler = server()
@@ -310,7 +306,7 @@ def test_a_full_disk_ends_recording_with_whole_rows_and_one_warning(
     assert scheduler.closed
 
 
-def test_a_plan_of_another_layout_ends_recording_and_not_the_server(server, path, caplog):
+def test_a_plan_of_another_layout_ends_only_the_recording(server, path, caplog):
     """A plan with unknown attributes ends recording with one warning. The server continues.
 
     The file has the rows of all steps before.
@@ -320,10 +316,11 @@ def test_a_plan_of_another_layout_ends_recording_and_not_the_server(server, path
     assert serve(scheduler, [decode(1), decode(2), other, decode(3)], range(4)) == [*range(4)]
     assert [row[2] for row in rows(path)] == [2]
     (warning,) = caplog.records
-    assert "AttributeError" in warning.message
+    assert "recording has ended (AttributeError" in warning.message
+    assert warning.message.endswith(f"; 1 steps are in {path}")
 
 
-def test_a_file_that_exists_is_left_alone(server, path, caplog):
+def test_an_existing_file_is_not_overwritten(server, path, caplog):
     """An existing file is not overwritten: the server logs a warning and continues."""
     path.write_text("mine")
     assert serve(server(), [decode(1), decode(2)], [1, 2]) == [0, 1]
@@ -342,7 +339,7 @@ def test_a_file_that_exists_is_left_alone(server, path, caplog):
     ],
     ids=lambda value: "" if isinstance(value, dict) else value,
 )
-def test_a_server_without_plain_steps_records_nothing_and_says_why(
+def test_a_server_without_plain_steps_warns_and_records_nothing(
     server, steps, path, caplog, options, why
 ):
     """A server whose steps cannot be recorded writes one warning with the reason.
@@ -357,10 +354,14 @@ def test_a_server_without_plain_steps_records_nothing_and_says_why(
     assert why in warning.message
 
 
-def test_without_the_variable_nothing_is_recorded(server, monkeypatch, caplog):
+def test_without_the_variable_nothing_is_recorded(server, tmp_path, monkeypatch, caplog):
     """Without KVCORE_STEPS nothing is recorded, and the log names the variable."""
     monkeypatch.delenv("KVCORE_STEPS", raising=False)
-    serve(server(), [decode(1), decode(2)], [1, 2])
+    monkeypatch.chdir(tmp_path)
+    scheduler = server()
+    assert serve(scheduler, [decode(1), decode(2)], [1, 2]) == [0, 1]
+    scheduler.shutdown()
+    assert not list(tmp_path.iterdir())
     assert "KVCORE_STEPS" in caplog.text
 
 
@@ -373,7 +374,7 @@ def test_each_rank_of_a_dense_model_has_a_file(server, path):
     assert rows(path.with_name("steps-1.csv"))[0][2] == 3
 
 
-def test_what_is_recorded_calibrates(server, steps, path):
+def test_the_recorded_steps_calibrate_a_latency_model(server, steps, path):
     """Constants fitted to the recorded steps are those that the times were made from."""
     plans = [
         step(new=[(tokens, 0)] * bool(tokens), known=[(1, context - 1, 1)] * seqs)

@@ -23,7 +23,7 @@ def test_smaller_weights_leave_more_blocks():
     assert freed == pytest.approx(70_553_706_496, abs=2 * block)
 
 
-def test_a_model_by_its_numbers_gets_the_format_too():
+def test_a_model_spec_gets_the_format_of_weights():
     """The option gives a ModelSpec the same weights as the model of that name."""
     by_name, by_numbers = (
         RunParts(
@@ -35,7 +35,7 @@ def test_a_model_by_its_numbers_gets_the_format_too():
     assert by_name.model.dtype == "int4"
 
 
-def test_fewer_bytes_are_read_in_less_time():
+def test_smaller_weights_are_read_in_less_time():
     """Decoding with weights in fp8 takes less than 80% of the time of bf16."""
     slow, fast = (
         kvcore.simulate(BENCH, weights_dtype=dtype, **SERVED) for dtype in ("bf16", "fp8")
@@ -43,17 +43,17 @@ def test_fewer_bytes_are_read_in_less_time():
     assert fast.tpot.mean < 0.8 * slow.tpot.mean
 
 
-def test_reports_say_the_format_that_was_given(tmp_path):
+def test_reports_name_the_given_format(tmp_path):
     """Reports of a run and of its trace name the given format, and none without the option."""
     options = ["--model", "llama-3-70b", "--trace", tmp_path / "run.jsonl"]
-    told = run_here("simulate", BENCH, *options, "--weights-dtype", "fp8").stdout
-    assert "weights in fp8" in " ".join(told.split())
-    told = run_here("replay", tmp_path / "run.jsonl", "--eviction", "fifo").stdout
-    assert "weights in fp8" in " ".join(told.split())
+    printed = run_here("simulate", BENCH, *options, "--weights-dtype", "fp8").stdout
+    assert "weights in fp8" in " ".join(printed.split())
+    printed = run_here("replay", tmp_path / "run.jsonl", "--eviction", "fifo").stdout
+    assert "weights in fp8" in " ".join(printed.split())
     assert "weights" not in run_here("simulate", BENCH).stdout
 
 
-def test_a_run_on_tensors_refuses_it():
+def test_a_run_on_tensors_refuses_a_format_of_weights():
     """A run on tensors refuses the option, since its weights are the generator's."""
     with pytest.raises(InputError, match="weights_dtype: a run on tensors"):
         kvcore.run(prompts=["a b c"], weights_dtype="fp8")

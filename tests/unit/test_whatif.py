@@ -30,14 +30,14 @@ class TestAnotherPolicy:
         return untimed(tmp_path / "trace.jsonl", "abcabc", blocks=2)
 
     @pytest.mark.parametrize("eviction", ["mru", MRU, MRU(), partial(MRU)])
-    def test_it_is_given_in_any_way(self, path, eviction):
+    def test_name_class_instance_and_function_give_the_same_policy(self, path, eviction):
         """A name, a class, an instance and a function give the same eviction policy."""
         found = whatif(path, eviction=eviction)
         assert found.rerun.config["eviction"] == {"name": "mru", "options": {}}
         assert found.recorded.config["eviction"] == {"name": "lru", "options": {}}
         assert (found.recorded.hit["hit_blocks"], found.rerun.hit["hit_blocks"]) == (0, 2)
 
-    def test_who_gained_and_who_lost(self, path):
+    def test_changes_have_the_requests_with_other_hits(self, path):
         """`changes` has each request whose hits differ, with its hits in both runs."""
         found = whatif(path, eviction="mru")
         assert [(c.request, c.prompt, c.tokens) for c in found.gained()] == [
@@ -49,7 +49,7 @@ class TestAnotherPolicy:
         back = whatif(path, blocks=1)
         assert back.changes == []
 
-    def test_the_new_trace_is_that_of_the_new_run(self, path, tmp_path):
+    def test_the_exported_trace_is_that_of_a_fresh_run(self, path, tmp_path):
         """The exported trace has the bytes of a fresh run under the new policy."""
         whatif(path, eviction="mru", export=tmp_path / "new.jsonl")
         with Trace(tmp_path / "fresh.jsonl") as trace:
@@ -57,7 +57,7 @@ class TestAnotherPolicy:
             replay([ask_for(place, text) for place, text in enumerate("abcabc")], cache)
         assert (tmp_path / "new.jsonl").read_bytes() == (tmp_path / "fresh.jsonl").read_bytes()
 
-    def test_no_prefix_is_shared(self, path):
+    def test_another_prefix_index_can_be_given(self, path):
         """Another prefix index can be given: with NoPrefix nothing hits."""
         assert whatif(path, prefix=NoPrefix).rerun.hit["hit_blocks"] == 0
 
@@ -69,7 +69,7 @@ class TestAnotherPolicy:
         assert found.changes == []
         assert (tmp_path / "new.jsonl").read_bytes() == path.read_bytes()
 
-    def test_a_random_policy_takes_the_seed_of_the_run(self, tmp_path):
+    def test_a_random_policy_gets_the_seed_of_the_run(self, tmp_path):
         """A random policy given by name gets the recorded seed."""
         path = tmp_path / "trace.jsonl"
         compare(Zipf(requests=50), "lru", 30, trace=path, seed=9)
@@ -80,7 +80,7 @@ class TestAnotherPolicy:
 class TestAnotherPool:
     """Blocks of another size, and pools of another number of blocks."""
 
-    def test_another_block_size_is_the_same_memory(self, tmp_path):
+    def test_another_block_size_keeps_the_memory_of_the_pool(self, tmp_path):
         """Another block size keeps the memory of the pool, unless `blocks` is given."""
         path = untimed(tmp_path / "trace.jsonl", ["abc", "abd", "abc"], blocks=4)
         config = whatif(path, block_size=2).rerun.config
@@ -88,20 +88,20 @@ class TestAnotherPool:
         config = whatif(path, block_size=1, blocks=5).rerun.config
         assert (config["block_size"], config["blocks"]) == (1, 5)
 
-    def test_a_block_size_that_fits_no_key(self, tmp_path):
+    def test_a_block_size_that_does_not_fit_the_keys_is_refused(self, tmp_path):
         """A block size that does not fit the keys raises InputError with both sizes."""
         path = untimed(tmp_path / "trace.jsonl", ["abc"])
         with pytest.raises(InputError, match=r"block size 3 and .* keys of 4 tokens"):
             whatif(path, block_size=3)
 
-    def test_a_pool_without_a_block(self, tmp_path):
+    def test_a_block_size_larger_than_the_pool_is_refused(self, tmp_path):
         """A block size larger than the whole pool raises InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")], blocks=2)
         with pytest.raises(InputError, match="2 blocks of 4 tokens is less than a block of 16"):
             whatif(path, block_size=16, plugins=PLUGINS)
 
     @pytest.mark.parametrize("size", [0, -4])
-    def test_a_block_size_that_is_none(self, tmp_path, size):
+    def test_a_block_size_below_one_is_refused(self, tmp_path, size):
         """A block size below 1 raises InputError."""
         path = untimed(tmp_path / "trace.jsonl", ["abc"])
         with pytest.raises(InputError, match=f"block size {size}"):
@@ -111,7 +111,7 @@ class TestAnotherPool:
 class TestUnderAClock:
     """Schedulers, latency models, batching, rates and SLOs."""
 
-    def test_sessions_keep_their_own_pace(self, tmp_path):
+    def test_a_turn_arrives_a_think_time_after_the_turn_before(self, tmp_path):
         """A turn arrives a think time after the end of the turn before, in each run."""
         turns = [
             ask("a", 0, output=3, session="s"),
@@ -124,7 +124,7 @@ class TestUnderAClock:
                plugins=PLUGINS)  # fmt: skip
         assert ended(slow) == {"a": 3000, "b": 4100}
 
-    def test_another_scheduler(self, tmp_path):
+    def test_another_scheduler_changes_the_times_of_requests(self, tmp_path):
         """`sooner` and `later` have the requests whose times differ, in nanoseconds."""
         requests = [ask("long", 0, output=2), ask("late", 1), ask("dear", 1, priority=1)]
         path = timed(tmp_path / "trace.jsonl", requests, batching={"max_seqs": 1})
@@ -134,7 +134,7 @@ class TestUnderAClock:
         assert found.rerun.config["scheduler"]["name"] == "priority"
         assert found.gained() == found.lost() == []
 
-    def test_other_caps_leave_the_rest(self, tmp_path):
+    def test_a_cap_that_is_not_given_stays_as_recorded(self, tmp_path):
         """A cap that is not given stays as recorded; a whole `Batching` replaces all."""
         path = timed(
             tmp_path / "trace.jsonl", [ask("a")], batching={"max_tokens": 64, "max_seqs": 8}
@@ -146,7 +146,7 @@ class TestUnderAClock:
         with pytest.raises(InputError, match="max_seqs=0"):
             whatif(path, batching={"max_seqs": 0}, plugins=PLUGINS)
 
-    def test_another_rate_is_one_of_the_workload(self, tmp_path):
+    def test_another_rate_is_relative_to_the_workload(self, tmp_path):
         """`rate_scale` is relative to the workload, whatever the rate of the recorded run."""
         requests = [ask(place, place * 1000) for place in range(4)]
         path = timed(tmp_path / "trace.jsonl", requests, rate_scale=4)
@@ -155,13 +155,13 @@ class TestUnderAClock:
         assert arrivals == [0, 500, 1000, 1500]
 
     @pytest.mark.parametrize("rate", [0, -1])
-    def test_a_rate_at_which_nothing_arrives(self, tmp_path, rate):
+    def test_a_rate_of_zero_or_less_is_refused(self, tmp_path, rate):
         """A `rate_scale` of 0 or less raises InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         with pytest.raises(InputError, match=f"rate_scale={rate}"):
             whatif(path, rate_scale=rate, plugins=PLUGINS)
 
-    def test_both_runs_are_judged_alike(self, tmp_path):
+    def test_a_new_slo_applies_to_both_runs(self, tmp_path):
         """A new SLO applies to the recorded run as well."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b", 100)])
         assert whatif(path, plugins=PLUGINS).recorded.slo_met is None
@@ -170,7 +170,7 @@ class TestUnderAClock:
         found = whatif(path, slo=SLO(ttft_ns=10), plugins=PLUGINS)
         assert (found.recorded.slo_met, found.rerun.slo_met) == (1, 1)
 
-    def test_sequences_may_forget_or_not(self, tmp_path):
+    def test_a_retention_policy_can_be_added_kept_or_removed(self, tmp_path):
         """A retention policy can be added, kept or removed."""
         path = timed(tmp_path / "trace.jsonl", [ask("a", prompt=40, output=9)])
         windowed = tmp_path / "windowed.jsonl"
@@ -181,14 +181,14 @@ class TestUnderAClock:
         assert "retention" not in back.rerun.config
         assert whatif(windowed, plugins=PLUGINS).rerun == found.rerun
 
-    def test_nothing_may_be_expected(self, tmp_path):
+    def test_an_empty_slo_removes_the_recorded_one(self, tmp_path):
         """An empty SLO removes the recorded one, in the new header as well."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")], slo=SLO(ttft_ns=9))
         found = whatif(path, slo=SLO(), export=tmp_path / "new.jsonl", plugins=PLUGINS)
         assert found.rerun.slo_met is None
         assert "slo" not in lines(tmp_path / "new.jsonl")[0]
 
-    def test_a_latency_model_is_of_what_was_recorded(self, tmp_path):
+    def test_a_latency_model_uses_the_recorded_model_and_device(self, tmp_path):
         """A latency model given by name uses the recorded model and device by default."""
         about = {
             "model": {"name": "llama-3-8b", "kv_dtype": "bf16"},
@@ -201,7 +201,7 @@ class TestUnderAClock:
         assert (options["device"], options["codec"]) == ("a100-80g", "bf16")
         assert options["tensor_parallel"] == 2
 
-    def test_a_model_without_a_name_is_recorded_whole(self, tmp_path):
+    def test_a_model_outside_the_catalogue_is_built_again(self, tmp_path):
         """A model that is in no catalogue is built again from its fields."""
         model = attrs.evolve(find_model("gemma-2-2b"), name="mine")
         latency = Roofline(model=model, device=find_device("h100"), tensor_parallel=1)
@@ -221,7 +221,7 @@ class TestUnderAClock:
         PrefillCost(1.0, (), "llama-3-8b", "h100"),
     ],
 )
-def test_a_cost_comes_back_from_the_header(cost):
+def test_a_cost_read_from_the_header_equals_the_recorded_cost(cost):
     """A cost read from the header equals the recorded cost.
 
     Entries of the catalogue are recorded by name, others with their seconds.
@@ -229,7 +229,7 @@ def test_a_cost_comes_back_from_the_header(cost):
     assert read_cost(orjson.loads(orjson.dumps(cost_fields(cost)))) == cost
 
 
-def test_the_cost_of_a_comparison_is_recorded(tmp_path):
+def test_a_cost_policy_decides_the_same_in_a_rerun(tmp_path):
     """A cost policy makes the same decisions in a rerun, since the cost is recorded."""
     path = tmp_path / "trace.jsonl"
     cost = PrefillCost(1e-3, ((None, 1e-5),))

@@ -24,7 +24,12 @@ RECORDED = {
     "all fail": {"fail": [f"replica={number},at=0.2" for number in range(3)]},
     "unlike": {"replicas": UNLIKE, "tier": "host:memory=1GiB"},
     "refused": {"blocks": 6, "fail": ()},
-    "planned": {"fail": (), "autoscale": "load:interval=0.2,start_up=0.1,cool_down=0,start=2"},
+    "planned": {
+        "autoscale": "throughput:interval=0.2,start_up=0.1,cool_down=0",
+        "latency": "token-rate:prefill=1,decode=0.1",
+        "slo": "ttft=1",
+        "fail": (),
+    },
     "one": {"replicas": 1, "fail": "replica=0,at=0.3,for=0.1"},
     "faster": {"rate_scale": 2, "fail": ()},
     "split": {"disaggregate": "prefill=2,decode=1", "fail": ()},
@@ -39,7 +44,7 @@ def record(path, **options):
 
 
 @pytest.mark.parametrize("options", RECORDED.values(), ids=RECORDED)
-def test_as_recorded_it_is_the_same_byte_by_byte(tmp_path, options):
+def test_a_rerun_without_changes_has_the_bytes_of_the_trace(tmp_path, options):
     """Without changes, a what-if run of a cluster exports the bytes of its trace."""
     path, again = record(tmp_path / "trace.jsonl", **options), tmp_path / "again.jsonl"
     found = whatif(path, export=again)
@@ -48,7 +53,7 @@ def test_as_recorded_it_is_the_same_byte_by_byte(tmp_path, options):
     assert not found.changes
 
 
-def test_the_recorded_run_is_that_of_its_result(tmp_path):
+def test_figures_of_a_trace_equal_those_of_its_result(tmp_path):
     """Figures computed from the trace of a cluster equal those of its result."""
     path = tmp_path / "trace.jsonl"
     given = {"replicas": 3, "blocks": 20, "tensor_parallel": 1, "trace": path}
@@ -78,14 +83,14 @@ def test_the_recorded_run_is_that_of_its_result(tmp_path):
         ),
     ],
 )  # fmt: skip
-def test_with_options_it_is_a_run_with_these(tmp_path, asked, same):
+def test_a_rerun_with_options_has_the_bytes_of_such_a_run(tmp_path, asked, same):
     """A what-if run with options exports the bytes of a run recorded with them."""
     path, again = record(tmp_path / "trace.jsonl"), tmp_path / "again.jsonl"
     whatif(path, export=again, **asked)
     assert again.read_bytes() == record(tmp_path / "same.jsonl", **same).read_bytes()
 
 
-def test_a_server_becomes_a_cluster(tmp_path):
+def test_requests_of_a_server_can_be_run_on_two_replicas(tmp_path):
     """The requests of one server can be run again on two replicas of its kind."""
     path, again = tmp_path / "one.jsonl", tmp_path / "again.jsonl"
     kvcore.simulate("zipf:requests=40,rate=50", blocks=100, trace=path)
@@ -96,7 +101,7 @@ def test_a_server_becomes_a_cluster(tmp_path):
     assert found.recorded.config["replicas"] == 1
 
 
-def test_a_router_alone_makes_no_cluster(tmp_path):
+def test_a_router_for_a_trace_of_one_server_is_refused(tmp_path):
     """A router for a trace of one server is refused; the error suggests --replicas."""
     path = tmp_path / "one.jsonl"
     kvcore.simulate("zipf:requests=5", blocks=100, trace=path)
@@ -113,17 +118,17 @@ def test_a_header_without_routing_is_refused(tmp_path):
         whatif(seal(path, events))
 
 
-def test_a_damaged_trace_is_not_run_again(tmp_path):
+def test_a_damaged_trace_of_a_cluster_is_refused(tmp_path):
     """A damaged trace of a cluster raises TraceError."""
     path = record(tmp_path / "trace.jsonl")
     path.write_bytes(
         path.read_bytes().replace(b'"FINISH","request":7', b'"FINISH","request":8')
     )
-    with pytest.raises(TraceError):
+    with pytest.raises(TraceError, match="FINISH: request 8 has no REQUEST line before this"):
         whatif(path)
 
 
-def test_a_configuration_from_a_trace_makes_the_cluster_again(tmp_path):
+def test_a_configuration_from_a_trace_has_its_cluster(tmp_path):
     """`RunConfig.from_trace` has the replicas, view and failures of the trace.
 
     A run of it has the recorded hits.

@@ -35,13 +35,15 @@ class TestRefused:
         ],
         ids=lambda asked: next(iter(asked)),
     )
-    def test_time_without_a_clock(self, tmp_path, asked):
+    def test_options_of_a_server_are_refused_without_a_clock(self, tmp_path, asked):
         """Options of a server are refused for a trace without a clock."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         message = f"without a clock: it has no {next(iter(asked))}.*kvcore simulate trace:FILE"
         self.refused(path, InputError, message, **asked)
 
-    def test_a_flood_of_requests(self, tmp_path, monkeypatch):
+    def test_a_trace_with_too_many_requests_for_its_size_is_refused(
+        self, tmp_path, monkeypatch
+    ):
         """A trace with more requests than its file size allows is refused."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b"), ask("c")])
         monkeypatch.setattr("kvcore.analysis.recorded_run.FREE_REQUESTS", 2)
@@ -50,20 +52,22 @@ class TestRefused:
         )
         self.refused(path, TraceError, "of this size has at most 2 requests")
 
-    def test_the_wall_clock(self, tmp_path):
+    def test_a_trace_under_the_wall_clock_is_refused(self, tmp_path):
         """A trace under the wall clock is refused, since it cannot be repeated."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         events = lines(path)
         events[0]["mode"] = "wall"
         self.refused(seal(path, events), InputError, "by the wall clock.*simulate trace:FILE")
 
-    @pytest.mark.parametrize("make", [record, serve_by_hand])
-    def test_calls_made_by_hand(self, tmp_path, make):
+    @pytest.mark.parametrize(
+        ("make", "reason"),
+        [(record, "made by hand"), (serve_by_hand, "says nothing of the batching")],
+    )
+    def test_a_trace_of_calls_made_by_hand_is_refused(self, tmp_path, make, reason):
         """Traces of calls made by hand are refused."""
-        path = make(tmp_path / "trace.jsonl")
-        self.refused(path, InputError, "by hand|says nothing of the batching")
+        self.refused(make(tmp_path / "trace.jsonl"), InputError, reason)
 
-    def test_a_request_that_was_never_admitted(self, tmp_path):
+    def test_a_request_that_was_never_admitted_is_refused(self, tmp_path):
         """An untimed trace with a request that was never admitted is refused."""
         path = tmp_path / "trace.jsonl"
         with Trace(path) as trace:
@@ -72,13 +76,13 @@ class TestRefused:
             cache.close(cache.open(ask_for("b", "ab")))
         self.refused(path, InputError, r"trace\.jsonl:3: .*made by hand")
 
-    def test_a_cut_trace(self, tmp_path):
+    def test_a_cut_trace_is_refused(self, tmp_path):
         """A cut trace raises TraceError."""
         path = untimed(tmp_path / "trace.jsonl", ["ab", "cd"])
         path.write_bytes(path.read_bytes()[:-20])
         self.refused(path, TraceError, "incomplete: the file ends inside.*record it again")
 
-    def test_a_trace_that_contradicts_itself(self, tmp_path):
+    def test_an_inconsistent_trace_is_refused(self, tmp_path):
         """An inconsistent trace raises TraceError with its file and line."""
         path = untimed(tmp_path / "trace.jsonl", ["ab", "ab"])
         events = lines(path)
@@ -87,7 +91,7 @@ class TestRefused:
         message = rf"trace\.jsonl:{hit['n'] + 1}: HIT: 1 blocks hit; 2 are cached"
         self.refused(seal(path, events), TraceError, message)
 
-    def test_a_plugin_that_is_not_installed(self, tmp_path):
+    def test_a_missing_plugin_is_refused_unless_it_is_replaced(self, tmp_path):
         """A missing plugin raises PluginError that names it, unless it is replaced."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         events = lines(path)
@@ -111,14 +115,16 @@ class TestRefused:
             ("lru", {"old": "1"}, "cannot be built as recorded: .*no option 'old'"),
         ],
     )
-    def test_options_that_are_not_what_they_were(self, tmp_path, name, options, message):
+    def test_a_plugin_with_other_options_than_recorded_is_refused(
+        self, tmp_path, name, options, message
+    ):
         """A plugin that cannot be built with exactly the recorded options is refused."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         events = lines(path)
         events[0]["plugins"]["eviction"] = {"name": name, "options": options}
         self.refused(seal(path, events), InputError, message)
 
-    def test_a_file_that_the_trace_names(self, tmp_path):
+    def test_a_file_named_by_the_header_is_not_opened(self, tmp_path):
         """A file named by the header is not opened, unless the caller names it again."""
         table = tmp_path / "steps.csv"
         head = "prefill_tokens,decode_sequences,context_tokens,seconds\n"
@@ -131,7 +137,7 @@ class TestRefused:
         message = r"no file is opened because a trace names it.*: --latency table:path=FILE$"
         self.refused(path, InputError, message)
 
-    def test_a_latency_model_that_has_changed(self, tmp_path):
+    def test_a_latency_model_with_other_coefficients_is_refused(self, tmp_path):
         """A latency model with other coefficients than recorded is refused."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         events = lines(path)
@@ -148,14 +154,16 @@ class TestRefused:
             ("recompute", {"model": 3, "device": None}, "cannot be read from"),
         ],
     )
-    def test_a_header_that_cannot_be(self, tmp_path, field, value, message):
+    def test_invalid_batching_and_costs_of_a_header_are_refused(
+        self, tmp_path, field, value, message
+    ):
         """Invalid batching and costs in a header raise InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         events = lines(path)
         events[0][field] = value
         self.refused(seal(path, events), InputError, message)
 
-    def test_an_export_over_the_trace(self, tmp_path):
+    def test_an_export_over_the_trace_is_refused(self, tmp_path):
         """An export to the path of the trace is refused, and the trace stays."""
         path = untimed(tmp_path / "trace.jsonl", ["ab"])
         before = path.read_bytes()
@@ -164,7 +172,7 @@ class TestRefused:
                 whatif(path, export=Path(tmp_path) / name)
         assert path.read_bytes() == before
 
-    def test_what_is_no_plugin(self, tmp_path):
+    def test_an_unknown_plugin_is_refused(self, tmp_path):
         """An unknown plugin, or one of another kind, raises InputError."""
         path = timed(tmp_path / "trace.jsonl", [ask("a")])
         self.refused(path, InputError, "no eviction plugin is named 'lruu'", eviction="lruu")

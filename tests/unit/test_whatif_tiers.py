@@ -25,7 +25,7 @@ def path(tmp_path):
     return tmp_path / "trace.jsonl"
 
 
-def test_a_run_with_tiers_is_made_again(path, tmp_path):
+def test_a_rerun_with_tiers_has_the_bytes_of_the_trace(path, tmp_path):
     """A rerun with tiers writes the same bytes, and opens no path of the header."""
     found = whatif(path, export=tmp_path / "new.jsonl")
     assert found.changes == []
@@ -34,7 +34,7 @@ def test_a_run_with_tiers_is_made_again(path, tmp_path):
     assert check_trace(path).events["LOAD"] > 0
 
 
-def test_both_runs_say_what_came_from_tiers(path):
+def test_both_runs_report_the_tokens_loaded_from_tiers(path):
     """Both runs report the tokens loaded from tiers, and equal ones without a change."""
     found = whatif(path)
     assert found.recorded.loaded_tokens == found.rerun.loaded_tokens > 0
@@ -44,7 +44,7 @@ def test_both_runs_say_what_came_from_tiers(path):
 
 
 @pytest.mark.parametrize("tier", ["none", "disk:memory=2GiB", ["host:memory=1GiB", HOST]])
-def test_other_tiers(path, tmp_path, tier):
+def test_given_tiers_replace_the_recorded_ones(path, tmp_path, tier):
     """Other tiers replace the recorded ones, in the new trace as well."""
     found = whatif(path, tier=tier, export=tmp_path / "new.jsonl")
     asked = [] if tier == "none" else [tier] if isinstance(tier, str) else tier
@@ -61,10 +61,10 @@ def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
     assert [tier["slots"] for tier in new] == [tier["slots"] // 2 for tier in old]
 
 
-def test_the_command_line_takes_tiers(path):
+def test_kvcore_replay_prints_or_replaces_the_tiers(path):
     """`kvcore replay --tier none` removes the tiers; without the option it prints them."""
-    told = run_here("replay", path, "--tier", "none").stdout
-    assert "tiers: none instead of" in " ".join(told.split())
+    printed = run_here("replay", path, "--tier", "none").stdout
+    assert "tiers: none instead of" in " ".join(printed.split())
     assert "tier host: blocks of" in run_here("replay", path).stdout
 
 
@@ -75,7 +75,7 @@ def test_the_command_line_takes_tiers(path):
         ({"options": {"memory": 1}}, "less than a block, which takes"),
     ],
 )
-def test_a_header_that_makes_no_tier_is_refused(path, change, reason):
+def test_a_header_with_tiers_that_cannot_be_built_is_refused(path, change, reason):
     """A header whose tiers cannot be built is refused with the reason."""
     events = lines(path)
     events[0]["tiers"][0] |= change

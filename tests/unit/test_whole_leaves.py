@@ -10,7 +10,7 @@ from kvcore_plugins.prefix import Radix
 
 @pytest.mark.parametrize("ids", [True, False])
 @pytest.mark.parametrize(("evict", "evicted"), [("blocks", 2), ("leaf", 4)])
-def test_a_leaf_leaves_whole(evict, evicted, ids):
+def test_a_whole_leaf_is_evicted(evict, evicted, ids):
     """With evict="leaf" a whole leaf is evicted even if two blocks are enough."""
     cache = make(8, prefix=Radix(evict=evict), ids=ids)
     serve(cache, "abcd", "ef")
@@ -32,19 +32,19 @@ def test_each_step_of_a_prompt_is_a_leaf():
     assert cache.probe(ask("abcde")) == 2
 
 
-@pytest.mark.parametrize(("renews", "left"), [(False, "uv"), (True, "abcd")])
-def test_a_split_renews_what_was_not_hit(renews, left):
+@pytest.mark.parametrize(("renews", "left"), [(False, [2, 2]), (True, [4, 0])])
+def test_a_split_renews_the_part_that_was_not_hit(renews, left):
     """With `renew_split` the unhit rest of a split span becomes the most recent."""
     cache = make(8, LRU(renew_split=renews))
     serve(cache, "abcd", "uv")
     seq = start(cache, "abx")
-    other = start(cache, "yzz"[:3])
-    assert cache.probe(ask(f"{left}!")) == len(left)
+    other = start(cache, "yzw")
+    assert [cache.probe(ask(text)) for text in ("abcd!", "uv!")] == left
     cache.close(seq)
     cache.close(other)
 
 
-def test_there_are_two_ways_to_evict():
+def test_an_unknown_value_of_evict_is_refused():
     """An unknown value of `evict` raises InputError."""
     with pytest.raises(InputError, match="radix: evict='span' is not known"):
         Radix(evict="span")

@@ -16,7 +16,7 @@ from kvcore.analysis import workers
 from kvcore.analysis.workers import WorkerDied, work_all
 
 
-def test_the_end_of_a_worker_is_known_however_late_its_exit_code_is(monkeypatch):
+def test_the_signal_that_killed_a_worker_is_reported(monkeypatch):
     """The signal that killed a worker is reported even if its exit code is stored late.
 
     Another thread may have collected the process from the kernel.
@@ -45,7 +45,7 @@ def test_the_end_of_a_worker_is_known_however_late_its_exit_code_is(monkeypatch)
     ]
 
 
-def test_an_interrupt_amid_the_start_of_a_worker_comes_after_it(monkeypatch):
+def test_an_interrupt_during_the_start_of_a_worker_is_raised_later(monkeypatch):
     """An interrupt during the start of a worker is raised afterwards, and ends the worker."""
     start = ProcessPoolExecutor._spawn_process
     started = []

@@ -1,3 +1,5 @@
+"""The workload `azure`: tables of times and lengths as Azure publishes them."""
+
 import pytest
 
 from kvcore.errors import InputError
@@ -23,16 +25,25 @@ def test_arrivals_count_from_the_first_row(tmp_path):
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_newlines_of_either_kind(tmp_path, newline):
+def test_a_file_may_have_either_line_end(tmp_path, newline):
     """A file may have either line end, with or without one after the last row."""
     for rows in ((HEADER, ROW), (HEADER, ROW, "")):
-        assert len(list(Azure(write(tmp_path / "t.csv", *rows, newline=newline)))) == 1
+        (request,) = Azure(write(tmp_path / "t.csv", *rows, newline=newline))
+        assert (request.prompt_tokens, request.output_tokens) == (374, 44)
 
 
-@pytest.mark.parametrize("stamp", ["2024-05-10 00:00:00+00:00", "2024-05-10 00:00:00.009930"])
-def test_stamps_of_other_years(tmp_path, stamp):
+@pytest.mark.parametrize(
+    ("stamp", "gap"),
+    [
+        ("2024-05-10 00:00:00+00:00", 1_000_000_000),
+        ("2024-05-10 00:00:00.009930", 990_070_000),
+    ],
+)
+def test_times_in_other_notations_are_read(tmp_path, stamp, gap):
     """Times without a fraction, with six digits and with a UTC offset are read."""
-    assert len(list(Azure(write(tmp_path / "t.csv", HEADER, f"{stamp},1,0")))) == 1
+    rows = f"{stamp},1,0", "2024-05-10 00:00:01.0000000,1,0"
+    _, second = Azure(write(tmp_path / "t.csv", HEADER, *rows))
+    assert second.arrival == gap
 
 
 def test_requests_have_no_keys(tmp_path):
@@ -69,13 +80,13 @@ def test_bad_field_is_named(tmp_path, row, complaint):
         list(Azure(path))
 
 
-def test_wrong_header_is_shown(tmp_path):
+def test_a_file_with_other_columns_is_refused(tmp_path):
     """A file with other columns is refused at its first line."""
     with pytest.raises(InputError, match=r't\.csv:1: expected the header TIME.*, got "a,b"'):
         list(Azure(write(tmp_path / "t.csv", "a,b")))
 
 
-def test_header_alone_is_refused(tmp_path):
+def test_a_file_without_rows_is_refused(tmp_path):
     """A file without rows raises InputError."""
     with pytest.raises(InputError, match="no rows after the header"):
         list(Azure(write(tmp_path / "t.csv", HEADER)))

@@ -1,3 +1,5 @@
+"""The workload `chat`: conversations, logged requests and prompts with their texts."""
+
 import json
 from itertools import islice
 
@@ -124,7 +126,7 @@ def test_keys_are_those_of_the_tokens(read):
     ("text", "count"),
     [("", 0), ("caching", 1), ("cacheable", 2), ("12345", 2), ("a b,c\n\n", 5), ("日本", 2)],
 )
-def test_words_are_estimated(read, text, count):
+def test_the_tokens_of_words_are_estimated(read, text, count):
     """Words count a token per seven letters, numbers per three digits, signs one each."""
     (request,) = read({"prompt": f"x {text}"})
     assert request.prompt_tokens == 1 + count
@@ -170,7 +172,7 @@ def test_rows_without_times_arrive_at_a_rate(read):
     assert {request.arrival for request in read(*rows)} == {0}
 
 
-def test_conversations_run_side_by_side(read):
+def test_turns_of_overlapping_conversations_are_merged(read):
     """Turns of conversations that overlap are merged by their times."""
     rows = [{"messages": CHAT, "time": start} for start in (0, 3)]
     requests = read(*rows, think=5)
@@ -178,7 +180,7 @@ def test_conversations_run_side_by_side(read):
     assert [request.arrival // SECOND for request in requests] == [0, 3, 5, 8]
 
 
-def test_notes_say_what_was_assumed(tmp_path):
+def test_notes_name_estimates_and_missing_values(tmp_path):
     """After a reading the notes name estimates and missing times and answers."""
     workload = Chat(
         write(tmp_path / "c.jsonl", {"prompt": "a"}, {"prompt": "b"}), tokens="bytes"
@@ -225,7 +227,7 @@ def test_bad_rows_are_named(read, row, complaint):
 
 
 @pytest.mark.parametrize("place", ["content", "tool_calls", "tools"])
-def test_values_far_within_one_another_are_refused(read, place):
+def test_values_nested_too_deep_are_refused(read, place):
     """Values nested more than 250 deep raise InputError with file and line."""
     deep = []
     for _ in range(300):
@@ -248,7 +250,7 @@ def test_values_far_within_one_another_are_refused(read, place):
         ([2], {"tokenizer": "/dev"}, "tokenizer=/dev: it has no tokenizer.json"),
     ],
 )
-def test_times_and_options_that_do_not_fit_are_told(read, times, options, complaint):
+def test_unsorted_times_and_wrong_options_are_refused(read, times, options, complaint):
     """Unsorted or partly missing times, a rate beside times and bad tokenizers are refused."""
     with pytest.raises(InputError, match=complaint):
         read(*({"prompt": "a", "time": time} for time in times), **options)
@@ -322,7 +324,7 @@ def folder(tmp_path):
     return save
 
 
-def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
+def test_a_tokenizer_gives_tokens_and_the_chat_template(read, folder):
     """With a tokenizer, tokens are the model's and messages are in its chat template."""
     path = folder(TEMPLATE)
     first, second = read({"messages": CHAT}, tokenizer=path)
@@ -334,7 +336,7 @@ def test_a_tokenizer_counts_and_its_template_is_applied(read, folder):
     assert prompt.prompt_tokens == 5
 
 
-def test_parts_of_a_prompt_by_a_template_have_shares_of_it(read, folder):
+def test_parts_of_a_templated_prompt_share_its_tokens(read, folder):
     """The parts of a templated prompt divide its tokens by the lengths of the messages."""
     (request,) = read({"messages": CHAT[:4]}, tokenizer=folder(TEMPLATE))
     ends = [part.end for part in request.parts]
@@ -344,14 +346,14 @@ def test_parts_of_a_prompt_by_a_template_have_shares_of_it(read, folder):
     assert ends[0] == request.prompt_tokens * lengths[0] // sum(lengths)
 
 
-def test_a_tokenizer_without_a_template_is_enough(read, folder):
+def test_turns_extend_each_other_without_a_chat_template(read, folder):
     """Without a chat template each turn still begins with the turn before and its answer."""
     first, second = read({"messages": CHAT}, tokenizer=folder(None))
     begun = [*first.keys, *first.output_keys]
     assert second.keys[: len(begun)] == begun
 
 
-def test_a_template_that_fails_is_told(read, folder):
+def test_an_error_of_a_chat_template_is_reported(read, folder):
     """An error of a chat template raises InputError with the file and line."""
     path = folder("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(
@@ -360,7 +362,7 @@ def test_a_template_that_fails_is_told(read, folder):
         read({"messages": CHAT}, tokenizer=path)
 
 
-def test_a_tokenizer_counts_by_content(tmp_path, folder):
+def test_the_digest_depends_on_the_files_of_the_tokenizer(tmp_path, folder):
     """The digest depends on the tokenizer's files, and no code of its folder is run."""
     chats = write(tmp_path / "c.jsonl", {"messages": CHAT})
     path = folder(TEMPLATE)

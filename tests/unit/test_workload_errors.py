@@ -66,7 +66,7 @@ def serve(workload):
         ),
     ],
 )
-def test_what_goes_wrong_in_a_workload_is_named(second, error, use):
+def test_an_exception_of_a_workload_is_reported_with_its_place(second, error, use):
     """An exception or a wrong item of a workload raises PolicyError with its place.
 
     The exit code is that of a broken plugin.
@@ -78,7 +78,7 @@ def test_what_goes_wrong_in_a_workload_is_named(second, error, use):
     assert caught.value.exit_code == 3
 
 
-def test_errors_of_files_and_rows_pass():
+def test_an_input_error_of_a_workload_is_raised_unchanged():
     """An InputError of a workload is raised unchanged."""
 
     def missing():
@@ -103,7 +103,7 @@ class Once(Workload):
         return self.rest
 
 
-def test_a_workload_that_can_be_read_once_is_named():
+def test_a_workload_without_requests_in_its_second_reading_is_refused():
     """A second reading of a workload that yields nothing raises PolicyError."""
     once = Once()
     assert list(once)
@@ -113,13 +113,13 @@ def test_a_workload_that_can_be_read_once_is_named():
         list(once)
 
 
-def test_an_empty_workload_may_be_read_again():
+def test_an_empty_workload_may_be_read_twice():
     """An empty workload may be read twice."""
     assert [list(each) for each in [Once(rest=())] * 2] == [[], []]
 
 
 @pytest.mark.parametrize("what", ["key_tokens", "digest", "size", "notes"])
-def test_a_property_that_fails_is_named(what):
+def test_an_exception_in_a_property_is_reported(what):
     """An exception in a property of a workload raises PolicyError that names it."""
 
     def fails(_):
@@ -147,7 +147,7 @@ def test_a_property_of_an_attrs_class_may_call_super():
     assert Prefixed().digest.startswith("my ")
 
 
-def test_a_format_that_cannot_tell_its_files_is_passed_over(tmp_path):
+def test_a_format_whose_recognises_fails_is_skipped(tmp_path):
     """An exception in `recognises` does not prevent other formats from reading a file.
 
     If no format reads it, the error reports the exception.

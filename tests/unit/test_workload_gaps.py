@@ -20,7 +20,7 @@ from kvcore.workloads import exponential
     ],
     ids=["one", "three", "two, then one", "a tie ends it"],
 )
-def test_it_is_the_first_of_a_descent_of_odd_length(draws, gap):
+def test_a_gap_is_the_first_draw_of_a_descent_of_odd_length(draws, gap):
     """A gap is the first draw of a descent of odd length.
 
     Each descent of even length before it adds 1.

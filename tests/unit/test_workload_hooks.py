@@ -1,3 +1,5 @@
+"""The built-in workloads as plugins, and requests that `jsonl` reads from a trace."""
+
 from pathlib import Path
 
 import orjson
@@ -30,7 +32,7 @@ FULL = Request(
 )
 
 
-def test_hook_names_every_built_in():
+def test_the_hook_registers_every_built_in_workload():
     """The hook registers all built-in workloads."""
     plugins = Plugins(extra=[hooks], entry_points=[])
     formats = [
@@ -48,7 +50,7 @@ def test_hook_names_every_built_in():
     assert plugins.names("workload") == [*formats, "zipf"]
 
 
-def test_options_are_given_in_text():
+def test_options_given_as_text_are_converted():
     """Options given as text are converted to their types, `key_tokens` included."""
     plugins = Plugins(extra=[hooks], entry_points=[])
     workload = plugins.build("workload", "zipf:requests=3,rate=2,key_tokens=32")
@@ -60,7 +62,7 @@ def test_options_are_given_in_text():
     [[FULL], Weka(DATA / "weka_sessions.jsonl.gz"), Zipf(requests=20)],
     ids=["every field", "weka", "zipf"],
 )
-def test_traced_requests_come_back(tmp_path, requests):
+def test_jsonl_reads_the_requests_of_a_trace(tmp_path, requests):
     """`jsonl` reads the REQUEST lines of a trace as equal requests."""
     path = tmp_path / "t.jsonl"
     lines = [{"event": "REQUEST", "t": r.arrival, **request_fields(r)} for r in requests]

@@ -1,3 +1,5 @@
+"""The workload `jsonl`: requests in the format of kvcore's own traces."""
+
 from pathlib import Path
 
 import orjson
@@ -40,21 +42,21 @@ def test_the_example_can_be_served():
     assert result.requests["status"] == ["finished"] * 4
 
 
-def test_what_clients_and_predictors_expect_is_read(tmp_path):
+def test_slo_and_predicted_length_are_read(tmp_path):
     """An SLO and a predicted length are in the request."""
     row = REQUEST | {"slo": {"ttft": 5, "deadline": 9}, "predicted": 3}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert (request.slo, request.predicted_output_tokens) == (SLO(ttft_ns=5, deadline_ns=9), 3)
 
 
-def test_what_clients_ask_for_is_read(tmp_path):
+def test_hints_and_called_tools_are_read(tmp_path):
     """Hints and the called tool are in the request."""
     row = REQUEST | {"hints": {"share": False, "demote": True}, "tool": "grep"}
     (request,) = Jsonl(write(tmp_path / "t.jsonl", row))
     assert (request.hints, request.tool) == (Hints(share=0, demote=True), "grep")
 
 
-def test_closed_loop_is_read():
+def test_the_fields_of_a_closed_loop_are_read():
     """Session, predecessor and think time are in the request."""
     request = list(Jsonl(DATA / "requests.jsonl"))[2]
     assert (request.session, request.after, request.think_time) == ("chat", "chat/0", 2 * 10**9)
@@ -158,7 +160,7 @@ def test_an_empty_prompt_is_read(tmp_path):
     assert (request.prompt_tokens, request.keys) == (0, [])
 
 
-def test_cut_file_yields_what_comes_before_the_cut(tmp_path):
+def test_a_cut_file_yields_the_requests_before_the_cut(tmp_path):
     """A file that ends inside a line yields the requests before it, then raises InputError."""
     path = write(tmp_path / "t.jsonl", HEADER, REQUEST, REQUEST | {"id": 2})
     path.write_bytes(path.read_bytes()[:-9])
@@ -168,7 +170,7 @@ def test_cut_file_yields_what_comes_before_the_cut(tmp_path):
         next(workload)
 
 
-def test_chained_keys_go_on_in_the_output(tmp_path):
+def test_hashes_are_chained_into_the_output(tmp_path):
     """With `chain` the hashes of single blocks are chained, from the prompt into the output."""
     first = REQUEST | {"output_keys": [3]}
     then = REQUEST | {"id": 2, "prompt": 64, "keys": [1, 2, 3, 1]}

@@ -1,3 +1,6 @@
+"""The conformance tests of workloads: each of them fails for a broken workload."""
+
+import re
 from itertools import count
 
 import attrs
@@ -69,52 +72,83 @@ def numbered():
 
 
 BROKEN = {
-    "test_is_a_named_workload": [{"workload": Renamed}],
-    "test_yields_requests": [{"make": list}, {"make": lambda: ["request"]}],
-    "test_starts_again_from_the_beginning": [{"make": consumed()}, {"make": numbered()}],
-    "test_iterators_do_not_disturb_each_other": [{"make": numbered()}],
-    "test_equal_options_give_equal_requests": [
-        {"make": numbered()},
-        {"digests": map("{:016x}".format, count())},
+    "test_is_a_named_workload": [
+        ({"workload": Renamed}, "a name is letters, digits, _ . -: not 'no name'"),
     ],
-    "test_streams": [{}, {"make": ([request()] * 8).copy}],
+    "test_yields_requests": [
+        ({"make": list}, "it has no requests"),
+        ({"make": lambda: ["request"]}, "answered __iter__() with 'request': yield instances"),
+    ],
+    "test_starts_again_from_the_beginning": [
+        ({"make": consumed()}, "answered __iter__() with nothing, the second time"),
+        ({"make": numbered()}, None),
+    ],
+    "test_iterators_do_not_disturb_each_other": [({"make": numbered()}, None)],
+    "test_equal_options_give_equal_requests": [
+        ({"make": numbered()}, None),
+        ({"digests": map("{:016x}".format, count())}, None),
+    ],
+    "test_streams": [
+        ({}, "8 of 8 requests existed at once"),
+        ({"make": ([request()] * 8).copy}, "no Request was built while iterating"),
+    ],
     "test_arrivals_do_not_decrease": [
-        {"make": lambda: [request(0, arrival=1), request(1, arrival=0)]},
-        {"make": lambda: [request(arrival=-1)]},
+        (
+            {"make": lambda: [request(0, arrival=1), request(1, arrival=0)]},
+            "request 1 arrives at 0, after one at 1",
+        ),
+        ({"make": lambda: [request(arrival=-1)]}, "request 0 arrives at -1"),
     ],
     "test_ids_are_unique": [
-        {"make": lambda: [request(1), request(1)]},
-        {"make": lambda: [request(1.5)]},
+        ({"make": lambda: [request(1), request(1)]}, "ids of more than one request: [1]"),
+        ({"make": lambda: [request(1.5)]}, None),
     ],
-    "test_key_tokens_are_the_same_throughout": [{"make": lambda: [request(key_tokens=32)]}],
+    "test_key_tokens_are_the_same_throughout": [
+        (
+            {"make": lambda: [request(key_tokens=32)]},
+            "has keys of 32 tokens, the workload of 16",
+        ),
+    ],
     "test_prompts_cover_their_keys": [
-        {"make": lambda: [request(keys=[1, 2])]},
-        {"make": lambda: [request(prompt_tokens=0)]},
+        ({"make": lambda: [request(keys=[1, 2])]}, "2 keys of 16 tokens for 16 prompt tokens"),
+        ({"make": lambda: [request(prompt_tokens=0)]}, "request 0 has no prompt"),
     ],
     "test_sessions_are_closed_loops": [
-        {"make": lambda: [request(after=7, session="a")]},
-        {"make": lambda: [request(1), request(2, after=1)]},
-        {"make": lambda: [request(1, session="b"), request(2, after=1, session="a")]},
+        (
+            {"make": lambda: [request(after=7, session="a")]},
+            "request 0 has after=7, which is no",
+        ),
+        (
+            {"make": lambda: [request(1), request(2, after=1)]},
+            "request 2 has after=1 and no session",
+        ),
+        (
+            {"make": lambda: [request(1, session="b"), request(2, after=1, session="a")]},
+            "request 2 has after=1, which is no earlier request of session 'a'",
+        ),
     ],
     "test_digest_is_stable": [
-        {"digests": "no digest"},
-        {"digests": map("{:016x}".format, count())},
+        ({"digests": "no digest"}, "digest is 'no digest': expected 16 hexadecimal digits"),
+        ({"digests": map("{:016x}".format, count())}, "made again, it has another digest"),
     ],
-    "test_size_is_right": [{"length": 7}],
+    "test_size_is_right": [({"length": 7}, None)],
 }
-CASES = [(test, options) for test, cases in BROKEN.items() for options in cases]
+"""Options of broken workloads for each test, with the message of the failure if it has one."""
+
+CASES = [(test, *case) for test, cases in BROKEN.items() for case in cases]
 
 
-@pytest.mark.parametrize(("test", "options"), CASES)
-def test_kit_notices(test, options, monkeypatch):
-    """Each test of the kit fails for a workload that breaks its rule."""
+@pytest.mark.parametrize(("test", "options", "reason"), CASES)
+def test_each_test_of_the_kit_fails_for_a_broken_workload(test, options, reason, monkeypatch):
+    """Each test of the kit fails for a workload that breaks its rule, with the reason."""
     tests = kit(**({"workload": Made} | options))
     arguments = {"monkeypatch": monkeypatch} if test == "test_streams" else {}
-    with pytest.raises((AssertionError, PolicyError, ValueError)):
+    kinds = (AssertionError, PolicyError) if reason else AssertionError
+    with pytest.raises(kinds, match=reason and re.escape(reason)):
         getattr(tests, test)(**arguments)
 
 
-def test_kit_notices_a_key_with_two_parents():
+def test_the_kit_refuses_a_key_with_two_parents():
     """The kit refuses a workload whose keys are not chained, as `checked` does."""
     tests = kit(
         Made, make=lambda: [request(1, keys=[1]), request(2, prompt_tokens=32, keys=[2, 1])]
@@ -123,20 +157,20 @@ def test_kit_notices_a_key_with_two_parents():
         tests.test_keys_have_one_parent()
 
 
-def test_every_test_of_the_kit_can_fail():
+def test_every_test_of_the_kit_has_a_workload_that_fails():
     """Every test of the kit has a workload here for which it fails."""
     tests = {name for name in vars(WorkloadTests) if name.startswith("test_")}
     assert tests == BROKEN.keys() | {"test_keys_have_one_parent"}
 
 
-def test_streaming_cannot_be_told_of_few_requests(monkeypatch):
+def test_the_kit_skips_streaming_for_few_requests(monkeypatch):
     """The kit skips its test of streaming for fewer than 4 requests, with the reason."""
     tests = kit(Made, make=lambda: [request()])
     with pytest.raises(pytest.skip.Exception, match="fewer than 4 requests"):
         tests.test_streams(monkeypatch)
 
 
-def test_class_attribute_makes_the_workload():
+def test_the_attribute_workload_may_be_a_class():
     """The attribute `workload` may be a class, if that needs no options."""
 
     class Kit(WorkloadTests):

@@ -1,3 +1,5 @@
+"""The workload `kv-events`: requests rebuilt from the KV events of an engine."""
+
 import re
 
 import orjson
@@ -44,7 +46,7 @@ def test_a_root_run_is_a_request(full):
     assert (two.arrival, two.prompt_tokens, two.keys) == (5 * SECOND // 2, 12, [0, 1, 2])
 
 
-def test_runs_continue_the_request_that_ends_there(full):
+def test_a_later_run_extends_the_request_that_ends_at_its_parent(full):
     """A later run extends a request that ends at its parent.
 
     Each of several equal requests gets one run.
@@ -59,15 +61,15 @@ def test_runs_continue_the_request_that_ends_there(full):
     assert one.keys == [0, 1, 3]
 
 
-def test_a_log_by_another_clock_is_told(joined):
+def test_a_log_outside_the_recording_is_refused(joined):
     """A log with no line within the recording is refused, with the times of both."""
     rows = [{"id": n, "time": 3610.0 + n, "tokens": [1]} for n in range(3)]
     with pytest.raises(InputError, match=r"all 3 lines of .*log\.jsonl lie outside") as caught:
         joined(*rows)
-    told = str(caught.value)
-    assert "goes from 3610.000 s (1970-01-01 01:00:10 UTC) to 3612.000 s" in told
-    assert "the recording from 10.000 s (1970-01-01 00:00:10 UTC) to 20.000 s" in told
-    assert "another clock or time zone?" in told
+    message = str(caught.value)
+    assert "goes from 3610.000 s (1970-01-01 01:00:10 UTC) to 3612.000 s" in message
+    assert "the recording from 10.000 s (1970-01-01 00:00:10 UTC) to 20.000 s" in message
+    assert "another clock or time zone?" in message
 
 
 def test_lines_outside_the_recording_are_counted(tmp_path):
@@ -92,13 +94,13 @@ def test_removals_are_no_requests(full):
     assert len(full(batch(stored(1)), batch(removed(1)))) == 1
 
 
-def test_what_ran_before_is_left_out(full):
+def test_a_run_with_an_unknown_parent_is_left_out(full):
     """A run whose parent was never stored in the recording belongs to no request."""
     [only] = full(batch(stored(9, parent=8)), batch(stored(1)))
     assert only.keys == [0]
 
 
-def test_incremental_reports_are_told(full):
+def test_incremental_reports_are_refused(full):
     """A run below a block in the middle of a request raises InputError.
 
     It shows that the engine does not report all lookups.
@@ -110,7 +112,7 @@ def test_incremental_reports_are_told(full):
 
 
 @pytest.mark.parametrize("what", ["gap", "restart"])
-def test_what_was_lost_is_no_incremental_report(tmp_path, what):
+def test_a_run_after_a_gap_is_no_incremental_report(tmp_path, what):
     """After a gap or a restart a run below a block in the middle of a request is ignored."""
     path = tmp_path / "r.jsonl"
     with RecordingWriter(path) as recording:
@@ -149,13 +151,13 @@ def test_block_sizes_must_agree(full):
         full(batch(stored(1, size=4), stored(2, size=2)))
 
 
-def test_times_do_not_go_back(full):
+def test_an_earlier_batch_has_the_arrival_of_the_batch_before(full):
     """A batch with an earlier time than the batch before has the arrival of that batch."""
     arrivals = [r.arrival for r in full(batch(stored(1), ts=2.0), batch(stored(2), ts=1.0))]
     assert arrivals == [0, 0]
 
 
-def test_ranks_are_apart(full):
+def test_a_run_extends_only_requests_of_its_rank(full):
     """A run extends only a request of its own rank."""
     one, two, three = full(
         EventBatch(0.0, (stored(1),), 0),
@@ -165,7 +167,7 @@ def test_ranks_are_apart(full):
     assert (one.keys, two.keys, three.keys) == ([0, 1], [0], [2])
 
 
-def test_formats_without_a_block_size_need_one(tmp_path):
+def test_formats_without_a_block_size_need_the_option(tmp_path):
     """The option `block_size` is required if no event has the block size."""
     path = tmp_path / "r.jsonl"
     path.write_bytes(DYNAMO + b"\n")
@@ -175,7 +177,7 @@ def test_formats_without_a_block_size_need_one(tmp_path):
     assert (only.prompt_tokens, only.keys, only.arrival) == (32, [0], 0)
 
 
-def test_a_log_of_tokens(joined):
+def test_a_log_of_tokens_has_the_keys_of_its_tokens(joined):
     """A logged request has the keys of its tokens, in blocks of the recording's size."""
     [only] = joined({"id": "a", "time": 12.5, "tokens": [*range(9)], "output": 3})
     assert (only.id, only.arrival, only.prompt_tokens, only.output_tokens) == (
@@ -187,7 +189,7 @@ def test_a_log_of_tokens(joined):
     assert only.keys == block_keys(range(9), 4)
 
 
-def test_a_log_of_hashes(joined):
+def test_a_log_may_have_hashes_instead_of_tokens(joined):
     """A logged request may have the engine's hashes and a length instead of tokens."""
     [only] = joined({"id": 1, "time": 10, "hashes": [2**64 - 1, 7], "prompt": 11})
     assert (only.keys, only.prompt_tokens, only.key_tokens) == ([2**64 - 1, 7], 11, 4)
@@ -215,7 +217,7 @@ def test_the_log_is_cut_to_the_recording(joined):
         ({"id": 1, "time": 10, "hashes": [1, 2], "prompt": 4}, r"at most 1 key "),
     ],
 )
-def test_wrong_rows_are_told(joined, row, reason):
+def test_a_bad_row_of_the_log_is_refused(joined, row, reason):
     """A bad row of the log raises InputError with line and field."""
     with pytest.raises(InputError, match=r"log\.jsonl:1: .*" + reason):
         joined(row)
@@ -228,7 +230,7 @@ def test_log_must_be_sorted(joined):
         joined(*rows)
 
 
-def test_events_without_times_join_no_log(tmp_path):
+def test_a_log_is_refused_with_events_without_times(tmp_path):
     """A log is refused with events of Dynamo, which have no times."""
     path = tmp_path / "r.jsonl"
     path.write_bytes(DYNAMO + b"\n")
@@ -236,7 +238,7 @@ def test_events_without_times_join_no_log(tmp_path):
         list(KvEvents(path, requests=path, block_size=4))
 
 
-def test_neither_is_refused_with_the_reason(tmp_path):
+def test_a_recording_needs_full_lookups_or_a_log(tmp_path):
     """A recording needs exactly one of `lookups=full` and `requests`.
 
     Without them the error explains both options.
@@ -250,7 +252,7 @@ def test_neither_is_refused_with_the_reason(tmp_path):
         KvEvents(path, lookups="all")
 
 
-def test_digest_tells_files_and_options_apart(tmp_path):
+def test_the_digest_depends_on_files_and_options(tmp_path):
     """Workloads that differ in options or log have different digests."""
     path = record(tmp_path / "r.jsonl", batch(stored(1)))
     log = tmp_path / "log.jsonl"
@@ -265,7 +267,7 @@ def test_digest_tells_files_and_options_apart(tmp_path):
     assert all(re.fullmatch("[0-9a-f]{32}", digest) for digest in digests)
 
 
-def test_polled_events_are_read_too(full):
+def test_polled_events_of_tensorrt_llm_are_read(full):
     """Blocks of TensorRT-LLM make requests on the first level, and none on the host's."""
 
     def run(level):

@@ -1,3 +1,5 @@
+"""The workload `lengths`: tables of prompt and output lengths, and benchmark results."""
+
 import gzip
 import json
 
@@ -70,7 +72,7 @@ def test_failed_requests_of_a_benchmark_are_left_out(tmp_path):
         ({"start_times": 7}, "no column that looks like 'time'; .* rate=REQUESTS_PER_SECOND"),
     ],
 )
-def test_bad_results_of_benchmarks_are_told(tmp_path, change, complaint):
+def test_bad_results_of_benchmarks_are_refused(tmp_path, change, complaint):
     """Lists of different lengths, impossible lengths and missing times raise InputError."""
     with pytest.raises(InputError, match=rf"r\.json:1: {complaint}"):
         list(Lengths(result(tmp_path / "r.json", **change)))
@@ -115,7 +117,7 @@ def test_columns_can_be_named(tmp_path):
     assert (second.tenant, second.session) == (None, None)
 
 
-def test_a_named_column_comes_before_a_usual_one(tmp_path):
+def test_a_named_column_takes_precedence(tmp_path):
     """A column given by an option takes precedence over one with a usual name."""
     path = write(tmp_path / "t.csv", "time,prompt_tokens,billed,output_tokens", "0,1,9,1")
     (request,) = Lengths(path, input="billed")
@@ -146,7 +148,7 @@ def test_times_are_read_exactly(tmp_path, unit, times, arrival):
     assert [request.arrival for request in Lengths(path, unit=unit)] == [0, arrival]
 
 
-def test_nothing_is_shared(tmp_path):
+def test_requests_have_no_keys(tmp_path):
     """Requests have no keys; `key_tokens` is that of the option."""
     workload = Lengths(write(tmp_path / "t.csv", SERVEGEN, "0,0,100,1"), key_tokens=64)
     (request,) = workload
@@ -215,7 +217,7 @@ def test_missing_columns_are_named(tmp_path, header, options, complaint):
         list(Lengths(path, **options))
 
 
-def test_header_alone_is_refused(tmp_path):
+def test_a_table_without_rows_is_refused(tmp_path):
     """A table without rows raises InputError."""
     with pytest.raises(InputError, match="no rows after the header"):
         list(Lengths(write(tmp_path / "t.csv", SERVEGEN)))
@@ -230,6 +232,6 @@ def test_header_alone_is_refused(tmp_path):
         b"\xff\xfe\x00",
     ],
 )
-def test_other_files_are_not_taken_for_tables(line):
+def test_other_files_are_not_recognised(line):
     """Lines of other formats are not recognised, even with usual names in them."""
     assert not Lengths.recognises(line)

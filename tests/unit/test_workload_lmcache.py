@@ -1,3 +1,5 @@
+"""The workload `lmcache`: logged lookups of LMCache."""
+
 import gzip
 
 import orjson
@@ -54,9 +56,10 @@ def test_hashes_of_any_width_are_keys(tmp_path):
     hashes = ["0x" + "ab" * 32, "-0x5"]
     (request,) = LMCache(write(tmp_path / "l.jsonl", {"chunk_hashes": hashes}))
     assert [len(key) for key in request.keys] == [16, 16]
+    assert request.keys[0] != request.keys[1]
 
 
-def test_rows_of_one_model_can_be_taken(tmp_path):
+def test_rows_of_one_model_can_be_selected(tmp_path):
     """With `model`, rows of other models are skipped, whatever their chunk size."""
     path = write(tmp_path / "l.jsonl", {"model_name": "x", "chunk_size": 16}, {}, {})
     workload = LMCache(path, model="big")
@@ -65,7 +68,7 @@ def test_rows_of_one_model_can_be_taken(tmp_path):
     assert workload.digest != LMCache(path).digest
 
 
-def test_rows_a_little_late_come_with_the_one_before(tmp_path):
+def test_slightly_late_rows_keep_the_order_of_the_file(tmp_path):
     """Rows out of order by less than a second keep the order of the file.
 
     Arrivals do not decrease.
@@ -74,19 +77,19 @@ def test_rows_a_little_late_come_with_the_one_before(tmp_path):
     assert [request.arrival for request in LMCache(path)] == [0, 0, 0]
 
 
-def test_a_second_lookup_is_a_request_of_its_own(tmp_path):
+def test_a_second_lookup_of_a_request_has_another_id(tmp_path):
     """A second lookup of the same request has an id with another line number."""
     ids = [request.id for request in checked(LMCache(write(tmp_path / "l.jsonl", {}, {})))]
     assert ids == ["req-a/1", "req-a/2"]
 
 
-def test_output_is_what_the_option_says(tmp_path):
+def test_the_output_length_is_that_of_the_option(tmp_path):
     """All requests have the output length of the option."""
     (request,) = LMCache(write(tmp_path / "l.jsonl", {}), output_tokens=128)
     assert request.output_tokens == 128
 
 
-def test_it_is_recognised(tmp_path):
+def test_a_log_is_recognised(tmp_path):
     """A log is recognised, compressed or not; a line of Mooncake's is not."""
     path = write(tmp_path / "l.jsonl", {})
     packed = tmp_path / "l.jsonl.gz"
@@ -120,7 +123,7 @@ def test_bad_field_is_named(tmp_path, change, complaint):
         list(LMCache(path))
 
 
-def test_a_model_that_is_not_there_is_named(tmp_path):
+def test_a_missing_model_is_named(tmp_path):
     """If no row is of the requested model, InputError names the model."""
     path = write(tmp_path / "l.jsonl", {})
     with pytest.raises(InputError, match="no row has the model_name 'small'"):

@@ -1,3 +1,5 @@
+"""The workload `mooncake`: the published trace of Mooncake, and files in its format."""
+
 import orjson
 import pytest
 
@@ -83,7 +85,7 @@ def test_missing_field_is_named(tmp_path):
         (b'{"timestamp": ', r"t\.jsonl:1: not JSON: .* \(column \d+\)"),
     ],
 )
-def test_line_that_is_no_object_is_named(tmp_path, line, complaint):
+def test_a_line_that_is_no_object_is_refused(tmp_path, line, complaint):
     """A line that is not a JSON object raises InputError with file and line."""
     path = tmp_path / "t.jsonl"
     path.write_bytes(line)
@@ -91,7 +93,7 @@ def test_line_that_is_no_object_is_named(tmp_path, line, complaint):
         list(Mooncake(path))
 
 
-def test_long_values_are_cut_in_complaints(tmp_path):
+def test_long_values_are_shortened_in_errors(tmp_path):
     """An error about a long value shortens the value."""
     path = write(tmp_path / "t.jsonl", ROW | {"output_length": "7" * 10_000})
     with pytest.raises(InputError) as caught:
@@ -105,7 +107,7 @@ def test_size_is_known_for_the_bundled_trace_only(tmp_path):
     assert Mooncake(tmp_path / "t.jsonl").size is None
 
 
-def test_digest_is_the_files(tmp_path):
+def test_the_digest_is_that_of_the_bytes(tmp_path):
     """The digest depends on the bytes of the file, not on its name."""
     one, same = write(tmp_path / "1.jsonl", ROW), write(tmp_path / "2.jsonl", ROW)
     other = write(tmp_path / "3.jsonl", ROW | {"output_length": 53})

@@ -81,7 +81,7 @@ def test_hints_keep_their_tokens():
     assert scaled(4, prompt=40, hints=hints).hints == Hints(share=2, pin=5)
 
 
-def test_the_first_requests():
+def test_limit_bounds_the_requests():
     """`limit` bounds the requests, and gives the size if the source has a known size."""
     assert (
         len(list(WorkloadSample(Mooncake(), limit=7)))
@@ -93,7 +93,7 @@ def test_the_first_requests():
     assert [request.id for request in WorkloadSample(Given([ask("a")]), limit=7)] == ["a"]
 
 
-def test_what_hits_is_the_same():
+def test_a_scaled_sample_has_the_hits_of_the_original():
     """A sample scaled together with its blocks has the hits of the original, within 5%."""
     full = replay(islice(Mooncake(), 500), KVCache(2000, 512, accounting="keys"))
     small = replay(
@@ -103,7 +103,7 @@ def test_what_hits_is_the_same():
     assert small.hit_blocks <= full.hit_blocks < small.hit_blocks * 1.05
 
 
-def test_the_digest_depends_on_all():
+def test_the_digest_depends_on_limit_and_scale():
     """Samples that differ in `limit` or `scale` have different digests."""
     made = [(None, 1), (5, 1), (None, 2), (5, 2), (6, 2)]
     assert len({WorkloadSample(Mooncake(), *options).digest for options in made}) == len(made)
@@ -124,13 +124,13 @@ def test_the_options_are_those_of_the_source():
         ({"scale": 0}, "given shrunk 0 times"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(options, message):
+def test_an_invalid_limit_or_scale_is_refused(options, message):
     """An invalid `limit` or `scale` raises InputError."""
     with pytest.raises(InputError, match=message):
         WorkloadSample(Given([]), **options)
 
 
-def test_a_window_has_its_start_and_not_its_end():
+def test_a_window_includes_its_start_and_not_its_end():
     """A window keeps the requests from its start to before its end, with their arrivals."""
     source = Given([ask(name, at=at) for name, at in zip("abcd", (0, 5, 9, 10), strict=True)])
     kept = list(WorkloadSample(source, window=(5, 10)))
@@ -166,7 +166,7 @@ def test_an_empty_window_is_refused():
         list(WorkloadSample(Given([ask("a")]), window=(7 * 10**9, 8 * 10**9)))
 
 
-def test_a_window_is_told():
+def test_a_window_is_in_options_and_digest():
     """A window is in the options and the digest, and makes the size unknown."""
     sample = WorkloadSample(Mooncake(), window=(60 * 10**9, None))
     assert sample.options()["window"] == "60:"

@@ -1,3 +1,5 @@
+"""The workload `weka`: sessions of agents with tools and subagents."""
+
 import json
 from itertools import pairwise
 from pathlib import Path
@@ -40,7 +42,7 @@ def read(tmp_path):
     return read
 
 
-def test_extract_is_read_whole():
+def test_every_request_of_the_extract_is_read():
     """Every request of the recorded sessions is read, those of subagents included."""
     requests = list(Weka(DATA / "weka_sessions.jsonl.gz"))
     sessions = [request.session for request in requests]
@@ -50,7 +52,7 @@ def test_extract_is_read_whole():
     assert sessions.count("trace_0620") == 6
 
 
-def test_tools_are_told_as_far_as_they_were_recorded(read):
+def test_recorded_tool_calls_are_read(read):
     """A turn that stopped to call a tool or a subagent has it as its `tool`."""
     agent = {"t": 3, "type": "subagent", "requests": [turn(0, stop="end_turn")]}
     calls = [turn(0, stop="tool_use"), turn(2, stop="tool_use"), agent]
@@ -73,7 +75,7 @@ def test_sessions_of_global_scope_share_keys(read):
     assert one.keys == two.keys == [5]
 
 
-def test_turns_that_continue_one_another_share_their_keys(read):
+def test_keys_of_turns_that_extend_each_other_are_stored_once(read):
     """The keys of turns that extend each other are stored once."""
     turns = [turn(0, [3, 1]), turn(1, [3, 1]), turn(2, [3, 1, 40, 41], **{"in": 999})]
     one, two, three = read(session("a", *turns))
@@ -97,23 +99,27 @@ def test_turns_have_the_keys_of_their_line(tmp_path):
         assert found == lists
 
 
-def test_a_line_with_what_is_not_needed_is_read(read):
+def test_unknown_fields_are_ignored(read):
     """Fields of an entry that are not needed are ignored."""
     (request,) = read(session("a", turn(0, [1, 2], requests=None) | {"in": 128}))
     assert request.keys == [1 << 32 | 1, 1 << 32 | 2]
 
 
-@pytest.mark.parametrize("agents", [140, 900])
-def test_subagents_without_end_are_refused(tmp_path, agents):
+@pytest.mark.parametrize(
+    ("agents", "reason"),
+    [
+        (140, "expected values in one another up to 250 deep"),
+        (900, "not JSON: depth limit exceeded"),
+    ],
+)
+def test_subagents_nested_too_deep_are_refused(tmp_path, agents, reason):
     """Subagents nested too deep raise InputError with the line."""
     agent = json.dumps(turn(0))
     for _ in range(agents):
         agent = f'{{"t": 0, "type": "subagent", "requests": [{agent}]}}'
     path = tmp_path / "t.jsonl"
     path.write_text(json.dumps(session("a", 7)).replace("7", agent, 1))
-    with pytest.raises(
-        InputError, match=r"t\.jsonl:1: .* up to 250 deep|not JSON: depth limit"
-    ):
+    with pytest.raises(InputError, match=rf"t\.jsonl:1: {reason}"):
         list(Weka(path))
 
 
@@ -126,7 +132,7 @@ def test_turns_form_a_closed_loop(read):
     assert second.session == "a"
 
 
-def test_missing_think_time_is_what_the_recording_leaves(read):
+def test_a_missing_think_time_is_the_gap_between_turns(read):
     """A missing think time is the gap between the end of the turn before and the turn."""
     _, second, third = read(session("a", turn(0, api_time=4.0), turn(10), turn(15)))
     assert second.think_time == 6 * SECOND
@@ -139,7 +145,7 @@ def test_think_time_is_not_negative(read):
     assert second.think_time == 0
 
 
-def test_subagent_runs_on_its_own_clock(read):
+def test_times_of_a_subagent_are_relative_to_its_start(read):
     """The times of a subagent's requests are relative to the start of the subagent."""
     agent = {"t": 20.0, "type": "subagent", "requests": [turn(0), turn(3, think_time=1.0)]}
     requests = read(session("a", turn(0, api_time=5.0), agent, turn(21, think_time=16.0)))
@@ -151,7 +157,7 @@ def test_subagent_runs_on_its_own_clock(read):
     ]
 
 
-def test_subagents_nest(read):
+def test_a_nested_subagent_starts_after_its_parent(read):
     """A nested subagent starts after the last request of its parent."""
     inner = {"t": 2.0, "type": "subagent", "requests": [turn(1)]}
     outer = {"t": 10.0, "type": "subagent", "requests": [turn(0), inner]}
@@ -163,7 +169,7 @@ def test_subagents_nest(read):
     ]
 
 
-def test_session_that_starts_with_a_subagent(read):
+def test_the_first_request_of_a_session_has_no_predecessor(read):
     """The first request of a session has no predecessor, even in a subagent."""
     agent = {"t": 1.0, "type": "subagent", "requests": [turn(0)]}
     first, second = read(session("a", agent, turn(5)))
@@ -180,13 +186,13 @@ def test_sessions_are_merged_by_arrival(read):
     assert [request.session for request in requests] == ["a", "b", "c", "a", "b", "c"]
 
 
-def test_no_stagger_starts_all_at_once(read):
+def test_all_sessions_start_at_once_without_a_stagger(read):
     """With a stagger of 0 all sessions start at 0, in the order of the file."""
     requests = read(*[session(name, turn(0), turn(1)) for name in "ab"], stagger=0)
     assert [request.id for request in requests] == ["a/0", "b/0", "a/1", "b/1"]
 
 
-def test_starts_are_random_but_seeded(read):
+def test_starts_of_sessions_depend_on_the_seed(read):
     """Another seed gives other starts, except for the first session's at 0."""
     sessions = [session(str(number), turn(0)) for number in range(5)]
     one, same, other = (
@@ -265,7 +271,7 @@ def test_bad_field_is_named(tmp_path, line, complaint):
         list(Weka(path))
 
 
-def test_a_large_number_is_shown(tmp_path):
+def test_a_large_number_is_shown_in_full(tmp_path):
     """An error shows an integer of more than 64 bits in full."""
     path = tmp_path / "t.jsonl"
     path.write_text(f'{{"id": {2**70}, "block_size": 64, "requests": []}}')
@@ -274,7 +280,7 @@ def test_a_large_number_is_shown(tmp_path):
 
 
 @pytest.mark.parametrize("stagger", [-1, float("inf"), float("nan")])
-def test_stagger_must_be_a_time(tmp_path, stagger):
+def test_an_invalid_stagger_is_refused(tmp_path, stagger):
     """A stagger that is negative or not finite is refused when the workload is built."""
     with pytest.raises(ValueError, match="'stagger' must be"):
         Weka(tmp_path / "t.jsonl", stagger=stagger)

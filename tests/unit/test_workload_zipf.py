@@ -1,3 +1,5 @@
+"""The workload `zipf`: popularity, prefixes, arrivals and the bounds of its options."""
+
 from collections import Counter
 from itertools import groupby, pairwise
 
@@ -14,7 +16,7 @@ def prefixes(workload, blocks):
     return Counter(request.keys[blocks - 1] for request in workload)
 
 
-def test_lengths_are_the_options():
+def test_requests_have_the_lengths_of_the_options():
     """Every request has the lengths of the options, and a key for every block."""
     for request in Zipf(requests=5, prefix_tokens=40, suffix_tokens=10, output_tokens=3):
         assert (request.prompt_tokens, request.output_tokens) == (50, 3)
@@ -33,23 +35,23 @@ def test_popularity_is_zipf():
 def test_no_skew_is_uniform():
     """With a skew of 0 all prefixes are equally popular."""
     counts = prefixes(Zipf(requests=20_000, prefixes=4, prefix_tokens=16, skew=0), 1)
-    assert all(count / 20_000 == pytest.approx(1 / 4, rel=0.1) for count in counts.values())
+    assert [count / 20_000 for count in counts.values()] == pytest.approx([1 / 4] * 4, rel=0.1)
 
 
-def test_great_skew_leaves_one_prefix():
+def test_a_large_skew_draws_one_prefix_only():
     """With a very large skew only the first prefix is ever drawn."""
     counts = prefixes(Zipf(requests=100, prefixes=50, prefix_tokens=16, skew=100), 1)
     assert len(counts) == 1
 
 
-def test_prefixes_share_their_heads():
+def test_sibling_prefixes_share_all_levels_but_the_last():
     """Prefixes are paths of a tree: siblings share all levels except the last."""
     workload = Zipf(requests=2_000, prefixes=4, skew=0, prefix_tokens=48, levels=3, branching=2)
     paths = {tuple(request.keys[:3]) for request in workload}
     assert [len({path[:length] for path in paths}) for length in (1, 2, 3)] == [1, 2, 4]
 
 
-def test_one_level_shares_nothing():
+def test_prefixes_of_one_level_share_no_block():
     """With one level, two prefixes have no block in common."""
     workload = Zipf(requests=2_000, prefixes=4, skew=0, prefix_tokens=48, levels=1)
     heads = {request.keys[0] for request in workload}
@@ -77,7 +79,7 @@ def test_prompts_that_are_all_prefix_are_equal():
     assert len(first.keys) == 2
 
 
-def test_no_prefix_shares_nothing():
+def test_prompts_without_a_prefix_share_no_key():
     """Prompts without a prefix have no key in common."""
     requests = list(Zipf(requests=20, prefix_tokens=0, suffix_tokens=64))
     assert len({key for request in requests for key in request.keys}) == 20 * 4
@@ -147,7 +149,7 @@ def test_seed_changes_the_requests():
     assert one.digest != other.digest
 
 
-def test_draws_are_the_same_everywhere():
+def test_prefixes_are_equal_on_every_machine():
     """The first prefixes of the default workload are the same on every machine."""
     heads = [request.keys[127] // 128 for request in Zipf(requests=10)]
     assert heads == [69, 57, 0, 206, 0, 0, 298, 390, 16, 133]
@@ -177,7 +179,7 @@ def test_equal_numbers_give_equal_digests():
         ({"key_tokens": 0}, "'key_tokens' must be >= 1"),
     ],
 )
-def test_options_are_checked(options, complaint):
+def test_options_out_of_range_are_refused(options, complaint):
     """An option out of its range raises ValueError that names the option."""
     with pytest.raises(ValueError, match=complaint):
         Zipf(**options)
@@ -196,7 +198,7 @@ def test_options_are_checked(options, complaint):
         ("levels", 101, "<= 100"),
     ],
 )
-def test_nonsense_is_refused_before_it_eats_the_machine(option, value, bound):
+def test_excessive_options_are_refused(option, value, bound):
     """An excessive option raises ValueError with its name, bound and value."""
     with pytest.raises(ValueError, match=f"'{option}' must be {bound}: {value}"):
         Zipf(**{option: value})

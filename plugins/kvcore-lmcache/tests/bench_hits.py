@@ -15,7 +15,7 @@ POLICIES = ("lru", "fifo", "lfu", "slru", "sieve", "s3fifo", "arc", "tinylfu")
 
 
 @pytest.mark.parametrize("chunks", [3_000, 10_000])
-def test_the_whole_trace(chunks):
+def test_policies_evict_in_lmcache_as_in_kvcore(chunks):
     """Every flat policy evicts the same chunks in LMCache as in kvcore, in the same order."""
     prompts = [each.keys for each in Plugins().build("workload", "mooncake")]
     own = run(CPU("LRU", chunks), prompts)

@@ -17,7 +17,7 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
 from kvcore.trace import check_trace
-from kvcore_lmcache.policy import CHUNKS, EARLY, Entries, KvcorePolicy, refuse_unfit
+from kvcore_lmcache.policy import CHUNKS, Entries, KvcorePolicy, refuse_unfit
 from kvcore_lmcache.policy import key_of as kvcore_key
 from kvcore_plugins.eviction import LRU, SIEVE
 
@@ -32,7 +32,7 @@ def prompts():
 
 
 @pytest.mark.parametrize("policy", FLAT)
-def test_evicts_in_lmcache_what_a_replay_in_kvcore_evicts(prompts, policy):
+def test_lmcache_evicts_as_a_replay_in_kvcore(prompts, policy):
     """The CPU back end evicts the same chunks in the same order as a KVCache on flat keys."""
     served, replay = CPU(f"kvcore:{policy}", 1200), Replay(policy, 1200)
     for prompt in prompts:
@@ -46,7 +46,7 @@ def test_evicts_in_lmcache_what_a_replay_in_kvcore_evicts(prompts, policy):
 
 @pytest.mark.parametrize(("together", "batch"), [(4, False), (1, True)])
 @pytest.mark.parametrize("policy", SAME)
-def test_evicts_what_lmcache_itself_evicts_where_the_algorithms_are_one(
+def test_equal_algorithms_evict_as_lmcaches_own_policies(
     prompts, policy, together, batch, monkeypatch
 ):
     """Hosted LRU, FIFO, MRU, and LFU without decay, evict the same chunks as LMCache's own."""
@@ -62,7 +62,7 @@ def test_evicts_what_lmcache_itself_evicts_where_the_algorithms_are_one(
 
 
 @pytest.mark.parametrize("policy", ["kvcore:fifo", "FIFO"])
-def test_a_pinned_chunk_stays_and_the_next_one_leaves(policy):
+def test_a_pinned_chunk_is_not_evicted(policy):
     """A chunk that a look-up has pinned is not evicted before it is unpinned."""
     cpu = CPU(policy, 3)
     cpu.serve([1, 2, 3])
@@ -74,7 +74,7 @@ def test_a_pinned_chunk_stays_and_the_next_one_leaves(policy):
     assert cpu.evicted == [2, 1]
 
 
-def test_nothing_leaves_if_all_is_in_use():
+def test_no_chunk_is_stored_while_all_are_pinned():
     """A chunk is not stored while all others are pinned, but is once they are unpinned."""
     cpu = CPU("kvcore:sieve", 2)
     cpu.serve([1, 2])
@@ -105,7 +105,7 @@ def test_host_and_back_end_have_the_same_chunks(policy):
     assert cpu.evicted
 
 
-def test_back_end_in_many_threads():
+def test_host_and_back_end_have_the_same_chunks_after_four_threads():
     """Host and back end hold the same chunks after four threads store, look up and remove."""
     cpu = CPU("kvcore:s3fifo", 16)
 
@@ -135,7 +135,7 @@ def test_back_end_in_many_threads():
 
 @pytest.mark.parametrize("backend", [Disk, Nixl])
 @pytest.mark.parametrize(("policy", "own"), [("kvcore:lru", "LRU"), ("kvcore:fifo", "FIFO")])
-def test_other_back_ends_evict_what_they_do_by_themselves(backend, policy, own, tmp_path):
+def test_other_back_ends_evict_as_under_lmcaches_own_policies(backend, policy, own, tmp_path):
     """The disk and NIXL back ends evict under hosted LRU and FIFO as under LMCache's own."""
     evicted = []
     for name in (policy, own):
@@ -180,7 +180,7 @@ def test_a_candidate_that_lmcache_does_not_evict_stays():
     assert set(policy.host._spans) == {_layer(0, 0), _layer(2, 0)}
 
 
-class OutOfIdeas(Exception):
+class VictimError(Exception):
     """The exception of a policy that fails."""
 
 
@@ -220,7 +220,7 @@ def _layered(chunks):
         ("ttl", "look-up"),
     ],
 )
-def test_refuses_what_lmcache_cannot_feed(policy, why):
+def test_policies_that_need_data_lmcache_lacks_are_refused(policy, why):
     """A policy that needs data LMCache lacks raises InputError with its name and the reason."""
     with pytest.raises(InputError, match=f"'{policy}' cannot be used in LMCache: .*{why}"):
         CPU(f"kvcore:{policy}", 4)
@@ -239,7 +239,7 @@ def test_every_built_in_policy_is_hosted_or_refused():
     assert flat == {*FLAT, "random"}
 
 
-def test_a_policy_of_another_distribution_is_hosted_unless_it_asks_for_requests():
+def test_a_third_party_policy_is_refused_if_it_needs_requests():
     """A third-party policy is refused if it overrides a method that needs requests."""
 
     class Newest(LRU):
@@ -256,7 +256,7 @@ def test_a_policy_of_another_distribution_is_hosted_unless_it_asks_for_requests(
         refuse_unfit(Waiting())
 
 
-def test_the_environment_says_which_policy_and_its_options(monkeypatch):
+def test_the_environment_selects_the_policy(monkeypatch):
     """`kvcore` alone reads KVCORE_EVICTION; an unknown name raises InputError that shows it."""
     monkeypatch.setenv("KVCORE_EVICTION", "slru:protected=0.8")
     policy = CPU("KVcore", 4).policy
@@ -266,7 +266,7 @@ def test_the_environment_says_which_policy_and_its_options(monkeypatch):
         CPU("kvcore", 4)
 
 
-def test_the_size_is_what_is_cached_at_the_first_eviction(monkeypatch):
+def test_the_size_is_the_number_of_chunks_at_the_first_eviction(monkeypatch):
     """The size is the number of chunks at the first eviction, unless a variable sets it.
 
     The policy starts at the first eviction, or at once with KVCORE_LMCACHE_CHUNKS.
@@ -283,25 +283,28 @@ def test_the_size_is_what_is_cached_at_the_first_eviction(monkeypatch):
         CPU("kvcore:lru", 5)
 
 
-def test_hits_of_long_ago_are_forgotten_if_nothing_is_ever_evicted(monkeypatch):
+def test_old_hits_are_dropped_before_the_first_eviction(monkeypatch):
     """Before the first eviction, old hits beyond the limit are dropped, and no store is."""
     monkeypatch.setattr("kvcore_lmcache.policy.EARLY", 10)
     cpu = CPU("kvcore:lfu", 3)
-    for _ in range(100):
+    for _ in range(101):
         cpu.serve([1, 2, 3])
-    assert len(cpu.policy._early) <= 10 + 3
+    kept = cpu.policy._early
+    assert [key for what, key, _ in kept if what == "stored"] == [*map(key_of, (1, 2, 3))]
+    times = [now for what, _, now in kept if what == "hit"]
+    assert 5 <= len(times) <= 10
+    assert times == [now for now in range(cpu.now + 1) for _ in range(3)][-len(times) :]
     cpu.serve([4])
     assert len(cpu.evicted) == 1
-    assert EARLY > 10
+    assert set(cpu.policy.host._spans) == set(cpu.backend.hot_cache)
+    assert len(cpu.policy.host) == 3
 
 
 # Recordings.
 
 
 @pytest.mark.parametrize("policy", ["lru", "s3fifo", "arc"])
-def test_a_recording_has_the_evictions_and_can_be_run_again(
-    prompts, policy, tmp_path, monkeypatch
-):
+def test_a_recording_replays_to_the_same_evictions(prompts, policy, tmp_path, monkeypatch):
     """A recording has a request for each use of a chunk, and replays to the same evictions."""
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
     cpu = CPU(f"kvcore:{policy}", 300)
@@ -344,7 +347,7 @@ def test_a_recording_of_batches_has_the_evictions_if_the_size_is_given(
 # Failures, and the signatures of LMCache.
 
 
-def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, caplog):
+def test_a_failed_policy_is_replaced_by_lmcaches_lru(monkeypatch, caplog):
     """After a policy fails, LMCache evicts as with its own LRU.
 
     Nothing is raised, and one warning is logged.
@@ -353,7 +356,7 @@ def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, capl
 
     def failing(self, now):
         if now > 200:
-            raise OutOfIdeas
+            raise VictimError
         return victim(self, now)
 
     monkeypatch.setattr(SIEVE, "victim", failing)
@@ -365,7 +368,7 @@ def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, capl
     host = hosted.policy.host
     assert (host.failures, host.eviction.name) == (1, LRU.name)
     assert [each.levelname for each in caplog.records] == ["WARNING"]
-    assert "OutOfIdeas" in caplog.text
+    assert "VictimError" in caplog.text
     own = CPU("LRU", 10)
     for key in sorted(hosted.backend.hot_cache, key=lambda key: host.span(key).released_order):
         own.store(key)
@@ -378,7 +381,7 @@ def test_a_policy_that_fails_is_followed_by_lmcaches_own_order(monkeypatch, capl
     assert len(own.evicted) > 20
 
 
-def test_relies_on_these_signatures():
+def test_signatures_of_a_cache_policy():
     """LMCache calls a cache policy by these methods and parameters; its table is a dict."""
     abstract = {
         name: [*inspect.signature(getattr(BaseCachePolicy, name)).parameters][1:]
@@ -396,7 +399,7 @@ def test_relies_on_these_signatures():
     assert {"chunk_hash", "tags"} <= set(CacheEngineKey.__slots__)
 
 
-def test_vllm_loads_the_names():
+def test_the_entry_point_for_vllm_adds_the_policy():
     """The entry point for vLLM's general plugins adds the policy to LMCache's table."""
     points = entry_points(group="vllm.general_plugins", name="kvcore_lmcache")
     if not points:
@@ -406,18 +409,18 @@ def test_vllm_loads_the_names():
     assert POLICY_MAPPING["KVCORE"] is KvcorePolicy
 
 
-def test_the_mapping_tells_all_that_enters_and_leaves():
+def test_the_mapping_calls_the_policy_once_for_each_change():
     """Every way to add or remove entries calls the policy once for each key."""
-    heard = []
+    called = []
 
-    class Ear:
+    class Listener:
         def entered(self, key):
-            heard.append(f"+{key}")
+            called.append(f"+{key}")
 
         def left(self, key):
-            heard.append(f"-{key}")
+            called.append(f"-{key}")
 
-    entries = Entries(Ear())
+    entries = Entries(Listener())
     entries["a"] = 1
     entries["a"] = 2
     entries.update(b=1)
@@ -426,11 +429,11 @@ def test_the_mapping_tells_all_that_enters_and_leaves():
     entries.pop("a", None)
     del entries["b"]
     entries.clear()
-    assert heard == ["+a", "+b", "+c", "-a", "-b", "-c"]
+    assert called == ["+a", "+b", "+c", "-a", "-b", "-c"]
     assert not entries
 
 
-def test_keys_are_hashes_where_these_say_all():
+def test_the_key_of_a_chunk_is_its_hash_or_a_digest():
     """The key of a chunk is its hash, or a digest if it has a tag or a hash above 63 bits."""
     assert kvcore_key(key_of(7)) == 7
     long = kvcore_key(key_of(1 << 70))

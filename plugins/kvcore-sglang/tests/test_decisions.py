@@ -13,9 +13,9 @@ from helpers.engines import required
 required("sglang")
 required("kvcore_sglang")
 
-from helpers.cache_streams import CONVERSATION, Ours, Stream, hits_of  # noqa: E402
+from helpers.cache_streams import CONVERSATION, KvcoreCache, Stream, hits_of  # noqa: E402
 from helpers.hosted_trees import hosted, in_kvcore, in_sglang  # noqa: E402
-from helpers.sglang_engine import Theirs  # noqa: E402
+from helpers.sglang_engine import SglangCache  # noqa: E402
 from sglang.srt.plugins import load_plugins  # noqa: E402
 
 from kvcore import Request  # noqa: E402
@@ -48,7 +48,7 @@ OF_TOKENS = ("cost", "tail-lru", "adaptive")
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("stream", STREAMS, ids=str)
 @pytest.mark.parametrize("policy", THEIRS)
-def test_a_policy_of_sglang_is_one_of_kvcore(policy, stream, core):
+def test_a_policy_decides_as_sglangs_own(policy, stream, core):
     """Hits and victims, in order, are those under SGLang's own policy of that name."""
     own = in_sglang(stream, core, policy)
     assert own[1], "nothing was evicted"
@@ -56,7 +56,7 @@ def test_a_policy_of_sglang_is_one_of_kvcore(policy, stream, core):
 
 
 @pytest.mark.parametrize("policy", THEIRS)
-def test_a_policy_of_sglang_is_one_of_kvcore_over_the_whole_trace(policy):
+def test_a_policy_decides_as_sglangs_own_over_the_whole_trace(policy):
     """Hits and victims equal those of SGLang's own policy over all 12,031 requests."""
     config = {"renew_split": True}
     assert hosted(WHOLE, "radix", THEIRS[policy], **config) == in_sglang(WHOLE, "radix", policy)
@@ -99,8 +99,8 @@ def test_random_streams_decide_as_in_a_replay(policy, core):
     for seed in range(4):
         for opened, generates in KINDS:
             stream = Random200(seed, 150, opened, generates)
-            ours = Ours(150, 1, policy, "radix:evict=leaf")
-            theirs = Theirs(150, core, "kvcore", {"eviction": policy})
+            ours = KvcoreCache(150, 1, policy, "radix:evict=leaf")
+            theirs = SglangCache(150, core, "kvcore", {"eviction": policy})
             assert hits_of(stream, ours) == hits_of(stream, theirs), (seed, str(stream))
             assert theirs.host.failure is None
             assert ours.cache.tree.evicted_blocks == theirs.host.evicted > 0
@@ -113,7 +113,7 @@ def test_decisions_are_recorded(kind, core, tmp_path, monkeypatch):
     path = tmp_path / "day.jsonl"
     monkeypatch.setenv("KVCORE_TRACE", str(path))
     stream = Random200(1, 150, *kind)
-    theirs = Theirs(150, core, "kvcore", {"eviction": "sieve"})
+    theirs = SglangCache(150, core, "kvcore", {"eviction": "sieve"})
     theirs.host.chain = chain  # keys of tokens, as in a server
     hits = hits_of(stream, theirs)
     recorder = theirs.host.recorder

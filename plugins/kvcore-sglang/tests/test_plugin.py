@@ -12,7 +12,7 @@ required("kvcore_sglang")
 
 from helpers.cache_streams import CONVERSATION, Stream  # noqa: E402
 from helpers.hosted_trees import hosted, in_sglang  # noqa: E402
-from helpers.sglang_engine import Asking, Theirs  # noqa: E402
+from helpers.sglang_engine import SglangCache, TreeRequest  # noqa: E402
 from sglang.srt.arg_groups.choices import RADIX_EVICTION_POLICY_CHOICES  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams  # noqa: E402
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
@@ -103,7 +103,7 @@ def named(monkeypatch):
     return choose
 
 
-def test_the_entry_point_adds_the_policy_and_hooks_all():
+def test_the_entry_point_adds_the_policy_and_all_hooks():
     """`load_plugins` adds the policy `kvcore` and patches every target of `HOOKS`."""
     assert "kvcore" in RADIX_EVICTION_POLICY_CHOICES
     assert isinstance(
@@ -113,7 +113,7 @@ def test_the_entry_point_adds_the_policy_and_hooks_all():
     assert targets <= HookRegistry._patched
 
 
-def test_signatures_relied_upon():
+def test_signatures_of_the_hooked_functions():
     """The hooked functions have the parameters that they had in SGLang 0.5.23."""
     found = {}
     for target in plugin.HOOKS:
@@ -122,10 +122,10 @@ def test_signatures_relied_upon():
     assert found == SIGNATURES
 
 
-def test_attributes_relied_upon():
+def test_attributes_that_the_host_reads():
     """Nodes, keys and trees of SGLang have the attributes that the host reads."""
     for core in CORES:
-        theirs = Theirs(8, core, "kvcore", {"eviction": "sieve"})
+        theirs = SglangCache(8, core, "kvcore", {"eviction": "sieve"})
         theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
         tree = theirs.cache if core == "radix" else theirs.cache.tree_core
         node = next(iter(tree.root_node.children.values()))
@@ -141,14 +141,14 @@ def test_attributes_relied_upon():
     assert "req" in MatchPrefixParams.__dataclass_fields__
 
 
-def test_policies_of_sglang_are_left_alone():
+def test_policies_of_sglang_have_no_host():
     """Without `--radix-eviction-policy kvcore`, SGLang's caches have no host."""
-    theirs = Theirs(8, "radix")
+    theirs = SglangCache(8, "radix")
     assert theirs.host is None
     assert in_sglang(STREAM, "radix", "lru")[1]
 
 
-def test_the_policy_by_environment(monkeypatch):
+def test_the_environment_selects_the_policy(monkeypatch):
     """Without a config, `KVCORE_EVICTION` selects the policy and its options."""
     monkeypatch.setenv("KVCORE_EVICTION", "slru:protected=0.8")
     cache = RadixCache(params(eviction_policy_config=None))
@@ -185,16 +185,16 @@ def test_caches_that_cannot_host_are_refused():
         plugin._made_core(None, None, None, params(), components)
 
 
-def test_the_core_in_python_is_taken():
+def test_kvcore_uses_the_tree_core_in_python():
     """With `kvcore`, SGLang uses the tree core in Python; with other policies, that in Rust."""
     assert plugin._python_core("rust", params()) == "python"
     assert plugin._python_core("rust", params(eviction_policy="lru")) == "rust"
     assert type(UnifiedRadixCache(params()).tree_core).__name__ == "UnifiedTreeCore"
 
 
-def test_flushing_begins_anew():
+def test_a_reset_starts_with_an_empty_tree():
     """After `reset`, a new host starts with an empty tree."""
-    theirs = Theirs(64, "radix", "kvcore", {"eviction": "sieve"})
+    theirs = SglangCache(64, "radix", "kvcore", {"eviction": "sieve"})
     theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
     strategy, before = theirs.cache.eviction_strategy, theirs.host
     theirs.cache.reset()
@@ -260,12 +260,14 @@ def test_a_policy_that_fails_leaves_sglang_its_own_order(policy, core, named, ca
 
 def test_failures_are_counted(named):
     """The strategy counts the failure of a policy, and a reset does not restore that policy."""
-    theirs = Theirs(64, "radix", "kvcore", {"eviction": named(FailsOnInsert)})
+    theirs = SglangCache(64, "radix", "kvcore", {"eviction": named(FailsOnInsert)})
     strategy = theirs.cache.eviction_strategy
     assert strategy.failures == 0
     theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
-    theirs.cache.reset()
     assert strategy.failures == 1
+    theirs.cache.reset()
+    theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
+    assert strategy.failures == 1  # the policy would have failed again
 
 
 def test_scores_go_through_get_priority(named):
@@ -277,7 +279,7 @@ def test_scores_go_through_get_priority(named):
         def score(self, span, now):
             return -span.blocks
 
-    theirs = Theirs(64, "radix", "kvcore", {"eviction": named(Longest)})
+    theirs = SglangCache(64, "radix", "kvcore", {"eviction": named(Longest)})
     assert not theirs.cache.eviction_strategy.chooses
     for keys in ([1, 2], [11, 12, 13], [21]):
         theirs.insert(theirs._tokens(keys), 0, None)
@@ -285,11 +287,11 @@ def test_scores_go_through_get_priority(named):
     assert theirs.evicted == [13, 12, 11, 2, 1]
 
 
-def test_a_lock_on_trial_is_no_hit():
+def test_a_lock_that_is_undone_is_no_hit():
     """Only a lock that is kept until the next call counts as a hit, not one that is undone."""
-    theirs = Theirs(64, "radix", "kvcore", {"eviction": "lfu:half_life=inf"})
+    theirs = SglangCache(64, "radix", "kvcore", {"eviction": "lfu:half_life=inf"})
     theirs.insert(theirs._tokens([1, 2, 3]), 0, None)
-    request = Asking("a")
+    request = TreeRequest("a")
     for _ in range(3):
         node = theirs.match(theirs._tokens([1, 2, 3]), None, request).last_device_node
         theirs.cache.unlock(theirs.cache.lock(node))

@@ -14,6 +14,7 @@ from helpers.engines import required
 from helpers.step_lists import conversation, encode, first_difference, random_server
 
 from kvcore import InputError
+from kvcore.trace import check_trace
 from kvcore_plugins import eviction as builtin
 
 required("vllm")
@@ -36,7 +37,7 @@ HOOKS = ("victim", "on_insert", "on_access", "on_pin", "on_release", "on_remove"
 
 @pytest.mark.parametrize("blocks", [2048, 8192, 32_768])
 @pytest.mark.slow
-def test_lru_is_vllms_own_order(blocks):
+def test_lru_evicts_in_vllms_own_order(blocks):
     """`lru` evicts as vLLM does over the whole trace: in vLLM's pool, a host and a KVCache."""
     own = VllmPool(None, blocks)
     wanted = serve(own, conversations())
@@ -47,7 +48,7 @@ def test_lru_is_vllms_own_order(blocks):
 
 
 @pytest.mark.parametrize("eviction", POLICIES)
-def test_a_policy_decides_alike(eviction):
+def test_a_policy_decides_as_in_kvcore(eviction):
     """A policy hits and evicts the same blocks in vLLM, in a host, and in a replay."""
     requests = [*conversations(400)]
     pools = [kind(eviction, 1000) for kind in (VllmPool, HostPool, CachePool)]
@@ -57,14 +58,14 @@ def test_a_policy_decides_alike(eviction):
     assert pools[0].host.failures == 0
 
 
-def test_policies_differ():
+def test_compared_policies_evict_differently():
     """The compared policies evict differently: more than eight digests differ."""
     requests = [*conversations(400)]
     found = {serve(HostPool(eviction, 1000), requests).digest for eviction in POLICIES}
     assert len(found) > 8
 
 
-def test_duplicates_are_known_by_their_blocks():
+def test_a_block_computed_twice_is_cached_and_evicted_twice():
     """A last block that is computed twice is cached twice and evicted twice, as in vLLM."""
     requests = [
         attrs.evolve(each, id=f"{each.id}.{time}", prompt_tokens=len(each.keys) * SIZE)
@@ -142,45 +143,45 @@ def test_a_policy_that_fails_leaves_vllms_order(hook, monkeypatch):
     assert first_difference(encode(found.steps), encode(wanted.steps)) is None
 
 
-def test_a_policy_hears_of_requests(monkeypatch):
+def test_hooks_of_requests_are_called(monkeypatch):
     """Hooks of requests are called once per request; those of the queue, per preemption too.
 
     `on_queued` and `on_end` are called once per request, `on_miss` at most once. Each
     preemption adds one `on_queued` with `front=True` and one `on_dequeued`.
     """
-    heard = Counter()
+    calls = Counter()
 
-    class Hearing(LRU):
+    class Recording(LRU):
         name = "hearing"
 
         def on_queued(self, request, now, *, front=False):
-            heard["front" if front else "queued", request.id] += 1
+            calls["front" if front else "queued", request.id] += 1
 
         def on_dequeued(self, request, now):
-            heard["dequeued", request.id] += 1
+            calls["dequeued", request.id] += 1
 
         def on_end(self, request, now):
-            heard["end", request.id] += 1
+            calls["end", request.id] += 1
 
         def on_miss(self, request, hit_blocks, now):
-            heard["miss", request.id] += 1
+            calls["miss", request.id] += 1
 
-    monkeypatch.setattr(HostSettings, "build", lambda _: Hearing())
+    monkeypatch.setattr(HostSettings, "build", lambda _: Recording())
     server = random_server(14)
     _, found = hosted_run(server, monkeypatch)
     preempted = found.over + sum(len(step.preempted) for step in found.steps)
     assert preempted > 100
     kinds = Counter()
-    for (kind, _), count in heard.items():
+    for (kind, _), count in calls.items():
         kinds[kind] += count
-    count = len({name for kind, name in heard if kind == "queued"})
+    count = len({name for kind, name in calls if kind == "queued"})
     assert kinds["queued"] == kinds["end"] == count
     assert kinds["front"] == preempted
     assert kinds["dequeued"] == count + preempted
-    assert max(count for (kind, _), count in heard.items() if kind == "miss") == 1
+    assert max(count for (kind, _), count in calls.items() if kind == "miss") == 1
 
 
-def test_what_was_decided_is_recorded(tmp_path):
+def test_evictions_are_recorded(tmp_path):
     """The recording has vLLM's digest of evictions, and `kvcore replay` accepts it."""
     pool = VllmPool("s3fifo", 1500, trace=tmp_path / "pool.jsonl")
     outcome = serve(pool, conversations(300))
@@ -195,13 +196,19 @@ def test_what_was_decided_is_recorded(tmp_path):
 
 
 def test_a_scheduler_closes_its_recording(monkeypatch, tmp_path):
-    """`shutdown` closes a recording with preemptions, and `kvcore replay` accepts it."""
-    path = tmp_path / "served.jsonl.gz"
-    driver, _ = hosted_run(random_server(35), monkeypatch, "arc", path)
+    """`shutdown` completes a recording with all preemptions, and `kvcore replay` accepts it."""
+    path, server = tmp_path / "served.jsonl.gz", random_server(35)
+    driver, found = hosted_run(server, monkeypatch, "arc", path)
     driver.scheduler.shutdown()
     recorder = driver.scheduler.kv_cache_manager.block_pool.recorder
     assert recorder.failure is None
     assert not recorder.disagreements
+    report = check_trace(path)
+    assert report.complete
+    assert report.requests == report.finished == len(server.requests)
+    preempted = found.over + sum(len(step.preempted) for step in found.steps)
+    assert report.preemptions == {"pause": 0, "recompute": preempted, "swap": 0}
+    assert preempted > 100
     run = run_here("replay", path)
     assert run.returncode == 0, run.stderr
 
@@ -228,7 +235,7 @@ def test_only_full_attention_is_hosted():
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_scheduler_serves_as_its_name_says(lag):
+def test_a_scheduler_class_refuses_the_other_kind_of_scheduling(lag):
     """The sync scheduler refuses async scheduling and vice versa, and names the other class."""
     server = conversation(64, 512, lag, 1)
     kinds = kvcore_vllm.Scheduler, kvcore_vllm.SyncScheduler
@@ -238,7 +245,7 @@ def test_a_scheduler_serves_as_its_name_says(lag):
         vllm_engine.make_scheduler(server, kinds[lag])
 
 
-def test_nothing_may_read_ahead(monkeypatch):
+def test_a_connector_that_reads_ahead_is_refused(monkeypatch):
     """A connector with `lazy_offload`, which reads the order ahead, raises InputError."""
     server = conversation(64, 512, 1, 1)
     made = vllm_engine.VllmConfig
@@ -301,7 +308,7 @@ def test_blocks_without_content_go_first(pool):
     assert pool.queue.num_free_blocks == 0
 
 
-def test_a_block_that_is_evicted_while_it_is_used(pool):
+def test_a_block_evicted_while_in_use_has_no_content(pool):
     """A block evicted while in use is not hit again, and has no content when it is freed."""
     pool.blocks.evict_blocks({pool.table[2].block_id})
     check(pool)
@@ -312,7 +319,7 @@ def test_a_block_that_is_evicted_while_it_is_used(pool):
     check(pool)
 
 
-def test_a_block_that_is_evicted_while_it_is_free(pool):
+def test_a_block_evicted_while_free_stays_free(pool):
     """A block evicted while free has no content any more, and stays free."""
     pool.close(pool.held, 1)
     pool.blocks.evict_blocks({each.block_id for each in pool.table})
@@ -320,7 +327,7 @@ def test_a_block_that_is_evicted_while_it_is_free(pool):
     assert len(pool.host) == 0
 
 
-def test_the_cache_is_reset(pool):
+def test_the_cache_is_reset_while_no_block_is_in_use(pool):
     """The cache can only be reset while no block is in use; then all blocks are empty."""
     assert not pool.blocks.reset_prefix_cache()
     pool.close(pool.held, 1)
@@ -330,32 +337,38 @@ def test_the_cache_is_reset(pool):
     assert len(pool.queue.popleft_n(8)) == 8
 
 
-def test_content_moves(pool):
-    """Content that is moved to another block is hit there."""
+def test_moved_content_is_hit(pool):
+    """Content that is moved to another block is hit there, and evicted like other content."""
     (target,) = pool.blocks.get_new_blocks(1)
     pool.blocks.move_block_hashes(pool.table[2], target)
     check(pool)
     pool.blocks.free_blocks([target])
     pool.close(pool.held, 1)
     check(pool)
-    pool.open(pool.prepare(attrs.evolve(pool.request, id="b")), 2)
+    again = pool.open(pool.prepare(attrs.evolve(pool.request, id="b")), 2)
     assert pool.hit == 3 * SIZE
+    assert pool.manager.tables["b"][:3] == [*pool.table[:2], target]
+    pool.close(again, 3)
+    check(pool)
+    assert len(pool.queue.popleft_n(5)) == 5
+    assert pool.queue.popleft_n(3) == [target, *pool.table[1::-1]]
+    assert len(pool.host) == 0
 
 
-def test_what_is_read_until_reused_goes_last(pool):
+def test_a_block_read_until_its_reuse_is_allocated_last(pool):
     """A block that is read until its reuse is allocated last, and its callback called then."""
-    told = []
+    reused = []
     private = pool.table.pop()
     pool.manager.tables[pool.held.request_id].pop()
-    pool.blocks.unpin_blocks([private], told.append)
+    pool.blocks.unpin_blocks([private], reused.append)
     pool.close(pool.held, 1)
     check(pool)
     assert pool.blocks.get_new_blocks(7)
-    assert not told
-    assert pool.blocks.get_new_blocks(1) == [private] == told
+    assert not reused
+    assert pool.blocks.get_new_blocks(1) == [private] == reused
 
 
-def test_a_connector_may_hold_a_block(pool):
+def test_a_block_held_by_a_connector_is_not_allocated(pool):
     """While a connector holds the last block of a prompt, the other seven can be allocated."""
     pool.close(pool.held, 1)
     pool.blocks.touch([pool.table[2]])
@@ -369,7 +382,7 @@ def test_a_connector_may_hold_a_block(pool):
     assert len(pool.blocks.get_new_blocks(8)) == 8
 
 
-def test_one_block_is_freed(pool):
+def test_append_and_remove_change_the_number_of_free_blocks(pool):
     """`append` and `remove` change the number of free blocks by one."""
     block = pool.queue.popleft()
     pool.queue.append(block)
@@ -379,7 +392,7 @@ def test_one_block_is_freed(pool):
     assert not [*pool.queue.iter_blocks_after(None)]
 
 
-def test_hints_of_a_request_are_heeded(pool, caplog):
+def test_hints_of_a_request_set_priorities(pool, caplog):
     """The blocks of a request get the priority of its hints; a malformed hint is logged."""
     pool.close(pool.held, 1)
     keys = [bytes([9]) * 16, *pool.request.keys[1:]]
@@ -401,10 +414,33 @@ def test_hints_of_a_request_are_heeded(pool, caplog):
     assert "KV hint 1: tool must be text" in caplog.text
 
 
-def test_an_aborted_request_waits_no_more(pool):
-    """A request that is aborted while it waits is removed from the known requests."""
-    request = pool.prepare(attrs.evolve(pool.request, id="b"))
-    pool.manager.queued(request)
-    request.status = RequestStatus.FINISHED_ABORTED
-    pool.manager.free(request)
-    assert request.request_id not in pool.manager.known
+def test_a_request_aborted_while_it_waits_is_forgotten(pool):
+    """A request that is aborted while it waits leaves the queue, without a call of `on_end`."""
+    calls = []
+
+    class Recording(LRU):
+        name = "recording"
+
+        def on_queued(self, request, now, *, front=False):
+            calls.append(("queued", request.id))
+
+        def on_dequeued(self, request, now):
+            calls.append(("dequeued", request.id))
+
+        def on_end(self, request, now):
+            calls.append(("end", request.id))
+
+    recorded = VllmPool(Recording(), 8)
+    waiting, running = (recorded.prepare(attrs.evolve(pool.request, id=name)) for name in "ab")
+    recorded.queue(waiting, 1)
+    recorded.queue(running, 2)
+    assert recorded.manager.known.keys() == {"a", "b"}
+    waiting.status = RequestStatus.FINISHED_ABORTED
+    recorded.manager.free(waiting)
+    assert recorded.manager.known.keys() == {"b"}
+    recorded.open(running, 3)
+    recorded.close(running, 4)
+    assert not recorded.manager.known
+    assert calls == [
+        ("queued", "a"), ("queued", "b"), ("dequeued", "a"), ("dequeued", "b"), ("end", "b")
+    ]  # fmt: skip

@@ -70,21 +70,21 @@ SIGNATURES = {
 @pytest.mark.parametrize(
     ("kind", "method"), [(kind, name) for kind in SIGNATURES for name in SIGNATURES[kind]]
 )
-def test_a_method_has_the_parameters_it_is_called_with(kind, method):
+def test_a_method_has_the_expected_parameters(kind, method):
     """The first parameters of each method have the expected names and order."""
     names = [*inspect.signature(getattr(kind, method)).parameters][1:]
     wanted = SIGNATURES[kind][method]
     assert names[: len(wanted)] == wanted
 
 
-def test_the_queue_has_every_method_of_vllms():
+def test_policy_queue_has_every_method_of_vllms_queue():
     """`PolicyQueue` has every public method of vLLM's queue of free blocks."""
     own = {name for name in vars(FreeKVCacheBlockQueue) if not name.startswith("_")}
     assert own <= {*dir(block_pool.PolicyQueue)}
     assert SIGNATURES[FreeKVCacheBlockQueue].keys() == own
 
 
-def test_nobody_else_uses_the_queue():
+def test_only_known_classes_use_the_queue():
     """Only the block pool and the connector that reads ahead use the queue of free blocks."""
     users = {
         path.relative_to(VLLM).as_posix()
@@ -99,7 +99,7 @@ def test_nobody_else_uses_the_queue():
     assert users == {"v1/core/block_pool.py", "v1/simple_kv_offload/manager.py"}
 
 
-def test_what_changes_cached_content_is_known():
+def test_only_known_methods_change_block_hashes():
     """Only known methods of the pool change block hashes: the adapter wraps or refuses each."""
     tree = ast.parse((VLLM / "v1/core/block_pool.py").read_text("utf-8"))
     (pool,) = (each for each in tree.body if getattr(each, "name", "") == "BlockPool")
@@ -120,7 +120,7 @@ def test_what_changes_cached_content_is_known():
     }
 
 
-def test_attributes_are_there():
+def test_attributes_that_the_adapter_uses():
     """Requests, blocks, managers and schedulers have the attributes that the adapter uses."""
     source = inspect.getsource(Request)
     for name in ("cache_salt", "session_id", "priority", "num_preemptions", "block_hashes"):

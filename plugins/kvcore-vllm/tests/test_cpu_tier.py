@@ -15,7 +15,7 @@ from kvcore.plugins import Plugins
 required("vllm")
 with catch_warnings(action="ignore"):  # warnings of vLLM's imports
     from helpers.vllm_tier import (
-        SAYS_FOR_WHOM,
+        PASSES_REQUESTS,
         SIZE,
         VllmTier,
         cache_tier,
@@ -46,7 +46,7 @@ def tier(monkeypatch):
 
 @pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize("chunks", [200, 3000, 10_000])
-def test_lru_is_that_of_vllm(tier, chunks, together):
+def test_lru_evicts_as_vllms_lru(tier, chunks, together):
     """`lru` evicts the same chunks as vLLM's LRU, in the same order, over the whole trace."""
     requests = list(conversations())
     own = serve(tier(None, chunks), requests, together)
@@ -55,14 +55,14 @@ def test_lru_is_that_of_vllm(tier, chunks, together):
 
 
 @pytest.mark.parametrize("together", [1, 8])
-def test_lru_is_that_of_vllm_where_hits_are_loaded(tier, together):
+def test_lru_evicts_as_vllms_lru_while_hits_are_loaded(tier, together):
     """`lru` evicts as vLLM's LRU does while transfers pin the chunks that they read."""
     requests = list(conversations(3000))
     own = serve(tier(None, 1000), requests, together, loads=True)
     assert serve(tier("lru", 1000), requests, together, loads=True) == own
 
 
-@pytest.mark.skipif(not SAYS_FOR_WHOM, reason="this vLLM tells of hits at the end alone")
+@pytest.mark.skipif(not PASSES_REQUESTS, reason="this vLLM passes hits at the end only")
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_every_policy_decides_as_in_a_replay(tier, eviction):
     """A policy hits and evicts the same chunks in a `KVCache`, in a host and in vLLM."""
@@ -92,17 +92,17 @@ def store(tier, number, keys, *, done=True):
     return context, None if stored is None else stored.evicted_keys
 
 
-def test_a_refusal_changes_nothing(tier):
+def test_a_refused_store_keeps_the_order_of_eviction(tier):
     """If too many chunks are in use, `evict` returns None and keeps the order of eviction."""
-    plain, asked = tier("lru", 4), tier("lru", 4)
-    for each in (plain, asked):
+    plain, refusing = tier("lru", 4), tier("lru", 4)
+    for each in (plain, refusing):
         first, _ = store(each, 1, chain(1, 2))
         second, _ = store(each, 2, chain(3, 4))
         each.close(first)
         each.close(second)
-    assert asked.policy.evict(3, set(chain(3, 4))) is None
-    assert asked.policy.evict(5, set()) is None
-    outcomes = [store(each, 3, chain(5, 6, 7))[1] for each in (plain, asked)]
+    assert refusing.policy.evict(3, set(chain(3, 4))) is None
+    assert refusing.policy.evict(5, set()) is None
+    outcomes = [store(each, 3, chain(5, 6, 7))[1] for each in (plain, refusing)]
     assert outcomes[0] == outcomes[1] == chain(2, 1, 4)
 
 
@@ -122,7 +122,7 @@ def test_a_failed_store_is_forgotten(tier):
     each.close(context)
 
 
-def test_what_is_loaded_stays(tier):
+def test_a_chunk_is_not_evicted_while_it_is_loaded(tier):
     """Chunks that are being loaded are not evicted until the load is complete."""
     each = tier("lru", 3)
     keys = chain(1, 2, 3)
@@ -146,7 +146,7 @@ def test_a_reset_empties_the_tier(tier):
     assert store(each, 3, chain(3))[1] == chain(2)
 
 
-def test_groups_are_prompts_of_their_own(tier):
+def test_the_parent_of_a_chunk_is_in_its_group(tier):
     """The parent of a chunk is the chunk before it in the same KV cache group."""
     each = tier("lru", 4)
     keys = [*chain(1, 2), *chain(1, 2, group=1)]
@@ -164,7 +164,7 @@ def test_groups_are_prompts_of_their_own(tier):
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("eviction", ["lru", "sieve", "tinylfu"])
-def test_a_tier_at_random(tier, eviction, seed):
+def test_a_tier_keeps_to_its_size_under_random_calls(tier, eviction, seed):
     """Under random loads and stores a tier keeps to its size, and evicts no chunk in use."""
     random, each, running = Random(seed), tier(eviction, 12), []
     cached, busy = set(), []
@@ -225,7 +225,7 @@ def test_wrong_settings_are_errors_at_start(tier):
         tier("ttl:ttl=3", 4)
 
 
-@pytest.mark.skipif(not SAYS_FOR_WHOM, reason="this vLLM has no hints")
+@pytest.mark.skipif(not PASSES_REQUESTS, reason="this vLLM has no hints")
 class TestHints:
     """Hints that a client or a router sends with a request."""
 
@@ -264,7 +264,7 @@ class TestHints:
         assert store(each, 4, chain(4))[1] == chain(2)
         assert each.policy.host.span(chain(1)[0]).priority == 90
 
-    def test_a_session_is_known(self, tier):
+    def test_a_hint_sets_the_session(self, tier):
         """A hint sets the session of a request, and the tool that it waits for."""
         each = tier("lru", 2)
         context = self.ask(each, 1, chain(1), (SESSION, {"session": "s", "tool": "sh"}))
@@ -281,7 +281,7 @@ class TestHints:
             (SESSION, {"session": 3}),
         ],
     )
-    def test_a_malformed_one_is_logged(self, tier, caplog, kind, payload):
+    def test_a_malformed_hint_is_logged(self, tier, caplog, kind, payload):
         """A malformed hint is logged, and its request is served without it."""
         each = tier("lru", 2)
         context = self.ask(each, 1, chain(1), (kind, payload), ("other", {}))
@@ -290,7 +290,7 @@ class TestHints:
         assert ["KV hint 0" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_what_it_decides_is_recorded(tier, tmp_path, monkeypatch):
+def test_evictions_are_recorded(tier, tmp_path, monkeypatch):
     """A recording of the tier passes `kvcore replay`, and can be compared as a workload."""
     path = tmp_path / "cpu-tier-day.jsonl"
     monkeypatch.setenv("KVCORE_TRACE", str(tmp_path / "day.jsonl"))
@@ -305,7 +305,7 @@ def test_what_it_decides_is_recorded(tier, tmp_path, monkeypatch):
     assert run_here("compare", f"trace:path={path}", "--blocks", "300").returncode == 0
 
 
-def test_the_contract_of_vllm_is_the_one_that_was_written_for():
+def test_kvcore_policy_has_all_methods_of_vllms_cache_policy():
     """`KvcorePolicy` has all methods of vLLM's `CachePolicy`, with the same parameters."""
     for name in CachePolicy.__abstractmethods__ | {
         "on_store_miss", "on_request_finished", "mark_evictable", "mark_non_evictable",

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("policy", ["arc", "s3fifo", "cost"])
-def test_vllm_evicts_what_a_replay_does(policy, capsys):
+def test_vllm_evicts_as_a_replay(policy, capsys):
     """The digests of evictions in vLLM and in a replay are equal; the README shows `arc`'s."""
     example = runpy.run_path(str(ROOT / "examples" / "same_decisions.py"))
     example["main"](policy, ["replay", "vLLM"])

@@ -94,12 +94,12 @@ class ARC:
             self.again[key] = None
             return True
         if key in self.once_gone or key in self.again_gone:
-            self.come_back(key)
+            self.readmit(key)
         else:
-            self.come(key)
+            self.admit(key)
         return False
 
-    def come_back(self, key):
+    def readmit(self, key):
         """Store the object of a ghost, and adapt the target."""
         returns = key in self.again_gone
         once, again = len(self.once_gone), len(self.again_gone)
@@ -111,7 +111,7 @@ class ARC:
         del (self.again_gone if returns else self.once_gone)[key]
         self.again[key] = None
 
-    def come(self, key):
+    def admit(self, key):
         """Store a new object."""
         known = len(self.once) + len(self.once_gone)
         total = known + len(self.again) + len(self.again_gone)
