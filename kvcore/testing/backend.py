@@ -152,7 +152,7 @@ class BackendTests:
         batch.compare(batch.store(batch.contexts, shorter), batch.contexts, shorter)
 
     @_seeds
-    def test_what_left_the_window_is_not_read(self, seed: int) -> None:
+    def test_blocks_outside_the_window_are_not_read(self, seed: int) -> None:
         """Blocks outside of window and sinks, which may belong to others, are not read."""
         window, sinks = 21, 5
         batch = self.batch(
@@ -168,7 +168,7 @@ class BackendTests:
 
     @_together
     @_dtypes
-    def test_reads_what_was_stored(self, dtype: str, together: bool) -> None:  # noqa: FBT001
+    def test_reads_stored_rows(self, dtype: str, together: bool) -> None:  # noqa: FBT001
         """`read` returns exactly the stored numbers of each layer."""
         batch = self.batch(2, dtype, together=together)
         batch.stored()
@@ -422,7 +422,7 @@ class BackendTests:
         if memory.free is not None and memory.total is not None:
             assert 0 <= memory.free <= memory.total
 
-    def test_refuses_what_does_not_fit(self) -> None:
+    def test_refuses_a_pool_that_does_not_fit(self) -> None:
         """A pool that is too large is a StorageError with its size; no memory is kept."""
         backend = self.make()
         layout = random_layout(Random(0), dtype=self._wide, blocks=2**44)  # noqa: S311

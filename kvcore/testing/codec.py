@@ -71,7 +71,7 @@ class CodecTests:
         check_is_built_from_text(self.make())
 
     @_parts
-    def test_planes_are_what_it_encodes(self, part: Part) -> None:
+    def test_planes_match_encoded_rows(self, part: Part) -> None:
         """Encoded rows have the shapes and the bytes that `planes` declares."""
         codec = self.make()
         rows = _rows(self.block_size, self.width)
@@ -181,7 +181,7 @@ class CodecTests:
         )
 
     @_seeds
-    def test_attends_to_what_it_decodes(self, seed: int) -> None:
+    def test_attends_to_decoded_rows(self, seed: int) -> None:
         """Attention over blocks equals attention in fp64 over decoded rows."""
         batch = self._ragged(seed)
         plan = batch.stored()
@@ -238,7 +238,7 @@ class CodecTests:
         assert self.coded(batch).holds(0, batch.tables[0])
 
     def test_token_by_token(self) -> None:
-        """So do sequences that are stored token by token, and fill blocks unequally."""
+        """Sequences stored token by token have the K/V of sequences stored at once."""
         lengths = [self.block_size + 3, 2 * self.block_size]
         batch = self.batch(0, contexts=[0, 0], lengths=lengths)
         for token in range(max(lengths)):

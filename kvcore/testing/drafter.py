@@ -83,7 +83,7 @@ class DrafterTests:
             assert took >= 0
 
     @pytest.mark.parametrize("blocks", [200, 26])
-    def test_output_is_that_without_it(self, blocks: int) -> None:
+    def test_output_is_that_without_drafts(self, blocks: int) -> None:
         """On tensors, outputs are those without drafts, also where blocks run out."""
         self._needs_tokens()
         drafted, plain = self._run(self.make(), blocks)[0], self._run(None, 200)[0]

@@ -83,7 +83,7 @@ class EvictionPolicyTests(ABC):
 
     @_seeds
     def test_many_leaves(self, seed: int) -> None:
-        """The same holds with more leaves than a policy with changing scores scores at once."""
+        """Victims are unpinned leaves, also of more leaves than are scored at once."""
         traffic = Traffic(key_tokens=_KEY, most_keys=2, width=2 * _MANY, longest_wait=2)
         decisions = self.replay(random_requests(seed, 3 * _MANY, traffic), _MANY)
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
@@ -94,7 +94,7 @@ class EvictionPolicyTests(ABC):
         self.driver().run(random_steps(seed, 100, _HINTS))
 
     @_seeds
-    def test_decides_alike_when_run_again(self, seed: int) -> None:
+    def test_decisions_are_repeatable(self, seed: int) -> None:
         """Two new policies make the same decisions: nothing depends on addresses or chance."""
         steps = random_steps(seed, 200, _HINTS)
         once, again = self.driver().run(steps), self.driver().run(steps)
@@ -125,7 +125,7 @@ class EvictionPolicyTests(ABC):
         assert orders[0], "nothing was evicted"
 
     @_seeds
-    def test_decides_alike_without_block_ids(self, seed: int) -> None:
+    def test_decisions_do_not_depend_on_block_ids(self, seed: int) -> None:
         """A pool that counts blocks and one with ids lead to the same decisions."""
         traffic = attrs.evolve(_HINTS, mix={"open": 5, "commit": 6, "close": 4, "extend": 1})
         steps = random_steps(seed, 200, traffic)
@@ -141,7 +141,7 @@ class EvictionPolicyTests(ABC):
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
 
     @_seeds
-    def test_a_copy_decides_alike(self, seed: int) -> None:
+    def test_a_copy_makes_the_same_decisions(self, seed: int) -> None:
         """A deep copy of cache and policy makes the decisions of the original."""
         steps = random_steps(seed, 150, _HINTS)
         driver = self.driver()
@@ -167,7 +167,7 @@ class EvictionPolicyTests(ABC):
                 plain.now += step.wait
 
     @_seeds
-    def test_decides_alike_for_an_engine(self, seed: int) -> None:
+    def test_an_engine_gets_the_same_decisions(self, seed: int) -> None:
         """A `PolicyHost`, for blocks that an engine owns, has the victims of a `KVCache`."""
         mix = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1}
         steps = random_steps(seed, 200, attrs.evolve(_HINTS, mix=mix))
@@ -200,7 +200,7 @@ class EvictionPolicyTests(ABC):
             driver.cache.check_integrity()
         assert left, "no block has left"
 
-    def test_nothing_shared_nothing_hit(self) -> None:
+    def test_requests_without_shared_keys_have_no_hits(self) -> None:
         """Requests that share no key have no hits."""
         requests = [_request(number, range(5 * number, 5 * number + 5)) for number in range(40)]
         hits = [decision.hit for decision in self.replay(requests)]
@@ -245,7 +245,7 @@ class EvictionPolicyTests(ABC):
         evicted = [3 * [key] for d in coarse for _, key, _ in d.evicted]
         assert evicted == _by_three(fine), "smaller blocks changed what was evicted"
 
-    def test_forgets_what_has_left(self) -> None:
+    def test_forgets_evicted_spans(self) -> None:
         """Its references to evicted spans are bounded by the pool, not by the run."""
         hint = (Retention(0, None, 60, 10**18),)
         requests = [_request(number, [number], hint) for number in range(600)]

@@ -59,7 +59,7 @@ class GeneratorTests:
         """Its class derives from Generator and has a name and a docstring of its own."""
         check_is_named(self.make(), Generator)
 
-    def test_says_what_it_is_before_it_is_loaded(self) -> None:
+    def test_describes_itself_before_load(self) -> None:
         """Shape, vocabulary, windows and end tokens are known before `load`, and consistent."""
         generator = self.make()
         assert isinstance(generator.spec, ModelSpec)

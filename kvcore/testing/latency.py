@@ -44,7 +44,7 @@ class LatencyModelTests:
         """Its class derives from LatencyModel and has a name and a docstring of its own."""
         check_is_named(self.make(), LatencyModel)
 
-    def test_windows_are_told_apart(self) -> None:
+    def test_windows_are_distinct(self) -> None:
         """`windows` is a constant tuple of one or more different windows, None or from 1 on."""
         model = self.make()
         windows = model.windows

@@ -79,7 +79,7 @@ class PrefixIndexTests:
         assert cache.probe(_ask("abc")) == 0
         assert cache.probe(_ask("")) == 0
 
-    def test_finds_what_was_committed(self) -> None:
+    def test_finds_committed_blocks(self) -> None:
         """A longer prompt hits all blocks of a shorter one before it, and no more."""
         cache = self._cache()
         shares = cache.prefix.shares
@@ -108,7 +108,7 @@ class PrefixIndexTests:
         long, other = (_ask(text, key_tokens=_RATIO * BLOCK) for text in ("abc", "abx"))
         assert (cache.probe(long), cache.probe(other)) == (8, 6)
 
-    def test_finds_what_is_left_of_a_victim(self) -> None:
+    def test_finds_the_rest_of_a_victim(self) -> None:
         """A span whose tail was evicted is found up to its new end, also inside a key."""
         self._needs_shares()
         cache = self._cache(12, key_tokens=_RATIO * BLOCK)
@@ -128,7 +128,7 @@ class PrefixIndexTests:
 
     @_layouts
     @_seeds
-    def test_matches_as_far_as_is_cached(self, seed: int, layout: dict[str, Any]) -> None:
+    def test_matches_all_cached_blocks(self, seed: int, layout: dict[str, Any]) -> None:
         """`match` finds all cached blocks, up to every limit and after every span of a path."""
         self._needs_shares()
         driver = Driver(self._cache(14, key_tokens=2 * BLOCK, **layout))
@@ -157,7 +157,7 @@ class PrefixIndexTests:
         for step in random_steps(seed, 80, _TRAFFIC):
             driver.careful_step(step)
 
-    def test_forgets_what_has_left(self) -> None:
+    def test_forgets_evicted_spans(self) -> None:
         """The index does not refer to evicted spans."""
         cache = self._cache(8)
         for number in range(_MANY):

@@ -66,7 +66,7 @@ class RetentionPolicyTests:
                 assert 0 <= start <= end <= seq.computed, f"{start} to {end} of {seq.computed}"
 
     @_lengths
-    def test_answers_alike_when_asked_again(self, prompt: int) -> None:
+    def test_answers_are_repeatable(self, prompt: int) -> None:
         """Repeated calls of `droppable` and `keeps` agree, and change no sequence."""
         policy, other = self.make(), self.make()
         for seq in _grow(policy, prompt, 5):
@@ -86,7 +86,7 @@ class RetentionPolicyTests:
             assert seq.dropped * BLOCK < seq.computed
 
     @_lengths
-    def test_lengths_alone_say_how_many_stay(self, prompt: int) -> None:
+    def test_lengths_alone_decide_how_many_tokens_stay(self, prompt: int) -> None:
         """`keeps` depends on the lengths of a sequence alone, and is never 0."""
         policy = self.make()
         answers: dict[tuple[int, ...], int | None] = {}
@@ -122,7 +122,7 @@ class RetentionPolicyTests:
             if seq.position > seq.target:
                 assert seq.blocks <= -(-policy.tokens_of(seq) // BLOCK) + 2
 
-    def test_counting_decides_alike(self) -> None:
+    def test_decisions_do_not_depend_on_block_ids(self) -> None:
         """With and without block ids, a cache has the same blocks after every token."""
         runs = (_grow(self.make(), 64, 5, ids=ids) for ids in (True, False))
         for one, other in zip(*runs, strict=True):
@@ -177,7 +177,7 @@ class RetentionPolicyTests:
         policy, held = self._held(prompt=1)
         assert policy.score(held).isfinite().all()
 
-    def test_scores_alike_when_asked_again(self) -> None:
+    def test_scores_are_repeatable(self) -> None:
         """Scores depend on the tokens alone, and `score` leaves these unchanged."""
         policy, held = self._held()
         before = {name: each.clone() for name, each in _tensors(held).items()}

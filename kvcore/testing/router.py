@@ -83,7 +83,7 @@ class RouterTests:
             assert each.replica is None or each.replica in each.up, f"{each}: it is down"
 
     @_seeds
-    def test_equal_streams_are_routed_alike(self, seed: int) -> None:
+    def test_equal_streams_are_routed_equally(self, seed: int) -> None:
         """Two routers with equal options make the same decisions."""
         first, second = (list(drive(self.make(), _stream(seed), faults=seed)) for _ in "ab")
         assert first == second, "run again, it decided otherwise"
@@ -99,7 +99,7 @@ class RouterTests:
         assert first[: len(half)] == half, "it decided otherwise without the later requests"
 
     @_seeds
-    def test_ids_of_requests_say_nothing(self, seed: int) -> None:
+    def test_routes_do_not_depend_on_request_ids(self, seed: int) -> None:
         """Decisions do not depend on the ids of requests, unless `draws` is True."""
         requests = _stream(seed)
         renamed = [attrs.evolve(each, id=f"request {each.id}") for each in requests]

@@ -351,7 +351,7 @@ class SchedulerTests(ABC):
 
     @_servers
     @_seeds
-    def test_serves_everyone_once(self, seed: int, server: str) -> None:
+    def test_serves_every_request_once(self, seed: int, server: str) -> None:
         """With too little memory for all running jobs, every request ends exactly once."""
         requests = _requests(seed)
         calls = self.serve(server, requests, tokens=64)
@@ -393,14 +393,14 @@ class SchedulerTests(ABC):
 
     @_servers
     @_seeds
-    def test_decides_alike_when_run_again(self, seed: int, server: str) -> None:
+    def test_decisions_are_repeatable(self, seed: int, server: str) -> None:
         """Two new schedulers make the same decisions: none depends on addresses or chance."""
         requests = _requests(seed)
         once, again = (self.serve(server, requests, tokens=64) for _ in range(2))
         assert once == again, "run again, it decided otherwise"
 
     @_seeds
-    def test_is_told_the_same_with_event_jumps(self, seed: int) -> None:
+    def test_is_called_the_same_with_event_jumps(self, seed: int) -> None:
         """With and without event jumps, the loop makes the same calls of the scheduler."""
         requests = _requests(seed)
         at_once = self.serve("loop", requests, tokens=64)
@@ -421,7 +421,7 @@ class SchedulerTests(ABC):
         assert short == long, "a hundred times as many tokens led to other calls"
 
     @_servers
-    def test_starves_nobody(self, server: str) -> None:
+    def test_starves_no_job(self, server: str) -> None:
         """A long job of low priority ends while shorter jobs overload the server."""
         if self.starves:
             pytest.skip("declares that jobs may starve: starves = True")
@@ -438,7 +438,7 @@ class SchedulerTests(ABC):
         )
 
     @_servers
-    def test_forgets_who_is_done(self, server: str) -> None:
+    def test_forgets_finished_jobs(self, server: str) -> None:
         """When all jobs have finished, the scheduler refers to none of them."""
         scheduler = self.make()
         requests = _requests(0)

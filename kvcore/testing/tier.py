@@ -71,7 +71,7 @@ class TierStoreTests:
             pytest.skip("stores no bytes: it is for simulations alone")
         return closing(tier.open(slots, size, identity))
 
-    def test_reads_what_it_wrote(self) -> None:
+    def test_reads_written_blocks(self) -> None:
         """Blocks in any slots are read as they were written, in any order."""
         blocks = _path(5, slots=[3, 4, 8, 1, 0])
         with self.open() as store:
@@ -105,7 +105,7 @@ class TierStoreTests:
             memory[blocks[1].slot : blocks[1].slot + 1].cast("B")[:] = rows[0]
             assert _read(store, blocks) == b"".join([rows[0], rows[0], *rows[2:]])
 
-    def test_nothing_is_nothing(self) -> None:
+    def test_empty_calls_do_nothing(self) -> None:
         """Calls without blocks do nothing; a slot that was never written has no block."""
         empty = memoryview(bytearray())
         with self.open() as store:
@@ -147,7 +147,7 @@ class TierStoreTests:
             _write(store, blocks[2:])
             assert _read(store, blocks) == _data(blocks)
 
-    def test_present_is_what_can_be_read(self) -> None:
+    def test_present_counts_readable_blocks(self) -> None:
         """`present` counts at least the blocks that can be read."""
         blocks = _path(4)
         with self.open() as store:
@@ -225,7 +225,7 @@ class TierStoreTests:
     @pytest.mark.parametrize(
         "other", [{"identity": b"another model"}, {"size": _BYTES - 8}], ids=str
     )
-    def test_of_another_model_nothing_is_used(self, other: dict[str, Any]) -> None:
+    def test_blocks_of_another_model_are_not_used(self, other: dict[str, Any]) -> None:
         """A store for another model or layout finds no block, and changes none."""
         blocks = _path(3)
         with self.open() as store:
@@ -427,7 +427,7 @@ class TierTests(TierStoreTests):
         with pytest.raises(InputError):
             Tiers(KVCache(4), [tier], _SLOT)
 
-    def test_header_tells_how_to_make_it_again(self) -> None:
+    def test_header_rebuilds_the_tier(self) -> None:
         """The options in the header of a trace make an equal tier."""
         out = BytesIO()
         trace = Trace(out)
@@ -462,7 +462,7 @@ class TierTests(TierStoreTests):
         once, again = (_Traffic(self.make(**rules)).run(_RULES.index(rules)) for _ in range(2))
         assert once == again, "run again, it decided otherwise"
 
-    def test_what_was_stored_is_found(self) -> None:
+    def test_stored_blocks_are_found(self) -> None:
         """Blocks that the pool has evicted are found in the tier, and loaded."""
         traffic = _Traffic(self.make(memory=100 * _SLOT, load="always"))
         prompts = [

@@ -94,7 +94,7 @@ class WithTriton(BackendTests):
         ("scale", ()),
         ("chunks_are_one_prefill", (2,)),
         ("a_reused_block_leaks_nothing", (3,)),
-        ("what_left_the_window_is_not_read", (3,)),
+        ("blocks_outside_the_window_are_not_read", (3,)),
         ("weighs_tokens", (2, 20, 3)),
         ("windows_go_by_position", (2, False)),
     ],

@@ -197,4 +197,4 @@ def test_allocating_fewer_blocks_than_requested_fails():
         backend = Greedy
 
     with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
-        Kit().test_refuses_what_does_not_fit()
+        Kit().test_refuses_a_pool_that_does_not_fit()

@@ -97,7 +97,7 @@ class Kit(CodecTests):
 @pytest.mark.parametrize(
     ("wrong", "test", "arguments"),
     [
-        (Padded(), "test_planes_are_what_it_encodes", ("keys",)),
+        (Padded(), "test_planes_match_encoded_rows", ("keys",)),
         (Coarse(), "test_round_trip", ("values", "fp32")),
         (Mixed(), "test_heads_do_not_mix", ("keys",)),
         (Neighbourly(keys="channel"), "test_tokens_are_coded_alone", ("keys",)),

@@ -281,7 +281,7 @@ def run(model, test):
 
 
 WRONG = [
-    (Twice, "windows_are_told_apart", "a window is there twice"),
+    (Twice, "windows_are_distinct", "a window is there twice"),
     (Floating, "lines_are_integers", r"has \(0\.0, 0\), not integers"),
     (Short, "lines_are_integers", "not a constant and a slope for each window"),
     (Silent, "lines_are_integers", r"pieces\(\) is empty"),

@@ -114,12 +114,12 @@ class Placed(Newest):
 
 
 WRONG = [
-    (Requester, "test_lengths_alone_say_how_many_stay", (64,), "lengths"),
+    (Requester, "test_lengths_alone_decide_how_many_tokens_stay", (64,), "lengths"),
     (Nothing, "test_forgets", (), "0 tokens of 65: give 1 or more, or None for all"),
     (Growing, "test_holds_its_budget", (5,), None),
     (Rough, "test_scores_are_finite_numbers", ("fp32",), "float16, too coarse to order tokens"),
     (Infinite, "test_scores_of_extreme_tokens_are_finite", ("fp32", 0.0), None),
-    (Greedy, "test_scores_alike_when_asked_again", (), r"score\(\) changed keys"),
+    (Greedy, "test_scores_are_repeatable", (), r"score\(\) changed keys"),
     (Undeclared, "test_scores_are_finite_numbers", ("fp32",), "'NoneType' object has no attr"),
     (Ranked, "test_scores_layers_alone_as_with_others", (), None),
     (Together, "test_scores_a_head_by_its_own_tokens", (), None),

@@ -168,20 +168,20 @@ class Mangled(Mine):
 @pytest.mark.parametrize(
     ("scheduler", "test", "message"),
     [
-        (Fickle, "serves_everyone_once", "another order"),
-        (Drifting, "serves_everyone_once", "another order"),
-        (Silent, "serves_everyone_once", "another order"),
-        (Late, "serves_everyone_once", "must be later, or None"),
-        (Vague, "serves_everyone_once", "no whole ns"),
-        (Forgetful, "serves_everyone_once", "is None: is `return` missing"),
-        (Swapping, "serves_everyone_once", "went before"),
-        (PausesUndeclared, "serves_everyone_once", "preemptive is false"),
-        (PausesWaiting, "serves_everyone_once", "was paused, and is not running"),
-        (AdmitsRunning, "serves_everyone_once", "does not wait"),
+        (Fickle, "serves_every_request_once", "another order"),
+        (Drifting, "serves_every_request_once", "another order"),
+        (Silent, "serves_every_request_once", "another order"),
+        (Late, "serves_every_request_once", "must be later, or None"),
+        (Vague, "serves_every_request_once", "no whole ns"),
+        (Forgetful, "serves_every_request_once", "is None: is `return` missing"),
+        (Swapping, "serves_every_request_once", "went before"),
+        (PausesUndeclared, "serves_every_request_once", "preemptive is false"),
+        (PausesWaiting, "serves_every_request_once", "was paused, and is not running"),
+        (AdmitsRunning, "serves_every_request_once", "does not wait"),
         (Lazy, "leaves_no_slot_empty", "a slot is free"),
-        (Idle, "serves_everyone_once", "a slot is free"),
-        (SRPT, "starves_nobody", "it came at"),
-        (Hoarder, "forgets_who_is_done", "it still refers to"),
+        (Idle, "serves_every_request_once", "a slot is free"),
+        (SRPT, "starves_no_job", "it came at"),
+        (Hoarder, "forgets_finished_jobs", "it still refers to"),
         (Mangled, "is_built_from_text", "gave other options"),
     ],
 )
@@ -194,13 +194,13 @@ def test_a_fault_fails_its_conformance_test(scheduler, test, message):
 @pytest.mark.parametrize(
     ("scheduler", "test", "error", "message"),
     [
-        (Fickle, "decides_alike_when_run_again", AssertionError, "it decided otherwise"),
-        (AdmitsRunning, "serves_everyone_once", PolicyError, "which is not waiting"),
-        (PausesWaiting, "serves_everyone_once", PolicyError, "which is not running"),
-        (Forgetful, "serves_everyone_once", PolicyError, "is a `return` missing"),
-        (Idle, "serves_everyone_once", PolicyError, "leaves 60 requests waiting"),
-        (SRPT, "starves_nobody", AssertionError, "it came at"),
-        (Hoarder, "forgets_who_is_done", AssertionError, "it still refers to"),
+        (Fickle, "decisions_are_repeatable", AssertionError, "it decided otherwise"),
+        (AdmitsRunning, "serves_every_request_once", PolicyError, "which is not waiting"),
+        (PausesWaiting, "serves_every_request_once", PolicyError, "which is not running"),
+        (Forgetful, "serves_every_request_once", PolicyError, "is a `return` missing"),
+        (Idle, "serves_every_request_once", PolicyError, "leaves 60 requests waiting"),
+        (SRPT, "starves_no_job", AssertionError, "it came at"),
+        (Hoarder, "forgets_finished_jobs", AssertionError, "it still refers to"),
     ],
 )
 def test_a_fault_fails_in_the_serving_loop(scheduler, test, error, message):
@@ -240,7 +240,7 @@ class Opaque(FCFS):
     ("test", "reason"),
     [
         ("is_built_from_text", "options without a text form: order"),
-        ("serves_everyone_once", "cannot work here: no such device"),
+        ("serves_every_request_once", "cannot work here: no such device"),
     ],
 )
 def test_a_skipped_conformance_test_has_a_reason(test, reason):
