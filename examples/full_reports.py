@@ -3,7 +3,8 @@
     python examples/full_reports.py REQUESTS.jsonl tcp://127.0.0.1:5557
 
 publishes a stored run for each request of a file in Mooncake's format, reused blocks
-included: all of them once someone listens, until nobody does. To listen:
+included: all of them, from the first subscriber's connection until the last subscriber
+leaves. To listen:
 
     kvcore record --zmq tcp://127.0.0.1:5557 --batches 200 -o events.jsonl.gz
 """

@@ -52,7 +52,7 @@ class Writer:
         self.copies = 0
 
     def read(self, text: str) -> Branch:
-        """Compute `text` but for its last token, which each branch computes for itself."""
+        """Compute `text` except its last token, which each branch computes for itself."""
         tokens = self.model.encode(text)
         keys = block_keys(tokens, BLOCK)
         request = Request(id=text, prompt_tokens=len(tokens), keys=keys, key_tokens=BLOCK)

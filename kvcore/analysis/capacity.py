@@ -71,7 +71,7 @@ def find_capacity(
 
 
 def can_find_replicas(parts: ClusterParts) -> bool:
-    """Return True if replicas are alike and do both phases, so that more are a number."""
+    """Return True if all replicas are equal and do both phases: only their number can grow."""
     return isinstance(parts.config.replicas, int) and parts.split is None
 
 

@@ -121,8 +121,8 @@ def find_differences(left: Playback, right: Playback) -> Differences:
     and the content of the block, which is its key and, where a key covers several blocks, its
     place among them. A content that one request evicts n times, as a preempted one may, is n
     losses. An eviction differs if any of its losses is not in the other trace: so the time,
-    the number of lines and the spans do not matter. A content that both traces evict, but for
-    different requests, differs in both.
+    the number of lines and the spans do not matter. A content that both traces evict, and
+    for different requests, differs in both.
 
     Traces without a common request, or whose blocks or keys stand for other numbers of tokens,
     are not compared: no content of one is a content of the other. They are no error, since two

@@ -353,7 +353,7 @@ class SimulationReport:
 
     @property
     def _able(self) -> str:
-        """What a saturated workload asks too much of."""
+        """The devices that a saturated workload overloads."""
         return self._devices
 
     @property

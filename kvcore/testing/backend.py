@@ -683,7 +683,7 @@ class RandomBatch:
     def check_by_position(self, seed: int, *, window: int, sinks: int, alike: bool) -> None:
         """Compare attention within a window where tokens have random positions, in no order.
 
-        All layers and heads have the same if `alike`.
+        All layers and heads have equal positions if `alike`.
         """
         import torch  # noqa: PLC0415 - as above
 

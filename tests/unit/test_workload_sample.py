@@ -175,7 +175,7 @@ def test_a_window_is_in_options_and_digest():
 
 
 def test_a_list_of_requests_has_the_digest_of_its_fields():
-    """Whatever holds the keys; another length, time or key is another workload."""
+    """Equal fields have one digest, in any sequence of keys; other fields have another."""
     path = array("q", [1, 2, 3])
     keys = [1, 2], KeyPrefix(path, 2), path[:2]
     same = {RequestList([ask("a", key_tokens=8, keys=each)]).digest for each in keys}
