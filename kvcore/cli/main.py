@@ -74,7 +74,7 @@ VERBS = {verb: f"kvcore.cli.{verb}" for verb in ABOUT}
 """The module of each verb, which has a click command of the verb's name."""
 
 LOOK_AGAIN_SECONDS = 0.02
-"""Time between two looks whether the modules that were loaded at a signal are."""
+"""Time between two looks whether the exception of a signal can be raised, or is handled."""
 
 USAGE, UNABLE, INTERRUPTED, BROKEN_PIPE, TERMINATED = 2, 3, 130, 141, 143
 """Exit codes besides those of errors; the last three are those of a shell for the signal."""
@@ -229,6 +229,7 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         return _fail(_usage(error), USAGE)
     except (KeyboardInterrupt, click.Abort) as error:
+        _Repeat.stop()
         asked = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
@@ -259,21 +260,52 @@ def _print_warning(message: Warning | str, *_: object) -> None:
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt or `Terminated` for a signal, once no module is being loaded.
 
-    A module may catch whatever is raised while it loads. So a timer looks again until it is
-    loaded, and repeats the signal, for which the verb may have a handler of its own by then.
     A signal that comes a second time raises at once.
     """
-    can_wait = hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
-    if not can_wait or not _is_loading(frame):
-        raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
+    repeat = _Repeat(number)
+    if hasattr(signal, "SIGALRM") and signal.getsignal(signal.SIGALRM) is signal.SIG_DFL:
+        signal.signal(signal.SIGALRM, repeat)
+        signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN_SECONDS, LOOK_AGAIN_SECONDS)
+        if _is_loading(frame):
+            return
+    raise repeat.error
 
-    def look_again(_: int, frame: FrameType | None) -> None:
-        if not _is_loading(frame):
+
+class _Repeat:
+    """The handler of a timer: raises the exception of a signal until it is handled.
+
+    The exception may be lost: a module may catch it while it loads, and code in C that calls
+    Python may clear it. The verb may have a handler of its own by the time the timer looks.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self.error = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+
+    def __call__(self, _: int, frame: FrameType | None) -> None:
+        if _is_loading(frame):
+            return
+        if signal.getsignal(self._number) is not _interrupt:
+            self.stop()
+            signal.raise_signal(self._number)
+        elif _is_handled():
+            self.stop()
+        else:
+            raise self.error
+
+    @staticmethod
+    def stop() -> None:
+        """Stop the timer, if it is one of these."""
+        if isinstance(signal.getsignal(getattr(signal, "SIGALRM", signal.SIGTERM)), _Repeat):
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.raise_signal(number)
 
-    signal.signal(signal.SIGALRM, look_again)
-    signal.setitimer(signal.ITIMER_REAL, LOOK_AGAIN_SECONDS, LOOK_AGAIN_SECONDS)
+
+def _is_handled() -> bool:
+    """Return True if the running code handles a KeyboardInterrupt, or cleans up after it."""
+    error: BaseException | None = sys.exception()
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__context__
+    return error is not None
 
 
 def _is_loading(frame: FrameType | None) -> bool:

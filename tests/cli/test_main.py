@@ -55,6 +55,34 @@ main.main()
 """
 
 
+CLEARED_IN_C = """
+import ctypes, os, signal, sys, types, click
+from kvcore.cli import main
+
+class Odd:
+    def __getattr__(self, name):
+        os.kill(os.getpid(), getattr(signal, sys.argv[2]))
+        return sum(range(10**6))
+
+@click.command()
+@click.argument("number")
+def talk(number):
+    # PyObject_HasAttrString returns 0 for whatever exception.
+    assert not ctypes.pythonapi.PyObject_HasAttrString(ctypes.py_object(Odd()), b"name")
+    print("cleared", flush=True)
+    try:
+        while True:
+            pass
+    finally:
+        while any(signal.getitimer(signal.ITIMER_REAL)):
+            pass  # until the timer has looked
+        print("ended", flush=True)
+
+sys.modules["talk"] = types.SimpleNamespace(talk=talk)
+main.VERBS["talk"] = "talk"
+main.main()
+"""
+
 ASKED_TO_END_BY_A_MODULE = """
 import sys, types, click
 from kvcore.cli import main
@@ -231,6 +259,22 @@ def test_a_signal_while_a_verb_loads_modules_is_not_lost(tmp_path, number, code,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"},
     )
     assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "word"), [("SIGINT", 130, "interrupted"), ("SIGTERM", 143, "terminated")]
+)
+def test_a_signal_that_code_in_c_clears_is_not_lost(number, code, word):
+    """A signal whose exception code in C clears ends the verb all the same, and once."""
+    done = subprocess.run(
+        [sys.executable, "-c", CLEARED_IN_C, "talk", number],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr) == (code, f"kvcore: {word}\n")
+    assert done.stdout == "cleared\nended\n"
 
 
 def test_no_verb_prints_help(verb, capsys):
