@@ -347,6 +347,14 @@ def test_a_field_of_another_type_is_a_near_miss(tmp_path):
         recognise(path, [Chat, *BUILT_IN])
 
 
+def test_a_header_of_csv_is_no_near_miss_of_objects(tmp_path):
+    """Its names may be all fields of a format, whose lines look otherwise."""
+    path = tmp_path / "rows"
+    path.write_bytes(b"time,prompt,completion")
+    with pytest.raises(InputError, match="; nearly chat: its lines are JSON objects; formats:"):
+        recognise(path, [Chat, *BUILT_IN])
+
+
 def test_a_line_unlike_all_formats_is_no_near_miss(tmp_path):
     """A field that happens to have the name of a format's makes no hint."""
     path = tmp_path / "rows"
