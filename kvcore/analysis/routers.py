@@ -19,13 +19,13 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cluster import Router
 from kvcore.config.cluster import ClusterParts
-from kvcore.config.options import ReplicaChoices, replicas_text
+from kvcore.config.options import ReplicaChoices, replicas_text, slo_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, silent
-from kvcore.request import Request
+from kvcore.request import SLO, Request
 from kvcore.workloads import RequestList, Workload, check_keys
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ class RouterComparison(Shown):
         workload: the workload that was served.
         config: the configuration of the first cluster, in the form of `kvcore simulate --json`.
         view: the knowledge that routers have of the replicas' caches.
+        slo: the SLO of all requests that bring none, such as `ttft=30,tpot=0.1`.
         rows: for each number of replicas, one per router in the order of the arguments.
         shared: one cache for each number of replicas.
     """
@@ -118,6 +119,7 @@ class RouterComparison(Shown):
     workload: Source
     config: dict[str, Any]
     view: str
+    slo: str
     rows: list[RouterRow]
     shared: list[SharedCache]
 
@@ -205,6 +207,7 @@ def compare_routers(
         ),
         config=shares.config,
         view=plan.tasks[0].cell.view,
+        slo=slo_text(cast("SLO", plan.tasks[0].cell.slo)),
         rows=rows,
         shared=list(shared.values()),
     )
@@ -246,8 +249,8 @@ class _Shares:
         first = next(iter(self.parts.values()))
         self.source = Source.of(first.workload)
         cache = first.cache()
-        plugins = first.scheduler(), cache.eviction, cache.prefix, first.latency()
-        self.config = first.describe(*plugins, *first.tiers())
+        plugins = first.scheduler(), cache.eviction, cache.prefix, cache.retention
+        self.config = first.describe(*plugins, first.latency(), *first.tiers())
         self._futures: dict[int, tuple[Future, array[int], array[int], int]] = {}
 
     def __iter__(self) -> Iterator[tuple[int | str, SharedCache]]:

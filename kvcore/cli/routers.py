@@ -87,6 +87,5 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     if given["as_json"]:
         emit_json(report.document())
     else:
-        print_sections(
-            report.headline, (report.headers, report.rows, report.right), report.reading
-        )
+        table = report.headers, report.rows, report.right
+        print_sections(report.headline, table, f"{report.reading}\n{report.setup}")

@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.analysis.routers import RouterComparison, RouterRow, SharedCache
 from kvcore.report.charts import Chart, Panel
-from kvcore.report.tables import NONE, cell, counted, share
+from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.units import format_bytes, format_number, format_seconds
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
@@ -87,6 +87,23 @@ class RoutersReport:
                 "long as requests arrive; their times tell how long the workload is."
             )
         return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """A sentence with all options of the replicas, of the first where they differ."""
+        config = self.comparison.config
+        model = {"name": config["model"], "codec": config["codec"]}
+        header = {
+            **{name: value for name, value in config.items() if name != "replicas"},
+            "mode": "model",
+            "model": model | {"weights_dtype": config.get("weights_dtype")},
+            "device": {"name": config["device"], "count": config["tensor_parallel"]},
+            "count": "tokens",
+            "blocks": config["replicas"][0]["blocks"],
+            "slo": self.comparison.slo,
+        }
+        failures = [f"fail {each}" for each in config["fail"]]
+        return f"{'; '.join([setup(header).removesuffix('.'), *failures])}."
 
     def document(self) -> dict[str, Any]:
         """Return the comparison as a JSON object."""

@@ -126,7 +126,7 @@ def setup(header: Mapping[str, Any]) -> str:
     parts += [f"{name} {as_text(value)}" for name, value in header.get("batching", {}).items()]
     for name in SETTINGS:
         value = header.get(name)
-        if name == "slo" and value is not None:
+        if name == "slo" and isinstance(value, Mapping):
             value = slo_times(value).replace(",", ", ")
         if value is not None:
             parts.append(f"{name} {as_text(value)}")

@@ -46,7 +46,8 @@ class WhatIfReport:
     @property
     def headline(self) -> str:
         """Sentences about the run and the options that changed."""
-        found, one, other = self.whatif, self.whatif.recorded.config, self.whatif.rerun.config
+        found = self.whatif
+        one, other = (_settings(run.config) for run in (found.recorded, found.rerun))
         requests = counted(found.recorded.requests, "request")
         lines = [f"{found.workload}: {requests} of {found.file}."]
         # The configuration of a run without a retention policy has no such key.
@@ -196,6 +197,12 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
 
 def _count(count: int) -> str:
     return f"{count:,}"
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a configuration, each limit of a step as one of them."""
+    alone = {name: value for name, value in config.items() if name != "batching"}
+    return {**alone, **(config.get("batching") or {})}
 
 
 def _setting(name: str, value: Any) -> str:

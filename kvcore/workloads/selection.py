@@ -124,8 +124,9 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
     """Return the formats with most of whose fields the line has, and the missing ones."""
-    found = json_fields(first_line)
+    found, complete = json_fields(first_line), "a field is of another type"
     if not found:
+        complete = "its lines are JSON objects"
         found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
     near = []
     for cls in readers:
@@ -135,7 +136,7 @@ def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
                 near.append((len(lacking) / len(wanted), cls.name, ", ".join(lacking)))
     best = min((rank for rank, _, _ in near if rank), default=0)
     hints = [
-        f"nearly {name}: {f'it lacks {lacking}' if rank else 'a field is of another type'}"
+        f"nearly {name}: {f'it lacks {lacking}' if rank else complete}"
         for rank, name, lacking in near
         if rank in (0, best)
     ]

@@ -139,3 +139,15 @@ def test_a_file_may_name_the_workload(tmp_path, capsys):
     path.write_text('workload = "few.jsonl"\nreplicas = [2]\nrouters = "round-robin"\n')
     assert frame.run(["routers", "--config", str(path), "--jobs", "1"]) == 0
     assert capsys.readouterr().out.startswith("chat: 3 requests to llama-3-8b on 2 replicas")
+
+
+def test_the_report_says_what_served(routers):
+    """The options of the replicas, which no column has."""
+    options = "--eviction", "fifo", "--slo", "ttft=2", "--fail", "replica=1,at=0.1"
+    code, printed, _ = routers(
+        "--replicas", "2", "--routers", "round-robin", "--blocks", 60, *options
+    )
+    told = " ".join(printed.split())
+    assert code == 0
+    assert "60 blocks of 16 tokens (tokens counting); scheduler fcfs; eviction fifo; " in told
+    assert told.endswith("slo ttft=2; seed 0; fail replica=1,at=0.1.")

@@ -207,3 +207,13 @@ def test_an_slo_that_was_different_is_told_in_seconds():
         attrs.evolve(UNTIMED, config={"slo": {"ttft": 1_500_000_000, "tpot": 10**8}}),
     ).headline
     assert "slo: ttft=1.5,tpot=0.1 instead of none" in told.splitlines()
+
+
+def test_a_limit_that_was_different_is_told_alone():
+    """The others of a step are as recorded."""
+    caps = {"max_tokens": 8192, "max_seqs": 256, "chunked": True}
+    told = report(
+        attrs.evolve(UNTIMED, config={"batching": caps}),
+        attrs.evolve(UNTIMED, config={"batching": {**caps, "max_seqs": 9}}),
+    ).headline
+    assert told.splitlines()[1:] == ["max seqs: 9 instead of 256"]
