@@ -24,7 +24,7 @@ from kvcore.online.stored import StoredBlocks
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
 from kvcore.serving.simulate import check_cache
-from kvcore.trace import Trace
+from kvcore.trace.writer import LiveTrace
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -207,7 +207,7 @@ class Server:
             trace = None
             if config.trace is not None:
                 header = parts.header()
-                trace = stack.enter_context(Trace(config.trace, **header))
+                trace = stack.enter_context(LiveTrace(config.trace, **header))
             arguments = parts.arguments(trace)
             cache = arguments["cache"]
             check_cache(cache, "serve")
@@ -261,8 +261,10 @@ class Server:
         self._loop = asyncio.get_running_loop()
         try:
             await self._listener.start()
-        except InputError:
-            await self.stop()
+        except InputError as error:
+            await self._listener.stop()
+            # With the error: an older trace stays.
+            self._stack.__exit__(type(error), error, error.__traceback__)
             raise
         self.url = self._listener.url
         self.engine.start()

@@ -565,3 +565,34 @@ def test_a_text_beyond_the_positions_of_the_model_is_refused():
         assert document["usage"]["completion_tokens"] == 6
         _, document = ask(server, "/tokenize", b'{"prompt": [5]}')
         assert document["max_model_len"] == 256
+
+
+def test_the_trace_of_an_engine_that_fails_stays(tmp_path):
+    """If the engine fails, the trace of the requests before is kept as `.part`."""
+
+    def forward(*_):
+        raise RuntimeError
+
+    def end():
+        with serving(ServeConfig(port=0, grace=2, trace=tmp_path / "day.jsonl")) as server:
+            complete(server, "before", 3)
+            server._generator.forward = forward
+            status, _ = ask(server, "/v1/completions", b'{"prompt": "a"}')
+            assert status == 503
+
+    with pytest.raises(PolicyError, match="RuntimeError"):
+        end()
+    (part,) = tmp_path.iterdir()
+    assert part.name == "day.jsonl.part"
+    assert events_of(part).count("FINISH") == 1
+
+
+def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
+    """A server that cannot listen leaves an older trace as it is."""
+    port, trace = int(server.url.rpartition(":")[2]), tmp_path / "day.jsonl"
+    trace.write_text("yesterday")
+    config = ServeConfig(port=port, trace=trace)
+    with pytest.raises(kvcore.InputError, match="Address already in use"), serving(config):
+        pass
+    assert list(tmp_path.iterdir()) == [trace]
+    assert trace.read_text() == "yesterday"
