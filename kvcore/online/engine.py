@@ -46,13 +46,13 @@ class Tokens:
         ids: the new token ids.
         end: the way in which the request has ended; None: it goes on.
         reason: the reason of an end that is no FINISHED; None where there is none.
-        hit: number of prompt tokens that hit.
+        cached: number of prompt tokens that were not computed: they hit, or a tier had them.
     """
 
     ids: Sequence[int] = ()
     end: str | None = None
     reason: str | None = None
-    hit: int = 0
+    cached: int = 0
 
 
 Listener = Callable[[Tokens], None]
@@ -155,6 +155,11 @@ class OpenRequest:
     sent: int = 0
     ended: bool = False
 
+    @property
+    def cached(self) -> int:
+        """Number of prompt tokens that hit, or were loaded from tiers."""
+        return self.job.hit + self.job.loaded
+
 
 class LiveLoop(ServingLoop):
     """The serving loop by the wall clock, with clients that connect and disconnect.
@@ -219,10 +224,10 @@ class LiveLoop(ServingLoop):
             new = streams[name].output[each.sent :]
             if new:
                 each.sent += len(new)
-                each.listener(Tokens(new, hit=each.job.hit))
+                each.listener(Tokens(new, cached=each.cached))
             if each.ended:
                 del streams[name], self.open[name]
-                each.listener(Tokens(end=FINISHED, hit=each.job.hit))
+                each.listener(Tokens(end=FINISHED, cached=each.cached))
 
     def _take_arrivals(self, now: int) -> None:
         inbox = self.inbox
@@ -298,7 +303,7 @@ class LiveLoop(ServingLoop):
             return False
         self._tensors.streams.pop(name, None)
         del self.open[name]
-        each.listener(Tokens(end=end, hit=each.job.hit))
+        each.listener(Tokens(end=end, cached=each.cached))
         return True
 
 

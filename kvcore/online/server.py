@@ -477,11 +477,11 @@ class Server:
     ) -> web.Response:
         """Return the whole text as an answer."""
         made, text = self._text(call), ""
-        count = hit = 0
+        count = cached = 0
         async for part in parts:
             _check(part)
             count += len(part.ids)
-            hit = max(hit, part.hit)
+            cached = max(cached, part.cached)
             text += made.add(part.ids, last=part.end is not None)
             if made.stopped:
                 self.engine.finish(number)
@@ -494,7 +494,7 @@ class Server:
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         answer = self._head(number, call, chunk=False) | {
             "choices": [choice],
-            "usage": _usage(call, count, hit),
+            "usage": _usage(call, count, cached),
         }
         return self._listener.json(answer)
 
@@ -540,10 +540,10 @@ class Server:
         if call.chat:
             opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
             yield {**head, "choices": [opening]}
-        text, count, hit = self._text(call), 0, 0
+        text, count, cached = self._text(call), 0, 0
         while True:
             count += len(part.ids)
-            hit = max(hit, part.hit)
+            cached = max(cached, part.cached)
             if part.end in (FAILED, REJECTED, CANCELLED):
                 message = part.reason or f"the request was {part.end}"
                 yield {"error": {"message": message, "type": "server_error"}}
@@ -558,7 +558,7 @@ class Server:
             part = await anext(parts)
         yield {**head, "choices": [choice("", "stop" if text.stopped else "length")]}
         if call.counted:
-            yield {**head, "choices": [], "usage": _usage(call, count, hit)}
+            yield {**head, "choices": [], "usage": _usage(call, count, cached)}
 
     def _text(self, call: Call) -> Text:
         generator = self._generator
@@ -597,13 +597,13 @@ def _check(part: Tokens) -> None:
         raise ApiError(503, part.reason or f"the request was {part.end}")
 
 
-def _usage(call: Call, output: int, hit: int) -> dict[str, Any]:
+def _usage(call: Call, output: int, cached: int) -> dict[str, Any]:
     prompt = len(call.tokens)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": hit},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

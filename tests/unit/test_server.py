@@ -596,3 +596,18 @@ def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
         pass
     assert list(tmp_path.iterdir()) == [trace]
     assert trace.read_text() == "yesterday"
+
+
+def test_what_a_tier_gives_back_is_cached():
+    """Tokens loaded from a tier were not computed: `cached_tokens` counts them."""
+    tier = "host:memory=4MiB,load=always"
+    prompts = [" ".join(f"{name}{place}" for place in range(200)) for name in "abcd"]
+    with serving(blocks=20, memory=None, tier=[tier]) as server:
+        ask_ = client(server).completions.create
+        cached = [
+            ask_(
+                model="tiny", prompt=each, max_tokens=2
+            ).usage.prompt_tokens_details.cached_tokens
+            for each in prompts * 2
+        ]
+    assert cached == [0] * 4 + [192] * 4
