@@ -106,7 +106,7 @@ class Tally(RunLog):
 
     Attributes:
         requests: numbers of ended requests, by the way in which they ended.
-        prompt_tokens, output_tokens, hit_tokens: sums over finished requests.
+        prompt_tokens, output_tokens: sums over finished requests.
         ttft_ns, e2e_ns: sums of the times of finished requests.
         why: reason of the last rejection.
         cancelled: id of the last request that was aborted since its client has disconnected.
@@ -115,7 +115,7 @@ class Tally(RunLog):
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
         self.requests = dict.fromkeys((FINISHED, REJECTED, CANCELLED), 0)
-        self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
+        self.prompt_tokens = self.output_tokens = 0
         self.ttft_ns = self.e2e_ns = 0
         self.why = ""
         self.cancelled: int | str | None = None
@@ -128,7 +128,6 @@ class Tally(RunLog):
         self.requests[FINISHED] += 1
         self.prompt_tokens += job.request.prompt_tokens
         self.output_tokens += job.output_tokens
-        self.hit_tokens += job.hit
         self.ttft_ns += (job.first_token or now) - job.arrival
         self.e2e_ns += now - job.arrival
 

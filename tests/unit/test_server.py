@@ -611,3 +611,18 @@ def test_what_a_tier_gives_back_is_cached():
             for each in prompts * 2
         ]
     assert cached == [0] * 4 + [192] * 4
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_server_names_no_limit_of_requests(tmp_path):
+    """A server takes any number of requests: its trace does not say that it took 20."""
+    trace = tmp_path / "day.jsonl"
+    server = ServerProcess("--trace", str(trace)).wait()
+    try:
+        complete(server, "a", 1)
+        code, printed = server.stop()
+    finally:
+        server.kill()
+    assert code == 0, printed
+    header = next(iter(read_events(trace)))
+    assert header.workload.options.get("limit") is None
