@@ -10,6 +10,7 @@ import click
 from kvcore.cli.output import file_path, input_file, warn_if_open
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
+from kvcore.report.tables import counted
 
 
 @verb(
@@ -69,6 +70,7 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
 
     def ready(url: str) -> None:
         warn_if_open(made.host)
-        echo(f"kvcore: {len(made.replicas)} servers at {url}; Ctrl-C ends", err=True)
+        servers = counted(len(made.replicas), "server")
+        echo(f"kvcore: {servers} at {url}; Ctrl-C ends", err=True)
 
     run(made, ready)

@@ -108,7 +108,8 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     listening = {name: given.pop(name) for name in names}
     sent = {name: given.pop(name) for name in ("kv_events", "kv_replay", "trace")}
     config = ServeConfig(**listening, **sent)
-    options = {**given, "workload": PromptWorkload((), given["block_size"]), "clock": "wall"}
+    workload = PromptWorkload((), given["block_size"])
+    options = {**given, "workload": workload, "limit": 0, "clock": "wall"}
     parts = EngineParts(config_of(options, "run"), naming=naming(given["config"], from_file))
 
     def ready(server: Server) -> None:

@@ -20,8 +20,8 @@ from kvcore.cache.prefix import PrefixMatch
 from kvcore.errors import KvcoreError
 from kvcore.plugins import describe, resolve
 from kvcore.request import NO_HINTS, Key, Request
-from kvcore.trace import Trace
 from kvcore.trace.fields import EvictionDigest
+from kvcore.trace.writer import LiveTrace
 from kvcore.units import NS_PER_S
 
 Id = int | str
@@ -34,20 +34,14 @@ _log = logging.getLogger("kvcore")
 _P = ParamSpec("_P")
 
 
-class _Recording(Trace):
-    """A trace whose unfinished file is kept on an error; its evictions have a reason."""
+class _Recording(LiveTrace):
+    """A live trace whose evictions have a reason."""
 
     reason: Literal["capacity", "expired", "gone"] = "capacity"
 
     def evict(self, now: int, **fields: Any) -> None:
         """Write EVICT with the present reason."""
         super().evict(now, **(fields | {"reason": self.reason}))
-
-    def give_up(self, error: BaseException | None) -> None:
-        """Keep the unfinished file, which can be read up to here."""
-        del error
-        self._sink.keep()
-        self._shut()
 
 
 class _FollowedIndex(PrefixIndex):

@@ -216,10 +216,7 @@ class RecordingWriter(SealedWriter):
         if "BATCH" not in self.lines or part == Path(self.name):
             self.discard()
             return
-        with suppress(StorageError):
-            self.flush()
-        self._sink.keep()
-        self._shut()
+        self.keep()
         if isinstance(error, StorageError):
             msg = (
                 f"{error}. {part} keeps what was written before, {_count_batches(part):,} "

@@ -46,13 +46,13 @@ class Tokens:
         ids: the new token ids.
         end: the way in which the request has ended; None: it goes on.
         reason: the reason of an end that is no FINISHED; None where there is none.
-        hit: number of prompt tokens that hit.
+        cached: number of prompt tokens that were not computed: they hit, or a tier had them.
     """
 
     ids: Sequence[int] = ()
     end: str | None = None
     reason: str | None = None
-    hit: int = 0
+    cached: int = 0
 
 
 Listener = Callable[[Tokens], None]
@@ -106,7 +106,7 @@ class Tally(RunLog):
 
     Attributes:
         requests: numbers of ended requests, by the way in which they ended.
-        prompt_tokens, output_tokens, hit_tokens: sums over finished requests.
+        prompt_tokens, output_tokens: sums over finished requests.
         ttft_ns, e2e_ns: sums of the times of finished requests.
         why: reason of the last rejection.
         cancelled: id of the last request that was aborted since its client has disconnected.
@@ -115,7 +115,7 @@ class Tally(RunLog):
     def __init__(self, blocks: int) -> None:
         super().__init__(blocks)
         self.requests = dict.fromkeys((FINISHED, REJECTED, CANCELLED), 0)
-        self.prompt_tokens = self.output_tokens = self.hit_tokens = 0
+        self.prompt_tokens = self.output_tokens = 0
         self.ttft_ns = self.e2e_ns = 0
         self.why = ""
         self.cancelled: int | str | None = None
@@ -128,7 +128,6 @@ class Tally(RunLog):
         self.requests[FINISHED] += 1
         self.prompt_tokens += job.request.prompt_tokens
         self.output_tokens += job.output_tokens
-        self.hit_tokens += job.hit
         self.ttft_ns += (job.first_token or now) - job.arrival
         self.e2e_ns += now - job.arrival
 
@@ -154,6 +153,11 @@ class OpenRequest:
     listener: Listener
     sent: int = 0
     ended: bool = False
+
+    @property
+    def cached(self) -> int:
+        """Number of prompt tokens that hit, or were loaded from tiers."""
+        return self.job.hit + self.job.loaded
 
 
 class LiveLoop(ServingLoop):
@@ -219,10 +223,10 @@ class LiveLoop(ServingLoop):
             new = streams[name].output[each.sent :]
             if new:
                 each.sent += len(new)
-                each.listener(Tokens(new, hit=each.job.hit))
+                each.listener(Tokens(new, cached=each.cached))
             if each.ended:
                 del streams[name], self.open[name]
-                each.listener(Tokens(end=FINISHED, hit=each.job.hit))
+                each.listener(Tokens(end=FINISHED, cached=each.cached))
 
     def _take_arrivals(self, now: int) -> None:
         inbox = self.inbox
@@ -298,7 +302,7 @@ class LiveLoop(ServingLoop):
             return False
         self._tensors.streams.pop(name, None)
         del self.open[name]
-        each.listener(Tokens(end=end, hit=each.job.hit))
+        each.listener(Tokens(end=end, cached=each.cached))
         return True
 
 

@@ -15,7 +15,7 @@ import attrs
 
 from kvcore.cluster import Dispatcher, PrefixView, Replica, Router, parse_view
 from kvcore.cluster.views import EventsView, SentIndex
-from kvcore.errors import InputError, KvcoreError, PolicyError
+from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.kv_events.block_tracker import BlockTracker
 from kvcore.kv_events.formats import decode
 from kvcore.kv_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash
@@ -289,12 +289,17 @@ class Fleet:
 
     def _write(self, write: Callable[[TrafficLog], None]) -> None:
         """Write to the trace; on errors, such as a full disk, the proxy goes on without it."""
-        if self.log is not None:
+        log = self.log
+        if log is not None:
             try:
-                write(self.log)
+                write(log)
             except KvcoreError as error:
-                self.discard()
-                warn(f"{error}; the proxy goes on without a trace")
+                self.log, why = None, error
+                try:
+                    log.give_up(error)
+                except StorageError as kept:
+                    why = kept
+                warn(f"{why}; the proxy goes on without a trace")
 
     def send(self, flight: Flight, tried: Collection[int] = ()) -> Attempt | None:
         """Return an attempt at the server that the router picks; None if no server is left.

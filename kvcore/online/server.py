@@ -24,7 +24,7 @@ from kvcore.online.stored import StoredBlocks
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
 from kvcore.serving.simulate import check_cache
-from kvcore.trace import Trace
+from kvcore.trace.writer import LiveTrace
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -207,7 +207,7 @@ class Server:
             trace = None
             if config.trace is not None:
                 header = parts.header()
-                trace = stack.enter_context(Trace(config.trace, **header))
+                trace = stack.enter_context(LiveTrace(config.trace, **header))
             arguments = parts.arguments(trace)
             cache = arguments["cache"]
             check_cache(cache, "serve")
@@ -261,8 +261,10 @@ class Server:
         self._loop = asyncio.get_running_loop()
         try:
             await self._listener.start()
-        except InputError:
-            await self.stop()
+        except InputError as error:
+            await self._listener.stop()
+            # With the error: an older trace stays.
+            self._stack.__exit__(type(error), error, error.__traceback__)
             raise
         self.url = self._listener.url
         self.engine.start()
@@ -483,11 +485,11 @@ class Server:
     ) -> web.Response:
         """Return the whole text as an answer."""
         made, text = self._text(call), ""
-        count = hit = 0
+        count = cached = 0
         async for part in parts:
             _check(part)
             count += len(part.ids)
-            hit = max(hit, part.hit)
+            cached = max(cached, part.cached)
             text += made.add(part.ids, last=part.end is not None)
             if made.stopped:
                 self.engine.finish(number)
@@ -500,7 +502,7 @@ class Server:
         choice = {"index": 0, **content, "logprobs": None, "finish_reason": reason}
         answer = self._head(number, call, chunk=False) | {
             "choices": [choice],
-            "usage": _usage(call, count, hit),
+            "usage": _usage(call, count, cached),
         }
         return self._listener.json(answer)
 
@@ -546,10 +548,10 @@ class Server:
         if call.chat:
             opening = choice("") | {"delta": {"role": "assistant", "content": ""}}
             yield {**head, "choices": [opening]}
-        text, count, hit = self._text(call), 0, 0
+        text, count, cached = self._text(call), 0, 0
         while True:
             count += len(part.ids)
-            hit = max(hit, part.hit)
+            cached = max(cached, part.cached)
             if part.end in (FAILED, REJECTED, CANCELLED):
                 message = part.reason or f"the request was {part.end}"
                 yield {"error": {"message": message, "type": "server_error"}}
@@ -564,7 +566,7 @@ class Server:
             part = await anext(parts)
         yield {**head, "choices": [choice("", "stop" if text.stopped else "length")]}
         if call.counted:
-            yield {**head, "choices": [], "usage": _usage(call, count, hit)}
+            yield {**head, "choices": [], "usage": _usage(call, count, cached)}
 
     def _text(self, call: Call) -> Text:
         generator = self._generator
@@ -603,13 +605,13 @@ def _check(part: Tokens) -> None:
         raise ApiError(503, part.reason or f"the request was {part.end}")
 
 
-def _usage(call: Call, output: int, hit: int) -> dict[str, Any]:
+def _usage(call: Call, output: int, cached: int) -> dict[str, Any]:
     prompt = len(call.tokens)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
-        "prompt_tokens_details": {"cached_tokens": hit},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

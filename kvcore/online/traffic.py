@@ -11,8 +11,8 @@ import attrs
 from kvcore.cluster import Replica
 from kvcore.extras import import_extra
 from kvcore.request import Request
-from kvcore.trace import Trace
 from kvcore.trace.cluster import ClusterTrace
+from kvcore.trace.writer import LiveTrace
 
 MOST_HELD = 1 << 20
 """Largest number of keys of ended requests that wait for a request that arrived before them."""
@@ -84,7 +84,7 @@ class TrafficLog:
         replicas: Sequence[Replica],
         key_tokens: int,
     ) -> None:
-        self._file = Trace(path, mode="wall")
+        self._file = LiveTrace(path, mode="wall")
         self._trace = ClusterTrace(self._file)
         for each in replicas:
             self._trace.recorder(each.number).begin(
@@ -130,6 +130,14 @@ class TrafficLog:
             self.end(flight)
         self._flush(now + 1)
         self._file.close()
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave the unfinished file because of `error`.
+
+        Raises:
+            StorageError: `error` is one; says what is kept.
+        """
+        self._file.give_up(error)
 
     def discard(self) -> None:
         """Remove the file."""

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Se
 
 import orjson
 
-from kvcore.errors import InputError, TraceError
+from kvcore.errors import InputError, StorageError, TraceError
 from kvcore.files import (
     LONGEST_LINE,
     AtomicFile,
@@ -151,7 +151,7 @@ class BackgroundFile(io.RawIOBase):
             self._file.discard()
 
     def keep(self) -> None:
-        """Drop all later writes, and leave the unfinished file."""
+        """Drop all later writes, and leave the unfinished file. Never raises."""
         self._drop_writes()
         if isinstance(self._file, AtomicFile):
             with suppress(OSError):
@@ -261,6 +261,17 @@ class SealedWriter(ABC):
         """Remove the unfinished file. A second call does nothing."""
         if not self._closed:
             self._sink.discard()
+            self._shut()
+
+    def keep(self) -> None:
+        """Leave the unfinished file, with all lines that can still be written.
+
+        A second call does nothing.
+        """
+        if not self._closed:
+            with suppress(StorageError):
+                self.flush()
+            self._sink.keep()
             self._shut()
 
     def __enter__(self) -> Self:

@@ -14,7 +14,8 @@ from helpers.upstreams import Upstream, prompt, routed, until
 
 from kvcore import Request
 from kvcore.cluster import Router
-from kvcore.errors import InputError
+from kvcore.errors import InputError, StorageError
+from kvcore.files import AtomicFile
 from kvcore.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -847,3 +848,30 @@ def test_keys_of_the_proxy_match_the_events_of_a_kvcore_server():
     config = ServeConfig(port=0, name="tiny", grace=2, kv_events=live, kv_replay=replay)
     with serving(config) as server:
         asyncio.run(run(server.url))
+
+
+def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
+    """On a full disk the proxy goes on without a trace, and keeps what it has written."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        await ask(client)
+        proxy.fleet.log.sync(proxy.fleet.now())
+        proxy.fleet.log._file._sink._wait()
+
+        def full(*_):
+            msg = "cannot write the trace: No space left on device"
+            raise StorageError(msg)
+
+        monkeypatch.setattr(AtomicFile, "write", full)
+        for _ in range(3):  # a write that fails is noticed by the next one
+            await ask(client)
+            proxy.fleet._write(lambda log: log.sync(proxy.fleet.now()))
+        assert proxy.fleet.log is None
+        assert (await ask(client))[0] == 200
+
+    play(scene, trace=path)
+    (part,) = tmp_path.iterdir()
+    assert part.name == "day.jsonl.part"
+    assert [each.event for each in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
+    assert f"{part} keeps what was written before; the proxy goes on" in capsys.readouterr().err

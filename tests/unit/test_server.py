@@ -580,3 +580,64 @@ def test_a_text_beyond_the_positions_of_the_model_is_refused():
         assert document["usage"]["completion_tokens"] == 6
         _, document = ask(server, "/tokenize", b'{"prompt": [5]}')
         assert document["max_model_len"] == 256
+
+
+def test_the_trace_of_an_engine_that_fails_stays(tmp_path):
+    """If the engine fails, the trace of the requests before is kept as `.part`."""
+
+    def forward(*_):
+        raise RuntimeError
+
+    def end():
+        with serving(ServeConfig(port=0, grace=2, trace=tmp_path / "day.jsonl")) as server:
+            complete(server, "before", 3)
+            server._generator.forward = forward
+            status, _ = ask(server, "/v1/completions", b'{"prompt": "a"}')
+            assert status == 503
+
+    with pytest.raises(PolicyError, match="RuntimeError"):
+        end()
+    (part,) = tmp_path.iterdir()
+    assert part.name == "day.jsonl.part"
+    assert events_of(part).count("FINISH") == 1
+
+
+def test_a_port_in_use_leaves_an_older_trace(server, tmp_path):
+    """A server that cannot listen leaves an older trace as it is."""
+    port, trace = int(server.url.rpartition(":")[2]), tmp_path / "day.jsonl"
+    trace.write_text("yesterday")
+    config = ServeConfig(port=port, trace=trace)
+    with pytest.raises(kvcore.InputError, match="Address already in use"), serving(config):
+        pass
+    assert list(tmp_path.iterdir()) == [trace]
+    assert trace.read_text() == "yesterday"
+
+
+def test_what_a_tier_gives_back_is_cached():
+    """Tokens loaded from a tier were not computed: `cached_tokens` counts them."""
+    tier = "host:memory=4MiB,load=always"
+    prompts = [" ".join(f"{name}{place}" for place in range(200)) for name in "abcd"]
+    with serving(blocks=20, memory=None, tier=[tier]) as server:
+        ask_ = client(server).completions.create
+        cached = [
+            ask_(
+                model="tiny", prompt=each, max_tokens=2
+            ).usage.prompt_tokens_details.cached_tokens
+            for each in prompts * 2
+        ]
+    assert cached == [0] * 4 + [192] * 4
+
+
+@pytest.mark.slow
+def test_the_trace_of_a_server_names_no_limit_of_requests(tmp_path):
+    """A server takes any number of requests: its trace does not say that it took 20."""
+    trace = tmp_path / "day.jsonl"
+    server = ServerProcess("--trace", str(trace)).wait()
+    try:
+        complete(server, "a", 1)
+        code, printed = server.stop()
+    finally:
+        server.kill()
+    assert code == 0, printed
+    header = next(iter(read_events(trace)))
+    assert header.workload.options.get("limit") is None

@@ -13,8 +13,10 @@ from helpers.traces import CACHE, ask, drive, lines, record, write
 
 from kvcore import SLO, InputError, KVCache, KvcoreError, Request, Trace
 from kvcore.errors import StorageError
+from kvcore.files import AtomicFile
 from kvcore.request import Retention
 from kvcore.trace import read_events
+from kvcore.trace.writer import LiveTrace
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 
@@ -341,3 +343,53 @@ def test_importing_the_trace_imports_no_slow_package():
     assert not {"structlog", "zstandard", "rich", "click", "numpy"} & set(
         json.loads(done.stdout)
     )
+
+
+def fill_disk_after(monkeypatch, most):
+    """Let every write fail that would make a file longer than `most` bytes."""
+    written = {}
+    real = AtomicFile.write
+
+    def write(self, data):
+        if written.get(self, 0) + len(data) > most:
+            msg = "cannot write the trace: No space left on device"
+            raise StorageError(msg)
+        written[self] = written.get(self, 0) + len(data)
+        return real(self, data)
+
+    monkeypatch.setattr(AtomicFile, "write", write)
+
+
+@pytest.mark.parametrize("cls", [Trace, LiveTrace])
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_full_disk_leaves_what_a_live_run_has_written(tmp_path, monkeypatch, cls, suffix):
+    """On an error a live trace stays as `.part`, up to the last flush; others go."""
+    path = tmp_path / f"day.jsonl{suffix}"
+    fill_disk_after(monkeypatch, 20_000)
+    trace = cls(path)
+    trace.begin(**CACHE)
+
+    def run():
+        with trace:
+            for number in range(10_000):
+                trace.request(ask(number, "a"), number)
+                if number % 50 == 0:
+                    trace.flush()
+
+    with pytest.raises(StorageError, match="No space left on device") as caught:
+        run()
+    part = tmp_path / f"day.jsonl{suffix}.part"
+    assert not path.exists()
+    assert part.exists() == (cls is LiveTrace)
+    if part.exists():
+        assert f"{part} keeps what was written before" in str(caught.value)
+        assert len(list(read_events(part))) > 50
+    trace.give_up(caught.value)  # a second time
+
+
+def test_a_live_run_in_which_nothing_happened_leaves_no_file(tmp_path):
+    """An error before the first line leaves no file."""
+    trace = LiveTrace(tmp_path / "day.jsonl")
+    trace.begin(**CACHE)
+    trace.give_up(InputError("port in use"))
+    assert not list(tmp_path.iterdir())

@@ -357,7 +357,7 @@ def test_a_field_of_another_type_is_a_near_miss(tmp_path):
 
 
 def test_a_header_of_csv_is_no_near_miss_of_objects(tmp_path):
-    """A CSV header with all fields of a format of objects gets a hint that its lines are objects."""
+    """A CSV header with all fields of a format gets a hint that its lines are objects."""
     path = tmp_path / "rows"
     path.write_bytes(b"time,prompt,completion")
     with pytest.raises(InputError, match="; nearly chat: its lines are JSON objects; formats:"):
