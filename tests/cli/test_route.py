@@ -77,7 +77,7 @@ def test_a_second_signal_does_not_wait_for_requests_in_flight(tmp_path):
             asked = asyncio.create_task(ask(program.url))
             await until(lambda: any(each.calls for each in servers))
             program.process.send_signal(signal.SIGTERM)
-            await until(lambda: b"ending" in program.told)
+            await until(lambda: b"ending" in program.stderr)
             assert await program.stop() == 0
             with pytest.raises(aiohttp.ClientError):
                 await asked
