@@ -463,7 +463,7 @@ record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate x | '--rotate': size 'x': exp
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0s | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 0B | '--rotate': must be above 0
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate 1 | '--rotate': size '1': expected a number
-record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate h | '--rotate': time '': expected a number
+record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate h | '--rotate': size 'h': expected a number
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --rotate '1 GiX' | size '1 GiX': expected
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --reconnect 0 | '--reconnect': must be above 0 seconds
 record --zmq tcp://127.0.0.1:1 -o x.jsonl --replay-timeout x | '--replay-timeout': time 'x'
@@ -527,10 +527,10 @@ simulate: trace = "a"\nout = "b" | c.toml: trace and out
 simulate: memory = 5 | memory: size '5': expected a number
 simulate: memory = "5" | memory: size '5': expected a number
 simulate: memory = "1B" | memory: 1 B is less than a block of fp16
-simulate: memory = 1979-05-27 | memory: expected a whole number, not 1979-05-27
+simulate: memory = 1979-05-27 | memory: expected a number of bytes, such as '40GiB', not 1979-05-27
 simulate: model = 3 | model: expected text, not 3
 simulate: model = "nope" | model: unknown model 'nope'
-simulate: model = "" | model: config.json: cannot be read
+simulate: model = "" | model: unknown model ''
 simulate: device = "nope" | device: unknown device 'nope'
 simulate: device = [] | device: expected text, not a list
 simulate: codec = "fp1" | codec: no codec plugin is named 'fp1'
@@ -824,7 +824,7 @@ INPUTS = [
     (
         REQUEST.replace("}", ',"after":7}'),
         "simulate F",
-        "request 1 of session None comes after request 7 of session None",
+        "request 1 comes after request 7 and has no session: give both the same session",
     ),
     (
         REQUEST + "\n" + REQUEST.replace("16}", "32}").replace('"id":1', '"id":2'),

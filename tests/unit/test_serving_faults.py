@@ -124,7 +124,7 @@ NEGATIVE = r"the lines of 1 decoding sequences are \[\(9, -5\)\]"
         (lambda: [(float("nan"), 0)], r"'answering': StepWork\(.*\) takes nan ps"),
         (lambda: [(5, 0), (float("nan"), 0)], r"'answering': StepWork\(.*\) takes nan ps"),
         (lambda: [(None, 0)], r"'answering' .* raised TypeError in pieces\(\)"),
-        (lambda: [(10**40, 0)], r"1 steps take 1[.0]*e[+]28 s by latency model 'answering'"),
+        (lambda: [(10**40, 0)], r"a step takes 1[.0]*e[+]28 s by latency model 'answering'"),
         (sys.exit, r"'answering' .* raised SystemExit in pieces\(\)"),
     ],
 )

@@ -154,8 +154,8 @@ class TestForgeries:
             for change, reason in (
                 ({"request": line["request"] + 1}, f"request {line['request'] + 1} "),
                 ({"request": "x"}, "request 'x' does not wait to be routed"),
-                ({"tokens": line["tokens"] + 16}, "tokens are thought to be there"),
-                ({"tokens": line["tokens"] - 1}, "tokens are thought to be there"),
+                ({"tokens": line["tokens"] + 16}, "cached tokens; "),
+                ({"tokens": line["tokens"] - 1}, "cached tokens; "),
                 ({"t": line["t"] + 1}, f"waits since {line['t']} ns, with replicas up"),
                 ({"t": line["t"] - 1}, "time goes back"),
             ):
