@@ -17,7 +17,7 @@ from kvcore.cli.options import (
 from kvcore.cli.output import file_path, warn_if_open
 from kvcore.cli.verb import Count, Seconds, echo, verb
 from kvcore.config import EngineParts
-from kvcore.workloads import PromptWorkload
+from kvcore.workloads import ClientWorkload
 
 if TYPE_CHECKING:
     from kvcore.online.server import Server
@@ -108,7 +108,7 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     listening = {name: given.pop(name) for name in names}
     sent = {name: given.pop(name) for name in ("kv_events", "kv_replay", "trace")}
     config = ServeConfig(**listening, **sent)
-    workload = PromptWorkload((), given["block_size"])
+    workload = ClientWorkload(given["block_size"])
     options = {**given, "workload": workload, "limit": 0, "clock": "wall"}
     parts = EngineParts(config_of(options, "run"), naming=naming(given["config"], from_file))
 

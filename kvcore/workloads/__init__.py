@@ -10,6 +10,7 @@ from kvcore.workloads.base import (
 )
 from kvcore.workloads.files import file_digest, lines
 from kvcore.workloads.selection import (
+    ClientWorkload,
     PromptWorkload,
     RequestList,
     WorkloadSample,
@@ -20,6 +21,7 @@ from kvcore.workloads.selection import (
 )
 
 __all__ = [
+    "ClientWorkload",
     "PromptWorkload",
     "RequestList",
     "Workload",

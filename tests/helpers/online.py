@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from kvcore.config import EngineParts, RunConfig
 from kvcore.online.server import ServeConfig, Server
-from kvcore.workloads import PromptWorkload
+from kvcore.workloads import ClientWorkload
 
 SMALL = "transformer:layers=1,hidden=32,heads=2,kv_heads=1"
 READY_SECONDS = 60
@@ -81,7 +81,7 @@ def parts(block_size=16, **options):
     """Return the engine parts of a small model."""
     config = RunConfig.of(
         "run",
-        workload=PromptWorkload((), block_size),
+        workload=ClientWorkload(block_size),
         generator=options.pop("generator", SMALL),
         block_size=block_size,
         clock="wall",

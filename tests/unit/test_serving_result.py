@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from fractions import Fraction
 
 import pytest
@@ -84,6 +85,19 @@ def test_the_columns_of_a_request():
         "swaps": 0,
         "met_slo": None,
     }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"latency": "linear"}, {"tier": "host:memory=1GiB"}, {"replicas": 2}],
+    ids=str,
+)
+def test_results_can_be_pickled(options):
+    """A result that another process has sent has the summary of the one that it made."""
+    call = kvcore.simulate_cluster if "replicas" in options else kvcore.simulate
+    result = call("zipf:requests=20", blocks=900, **options)
+    copy = pickle.loads(pickle.dumps(result))  # noqa: S301 - of this process
+    assert copy.summary() == result.summary()
 
 
 def test_requests_are_in_the_order_of_their_ends():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import ceil
 from operator import mul
 from typing import Any, ClassVar
@@ -175,6 +175,10 @@ class Roofline(LatencyModel):
         self._by_tokens = lru_cache(4096)(
             lambda n: max(product * n, weights(n)) + token * n + floor
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it by its options, from which the coefficients follow."""
+        return partial(type(self), **attrs.asdict(self, recurse=False)), ()
 
     @property
     def windows(self) -> Windows:
