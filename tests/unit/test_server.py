@@ -629,7 +629,7 @@ def test_the_trace_of_a_server_names_no_limit_of_requests(tmp_path):
 
 
 def test_a_generator_that_cannot_encode_is_reported():
-    """An exception of `encode` or `encode_chat` is status 500, in JSON that names the plugin."""
+    """An exception of `encode` or `encode_chat` is a 500 in JSON that names the plugin."""
 
     def fail(_):
         raise KeyError
