@@ -15,12 +15,13 @@ import orjson
 
 from kvcore.config import EngineParts
 from kvcore.engine.executor import TensorExecutor
-from kvcore.errors import InputError
+from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra
 from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
 from kvcore.online.listener import METRICS_HEADERS, ApiError, Listener, signalled, stopped
 from kvcore.online.metrics import server_metrics
 from kvcore.online.stored import StoredBlocks
+from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
 from kvcore.serving.simulate import check_cache
@@ -437,13 +438,12 @@ class Server:
             messages = document.get("messages")
             if not isinstance(messages, list) or not messages:
                 raise ApiError(400, "messages must be a list that is not empty", "messages")
-            chosen: list[int] = self._generator.encode_chat(list(map(_message, messages)))
-            return chosen
+            return self._encoded(self._generator.encode_chat, list(map(_message, messages)))
         prompt = document.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
             prompt = prompt[0]
         if isinstance(prompt, str) and prompt:
-            tokens: list[int] = self._generator.encode(prompt)
+            tokens = self._encoded(self._generator.encode, prompt)
         elif isinstance(prompt, list) and prompt and all(type(p) is int for p in prompt):
             tokens = prompt
         else:
@@ -451,6 +451,15 @@ class Server:
         if not tokens or min(tokens) < 0 or max(tokens) >= self._generator.vocabulary:
             raise ApiError(400, "prompt has no tokens, or some that the model lacks", "prompt")
         return tokens
+
+    def _encoded(self, encode: Callable[[Any], list[int]], given: Any) -> list[int]:
+        """Return the token ids of a text or a chat, or report that the generator has failed."""
+        try:
+            return encode(given)
+        except KvcoreError:
+            raise
+        except FAILURES as error:
+            raise_policy_error(self._generator, encode.__name__, error)
 
     async def _generate(self, number: int, call: Call) -> AsyncGenerator[Tokens, None]:
         """Yield the parts of an answer; closing the generator cancels the request."""

@@ -404,3 +404,15 @@ def test_a_table_of_positions_bounds_a_sequence(family, positions):
     else:
         assert lengths == {0: 20, 1: 11}
         assert len(result.log.reasons) == 2
+
+
+def test_a_chat_that_the_template_refuses(tokenizer):
+    """A template that raises is an InputError with its message, not a failure of the plugin."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
+        "{% endif %}{{ m.content }}{% endfor %}"
+    )
+    generator = HuggingFace(tiny("llama"), tokenizer)
+    assert generator.encode_chat([{"role": "user", "content": "a"}]) == tokenizer.encode("a")
+    with pytest.raises(InputError, match=r"template of the model refuses .*: no system"):
+        generator.encode_chat([{"role": "system", "content": "a"}])

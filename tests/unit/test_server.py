@@ -641,3 +641,22 @@ def test_the_trace_of_a_server_names_no_limit_of_requests(tmp_path):
     assert code == 0, printed
     header = next(iter(read_events(trace)))
     assert header.workload.options.get("limit") is None
+
+
+def test_a_generator_that_cannot_encode_is_reported():
+    """An exception of `encode` or `encode_chat` is a 500 in JSON that names the plugin."""
+
+    def fail(_):
+        raise KeyError
+
+    with serving() as server:
+        server._generator.encode = server._generator.encode_chat = fail
+        for path, body in (
+            ("/v1/completions", b'{"prompt": "a"}'),
+            ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}'),
+            ("/tokenize", b'{"prompt": "a"}'),
+        ):
+            status, document = ask(server, path, body)
+            assert status == 500
+            assert "'transformer'" in document["error"]["message"]
+            assert "KeyError" in document["error"]["message"]

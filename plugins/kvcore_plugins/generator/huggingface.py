@@ -204,13 +204,24 @@ class HuggingFace(SamplingGenerator):
         return list(self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Return the token ids of a chat by the template of the tokenizer, if it has one."""
+        """Return the token ids of a chat by the template of the tokenizer, if it has one.
+
+        Raises:
+            InputError: the template refuses the messages, such as a role that it does not know.
+        """
         tokenizer = self._tokenizer
         if tokenizer is None or not getattr(tokenizer, "chat_template", None):
             return super().encode_chat(messages)
-        text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-        )
+        from jinja2 import TemplateError  # noqa: PLC0415 - comes with chat templates
+
+        chat = [dict(message) for message in messages]
+        try:
+            text = tokenizer.apply_chat_template(
+                chat, add_generation_prompt=True, tokenize=False
+            )
+        except TemplateError as error:
+            msg = f"the chat template of the model refuses the messages: {error}"
+            raise InputError(msg) from error
         return list(tokenizer.encode(str(text), add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
