@@ -527,7 +527,7 @@ simulate: trace = "a"\nout = "b" | c.toml: trace and out
 simulate: memory = 5 | memory: size '5': expected a number
 simulate: memory = "5" | memory: size '5': expected a number
 simulate: memory = "1B" | memory: 1 B is less than a block of fp16
-simulate: memory = 1979-05-27 | memory: expected a number of bytes, such as '40GiB', not 1979-05-27
+simulate: memory = 1979-05-27 | memory: expected a number of bytes, such as
 simulate: model = 3 | model: expected text, not 3
 simulate: model = "nope" | model: unknown model 'nope'
 simulate: model = "" | model: unknown model ''
