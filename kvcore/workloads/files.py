@@ -100,14 +100,23 @@ def file_digest(path: Path, **options: Any) -> str:
 def _rows(pieces: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the lines of a file, or the elements if it is a JSON array of objects."""
     head = b""
-    for piece in pieces:
-        head += piece
-        if len(head) > _HEAD_BYTES:
-            break
+    try:
+        for piece in pieces:
+            head += piece
+            if len(head) > _HEAD_BYTES:
+                break
+    except CutError as error:
+        pieces = _cut(error)
     start = _ARRAY.match(head)
     if start is None:
         return _split(chain([head], pieces))
     return _elements(chain([head[start.end() :]], pieces))
+
+
+def _cut(error: CutError) -> Iterator[bytes]:
+    """Raise the error of a file that is cut, after what was read before."""
+    raise error
+    yield b""
 
 
 def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:

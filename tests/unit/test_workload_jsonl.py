@@ -1,5 +1,6 @@
 """The workload `jsonl`: requests in the format of kvcore's own traces."""
 
+import zlib
 from pathlib import Path
 
 import orjson
@@ -160,14 +161,40 @@ def test_an_empty_prompt_is_read(tmp_path):
     assert (request.prompt_tokens, request.keys) == (0, [])
 
 
-def test_a_cut_file_yields_the_requests_before_the_cut(tmp_path):
-    """A file that ends inside a line yields the requests before it, then raises InputError."""
-    path = write(tmp_path / "t.jsonl", HEADER, REQUEST, REQUEST | {"id": 2})
-    path.write_bytes(path.read_bytes()[:-9])
-    workload = iter(Jsonl(path))
-    assert next(workload).id == 1
-    with pytest.raises(InputError, match=r"t\.jsonl:3: not JSON"):
-        next(workload)
+@pytest.mark.parametrize("form", ["plain", "gzip"])
+@pytest.mark.parametrize("cut", [0, 9])
+def test_a_trace_that_is_cut_inside_a_line_is_read_up_to_it(tmp_path, form, cut):
+    """Requests before the cut are read, and a note names the last line, of each form."""
+    path = write(tmp_path / "t.jsonl", HEADER, REQUEST, REQUEST | {"id": 2}, {"event": "END"})
+    *whole, last = path.read_bytes().splitlines(keepends=True)
+    data = b"".join(whole) + last[:cut]
+    if form == "gzip":
+        flushed = zlib.compressobj(wbits=31)
+        data = flushed.compress(data) + flushed.flush(zlib.Z_SYNC_FLUSH)
+    path.write_bytes(data)
+    workload = Jsonl(path)
+    assert [request.id for request in workload] == [1, 2]
+    assert workload.notes == ["the trace is cut: it is read up to line 3"]
+
+
+def test_a_whole_trace_has_no_note(tmp_path):
+    """Neither a trace with END nor a file without a header is cut."""
+    for rows in ((HEADER, REQUEST, {"event": "END"}), (REQUEST,)):
+        workload = Jsonl(write(tmp_path / "t.jsonl", *rows))
+        assert [request.id for request in workload] == [1]
+        assert workload.notes == []
+
+
+def test_a_damaged_line_within_a_trace_is_an_error(tmp_path):
+    """A whole line that is not JSON, or one of a file without a header, raises InputError."""
+    path = write(tmp_path / "t.jsonl", HEADER, REQUEST)
+    path.write_bytes(path.read_bytes() + b'{"event":\n')
+    with pytest.raises(InputError, match=r"t.jsonl:3: not JSON"):
+        list(Jsonl(path))
+    path = write(tmp_path / "t.jsonl", REQUEST)
+    path.write_bytes(path.read_bytes() + b'{"event":')
+    with pytest.raises(InputError, match=r"t.jsonl:2: not JSON"):
+        list(Jsonl(path))
 
 
 def test_hashes_are_chained_into_the_output(tmp_path):

@@ -11,12 +11,13 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore import SLO, InputError, Request
+from kvcore.files import CutError
 from kvcore.request import NO_HINTS, Hints, Retention, chain_keys
 from kvcore.trace import SCHEMA
 from kvcore.trace.fields import slo_of
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import FileWorkload, Row, rows
+from kvcore.workloads import file_digest, lines
+from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
@@ -26,7 +27,8 @@ class Jsonl(FileWorkload):
     """The requests of a kvcore trace, to be run again under other policies.
 
     Lines of most other events are skipped. A header is optional; without one the file has
-    REQUEST lines alone, sorted by `t`. Fields that are not those of a request are ignored.
+    REQUEST lines alone, sorted by `t`. Fields that are not those of a request are ignored. A
+    file with a header and without END is cut: requests before the cut are read, with a note.
 
     Attributes:
         path: path of the file.
@@ -37,6 +39,7 @@ class Jsonl(FileWorkload):
     line_fields = (("event", "schema"), ("event", "id", "prompt"))
 
     chain: bool = False
+    _cut_after: int | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one line, and the recorded keys.
@@ -72,13 +75,20 @@ class Jsonl(FileWorkload):
         """The digest of the file's bytes, and of `chain` if it is set."""
         return file_digest(self.path, **({"chain": True} if self.chain else {}))
 
+    @property
+    def notes(self) -> list[str]:
+        """The last line that was read of a trace that is cut."""
+        if self._cut_after is None:
+            return []
+        return [f"the trace is cut: it is read up to line {self._cut_after:,}"]
+
     def _recorded_keys(self) -> dict[int | str, list[Any]]:
         """Return the keys of generated blocks in lines after the requests, by request.
 
         FINISH of a run on texts has all of a request, each KEYS of an engine further ones.
         """
-        with closing(rows(self.path)) as lines:
-            header = next(lines).fields
+        with closing(self._rows()) as found:
+            header = next(found).fields
             if header.get("executor") == "run":
                 event, field = "FINISH", "output_keys"
             elif header.get("engine"):
@@ -86,7 +96,7 @@ class Jsonl(FileWorkload):
             else:
                 return {}
             recorded: dict[int | str, list[Any]] = {}
-            for row in lines:
+            for row in found:
                 if row.fields.get("event") == event and field in row.fields:
                     known = recorded.setdefault(row.identifier("request"), [])
                     known.extend(row.keys(field, digests=True))
@@ -94,7 +104,7 @@ class Jsonl(FileWorkload):
 
     def _requests(self) -> Generator[Row, None, None]:
         empty = True
-        for row in rows(self.path):
+        for row in self._rows():
             event = row.text("event")
             if event == "REQUEST":
                 empty = False
@@ -104,6 +114,28 @@ class Jsonl(FileWorkload):
         if empty:
             msg = f"{self.path}: no REQUEST line: there is nothing to run"
             raise InputError(msg)
+
+    def _rows(self) -> Generator[Row, None, None]:
+        """Yield the lines, up to the cut of a trace that a killed process has left."""
+        traced = ended = False
+        last = 0
+        try:
+            for number, line in lines(self.path):
+                try:
+                    row = parse_row(self.path, number, line)
+                except InputError:
+                    if traced and not line.endswith(b"\n"):
+                        break
+                    raise
+                event = row.fields.get("event")
+                traced = traced or event == "HEADER"
+                ended = event == "END"
+                last = number
+                yield row
+        except InputError as error:
+            if not (traced and isinstance(error.__cause__, CutError)):
+                raise
+        self._cut_after = last if traced and not ended else None
 
 
 def _request(row: Row, arrival: int) -> Request:
