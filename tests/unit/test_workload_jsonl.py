@@ -178,7 +178,7 @@ def test_a_trace_that_is_cut_inside_a_line_is_read_up_to_it(tmp_path, form, cut)
 
 
 def test_a_whole_trace_has_no_note(tmp_path):
-    """Neither a trace with END nor a file without a header is cut."""
+    """A trace with END and a file without a header are whole, and have no note."""
     for rows in ((HEADER, REQUEST, {"event": "END"}), (REQUEST,)):
         workload = Jsonl(write(tmp_path / "t.jsonl", *rows))
         assert [request.id for request in workload] == [1]
