@@ -40,7 +40,7 @@ def nearest_rank(percent: int, count: int) -> int:
     return max(1, -(-percent * count // 100))
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Histogram:
     """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
 

@@ -31,6 +31,7 @@ ROWS = 1 << 16
 Cell = TypeVar("Cell")
 
 
+@mypyc_attr(serializable=True)
 class Column(Generic[Cell]):
     """A column of a log: a sequence that holds only its newest cells in memory.
 
@@ -160,7 +161,7 @@ UNJUDGED, MISSED, MET = -1, 0, 1
 """The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class RunLog:
     """Columns of a run, one row a request, in the order in which these ended.
 
@@ -323,6 +324,7 @@ class Percentiles:
         return attrs.asdict(self)
 
 
+@mypyc_attr(serializable=True)
 class Times:
     """Samples that are computed each time that they are iterated over."""
 
@@ -387,6 +389,7 @@ TokenGap: TypeAlias = tuple[int, int, int, int]
 step `first` ps after the token before, and with each further step `slope` ps more."""
 
 
+@mypyc_attr(serializable=True)
 class TokenGaps:
     """The times between two tokens of a request, in picoseconds: inter-token latencies.
 
@@ -449,6 +452,7 @@ MAX_SAMPLES = 512
 """Samples of the timeline. When there are as many, every second one is dropped."""
 
 
+@mypyc_attr(serializable=True)
 class PoolTimeline:
     """Use of the blocks of a pool, from event to event.
 
