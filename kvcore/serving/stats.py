@@ -31,7 +31,7 @@ ROWS = 1 << 16
 Cell = TypeVar("Cell")
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Column(Generic[Cell]):
     """A column of a log: a sequence that holds only its newest cells in memory.
 
@@ -324,7 +324,6 @@ class Percentiles:
         return attrs.asdict(self)
 
 
-@mypyc_attr(serializable=True)
 class Times:
     """Samples that are computed each time that they are iterated over."""
 
@@ -389,7 +388,7 @@ TokenGap: TypeAlias = tuple[int, int, int, int]
 step `first` ps after the token before, and with each further step `slope` ps more."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class TokenGaps:
     """The times between two tokens of a request, in picoseconds: inter-token latencies.
 
@@ -452,7 +451,7 @@ MAX_SAMPLES = 512
 """Samples of the timeline. When there are as many, every second one is dropped."""
 
 
-@mypyc_attr(serializable=True)
+@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class PoolTimeline:
     """Use of the blocks of a pool, from event to event.
 
