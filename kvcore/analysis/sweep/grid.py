@@ -172,7 +172,9 @@ def _values(name: str, given: Any) -> tuple[Any, ...]:
 
 def _is_window(name: str, given: Any) -> bool:
     """Return True if `given` is one window in ns: start and end, not two windows."""
-    return name == "window" and isinstance(given, tuple) and type(given[0]) is int
+    return (
+        name == "window" and isinstance(given, tuple) and type(next(iter(given), None)) is int
+    )
 
 
 def _resolved(name: str, value: Any) -> Any:

@@ -38,7 +38,7 @@ class Mooncake(Workload):
     Attributes:
         path: the file; None is the conversation trace that comes with kvcore.
         chain: whether `hash_ids` are hashes of each block alone, to be chained here.
-        key_tokens: number of prompt tokens of a key, which the file does not tell.
+        key_tokens: number of prompt tokens of a key, which the file does not have.
     """
 
     name: ClassVar[str] = "mooncake"
