@@ -193,9 +193,8 @@ def compare(
     sizes are run once.
 
     Args:
-        workload: the source of the requests: an instance, a plugin's name with options, an
-            iterable of requests, or the
-            path of a file.
+        workload: the source of the requests: an instance, a plugin's name with options, the
+            path of a file, or an iterable of requests.
         policies: one or several: names with options (`"lfu:half_life=300"`; one text may
             hold several), policy classes, functions that build a policy, and `Belady` or
             its name.

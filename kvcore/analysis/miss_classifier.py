@@ -22,7 +22,7 @@ from kvcore.analysis.miss_reasons import (
     TierDrop,
 )
 from kvcore.trace import CacheState
-from kvcore.trace.events import ViolationError
+from kvcore.trace.events import unfit
 from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.state import TracedSpan, path
 
@@ -144,8 +144,7 @@ class MissClassifier:
             try:
                 record(event)
             except LookupError as error:
-                msg = f"it does not fit the lines before it ({error!r})"
-                raise ViolationError(msg) from error
+                raise unfit(error) from error
 
     def judge(self) -> None:
         """Divide evicted segments into capacity and policy misses, after the last line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +26,7 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, silent
 from kvcore.request import SLO, Request
-from kvcore.workloads import RequestList, Workload, check_keys
+from kvcore.workloads import Workload, check_keys, given_workload
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -134,7 +134,7 @@ class RouterComparison(Shown):
 
 
 def compare_routers(
-    workload: str | PathLike[str] | Spec | Workload | Sequence[Request] = "mooncake",
+    workload: str | PathLike[str] | Spec | Workload | Iterable[Request] = "mooncake",
     routers: str | type[Router] | Iterable[Any] | None = None,
     replicas: Iterable[ReplicaChoices] | ReplicaChoices = 8,
     *,
@@ -147,8 +147,8 @@ def compare_routers(
     `compare_routers("mooncake", "round-robin,least-requests", replicas=[2, 4, 8])`.
 
     Args:
-        workload: a plugin's name with options, the path of a file, a workload, or a list of
-            requests in the order of their arrival.
+        workload: a plugin's name with options, the path of a file, a workload, or an iterable
+            of `Request`.
         routers: one or several: names with options (one text may hold several) or classes;
             None: all installed routers.
         replicas: their number; several numbers make a cluster each, and so does a list of
@@ -162,8 +162,8 @@ def compare_routers(
         InputError: no router, or an option or workload that is not valid.
         PluginError: a plugin cannot be used here, or a simulation failed.
     """
-    if isinstance(workload, list | tuple):
-        workload = RequestList(workload)
+    if (given := given_workload(workload)) is not None:
+        workload = given  # to a grid, a list is one of alternatives
     if routers is None:
         routers = map(Spec, Plugins().names("router"))
     elif isinstance(routers, str):

@@ -16,7 +16,7 @@ import attrs
 
 from kvcore.progress import Tick, unseen
 from kvcore.trace import CacheState, ServerReader
-from kvcore.trace.events import ViolationError
+from kvcore.trace.events import unfit
 from kvcore.trace.state import run_blocks
 
 if TYPE_CHECKING:
@@ -372,8 +372,7 @@ class TimelineBuilder:
             try:
                 record(event)
             except LookupError as error:
-                msg = f"it does not fit the lines before it ({error!r})"
-                raise ViolationError(msg) from error
+                raise unfit(error) from error
 
     def end(self) -> None:
         """Add the last row, and end the current phases: no event follows."""

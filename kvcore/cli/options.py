@@ -373,7 +373,7 @@ def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
     return executor_for(where, jobs)
 
 
-def given_workload(given: Mapping[str, Any]) -> Workload:
+def named_workload(given: Mapping[str, Any]) -> Workload:
     """Return the workload that a command line or its configuration file names.
 
     Raises:

@@ -15,7 +15,7 @@ from kvcore.cli.options import (
     Numbers,
     batching_options,
     executor_options,
-    given_workload,
+    named_workload,
     part_options,
     poolwide_options,
     run_options,
@@ -113,7 +113,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     memory, the content of the prompts, or compute. Finished simulations are kept: after an
     interruption the same command goes on with the rest.
     """
-    source = given_workload(given)
+    source = named_workload(given)
     out = given["out"] or RESULTS
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())

@@ -11,7 +11,7 @@ from kvcore.cli.options import (
     Numbers,
     batching_options,
     executor_options,
-    given_workload,
+    named_workload,
     names_from_file,
     part_options,
     policy_options,
@@ -71,7 +71,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     optimum. Several --replicas show how these change with the number of servers.
     """
     names_from_file(ctx, given | {"trace": None, "out": None})
-    source = given_workload(given)
+    source = named_workload(given)
     options = run_options(given, "workload", "replicas")
     with plot_file(given["picture"], source.options().values()) as write_plot:
         found = compare_routers(

@@ -264,8 +264,7 @@ class Server:
             await self._listener.start()
         except InputError as error:
             await self._listener.stop()
-            # With the error: an older trace stays.
-            self._stack.__exit__(type(error), error, error.__traceback__)
+            self.discard(error)  # so that an older trace stays
             raise
         self.url = self._listener.url
         self.engine.start()

@@ -69,6 +69,11 @@ class ViolationError(ValueError):
     """A line that cannot follow from the lines before it."""
 
 
+def unfit(error: Exception) -> ViolationError:
+    """Return the error of a line that names what the lines before it do not have."""
+    return ViolationError(f"it does not fit the lines before it ({error!r})")
+
+
 def violated(reason: str) -> NoReturn:
     """Raise ViolationError."""
     raise ViolationError(reason)

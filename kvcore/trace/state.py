@@ -16,7 +16,7 @@ import attrs
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace import events
-from kvcore.trace.events import ViolationError, violated
+from kvcore.trace.events import ViolationError, unfit, violated
 from kvcore.trace.fields import decode_runs
 from kvcore.trace.layout import TracedPrompt, TraceLayout
 from kvcore.trace.tiers import TracedTiers
@@ -247,8 +247,7 @@ class CacheState:
             try:
                 apply(event)
             except (LookupError, ArithmeticError) as error:
-                msg = f"it does not fit the lines before it ({error!r})"
-                raise ViolationError(msg) from error
+                raise unfit(error) from error
 
     def span(self, serial: int) -> TracedSpan:
         """Return the span of that id.

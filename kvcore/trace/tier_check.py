@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore.trace import events
-from kvcore.trace.events import ViolationError, violated
+from kvcore.trace.events import unfit, violated
 from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.pool_check import CachedKeys
@@ -140,8 +140,7 @@ class TierChecker:
         try:
             check(event)
         except LookupError as error:
-            msg = f"it does not fit the lines before it ({error!r})"
-            raise ViolationError(msg) from error
+            raise unfit(error) from error
         return True
 
     # The lines of the pool.
