@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # without `typing`, whose import takes longer than this o
 if TYPE_CHECKING:
     from typing import Any
 
-    from kvcore.api import compare, plan, run, simulate, simulate_cluster, validate
+    from kvcore.api import simulate
     from kvcore.cache import (
         EvictionPolicy,
         KVCache,
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
         Span,
     )
     from kvcore.cluster import Replica, Router
-    from kvcore.engine import Backend, Codec, Generator, ScoreRetention
+    from kvcore.config.recorded import recorded_config
+    from kvcore.engine import Backend, Codec, Generator
+    from kvcore.engine.retention import ScoreRetention
     from kvcore.errors import (
         InputError,
         KvcoreError,
@@ -26,22 +28,48 @@ if TYPE_CHECKING:
         StorageError,
         TraceError,
     )
-    from kvcore.hookspecs import hookimpl
+    from kvcore.hookspecs import Mode, Ran, Running, Verb, hookimpl
     from kvcore.plugins import Plugins
     from kvcore.request import SLO, Request
     from kvcore.serving import Job, LatencyModel, Scheduler
     from kvcore.serving.drafter import Drafter
     from kvcore.tiers import Tier
+    from kvcore.tiers.hierarchy import Tiers
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
+    from kvcore_cluster.api import simulate_cluster
+    from kvcore_engine.api import run
+    from kvcore_lab.api import compare, find_capacity, plan, validate
 
-_CALLS = ("compare", "plan", "run", "simulate", "simulate_cluster", "validate")
+_MODULES = {
+    "kvcore.api": "simulate",
+    "kvcore.cache": "EvictionPolicy KVCache PrefixIndex RetentionPolicy ScoreEviction Span",
+    "kvcore.cluster": "Replica Router",
+    "kvcore.engine": "Backend Codec Generator",
+    "kvcore.errors": "InputError KvcoreError OutOfBlocks PluginError PolicyError StorageError "
+    "TraceError",
+    "kvcore.hookspecs": "Mode Ran Running Verb hookimpl",
+    "kvcore.plugins": "Plugins",
+    "kvcore.request": "SLO Request",
+    "kvcore.serving": "Job LatencyModel Scheduler",
+    "kvcore.serving.drafter": "Drafter",
+    "kvcore.tiers": "Tier",
+    "kvcore.trace": "Trace",
+    "kvcore.workloads": "Workload",
+    # Of packages, which only this table and `hooks.py` of each of them name.
+    "kvcore.config.recorded": "recorded_config",
+    "kvcore.engine.retention": "ScoreRetention",
+    "kvcore.tiers.hierarchy": "Tiers",
+    "kvcore_cluster.api": "simulate_cluster",
+    "kvcore_engine.api": "run",
+    "kvcore_lab.api": "compare find_capacity plan validate",
+}
+"""Names of the front door by the module that defines them, imported when it is first needed."""
 
-_ROOMS = (
-    *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
-    *("engine", "tiers", "cluster", "serving.drafter"),
-)
-"""Where all but the calls are defined, lower rooms first."""
+_PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+_ROOMS = {module.split(".")[1] for module in _MODULES if module.startswith("kvcore.")}
+"""Rooms that are attributes of this one without being imported first."""
 
 __all__ = [
     "SLO",
@@ -55,27 +83,34 @@ __all__ = [
     "KVCache",
     "KvcoreError",
     "LatencyModel",
+    "Mode",
     "OutOfBlocks",
     "PluginError",
     "Plugins",
     "PolicyError",
     "PrefixIndex",
+    "Ran",
     "Replica",
     "Request",
     "RetentionPolicy",
     "Router",
+    "Running",
     "Scheduler",
     "ScoreEviction",
     "ScoreRetention",
     "Span",
     "StorageError",
     "Tier",
+    "Tiers",
     "Trace",
     "TraceError",
+    "Verb",
     "Workload",
     "compare",
+    "find_capacity",
     "hookimpl",
     "plan",
+    "recorded_config",
     "run",
     "simulate",
     "simulate_cluster",
@@ -84,15 +119,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "Any":
-    """Return a name of the front door, whose room is imported when it is first asked for."""
+    """Return a name of the front door, whose module is imported when it is first asked for."""
+    if name in _PLACES:
+        found = globals()[name] = getattr(import_module(_PLACES[name]), name)
+        return found
     if name in _ROOMS:
         return import_module(f"kvcore.{name}")
-    if name in __all__:
-        for room in ("api",) if name in _CALLS else _ROOMS:
-            found = getattr(import_module(f"kvcore.{room}"), name, None)
-            if found is not None:
-                globals()[name] = found
-                return found
     msg = f"module 'kvcore' has no attribute {name!r}"
     raise AttributeError(msg)
 

@@ -1,7 +1,8 @@
-"""The hooks of kvcore, one for each kind of plugin, which return classes derived from `Plugin`.
+"""The hooks of kvcore: one for each kind of plugin, and those that add to the command line.
 
-A hook may also return the places of classes, as `package.module:Class` by the name of the
-plugin; then a class is imported when it is first used.
+The hook of a kind returns classes derived from `Plugin`, or the places of classes by the names of
+plugins. A place is a text such as `package.module:Class`: what it names is imported when it is
+first used, and not to be listed.
 """
 
 # Specifications have no body: pluggy reads their names and signatures.
@@ -9,12 +10,19 @@ plugin; then a class is imported when it is first used.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pluggy
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from kvcore.cache import Recorder
+    from kvcore.config import RunParts
     from kvcore.plugins.base import Plugin
+    from kvcore.report.sections import Section
+    from kvcore.serving.result import Reported
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group of plugins."""
@@ -22,6 +30,73 @@ PROJECT = "kvcore"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a function of a plugin as an implementation of the hook of the same name."""
+
+
+class Verb(NamedTuple):
+    """A verb of the command line.
+
+    Attributes:
+        place: the place of its click command, which is imported when the verb is used.
+        about: one sentence on what it does, for the list of verbs.
+    """
+
+    place: str
+    about: str
+
+
+class Mode(NamedTuple):
+    """A way in which a configuration is run.
+
+    Attributes:
+        parts: the place of its class derived from `RunParts`, whose `run` serves a workload.
+        report: the place of the function that makes the report of a result, for people, from
+            the result and its document.
+        options: the place of a TypedDict of the options that it adds; empty: none.
+        chosen_by: the options of it by which a configuration in mode `simulate` is one of this
+            mode: those of which one differs from its default. Empty: it is named instead.
+        defaults: defaults of options, where they are others than elsewhere.
+        refusal: why parts of another mode do not run it, and what to do.
+        missing: why others of its options have no effect without these, and what to give too.
+    """
+
+    parts: str = "kvcore.config.parts:RunParts"
+    report: str = "kvcore.report.simulation:report_of"
+    options: str = ""
+    chosen_by: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = {}
+    refusal: str = ""
+    missing: str = ""
+
+
+class Running(NamedTuple):
+    """What a package does beside a run.
+
+    Attributes:
+        recorder: what records the run in place of its trace, which it then writes itself.
+        ran: called with the result of the run and its document, before files are closed.
+        shows: whether it shows the run on the terminal, so that no progress is shown.
+        silences: whether it prints on stdout, so that no report and no JSON is printed.
+    """
+
+    recorder: Recorder | None = None
+    ran: Callable[[Reported, dict[str, Any]], object] | None = None
+    shows: bool = False
+    silences: bool = False
+
+
+class Ran(NamedTuple):
+    """What a package has to say of a run.
+
+    Attributes:
+        fields: fields of its JSON document; a table is added to one of the same name.
+        sections: sentences and tables below its report.
+        later: returns more, which takes a while to compute; called when files are written and
+            the report is printed.
+    """
+
+    fields: Mapping[str, Any] = {}
+    sections: Sequence[Section] = ()
+    later: Callable[[], Ran] | None = None
 
 
 @hookspec
@@ -82,3 +157,33 @@ def kvcore_routers() -> list[type[Plugin]] | dict[str, str]:
 @hookspec
 def kvcore_drafters() -> list[type[Plugin]] | dict[str, str]:
     """Return drafters, which propose tokens for speculative decoding."""
+
+
+@hookspec
+def kvcore_commands() -> dict[str, Verb]:
+    """Return verbs of the command line, by name."""
+
+
+@hookspec
+def kvcore_modes() -> dict[str, Mode]:
+    """Return modes, ways in which a configuration is run, by name."""
+
+
+@hookspec
+def kvcore_options(verb: str) -> list[Callable[[Any], Any]]:
+    """Return options to add to a verb: what `click.option` returns."""
+
+
+@hookspec
+def kvcore_running(
+    parts: RunParts, given: Mapping[str, Any]
+) -> AbstractContextManager[Running] | None:
+    """Called before a run of the command line; return what is entered around it, or None.
+
+    `given` has the options of the verb by name. What must be refused is refused here.
+    """
+
+
+@hookspec
+def kvcore_ran(parts: RunParts, result: Reported, given: Mapping[str, Any]) -> Ran | None:
+    """Called after a run of the command line; return what to add to its report, or None."""

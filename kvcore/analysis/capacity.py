@@ -101,7 +101,7 @@ def find_replicas(
     needed = number * max(found.arrivals_per_s / found.served_per_s, load)
     for _ in range(MOST_RATES):
         number = max(ceil(needed), number + 1)
-        config = attrs.evolve(parts.config, replicas=number)
+        config = parts.config.changed(replicas=number)
         again = type(parts)(config, parts.plugins, workload=parts.workload)
         tried = simulate_cluster(again.workload, **again.cluster(), residency=False).saturation
         tick(1)
@@ -186,8 +186,8 @@ class _Search:
     def _holds(self, **changes: Any) -> bool:
         """Return True if the queue does not grow with these options."""
         parts = self.parts
-        config = attrs.evolve(parts.config, **changes)
-        again = RunParts(config, parts.plugins, workload=parts.workload)
+        config = parts.config.changed(**changes)
+        again = config.build(parts.plugins, workload=parts.workload)
         cache, latency = again.cache(), again.latency()
         latency.bind()
         allocator: AllocatorFactory = DecodeAllocator

@@ -190,9 +190,8 @@ class FleetTask(Task):
         """
         if fleet.policy is not None:
             change: dict[str, Any] = dict([fleet.policy])
-            cell = attrs.evolve(cell, **change)
-        cell = attrs.evolve(
-            cell,
+            cell = cell.changed(**change)
+        cell = cell.changed(
             blocks=fleet.blocks,
             memory=None,
             tensor_parallel=fleet.devices,
@@ -263,9 +262,9 @@ def _served(
     """Simulate one replica; return its log, and whether all its requests were served."""
     config = parts.config
     if grant == "foresight":
-        config = attrs.evolve(config, eviction=Foresight(requests, parts.geometry))
+        config = config.changed(eviction=Foresight(requests, parts.geometry))
     elif grant:
-        config = attrs.evolve(config, blocks=MOST_BLOCKS)
+        config = config.changed(blocks=MOST_BLOCKS)
     parts = RunParts(config, parts.plugins, workload=parts.workload)
     cache, latency = parts.cache(), parts.latency()
     if grant == "seen":

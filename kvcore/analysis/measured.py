@@ -14,7 +14,9 @@ from typing import Any, TypeAlias
 import attrs
 import orjson
 
-from kvcore.config.options import OF_REPLICAS, read_option, shown
+from kvcore.config.cluster_options import OF_REPLICAS
+from kvcore.config.options import read_option
+from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.plugins.options import nearest

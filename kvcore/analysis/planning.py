@@ -197,7 +197,7 @@ def plan(
     grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
     _check_options(grid)
     tiers = read_option("tier", tier)
-    cells = [attrs.evolve(cell, tier=tiers) for cell in grid]
+    cells = [cell.changed(tier=tiers) for cell in grid]
     if cells[0].slo == SLO():
         msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
         raise InputError(msg)

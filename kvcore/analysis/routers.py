@@ -19,7 +19,8 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cluster import Router
 from kvcore.config.cluster import ClusterParts
-from kvcore.config.options import ReplicaChoices, replicas_text, slo_text
+from kvcore.config.cluster_options import ReplicaChoices, replicas_text
+from kvcore.config.values import slo_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins

@@ -15,8 +15,8 @@ from kvcore.analysis.recorded_run import RunSummary, bills_of, verified_log
 from kvcore.analysis.serial_replay import served
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
-from kvcore.config.options import PluginChoice, TierChoices
 from kvcore.config.recorded_parts import RecordedParts
+from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
@@ -36,7 +36,7 @@ from kvcore.units import NS_PER_S
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     # The others are imported for clusters and prices.
-    from kvcore.config.options import FailureChoices, ReplicaChoices
+    from kvcore.config.cluster_options import FailureChoices, ReplicaChoices
     from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
 
@@ -382,7 +382,7 @@ def _parts(
     """Return the parts of the second run: those of a cluster, or of one server."""
     given = [name for name, value in routing.items() if value is not None]
     if header.replicas or routing["replicas"] is not None:
-        from kvcore.config.cluster import RecordedCluster  # noqa: PLC0415 - of several
+        from kvcore.config.recorded_cluster import RecordedCluster  # noqa: PLC0415 - of several
 
         kind: type[RecordedParts] = RecordedCluster
     elif given:

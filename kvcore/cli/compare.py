@@ -10,35 +10,25 @@ import click
 
 from kvcore.analysis import SHARING, Comparison
 from kvcore.analysis import compare as run_comparison
-from kvcore.cli.options import (
-    Numbers,
-    block_size_option,
-    naming,
-    part_options,
-    policies_option,
-    price_option,
-    shared,
-    tokens_of,
-    workload_argument,
-)
+from kvcore.cli.lab_options import block_size_option, policies_option, tokens_of
+from kvcore.cli.metrics import metrics_file, prometheus_option
+from kvcore.cli.options import Numbers, naming, part_options, shared, workload_argument
 from kvcore.cli.output import (
     STDOUT,
     emit_json,
     file_path,
     json_option,
-    metrics_file,
     optional_file,
-    plot_file,
-    plot_option,
     print_notes,
     print_table,
     print_text,
     progress,
-    prometheus_option,
 )
-from kvcore.cli.verb import Count, echo, plugin_completion, verb
+from kvcore.cli.plots import plot_file, plot_option
+from kvcore.cli.trace_options import price_option
+from kvcore.cli.verb import OUTPUT, Count, echo, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
-from kvcore.config.options import option_default
+from kvcore.config.options import REQUESTS, option_default
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.models.catalogue import find_device, load_model
@@ -93,20 +83,32 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     **plugin_completion("prefix"),
 )
 @shared("seed", default=None)
-@click.option(
+@option(
     "--check",
+    heading=REQUESTS,
     is_flag=True,
     help="Check all keys, ids and times of the workload first. Without it, the keys of the "
     "first 4000 requests are checked.",
 )
-@click.option(
-    "--trace", callback=file_path, metavar="FILE", help="JSONL file to write every decision to."
+@option(
+    "--trace",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="FILE",
+    help="JSONL file to write every decision to.",
 )
-@click.option(
-    "--csv", callback=file_path, metavar="FILE", help="CSV file to write the rows to."
+@option(
+    "--csv",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="FILE",
+    help="CSV file to write the rows to.",
 )
-@click.option(
-    "--residency", is_flag=True, help="Measure how long blocks rest in the cache between uses."
+@option(
+    "--residency",
+    heading=OUTPUT,
+    is_flag=True,
+    help="Measure how long blocks rest in the cache between uses.",
 )
 @click.option(
     "--jobs",

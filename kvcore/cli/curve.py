@@ -12,31 +12,24 @@ from kvcore.analysis import curve as make_curves
 from kvcore.analysis.mrc import POINTS
 from kvcore.analysis.plane import plane as make_plane
 from kvcore.cli.compare import CODEC, DEVICE, MODEL
-from kvcore.cli.options import (
-    Numbers,
-    block_size_option,
-    part_options,
-    policies_option,
-    shared,
-    tokens_of,
-    workload_argument,
-)
+from kvcore.cli.lab_options import block_size_option, policies_option, tokens_of
+from kvcore.cli.options import Numbers, part_options, shared, workload_argument
 from kvcore.cli.output import (
     emit_json,
     file_path,
     json_bytes,
     json_option,
     optional_file,
-    plot_file,
-    plot_option,
     print_notes,
     print_sections,
     print_table,
     print_text,
     progress,
 )
-from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.cli.plots import plot_file, plot_option
+from kvcore.cli.verb import OUTPUT, Count, option, plugin_completion, verb
 from kvcore.config import find_workload
+from kvcore.config.options import POOL
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.host import cpus
@@ -66,8 +59,9 @@ KINDS = (*FORMS, "csv", "json")
 @workload_argument
 @part_options
 @policies_option(POLICIES)
-@click.option(
+@option(
     "--sizes",
+    heading=POOL,
     type=Numbers(f"expected a number of sizes, such as {POINTS}, or blocks, such as 1000,3000"),
     metavar="N|LIST",
     help="Number of pool sizes, or a list of sizes in blocks, such as 1000,3000.  "
@@ -95,8 +89,9 @@ KINDS = (*FORMS, "csv", "json")
 @click.option(
     "--jobs", type=Count(), help="Number of processes that replay.  [default: one a CPU]"
 )
-@click.option(
+@option(
     "--out",
+    heading=OUTPUT,
     callback=file_path,
     metavar="FILE",
     help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.",

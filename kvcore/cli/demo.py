@@ -7,14 +7,8 @@ from pathlib import Path
 import click
 
 from kvcore.cli.options import shared
-from kvcore.cli.output import (
-    emit_json,
-    json_option,
-    plot_file,
-    plot_option,
-    print_sections,
-    progress,
-)
+from kvcore.cli.output import emit_json, json_option, print_sections, progress
+from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import Count, Verb
 from kvcore.demo import (
     WORKED_EXAMPLE,

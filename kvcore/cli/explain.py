@@ -11,7 +11,7 @@ import click
 
 from kvcore.analysis import SHARING, Explanation, compare
 from kvcore.analysis import explain as explain_trace
-from kvcore.cli.options import part_options, price_option, replica_option, shared
+from kvcore.cli.options import part_options, shared
 from kvcore.cli.output import (
     emit_json,
     json_option,
@@ -22,6 +22,7 @@ from kvcore.cli.output import (
     reading,
     trace_in,
 )
+from kvcore.cli.trace_options import price_option, replica_option
 from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError

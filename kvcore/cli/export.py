@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.options import replica_option
 from kvcore.cli.output import emit_json, file_path, json_option, reading, trace_file
+from kvcore.cli.trace_options import replica_option
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite

@@ -17,7 +17,11 @@ from rich.live import Live
 from rich.text import Text
 
 from kvcore.cli.output import done_so_far
+from kvcore.cli.served import trace_path
 from kvcore.cli.verb import escaped
+from kvcore.config import RunParts
+from kvcore.errors import InputError
+from kvcore.hookspecs import Running
 from kvcore.report.live import LiveView
 from kvcore.report.live import clock as clock_text
 from kvcore.trace import Trace
@@ -236,3 +240,21 @@ def live_trace(
         with WatchedTrace(file, player.show, header) as trace:
             yield trace
         player.draw()
+
+
+@contextmanager
+def showing(parts: RunParts, given: Mapping[str, Any]) -> Iterator[Running]:
+    """Show a run on stderr while it writes its trace, if it has one.
+
+    Raises:
+        InputError: a run of several servers, or one without blocks.
+    """
+    if parts.many:
+        msg = "--live shows one server: write a --trace, and see that with kvcore view"
+        raise InputError(msg)
+    if not parts.traced:
+        msg = "--live shows blocks, which --allocation contiguous has none of"
+        raise InputError(msg)
+    path, requests = trace_path(parts, given), parts.workload.size
+    with live_trace(path, requests, parts.header()) as trace:
+        yield Running(recorder=trace, shows=True)

@@ -9,69 +9,39 @@ import signal
 import sys
 import warnings
 from contextlib import suppress
+from copy import copy
 from errno import ENOSPC
-from importlib import import_module
+from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from kvcore.cli.options import added_options
 from kvcore.cli.verb import echo
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
+from kvcore.hookspecs import Verb
+from kvcore.plugins.base import FAILURES
+from kvcore.plugins.manager import Plugins, imported_place, installed
 from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from types import FrameType
 
     from click.shell_completion import CompletionItem
 
-ABOUT = {
-    "bench": "Measure the speed of kvcore on this machine: SUITE is cpu, gpu, cache or sim.",
-    "calibrate": "Fit a latency model to the measured steps of the CSV file STEPS.",
-    "compare": "Compare eviction policies on WORKLOAD, by pool size.",
-    "curve": "Show the hit ratios of eviction policies on WORKLOAD, by pool size.",
-    "demo": "Watch what a KV cache does, on a model small enough to follow.",
-    "explain": (
-        "Explain why the prompt of REQUEST missed, or with --summary where hits were lost."
+VERBS = {
+    "plugins": Verb(
+        "kvcore.cli.plugins:plugins",
+        "List the plugins, where each is from, and whether it works here.",
     ),
-    "export": "Export the TRACE of a run as KV events, requests or tracks, for other tools.",
-    "plan": (
-        "Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD."
+    "simulate": Verb(
+        "kvcore.cli.simulate:simulate",
+        "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
     ),
-    "plot": (
-        "Plot a TRACE, or the RESULT of a run: a directory that `--out` of "
-        "simulate or run wrote."
-    ),
-    "plugins": "List the plugins, where each is from, and whether it works here.",
-    "quality": (
-        "Measure the loss of quality if a retention policy bounds K/V, or a codec shrinks it."
-    ),
-    "record": (
-        "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
-    ),
-    "replay": "Replay the trace FILE: rebuild the cache line by line, and check every line.",
-    "report": "Make a page that reports results: one file to send, which opens offline.",
-    "route": "Route the requests of an OpenAI-style API to several servers.",
-    "routers": (
-        "Compare routers: simulate serving WORKLOAD with several servers under each of them."
-    ),
-    "run": "Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.",
-    "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
-    "simulate": "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
-    "size": "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
-    "sweep": (
-        "Run each combination of the workloads, policies, sizes and other options in NAME.TOML."
-    ),
-    "tour": "Make a page that explains the KV cache, for learners.",
-    "validate": "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput.",
-    "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
-    "watch": "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock.",
 }
-"""First sentences of the help pages: the list of all verbs is printed without importing any."""
-
-VERBS = {verb: f"kvcore.cli.{verb}" for verb in ABOUT}
-"""The module of each verb, which has a click command of the verb's name."""
+"""The verbs of the core. Packages add theirs by the hook `kvcore_commands`."""
 
 LOOK_AGAIN_SECONDS = 0.02
 """Time between two looks whether the exception of a signal can be raised, or is handled."""
@@ -109,16 +79,24 @@ class Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the verbs, sorted."""
         del ctx
-        return sorted(VERBS)
+        return sorted(known_verbs())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
-        """Return the command of a verb; fail with the nearest verb if there is none."""
+        """Return the command of a verb; fail with the nearest verb if there is none.
+
+        Raises:
+            PluginError: the verb is of a package that cannot be loaded, or is perhaps.
+        """
         if cmd_name == help_page.name:
             return help_page
-        if cmd_name not in VERBS:
-            ctx.fail(f"there is no verb {cmd_name!r}{nearest(cmd_name, VERBS)}")
-        command: click.Command = getattr(import_module(VERBS[cmd_name]), cmd_name)
-        return command
+        verbs = known_verbs()
+        if cmd_name in verbs:
+            return loaded_verb(cmd_name)
+        msg = f"there is no verb {cmd_name!r}{nearest(cmd_name, verbs)}"
+        missing = installed().not_found("kvcore_commands", msg)
+        if isinstance(missing, PluginError):
+            raise missing
+        raise click.UsageError(msg, ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the verbs that begin with `incomplete`, without importing them."""
@@ -129,10 +107,44 @@ class Verbs(click.Group):
         return [*map(CompletionItem, verbs), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs with the whole of their first sentences."""
+        """List the verbs with the whole of their first sentences; name packages that fail."""
         del ctx
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(ABOUT.items()))
+            verbs = known_verbs()
+            formatter.write_dl([(name, verbs[name].about) for name in sorted(verbs)])
+        for fault in installed().faults("kvcore_commands"):
+            echo(f"kvcore: {' '.join(fault.split())}", err=True)
+
+
+def known_verbs() -> Mapping[str, Verb]:
+    """Return all verbs by name. One of the core is never replaced."""
+    return {**installed().verbs(), **VERBS}
+
+
+def loaded_verb(name: str) -> click.Command:
+    """Return the command of a verb, with the options that packages add to it.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    return _loaded(installed(), name)
+
+
+@lru_cache(maxsize=64)
+def _loaded(plugins: Plugins, name: str) -> click.Command:
+    place = known_verbs()[name].place
+    try:
+        command: click.Command = copy(imported_place(place))
+    except FAILURES as error:
+        if isinstance(error, KvcoreError) or name in VERBS:
+            raise
+        msg = f"verb {name!r} cannot be loaded from {place}: {type(error).__name__}: {error}"
+        raise PluginError(msg) from error
+    # The command itself stays as it is: other plugins may add other options to it.
+    command.params = [*command.params, *added_options(name, plugins, command.params)]
+    for fault in plugins.faults("kvcore_options", alone=True):
+        echo(f"kvcore: {' '.join(fault.split())}", err=True)
+    return command
 
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
@@ -199,8 +211,9 @@ def main() -> NoReturn:
     warnings.showwarning = _print_warning  # type: ignore[assignment]
     # torch warns on import if there is no numpy, which kvcore does not need.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")
-    for verb in VERBS.keys() & sys.argv[1:2]:
-        import_module(VERBS[verb])
+    with suppress(KvcoreError):  # reported when the command line is read
+        for verb in known_verbs().keys() & set(sys.argv[1:2]):
+            loaded_verb(verb)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _interrupt)
     before = signal.getsignal(signal.SIGINT)
@@ -337,7 +350,7 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     asked = f"{context.command_path} has no option {flag!r}"
     others = []
     if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
-        verbs = [verb for verb in VERBS if verb != context.command.name]
+        verbs = [verb for verb in sorted(known_verbs()) if verb != context.command.name]
         commands = [(verb, kvcore.get_command(context.parent, verb)) for verb in verbs]
         others = [verb for verb, command in commands if flag in _flags(command, context)]
     if others:

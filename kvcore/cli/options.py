@@ -3,63 +3,46 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
 from kvcore.cache.pool import MOST_BLOCKS
-from kvcore.cli.output import file_path, input_file, print_table, prometheus_option, trace_file
-from kvcore.cli.verb import Count, Time, complete_workload, flag_of, plugin_completion
-from kvcore.config import Mode, RunConfig, read_toml
+from kvcore.cli.output import file_path, input_file, trace_file
+from kvcore.cli.verb import (
+    OUTPUT,
+    Count,
+    Time,
+    complete_workload,
+    flag_of,
+    option,
+    plugin_completion,
+)
+from kvcore.config import RunConfig, read_toml
 from kvcore.config.options import (
     RULES,
-    option_choices,
+    find_option,
+    known_modes,
+    mode_options,
     option_default,
-    option_help,
-    option_names,
-    option_type,
+    option_named,
     read_option,
-    slo_text,
 )
 from kvcore.config.parts import BLOCK_SIZE
+from kvcore.config.values import slo_text
 from kvcore.errors import InputError
-from kvcore.files import STDIN, is_copy
+from kvcore.hookspecs import Mode
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
 from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload, find_workload
 
-if TYPE_CHECKING:
-    from kvcore.analysis.sweep.plan import Executor
-
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-WHAT_IF = "What if: "
-
-METAVARS = {
-    "memory": "SIZE",
-    "slo": "SLO",
-    "limit": "INTEGER",
-    "window": "START:END",
-    "replicas": "INTEGER",
-    "view": "VIEW",
-    "fail": "FAILURE",
-    "autoscale": "PLANNER",
-    "disaggregate": "POOLS",
-    "like": "ENGINE",
-    **dict.fromkeys(KINDS, "PLUGIN"),
-}
-
-TEXT = ("model", "device", *METAVARS)
-"""Options that are neither a number nor a choice: their text is read as in TOML."""
-
-MULTIPLE = ("tier", "fail")
-"""Options that may be given several times."""
 
 
 def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
@@ -136,75 +119,91 @@ def _shown(default: Any) -> Any:
 def shared(
     name: str,
     *,
-    mode: Mode = "simulate",
+    mode: str = "simulate",
     text: str | None = None,
     default: Any = ...,
     otherwise: str | None = None,
 ) -> Callable[[Command], Command]:
-    """Return the option of a verb that `RunConfig` declares under `name`.
+    """Return the option of a verb that is an option of a run.
 
     Args:
-        name: name of the field.
+        name: its name.
         mode: mode of the default.
-        text: help text; None: that of the field.
-        default: default of the option; if left out, that of the field.
+        text: help text; None: that of the option.
+        default: default of the option; if left out, that of the mode.
         otherwise: words for a default that is None, at the end of the help text.
     """
+    declaration = option_named(name)
     if default is ...:
         default = option_default(name, mode)
-    text = text or option_help(name)
+    text = text or declaration.help
     if otherwise is not None:
         text = f"{text}  [default: {otherwise}]"
     more: dict[str, Any] = {"help": text, "default": _shown(default)}
-    kind, choices = option_type(name), option_choices(name)
+    more["heading"] = declaration.heading
+    kind = declaration.type
     kinds = (kind, *get_args(kind))  # of `float | None` too
     literal = next((each for each in kinds if get_origin(each) is Literal), None)
     flag = flag_of(name)
     if kind is bool:
-        return click.option(f"{flag}/--no-{flag[2:]}", **more)
-    if name in MULTIPLE:
+        return option(f"{flag}/--no-{flag[2:]}", **more)
+    if declaration.multiple:
         more |= {"multiple": True, "default": ()}
-    if name in TEXT:
-        more |= {"metavar": METAVARS.get(name, "TEXT"), "type": click.UNPROCESSED}
+    if declaration.metavar:
+        more |= {"metavar": declaration.metavar, "type": click.UNPROCESSED}
         more |= {"callback": partial(_read, name)}
         more |= plugin_completion(name) if name in KINDS else {}
-    elif choices or literal is not None:
-        more |= {"type": click.Choice(choices or get_args(literal))}
+    elif declaration.choices or literal is not None:
+        more |= {"type": click.Choice(declaration.choices or get_args(literal))}
     else:
         more |= {"type": float if float in kinds else Count(-INT64_LIMIT)}
-    return click.option(flag, **more)
+    return option(flag, **more)
+
+
+def added_options(
+    verb: str, plugins: Plugins, own: Iterable[click.Parameter]
+) -> list[click.Parameter]:
+    """Return the options that packages add to a verb, to `simulate` those of their modes too.
+
+    One with a flag that the verb has already is left out, and becomes a fault of `plugins`.
+    """
+    modes = known_modes().values() if verb == "simulate" else ()
+    made = [shared(name) for mode in modes if mode.chosen_by for name in mode_flags(mode)]
+    flags = {flag for param in own for flag in param.opts}
+    added = params_of(made)
+    flags.update(flag for param in added for flag in param.opts)
+    for origin, decorator in plugins.options(verb):
+        for param in params_of([decorator]):
+            if flags.isdisjoint(param.opts):
+                flags.update(param.opts)
+                added.append(param)
+            else:
+                plugins.refuse_option(origin, f"`kvcore {verb}` has {param.opts[-1]} already")
+    return added
+
+
+def mode_flags(mode: Mode) -> list[str]:
+    """Return the names of the options that a mode adds to a verb."""
+    return [name for name, declaration in mode_options(mode).items() if declaration.heading]
+
+
+def params_of(decorators: Iterable[Callable[[Any], Any]]) -> list[click.Parameter]:
+    """Return the options that decorators such as `click.option` would give a command."""
+    bare = click.Command(None)
+    for decorate in decorators:
+        decorate(bare)
+    return bare.params
 
 
 def all_of(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Return a decorator that gives a command several options, in this order."""
 
     def decorate(command: Command) -> Command:
-        for option in reversed(options):
-            command = option(command)
+        for decorator in reversed(options):
+            command = decorator(command)
         return command
 
     return decorate
-
-
-def policies_option(policies: str) -> Callable[[Command], Command]:
-    """Return the option of the policies to compare: by default `policies` and the optimum."""
-    return click.option(
-        "--eviction",
-        metavar="LIST",
-        help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
-        f"[default: {policies},optimum]",
-        **plugin_completion("eviction"),
-    )
-
-
-block_size_option = shared("block_size", otherwise="as in a key")
-"""The block size of a verb without a clock; None: the tokens of a key of the workload."""
-
-
-def tokens_of(source: Workload, given: dict[str, Any]) -> int:
-    """Return the tokens of a block: those of the option, or else of a key of `source`."""
-    size: int | None = given["block_size"]
-    return source.key_tokens if size is None else size
 
 
 poolwide_options = all_of(
@@ -246,7 +245,7 @@ def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
         each.opts[0].lstrip("-").replace("-", "_"): (str(each.name), _type(each))
         for each in command.params
         if each.callback is not load_config
-        and (each.name in MULTIPLE or not getattr(each, "multiple", False))
+        and (find_option(str(each.name)) or not getattr(each, "multiple", False))
     }
 
 
@@ -259,118 +258,33 @@ config_option = click.option(
 )
 """The `--config` option. It has the other options of its command as keys."""
 
-replica_option = click.option(
-    "--replica",
-    metavar="NUMBER[:LIFE]",
-    help="Number of a replica in the trace of a cluster; if it failed and returned, also the "
-    "number of its life, such as 1:2.",
-)
-
 part_options = all_of(shared("limit", otherwise="all"), shared("window"))
 """The options of the part of a workload that is read."""
-
-cluster_options = all_of(
-    *map(shared, ("replicas", "router", "view", "fail", "autoscale", "disaggregate"))
-)
-"""The options of several servers that share the requests."""
 
 traffic_options = all_of(*map(shared, ("rate_scale", "slo", "seed")), config_option)
 
 output_options = all_of(
-    click.option(
+    option(
         "--residency/--no-residency",
+        heading=OUTPUT,
         default=True,
         help="Measure how long blocks rest in the cache between uses.",
     ),
-    click.option(
+    option(
         "--trace",
+        heading=OUTPUT,
         callback=file_path,
         metavar="FILE",
         help="JSONL file to write every decision to.",
     ),
-    click.option(
+    option(
         "--out",
+        heading=OUTPUT,
         callback=file_path,
         metavar="DIR",
         help="Directory for summary.json, requests.jsonl and trace.jsonl.gz.",
     ),
-    click.option(
-        "--live",
-        is_flag=True,
-        help="Show pool and queue on stderr during the run, as `kvcore watch` shows a trace.",
-    ),
-    prometheus_option,
 )
-
-
-PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
-"""Providers of `kvcore.models.pricing`, which is imported with `--price` alone."""
-
-
-def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-    """Return the prices that the text of `--price` names; for `list` print all, and exit."""
-    if value is None or ctx.resilient_parsing:
-        return None
-    from kvcore.models.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone
-
-    if value == "list":
-        from kvcore.report.billing import PRICE_HEADERS, price_rows  # noqa: PLC0415 - as above
-
-        print_table(PRICE_HEADERS, price_rows(PRICES.values()), right=PRICE_HEADERS[1:6])
-        ctx.exit()
-    try:
-        return find_price(value)
-    except InputError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-price_option = click.option(
-    "--price",
-    callback=_price,
-    is_eager=True,
-    metavar="PRICE",
-    help=f"Prices by which to bill the workload: those of {', '.join(PRICED)}, or of one of "
-    "their models (`list` shows all); or figures in USD per million tokens and a TTL in "
-    "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
-)
-"""The option that bills a workload by the prices of an API."""
-
-
-executor_options = all_of(
-    click.option(
-        "--jobs", type=Count(), help="Number of runs at a time.  [default: one a CPU]"
-    ),
-    click.option(
-        "--executor",
-        metavar="WHERE",
-        help="Machines for the runs: local, ray, or ray:HOST:PORT.  [default: local]",
-    ),
-)
-"""The options for the number and the place of the runs of a search or sweep."""
-
-
-def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
-    """Return the executor for the simulations of a search over a workload.
-
-    Each simulation opens the workload by its name, so that of a pipe is `-` alone, and this
-    process runs all simulations of it.
-
-    Raises:
-        InputError: the workload is another pipe, or other processes are to read it.
-    """
-    from kvcore.analysis.sweep.plan import executor_for  # noqa: PLC0415 - for searches alone
-
-    where, jobs = given["executor"], given["jobs"]
-    pipes = [str(value) for value in source.options().values() if is_copy(value)]
-    if any(name != STDIN for name in pipes):
-        msg = f"WORKLOAD {pipes[0]}: a pipe is read from {STDIN} alone: name that, or a file"
-        raise InputError(msg)
-    if pipes:
-        if where not in (None, "local") or jobs not in (None, 1):
-            msg = "WORKLOAD -: other processes cannot read it: name a file, or give --jobs 1"
-            raise InputError(msg)
-        jobs = 1
-    return executor_for(where, jobs)
 
 
 def named_workload(given: Mapping[str, Any]) -> Workload:
@@ -383,18 +297,12 @@ def named_workload(given: Mapping[str, Any]) -> Workload:
     return find_workload(None if named is None else str(named), Plugins(), given["seed"])
 
 
-def what_if(name: str, text: str | None = None) -> Callable[[Command], Command]:
-    """Return the option `name` of a verb that runs a trace again; None: as recorded."""
-    text = text or option_help(name)
-    return shared(name, text=f"{WHAT_IF}{text[0].lower()}{text[1:]}", default=None)
-
-
 def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
-    """Return the options that `RunConfig` has too, except `others`, in its order.
+    """Return the options that `RunConfig` has too, except `others`.
 
     Beside an engine, options that are not given are those of that engine, and left out.
     """
-    names = (name for name in option_names() if name in given and name not in others)
+    names = (name for name in given if name not in others and find_option(name) is not None)
     options = {name: given[name] for name in names}
     if options.get("like") is None:
         return options
@@ -403,13 +311,13 @@ def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     return {name: value for name, value in options.items() if source(name) != default}
 
 
-def config_of(given: dict[str, Any], mode: Mode) -> RunConfig:
-    """Return the configuration of a mode from the options of a command line.
+def config_of(given: dict[str, Any], mode: str, *others: str) -> RunConfig:
+    """Return the configuration of a mode from the options of a command line except `others`.
 
     Raises:
         InputError: an option has an invalid value.
     """
-    options = run_options(given)
+    options = run_options(given, *others)
     if options.get("workload") is None:
         options.pop("workload", None)
     return RunConfig.of(mode, **options)
@@ -456,16 +364,16 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
     return from_file
 
 
-def _type(option: click.Parameter) -> Any:
+def _type(param: click.Parameter) -> Any:
     """Return the type of an option's value in TOML."""
-    if isinstance(option.type, Numbers):
+    if isinstance(param.type, Numbers):
         return list[int]
-    if isinstance(option.type, Time):
+    if isinstance(param.type, Time):
         return Any
-    if option.name in option_names():
-        return option_type(str(option.name))
-    if option.callback in (file_path, input_file, trace_file):
+    if declaration := find_option(str(param.name)):
+        return declaration.type
+    if param.callback in (file_path, input_file, trace_file):
         return Path
-    if isinstance(option.type, click.Choice):
-        return Literal[tuple(option.type.choices)]
-    return {"integer": int, "float": float, "boolean": bool}.get(option.type.name, str)
+    if isinstance(param.type, click.Choice):
+        return Literal[tuple(param.type.choices)]
+    return {"integer": int, "float": float, "boolean": bool}.get(param.type.name, str)

@@ -18,7 +18,16 @@ from typing import Any, TextIO, TypeAlias
 import click
 import orjson
 
-from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, results, results_alone
+from kvcore.cli.verb import (
+    OUTPUT,
+    VerbT,
+    echo,
+    escaped,
+    escaped_json,
+    option,
+    results,
+    results_alone,
+)
 from kvcore.errors import InputError
 from kvcore.files import (
     STDIN,
@@ -26,7 +35,6 @@ from kvcore.files import (
     file_bytes,
     input_path,
     part_path,
-    refuse_overwrite,
 )
 from kvcore.progress import Tick, unseen
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
@@ -53,7 +61,9 @@ def json_option(verb: VerbT) -> VerbT:
     With the flag and without it, output of plugins goes to stderr: see `results_alone`.
     """
     text = "Print one JSON document instead of a table."
-    return click.option("--json", "as_json", is_flag=True, help=text)(results_alone(verb))
+    return option("--json", "as_json", heading=OUTPUT, is_flag=True, help=text)(
+        results_alone(verb)
+    )
 
 
 def file_path(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -366,45 +376,6 @@ def _lines_of(description: str, total: int | None) -> Tick:
     return tick
 
 
-def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
-    """Return the path of a plot; refuse one that cannot be drawn here."""
-    path = file_path(ctx, param, value)
-    if path is not None and not ctx.resilient_parsing:
-        from kvcore.report.figure import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
-
-        if path.suffix[1:].lower() not in FORMS:
-            flag, forms = param.opts[-1], " or .".join(FORMS)
-            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
-            raise InputError(msg)
-        matplotlib()
-    return path
-
-
-picture_option = partial(click.option, callback=_picture, metavar="FILE")
-"""Return the option of a file for a plot, from its flags and further settings."""
-
-plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
-
-
-@contextmanager
-def plot_file(
-    path: Path | None, inputs: Iterable[object] = ()
-) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
-    """Open the file of a plot; yield the function that draws into it, as `png` or `svg`.
-
-    If the body raises, no file is left. Without a path nothing is drawn.
-
-    Raises:
-        InputError: the file is one of the `inputs`, or cannot be written.
-    """
-    if path is None:
-        yield lambda _: None
-        return
-    refuse_overwrite(path, inputs)
-    with atomic_file(path) as file:
-        yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
-
-
 page_option = partial(
     click.option, "-o", "--out", callback=file_path, metavar="FILE", help="File for the page."
 )
@@ -417,44 +388,6 @@ def write_page(out: Path, make: Callable[[], bytes]) -> bytes:
         file.buffer.write(page)
     echo(f"{out}: {format_bytes(len(page), DECIMAL)}")
     return page
-
-
-prometheus_option = click.option(
-    "--prometheus",
-    callback=file_path,
-    metavar="FILE",
-    help="File to write Prometheus metrics to; - prints them on stdout alone.",
-)
-
-
-@contextmanager
-def metrics_file(
-    path: Path | None, source: Workload, *, as_json: bool
-) -> Iterator[Callable[[str], object] | None]:
-    """Open the file for metrics; yield the function that writes them, None without a path.
-
-    If the body raises, no file is left.
-
-    Raises:
-        InputError: the file is read by the workload, or cannot be written; or both metrics
-            and JSON go to stdout.
-        PluginError: the package that writes metrics is not installed.
-    """
-    if path is None:
-        yield None
-        return
-    from kvcore.report import require_prometheus  # noqa: PLC0415 - no other option needs reports
-
-    require_prometheus()
-    if path == STDOUT:
-        if as_json:
-            msg = "--json and --prometheus - both print a document: give a file to one of them"
-            raise InputError(msg)
-        yield lambda text: echo(text, nl=False)
-        return
-    refuse_overwrite(path, source.options().values())
-    with atomic_file(path) as file:
-        yield lambda text: file.write(escaped(text))
 
 
 def _parts(columns: list[Column], width: int) -> list[list[Column]]:

@@ -11,15 +11,14 @@ from click.core import ParameterSource
 from kvcore.analysis.planning import DEGREES, HOST, MOST_GPUS
 from kvcore.analysis.planning import plan as make_plan
 from kvcore.analysis.sweep import Journal
+from kvcore.cli.lab_options import executor_options, search_executor
 from kvcore.cli.options import (
     Numbers,
     batching_options,
-    executor_options,
     named_workload,
     part_options,
     poolwide_options,
     run_options,
-    search_executor,
     shared,
     traffic_options,
     workload_argument,
@@ -29,12 +28,11 @@ from kvcore.cli.output import (
     file_path,
     json_bytes,
     json_option,
-    plot_file,
-    plot_option,
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, echo, verb
+from kvcore.cli.plots import plot_file, plot_option
+from kvcore.cli.verb import OUTPUT, Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.report.plan import HEADERS, PlanReport
 
@@ -93,8 +91,9 @@ HINT = "expected numbers, such as 1,2,4"
 @click.option(
     "--max-gpus", type=Count(), default=MOST_GPUS, help="Largest number of GPUs of a fleet."
 )
-@click.option(
+@option(
     "--out",
+    heading=OUTPUT,
     callback=file_path,
     metavar="DIR",
     help="Directory for plan.json, and for the journal from which an interrupted search goes "

@@ -8,8 +8,9 @@ from typing import Literal, TypeAlias
 import click
 
 from kvcore.analysis.timeline import Timeline
-from kvcore.cli.options import replica_option
-from kvcore.cli.output import picture_option, plot_file, reading
+from kvcore.cli.output import reading
+from kvcore.cli.plots import picture_option, plot_file
+from kvcore.cli.trace_options import replica_option
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import input_path

@@ -13,13 +13,13 @@ from kvcore.cli.output import (
     emit_json,
     input_file,
     json_option,
-    plot_file,
-    plot_option,
     print_table,
     print_text,
     progress,
 )
-from kvcore.cli.verb import Count, plugin_completion, verb
+from kvcore.cli.plots import plot_file, plot_option
+from kvcore.cli.verb import Count, option, plugin_completion, verb
+from kvcore.config.options import MODEL, POLICIES, REQUESTS
 from kvcore.errors import InputError
 from kvcore.report.quality import QualityReport
 
@@ -48,39 +48,59 @@ RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.
     "shares of.",
     **plugin_completion("codec"),
 )
-@click.option(
+@option(
     "--budget",
+    heading=POLICIES,
     metavar="LIST",
     default=BUDGET,
     help="Bytes that a policy may keep, as shares of the bytes of all tokens.",
 )
-@click.option(
+@option(
     "--text",
+    heading=REQUESTS,
     callback=input_file,
     metavar="FILE",
     help="Text file to compute.  "
     "[default: random tokens, followed by tokens that the generator samples]",
 )
-@click.option(
-    "--prompt-tokens", type=Count(), default=512, help="Number of tokens of a prompt."
+@option(
+    "--prompt-tokens",
+    heading=REQUESTS,
+    type=Count(),
+    default=512,
+    help="Number of tokens of a prompt.",
 )
-@click.option(
-    "--tokens", type=Count(), default=64, help="Number of tokens after a prompt to compare."
+@option(
+    "--tokens",
+    heading=REQUESTS,
+    type=Count(),
+    default=64,
+    help="Number of tokens after a prompt to compare.",
 )
-@click.option(
-    "--texts", type=Count(), default=4, help="Number of texts, and of haystacks to search."
+@option(
+    "--texts",
+    heading=REQUESTS,
+    type=Count(),
+    default=4,
+    help="Number of texts, and of haystacks to search.",
 )
 @click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
-@click.option(
-    "--needles", type=Count(0), default=12, help="Number of questions about each haystack."
+@option(
+    "--needles",
+    heading=REQUESTS,
+    type=Count(0),
+    default=12,
+    help="Number of questions about each haystack.",
 )
-@click.option(
+@option(
     "--announce/--no-announce",
+    heading=REQUESTS,
     default=True,
     help="End the haystack with the questions, so that policies can see them.",
 )
-@click.option(
+@option(
     "--needle-generator",
+    heading=MODEL,
     metavar="PLUGIN",
     help="Generator that answers the questions.  [default: induction for transformer, else "
     "that of --generator]",

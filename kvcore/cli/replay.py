@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.options import price_option, what_if
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -18,7 +17,8 @@ from kvcore.cli.output import (
     reading,
     trace_file,
 )
-from kvcore.cli.verb import Time, echo, verb
+from kvcore.cli.trace_options import price_option, what_if_options
+from kvcore.cli.verb import OUTPUT, Time, echo, option, verb
 from kvcore.errors import InputError, TraceError
 from kvcore.report.tables import share
 from kvcore.trace import Report
@@ -44,36 +44,17 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     "kvcore replay run.jsonl.gz --eviction lfu --blocks 20k",
 )
 @click.argument("file", callback=trace_file)
-@click.option(
+@option(
     "--at",
+    heading=OUTPUT,
     type=Time(),
     metavar="SECONDS",
     help="Time of the trace, in seconds, at which the state is reported.  [default: its end]",
 )
-@what_if("eviction")
-@what_if("prefix")
-@what_if("retention", "Retention policy: which blocks a running sequence drops, or `none`.")
-@what_if("blocks")
-@what_if("block_size", "Number of tokens in a KV block, in a pool of the same memory.")
-@what_if("scheduler")
-@what_if("latency")
-@what_if("drafter", "Drafter: how many drafts a step accepts, or `none`.")
-@what_if("tier", "Tier below the pool, nearest first, such as host:memory=64GiB, or `none`.")
-@what_if("max_tokens")
-@what_if("max_seqs")
-@what_if("steps")
-@what_if("chunked")
-@what_if("watermark")
-@what_if("rate_scale", "Factor on the rate at which requests of the workload arrive.")
-@what_if("slo", "Expected latency in seconds, or `none`; judges the recorded run too.")
-@what_if("router")
-@what_if("replicas", "Number of servers that share the requests, each like the recorded one.")
-@what_if("view")
-@what_if("fail", "Replica that fails, such as replica=3,at=600,for=120, or `none`.")
-@what_if("autoscale", "Planner that starts and stops servers, or `none`.")
-@what_if("disaggregate", "Servers that prefill and that decode, or `none`.")
-@click.option(
+@what_if_options
+@option(
     "--export",
+    heading=OUTPUT,
     callback=file_path,
     metavar="FILE",
     help="What if: JSONL file for the trace of the second run.",

@@ -7,30 +7,24 @@ from typing import Any
 import click
 
 from kvcore.analysis.routers import compare_routers
+from kvcore.cli.lab_options import executor_options, search_executor
 from kvcore.cli.options import (
     Numbers,
     batching_options,
-    executor_options,
     named_workload,
     names_from_file,
     part_options,
     policy_options,
     run_options,
-    search_executor,
     server_options,
     shared,
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import (
-    emit_json,
-    json_option,
-    plot_file,
-    plot_option,
-    print_sections,
-    progress,
-)
-from kvcore.cli.verb import plugin_completion, verb
+from kvcore.cli.output import emit_json, json_option, print_sections, progress
+from kvcore.cli.plots import plot_file, plot_option
+from kvcore.cli.verb import option, plugin_completion, verb
+from kvcore.config.cluster_options import CLUSTER
 from kvcore.report.routers import RoutersReport
 
 
@@ -40,8 +34,9 @@ from kvcore.report.routers import RoutersReport
 )
 @workload_argument
 @part_options
-@click.option(
+@option(
     "--routers",
+    heading=CLUSTER,
     metavar="LIST",
     help="Routers, such as round-robin,least-requests.  [default: all that are installed]",
     **plugin_completion("router"),

@@ -18,27 +18,18 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import (
-    STDOUT,
-    emit_json,
-    file_path,
-    json_option,
-    optional_file,
-    print_notes,
-    print_text,
-    progress,
-)
-from kvcore.cli.simulate import document_of, outputs, print_report, report_of
-from kvcore.cli.verb import Count, echo, flag_of, verb
-from kvcore.config import EngineParts
+from kvcore.cli.output import file_path, json_option, optional_file
+from kvcore.cli.served import opened
+from kvcore.cli.verb import OUTPUT, Count, echo, flag_of, option, verb
+from kvcore.config.engine import EngineParts
+from kvcore.config.options import REQUESTS
 from kvcore.engine.engine import RunResult
-from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.progress import silent, ticked
+from kvcore.report.sections import Section
+from kvcore.report.simulation import report_of
 from kvcore.report.tables import counted
 from kvcore.serving.calibration import write_steps
-from kvcore.trace import Trace
 from kvcore.units import format_bytes, format_seconds
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
@@ -54,9 +45,10 @@ ANNOUNCED = 1 << 30
     "kvcore run mooncake --limit 50 --clock wall --step-times steps.csv",
 )
 @workload_argument
-@click.option(
+@option(
     "--prompt",
     "prompts",
+    heading=REQUESTS,
     multiple=True,
     metavar="TEXT",
     help="Text to continue, in place of WORKLOAD; may be given several times.",
@@ -82,14 +74,16 @@ ANNOUNCED = 1 << 30
     "shrink",
     otherwise="tokens of a key by those of a block",
 )
-@click.option(
+@option(
     "--max-output",
+    heading=REQUESTS,
     type=Count(0),
     help="Number of tokens to generate for a prompt.  [default: 16]",
 )
 @shared("clock")
-@click.option(
+@option(
     "--stop-at-eos",
+    heading=REQUESTS,
     is_flag=True,
     help="End an output at its end-of-sequence token; --clock wall alone.",
 )
@@ -110,15 +104,17 @@ ANNOUNCED = 1 << 30
 @batching_options
 @traffic_options
 @output_options
-@click.option(
+@option(
     "--step-times",
+    heading=OUTPUT,
     callback=file_path,
     metavar="FILE",
     help="CSV file for the time of every step, which `kvcore calibrate` reads; --clock wall "
     "alone.",
 )
-@click.option(
+@option(
     "--acceptance",
+    heading=OUTPUT,
     callback=file_path,
     metavar="FILE",
     help="File for the numbers of accepted drafts, which the drafter `acceptance` reads.",
@@ -139,12 +135,12 @@ def run(ctx: click.Context, /, **given: Any) -> None:
     from_file = names_from_file(ctx, given)
     _check(given, from_file)
     engine = EngineParts(
-        config_of(given, "run"),
+        config_of(given, "run", "max_output"),
         prompts=given["prompts"],
         max_output=given["max_output"],
         naming=naming(given["config"], from_file),
     )
-    step_times, out, acceptance = given["step_times"], given["out"], given["acceptance"]
+    step_times, acceptance = given["step_times"], given["acceptance"]
     if acceptance is not None:
         if engine.config.drafter is None:
             msg = "--acceptance is of drafts: give a --drafter, such as prompt-lookup"
@@ -152,29 +148,16 @@ def run(ctx: click.Context, /, **given: Any) -> None:
         refuse_overwrite(acceptance, engine.workload.options().values())
     if step_times is not None:
         refuse_overwrite(step_times, engine.workload.options().values())
-    with (
-        outputs(engine, given) as (trace, write_metrics),
-        optional_file(step_times) as times,
-    ):
-        result = _serve(engine, trace, residency=given["residency"], live=given["live"])
+    with opened(engine, given) as run, optional_file(step_times) as times:
+        _announce(engine)
+        result = run.run("running")
         if times is not None:
             write_steps(times, result.steps)
         if acceptance is not None:
             result.write_acceptance(acceptance)
         document = _document(engine, given["prompts"], result)
-        write_metrics(result, document)
-        if out is not None:
-            names = ("config", "outputs")
-            result.write(out, **{n: document[n] for n in names if n in document})
-    if given["as_json"]:
-        emit_json(document)
-    elif given["prometheus"] == STDOUT:
-        return
-    elif engine.texts:
-        _print_texts(document)
-    else:
-        _print_report(engine, result, document)
-    print_notes(engine.workload)
+        run.end(result, document, "outputs")
+    run.report(document, lambda _: _sections(engine, result, document))
 
 
 def _check(given: dict[str, Any], from_file: set[str]) -> None:
@@ -200,21 +183,18 @@ def _check(given: dict[str, Any], from_file: set[str]) -> None:
         raise InputError(msg)
 
 
-def _serve(
-    engine: EngineParts, trace: Trace | None, *, residency: bool, live: bool
-) -> RunResult:
-    source, weights = engine.workload, engine.generator.weight_bytes(engine.config.dtype)
+def _announce(engine: EngineParts) -> None:
+    """Print a notice before large weights are drawn, which takes a while."""
+    weights = engine.generator.weight_bytes(engine.config.dtype)
     free = engine.backend.memory().free
     if weights >= ANNOUNCED and (free is None or weights <= free):
         size = format_bytes(weights)
         echo(f"kvcore: drawing {size} of weights for {engine.model.name}", err=True)
-    with (silent if live else progress)(f"running {source.name}", source.size) as tick:
-        return run_engine(ticked(source, tick), **engine.arguments(trace), residency=residency)
 
 
 def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) -> dict[str, Any]:
     """Return the JSON document of a run."""
-    document = document_of(engine, result, result.scheduler)
+    document = engine.document(result)
     if engine.config.clock == "wall":
         # The load is that of the latency model, which has not timed this.
         document["offered_load"] = None
@@ -233,22 +213,22 @@ def _document(engine: EngineParts, prompts: Sequence[str], result: RunResult) ->
     return document
 
 
-def _print_texts(document: dict[str, Any]) -> None:
-    for output in document["outputs"]:
-        print_text(f"> {output['prompt']}")
-        print_text(output["text"])
-        echo()
-    for reason in document["rejected_because"]:
-        print_text(f"Rejected: {reason}.")
+def _sections(
+    engine: EngineParts, result: RunResult, document: dict[str, Any]
+) -> Sequence[Section]:
+    """Return the texts that were generated, or the report of a workload."""
+    if not engine.texts:
+        clock = "measured" if engine.config.clock == "wall" else "simulated"
+        about = _computed(engine, engine.workload.options(), document["requests"])
+        return report_of(result, document, clock=clock, done="computed", more=about).sections
     tokens = counted(sum(len(output["tokens"]) for output in document["outputs"]), "token")
     steps = counted(document["steps"], "step")
-    print_text(f"{tokens} in {steps}, computed in {format_seconds(document['wall_s'])}.")
-
-
-def _print_report(engine: EngineParts, result: RunResult, document: dict[str, Any]) -> None:
-    clock = "measured" if engine.config.clock == "wall" else "simulated"
-    report = report_of(result, document, clock=clock, done="computed")
-    print_report(report, _computed(engine, engine.workload.options(), document["requests"]))
+    seconds = format_seconds(document["wall_s"])
+    rejected = [f"Rejected: {reason}." for reason in document["rejected_because"]]
+    return [
+        *(f"> {output['prompt']}\n{output['text']}" for output in document["outputs"]),
+        "\n".join([*rejected, f"{tokens} in {steps}, computed in {seconds}."]),
+    ]
 
 
 def _computed(engine: EngineParts, part: dict[str, Any], requests: int) -> str:

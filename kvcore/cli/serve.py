@@ -15,8 +15,8 @@ from kvcore.cli.options import (
     shared,
 )
 from kvcore.cli.output import file_path, warn_if_open
-from kvcore.cli.verb import Count, Seconds, echo, verb
-from kvcore.config import EngineParts
+from kvcore.cli.verb import OUTPUT, Count, Seconds, echo, option, verb
+from kvcore.config.engine import EngineParts
 from kvcore.workloads import ClientWorkload
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ if TYPE_CHECKING:
 @batching_options
 @shared("seed")
 @config_option
-@click.option(
+@option(
     "--trace",
+    heading=OUTPUT,
     callback=file_path,
     metavar="FILE",
     help="JSONL file to write every decision to; compressed if it ends in .gz or .zst.",

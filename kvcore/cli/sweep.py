@@ -11,17 +11,16 @@ import click
 from kvcore.analysis.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore.analysis.sweep import sweep as run_sweep
 from kvcore.analysis.sweep.grid import SweepFile
-from kvcore.cli.options import executor_options
+from kvcore.cli.lab_options import executor_options
 from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
-    plot_file,
-    plot_option,
     print_table,
     print_text,
     progress,
 )
+from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite

@@ -16,12 +16,12 @@ from kvcore.cli.output import (
     file_path,
     json_option,
     optional_file,
-    picture_option,
-    plot_file,
     print_sections,
     progress,
 )
-from kvcore.cli.verb import Count, verb
+from kvcore.cli.plots import picture_option, plot_file
+from kvcore.cli.verb import OUTPUT, Count, option, verb
+from kvcore.config.options import REQUESTS
 from kvcore.files import input_path, refuse_overwrite
 from kvcore.report.validation import ValidationReport
 
@@ -39,27 +39,31 @@ def _conditions(
 
 @verb("kvcore validate aic --where weights_dtype=fp8", "kvcore validate rows.csv -o errors.png")
 @click.argument("source", metavar="FILE|aic")
-@click.option(
+@option(
     "--where",
+    heading=REQUESTS,
     multiple=True,
     callback=_conditions,
     metavar="NAME=VALUES",
     help="Column and its values in the rows to take, such as device=h100,h200.",
 )
-@click.option(
+@option(
     "--by",
+    heading=REQUESTS,
     default=",".join(GROUPS),
     metavar="LIST",
     help="Columns by which errors are grouped; model+engine groups by both at once.",
 )
-@click.option(
+@option(
     "--rounds",
+    heading=REQUESTS,
     type=Count(),
     default=ROUNDS,
     help="Number of requests that each client of the closed loop sends, one after another.",
 )
-@click.option(
+@option(
     "--spread",
+    heading=REQUESTS,
     type=click.FloatRange(0, 1, max_open=True),
     default=SPREAD,
     help="Share by which lengths of requests vary: 0.2 draws them from 80 % to 100 % of those "
@@ -68,7 +72,9 @@ def _conditions(
 @shared("latency")
 @shared("scheduler")
 @batching_options
-@click.option("--csv", callback=file_path, metavar="FILE", help="CSV file for the rows.")
+@option(
+    "--csv", heading=OUTPUT, callback=file_path, metavar="FILE", help="CSV file for the rows."
+)
 @picture_option("-o", "--out", help="File for a plot: .png or .svg.")
 @json_option
 @click.pass_context

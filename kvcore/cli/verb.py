@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
+from kvcore.config.options import MODEL, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
@@ -117,19 +118,20 @@ class Verb(click.Command):
                 formatter.write_text(WORKLOAD)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the options under their headings, in the order of `HEADINGS`."""
+        """List the options under their headings."""
         listed: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
         params = self.get_params(ctx)
         few = len(params) < MANY
         for param in params:
             record = param.get_help_record(ctx)
-            of = (each for each, names in HEADINGS.items() if param.name in names)
             if record is not None and isinstance(param, click.Option):
-                listed[REST if few else next(of, REST)].append(record)
-        for heading, records in listed.items():
-            if records:
+                heading = REST if few else getattr(param, "heading", REST)
+                listed.setdefault(heading, []).append(record)
+        last = [heading for heading in (OUTPUT, REST) if heading in listed]
+        for heading in [*(each for each in listed if each not in last), *last]:
+            if listed[heading]:
                 with formatter.section(heading):
-                    formatter.write_dl(records)
+                    formatter.write_dl(listed[heading])
 
 
 def verb(
@@ -163,36 +165,23 @@ MANY = 14
 
 REST = "Options"
 
-HEADINGS = {
-    "Requests": (
-        *("limit", "window", "shrink", "prompts", "max_output", "rate_scale", "slo"),
-        *("stop_at_eos", "check", "text", "prompt_tokens", "tokens", "texts", "needles"),
-        *("announce", "where", "by", "rounds", "spread"),
-    ),
-    "Model and device": (
-        *("model", "device", "tensor_parallel", "generator", "backend", "dtype", "codec"),
-        *("clock", "weights_dtype", "needle_generator", "threads"),
-    ),
-    "Pool": (*("blocks", "memory", "block_size", "accounting", "allocation", "sizes", "tier"),),
-    "Policies": (
-        *("eviction", "scheduler", "prefix", "retention", "budget", "latency", "drafter"),
-        "seed",
-    ),
-    "Cluster": ("replicas", "router", "routers", "view", "fail", "autoscale", "disaggregate"),
-    "Steps": ("max_tokens", "max_seqs", "steps", "chunked", "watermark"),
-    "Rules of engines": (
-        *("like", "show", "unchunked", "max_chunk", "reserve", "commit", "generated"),
-        *("admit_after_preemption", "ties", "lag", "null_block", "max_model_len"),
-        *("new_token_ratio", "preempts"),
-    ),
-    "Output": (
-        *("residency", "trace", "out", "live", "csv", "step_times", "acceptance", "export"),
-        "prometheus",
-        *("as_json", "at", "picture", "plot_axis"),
-    ),
-    REST: (),
-}
-"""Headings of long help pages, and the names of the parameters below each."""
+HEADINGS = (REQUESTS, MODEL, POOL, POLICIES, STEPS, RULES_OF_ENGINES)
+"""Headings of long help pages that come first, in this order, and above all others."""
+
+OUTPUT = "Output"
+"""The heading of options of what is printed and written, last but for those without one."""
+
+
+class Flag(click.Option):
+    """An option of a verb, with the heading of long help pages that it is listed under."""
+
+    def __init__(self, *args: Any, heading: str = REST, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.heading = heading
+
+
+option = partial(click.option, cls=Flag)
+"""Return a decorator that gives a verb an option, which may have a `heading`."""
 
 
 class Count(click.ParamType):  # type: ignore[type-arg]  # generic in new releases

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 import orjson
 
-from kvcore.cli.options import replica_option
 from kvcore.cli.output import trace_file
+from kvcore.cli.trace_options import replica_option
 from kvcore.cli.verb import Time, results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path

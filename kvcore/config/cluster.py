@@ -6,17 +6,23 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, cast
 
-import attrs
-
 from kvcore.cache import Recorder
-from kvcore.cluster import Failure, PrefixView, Router, parse_view
+from kvcore.cluster import (
+    ClusterResult,
+    Failure,
+    PrefixView,
+    Router,
+    parse_view,
+    simulate_cluster,
+)
 from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
+from kvcore.config.options import find_mode
 from kvcore.config.parts import RunParts
-from kvcore.config.recorded import replica_groups
-from kvcore.config.recorded_parts import RecordedParts
+from kvcore.config.run_config import without
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, describe
+from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
 from kvcore.trace.fields import plain
@@ -32,14 +38,11 @@ class ClusterParts(RunParts):
     """
 
     many = True
+    runs = ("cluster",)
 
     def _check(self) -> None:
         """Refuse what replicas cannot have, and numbers of them that do not fit."""
         config = self.config
-        with self._about("allocation"):
-            if config.allocation != "paged":
-                msg = "replicas have paged memory: leave it out"
-                raise InputError(msg)
         with self._about("drafter"):
             if config.drafter is not None and config.disaggregate is not None:
                 msg = "replicas with split phases decode without one: leave it out"
@@ -77,12 +80,12 @@ class ClusterParts(RunParts):
     def _grouped(self) -> list[tuple[int, RunParts]]:
         """Return the groups of identical replicas: their numbers and their parts."""
         groups: list[tuple[int, RunParts]] = []
-        alone = {"replicas": 1, "fail": (), "autoscale": None, "disaggregate": None}
+        alone = without(self.config, find_mode("cluster"))
         for count, own in self.tables:
             # A size of the pool replaces the other one.
             sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
             with self._about("replicas"):
-                mine = attrs.evolve(self.config, **{**alone, **sized, **own})
+                mine = alone.changed(**{**sized, **own})
                 parts = RunParts(mine, self.plugins, workload=self.workload) if own else self
             groups.append((count, parts))
         return groups
@@ -171,6 +174,14 @@ class ClusterParts(RunParts):
             **self.routed(),
         }
 
+    def document(self, result: ClusterResult) -> dict[str, Any]:
+        """Return the JSON document of a run."""
+        first, server = result.lives[0][0].cache, self.members[0]
+        policies = (server.scheduler(), first.eviction, first.prefix, first.retention)
+        tiers = () if first.tiers is None else (level.tier for level in first.tiers.levels)
+        described = self.describe(*policies, server.latency(), result.router, *tiers)
+        return {**result.summary(), "config": described}
+
     def routed(self) -> dict[str, Any]:
         """Return the options of the cluster itself, for JSON; of phases and planner if any."""
         planner = self.planner()
@@ -180,6 +191,13 @@ class ClusterParts(RunParts):
             **({} if planner is None else {"autoscale": plain(describe(planner))}),
             **({} if self.split is None else {"disaggregate": str(self.split)}),
         }
+
+    def run(
+        self, trace: Any = None, requests: Iterable[Request] | None = None, **more: Any
+    ) -> ClusterResult:
+        """Serve the workload once; `more` are arguments of `kvcore.cluster.simulate_cluster`."""
+        served = self.workload if requests is None else requests
+        return simulate_cluster(served, **self.cluster(trace), **more)
 
     def cluster(self, trace: Trace | None = None) -> dict[str, Any]:
         """Build the arguments of `simulate_cluster`, all but its requests."""
@@ -213,55 +231,3 @@ def _life(parts: RunParts) -> Callable[[Recorder | None], dict[str, Any]]:
         return made
 
     return build
-
-
-ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
-"""Options that only a cluster has."""
-
-
-class RecordedCluster(RecordedParts, ClusterParts):
-    """The parts of a recorded cluster that is run again, some of them different.
-
-    Args: as for `RecordedParts`. Changed options of servers hold for all replicas; changed
-    `replicas` have the options of the first recorded one, except those of their own.
-    """
-
-    def recorded(self) -> dict[str, Any]:
-        """Return the configuration in which the trace was recorded, for JSON."""
-        header = self._header
-        if "replicas" not in header:
-            return super().recorded() | {"replicas": 1, "fail": []}
-        records, routing = header["replicas"], header["routing"]
-        alike = len(records) == 1
-        return super().recorded() | {
-            "replicas": records[0]["count"] if alike else records,
-            "router": header["plugins"]["router"],
-            **{name: routing[name] for name in ROUTED[2:] if name in routing},
-        }
-
-    def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
-        """Return the configuration of the new run in the same form; these plugins ran it."""
-        replicas = self.recorded()["replicas"]
-        if "replicas" in self._changed or self._split_anew:
-            replicas = self.config.replicas if self.split is None else len(self.members)
-        return super().rerun(plugins) | {"replicas": plain(replicas), **self.routed()}
-
-    def header(self) -> dict[str, Any]:
-        """Return the fields of the new header that replicas and router do not write."""
-        return {name: self._header[name] for name in ("mode", "workload", "seed")}
-
-    @property
-    def _split_anew(self) -> bool:
-        """Whether the run has pools of split phases that the trace did not have."""
-        return self.split is not None and "disaggregate" in self._changed
-
-    def _grouped(self) -> list[tuple[int, RunParts]]:
-        recorded = replica_groups(self._header)
-        same = {name: each for name, each in self._changes.items() if name not in ROUTED}
-        groups = [(count, own, same) for count, own in recorded]
-        if "replicas" in self._changed or self._split_anew:
-            groups = [(count, recorded[0][1], same | own) for count, own in self.tables]
-        return [
-            (count, RecordedParts(self._file, header, self.workload, changes, self.plugins))
-            for count, header, changes in groups
-        ]

@@ -10,16 +10,14 @@ from typing import Annotated, Any, get_args, get_origin
 import attrs
 
 from kvcore.config.options import (
-    RENAMED,
-    as_bytes,
-    convert,
+    earlier_names,
+    find_option,
+    option_named,
     option_names,
-    option_type,
     read_option,
-    read_plugin,
     renamed,
-    shown,
 )
+from kvcore.config.values import as_bytes, convert, read_plugin, shown
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
@@ -57,8 +55,9 @@ def read_toml(
         InputError: no such file, no TOML, an unknown key, or a value that its option cannot
             have; names the file and the key.
     """
-    known = {name: option_type(name) for name in option_names() if name != "mode"}
-    file = _ConfigFile(Path(path), known if options is None else options, lists)
+    if options is None:
+        options = {name: option_named(name).type for name in option_names()}
+    file = _ConfigFile(Path(path), options, lists)
     try:
         return file.options()
     except InputError as error:
@@ -76,7 +75,9 @@ class _ConfigFile:
         """Return the options by name."""
         found: dict[str, Any] = {}
         for key, value in self._entries():
-            (name,) = renamed({key: value}) if RENAMED.get(key) in self.types else (key,)
+            (name,) = (
+                renamed({key: value}) if earlier_names().get(key) in self.types else (key,)
+            )
             _check(name, self.types, "there is no option")
             if name in found:
                 msg = f"{key!r} is given twice"
@@ -116,7 +117,7 @@ class _ConfigFile:
             value = shown(value)  # in a file a size must have a unit
         if kind == list[int] and _is_list(value):
             return value if isinstance(value, str) else self._converted(name, value)
-        if name in option_names():
+        if find_option(name) is not None:
             return self._placed(name, read_option(name, value))
         found = self._converted(name, value)
         return self.path.parent / found if isinstance(found, Path) else found
@@ -134,8 +135,8 @@ class _ConfigFile:
             return tuple(self._placed_plugin(name, tier) for tier in value)
         if name in KINDS:
             return self._placed_plugin(name, value)
-        if name == "replicas" and isinstance(value, tuple):
-            tables = (table.items() for table in value)
+        if isinstance(value, tuple) and value and isinstance(value[0], Mapping):
+            tables = (table.items() for table in value)  # of options
             return tuple({key: self._placed(key, each) for key, each in t} for t in tables)
         # A name of the catalogue goes before a file of that name.
         if name == "model" and value and isinstance(value, str) and value not in MODELS:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import attrs
+
+from kvcore.config.values import shown
+from kvcore.errors import InputError
 
 
 @attrs.frozen
@@ -73,3 +76,19 @@ SGLANG = Likeness(
 
 LIKENESSES: Mapping[str, Likeness] = {each.name: each for each in (VLLM, SGLANG)}
 """The engines that kvcore can decide like, by name."""
+
+
+def as_engine(value: object) -> str:
+    """Return the name of an engine that kvcore can decide like.
+
+    Raises:
+        InputError: there is no likeness of that name; names those that there are.
+    """
+    if isinstance(value, str) and value in LIKENESSES:
+        return value
+    msg = f"{shown(value)} is no engine; there are: {', '.join(LIKENESSES)}"
+    raise InputError(msg)
+
+
+EngineName: TypeAlias = Annotated[str, as_engine]
+"""The name of an engine that kvcore can decide like."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import attrs
 
+import kvcore
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
-from kvcore.config.options import read_option
+from kvcore.config.options import find_mode, read_option
 from kvcore.config.run_config import RunConfig
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
@@ -23,26 +24,18 @@ from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed
-from kvcore.plugins.options import Spec, takes_path
-from kvcore.request import SLO, TextRequest, text_request
+from kvcore.plugins.options import Spec
+from kvcore.request import SLO, Request
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.loop import Arrivals
+from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
-from kvcore.workloads import PromptWorkload, Workload, WorkloadSample, part_of
+from kvcore.workloads import Workload, part_of
 from kvcore.workloads.selection import find_workload
-
-if TYPE_CHECKING:
-    from kvcore.engine import Backend, Generator
 
 BLOCK_SIZE = 16
 """Tokens of a block under a clock, where no block size is given: that of most servers."""
-
-LIMIT, MAX_OUTPUT = 20, 16
-"""Number of requests of a workload, and of tokens for a text, by default on tensors."""
-
-MEMORY = 256 << 20
-"""Bytes of the pool of a run on tensors by default."""
 
 Window: TypeAlias = tuple[int, int | None] | None
 
@@ -66,6 +59,7 @@ class RunParts:
         slo: SLO of requests that have none of their own; None: no expectation.
         ids: whether blocks have ids even without a trace.
         many: whether these may be the parts of several servers.
+        runs: the modes that options choose, of which these are the parts.
 
     Raises:
         InputError: a part that cannot be, or does not fit another one.
@@ -74,6 +68,8 @@ class RunParts:
 
     ids = False
     many = False
+    runs: tuple[str, ...] = ()
+    simulate: Any = staticmethod(run_simulation)
 
     def __init__(
         self,
@@ -86,10 +82,7 @@ class RunParts:
         self.config = config
         self.plugins = plugins or installed()
         self._naming = naming or "{}: ".format
-        with self._about("fail" if config.replicas == 1 else "replicas"):
-            if config.is_cluster and not self.many:
-                msg = "this is for one server: leave it out, or call kvcore.simulate_cluster"
-                raise InputError(msg)
+        self._check_modes()
         self.recompute = self._recompute()
         with self._about("workload"):
             self.workload = self._source() if workload is None else workload
@@ -104,6 +97,13 @@ class RunParts:
             Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
         self._check()
+
+    def _check_modes(self) -> None:
+        """Refuse options that choose a mode of which these are not the parts."""
+        for name, option in self.config.chosen.items():
+            with self._about(option):
+                if name not in self.runs:
+                    raise InputError(find_mode(name).refusal)
 
     def _check(self) -> None:
         """Called when all parts of one server are known: refuse those that do not fit."""
@@ -160,11 +160,10 @@ class RunParts:
 
     def add_tiers(self, cache: KVCache) -> None:
         """Build the tiers below `cache` for one run."""
-        from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
-
         tiers, size, devices = self.tiers(), self._block_bytes(), self._devices()
         with self._about("tier"):
-            Tiers(cache, tiers, size, devices=devices, ids=self.ids)
+            # The front door says where the mechanism of tiers is: most runs have none.
+            kvcore.Tiers(cache, tiers, size, devices=devices, ids=self.ids)
 
     def tiers(self) -> list[Any]:
         """Build the tiers for one run, nearest first, each with its eviction policy."""
@@ -205,6 +204,22 @@ class RunParts:
             "rate_scale": self.config.rate_scale,
             **({} if self.config.drafter is None else {"drafter": self.built("drafter")}),
         }
+
+    def run(
+        self,
+        trace: Recorder | None = None,
+        requests: Iterable[Request] | None = None,
+        **more: Any,
+    ) -> Any:
+        """Serve the workload once; return the result.
+
+        Args:
+            trace: what records the run; None: nothing does.
+            requests: the requests of the workload, if something counts them; None: those.
+            more: further arguments of what serves them, here `kvcore.serving.simulate`.
+        """
+        served = self.workload if requests is None else requests
+        return self.simulate(served, **self.arguments(trace), **more)
 
     def built(self, kind: str, **defaults: Any) -> Any:
         """Build the plugin of a kind; an instance in the configuration is returned as it is.
@@ -254,10 +269,23 @@ class RunParts:
             "plugins": {p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
             "tiers": [plain(describe(p)) for p in used if p.kind == "tier"],
             "batching": self.batching.as_dict(),
-            "allocation": self.config.allocation,
+            "allocation": "paged",
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
         }
+
+    def document(self, result: Any) -> dict[str, Any]:
+        """Return the JSON document of a run."""
+        cache = result.cache
+        tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
+        policies = (self.scheduler(), cache.eviction, cache.prefix, cache.retention)
+        described = self.describe(*policies, result.latency, result.drafter, *tiers)
+        return {**result.summary(), "config": described}
+
+    @property
+    def traced(self) -> bool:
+        """Whether a run writes a trace of its blocks."""
+        return True
 
     @property
     def sized(self) -> bool:
@@ -409,144 +437,3 @@ class RunParts:
                 raise
             msg = f"{about}{more}{error}"
             raise type(error)(msg) from error
-
-
-class EngineParts(RunParts):
-    """The parts of a run on tensors.
-
-    Args:
-        config: the configuration, in mode `run`.
-        plugins, naming: as for `RunParts`.
-        prompts: texts to continue, in place of a workload.
-        max_output: tokens to generate for each text; None: 16.
-
-    Attributes:
-        generator, backend: the model and the memory of one run.
-        texts: the requests of the prompts; empty without prompts.
-    """
-
-    ids = True
-
-    def __init__(
-        self,
-        config: RunConfig,
-        plugins: Plugins | None = None,
-        *,
-        prompts: Sequence[str] = (),
-        max_output: int | None = None,
-        naming: Callable[[str], str] | None = None,
-    ) -> None:
-        self._prompts = prompts
-        self._max_output = MAX_OUTPUT if max_output is None else max_output
-        super().__init__(config, plugins, naming=naming)
-        self.batching = self.batching.within(self.generator.positions)
-
-    def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
-        """Build the keyword arguments of one run on tensors, all but its requests."""
-        config = self.config
-        return super().arguments(trace) | {
-            "generator": self.generator,
-            "backend": self.backend,
-            "dtype": config.dtype,
-            "codec": self._kept_in,
-            "clock": config.clock,
-            "stop_at_eos": config.stop_at_eos,
-            "seed": config.seed or 0,
-            "threads": config.threads,
-        }
-
-    def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
-        """Return the configuration as of a simulation, with generator and backend."""
-        config = self.config
-        timed = {"device": self.backend.name, "tensor_parallel": 1}
-        return (
-            super().describe(*plugins, self.generator, self.backend)
-            | {"clock": config.clock, "stop_at_eos": config.stop_at_eos}
-            | (timed if config.clock == "wall" else {})
-        )
-
-    @cached_property
-    def codec(self) -> Codec:
-        """The codec that a latency model times: fp32 for K/V in fp64, which has none."""
-        if self.config.codec is not None:
-            return super().codec
-        dtype = "fp32" if self.config.dtype == "fp64" else self.config.dtype
-        codec: Codec = self.plugins.build("codec", dtype)
-        return codec
-
-    @property
-    def _kept_in(self) -> Codec | None:
-        """The codec of the tensors; None: they are kept as they are computed."""
-        return None if self.config.codec is None else self.codec
-
-    def _codec_text(self) -> str:
-        return self.config.dtype if self._kept_in is None else str(self.codec)
-
-    def _served(self) -> ModelSpec:
-        """Build the generator and the backend; return the spec of the generator."""
-        with self._about("weights_dtype"):
-            if self.config.weights_dtype is not None:
-                msg = "a run on tensors has the weights of its generator: leave it out"
-                raise InputError(msg)
-        named: dict[str, Any] = {}
-        model, choice = self.config.model, self.config.generator
-        if model is not None and isinstance(choice, Spec):
-            cls = self.plugins.get("generator", choice.name)
-            as_given = isinstance(model, ModelSpec) or takes_path(cls, "model")
-            with self._about("model"):
-                named["model"] = model if as_given else load_model(cast("str", model))
-        self.generator: Generator = self.built("generator", **named)
-        with self._about("model"):
-            if model is not None and "model" not in self.generator.options():
-                msg = f"generator plugin {self.generator.name!r} takes none; leave it out"
-                raise InputError(msg)
-        self.backend: Backend = self.built("backend")
-        with self._about("generator" if model is None else "model"):
-            spec: ModelSpec = self.generator.spec
-        return spec
-
-    def _source(self) -> Workload:
-        """Return the prompts, or the first requests of the workload, with lengths divided."""
-        size = BLOCK_SIZE if self.config.block_size is None else self.config.block_size
-        self.texts: list[TextRequest] = [
-            self._text(number, text, size) for number, text in enumerate(self._prompts)
-        ]
-        if self.texts:
-            return PromptWorkload(self.texts, size)
-        source = self._whole_source()
-        limit, shrink = self.config.limit, self.config.shrink
-        if shrink is None:
-            ratio, rest = divmod(source.key_tokens, size)
-            shrink = 1 if rest else ratio
-        window = cast("Window", self.config.window)
-        return WorkloadSample(source, LIMIT if limit is None else limit or None, shrink, window)
-
-    def _text(self, number: int, text: str, block_size: int) -> TextRequest:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            msg = f"prompt {text!r} is not UTF-8: give a text"
-            raise InputError(msg) from error
-        tokens = self.generator.encode(text)
-        if not tokens:
-            msg = f"prompt {text!r} has no tokens: give a text"
-            raise InputError(msg)
-        return text_request(
-            number, tokens, output=self._max_output, block_size=block_size, publish=True
-        )
-
-    def _blocks(self) -> int:
-        """Return the number of blocks of the pool: the given one, or all that fit."""
-        return super()._blocks() if self.sized else self.blocks_in(MEMORY)
-
-    def _block_bytes(self) -> int:
-        """Return the bytes of a block of tensors."""
-        from kvcore.engine.executor import tensor_layout  # noqa: PLC0415 - runs on tensors alone
-
-        config, size = self.config, self.geometry.block_size
-        layout = tensor_layout(self.model, 1, size, config.dtype, self._kept_in)
-        return int(layout.bytes)
-
-    def _staged_bytes(self) -> int:
-        """Return the bytes of unfinished blocks, which are kept in the dtype of the run."""
-        return self._sequences * self.deployment.layout.staged_bytes(self.config.dtype)

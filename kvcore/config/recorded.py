@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import attrs
 
-from kvcore.config.options import read_plugin
+from kvcore.config.run_config import RunConfig
+from kvcore.config.values import read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins
 from kvcore.plugins.options import Spec, as_text, takes_path
 from kvcore.request import SLO
 from kvcore.serving import Batching
+from kvcore.trace import TraceWorkload
 from kvcore.trace.fields import plain, slo_of
 from kvcore.workloads import Workload
 
@@ -27,6 +30,21 @@ OPTIONAL = ("drafter",)
 
 OF_CLUSTERS = ("replicas", "routing")
 """Fields of the header that no server by itself has."""
+
+
+def recorded_config(path: str | PathLike[str], plugins: Plugins | None = None) -> RunConfig:
+    """Return the configuration of the run that wrote a trace.
+
+    Its plugins are functions that build the recorded ones, which are looked up in `plugins`
+    (None: those that are installed) when they are called.
+
+    Raises:
+        InputError: the header lacks a field, or has a value that no run can have.
+        TraceError: the file is no trace.
+    """
+    trace = TraceWorkload(path)
+    header, plugins = trace.header.as_dict(), plugins or Plugins()
+    return RunConfig(**recorded_options(trace.file, header, trace, plugins))
 
 
 def recorded_options(

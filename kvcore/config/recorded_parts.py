@@ -171,7 +171,7 @@ class RecordedParts(RunParts):
             raise unknown_caps(self._file, caps, KeyError(*unknown))
         if "block_size" in changes and "blocks" not in changes:
             changes["blocks"] = self._blocks_of(changes["block_size"])
-        return attrs.evolve(recorded, **caps, **changes)
+        return recorded.changed(**caps, **changes)
 
     def _blocks_of(self, block_size: int) -> int:
         """Return how many blocks of another size take the memory of the recorded pool."""

@@ -1,53 +1,111 @@
-"""`RunConfig`: the options of a run, given in Python, by a TOML file or by a trace."""
+"""`RunConfig`: every option of a run, given by Python or by a TOML file."""
 
 from __future__ import annotations
 
 import os
-from typing import Any, Self
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
 from kvcore.config.files import read_toml
 from kvcore.config.like import LIKENESSES
 from kvcore.config.options import (
-    DEFAULTS,
-    Mode,
-    RunOptions,
+    CORE,
     check_names,
+    find_mode,
+    find_option,
+    known_modes,
+    mode_options,
     option_names,
     read_option,
     renamed,
 )
-from kvcore.config.recorded import recorded_options
-from kvcore.plugins.manager import Plugins
+from kvcore.errors import InputError
+from kvcore.plugins.manager import imported_place
 from kvcore.serving import Batching
 
+if TYPE_CHECKING:
+    from kvcore.config.parts import RunParts
+    from kvcore.hookspecs import Mode
+    from kvcore.plugins import Plugins
 
-@attrs.frozen(kw_only=True)
-class RunConfig(RunOptions):
-    """The configuration of a run: its options, as Python, a TOML file or a trace gives them.
 
-    Attributes are those of `RunOptions`.
+@attrs.frozen(init=False)
+class RunConfig:
+    """The configuration of a run: its options by name. Nothing is opened or built from them yet.
+
+    The options are those of `kvcore.config.options`, and those that packages declare for their
+    modes; each is an attribute. Values are converted when they are stored: text such as
+    `40GiB`, `ttft=30,tpot=0.1` or `lfu:half_life=300` is read. Plugins are names with options,
+    instances, classes, or functions that build one. `changed` returns one with other values.
+
+    Attributes:
+        mode: `simulate`: served in the time of a latency model; `compare`: replayed serially
+            and untimed; or a mode of a package, such as `run`.
+        options: the values of all options of the core, and of others those that differ from
+            their defaults.
 
     Raises:
-        InputError: a value that an option cannot have; begins with the option's name.
+        InputError: an unknown mode or option, or a value that an option cannot have; begins
+            with the option's name.
     """
 
+    mode: str
+    options: Mapping[str, Any]
+
+    def __init__(
+        self, mode: str = "simulate", options: Mapping[str, Any] | None = None, **changed: Any
+    ) -> None:
+        find_mode(mode)
+        values = dict(options or {name: option.default for name, option in CORE.items()})
+        for name, value in changed.items():
+            option = find_option(name)
+            if option is None:
+                check_names(changed, option_names())
+                continue
+            read = values[name] = option.read(value)
+            if name not in CORE and read == option.default:
+                del values[name]
+        object.__setattr__(self, "mode", mode)
+        object.__setattr__(self, "options", values)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of an option."""
+        # Not yet there while a copy is being unpickled.
+        if name in ("mode", "options") or name.startswith("__"):
+            raise AttributeError(name)
+        if name in self.options:
+            return self.options[name]
+        option = find_option(name)
+        if option is None:
+            msg = f"a configuration has no option {name!r}"
+            raise AttributeError(msg)
+        return option.default
+
     @classmethod
-    def of(cls, mode: Mode = "simulate", **options: Any) -> Self:
+    def of(cls, mode: str = "simulate", **options: Any) -> Self:
         """Return the configuration of a mode, with that mode's defaults.
 
         Raises:
             InputError: an unknown option, or a value that an option cannot have.
         """
-        mode, options = read_option("mode", mode), renamed(options)
-        check_names(options, option_names())
-        like = read_option("like", options.get("like"))
+        defaults, options = find_mode(mode).defaults, renamed(options)
+        like = None if options.get("like") is None else read_option("like", options["like"])
         rules = {} if like is None else LIKENESSES[like].options
-        return cls(**{"mode": mode, **DEFAULTS[mode], **rules, **options})
+        return cls(mode, **{**defaults, **rules, **options})
+
+    def changed(self, **options: Any) -> Self:
+        """Return this configuration with other values of some options.
+
+        Raises:
+            InputError: an unknown option, or a value that an option cannot have.
+        """
+        return type(self)(self.mode, self.options, **options)
 
     @classmethod
-    def from_toml(cls, path: str | os.PathLike[str], mode: Mode = "simulate") -> Self:
+    def from_toml(cls, path: str | os.PathLike[str], mode: str = "simulate") -> Self:
         """Return the configuration of a TOML file, with defaults for keys that it lacks.
 
         Paths in the file are relative to it.
@@ -59,21 +117,13 @@ class RunConfig(RunOptions):
         return cls.of(mode, **read_toml(path))
 
     @classmethod
-    def from_trace(cls, path: str | os.PathLike[str], plugins: Plugins | None = None) -> Self:
-        """Return the configuration of the run that wrote a trace.
+    def from_trace(cls, path: str | os.PathLike[str], plugins: Plugins | None = None) -> Any:
+        """Return `kvcore.recorded_config(path, plugins)`, which is this call's present name."""
+        import kvcore  # noqa: PLC0415 - its table says where recorded runs are read
 
-        Its plugins are functions that build the recorded ones, which are looked up in
-        `plugins` (None: those that are installed) when they are called.
-
-        Raises:
-            InputError: the header lacks a field, or has a value that no run can have.
-            TraceError: the file is no trace.
-        """
-        from kvcore.trace import TraceWorkload  # noqa: PLC0415 - of traces alone
-
-        trace = TraceWorkload(path)
-        header, plugins = trace.header.as_dict(), plugins or Plugins()
-        return cls(**recorded_options(trace.file, header, trace, plugins))
+        text = "RunConfig.from_trace(...) is called kvcore.recorded_config(...) now; use that"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+        return kvcore.recorded_config(path, plugins)
 
     @property
     def timed(self) -> bool:
@@ -81,10 +131,36 @@ class RunConfig(RunOptions):
         return self.mode != "compare"
 
     @property
-    def is_cluster(self) -> bool:
-        """Whether the run is a cluster: several servers, or one that fails or stops."""
-        alone = self.replicas == 1 and not self.fail
-        return not alone or self.autoscale is not None or self.disaggregate is not None
+    def chosen(self) -> dict[str, str]:
+        """The modes that the options choose, by name, each with the first option that does."""
+        if not self.options.keys() > CORE.keys():
+            return {}
+        choices = {
+            name: [option for option in mode.chosen_by if option in self.options]
+            for name, mode in known_modes().items()
+        }
+        return {name: options[0] for name, options in choices.items() if options}
+
+    def build(
+        self, plugins: Plugins | None = None, *, many: bool = True, **more: Any
+    ) -> RunParts:
+        """Build the parts of the run, of the class that its mode, or the chosen one, has.
+
+        Args:
+            plugins: the plugins by name; None: those that are installed.
+            many: whether they may be the parts of several servers.
+            more: further arguments of `RunParts`.
+
+        Raises:
+            InputError, PluginError: as `RunParts`.
+        """
+        for name, option in {"": "", **self.chosen}.items():
+            mode = find_mode(name or self.mode)
+            parts: type[RunParts] = imported_place(mode.parts)
+            if parts.many and not many:
+                msg = f"{option}: {mode.refusal}"
+                raise InputError(msg)
+        return parts(self, plugins, **more)
 
     @property
     def batching(self) -> Batching:
@@ -94,4 +170,11 @@ class RunConfig(RunOptions):
             InputError: caps that let nothing run.
         """
         names = attrs.fields_dict(Batching)
-        return Batching(**{name: getattr(self, name) for name in names})
+        return Batching(**{name: self.options[name] for name in names})
+
+
+def without(config: RunConfig, mode: Mode) -> RunConfig:
+    """Return a configuration without the options that a mode adds."""
+    added = mode_options(mode)
+    kept = {name: value for name, value in config.options.items() if name not in added}
+    return RunConfig(config.mode, kept)

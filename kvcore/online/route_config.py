@@ -12,14 +12,8 @@ from urllib.parse import urlsplit
 
 import attrs
 
-from kvcore.config.options import (
-    Natural,
-    PluginChoice,
-    as_bytes,
-    check_names,
-    convert,
-    option_help,
-)
+from kvcore.config.options import check_names, option_named
+from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
@@ -118,13 +112,13 @@ class RouteConfig:
     """
 
     replicas: tuple[Upstream, ...]
-    router: PluginChoice = _option(Spec("round-robin"), option_help("router"))
+    router: PluginChoice = _option(Spec("round-robin"), option_named("router").help)
     view: str = _option(
         "index",
         "Source of the router's knowledge of caches: an index of the prompts sent to each "
         "server (index), or the KV events of the servers (events).",
     )
-    seed: int | None = _option(0, option_help("seed"))
+    seed: int | None = _option(0, option_named("seed").help)
     host: str = _option(
         "127.0.0.1", "Address to listen at; other machines can use any but a loopback address."
     )

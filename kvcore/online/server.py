@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from kvcore.config import EngineParts
+from kvcore.config.engine import EngineParts
 from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError, KvcoreError
 from kvcore.extras import import_extra

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
@@ -17,7 +17,7 @@ from pluggy import PluginManager, PluginValidationError
 
 from kvcore import distributions, hookspecs
 from kvcore.errors import InputError, KvcoreError, PluginError
-from kvcore.hookspecs import PROJECT
+from kvcore.hookspecs import PROJECT, Mode, Verb
 from kvcore.plugins.base import FAILURES, Plugin, incomplete, qualified
 from kvcore.plugins.options import Spec, instantiate, nearest, parse
 
@@ -41,6 +41,12 @@ KINDS = {
     "drafter": "kvcore_drafters",
 }
 """The kinds of plugins, and the hook that returns the classes of each kind."""
+
+EXTENSIONS = (
+    *("kvcore_commands", "kvcore_modes", "kvcore_options"),
+    *("kvcore_running", "kvcore_ran"),
+)
+"""The hooks that add to the command line."""
 
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
@@ -130,6 +136,7 @@ class Plugins:
         self._skipped: list[str] = []
         self._classes: dict[str, dict[str, Found]] = {}
         self._unusable: list[PluginInfo] = []
+        self._named: dict[str, dict[str, tuple[Any, Origin]]] = {}
         for origin, point in self._enabled():
             try:
                 self._register(origin, _imported(origin, point))
@@ -182,11 +189,12 @@ class Plugins:
         raise self.not_found(kind, msg)
 
     def not_found(self, kind: str, message: str) -> KvcoreError:
-        """Return the error `message` about a plugin of `kind` that is not found.
+        """Return the error `message` about a plugin of `kind`, or a verb, that is not found.
 
         It adds possible causes: broken plugins, or an outdated installation.
         """
-        self._find(kind)
+        if kind in KINDS:
+            self._find(kind)
         causes = [info.reason for info in self._unusable if info.kind in (None, kind)]
         if not causes:
             from kvcore.plugins._installation import outdated  # noqa: PLC0415
@@ -226,6 +234,60 @@ class Plugins:
         """
         return [self.build(kind, spec) for spec in parse(text)]
 
+    def verbs(self) -> dict[str, Verb]:
+        """Return the verbs that packages add to the command line, by name."""
+        return {name: verb for name, (verb, _) in self._collected("kvcore_commands").items()}
+
+    def modes(self) -> dict[str, Mode]:
+        """Return the modes that packages add, by name."""
+        return {name: mode for name, (mode, _) in self._collected("kvcore_modes").items()}
+
+    def options(self, verb: str) -> Iterator[tuple[Origin, Callable[[Any], Any]]]:
+        """Yield the options that packages add to a verb, each with its origin."""
+        hook = "kvcore_options"
+        for implementation in self._implementations(hook):
+            origin = self._origin(implementation)
+            try:
+                added = implementation.function(*([verb] if implementation.argnames else []))
+                if not (isinstance(added, list) and all(map(callable, added))):
+                    msg = f"{hook} of {origin} returned {added!r:.200}, not a list of options"
+                    raise PluginError(msg)
+            except FAILURES as error:
+                reason = f"{hook} of {origin} raised {error!r}{_line(error)}"
+                if isinstance(error, PluginError):
+                    reason = str(error)
+                self.refuse_option(origin, reason)
+                continue
+            yield from ((origin, option) for option in added)
+
+    def refuse_option(self, origin: Origin, reason: str) -> None:
+        """List an option that a package adds to a verb as unusable."""
+        named = reason if str(origin) in reason else f"an option of {origin}: {reason}"
+        self._refuse("kvcore_options", origin.name, origin, "", named)
+
+    def results(self, hook: str, **arguments: Any) -> Iterator[Any]:
+        """Call each implementation of a hook; yield the results that are not None.
+
+        Raises:
+            PluginError: one of them raised another error than those of kvcore.
+        """
+        for implementation in self._implementations(hook):
+            known = {name: arguments[name] for name in implementation.argnames}
+            try:
+                result = implementation.function(**known)
+            except KvcoreError:
+                raise
+            except FAILURES as error:
+                msg = f"{hook} of {self._origin(implementation)} raised {error!r}{_line(error)}"
+                raise PluginError(msg) from error
+            if result is not None:
+                yield result
+
+    def faults(self, hook: str, *, alone: bool = False) -> list[str]:
+        """Return why results of a hook, and unless `alone` entry points, cannot be used."""
+        kinds = (hook,) if alone else (hook, None)
+        return [info.reason or "" for info in self._unusable if info.kind in kinds]
+
     def listing(self) -> list[PluginInfo]:
         """Return all plugins by kind and name, including those that cannot work here."""
         infos = []
@@ -235,7 +297,7 @@ class Plugins:
                 reason = _unavailable(cls)
                 place = origin.distribution, origin.version, cls.__module__
                 infos.append(PluginInfo(kind, name, *place, reason is None, reason))
-        kinds = [*KINDS, None]
+        kinds = [*KINDS, *EXTENSIONS, None]
         return sorted(
             [*infos, *self._unusable], key=lambda info: (kinds.index(info.kind), info.name)
         )
@@ -281,12 +343,56 @@ class Plugins:
             self._classes[kind] = self._collect(kind)
         return self._classes[kind]
 
+    def _implementations(self, hook: str) -> list[Any]:
+        """Return the implementations of a hook, in the order of their registration."""
+        return list(getattr(self._manager.hook, hook).get_hookimpls())
+
+    def _origin(self, implementation: Any) -> Origin:
+        return self._origins[implementation.plugin_name]
+
+    def _collected(self, hook: str) -> dict[str, tuple[Any, Origin]]:
+        """Return what a hook of verbs or modes gives, by name, with its origin.
+
+        Of two of the same name neither is returned.
+        """
+        if hook in self._named:
+            return self._named[hook]
+        wanted = {"kvcore_commands": Verb, "kvcore_modes": Mode}[hook]
+        claims: dict[str, list[tuple[Any, Origin]]] = {}
+        for implementation in self._implementations(hook):
+            origin, module = self._origin(implementation), implementation.function.__module__
+            try:
+                result = implementation.function()
+            except FAILURES as error:
+                reason = f"{hook} of {origin} raised {error!r}{_line(error)}"
+                self._refuse(hook, origin.name, origin, module, reason)
+                continue
+            good = isinstance(result, dict) and all(
+                isinstance(name, str) and isinstance(value, wanted)
+                for name, value in result.items()
+            )
+            if not good:
+                reason = f"{hook} of {origin} returned {result!r:.200}, not a dict of "
+                self._refuse(hook, origin.name, origin, module, f"{reason}{wanted.__name__}")
+                continue
+            for name, value in result.items():
+                claims.setdefault(name, []).append((value, origin))
+        for name, (first, *others) in claims.items():
+            for _, origin in others:
+                reason = (
+                    f"{hook}: {name!r} is of {first[1]} and of {origin}; rename one, or skip "
+                    f"an entry point with {DISABLE}"
+                )
+                self._refuse(hook, name, origin, "", reason)
+        self._named[hook] = {name: each[0] for name, each in claims.items() if len(each) == 1}
+        return self._named[hook]
+
     def _claims(self, kind: str) -> dict[str, list[Found]]:
         """Return the results of the hook of `kind`, by name; broken ones become unusable."""
         hook = KINDS[kind]
         claims: dict[str, list[Found]] = {}
-        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
-            origin = self._origins[implementation.plugin_name]
+        for implementation in self._implementations(hook):
+            origin = self._origin(implementation)
             try:
                 classes = implementation.function()
                 if not (isinstance(classes, list) or _are_places(classes)):
@@ -347,9 +453,9 @@ class Plugins:
         """Return the class at a place, or None if it has another name or kind."""
         if isinstance(place, type):
             return place
-        module, _, attribute = place.partition(":")
+        module = place.partition(":")[0]
         try:
-            cls = getattr(import_module(module), attribute)
+            cls = imported_place(place)
         except FAILURES as error:
             fault = f"which cannot be imported: {error!r}"
         else:
@@ -487,19 +593,29 @@ def _imported(origin: Origin, point: EntryPoint | Point) -> object:
     try:
         return point.load()
     except FAILURES as error:
-        _, *frames = extract_tb(error.__traceback__)
-        places = [f"{f.filename}:{f.lineno}" for f in frames if "importlib" not in f.filename]
-        reason = f"{type(error).__name__}: {error}"
-        at = f" ({places[-1]})" if places else ""
-        msg = f"{origin} ({point.value}) cannot be imported: {reason}{at}"
+        reason = f"{type(error).__name__}: {error}{_line(error)}"
+        msg = f"{origin} ({point.value}) cannot be imported: {reason}"
         raise PluginError(msg) from error
+
+
+def _line(error: BaseException) -> str:
+    """Return the file and the line of a plugin where an error was raised, in brackets."""
+    _, *frames = extract_tb(error.__traceback__)
+    lines = [f"{f.filename}:{f.lineno}" for f in frames if "importlib" not in f.filename]
+    return f" ({lines[-1]})" if lines else ""
+
+
+def imported_place(place: str) -> Any:
+    """Import and return the object at a place, `package.module:name`."""
+    module, _, attribute = place.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 def _misfit(plugin: object, error: BaseException) -> str:
     """Return an error text for the hooks of `plugin`, which pluggy refused with `error`."""
     if not isinstance(error, PluginValidationError):
         return f"has hooks that cannot be read: {error!r}"
-    known = list(KINDS.values())
+    known = [*KINDS.values(), *EXTENSIONS]
     for name in dir(plugin):
         function = getattr(plugin, name, None)
         if not hasattr(function, f"{PROJECT}_impl"):
@@ -509,10 +625,12 @@ def _misfit(plugin: object, error: BaseException) -> str:
                 f"implements {name!r}, which is no hook of kvcore{nearest(name, known)}. "
                 f"The hooks are {', '.join(known)}"
             )
-        if surplus := list(signature(function).parameters):  # type: ignore[arg-type]
+        passed = list(signature(getattr(hookspecs, name)).parameters)
+        wanted = list(signature(function).parameters)  # type: ignore[arg-type]
+        if surplus := [each for each in wanted if each not in passed]:
             return (
                 f"implements {name!r} with an argument {surplus[0]!r}, which kvcore does not "
-                f"pass: write {name}()"
+                f"pass: write {name}({', '.join(passed)})"
             )
     return f"has a hook that does not fit: {error}"
 

@@ -54,13 +54,8 @@ def kvcore_prefix_indexes() -> dict[str, str]:
 def kvcore_retention_policies() -> dict[str, str]:
     """Return the built-in retention policies."""
     classes = {
-        "expected": "Expected",
         "full": "Full",
-        "h2o": "H2O",
-        "knorm": "KNorm",
         "random": "Random",
-        "snapkv": "SnapKV",
-        "tova": "TOVA",
         "window": "Window",
     }
     return _places("retention", classes)
@@ -94,16 +89,6 @@ def kvcore_latency_models() -> dict[str, str]:
 
 
 @hookimpl
-def kvcore_backends() -> dict[str, str]:
-    """Return the built-in backends."""
-    classes = {
-        "torch-cpu": "TorchCPU",
-        "torch-cuda": "TorchCUDA",
-    }
-    return _places("backend", classes)
-
-
-@hookimpl
 def kvcore_codecs() -> dict[str, str]:
     """Return the built-in codecs."""
     classes = {
@@ -121,29 +106,6 @@ def kvcore_codecs() -> dict[str, str]:
 
 
 @hookimpl
-def kvcore_tiers() -> dict[str, str]:
-    """Return the built-in tiers."""
-    classes = {
-        "disk": "Disk",
-        "host": "Host",
-        "redis": "Redis",
-    }
-    return _places("tier", classes)
-
-
-@hookimpl
-def kvcore_generators() -> dict[str, str]:
-    """Return the built-in generators."""
-    classes = {
-        "huggingface": "HuggingFace",
-        "induction": "Induction",
-        "sincos": "SinCos",
-        "transformer": "Transformer",
-    }
-    return _places("generator", classes)
-
-
-@hookimpl
 def kvcore_workloads() -> dict[str, str]:
     """Return the built-in workloads."""
     classes = {
@@ -151,11 +113,9 @@ def kvcore_workloads() -> dict[str, str]:
         "bench": "Bench",
         "chat": "Chat",
         "jsonl": "Jsonl",
-        "kv-events": "KvEvents",
         "lengths": "Lengths",
         "lmcache": "LMCache",
         "mooncake": "Mooncake",
-        "trace": "Recording",
         "weka": "Weka",
         "zipf": "Zipf",
     }
@@ -163,33 +123,9 @@ def kvcore_workloads() -> dict[str, str]:
 
 
 @hookimpl
-def kvcore_routers() -> dict[str, str]:
-    """Return the built-in routers."""
-    classes = {
-        "dynamo": "Dynamo",
-        "least-requests": "LeastRequests",
-        "llm-d": "LLMD",
-        "lmetric": "LMetric",
-        "loadaware": "LoadAware",
-        "mooncake": "Mooncake",
-        "power-of-two": "PowerOfTwo",
-        "preble": "Preble",
-        "prefix-affinity": "PrefixAffinity",
-        "random": "Random",
-        "round-robin": "RoundRobin",
-        "session": "SessionAffinity",
-        "sglang": "SGLang",
-    }
-    return _places("router", classes)
-
-
-@hookimpl
 def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
     classes = {
         "acceptance": "Acceptance",
-        "draft-model": "DraftModel",
-        "medusa": "Medusa",
-        "prompt-lookup": "PromptLookup",
     }
     return _places("drafter", classes)

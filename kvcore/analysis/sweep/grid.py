@@ -11,7 +11,7 @@ from typing import Any, Literal, Self, TypeAlias
 import attrs
 
 from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
-from kvcore.config.options import RULES, option_type, read_option, renamed
+from kvcore.config.options import RULES, option_named, read_option, renamed
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.plugins import Plugins, nearest
@@ -139,7 +139,7 @@ OWN: Mapping[str, Any] = {"out": Path, "jobs": int, "executor": str}
 
 def sweep_keys() -> dict[str, Any]:
     """Return the keys that the file of a sweep may have, and their types."""
-    return {"mode": Mode, **{name: option_type(name) for name in AXES}, **OWN}
+    return {"mode": Mode, **{name: option_named(name).type for name in AXES}, **OWN}
 
 
 def _single(key: str, values: tuple[Any, ...]) -> Any:
@@ -189,7 +189,7 @@ def _resolved(name: str, value: Any) -> Any:
     except InputError as error:
         msg = f"{name}: {error}"
         raise InputError(msg) from error
-    return float(value) if option_type(name) is float else value
+    return float(value) if option_named(name).type is float else value
 
 
 def _workload(given: str | Path | Workload) -> Spec | Workload:

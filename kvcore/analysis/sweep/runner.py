@@ -21,7 +21,8 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.options import replicas_text, slo_text, tiers_text
+from kvcore.config.cluster_options import replicas_text
+from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec, spec_of
@@ -162,14 +163,9 @@ class WorkloadCache:
         Raises:
             InputError, PluginError: a part cannot be built; names the option.
         """
-        make: type[RunParts] = RunParts
-        if cell.is_cluster:
-            from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - of several servers
-
-            make = ClusterParts
         key = _workload_key(cell)
         workload = self._workloads.get(key)
-        parts = make(cell, self.plugins, workload=workload, naming="{}: ".format)
+        parts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
         self._workloads[key] = parts.workload
         return parts
 
@@ -273,11 +269,9 @@ class CellRun:
     def _summary(self) -> dict[str, Any]:
         """Simulate the cell; return the numbers of the run."""
         parts = self.parts
-        if parts.config.is_cluster:
-            from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server needs none
-
-            made = cast("ClusterParts", parts).cluster()
-            return simulate_cluster(parts.workload, **made, residency=False).summary()
+        if parts.many:
+            summary: dict[str, Any] = parts.run(residency=False).summary()
+            return summary
         return simulate(
             self.parts.workload,
             cache=cast("KVCache", self.cache),
@@ -342,7 +336,7 @@ class CellRun:
                 "rate_scale": cell.rate_scale,
                 "slo": slo_field(cast("SLO", cell.slo)),
             }
-        if cell.is_cluster:
+        if parts.many:
             described["cluster"] = self._cluster(cast("ClusterParts", parts))
         return described
 
@@ -354,7 +348,7 @@ class CellRun:
             "autoscale": None,
             "disaggregate": None,
         }
-        configs = [(n, attrs.evolve(each.config, **alone)) for n, each in parts.groups]
+        configs = [(n, each.config.changed(**alone)) for n, each in parts.groups]
         return {
             "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
             "router": self._described(parts.router()),

@@ -1,0 +1,69 @@
+"""What experiments add to a simulation: a search for what would hold, and paging beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+from kvcore.cli.output import progress
+from kvcore.cli.verb import option
+from kvcore.config import RunParts
+from kvcore.config.options import find_mode
+from kvcore.hookspecs import Ran
+from kvcore.plugins.manager import imported_place
+
+search_option = option(
+    "--search/--no-search",
+    default=True,
+    help="If the load is too high, search for a request rate, and for numbers of blocks, GPUs "
+    "or servers, with which the queue does not grow, by further simulations.",
+)
+"""The option of the search."""
+
+
+def search_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
+    """Return the search for options with which the queue does not grow, if it grows.
+
+    A run with drafts is not searched: a search decodes without them. Of a cluster, a number of
+    replicas is searched.
+    """
+    saturation = result.saturation
+    if not given["search"] or saturation is None or not saturation.saturated:
+        return None
+    if parts.config.drafter is not None and not parts.many:
+        return None
+    from kvcore.analysis import capacity  # noqa: PLC0415 - few runs search
+
+    if parts.many and not capacity.can_find_replicas(cast("Any", parts)):
+        return None
+    return Ran(later=partial(_searched, parts, result))
+
+
+def _searched(parts: RunParts, result: Any) -> Ran:
+    """Search, and show the progress on stderr."""
+    from kvcore.analysis import capacity  # noqa: PLC0415 - as above
+
+    search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
+    with progress("searching for what would hold: simulations", None) as tick:
+        holds: dict[str, float | int] = search(parts, result, tick)
+    report_of = imported_place(
+        find_mode(next(iter(parts.config.chosen), parts.config.mode)).report
+    )
+    report = report_of(result, parts.document(result))
+    return Ran({"saturation": {"holds": holds}}, [report.holding(holds)])
+
+
+def compared_with_paged(parts: RunParts, given: Mapping[str, Any]) -> Ran | None:
+    """Run a workload with contiguous memory once more, with paged memory; None of others."""
+    if parts.traced:
+        return None
+    paged = type(parts)(
+        parts.config.changed(allocation="paged", fragmentation=True, max_output=None),
+        parts.plugins,
+        workload=parts.workload,
+    )
+    result = paged.run(residency=given["residency"])
+    document = paged.document(result)
+    described = document.pop("config") | {"allocation": "contiguous"}
+    return Ran({"config": described, "paged": document})

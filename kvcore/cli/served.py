@@ -1,0 +1,143 @@
+"""A run of the command line: its files, what packages do beside it, and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvcore.cache import Recorder
+from kvcore.cli.output import emit_json, print_notes, print_sections, progress
+from kvcore.cli.verb import echo
+from kvcore.config import RunParts
+from kvcore.files import make_directory, refuse_overwrite
+from kvcore.hookspecs import Ran, Running
+from kvcore.progress import silent, ticked, unseen
+from kvcore.report.sections import Section
+from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
+from kvcore.trace import Trace
+
+
+def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
+    """Return the path of the trace that `--trace` or `--out` asks for; None: there is none."""
+    if given["out"] is None:
+        path: Path | None = given["trace"]
+        return path
+    return given["out"] / TRACE if parts.traced else None
+
+
+@attrs.frozen
+class ServedRun:
+    """A run whose files are open.
+
+    Attributes:
+        parts: its parts.
+        given: the options of the verb.
+        recorder: what records it, if anything does.
+        beside: what packages do beside it.
+        added: what packages have to say of it, once it has ended.
+    """
+
+    parts: RunParts
+    given: Mapping[str, Any]
+    recorder: Recorder | None
+    beside: Sequence[Running]
+    added: list[Ran] = attrs.field(factory=list)
+
+    def run(self, doing: str) -> Any:
+        """Serve the workload, and show the progress of `doing` it; return the result."""
+        source = self.parts.workload
+        shown = silent if any(each.shows for each in self.beside) else progress
+        with shown(f"{doing} {source.name}", source.size) as tick:
+            requests = source if tick is unseen else ticked(source, tick)
+            residency = self.given["residency"]
+            return self.parts.run(self.recorder, requests, residency=residency)
+
+    def end(self, result: Reported, document: dict[str, Any], *fields: str) -> None:
+        """Tell packages of the result, add their fields to its document, and write `--out`.
+
+        `fields` are names of fields of the document that are written, besides theirs.
+        """
+        for each in self.beside:
+            if each.ran is not None:
+                each.ran(result, document)
+        known = {"parts": self.parts, "result": result, "given": self.given}
+        self.added.extend(self.parts.plugins.results("kvcore_ran", **known))
+        for ran in self.added:
+            _merge(document, ran.fields)
+        if self.given["out"] is not None:
+            names = ("config", *fields, *(name for ran in self.added for name in ran.fields))
+            parted = {name: document[name] for name in names if name in document}
+            result.write(self.given["out"], **parted)
+
+    def report(
+        self, document: dict[str, Any], sections: Callable[[bool], Sequence[Section]]
+    ) -> None:
+        """Print the document, or sections; these are made knowing if something comes later."""
+        later = [ran.later for ran in self.added if ran.later is not None]
+        if not any(each.silences for each in self.beside):
+            if self.given["as_json"]:
+                for more in later:
+                    _merge(document, more().fields)
+                emit_json(document)
+            else:
+                print_sections(*sections(bool(later)))
+                for ran in self.added:
+                    _print_below(ran.sections)
+                for more in later:
+                    _print_below(more().sections)
+        print_notes(self.parts.workload)
+
+
+@contextmanager
+def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
+    """Open the files of a run, and start what packages do beside it.
+
+    If the body raises, no file is left, and no directory that was made for the files.
+    """
+    path, out = trace_path(parts, given), given["out"]
+    others = [] if out is None else [out / SUMMARY, out / REQUESTS]
+    for written in filter(None, (path, *others)):
+        refuse_overwrite(written, parts.workload.options().values())
+    with ExitStack() as stack:
+        if out is not None:
+            stack.enter_context(_directory(out))
+        started = parts.plugins.results("kvcore_running", parts=parts, given=given)
+        beside = [stack.enter_context(context) for context in started]
+        recorder = next((each.recorder for each in beside if each.recorder is not None), None)
+        if recorder is None and path is not None:
+            recorder = stack.enter_context(Trace(path, **parts.header()))
+        yield ServedRun(parts, given, recorder, beside)
+
+
+@contextmanager
+def _directory(path: Path) -> Iterator[None]:
+    """Make a directory; if the body raises, remove it unless it was there before."""
+    made = not path.exists()
+    make_directory(path)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+
+
+def _merge(document: dict[str, Any], fields: Mapping[str, Any]) -> None:
+    """Add fields to a document; a table is added to the table of its name."""
+    for name, value in fields.items():
+        known = document.get(name)
+        if isinstance(known, dict) and isinstance(value, Mapping):
+            document[name] = {**known, **value}
+        else:
+            document[name] = value
+
+
+def _print_below(sections: Sequence[Section]) -> None:
+    if sections:
+        echo()
+        print_sections(*sections)

@@ -1,0 +1,1 @@
+"""Clusters: several servers under one clock, and the routers that divide requests."""

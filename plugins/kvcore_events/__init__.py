@@ -1,0 +1,1 @@
+"""KV events of real servers: read, followed, recorded and published."""

@@ -1,0 +1,26 @@
+"""Registers the recorder of KV events, and their recordings as workloads."""
+
+from __future__ import annotations
+
+from kvcore import hookimpl
+from kvcore.hookspecs import Verb
+
+
+@hookimpl
+def kvcore_commands() -> dict[str, Verb]:
+    """Return the verbs."""
+    about = {
+        "record": (
+            "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT- "
+            "LLM."
+        ),
+    }
+    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+
+
+@hookimpl
+def kvcore_workloads() -> dict[str, str]:
+    """Return recordings of KV events as workloads."""
+    return {
+        "kv-events": "kvcore_plugins.workload:KvEvents",
+    }

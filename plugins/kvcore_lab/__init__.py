@@ -1,0 +1,1 @@
+"""Experiments: comparisons, curves, explanations, plans, sweeps, and all they print."""

@@ -1,0 +1,278 @@
+"""Calls of experiments: compare, plan, validate, find_capacity, from names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
+from os import PathLike, fspath
+from typing import Any, Literal, Unpack
+
+from kvcore.analysis import Comparison
+from kvcore.analysis import compare as compare_policies
+from kvcore.analysis import find_capacity as search_capacity
+from kvcore.analysis.candidates import Policy
+from kvcore.analysis.planning import FleetPlan
+from kvcore.analysis.planning import plan as search_plan
+from kvcore.analysis.sweep import Journal
+from kvcore.analysis.sweep.plan import executor_for
+from kvcore.analysis.validation import Validation
+from kvcore.analysis.validation import validate as compare_rows
+from kvcore.api import Source, flat_options
+from kvcore.cache import PrefixIndex
+from kvcore.config import RunConfig, RunParts, SimulateOptions
+from kvcore.config.values import PluginChoice, TierChoices
+from kvcore.errors import InputError
+from kvcore.models.cost import PrefillCost
+from kvcore.models.pricing import PriceModel
+from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import Spec
+from kvcore.progress import Progress, silent
+
+
+def find_capacity(
+    workload: Source = "mooncake",
+    *,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[SimulateOptions],
+) -> dict[str, float | int]:
+    """Return options with which a workload's queue does not grow until its last request.
+
+    Empty if the queue does not grow anyway (`simulate(...).saturation`), or if no option helps.
+    Otherwise `rate_scale`, the fastest within 5 %; `blocks`, if their number was given; and
+    `tensor_parallel`: each is enough by itself, and found by some four simulations.
+
+    Args:
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of simulations that have run; None: shows nothing.
+        options: as for `simulate`; plugins by name, since each simulation builds its own.
+
+    Raises:
+        InputError, PluginError, PolicyError: as for `simulate`.
+    """
+    config = RunConfig.of("simulate", workload=workload, **flat_options(options))
+    if config.drafter is not None:
+        msg = "drafter: what would hold is searched without drafts: leave it out"
+        raise InputError(msg)
+    parts = config.build(plugins, many=False)
+    result = parts.run(residency=False)
+    with (progress or silent)("searching for what would hold: simulations", None) as tick:
+        return search_capacity(parts, result, tick)
+
+
+def compare(
+    workload: Source = "mooncake",
+    policies: Policy | Iterable[Policy] = "lru,fifo,lfu,slru,cost,random,belady",
+    blocks: int | Iterable[int] | None = None,
+    *,
+    memory: int | str | Iterable[int | str] | None = None,
+    model: str | ModelSpec = "llama-3-8b",
+    device: str | DeviceSpec = "h100",
+    codec: PluginChoice = "fp16",
+    block_size: int | None = None,
+    accounting: Literal["keys", "tokens"] = "keys",
+    prefix: PluginChoice = "radix",
+    tier: TierChoices = (),
+    recompute: PrefillCost | None = None,
+    seed: int | None = None,
+    limit: int | None = None,
+    window: tuple[int, int | None] | str | None = None,
+    trace: str | PathLike[str] | None = None,
+    residency: bool = False,
+    price: PriceModel | str | None = None,
+    jobs: int = 1,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    kv_dtype: str | None = None,
+) -> Comparison:
+    """Replay a workload, serial and untimed, under each policy in a pool of each size.
+
+    `kvcore.compare("mooncake", ["lru", MyPolicy, "belady"], blocks=[5_859])` shows how far
+    each policy is from the optimum, the hits of Belady's algorithm.
+
+    Args:
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
+        policies: one or several: names with options (one text may hold several), policy
+            classes, functions that build a policy, and `belady` or its alias `optimum`.
+        blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
+        memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`.
+        model: the model whose K/V is cached.
+        device: the GPU that would compute a block again.
+        codec: how K/V is kept, which sizes a block.
+        block_size: tokens a block holds; None: as many as a key of the workload.
+        accounting: how blocks are counted.
+        prefix: the prefix cache.
+        tier: tiers below each pool, by name or as functions, since every row has its own;
+            the optimum then bounds what the pool and the tiers hold together.
+        recompute: the seconds that it costs to compute a block again; None: those of model and
+            device.
+        seed: of the named policies that have an option `seed` and do not set it.
+        limit: how many of the first requests are replayed; None: all.
+        window: the times between which these arrive, in seconds as text: `"60:120"`; a tuple
+            has ns.
+        trace: the file to write every decision to; with one policy and one size.
+        residency: whether to measure how long blocks rest.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
+        jobs: processes that replay, where there are several rows. More than one need a
+            script with `if __name__ == "__main__":`.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of requests that have been replayed; None: shows nothing.
+        kv_dtype: an earlier name of `codec`.
+
+    Raises:
+        InputError: as `kvcore.analysis.compare`, or an option that cannot be.
+        PluginError: a plugin that cannot work here.
+        PolicyError: a policy failed.
+    """
+    plugins = plugins or Plugins()
+    if kv_dtype is not None and codec != "fp16":
+        msg = "kv_dtype is an earlier name of codec: give codec alone"
+        raise InputError(msg)
+    config = RunConfig.of(
+        "compare",
+        workload=workload,
+        model=model,
+        device=device,
+        **({"codec": codec} if kv_dtype is None else {"kv_dtype": kv_dtype}),
+        block_size=block_size,
+        accounting=accounting,
+        seed=seed,
+        limit=limit,
+        window=window,
+        tier=tier,
+        blocks=1,  # of no pool here: the sizes are those of the rows
+    )
+    parts = RunParts(config, plugins)
+    if memory is not None:
+        if blocks is not None:
+            msg = "blocks and memory both say how large the pool is: give one of them"
+            raise InputError(msg)
+        sizes = [memory] if isinstance(memory, int | str) else memory
+        blocks = [parts.blocks_in(size) for size in sizes]
+    make: str | type[PrefixIndex] = str(prefix) if isinstance(prefix, Spec) else prefix  # type: ignore[assignment]
+    return compare_policies(
+        parts.workload,
+        policies,
+        blocks,
+        block_size=parts.geometry.block_size,
+        accounting=accounting,
+        prefix=make,
+        recompute=recompute or parts.recompute,
+        seed=seed,
+        trace=trace,
+        residency=residency,
+        tiers=parts.add_tiers if config.tier else None,
+        price=price,
+        jobs=jobs,
+        plugins=plugins,
+        progress=progress,
+    )
+
+
+def plan(
+    workload: Source = "mooncake",
+    *,
+    percentile: float = 99,
+    tensor_parallel: int | Iterable[int] = (1, 2, 4, 8),
+    replicas: int | Iterable[int] | None = None,
+    max_gpus: int = 64,
+    tier: TierChoices = "host:memory=1TiB",
+    policies: Iterable[tuple[str, str]] | None = None,
+    journal: str | PathLike[str] | None = None,
+    jobs: int = 1,
+    executor: str = "local",
+    progress: Progress | None = None,
+    **options: Any,
+) -> FleetPlan:
+    """Return the least GPUs, K/V memory and host RAM with which a workload meets its SLO.
+
+    `kvcore.plan("mooncake", device="h100", slo="ttft=2,tpot=0.05", percentile=95)` searches as
+    `kvcore plan` does: by simulating fleets of replicas, among which sessions are divided by
+    hash. `plan(...).limit` is the reason that a smaller fleet does not meet it.
+
+    Args:
+        workload: the requests: a plugin with options, a file, a workload, or an iterable of
+            `Request`.
+        percentile: percentage of the requests that must meet their SLO.
+        tensor_parallel: GPUs that share a model: each number is tried.
+        replicas: numbers of replicas; None: the fewest that do.
+        max_gpus: GPUs in all, at most.
+        tier: tiers below the pool; the memory of the one named `host` is the most host RAM of
+            a replica. `"none"`: no tier.
+        policies: (kind, name) of eviction policies and schedulers that the verdict tries; None:
+            all that are installed.
+        journal: file with the finished simulations, from which an interrupted search goes on.
+        jobs: simulations at a time; 1: in this process. More need a script with
+            `if __name__ == "__main__":`, as processes are started afresh.
+        executor: machines to simulate on: `local`, `ray` or `ray:HOST:PORT`.
+        progress: shows the number of simulations that are done; None: shows nothing.
+        options: options of `RunConfig` for a simulation, such as `model`, `device`, `slo`,
+            `eviction`; plugins by name. `blocks` or `memory` is the largest pool of a replica.
+
+    Raises:
+        InputError: as `simulate`, or nothing to plan for.
+        PluginError: a plugin that cannot work here, or a simulation that failed.
+        StorageError: the journal cannot be written.
+    """
+    with nullcontext() if journal is None else Journal(journal) as opened:
+        return search_plan(
+            workload,
+            percentile=percentile,
+            tensor_parallel=tensor_parallel,
+            replicas=replicas,
+            max_gpus=max_gpus,
+            tier=tier,
+            policies=policies,
+            journal=opened,
+            executor=executor_for(executor, jobs),
+            progress=progress,
+            **flat_options(options),
+        )
+
+
+def validate(
+    source: str | PathLike[str],
+    *,
+    where: Mapping[str, str] | None = None,
+    rounds: int = 10,
+    spread: float = 0.2,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[SimulateOptions],
+) -> Validation:
+    """Simulate each row of a file of measurements, and compare the two.
+
+    `kvcore.validate("rows.csv").errors("tpot")` has the errors of the time per token, as
+    `kvcore validate rows.csv` prints them. A row with a `concurrency` is served as
+    by a benchmark: that number of clients start together, and each sends a request as soon as
+    its last one is answered. A row with a `rate` has Poisson arrivals; with an infinite rate
+    all requests arrive at once. A row of a known `engine` is served by its rules.
+
+    Args:
+        source: a file in CSV or JSON Lines, or `aic`: the samples of the package
+            aiconfigurator-core.
+        where: values that rows have in columns, several with commas between them; other rows
+            are not taken.
+        rounds: requests of each client, in rows without a number of requests.
+        spread: share by which lengths vary, as in the workload `bench`, in rows without one.
+        plugins: the plugins by name; None: those that are installed.
+        progress: shows the number of rows that have been simulated; None: shows nothing.
+        options: options of `RunConfig` for rows that do not have them.
+
+    Raises:
+        InputError: the file cannot be read, or none of its rows can be simulated.
+        PluginError: a plugin that cannot work here, or a package that is not installed.
+    """
+    return compare_rows(
+        fspath(source),
+        where=where,
+        rounds=rounds,
+        spread=spread,
+        plugins=plugins,
+        progress=progress,
+        **flat_options(options),
+    )

@@ -1,0 +1,106 @@
+"""Registers the verbs of experiments, and what they add to a run: metrics, and a search."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvcore import hookimpl
+from kvcore.hookspecs import Mode, Ran, Running, Verb
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from contextlib import AbstractContextManager
+
+    from kvcore.config import RunParts
+
+
+@hookimpl
+def kvcore_commands() -> dict[str, Verb]:
+    """Return the verbs."""
+    about = {
+        "calibrate": "Fit a latency model to the measured steps of the CSV file STEPS.",
+        "compare": "Compare eviction policies on WORKLOAD, by pool size.",
+        "curve": "Show the hit ratios of eviction policies on WORKLOAD, by pool size.",
+        "demo": "Watch what a KV cache does, on a model small enough to follow.",
+        "explain": (
+            "Explain why the prompt of REQUEST missed, or with --summary where hits were lost."
+        ),
+        "plan": (
+            "Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of "
+            "WORKLOAD."
+        ),
+        "quality": (
+            "Measure the loss of quality if a retention policy bounds K/V, or a codec shrinks "
+            "it."
+        ),
+        "routers": (
+            "Compare routers: simulate serving WORKLOAD with several servers under each of "
+            "them."
+        ),
+        "size": (
+            "Size the K/V of MODEL: a name of the list below, or the path of a config.json."
+        ),
+        "sweep": (
+            "Run each combination of the workloads, policies, sizes and other options in "
+            "NAME.TOML."
+        ),
+        "validate": (
+            "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput."
+        ),
+    }
+    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+
+
+@hookimpl
+def kvcore_modes() -> dict[str, Mode]:
+    """Return the mode of runs whose use of memory is measured."""
+    return {
+        "memory": Mode(
+            parts="kvcore.config.memory:MemoryParts",
+            report="kvcore.report.paging:report_of",
+            options="kvcore.config.memory_options:MemoryOptions",
+            chosen_by=("allocation", "fragmentation", "max_output"),
+            refusal="memory is paged here: leave it out",
+        )
+    }
+
+
+@hookimpl
+def kvcore_options(verb: str) -> list[Any]:
+    """Return the file for metrics of a run, and for simulations the search."""
+    if verb not in ("run", "simulate"):
+        return []
+    from kvcore.cli.metrics import prometheus_option  # noqa: PLC0415 - of two verbs
+    from kvcore.cli.search import search_option  # noqa: PLC0415 - as above
+
+    return [prometheus_option] if verb == "run" else [prometheus_option, search_option]
+
+
+@hookimpl
+def kvcore_running(
+    parts: RunParts, given: Mapping[str, Any]
+) -> AbstractContextManager[Running] | None:
+    """Write metrics of the run, with `--prometheus`."""
+    if given["prometheus"] is None:
+        return None
+    from kvcore.cli.metrics import measuring  # noqa: PLC0415 - for --prometheus alone
+
+    return measuring(parts, given)
+
+
+@hookimpl
+def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
+    """Run contiguous memory beside paged one, and search where the load is too high."""
+    if "search" not in given:
+        return None
+    from kvcore.cli.search import compared_with_paged, search_of  # noqa: PLC0415 - of simulations
+
+    return compared_with_paged(parts, given) or search_of(parts, result, given)
+
+
+@hookimpl
+def kvcore_workloads() -> dict[str, str]:
+    """Return recorded runs as workloads."""
+    return {
+        "trace": "kvcore_plugins.workload:Recording",
+    }

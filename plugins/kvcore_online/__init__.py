@@ -1,0 +1,1 @@
+"""Servers: an OpenAI-style API that computes, and a proxy that routes."""

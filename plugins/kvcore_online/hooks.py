@@ -1,0 +1,16 @@
+"""Registers the server and the proxy."""
+
+from __future__ import annotations
+
+from kvcore import hookimpl
+from kvcore.hookspecs import Verb
+
+
+@hookimpl
+def kvcore_commands() -> dict[str, Verb]:
+    """Return the verbs."""
+    about = {
+        "route": "Route the requests of an OpenAI-style API to several servers.",
+        "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
+    }
+    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}

@@ -1,0 +1,1 @@
+"""Pages: HTML that plays a run, reports results, or explains the cache."""

@@ -1,0 +1,15 @@
+"""Registers the tiers."""
+
+from __future__ import annotations
+
+from kvcore import hookimpl
+
+
+@hookimpl
+def kvcore_tiers() -> dict[str, str]:
+    """Return the tiers."""
+    return {
+        "disk": "kvcore_plugins.tier:Disk",
+        "host": "kvcore_plugins.tier:Host",
+        "redis": "kvcore_plugins.tier:Redis",
+    }
