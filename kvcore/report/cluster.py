@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
+from kvcore.report.sections import Section, Table
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.units import format_bytes, format_number, format_seconds
@@ -28,6 +29,10 @@ class ClusterReport(SimulationReport):
         "stopped",
     )
     nothing_holds: ClassVar[str] = "No number of replicas was found with which it would hold."
+
+    def _details(self) -> list[Section]:
+        """Return the sections on the replicas."""
+        return [Table(self.headers, self.replicas), self.reading]
 
     @property
     def replicas(self) -> list[TableRow]:
