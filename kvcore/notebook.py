@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvcore.extras import import_extra
 
+if TYPE_CHECKING:
+    from kvcore.report.sections import Section
+
 VIEWS = "kvcore.report.notebook"
-"""The module that draws results. It depends on all kinds of results, which packages below it
-define, so it is imported by this name when a notebook shows a result."""
+"""The module with the reports on results. It depends on all kinds of results, which packages
+below it define, so it is imported by this name when a report is wanted."""
 
 
 class Shown:
-    """Base of results that a notebook shows as a small table, and, with matplotlib, a plot."""
+    """Base of results with a report, which a notebook shows; with matplotlib, plots too."""
 
     __slots__ = ()
+
+    def sections(self) -> list[Section]:
+        """Return the report on the result: sentences, tables and charts, in order."""
+        sections: list[Section] = import_module(VIEWS).report_on(self).sections
+        return sections
 
     def _repr_html_(self) -> str:
         """Return the result as HTML with escaped texts."""

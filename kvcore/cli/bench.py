@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvcore.bench import SUITES, BenchResult, Settings, available_suites, run_suites
+from kvcore.bench import SUITES, Settings, available_suites, run_suites
 from kvcore.cli.output import (
     emit_json,
     file_path,
@@ -18,7 +18,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.report.bench import RIGHT, BenchReport
+from kvcore.report.bench import BenchReport
 
 WRONG = 1
 """Exit code if a result is wrong."""
@@ -103,21 +103,13 @@ def bench(ctx: click.Context, /, suites: tuple[str, ...], **given: Any) -> None:
             result = run_suites(names, settings, tell=lambda _: tick(1))
         if file is not None:
             file.buffer.write(json_bytes(result.document()))
-    _show(result, as_json=given["as_json"])
+    if given["as_json"]:
+        emit_json(result.document())
+    else:
+        print_sections(*BenchReport(result).sections)
     if settings.check and result.wrong:
         ctx.exit(WRONG)
 
 
 def _listed(text: str) -> list[str]:
     return [each.strip() for each in text.split(",") if each.strip()]
-
-
-def _show(result: BenchResult, *, as_json: bool) -> None:
-    """Print the document, or the tables."""
-    if as_json:
-        emit_json(result.document())
-        return
-    report = BenchReport(result)
-    right = [header for header in RIGHT if header in report.headers]
-    table = report.headers, [*report.rows], right
-    print_sections(report.machine, report.ceilings, table, report.reading)

@@ -13,14 +13,14 @@ from kvcore.cli.output import (
     file_path,
     input_file,
     json_option,
-    print_table,
-    print_text,
+    print_sections,
 )
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.files import atomic_file
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
+from kvcore.report.sections import Table
 from kvcore.serving.calibration import COUNTS, FOLDS, Calibratable, fit_latency, write_steps
 from kvcore.serving.step_times import Deployment, EngineName, TableDtype
 from kvcore.units import PS_PER_S, format_seconds
@@ -116,47 +116,44 @@ def calibrate(
         emit_json(report)
         return
     echo(f"--latency {report['latency']}\n")
-    print_table(
-        ["option", "fitted", ""],
-        (
-            (
-                name,
-                f"{value:.1%}" if name in found.shares else format_seconds(value),
-                "at its bound: other values fit worse" if name in found.held else "",
-            )
-            for name, value in found.fitted.items()
-        ),
-        right=["fitted"],
-    )
-    echo()
-    print_text(
-        f"{report['rows']:,} steps of {steps}. Errors are absolute, as shares of the measured "
-        f"time. Held out: one in {FOLDS} steps is judged by a fit to the others, in turns."
-    )
-    echo()
     errors = ["median", "p90", "held out: median", "held out: p90"]
-    print_table(
-        ["steps", "rows", *errors],
-        (
-            [kind, f"{rows:,}", *(f"{error:.1%}" for error in rest)]
-            for kind, rows, *rest in map(attrs.astuple, found.errors)
-        ),
-        right=["rows", *errors],
-    )
-    echo("\nThe steps that are furthest off, as a share of their time:\n")
-    print_table(
-        ["line", *COUNTS, "measured", "fitted", "off by"],
-        (
+    print_sections(
+        Table(
+            ["option", "fitted", ""],
             [
-                row["line"],
-                *(f"{row[name]:,}" for name in COUNTS),
-                format_seconds(row["seconds"]),
-                format_seconds(row["fitted_seconds"]),
-                f"{row['relative']:+.1%}",
-            ]
-            for row in report["worst"]
+                (
+                    name,
+                    f"{value:.1%}" if name in found.shares else format_seconds(value),
+                    "at its bound: other values fit worse" if name in found.held else "",
+                )
+                for name, value in found.fitted.items()
+            ],
+            ["fitted"],
         ),
-        right=["line", *COUNTS, "measured", "fitted", "off by"],
+        f"{report['rows']:,} steps of {steps}. Errors are absolute, as shares of the measured "
+        f"time. Held out: one in {FOLDS} steps is judged by a fit to the others, in turns.",
+        Table(
+            ["steps", "rows", *errors],
+            [
+                [kind, f"{rows:,}", *(f"{error:.1%}" for error in rest)]
+                for kind, rows, *rest in map(attrs.astuple, found.errors)
+            ],
+        ),
+        "The steps that are furthest off, as a share of their time:",
+        Table(
+            headers := ["line", *COUNTS, "measured", "fitted", "off by"],
+            [
+                [
+                    row["line"],
+                    *(f"{row[name]:,}" for name in COUNTS),
+                    format_seconds(row["seconds"]),
+                    format_seconds(row["fitted_seconds"]),
+                    f"{row['relative']:+.1%}",
+                ]
+                for row in report["worst"]
+            ],
+            headers,
+        ),
     )
 
 

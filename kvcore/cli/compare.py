@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from typing import Any
 
 import attrs
@@ -20,13 +21,12 @@ from kvcore.cli.output import (
     json_option,
     optional_file,
     print_notes,
-    print_table,
-    print_text,
+    print_sections,
     progress,
 )
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.trace_options import price_option
-from kvcore.cli.verb import OUTPUT, Count, echo, option, plugin_completion, verb
+from kvcore.cli.verb import OUTPUT, Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.options import REQUESTS, option_default
 from kvcore.errors import InputError
@@ -37,12 +37,8 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
-from kvcore.report import (
-    ComparisonReport,
-    ResidencyReport,
-    comparison_metrics,
-    write_csv,
-)
+from kvcore.report import ComparisonReport, comparison_metrics, write_csv
+from kvcore.report.charts import plot_chart
 from kvcore.report.tables import block_bytes, memory_fields
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
@@ -174,8 +170,16 @@ def compare(workload: str | None, **given: Any) -> None:
             metrics(comparison_metrics(comparison))
         labels = None if budget is None else budget.labels
         tiers = () if below is None else tuple(map(describe, below.tiers()))
-        report = ComparisonReport(comparison, labels, prefix, recompute, tiers)
-        write_plot(report.chart().plot)
+        report = ComparisonReport(
+            comparison,
+            labels,
+            prefix,
+            recompute,
+            tiers,
+            layout=None if budget is None else budget.layout,
+            residency=given["residency"],
+        )
+        write_plot(partial(plot_chart, report.chart()))
     if as_json:
         document = _document(comparison)
         if budget is not None:
@@ -184,7 +188,7 @@ def compare(workload: str | None, **given: Any) -> None:
             document["prefix"] = prefix
         emit_json(document)
     elif prometheus != STDOUT:
-        _print(report, budget, residency=given["residency"])
+        print_sections(*report.sections, compact=True)
     print_notes(source)
 
 
@@ -198,29 +202,6 @@ def _document(comparison: Comparison) -> dict[str, Any]:
     document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
     document |= {"rows": rows, "infinite": fields["infinite"]}
     return document if comparison.bills is None else document | {"bill": fields["bills"]}
-
-
-def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) -> None:
-    print_text(report.headline)
-    if report.empty:
-        return
-    print_table(report.headers, report.rows, split=True)
-    print_text(report.reading)
-    if budget is not None:
-        print_text(block_bytes(budget.layout))
-    if residency:
-        rested = ResidencyReport(report.comparison)
-        echo()
-        print_table(rested.headers, rested.rows, right=rested.headers[1:])
-        print_text(rested.reading)
-    if report.comparison.bills is not None:
-        from kvcore.report.billing import ComparisonBill  # noqa: PLC0415 - for prices alone
-
-        echo()
-        bill = ComparisonBill(report.comparison, report.memory)
-        print_table(bill.headers, bill.rows, right=bill.headers[1:])
-        print_text(bill.reading)
-    print_text(report.setup)
 
 
 @attrs.frozen

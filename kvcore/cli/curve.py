@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import click
 
@@ -22,8 +22,6 @@ from kvcore.cli.output import (
     optional_file,
     print_notes,
     print_sections,
-    print_table,
-    print_text,
     progress,
 )
 from kvcore.cli.plots import plot_file, plot_option
@@ -133,20 +131,20 @@ def curve(workload: str | None, **given: Any) -> None:
     }
     with optional_file(out) as file, plot_file(given["picture"], inputs) as write_plot:
         if given["tier"] is None:
-            report, draw, show = _curves(source, given, layout, search)
+            report: CurvesReport | PlaneReport = _curves(source, given, layout, search)
         else:
-            report, draw, show = _plane(source, given, layout, search)
+            report = _plane(source, given, layout, search)
         if file is not None and kind == "csv":
             report.write_csv(file)
         elif file is not None and kind == "json":
             file.buffer.write(json_bytes({"schema": 1, **report.document()}))
         elif file is not None:
-            file.buffer.write(draw(kind))
-        write_plot(draw)
+            file.buffer.write(report.plot(kind))
+        write_plot(report.plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
-        show()
+        print_sections(*report.sections, compact=given["tier"] is None)
     print_notes(source)
 
 
@@ -172,14 +170,10 @@ def _refuse(given: dict[str, Any]) -> None:
         raise InputError(msg)
 
 
-Shown: TypeAlias = tuple[Any, Callable[[str], bytes], Callable[[], None]]
-"""A report, the function that draws it in a form, and the one that prints it."""
-
-
 def _curves(
     source: Workload, given: dict[str, Any], layout: KVLayout | None, search: dict[str, Any]
-) -> Shown:
-    """Return the curves of policies over the sizes of a pool."""
+) -> CurvesReport:
+    """Return the report on the curves of policies over the sizes of a pool."""
     points, blocks = _sizes(given["sizes"], POINTS)
     policies = given["eviction"]
     if policies is None:  # the optimum where it is known
@@ -193,21 +187,13 @@ def _curves(
         accounting=given["accounting"],
         **search,
     )
-    report = CurvesReport(found, layout)
-
-    def show() -> None:
-        print_text(report.headline)
-        if not report.empty:
-            print_table(report.headers, report.rows, right=report.headers)
-            print_text(f"{report.reading}\n{report.setup}")
-
-    return report, report.plot, show
+    return CurvesReport(found, layout)
 
 
 def _plane(
     source: Workload, given: dict[str, Any], layout: Any, search: dict[str, Any]
-) -> Shown:
-    """Return the plane over the sizes of a pool and a tier."""
+) -> PlaneReport:
+    """Return the report on the plane over the sizes of a pool and a tier."""
     drawn = given["picture"] is not None or _kind(given["out"]) in FORMS
     points, pools = _sizes(given["sizes"], FINE if drawn else SIDE)
     found = make_plane(
@@ -220,18 +206,7 @@ def _plane(
         exact=given["exact"],
         **search,
     )
-    report = PlaneReport(found, layout)
-
-    def show() -> None:
-        print_sections(
-            f"{report.headline}\nThe share of these that hit in the pool, or are loaded:",
-            (report.headers, report.rows(found.ratio), report.headers),
-            "The share of all prefill time that this saves, less the time to load:",
-            (report.headers, report.rows(found.saved), report.headers),
-            f"{report.reading}\n{report.setup}",
-        )
-
-    return report, report.plot, show
+    return PlaneReport(found, layout)
 
 
 def _kind(out: Path | None) -> str:

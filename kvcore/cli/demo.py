@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import click
@@ -17,6 +18,7 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.plugins import Plugins, describe
+from kvcore.report.charts import plot_chart
 from kvcore.trace.fields import plain
 from kvcore.units import INT64_LIMIT
 
@@ -76,7 +78,7 @@ def cache(
         report = CachingReport(
             generations, generator.spec, generator.dtype, prompt_tokens, block_size
         )
-        write_plot(report.plot)
+        write_plot(partial(plot_chart, report.chart()))
     by_hand = OneHeadReport(WORKED_EXAMPLE)
     if as_json:
         emit_json(
@@ -93,12 +95,4 @@ def cache(
             }
         )
         return
-    print_sections(
-        report.headline,
-        (report.headers, report.rows, report.headers[1:]),
-        (report.time_headers, report.time_rows, report.time_headers[1:]),
-        report.reading,
-        by_hand.headline,
-        (by_hand.headers, by_hand.rows, by_hand.headers[1:]),
-        by_hand.reading,
-    )
+    print_sections(*report.sections, *by_hand.sections)

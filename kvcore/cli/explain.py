@@ -17,7 +17,6 @@ from kvcore.cli.output import (
     json_option,
     print_notes,
     print_sections,
-    print_text,
     progress,
     reading,
     trace_in,
@@ -28,7 +27,6 @@ from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.plugins.manager import Plugins
-from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads import part_of
 from kvcore.workloads.files import first_json
@@ -137,23 +135,15 @@ def _request(explanation: Explanation, request: str, *, as_json: bool) -> None:
     if as_json:
         emit_json(explanation.as_dict() | explanation.request_dict(reasons))
     else:
-        print_text(str(RequestReport(explanation, reasons)))
+        print_sections(*RequestReport(explanation, reasons).sections)
 
 
 def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
     sums = explanation.summary(top)
     if as_json:
         emit_json(explanation.as_dict() | sums.as_dict())
-        return
-    report = SummaryReport(explanation, sums)
-    print_sections(
-        report.headline,
-        (report.headers, report.rows, report.headers[1:5]),
-        (report.place_headers, report.place_rows, report.place_headers[1:5]),
-        (report.request_headers, report.request_rows, report.request_headers[1:5]),
-        report.notes,
-        setup(explanation.header),
-    )
+    else:
+        print_sections(*SummaryReport(explanation, sums).sections)
 
 
 def _billed(

@@ -37,6 +37,7 @@ from kvcore.files import (
     part_path,
 )
 from kvcore.progress import Tick, unseen
+from kvcore.report.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.workloads import Workload
 
@@ -267,21 +268,26 @@ def _print_even(columns: Sequence[Column], flush: Collection[str]) -> None:
     echo("\n".join(lines))
 
 
-Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Collection[str]]
-"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
+def print_sections(*sections: Section | tuple[Any, ...], compact: bool = False) -> None:
+    """Print sentences and tables, separated by blank lines; skip charts and empty sections.
 
-
-def print_sections(*sections: Section) -> None:
-    """Print sentences and tables, separated by blank lines; skip empty ones."""
-    filled = [each for each in sections if (each if isinstance(each, str) else each[1])]
-    for number, section in enumerate(filled):
-        if number:
-            echo()
-        if isinstance(section, str):
+    With `compact` a blank line stands only before each table but the first.
+    """
+    printed = tables = 0
+    for each in sections:
+        section = Table(*each) if isinstance(each, tuple) else each
+        if isinstance(section, Table) and section.rows:
+            if tables or (printed and not compact):
+                echo()
+            print_table(section.headers, section.rows, right=section.right, split=section.split)
+            tables += 1
+        elif isinstance(section, str) and section:
+            if printed and not compact:
+                echo()
             print_text(section)
         else:
-            headers, rows, right = section
-            print_table(headers, rows, right=right)
+            continue
+        printed += 1
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from kvcore.cli.output import (
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import OUTPUT, Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
-from kvcore.report.plan import HEADERS, PlanReport
+from kvcore.report.charts import plot_chart
+from kvcore.report.plan import PlanReport
 
 NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""
@@ -140,16 +142,14 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
             document = {"schema": 1, **report.document()}
             with atomic_file(written) as file:
                 file.buffer.write(json_bytes(document))
-            write_plot(report.chart().plot)
+            write_plot(partial(plot_chart, report.chart()))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
         raise
     if given["as_json"]:
         emit_json(document)
     else:
-        print_sections(
-            report.headline, (HEADERS, report.rows, HEADERS), report.limit, report.closing
-        )
+        print_sections(*report.sections)
     for note in found.notes:
         echo(f"kvcore: {note}", err=True)
     if found.best is None:

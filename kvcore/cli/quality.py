@@ -13,8 +13,7 @@ from kvcore.cli.output import (
     emit_json,
     input_file,
     json_option,
-    print_table,
-    print_text,
+    print_sections,
     progress,
 )
 from kvcore.cli.plots import plot_file, plot_option
@@ -134,10 +133,8 @@ def quality(**given: Any) -> None:
         write(report.plot)
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
-        return
-    print_text(report.headline)
-    print_table(report.headers, report.rows, right=report.headers[2:])
-    print_text("\n".join(filter(None, (report.reading, report.setup))))
+    else:
+        print_sections(*report.sections, compact=True)
 
 
 AS_GIVEN = (

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -18,23 +17,10 @@ from kvcore.cli.output import (
     trace_file,
 )
 from kvcore.cli.trace_options import price_option, what_if_options
-from kvcore.cli.verb import OUTPUT, Time, echo, option, verb
+from kvcore.cli.verb import OUTPUT, Time, option, verb
 from kvcore.errors import InputError, TraceError
-from kvcore.report.tables import share
-from kvcore.trace import Report
+from kvcore.report.sections import Section
 from kvcore.trace import replay as replay_trace
-
-if TYPE_CHECKING:
-    from kvcore.kv_events import RecordingReport
-
-REPLICA = [
-    *("replica", "routed", "finished", "rejected", "failures", "hit ratio by block"),
-    "blocks cached",
-]
-"""Headers of the table of a cluster's replicas."""
-
-MOST_ROWS = 16
-"""Largest number of replicas in a table."""
 
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
@@ -97,18 +83,21 @@ def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
         return
     with reading("replaying", file) as tick:
         report = replay_trace(file, at, tick)
-    document, bills = report.as_dict(), None
+    document = report.as_dict()
+    bills: list[Section] = []
     if price is not None and report.complete:
         from kvcore.analysis.recorded_run import bill_trace  # noqa: PLC0415 - for prices alone
+        from kvcore.report.billing import bill_sections  # noqa: PLC0415 - as above
 
         with reading("billing", file) as tick:
-            document["bill"] = bills = bill_trace(file, price, tick).as_dict()
+            document["bill"] = bill_trace(file, price, tick).as_dict()
+        bills = bill_sections(document["bill"])
     if as_json:
         emit_json(document)
     else:
-        _print(report)
-        if bills is not None:
-            _print_bills(bills)
+        from kvcore.report.checks import trace_sections  # noqa: PLC0415 - JSON does without it
+
+        print_sections(*trace_sections(report), *bills)
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
@@ -123,47 +112,12 @@ def _show_recording(file: Path, *, as_json: bool) -> None:
     if as_json:
         emit_json(report.as_dict())
     else:
-        table = ["recording", report.file], _recording_rows(report), [report.file]
-        print_sections(table, report.tells)
+        from kvcore.report.checks import recording_sections  # noqa: PLC0415 - as above
+
+        print_sections(*recording_sections(report))
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
-
-
-def _recording_rows(report: RecordingReport) -> list[tuple[str, str]]:
-    """Return the rows of the table: counts, then anomalies."""
-    return [*_counts(report), *_faults(report)]
-
-
-def _counts(report: RecordingReport) -> Iterator[tuple[str, str]]:
-    yield "format", report.format
-    if report.engine is not None:
-        yield "engine", report.engine
-    yield "batches", f"{report.batches:,}"
-    for event, count in report.events.items():
-        yield f"  {event}", f"{count:,}"
-    for what, count in report.blocks.items():
-        if count or what in ("stored", "removed"):
-            yield f"blocks {what.replace('_', ' ')}", f"{count:,}"
-    for medium, count in report.resident.items():
-        yield f"resident on {medium}", f"{count:,}"
-
-
-def _faults(report: RecordingReport) -> Iterator[tuple[str, str]]:
-    from kvcore.kv_events.block_tracker import KINDS  # noqa: PLC0415 - as above
-
-    for what in ("restarts", "replayed", "garbage"):
-        count = getattr(report, what)
-        if count:
-            yield what, f"{count:,}"
-    for gap in report.gaps:
-        last = gap["first"] + gap["count"] - 1
-        yield f"missing from {gap['publisher']}", f"batches {gap['first']:,} to {last:,}"
-    for kind, count in report.anomalies.items():
-        if count:
-            yield KINDS[kind], f"{count:,}"
-    for example in report.examples:
-        yield f"  {example.where}", example.what
 
 
 def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
@@ -177,73 +131,4 @@ def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
         return
     from kvcore.report import WhatIfReport  # noqa: PLC0415 - JSON does without it
 
-    report = WhatIfReport(found)
-    print_sections(
-        report.headline,
-        (report.headers, report.rows, report.headers[1:]),
-        report.verdict,
-        *((headers, rows, headers[1:]) for headers, rows in report.tables),
-        report.setup,
-    )
-    if found.recorded.bill is not None and found.rerun.bill is not None:
-        _print_bills(found.recorded.bill.as_dict(), found.rerun.bill.as_dict()["run"])
-
-
-def _print_bills(bills: dict[str, Any], again: dict[str, Any] | None = None) -> None:
-    """Print the bills of a run, and that of the same requests run again."""
-    from kvcore.report.billing import bill_sections  # noqa: PLC0415 - for prices alone
-
-    echo()
-    print_sections(*bill_sections(bills, again))
-
-
-def _tier_rows(tier: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the rows of a tier: its contents, and its transfers."""
-    name = tier["tier"]
-    yield f"tier {name}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
-    for what in ("parked", "loading", "recovered"):
-        if tier[f"{what}_blocks"]:
-            yield f"  {what}", tier[f"{what}_blocks"]
-    yield "  stored so far", tier["stored_blocks"]
-    yield "  loaded", tier["loaded_blocks"]
-    for reason, blocks in tier["dropped_blocks"].items():
-        yield f"  dropped, {reason}", blocks
-
-
-def _print(report: Report) -> None:
-    counts = [
-        ("lines", report.lines),
-        *((f"  {event}", count) for event, count in report.events.items()),
-        *((f"blocks {place}", report.pool[place]) for place in ("free", "cached", "private")),
-        ("spans", report.pool["spans"]),
-        *((f"preempted by {how}", count) for how, count in report.preemptions.items() if count),
-        ("blocks looked up", report.hit["lookup_blocks"]),
-        ("blocks hit", report.hit["hit_blocks"]),
-        ("own blocks found again", report.hit["self_hit_blocks"]),
-        *(row for tier in report.tiers for row in _tier_rows(tier)),
-    ]
-    ratios = [
-        (f"hit ratio by {unit}", share(ratio)) for unit, ratio in report.hit["ratio"].items()
-    ]
-    evicted = report.evictions
-    rows = [*((what, f"{count:,}") for what, count in counts), *ratios]
-    rows.append(("evictions", f"{evicted['blocks']:,} blocks, digest {evicted['digest'][:16]}"))
-    from kvcore.report.tables import setup  # noqa: PLC0415 - JSON does without it
-
-    about = setup(report.header) if report.header else ""
-    tables: list[Any] = [(["trace", report.file], rows, [report.file])]
-    replicas = report.replicas or []
-    if len(replicas) > MOST_ROWS:
-        tables.append(f"--json has each of the {len(replicas):,} replicas.")
-    elif replicas:
-        tables.append((REPLICA, list(map(_replica_row, replicas)), REPLICA[1:]))
-    print_sections(*tables, about)
-
-
-def _replica_row(found: Mapping[str, Any]) -> list[str]:
-    """Return the row of a replica, over all its lives."""
-    counts = [found[name] for name in ("routed", "finished", "rejected", "failures")]
-    held = found["pool"]["cached"] if found["up"] else None
-    ratio = found["hit"]["ratio"]["block"]
-    cached = "down" if held is None else f"{held:,}"
-    return [str(found["replica"]), *(f"{n:,}" for n in counts), share(ratio), cached]
+    print_sections(*WhatIfReport(found).sections)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
@@ -25,6 +26,7 @@ from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import option, plugin_completion, verb
 from kvcore.config.cluster_options import CLUSTER
+from kvcore.report.charts import plot_chart
 from kvcore.report.routers import RoutersReport
 
 
@@ -78,9 +80,8 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             **{name: value for name, value in options.items() if value is not None},
         )
         report = RoutersReport(found)
-        write_plot(report.chart().plot)
+        write_plot(partial(plot_chart, report.chart()))
     if given["as_json"]:
         emit_json(report.document())
     else:
-        table = report.headers, report.rows, report.right
-        print_sections(report.headline, table, f"{report.reading}\n{report.setup}")
+        print_sections(*report.sections)

@@ -220,7 +220,7 @@ def _sections(
     if not engine.texts:
         clock = "measured" if engine.config.clock == "wall" else "simulated"
         about = _computed(engine, engine.workload.options(), document["requests"])
-        return report_of(result, document, clock=clock, done="computed", more=about).sections
+        return report_of(result, document, clock=clock, done="computed", about=about).sections
     tokens = counted(sum(len(output["tokens"]) for output in document["outputs"]), "token")
     steps = counted(document["steps"], "step")
     seconds = format_seconds(document["wall_s"])

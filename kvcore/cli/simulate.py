@@ -29,6 +29,7 @@ from kvcore.config.options import CORE, RULES_OF_ENGINES, find_mode, known_modes
 from kvcore.errors import InputError
 from kvcore.plugins.manager import imported_place
 from kvcore.plugins.options import as_text
+from kvcore.report.sections import Table
 from kvcore.serving import Batching
 
 
@@ -92,7 +93,7 @@ def _show_rules(config: RunConfig) -> None:
         for name in (*attrs.fields_dict(Batching), "scheduler", "eviction", "prefix")
     ]
     about = "" if config.like is None else LIKENESSES[config.like].text
-    print_sections(about, (("option", "value", "kvcore", "meaning"), rows, ()))
+    print_sections(about, Table(("option", "value", "kvcore", "meaning"), rows, ()))
 
 
 def _check_effect(ctx: click.Context, named: Callable[[str], str]) -> None:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import click
 
-from kvcore.cli.output import emit_json, json_option, print_table
-from kvcore.cli.verb import Count, echo, plugin_completion, verb
+from kvcore.cli.output import emit_json, json_option, print_sections
+from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
@@ -101,10 +101,9 @@ def size(
     if as_json:
         emit_json(report)
     else:
-        from kvcore.report.size import HEADERS, size_rows, size_title  # noqa: PLC0415 - JSON does without it
+        from kvcore.report.size import size_sections  # noqa: PLC0415 - JSON does without it
 
-        echo(fill(size_title(report["model"]), WIDTH, break_on_hyphens=False))
-        print_table(HEADERS, size_rows(report))
+        print_sections(*size_sections(report), compact=True)
 
 
 def _reserve(text: str, device: DeviceSpec | None) -> int:

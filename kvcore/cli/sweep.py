@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
-    print_table,
+    print_sections,
     print_text,
     progress,
 )
@@ -25,6 +26,7 @@ from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
+from kvcore.report.charts import plot_chart
 from kvcore.report.sweep import (
     WRITERS,
     SweepReport,
@@ -102,14 +104,15 @@ def sweep(
             for table in tables:
                 write_table(result, table)
             if axis is not None:
-                write_plot(SweepReport(result).chart(axis).plot)
+                write_plot(partial(plot_chart, SweepReport(result).chart(axis)))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise
     if as_json:
         emit_json(sweep_document(result))
     else:
-        _print(result, tables)
+        print_sections(*SweepReport(result).sections)
+        print_text(f"All rows: {', '.join(map(str, tables))}.")
     if result.failed:
         _report_failures(result)
         ctx.exit(FAILED)
@@ -145,17 +148,6 @@ def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
         workload = plugins.build("workload", spec)
         for path in written:
             refuse_overwrite(path, workload.options().values())
-
-
-def _print(result: Sweep, tables: list[Path]) -> None:
-    report = SweepReport(result)
-    print_text(report.headline)
-    echo()
-    print_table(report.headers, report.rows, right=report.right, split=True)
-    echo()
-    if report.reading:
-        print_text(report.reading)
-    print_text(f"{report.setup}\nAll rows: {', '.join(map(str, tables))}.")
 
 
 def _report_failures(result: Sweep) -> None:

@@ -109,7 +109,7 @@ def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
             by.split(","),
         )
         document = report.document() if given["as_json"] else {}
-        sections = () if given["as_json"] else report.sections()
+        sections = () if given["as_json"] else report.sections
         write_plot(report.plot)
         if rows is not None:
             report.write_csv(rows)

@@ -31,6 +31,7 @@ from kvcore.engine import (
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
 from kvcore.models.spec import ModelSpec
+from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import BARS, counted
 from kvcore.request import Request, block_keys
 from kvcore.units import format_bytes, format_seconds
@@ -438,6 +439,12 @@ class CachingReport:
     block_size: int
 
     @property
+    def sections(self) -> list[Section]:
+        """The page on the three generations."""
+        counts = Table(self.headers, self.rows)
+        return [self.headline, counts, self.times, self.chart(), self.reading]
+
+    @property
     def headline(self) -> str:
         """The model, the lengths, and the output that all three have in common."""
         tokens = self.generations[0].tokens
@@ -490,14 +497,8 @@ class CachingReport:
             f"paged one takes a block of {counted(self.block_size, 'token')} when it needs one."
         )
 
-    def plot(self, form: str) -> bytes:
-        """Return a plot as `png` or `svg` bytes: step times and K/V, over the output.
-
-        Raises:
-            PluginError: matplotlib is not installed.
-        """
-        from kvcore.report.charts import Chart, Panel  # noqa: PLC0415 - for plots alone
-
+    def chart(self) -> Chart:
+        """Return a chart of step times and K/V, over the output."""
         ends = [end for _, end in _bounds(len(self.generations[0].tokens), _BARS)]
         times, sizes = {}, {}
         for each in self.generations:
@@ -509,27 +510,24 @@ class CachingReport:
             Panel("K/V held", sizes, lambda held: format_bytes(int(held))),
         ]
         title, across = self.headline.partition(".\n")[0], "generated token"
-        return Chart(title, self.headline, across, panels, logarithmic=False).plot(form)
+        return Chart(title, self.headline, across, panels, logarithmic=False)
 
     @property
-    def time_headers(self) -> list[str]:
-        """Headers of the times: ranges of the output."""
-        bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
-        return ["time of a step", *(_span(begin + 1, end) for begin, end in bounds), ""]
-
-    @property
-    def time_rows(self) -> list[list[str]]:
+    def times(self) -> Table:
         """Median time of a step in each range of the output, and a line of bars."""
+        bounds = _bounds(len(self.generations[0].tokens), _TIME_RANGES)
+        spans = (_span(begin + 1, end) for begin, end in bounds)
         lines = [_medians(each.step_seconds, _BARS) for each in self.generations]
         longest = max(map(max, lines))
         bars = [
             "".join(BARS[int(time / longest * (len(BARS) - 1))] for time in line)
             for line in lines
         ]
-        return [
+        rows = [
             [each.cache, *map(format_seconds, _medians(each.step_seconds, _TIME_RANGES)), bar]
             for each, bar in zip(self.generations, bars, strict=True)
         ]
+        return Table(["time of a step", *spans, ""], rows)
 
     def document(self) -> dict[str, Any]:
         """Return the report as JSON values."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.report.sections import Section, Table
 from kvcore.report.tables import counted
 
 Vector: TypeAlias = Sequence[float]
@@ -97,6 +98,11 @@ class OneHeadReport:
     """
 
     head: OneHead
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the head."""
+        return [self.headline, Table(self.headers, self.rows), self.reading]
 
     @property
     def headline(self) -> str:

@@ -327,8 +327,8 @@ class Rerun(Result):
         yield heading("Both runs")
         yield from table("Recorded, and what if", report.headers, report.rows)
         yield from sentences(report.verdict)
-        for headers, rows in report.tables:
-            yield from table(f"Requests: {headers[0]}", headers, rows)
+        for each in report.tables:
+            yield from table(f"Requests: {each.headers[0]}", each.headers, each.rows)
         bills = self.document["recorded"].get("bill")
         if bills is not None:
             yield heading("Bills")

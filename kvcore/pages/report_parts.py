@@ -13,14 +13,12 @@ import attrs
 
 from kvcore.plugins.options import as_text
 from kvcore.report.misses import SummaryReport
+from kvcore.report.sections import Section, Table
 from kvcore.report.tables import plugin_text, slo_times
 from kvcore.report.whatif import config_text
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 Document: TypeAlias = Mapping[str, Any]
-Section: TypeAlias = str | tuple[Sequence[str], Iterable[Sequence[object]], Iterable[str]]
-"""Sentences, or the headers of a table, its rows, and the headers that are flush right."""
-
 Part: TypeAlias = dict[str, Any]
 """A part of a page as JSON: its `kind`, and the fields that report.js reads for that kind."""
 
@@ -307,27 +305,25 @@ class Result(ABC):
 
 
 def sections(*given: Section) -> Iterator[Part]:
-    """Yield the parts for the sentences and tables of a report for terminals."""
+    """Yield the parts for the sentences and tables of a report."""
     for each in given:
         if isinstance(each, str):
             yield from sentences(each)
-        else:
-            headers, rows, right = each
-            yield from table("", headers, rows, right)
+        elif isinstance(each, Table):
+            yield from table("", each.headers, each.rows, each.right)
 
 
 def reason_tables(report: SummaryReport) -> Iterator[Part]:
     """Yield the tables of miss reasons, with notes on reading them."""
     headers = report.headers
     yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
-    places = report.place_headers
-    yield from table("Where prompts part from earlier ones", places, report.place_rows)
-    headers = report.request_headers
+    places, requests = report.places, report.requests
+    yield from table("Where prompts part from earlier ones", places.headers, places.rows)
     yield from table(
         "Requests that lost most to evictions, and for which most was evicted",
-        headers,
-        report.request_rows,
-        headers[1::2],
+        requests.headers,
+        requests.rows,
+        requests.headers[1::2],
     )
     yield from sentences(report.notes)
 

@@ -8,6 +8,7 @@ from math import isinf, isnan
 import attrs
 
 from kvcore.bench.result import BenchResult, Row, Target
+from kvcore.report.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number
 
 RIGHT = ("moved", "time", "rate", "share", "target")
@@ -22,6 +23,12 @@ class BenchReport:
     """
 
     result: BenchResult
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the benchmark."""
+        table = Table(self.headers, [*self.rows], RIGHT)
+        return [self.machine, self.ceilings, table, self.reading]
 
     @property
     def machine(self) -> str:
@@ -42,8 +49,8 @@ class BenchReport:
         return "\n".join(lines)
 
     @property
-    def ceilings(self) -> tuple[Sequence[str], Sequence[Sequence[str]], Sequence[str]]:
-        """Return the table of the rates of memory: headers, rows, and right-aligned headers."""
+    def ceilings(self) -> Table:
+        """The rates of memory."""
         rows = [
             [
                 each.name,
@@ -52,7 +59,7 @@ class BenchReport:
             ]
             for each in self.result.ceilings
         ]
-        return ("ceiling", "first", "last"), rows, ("first", "last")
+        return Table(("ceiling", "first", "last"), rows)
 
     @property
     def headers(self) -> Sequence[str]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 
 from kvcore.analysis import Comparison
 from kvcore.analysis.prompt_misses import REASONS, PromptExplanation, PromptReads, UnreadTokens
 from kvcore.models.pricing import PriceModel
-from kvcore.report.tables import Section, TableRow, cell, counted, named, share
+from kvcore.report.sections import Section, Table
+from kvcore.report.tables import TableRow, cell, counted, named, share
 from kvcore.units import NS_PER_S, format_seconds
 
 PRICE_HEADERS = ["price", "input", "cached", "write", "write, 1 h", "output", "caches", "read"]
@@ -72,7 +73,7 @@ def bill_sections(
         [name, *(f"{bill[f'{kind}_tokens']:,}" for kind in kinds), dollars(bill["usd"])]
         for name, bill in found.items()
     ]
-    return [(headers, rows, headers[1:]), setup_of(PriceModel(**bills["price"]))]
+    return [Table(headers, rows), setup_of(PriceModel(**bills["price"]))]
 
 
 @attrs.frozen
@@ -86,6 +87,11 @@ class ComparisonBill:
 
     comparison: Comparison
     memory: Mapping[int, str] | None = None
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the bills."""
+        return [Table(self.headers, self.rows), self.reading]
 
     @property
     def headers(self) -> TableRow:
@@ -128,16 +134,13 @@ class PromptReport:
 
     found: PromptExplanation
 
-    headers: ClassVar[TableRow] = [
-        *("not read", "tokens", "of unread", "USD", "stopped", "because")
-    ]
-
     @property
     def sections(self) -> list[Section]:
-        """The report on all prompts."""
+        """The page on all prompts."""
+        headers = ["not read", "tokens", "of unread", "USD", "stopped", "because"]
         return [
             self.headline,
-            (self.headers, self.rows, self.headers[1:5]),
+            Table(headers, self.rows, headers[1:5]),
             self.agreement,
             *bill_sections(self.found.bills.as_dict()),
         ]

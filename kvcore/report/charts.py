@@ -1,20 +1,18 @@
-"""Charts: lines over the values of an axis, or bars where there is one value."""
+"""Plots of charts: lines over the values of an axis, or bars where there is one value."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-import attrs
-
 from kvcore.analysis import Belady
 from kvcore.errors import shorten
 from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
+from kvcore.report.sections import Chart, Panel
 from kvcore.report.tables import printable
-from kvcore.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,80 +40,43 @@ TIERS = " + tiers"
 """End of the name of a line for the hits of pool and tiers: the line of the pool, dashed."""
 
 
-@attrs.frozen
-class Panel:
-    """Lines over an axis.
+def plot_chart(chart: Chart, form: str, *, small: bool = False) -> bytes:
+    """Return a chart as `png` or `svg` bytes; a `small` one has the first panel alone.
 
-    Attributes:
-        label: the quantity, with its unit.
-        lines: points (place on the axis, value) by the name of the line.
-        text: formats a value.
-        bound: name and value of a limit that no line exceeds, or of a goal; None: no bound.
+    Raises:
+        PluginError: matplotlib is not installed.
     """
+    panels = chart.panels[:1] if small else chart.panels
+    names = max((len(panel.lines) for panel in panels), default=0)
+    size = WIDE * max(len(panels), 1) + 2, max(HIGH, 1.6 + BAR * names)
+    if all(len(points) < 2 for panel in panels for points in panel.lines.values()):  # noqa: PLR2004 - bars
+        size = size[0], 1.8 + BAR * max(names, 3)
+    return picture(form, lambda figure: _draw(figure, chart, panels), SMALL if small else size)
 
-    label: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
-    text: Callable[[float], str]
-    bound: tuple[str, float] | None = None
 
-
-@attrs.frozen
-class Chart:
-    """Panels side by side over one axis.
-
-    Attributes:
-        title, caption: the run, in a few words and with all options.
-        across: the quantity of the axis, with its unit.
-        panels: the panels over the axis.
-        place: formats a value of the axis.
-        logarithmic: whether an axis with values far apart is logarithmic.
-    """
-
-    title: str
-    caption: str
-    across: str
-    panels: Sequence[Panel]
-    place: Callable[[float], str] = format_number
-    logarithmic: bool = True
-
-    def plot(self, form: str, *, small: bool = False) -> bytes:
-        """Return the chart as `png` or `svg` bytes; a `small` one has the first panel alone.
-
-        Raises:
-            PluginError: matplotlib is not installed.
-        """
-        panels = self.panels[:1] if small else self.panels
-        names = max((len(panel.lines) for panel in panels), default=0)
-        size = WIDE * max(len(panels), 1) + 2, max(HIGH, 1.6 + BAR * names)
-        if all(len(points) < 2 for panel in panels for points in panel.lines.values()):  # noqa: PLR2004 - bars
-            size = size[0], 1.8 + BAR * max(names, 3)
-        return picture(
-            form, lambda figure: self._draw(figure, panels), SMALL if small else size
-        )
-
-    def _draw(self, figure: Figure, panels: Sequence[Panel]) -> None:
-        every = figure.subplots(1, len(panels), squeeze=False)[0]
-        rows = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
-        for axes, panel in zip(every, panels, strict=True):
-            points = [at for points in panel.lines.values() for at, _ in points]
-            if len(set(points)) > 1:
-                _lines(axes, panel)
-                places = sorted(set(points))
-                if self.logarithmic and places[0] > 0 and places[-1] / places[0] >= DECADE:
-                    axes.set_xscale("log")
-                _ticks(axes, places, self.place)
-                axes.set_xlabel(self.across)
-                axes.set_ylabel(panel.label)
-            else:
-                _bars(axes, panel, rows, named=axes is every[0])
-                axes.set_xlabel(panel.label)
-            axes.grid(axis="both" if len(set(points)) > 1 else "x")
-            axes.tick_params(labelsize=8)
-        caption = ""
-        if panels is self.panels:
-            width = int(CAPTION * figure.get_figwidth())
-            caption = fill(printable(" ".join(self.caption.splitlines())), width)
-        add_title(figure, printable(self.title), caption)
+def _draw(figure: Figure, chart: Chart, panels: Sequence[Panel]) -> None:
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    rows = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
+    for axes, panel in zip(every, panels, strict=True):
+        points = [at for points in panel.lines.values() for at, _ in points]
+        if len(set(points)) > 1:
+            _lines(axes, panel)
+            places = sorted(set(points))
+            if chart.logarithmic and places[0] > 0 and places[-1] / places[0] >= DECADE:
+                axes.set_xscale("log")
+            _ticks(axes, places, chart.place)
+            axes.set_xlabel(chart.across)
+            axes.set_ylabel(panel.label)
+        else:
+            _bars(axes, panel, rows, named=axes is every[0])
+            axes.set_xlabel(panel.label)
+        axes.grid(axis="both" if len(set(points)) > 1 else "x")
+        axes.tick_params(labelsize=8)
+    caption = ""
+    if panels is chart.panels:
+        width = int(CAPTION * figure.get_figwidth())
+        caption = fill(printable(" ".join(chart.caption.splitlines())), width)
+    add_title(figure, printable(chart.title), caption)
 
 
 def _lines(axes: Axes, panel: Panel) -> None:

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 
 import attrs
 
+from kvcore.report.sections import Section, Table
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import TableRow, cell, counted, share
+from kvcore.serving.result import Reported
 from kvcore.units import format_bytes, format_number, format_seconds
 
 MOST_ROWS = 16
@@ -28,6 +30,10 @@ class ClusterReport(SimulationReport):
         "stopped",
     )
     nothing_holds: ClassVar[str] = "No number of replicas was found with which it would hold."
+
+    def _details(self) -> list[Section]:
+        """Return the sections on the replicas."""
+        return [Table(self.headers, self.replicas), self.reading]
 
     @property
     def replicas(self) -> list[TableRow]:
@@ -175,3 +181,9 @@ def _row(name: str, replicas: Sequence[Mapping[str, Any]]) -> TableRow:
         f"{mean('evicted_blocks'):,.0f}",
         f"{sum(each['failures'] for each in replicas)}",
     ]
+
+
+def report_of(result: Reported, document: Mapping[str, Any], **words: Any) -> ClusterReport:
+    """Return the report of a cluster; `words` are further attributes of it."""
+    refusal = next(iter(result.log.reasons.values()), None)
+    return ClusterReport(document, document["config"], refusal, **words)

@@ -11,8 +11,19 @@ import attrs
 
 from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
-from kvcore.report.charts import TIERS, Chart, Panel, as_percent
-from kvcore.report.tables import counted, looked_up, named, option_texts, replay_setup, share
+from kvcore.models.memory import KVLayout
+from kvcore.report.charts import TIERS, as_percent
+from kvcore.report.sections import Chart, Panel, Section, Table
+from kvcore.report.simulation import ResidencyReport
+from kvcore.report.tables import (
+    block_bytes,
+    counted,
+    looked_up,
+    named,
+    option_texts,
+    replay_setup,
+    share,
+)
 
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
@@ -35,6 +46,8 @@ class ComparisonReport:
         prefix: name of the prefix cache of the pools.
         recompute: the cost of computing a block again; None: it is not reported.
         tiers: the tiers below the pool, from `describe`.
+        layout: the bytes of a block; None: they are not reported.
+        residency: whether residency is reported, if it was measured.
     """
 
     comparison: Comparison
@@ -42,6 +55,28 @@ class ComparisonReport:
     prefix: str = SHARING
     recompute: PrefillCost | None = None
     tiers: Sequence[Mapping[str, Any]] = ()
+    layout: KVLayout | None = None
+    residency: bool = True
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the comparison: hits, and if measured, residency and bills."""
+        if self.empty:
+            return [self.headline]
+        about = [self.reading, *([] if self.layout is None else [block_bytes(self.layout)])]
+        sections: list[Section] = [
+            self.headline,
+            Table(self.headers, self.rows, (), split=True),
+            "\n".join(about),
+            self.chart(),
+        ]
+        if self.residency:
+            sections += ResidencyReport(self.comparison).sections
+        if self.comparison.bills is not None:
+            from kvcore.report.billing import ComparisonBill  # noqa: PLC0415 - for prices alone
+
+            sections += ComparisonBill(self.comparison, self.memory).sections
+        return [*sections, self.setup]
 
     @property
     def headline(self) -> str:

@@ -10,8 +10,9 @@ import attrs
 
 from kvcore.analysis import Explanation
 from kvcore.analysis.miss_reasons import WAYS, MissedTokens, MissSegment, RequestMisses, Summary
-from kvcore.report.tables import TableRow, counted
-from kvcore.units import NS_PER_S, format_seconds
+from kvcore.report.sections import Chart, Panel, Section, Table
+from kvcore.report.tables import TableRow, counted, setup
+from kvcore.units import NS_PER_S, format_number, format_seconds
 
 CAUSES = ("capacity", "policy")
 
@@ -39,6 +40,11 @@ class RequestReport:
 
     explanation: Explanation
     reasons: RequestMisses
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the request."""
+        return [str(self)]
 
     def __str__(self) -> str:
         """Return the text: the hit, then each missed segment in prompt order."""
@@ -191,12 +197,16 @@ class SummaryReport:
     headers: ClassVar[TableRow] = [
         *("lost", "tokens", "of missed", "prefill", "stopped", "because")
     ]
-    place_headers: ClassVar[TableRow] = [
-        *("parting at token", "into prompt", "requests", "tokens", "such as")
-    ]
-    request_headers: ClassVar[TableRow] = [
-        *("request", "tokens it lost", "request ", "tokens lost for it")
-    ]
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on all requests."""
+        table = Table(self.headers, self.rows, self.headers[1:5])
+        charts = [self.chart()] if table.rows else []
+        setting = setup(self.explanation.header)
+        return [
+            self.headline, table, *charts, self.places, self.requests, self.notes, setting
+        ]  # fmt: skip
 
     @property
     def headline(self) -> str:
@@ -246,9 +256,10 @@ class SummaryReport:
         return rows
 
     @property
-    def place_rows(self) -> list[TableRow]:
-        """Rows of the points at which most requests diverge."""
-        return [
+    def places(self) -> Table:
+        """The points at which most requests diverge."""
+        headers = ["parting at token", "into prompt", "requests", "tokens", "such as"]
+        rows = [
             [
                 f"{place.first:,}",
                 f"{place.shares / place.requests:.0%}",
@@ -260,12 +271,24 @@ class SummaryReport:
             ]
             for place in self.summary.places
         ]
+        return Table(headers, rows)
 
     @property
-    def request_rows(self) -> list[TableRow]:
-        """Rows of the requests that lost most to evictions, and of those that caused most."""
+    def requests(self) -> Table:
+        """The requests that lost most to evictions, and those that caused most."""
+        headers = ["request", "tokens it lost", "request ", "tokens lost for it"]
         pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
-        return [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
+        rows = [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
+        return Table(headers, rows)
+
+    def chart(self) -> Chart:
+        """Return a chart of the missed tokens by reason."""
+        lost = {
+            spaced(name): [(0.0, float(missed.tokens))]
+            for name, missed in self.summary.categories.items()
+            if missed.tokens
+        }
+        return Chart("", "", "", [Panel("prompt tokens that missed", lost, format_number)])
 
     @property
     def notes(self) -> str:

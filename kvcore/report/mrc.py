@@ -14,6 +14,7 @@ import attrs
 from kvcore.analysis import SHARING, Belady, Curves
 from kvcore.models.memory import KVLayout
 from kvcore.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
+from kvcore.report.sections import Section, Table
 from kvcore.report.tables import (
     block_bytes,
     counted,
@@ -146,6 +147,14 @@ class CurvesReport:
 
     curves: Curves
     layout: KVLayout | None = None
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the curves."""
+        if self.empty:
+            return [self.headline]
+        table = Table(self.headers, [*self.rows], self.headers)
+        return [self.headline, table, f"{self.reading}\n{self.setup}"]
 
     @property
     def headline(self) -> str:

@@ -11,7 +11,8 @@ from kvcore.analysis.fleet import Fleet
 from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.config.options import is_plain
 from kvcore.plugins.options import as_text
-from kvcore.report.charts import Chart, Panel, as_percent
+from kvcore.report.charts import as_percent
+from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import BINARY, format_bytes, format_number, format_seconds
@@ -43,6 +44,13 @@ class PlanReport:
     """
 
     plan: FleetPlan
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the plan."""
+        table = Table(HEADERS, self.rows, HEADERS)
+        chart = [self.chart()] if table.rows else []
+        return [self.headline, table, self.limit, *chart, self.closing]
 
     @property
     def headline(self) -> str:

@@ -12,6 +12,7 @@ from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.report.figure import INK, log_axis, picture
+from kvcore.report.sections import Section, Table
 from kvcore.report.tables import block_bytes, looked_up, memory_fields, replay_setup, share
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
@@ -43,6 +44,21 @@ class PlaneReport:
 
     plane: Plane
     layout: KVLayout
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the plane: a table of hits, and one of saved prefill."""
+        hits, saved = (
+            Table(self.headers, self.rows(value), self.headers)
+            for value in (self.plane.ratio, self.plane.saved)
+        )
+        return [
+            f"{self.headline}\nThe share of these that hit in the pool, or are loaded:",
+            hits,
+            "The share of all prefill time that this saves, less the time to load:",
+            saved,
+            f"{self.reading}\n{self.setup}",
+        ]
 
     @property
     def headline(self) -> str:

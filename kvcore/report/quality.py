@@ -19,6 +19,7 @@ from kvcore.report.figure import (
     picture,
 )
 from kvcore.report.mrc import percent
+from kvcore.report.sections import Section, Table
 from kvcore.report.tables import counted
 from kvcore.trace.fields import version
 from kvcore.units import format_number
@@ -50,6 +51,12 @@ class QualityReport:
     """
 
     quality: Quality
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the losses."""
+        table = Table(self.headers, [*self.rows], self.headers[2:])
+        return [self.headline, table, f"{self.reading}\n{self.setup}".lstrip()]
 
     @property
     def headline(self) -> str:

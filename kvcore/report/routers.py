@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from kvcore.analysis.routers import RouterComparison, RouterRow, SharedCache
-from kvcore.report.charts import Chart, Panel
+from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.units import format_bytes, format_number, format_seconds
 
@@ -25,6 +25,13 @@ class RoutersReport:
     """
 
     comparison: RouterComparison
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the comparison."""
+        right = [header for header in self.headers if header != "router"]
+        table = Table(self.headers, self.rows, right)
+        return [self.headline, table, self.chart(), f"{self.reading}\n{self.setup}"]
 
     @property
     def headline(self) -> str:
@@ -49,11 +56,6 @@ class RoutersReport:
             *("router", "token hits", "of optimum", "busiest", "mean TTFT", "p99 TTFT"),
             *("p99 TPOT", "goodput", "in SLO"),
         ]
-
-    @property
-    def right(self) -> list[str]:
-        """Headers of the columns of numbers."""
-        return [each for each in self.headers if each != "router"]
 
     @property
     def rows(self) -> list[list[str]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvcore.cache.residency import TIER
+from kvcore.report.sections import Section, Table
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, named, setup, share
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
@@ -28,6 +29,11 @@ class PagingReport:
     contiguous: Mapping[str, Any]
     paged: Mapping[str, Any]
     max_output: int
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on both runs."""
+        return [self.headline, Table(self.headers, self.rows), self.reading]
 
     @property
     def headline(self) -> str:
@@ -134,6 +140,12 @@ class ResidencyReport:
     )
 
     @property
+    def sections(self) -> list[Section]:
+        """The page on residency; empty if it was not measured."""
+        table = Table(self.headers, self.rows)
+        return [table, self.reading] if table.rows else []
+
+    @property
     def rows(self) -> list[list[str]]:
         """Rows of the table: one per policy and pool, with medians of times."""
         return list(_rows(named(self.comparison.rows)))
@@ -215,6 +227,7 @@ class SimulationReport:
         searching: whether a search for sustainable options is reported afterwards.
         clock: adjective of its seconds: `simulated` or `measured`.
         done: participle of its steps: `simulated` or `computed`.
+        about: further sentences about the run.
     """
 
     summary: Mapping[str, Any]
@@ -223,11 +236,33 @@ class SimulationReport:
     searching: bool = False
     clock: str = "simulated"
     done: str = "simulated"
+    about: str = ""
 
     columns: ClassVar[tuple[str, ...]] = COLUMNS
     nothing_holds: ClassVar[str] = (
         "Neither a lower rate nor more GPUs were found with which it would hold."
     )
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the run."""
+        return [
+            self.warning,
+            f"{self.headline}\n{self.about}".rstrip(),
+            Table(["time", *COLUMNS], self.times),
+            Table(["quantity", "amount"], self.amounts, ()),
+            *self._details(),
+            f"{self.closing}\n{self.setup}",
+        ]
+
+    def _details(self) -> list[Section]:
+        """Return the sections on tiers and residency."""
+        tiers = [tier["tier"] for tier in self.summary.get("tiers") or ()]
+        return [
+            Table(["tier", *tiers], self.tiers, ()),
+            Table(["time of blocks", *COLUMNS], self.resting),
+            self.thrashing,
+        ]
 
     @property
     def warning(self) -> str:
@@ -497,3 +532,9 @@ def sparkline(times: Sequence[float], shares: Sequence[float], width: int = WIDT
 
 def _cells(spread: Mapping[str, float] | None, write: Any) -> TableRow:
     return [cell(spread and spread[column], write) for column in COLUMNS]
+
+
+def report_of(result: Reported, document: Mapping[str, Any], **words: Any) -> SimulationReport:
+    """Return the report of a run; `words` are further attributes of it."""
+    refusal = next(iter(result.log.reasons.values()), None)
+    return SimulationReport(document, document["config"], refusal, **words)

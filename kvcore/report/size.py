@@ -5,11 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvcore.report.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
 
 HEADERS = ("quantity", "amount", "that is")
 
 Row = tuple[str, str, str]
+
+
+def size_sections(document: Mapping[str, Any]) -> list[Section]:
+    """Return the page on the document of `kvcore size --json`."""
+    rows = [*size_rows(document)]
+    return [size_title(document["model"]), Table(HEADERS, rows, ())]
 
 
 def size_title(model: Mapping[str, Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
-from kvcore.report.charts import Chart, Panel
+from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import NONE, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
@@ -69,6 +70,15 @@ class SweepReport:
     """
 
     sweep: Sweep
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the sweep, with a chart if one axis of numbers varies."""
+        table = Table(self.headers, self.rows, self.right, split=True)
+        sections: list[Section] = [self.headline, table]
+        with suppress(InputError):
+            sections.append(self.chart(chart_axis(self.sweep.grid, None)))
+        return [*sections, f"{self.reading}\n{self.setup}".lstrip()]
 
     @property
     def headline(self) -> str:

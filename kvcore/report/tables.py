@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import attrs
@@ -25,9 +25,6 @@ NONE = "–"
 BARS = "▁▂▃▄▅▆▇█"
 
 TableRow: TypeAlias = list[str]
-
-Section: TypeAlias = str | tuple[Sequence[str], Sequence[Sequence[object]], Sequence[str]]
-"""Sentences; or the headers of a table, its rows, and the headers that are flush right."""
 
 
 def bars(shares: Iterable[float]) -> str:

@@ -15,7 +15,8 @@ import attrs
 from kvcore.analysis.measured import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore.analysis.validation import GROUPS, Compared, Errors, Validation
 from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
-from kvcore.report.tables import NONE, Section, counted, printable
+from kvcore.report.sections import Section, Table
+from kvcore.report.tables import NONE, counted, printable
 from kvcore.units import format_number, format_seconds
 
 if TYPE_CHECKING:
@@ -85,14 +86,10 @@ class ValidationReport:
         ]
 
     @property
-    def worst_headers(self) -> list[str]:
-        """Headers of the table of the rows with the largest errors."""
-        return ["furthest off in", "line", "server", "load", "measured", "simulated", "error"]
-
-    @property
-    def worst_rows(self) -> list[list[str]]:
+    def worst(self) -> Table:
         """The rows with the largest errors of each measure."""
-        return [
+        names = ["furthest off in", "line", "server", "load", "measured", "simulated", "error"]
+        rows = [
             [
                 NAMES[measure],
                 f"{each.row.line:,}",
@@ -105,6 +102,7 @@ class ValidationReport:
             for measure in self.validation.measures
             for each in self.validation.worst(measure, WORST)
         ]
+        return Table(names, rows, [names[1], *names[4:]])
 
     @property
     def example(self) -> str:
@@ -114,19 +112,16 @@ class ValidationReport:
         return f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}"
 
     @property
-    def left_out(self) -> list[list[str]]:
+    def left_out(self) -> Table:
         """Numbers of rows that were left out, by reason, the largest first."""
-        return [[f"{rows:,}", reason] for reason, rows in self.validation.left_out.items()]
+        rows = [[f"{rows:,}", reason] for reason, rows in self.validation.left_out.items()]
+        return Table(["left out", "why"], rows, ["left out"])
 
-    def sections(self) -> tuple[Section, ...]:
-        """Return the report: sentences, and tables with the headers that are flush right."""
-        return (
-            self.headline,
-            (self.headers, self.rows, self.headers[1:]),
-            (self.worst_headers, self.worst_rows, ["line", *self.worst_headers[4:]]),
-            self.example,
-            (["left out", "why"], self.left_out, ["left out"]),
-        )
+    @property
+    def sections(self) -> list[Section]:
+        """The page on the validation."""
+        table = Table(self.headers, self.rows)
+        return [self.headline, table, self.worst, self.example, self.left_out]
 
     def document(self) -> dict[str, Any]:
         """Return the validation as a JSON object."""

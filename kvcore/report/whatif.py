@@ -11,6 +11,7 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
+from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import (
     NONE,
     TableRow,
@@ -42,6 +43,25 @@ class WhatIfReport:
 
     whatif: WhatIf
     most: int = 5
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on both runs, with their bills if there are prices."""
+        old, new = (run.bill for run in (self.whatif.recorded, self.whatif.rerun))
+        bills: list[Section] = []
+        if old is not None and new is not None:
+            from kvcore.report.billing import bill_sections  # noqa: PLC0415 - for prices alone
+
+            bills = bill_sections(old.as_dict(), new.as_dict()["run"])
+        return [
+            self.headline,
+            Table(self.headers, self.rows),
+            self.verdict,
+            self.chart(),
+            *self.tables,
+            self.setup,
+            *bills,
+        ]
 
     @property
     def headline(self) -> str:
@@ -100,8 +120,8 @@ class WhatIfReport:
         return text
 
     @property
-    def tables(self) -> Iterator[tuple[TableRow, list[TableRow]]]:
-        """Tables (headers, rows) of the requests that gained and lost most."""
+    def tables(self) -> Iterator[Table]:
+        """Tables of the requests that gained and lost most."""
         found = self.whatif
         for title, changes in (
             ("gained hits", found.gained(self.most)),
@@ -110,7 +130,14 @@ class WhatIfReport:
             ("first token later", found.later(self.most)),
         ):
             if changes:
-                yield [title, *self._columns], [self._request(change) for change in changes]
+                rows = [self._request(change) for change in changes]
+                yield Table([title, *self._columns], rows)
+
+    def chart(self) -> Chart:
+        """Return a chart of the share of blocks that hit in both runs."""
+        runs = {"recorded": self.whatif.recorded, "what if": self.whatif.rerun}
+        hits = {name: [(0.0, run.hit["ratio"]["block"] or 0.0)] for name, run in runs.items()}
+        return Chart("", "", "", [Panel("blocks looked up that hit", hits, share)])
 
     @property
     def _columns(self) -> TableRow:

@@ -56,8 +56,9 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 PART_OF = {"hookspecs": "plugins"}
 """`hookspecs` is at the root, where authors of plugins look for it, but part of `plugins`."""
 
-ALLOWED = {("__main__", "cli")}
-"""Allowed upward imports: `python -m kvcore` runs the command line."""
+ALLOWED = {("__main__", "cli"), ("notebook", "report")}
+"""Allowed upward imports: `python -m kvcore` runs the command line, and the base class of
+results names the type of their sections."""
 
 
 @cache
