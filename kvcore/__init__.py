@@ -16,7 +16,8 @@ if TYPE_CHECKING:
         Span,
     )
     from kvcore.cluster import Replica, Router
-    from kvcore.engine import Backend, Codec, Generator, ScoreRetention
+    from kvcore.engine import Backend, Codec, Generator
+    from kvcore.engine.retention import ScoreRetention
     from kvcore.errors import (
         InputError,
         KvcoreError,
@@ -39,7 +40,7 @@ _CALLS = ("compare", "plan", "run", "simulate", "simulate_cluster", "validate")
 
 _ROOMS = (
     *("errors", "request", "plugins", "hookspecs", "workloads", "cache", "trace", "serving"),
-    *("engine", "tiers", "cluster", "serving.drafter"),
+    *("engine", "engine.retention", "tiers", "cluster", "serving.drafter"),
 )
 """Where all but the calls are defined, lower rooms first."""
 

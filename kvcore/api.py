@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from kvcore.analysis.planning import FleetPlan
     from kvcore.analysis.validation import Validation
     from kvcore.cache import PrefixIndex
-    from kvcore.cluster import ClusterResult
+    from kvcore.cluster.result import ClusterResult
     from kvcore.config import EngineParts, RunParts
     from kvcore.config.options import PluginChoice, TierChoices
     from kvcore.engine.engine import RunResult
@@ -214,7 +214,7 @@ def simulate_cluster(
         PluginError: a plugin that cannot work here.
         PolicyError: a plugin failed, or a scheduler lets nothing run.
     """
-    from kvcore.cluster import simulate_cluster as run_cluster  # noqa: PLC0415 - of several servers
+    from kvcore.cluster.simulate import simulate_cluster as run_cluster  # noqa: PLC0415 - of several servers
     from kvcore.config import RunConfig  # noqa: PLC0415 - `import kvcore` is light
     from kvcore.config.cluster import ClusterParts  # noqa: PLC0415 - as above
     from kvcore.progress import silent, ticked  # noqa: PLC0415 - as above

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from kvcore.analysis.miss_classifier import MissClassifier
 from kvcore.analysis.miss_reasons import DivergencePoint, Explanation, Id, RequestMisses
 from kvcore.progress import Tick, unseen
-from kvcore.trace import ServerReader, read_events
+from kvcore.trace import read_events
 from kvcore.trace.events import violated
+from kvcore.trace.replicas import ServerReader
 
 if TYPE_CHECKING:
     from kvcore.trace import events

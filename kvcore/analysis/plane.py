@@ -29,7 +29,8 @@ from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.tiers import Tier, Tiers
+from kvcore.tiers import Tier
+from kvcore.tiers.hierarchy import Tiers
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened

@@ -46,7 +46,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     open_, commit, close = cache.open, cache.commit, cache.close
     tiers = cache.tiers
     if tiers is not None:
-        from kvcore.tiers import InstantLink  # noqa: PLC0415 - most replays have no tiers
+        from kvcore.tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
 
         for level in tiers.levels:
             level.link = InstantLink()

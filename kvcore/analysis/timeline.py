@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace import CacheState, ServerReader
 from kvcore.trace.events import unfit
-from kvcore.trace.state import run_blocks
+from kvcore.trace.replicas import ServerReader
+from kvcore.trace.state import CacheState, run_blocks
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

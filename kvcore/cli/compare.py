@@ -47,13 +47,9 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
-from kvcore.report import (
-    ComparisonReport,
-    ResidencyReport,
-    comparison_metrics,
-    write_csv,
-)
-from kvcore.report.tables import block_bytes, memory_fields
+from kvcore.report.comparison import ComparisonReport, ResidencyReport, write_csv
+from kvcore.report.policies import block_bytes, memory_fields
+from kvcore.report.prometheus import comparison_metrics
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
 
@@ -212,7 +208,7 @@ def _print(report: ComparisonReport, budget: Budget | None, *, residency: bool) 
         print_table(rested.headers, rested.rows, right=rested.headers[1:])
         print_text(rested.reading)
     if report.comparison.bills is not None:
-        from kvcore.report.billing import ComparisonBill  # noqa: PLC0415 - for prices alone
+        from kvcore.report.comparison_bill import ComparisonBill  # noqa: PLC0415 - for prices alone
 
         echo()
         bill = ComparisonBill(report.comparison, report.memory)

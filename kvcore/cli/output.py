@@ -443,7 +443,7 @@ def metrics_file(
     if path is None:
         yield None
         return
-    from kvcore.report import require_prometheus  # noqa: PLC0415 - no other option needs reports
+    from kvcore.report.prometheus import require_prometheus  # noqa: PLC0415 - no other option needs reports
 
     require_prometheus()
     if path == STDOUT:

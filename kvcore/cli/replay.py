@@ -21,8 +21,8 @@ from kvcore.cli.output import (
 from kvcore.cli.verb import Time, echo, verb
 from kvcore.errors import InputError, TraceError
 from kvcore.report.tables import share
-from kvcore.trace import Report
-from kvcore.trace import replay as replay_trace
+from kvcore.trace.check import Report
+from kvcore.trace.check import replay as replay_trace
 
 if TYPE_CHECKING:
     from kvcore.kv_events import RecordingReport
@@ -194,7 +194,7 @@ def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         emit_json(found.as_dict())
         return
-    from kvcore.report import WhatIfReport  # noqa: PLC0415 - JSON does without it
+    from kvcore.report.whatif import WhatIfReport  # noqa: PLC0415 - JSON does without it
 
     report = WhatIfReport(found)
     print_sections(

@@ -37,7 +37,7 @@ from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.progress import silent, ticked
 from kvcore.report.tables import counted
-from kvcore.serving.calibration import write_steps
+from kvcore.serving.measured_steps import write_steps
 from kvcore.trace import Trace
 from kvcore.units import format_bytes, format_seconds
 

@@ -50,7 +50,7 @@ from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
 if TYPE_CHECKING:
-    from kvcore.cluster import ClusterResult
+    from kvcore.cluster.result import ClusterResult
     from kvcore.config.cluster import ClusterParts
     from kvcore.report import SimulationReport
     from kvcore.report.cluster import ClusterReport
@@ -200,7 +200,7 @@ def _simulated(
     allocation, measured = parts.config.allocation, given["residency"]
     if not parts.many:
         return _run(parts, trace, allocation, residency=measured, live=given["live"])
-    from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - of several servers
+    from kvcore.cluster.simulate import simulate_cluster  # noqa: PLC0415 - of several servers
 
     several, source = cast("ClusterParts", parts), parts.workload
     with progress(f"simulating {source.name}", source.size) as tick:
@@ -239,7 +239,7 @@ def _print(
 ) -> SimulationReport | ClusterReport:
     if not isinstance(result, Result):
         return _print_cluster(result, document, searching=searching)
-    from kvcore.report import PagingReport  # noqa: PLC0415 - JSON does without it
+    from kvcore.report.paging import PagingReport  # noqa: PLC0415 - JSON does without it
 
     report = report_of(result, document, searching=searching)
     if "paged" not in document:
@@ -312,7 +312,7 @@ def _write_metrics(
     write: Callable[[str], object] | None, result: Reported, document: dict[str, Any]
 ) -> None:
     if write is not None:
-        from kvcore.report import run_metrics  # noqa: PLC0415 - no other option needs it
+        from kvcore.report.prometheus import run_metrics  # noqa: PLC0415 - no other option needs it
 
         write(run_metrics(document, result.requests))
 

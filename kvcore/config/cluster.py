@@ -9,9 +9,12 @@ from typing import Any, cast
 import attrs
 
 from kvcore.cache import Recorder
-from kvcore.cluster import Failure, PrefixView, Router, parse_view
+from kvcore.cluster import Router
+from kvcore.cluster.cluster import Failure
+from kvcore.cluster.dispatcher import PrefixView
 from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
+from kvcore.cluster.views import parse_view
 from kvcore.config.parts import RunParts
 from kvcore.config.recorded import replica_groups
 from kvcore.config.recorded_parts import RecordedParts

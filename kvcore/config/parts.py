@@ -160,7 +160,7 @@ class RunParts:
 
     def add_tiers(self, cache: KVCache) -> None:
         """Build the tiers below `cache` for one run."""
-        from kvcore.tiers import Tiers  # noqa: PLC0415 - most runs have none
+        from kvcore.tiers.hierarchy import Tiers  # noqa: PLC0415 - most runs have none
 
         tiers, size, devices = self.tiers(), self._block_bytes(), self._devices()
         with self._about("tier"):

@@ -25,8 +25,8 @@ from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.acceptance import DraftedStep
-from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.units import PS_PER_NS, format_bytes
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from kvcore.analysis.planning import FleetPlan
 from kvcore.analysis.quality import Quality
 from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
-from kvcore.cluster import ClusterResult
+from kvcore.cluster.result import ClusterResult
 from kvcore.errors import InputError, PluginError
 from kvcore.report import plots
 from kvcore.report.charts import Chart, Panel

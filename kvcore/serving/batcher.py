@@ -27,7 +27,7 @@ from kvcore.serving.scheduler import (
 )
 
 if TYPE_CHECKING:
-    from kvcore.tiers import Load
+    from kvcore.tiers.hierarchy import Load
 
 
 _LONGEST: Final = 4096

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcore.cache import KVCache
-from kvcore.engine import TokenDrafter
+from kvcore.engine.drafter import TokenDrafter
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request, text_request
 from kvcore.serving import Batching, LatencyModel, StepWork, simulate

@@ -53,17 +53,16 @@ def kvcore_prefix_indexes() -> dict[str, str]:
 @hookimpl
 def kvcore_retention_policies() -> dict[str, str]:
     """Return the built-in retention policies."""
-    classes = {
-        "expected": "Expected",
-        "full": "Full",
-        "h2o": "H2O",
-        "knorm": "KNorm",
-        "random": "Random",
-        "snapkv": "SnapKV",
-        "tova": "TOVA",
-        "window": "Window",
+    return {
+        "expected": "kvcore_plugins.retention.expected:Expected",
+        "full": "kvcore_plugins.retention:Full",
+        "h2o": "kvcore_plugins.retention.h2o:H2O",
+        "knorm": "kvcore_plugins.retention.knorm:KNorm",
+        "random": "kvcore_plugins.retention.random:Random",
+        "snapkv": "kvcore_plugins.retention.snapkv:SnapKV",
+        "tova": "kvcore_plugins.retention.tova:TOVA",
+        "window": "kvcore_plugins.retention.window:Window",
     }
-    return _places("retention", classes)
 
 
 @hookimpl
@@ -151,7 +150,6 @@ def kvcore_workloads() -> dict[str, str]:
         "bench": "Bench",
         "chat": "Chat",
         "jsonl": "Jsonl",
-        "kv-events": "KvEvents",
         "lengths": "Lengths",
         "lmcache": "LMCache",
         "mooncake": "Mooncake",
@@ -159,7 +157,8 @@ def kvcore_workloads() -> dict[str, str]:
         "weka": "Weka",
         "zipf": "Zipf",
     }
-    return _places("workload", classes)
+    kv_events = {"kv-events": "kvcore_plugins.workload.kv_events:KvEvents"}
+    return _places("workload", classes) | kv_events
 
 
 @hookimpl
@@ -186,10 +185,9 @@ def kvcore_routers() -> dict[str, str]:
 @hookimpl
 def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
-    classes = {
-        "acceptance": "Acceptance",
-        "draft-model": "DraftModel",
-        "medusa": "Medusa",
-        "prompt-lookup": "PromptLookup",
+    return {
+        "acceptance": "kvcore_plugins.drafter:Acceptance",
+        "draft-model": "kvcore_plugins.drafter.draft_model:DraftModel",
+        "medusa": "kvcore_plugins.drafter.medusa:Medusa",
+        "prompt-lookup": "kvcore_plugins.drafter.prompt_lookup:PromptLookup",
     }
-    return _places("drafter", classes)

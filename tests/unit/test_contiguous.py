@@ -11,7 +11,7 @@ from kvcore.serving import Batching, DecodeSteps, simulate
 from kvcore.serving.contiguous import AddressSpace, ContiguousAllocator, contiguous_cache
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 
 
 def taken(size, *lengths):

@@ -274,7 +274,7 @@ class CellRun:
         """Simulate the cell; return the numbers of the run."""
         parts = self.parts
         if parts.config.is_cluster:
-            from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server needs none
+            from kvcore.cluster.simulate import simulate_cluster  # noqa: PLC0415 - one server needs none
 
             made = cast("ClusterParts", parts).cluster()
             return simulate_cluster(parts.workload, **made, residency=False).summary()
