@@ -21,7 +21,7 @@ from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO, Request
 from kvcore.serving import Batching, Result
-from kvcore.serving.simulate import simulate as run_simulation
+from kvcore.serving.contiguous import simulate as run_simulation
 from kvcore.trace import Trace
 from kvcore.workloads import Workload
 

@@ -44,9 +44,9 @@ from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.options import as_text
 from kvcore.progress import silent, ticked, unseen
 from kvcore.serving import Batching, Result, Scheduler
-from kvcore.serving import simulate as run_simulation
+from kvcore.serving.contiguous import Allocation
+from kvcore.serving.contiguous import simulate as run_simulation
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
-from kvcore.serving.simulate import Allocation
 from kvcore.trace import Trace
 
 if TYPE_CHECKING:
