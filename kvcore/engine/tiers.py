@@ -498,7 +498,7 @@ class TensorMover:
                     yield channel.level, task.path, task.blocks[0].position + task.right
 
     def close(self, *, whole: bool) -> None:
-        """Close the stores; if `whole`, after all queued calls.
+        """Close the stores; if `whole`, after all queued calls, and drop the blocks that they lost.
 
         The threads end, except one that waits for a store that hangs.
         """
@@ -510,6 +510,8 @@ class TensorMover:
             channel.memory = None
         tasks = [channel.submit(_Task("close")) for channel in channels]
         self._wait(lambda: all(task.done for task in tasks))
+        if whole:
+            self._tiers.drop_lost(self._tiers.cache.now)
 
     def _name(
         self, channel: _Channel, holder: Holder, first: int, slots: Ids

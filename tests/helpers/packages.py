@@ -12,7 +12,7 @@ ORDER = [
     {"kvcore_replay"},
     {"kvcore_lab"},
     {"kvcore_pages", "kvcore_online"},
-    {"kvcore_testing"},
+    {"kvcore_testing", "kvcore_vllm"},
 ]
 """The packages from left to right: one imports itself and packages to the left of it."""
 
@@ -28,7 +28,8 @@ PACKAGES = {
     "kvcore_plugins": [
         f"{_BUILT_IN}/*",
         *_files("kvcore/engine", "dtypes"),
-        *_files("kvcore/serving", "measured_steps", "step_times"),
+        *_files("kvcore/serving", "acceptance", "measured_steps", "step_times"),
+        "kvcore/workloads/logged.py",
     ],
     "kvcore_tiers": [
         f"{_BUILT_IN}/tier/*",
@@ -68,20 +69,22 @@ PACKAGES = {
         *_files("kvcore/report", "billing", "charts", "figure", "live", "misses", "perfetto"),
         *_files("kvcore/report", "plots", "whatif"),
         *_files("kvcore/trace", "*check", "layout", "lifecycle", "re[ps]*", "state", "tiers"),
-        f"{_BUILT_IN}/workload/trace.py",
     ],
     "kvcore_lab": [
         *("kvcore/analysis/*", "kvcore/demo/*"),
         *_files("kvcore/cli", "calibrate", "compare", "curve", "demo", "explain", "plan"),
         *_files("kvcore/cli", "quality", "routers", "size", "sweep", "validate"),
-        *_files("kvcore/report", "comparison", "comparison_bill", "mrc", "notebook", "plan"),
-        *_files("kvcore/report", "plane", "prometheus", "quality", "routers", "size", "sweep"),
+        *_files("kvcore/report", "comparison*", "mrc", "notebook", "paging", "plan", "plane"),
+        *_files(
+            "kvcore/report", "policies", "prometheus", "quality", "routers", "size", "sweep"
+        ),
         "kvcore/report/validation.py",
         *_files("kvcore/serving", "aic", "calibration", "contiguous"),
     ],
     "kvcore_pages": ["kvcore/pages/*", *_files("kvcore/cli", "report", "tour", "view")],
     "kvcore_online": ["kvcore/online/*", *_files("kvcore/cli", "route", "serve")],
     "kvcore_testing": ["kvcore/testing/*"],
+    "kvcore_vllm": ["kvcore/serving/vllm_steps.py"],
 }
 """The files of today that a package will have, as globs of which the longest counts.
 
