@@ -67,7 +67,7 @@ class LowerTiers(Protocol):
         """
 
     def finish(self, load: Any, now: int) -> int:
-        """Commit the blocks of a load of these tiers; return the computed tokens of its `seq`."""
+        """Commit the blocks of a load of these tiers; return the computed tokens of `seq`."""
 
     def can_swap(
         self, seq: Holder, tokens: int, now: int, prefill_ns: PrefillTime
