@@ -27,9 +27,9 @@ def explain(
 ) -> Explanation:
     """Return the hit of each request of a trace at first admission, and why the rest missed.
 
-    A file with a right digest is trusted: `kvcore.trace.check_trace` checks whether its events
-    are possible. Of an incomplete trace the lines before the cut are explained. Costs about
-    twice such a check; memory grows with the distinct keys, about 300 bytes each.
+    A file with a right digest is trusted: `kvcore.trace.check.check_trace` checks whether its
+    events are possible. Of an incomplete trace the lines before the cut are explained. Costs
+    about twice such a check; memory grows with the distinct keys, about 300 bytes each.
 
     Args:
         file: the trace.

@@ -42,7 +42,8 @@ FILES = {
     "kvcore_engine": {
         "kvcore/bench": "*",
         "kvcore/cli": "bench run",
-        "kvcore/engine": "compaction drafter engine executor retention speculation tiers tokens",
+        "kvcore/engine": "compaction drafter engine executor retention speculation tiers"
+        " tokens",
         "kvcore/report": "bench",
         "kvcore_plugins/backend": "*",
         "kvcore_plugins/drafter": "draft_model medusa prompt_lookup",
