@@ -22,7 +22,7 @@ import attrs
 import kvcore
 from kvcore import KVCache, Request, Trace
 from kvcore.analysis import replay
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins.workload import Mooncake
 
 BLOCKS, SIZE = 400, 16

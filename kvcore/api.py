@@ -37,6 +37,7 @@ def simulate(
     workload: Source = "mooncake",
     *,
     cache: KVCache | None = None,
+    fragmentation: bool = False,
     residency: bool = True,
     jumps: bool = True,
     trace: str | PathLike[str] | None = None,
@@ -54,12 +55,13 @@ def simulate(
         workload: the requests: a plugin with options, a file, a workload, or an iterable of
             `Request`.
         cache: a new cache that accounts for tokens; None: one is built from the options.
+        fragmentation: whether to measure the use of memory.
         residency: whether to measure how long blocks rest.
         jumps: whether decode steps between two events are run as one.
         trace: the file to write every decision to.
         plugins: the plugins by name; None: those that are installed.
         options: options of `RunConfig`, and `batching`, which gives several of them. An option
-            of a mode, such as `fragmentation`, runs that mode.
+            of a mode for one server, such as `allocation`, runs that mode.
 
     Raises:
         InputError: an option that there is not, parts that do not fit one another, or a
@@ -69,7 +71,8 @@ def simulate(
     """
     from kvcore.config import RunConfig  # noqa: PLC0415 - `import kvcore` is light
 
-    measured: dict[str, Any] = {"residency": residency, "jumps": jumps}
+    measured: dict[str, Any] = {"fragmentation": fragmentation, "residency": residency}
+    measured["jumps"] = jumps
     if cache is not None:
         serve, more = _served_by(options)
         kept = resolved_options(kept_options(options, (*SERVING, *more), trace), plugins)

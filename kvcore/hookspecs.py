@@ -1,8 +1,8 @@
 """The hooks of kvcore: one for each kind of plugin, and those that add to the command line.
 
-The hook of a kind returns classes derived from `Plugin`, or the places of classes by the names of
-plugins. A place is a text such as `package.module:Class`: what it names is imported when it is
-first used, and not to be listed.
+The hook of a kind returns classes derived from `Plugin`, or the places of classes by the names
+of plugins. A place is a text such as `package.module:Class`: what it names is imported when it
+is first used, and not to be listed.
 """
 
 # Specifications have no body: pluggy reads their names and signatures.

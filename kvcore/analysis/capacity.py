@@ -25,7 +25,7 @@ from kvcore.serving.loop import NEVER, AllocatorFactory
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 
 if TYPE_CHECKING:
-    from kvcore.cluster import ClusterResult
+    from kvcore.cluster.result import ClusterResult
     from kvcore.config.cluster import ClusterParts
 
 MOST_RATES = 6
@@ -91,7 +91,7 @@ def find_replicas(
         result: the result of the run.
         tick: called with 1 after each simulation.
     """
-    from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - one server does without it
+    from kvcore.cluster.simulate import simulate_cluster  # noqa: PLC0415 - one server does without it
 
     found = result.saturation
     if found is None or not found.saturated or not can_find_replicas(parts):

@@ -344,7 +344,7 @@ class ReplaySetup:
             return 0
         cache = self.cache(_NoEviction(), 1)
         self.put_tiers(cache)
-        return sum(level.pool.blocks for level in cache.tiers.levels)
+        return sum(tier["slots"] for tier in cache.tiers.as_dict()) if cache.tiers else 0
 
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
         """Replay in a cache that never evicts; return its counts and its final blocks."""

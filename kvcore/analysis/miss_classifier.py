@@ -21,10 +21,9 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
     TierDrop,
 )
-from kvcore.trace import CacheState
 from kvcore.trace.events import unfit
 from kvcore.trace.layout import TracedPrompt
-from kvcore.trace.state import TracedSpan, path
+from kvcore.trace.state import CacheState, TracedSpan, path
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from kvcore.analysis.miss_classifier import MissClassifier
 from kvcore.analysis.miss_reasons import DivergencePoint, Explanation, Id, RequestMisses
 from kvcore.progress import Tick, unseen
-from kvcore.trace import ServerReader, read_events
+from kvcore.trace import read_events
 from kvcore.trace.events import violated
+from kvcore.trace.replicas import ServerReader
 
 if TYPE_CHECKING:
     from kvcore.trace import events
@@ -26,9 +27,9 @@ def explain(
 ) -> Explanation:
     """Return the hit of each request of a trace at first admission, and why the rest missed.
 
-    A file with a right digest is trusted: `kvcore.trace.check_trace` checks whether its events
-    are possible. Of an incomplete trace the lines before the cut are explained. Costs about
-    twice such a check; memory grows with the distinct keys, about 300 bytes each.
+    A file with a right digest is trusted: `kvcore.trace.check.check_trace` checks whether its
+    events are possible. Of an incomplete trace the lines before the cut are explained. Costs
+    about twice such a check; memory grows with the distinct keys, about 300 bytes each.
 
     Args:
         file: the trace.

@@ -29,7 +29,8 @@ from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.tiers import Tier, Tiers
+from kvcore.tiers import Tier
+from kvcore.tiers.hierarchy import Tiers
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
@@ -277,6 +278,7 @@ def _hits(
     import numpy as np  # noqa: PLC0415 - an extra
 
     cache = setup.cache(policy, above)
+    level = None
     if below:
         # Without a clock links are never busy, so that all writes are done.
         free = attrs.evolve(
@@ -287,9 +289,9 @@ def _hits(
             write_bandwidth=INT64_LIMIT - 1,
             latency=0.0,
         )
-        Tiers(cache, [free], layout.bytes_per_block)
+        (level,) = Tiers(cache, [free], layout.bytes_per_block).levels
     in_pool, loaded = [], [0]
     for seq in served(setup.workload, cache):
         in_pool.append(seq.hit_blocks)
-        loaded.append(cache.tiers.levels[0].stats.loaded if below else 0)
+        loaded.append(0 if level is None else level.stats.loaded)
     return np.array(in_pool), np.array(in_pool) + np.diff(loaded)

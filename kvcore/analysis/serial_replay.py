@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import TYPE_CHECKING, cast
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.pool import MOST_BLOCKS
@@ -12,6 +13,9 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
 from kvcore.plugins import find_override
 from kvcore.request import Request
+
+if TYPE_CHECKING:
+    from kvcore.tiers.hierarchy import Tiers
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
@@ -46,9 +50,9 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     open_, commit, close = cache.open, cache.commit, cache.close
     tiers = cache.tiers
     if tiers is not None:
-        from kvcore.tiers import InstantLink  # noqa: PLC0415 - most replays have no tiers
+        from kvcore.tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
 
-        for level in tiers.levels:
+        for level in cast("Tiers", tiers).levels:
             level.link = InstantLink()
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache)

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace import CacheState, ServerReader
 from kvcore.trace.events import unfit
-from kvcore.trace.state import run_blocks
+from kvcore.trace.replicas import ServerReader
+from kvcore.trace.state import CacheState, run_blocks
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
@@ -282,9 +282,9 @@ class Timeline:
     ) -> Timeline:
         """Return the timeline of a trace of any mode, which may be cut.
 
-        A file with a right digest is trusted: `kvcore.trace.check_trace` checks whether its
-        events are possible. One pass, O(lines); about 60 bytes of memory per distinct time, 100
-        per request and 30 per phase, besides `CacheState`.
+        A file with a right digest is trusted: `kvcore.trace.check.check_trace` checks whether
+        its events are possible. One pass, O(lines); about 60 bytes of memory per distinct time,
+        100 per request and 30 per phase, besides `CacheState`.
 
         Args:
             file: the trace.

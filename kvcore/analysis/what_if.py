@@ -440,7 +440,7 @@ class _ClusterRerun:
 
     def run(self, tick: Tick) -> RunLog:
         """Serve every request."""
-        from kvcore.cluster import simulate_cluster  # noqa: PLC0415 - of several servers
+        from kvcore.cluster.simulate import simulate_cluster  # noqa: PLC0415 - of several servers
 
         requests = ticked(self._workload, tick)
         self._result = simulate_cluster(requests, **self._arguments, residency=False)

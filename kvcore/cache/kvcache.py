@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Keys
 from copy import copy
 from operator import index
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
@@ -48,6 +48,9 @@ from kvcore.compiled import Count, Nanoseconds, mypyc_attr
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import NO_HINTS, Key, Request
+
+if TYPE_CHECKING:
+    from kvcore.cache.tiers import LowerTiers
 
 
 @mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
@@ -128,7 +131,7 @@ class KVCache:
         self.sequences: dict[int, Sequence] = {}
         self.now = 0
         self.stats = CacheStats()
-        self.tiers: Any = None  # the room of tiers is above this one
+        self.tiers: LowerTiers | None = None
         self.trace = trace
         self.on_copy = on_copy
         self.on_fork = on_fork

@@ -25,7 +25,7 @@ class RetentionPolicy(Plugin):
     A policy by position returns the ranges to drop (`droppable`), of which whole blocks are
     dropped at once. A policy that picks single tokens returns how many to keep (`keeps`); the
     sequence is compacted to that many tokens in private blocks, with a choice of tokens for
-    each layer and K/V head. The choice needs tensors: see `kvcore.engine.ScoreRetention`. The
+    each layer and K/V head. The choice needs tensors: see `kvcore.ScoreRetention`. The
     number and the moment depend on lengths alone, so a simulation decides as a run on tensors
     does. Override one of the two methods.
 

@@ -37,9 +37,10 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
-from kvcore.report import ComparisonReport, comparison_metrics, write_csv
 from kvcore.report.charts import plot_chart
-from kvcore.report.tables import block_bytes, memory_fields
+from kvcore.report.comparison import ComparisonReport, write_csv
+from kvcore.report.policies import block_bytes, memory_fields
+from kvcore.report.prometheus import comparison_metrics
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
 

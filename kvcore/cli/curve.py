@@ -36,8 +36,8 @@ from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
-from kvcore.report import CurvesReport
 from kvcore.report.figure import FORMS, matplotlib
+from kvcore.report.mrc import CurvesReport
 from kvcore.report.plane import PlaneReport
 from kvcore.workloads import Workload, part_of
 

@@ -40,7 +40,7 @@ def metrics_file(
     if path is None:
         yield None
         return
-    from kvcore.report import require_prometheus  # noqa: PLC0415 - no other option needs reports
+    from kvcore.report.prometheus import require_prometheus  # noqa: PLC0415 - no other option needs reports
 
     require_prometheus()
     if path == STDOUT:
@@ -59,7 +59,7 @@ def measuring(parts: RunParts, given: Mapping[str, Any]) -> Iterator[Running]:
     """Open the file for the metrics of a run, which are written when it has ended."""
     path, as_json = given["prometheus"], given["as_json"]
     with metrics_file(path, parts.workload, as_json=as_json) as write:
-        from kvcore.report import run_metrics  # noqa: PLC0415 - no other option needs it
+        from kvcore.report.prometheus import run_metrics  # noqa: PLC0415 - no other option needs it
 
         assert write is not None
         yield Running(

@@ -16,7 +16,7 @@ from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.report import plots
 from kvcore.serving.result import TRACE
-from kvcore.trace import rebuild_residency
+from kvcore.trace.residency import rebuild_residency
 
 PlotKind: TypeAlias = Literal["occupancy", "hits", "ages", "timeline", "latency"]
 

@@ -20,7 +20,7 @@ from kvcore.cli.trace_options import price_option, what_if_options
 from kvcore.cli.verb import OUTPUT, Time, option, verb
 from kvcore.errors import InputError, TraceError
 from kvcore.report.sections import Section
-from kvcore.trace import replay as replay_trace
+from kvcore.trace.check import replay as replay_trace
 
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
 
@@ -129,6 +129,6 @@ def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         emit_json(found.as_dict())
         return
-    from kvcore.report import WhatIfReport  # noqa: PLC0415 - JSON does without it
+    from kvcore.report.whatif import WhatIfReport  # noqa: PLC0415 - JSON does without it
 
     print_sections(*WhatIfReport(found).sections)

@@ -29,7 +29,7 @@ from kvcore.files import refuse_overwrite
 from kvcore.report.sections import Section
 from kvcore.report.simulation import report_of
 from kvcore.report.tables import counted
-from kvcore.serving.calibration import write_steps
+from kvcore.serving.measured_steps import write_steps
 from kvcore.units import format_bytes, format_seconds
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")

@@ -9,9 +9,7 @@ from typing import Any, cast
 from kvcore.cli.output import progress
 from kvcore.cli.verb import option
 from kvcore.config import RunParts
-from kvcore.config.options import find_mode
 from kvcore.hookspecs import Ran
-from kvcore.plugins.manager import imported_place
 
 search_option = option(
     "--search/--no-search",
@@ -43,14 +41,15 @@ def search_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | N
 def _searched(parts: RunParts, result: Any) -> Ran:
     """Search, and show the progress on stderr."""
     from kvcore.analysis import capacity  # noqa: PLC0415 - as above
+    from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - as above
+    from kvcore.report.simulation import SimulationReport  # noqa: PLC0415 - as above
 
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
     with progress("searching for what would hold: simulations", None) as tick:
         holds: dict[str, float | int] = search(parts, result, tick)
-    report_of = imported_place(
-        find_mode(next(iter(parts.config.chosen), parts.config.mode)).report
-    )
-    report = report_of(result, parts.document(result))
+    kind = ClusterReport if parts.many else SimulationReport
+    document = parts.document(result)
+    report = kind(document, document["config"])
     return Ran({"saturation": {"holds": holds}}, [report.holding(holds)])
 
 
@@ -59,11 +58,11 @@ def compared_with_paged(parts: RunParts, given: Mapping[str, Any]) -> Ran | None
     if parts.traced:
         return None
     paged = type(parts)(
-        parts.config.changed(allocation="paged", fragmentation=True, max_output=None),
+        parts.config.changed(allocation="paged"),
         parts.plugins,
         workload=parts.workload,
     )
-    result = paged.run(residency=given["residency"])
+    result = paged.run(fragmentation=True, residency=given["residency"])
     document = paged.document(result)
     described = document.pop("config") | {"allocation": "contiguous"}
     return Ran({"config": described, "paged": document})

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
-from kvcore.config.options import MODEL, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS
+from kvcore.config.options import (
+    MODEL,
+    POLICIES,
+    POOL,
+    REQUESTS,
+    RULES_OF_ENGINES,
+    STEPS,
+    find_option,
+)
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
@@ -125,13 +133,19 @@ class Verb(click.Command):
         for param in params:
             record = param.get_help_record(ctx)
             if record is not None and isinstance(param, click.Option):
-                heading = REST if few else getattr(param, "heading", REST)
+                heading = REST if few else _heading_of(param)
                 listed.setdefault(heading, []).append(record)
         last = [heading for heading in (OUTPUT, REST) if heading in listed]
         for heading in [*(each for each in listed if each not in last), *last]:
             if listed[heading]:
                 with formatter.section(heading):
                     formatter.write_dl(listed[heading])
+
+
+def _heading_of(param: click.Option) -> str:
+    known = find_option(str(param.name))
+    own: str = getattr(param, "heading", "")
+    return own or (REST if known is None else known.heading)
 
 
 def verb(
@@ -173,9 +187,12 @@ OUTPUT = "Output"
 
 
 class Flag(click.Option):
-    """An option of a verb, with the heading of long help pages that it is listed under."""
+    """An option of a verb, with the heading that it has on long help pages.
 
-    def __init__(self, *args: Any, heading: str = REST, **settings: Any) -> None:
+    Without one it is listed under that of the option of a run that has its name, if any.
+    """
+
+    def __init__(self, *args: Any, heading: str = "", **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.heading = heading
 

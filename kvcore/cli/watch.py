@@ -16,7 +16,7 @@ from kvcore.cli.trace_options import replica_option
 from kvcore.cli.verb import Time, results, verb
 from kvcore.errors import InputError
 from kvcore.files import CutError, DamageError, decompressed, is_being_written, part_path
-from kvcore.trace import ServerReader
+from kvcore.trace.replicas import ServerReader
 from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:

@@ -25,9 +25,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
+from kvcore.cluster.dispatcher import Dispatcher, PrefixView
 from kvcore.cluster.planner import Autoscaler, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
-from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
+from kvcore.cluster.router import Replica, Router
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.loop import NEVER, Arrivals

@@ -22,15 +22,16 @@ from typing import Any, ClassVar, Literal
 import attrs
 
 from kvcore.cluster.cluster import MOVED, Cluster, exact_seconds
+from kvcore.cluster.dispatcher import Dispatcher, PrefixView
 from kvcore.cluster.planner import Autoscaler, Phase, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.result import Phases, Transfers
-from kvcore.cluster.router import Dispatcher, PrefixView, Replica, Router
+from kvcore.cluster.router import Replica, Router
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
-from kvcore.tiers.tier import Link
+from kvcore.tiers.link import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
 
 POOLS = ("prefill", "decode", "mixed")

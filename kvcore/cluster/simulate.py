@@ -11,11 +11,12 @@ from typing import Any
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.cluster.cluster import Cluster, Failure, Start
+from kvcore.cluster.dispatcher import PrefixView
 from kvcore.cluster.phases import PhaseCluster, PhaseLoop
 from kvcore.cluster.planner import Planner
 from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
 from kvcore.cluster.result import ClusterResult, merge_logs
-from kvcore.cluster.router import PrefixView, Router
+from kvcore.cluster.router import Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request

@@ -18,7 +18,7 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.span import Span
 from kvcore.cache.tree import Watcher
-from kvcore.cluster.router import PrefixView
+from kvcore.cluster.dispatcher import PrefixView
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest, parse
 from kvcore.request import Key, Request

@@ -7,16 +7,14 @@ from functools import cached_property
 from typing import Any, cast
 
 from kvcore.cache import Recorder
-from kvcore.cluster import (
-    ClusterResult,
-    Failure,
-    PrefixView,
-    Router,
-    parse_view,
-    simulate_cluster,
-)
+from kvcore.cluster import Router
+from kvcore.cluster.cluster import Failure
+from kvcore.cluster.dispatcher import PrefixView
 from kvcore.cluster.phases import Split
 from kvcore.cluster.planner import Planner, parse_planner
+from kvcore.cluster.result import ClusterResult
+from kvcore.cluster.simulate import simulate_cluster
+from kvcore.cluster.views import parse_view
 from kvcore.config.options import find_mode
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import without
@@ -195,7 +193,7 @@ class ClusterParts(RunParts):
     def run(
         self, trace: Any = None, requests: Iterable[Request] | None = None, **more: Any
     ) -> ClusterResult:
-        """Serve the workload once; `more` are arguments of `kvcore.cluster.simulate_cluster`."""
+        """Serve the workload once; `more` are further arguments of `simulate_cluster`."""
         served = self.workload if requests is None else requests
         return simulate_cluster(served, **self.cluster(trace), **more)
 

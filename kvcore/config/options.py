@@ -1,9 +1,10 @@
 """The options of a run, each declared once: for Python, the command line, TOML and sweeps.
 
-An option is an entry of a `TypedDict`: its name, its type, and an `Option` with all else that is
-known of it. Type checkers read the keywords of `kvcore.simulate` from these classes; the flags of
-verbs, the keys of TOML files, the axes of sweeps, the options that a what-if may change, and the
-schemas are made of the same entries. Packages declare the options of their modes in this way too.
+An option is an entry of a `TypedDict`: its name, its type, and an `Option` with all else that
+is known of it. Type checkers read the keywords of `kvcore.simulate` from these classes. The
+flags of verbs, the keys of TOML files, the axes of sweeps, the options that a what-if may
+change, and the schemas are made of the same entries. Packages declare the options of their
+modes in this way too.
 """
 
 # Without `from __future__ import annotations`: the annotations are read when they are needed.
@@ -64,7 +65,8 @@ class Option:
             and no flag.
         what_if: its help text where a recorded run is made again with another value, True if
             that is `help`; empty if a recorded run cannot have another value.
-        metavar: the word for a value whose text is read as TOML's is; None: numbers and choices.
+        metavar: the word for a value whose text is read as TOML's is; None: of numbers and
+            choices.
         choices: the values that it may have, if they are few and its type does not say.
         optional: whether the text `none` leaves it out, as None does.
         multiple: whether a command line may give it several times.
@@ -100,7 +102,7 @@ class Option:
 
 
 def declared(entries: type) -> dict[str, Option]:
-    """Return the options that a TypedDict declares, by name; entries without one are no options."""
+    """Return the options that a TypedDict declares, by name; it may have other entries."""
     found = {}
     for name, hint in get_type_hints(entries, include_extras=True).items():
         if get_origin(hint) is Annotated and isinstance(hint.__metadata__[-1], Option):
@@ -152,7 +154,7 @@ class PoolOptions(TypedDict, total=False):
             earlier="kv_dtype",
         ),
     ]
-    """It sizes the pool and times its reads. On tensors None keeps numbers as they are computed."""
+    """It sizes the pool and times its reads. On tensors None keeps numbers as computed."""
     weights_dtype: Annotated[
         WeightDtype | None,
         Option(None, "Number format of the weights, if not as released.", MODEL),
@@ -274,8 +276,8 @@ class StepOptions(TypedDict, total=False):
         Literal["prompt", "chunk", "first-chunk"],
         Option(
             CAPS.reserve,
-            "Blocks that an admission takes: of the whole prompt; of its first chunk, while the "
-            "whole has to be free; or of its first chunk alone.",
+            "Blocks that an admission takes: of the whole prompt; of its first chunk, while "
+            "the whole has to be free; or of its first chunk alone.",
             RULES_OF_ENGINES,
         ),
     ]
@@ -283,7 +285,8 @@ class StepOptions(TypedDict, total=False):
         Literal["computed", "scheduled"],
         Option(
             CAPS.commit,
-            "Moment from which a block can be hit: when it is computed, or when it is scheduled.",
+            "Moment from which a block can be hit: when it is computed, or when it is "
+            "scheduled.",
             RULES_OF_ENGINES,
         ),
     ]
@@ -307,9 +310,9 @@ class StepOptions(TypedDict, total=False):
         Literal["last", "first"],
         Option(
             CAPS.ties,
-            "Sequence to preempt where several are last in the scheduler's order: of those with "
-            "equal priority the one admitted last, or of those with equal priority and arrival "
-            "the one admitted first.",
+            "Sequence to preempt where several are last in the scheduler's order: of those "
+            "with equal priority the one admitted last, or of those with equal priority and "
+            "arrival the one admitted first.",
             RULES_OF_ENGINES,
         ),
     ]
@@ -335,8 +338,8 @@ class StepOptions(TypedDict, total=False):
         int | None,
         Option(
             None,
-            "Largest number of tokens of a sequence: a longer prompt is rejected, and the output "
-            "ends there.",
+            "Largest number of tokens of a sequence: a longer prompt is rejected, and the "
+            "output ends there.",
             RULES_OF_ENGINES,
         ),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
@@ -27,6 +27,9 @@ from kvcore.plugins import Plugin, Plugins, describe
 from kvcore.serving import Batching, LatencyModel
 from kvcore.trace.fields import plain, slo_field, slo_of
 from kvcore.workloads import Workload
+
+if TYPE_CHECKING:
+    from kvcore.tiers.hierarchy import Tiers
 
 TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
 """Options that only a run with a clock has."""
@@ -76,7 +79,7 @@ class RecordedParts(RunParts):
         cache = super().cache(trace)
         if trace is not None and cache.tiers is not None and "tier" not in self._changed:
             # Their paths are in the header still, which was not to open them.
-            pairs = zip(self._header["tiers"], cache.tiers.levels, strict=True)
+            pairs = zip(self._header["tiers"], cast("Tiers", cache.tiers).levels, strict=True)
             sizes = (
                 tier | {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
                 for tier, level in pairs

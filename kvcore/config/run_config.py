@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @attrs.frozen(init=False)
 class RunConfig:
-    """The configuration of a run: its options by name. Nothing is opened or built from them yet.
+    """The configuration of a run: its options by name, from which nothing is built yet.
 
     The options are those of `kvcore.config.options`, and those that packages declare for their
     modes; each is an attribute. Values are converted when they are stored: text such as
@@ -154,12 +154,12 @@ class RunConfig:
         Raises:
             InputError, PluginError: as `RunParts`.
         """
-        for name, option in {"": "", **self.chosen}.items():
-            mode = find_mode(name or self.mode)
-            parts: type[RunParts] = imported_place(mode.parts)
-            if parts.many and not many:
-                msg = f"{option}: {mode.refusal}"
-                raise InputError(msg)
+        name, option = next(iter(self.chosen.items()), (self.mode, ""))
+        mode = find_mode(name)
+        parts: type[RunParts] = imported_place(mode.parts)
+        if parts.many and not many:
+            msg = f"{option}: {mode.refusal}"
+            raise InputError(msg)
         return parts(self, plugins, **more)
 
     @property

@@ -1,7 +1,7 @@
 """Read the values of options: from text, from tables of TOML, or from objects.
 
-A type of a value is one of `READERS`, a `Literal`, a list of one of these, one of these or None,
-or `Annotated` with the function that reads it. The aliases at the end are those of options.
+A type of a value is one of `READERS`, a `Literal`, a list of one of these, one of these or
+None, or `Annotated` with the function that reads it. The types of options are at the end.
 """
 
 from __future__ import annotations

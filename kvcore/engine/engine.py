@@ -20,8 +20,8 @@ from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
 from kvcore.serving.acceptance import DraftedStep, write_acceptance
-from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.drafter import Drafter
+from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, serving_parts
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from time import perf_counter_ns
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import attrs
 
@@ -25,12 +25,13 @@ from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.acceptance import DraftedStep
-from kvcore.serving.calibration import MeasuredStep
 from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.units import PS_PER_NS, format_bytes
 
 if TYPE_CHECKING:
     from kvcore.engine.tiers import TensorMover
+    from kvcore.tiers.hierarchy import Tiers
 
 Clock = Literal["model", "wall"]
 """Clock of a run: the latency model's, or the wall clock of this machine."""
@@ -134,15 +135,12 @@ class TensorExecutor:
             from kvcore.engine.tiers import TensorMover, identity  # noqa: PLC0415 - most have none
 
             whose = identity(cache, generator, backend, seed, texts=texts)
-            self._mover = TensorMover(cache.tiers, backend, whose)
+            self._mover = TensorMover(cast("Tiers", cache.tiers), backend, whose)
 
     def close(self, *, whole: bool) -> None:
         """Close the tiers; if `whole`, after all queued blocks are written."""
-        mover, tiers = self._mover, self._cache.tiers
-        if mover is not None and tiers is not None:
-            mover.close(whole=whole)
-            if whole:
-                tiers.drop_lost(self._cache.now)
+        if self._mover is not None:
+            self._mover.close(whole=whole)
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]

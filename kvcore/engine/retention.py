@@ -129,8 +129,8 @@ def token_retention(cache: KVCache) -> TokenRetention | None:
     if retention is not None and find_override(retention, "keeps") is not None:
         msg = (
             f"retention {retention.name!r} says how many tokens stay and not which, so it can "
-            "be simulated and not run: derive it from kvcore.engine.TokenRetention, whose "
-            "score() says which"
+            "be simulated and not run: derive it from kvcore.engine.retention.TokenRetention, "
+            "whose score() says which"
         )
         raise InputError(msg)
     return None

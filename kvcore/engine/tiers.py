@@ -45,7 +45,9 @@ from kvcore.errors import InputError
 from kvcore.plugins import FAILURES, describe
 from kvcore.plugins.base import find_override
 from kvcore.request import Key
-from kvcore.tiers import Level, Part, StoredBlock, Tiers, TierStore, path_ids
+from kvcore.tiers import StoredBlock, TierStore
+from kvcore.tiers.hierarchy import Tiers
+from kvcore.tiers.level import Level, Part, path_ids
 
 SCHEMA = 1
 """Version of the names and the layout of stored K/V: raised if old slots must not be read."""
@@ -496,7 +498,7 @@ class TensorMover:
                     yield channel.level, task.path, task.blocks[0].position + task.right
 
     def close(self, *, whole: bool) -> None:
-        """Close the stores; if `whole`, after all queued calls.
+        """Close the stores; if `whole`, after all queued calls, without the blocks they lost.
 
         The threads end, except one that waits for a store that hangs.
         """
@@ -508,6 +510,8 @@ class TensorMover:
             channel.memory = None
         tasks = [channel.submit(_Task("close")) for channel in channels]
         self._wait(lambda: all(task.done for task in tasks))
+        if whole:
+            self._tiers.drop_lost(self._tiers.cache.now)
 
     def _name(
         self, channel: _Channel, holder: Holder, first: int, slots: Ids

@@ -22,8 +22,10 @@ from kvcore.kv_events.model import (
     EventBatch,
 )
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.trace import CacheState, ServerReader, events, read_events
+from kvcore.trace import events, read_events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
+from kvcore.trace.replicas import ServerReader
+from kvcore.trace.state import CacheState
 from kvcore.units import NS_PER_S
 
 MEDIUM = "GPU"

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cluster import Dispatcher, PrefixView, Replica, Router, parse_view
-from kvcore.cluster.views import EventsView, SentIndex
+from kvcore.cluster import Replica, Router
+from kvcore.cluster.dispatcher import Dispatcher, PrefixView
+from kvcore.cluster.views import EventsView, SentIndex, parse_view
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.kv_events.block_tracker import BlockTracker
 from kvcore.kv_events.formats import decode

@@ -32,9 +32,10 @@ from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.report import setup
 from kvcore.report.misses import RequestReport
-from kvcore.trace import ServerReader, TraceChecker
 from kvcore.trace.check import check_event
 from kvcore.trace.layout import TracedPrompt
+from kvcore.trace.replicas import ServerReader
+from kvcore.trace.server_check import TraceChecker
 from kvcore.trace.state import TracedSpan, run_blocks
 from kvcore.units import NS_PER_S, format_seconds
 

@@ -41,7 +41,6 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.plugins.options import as_text
-from kvcore.report import WhatIfReport
 from kvcore.report.billing import bill_sections
 from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.plan import HEADERS as PLAN_HEADERS
@@ -51,6 +50,7 @@ from kvcore.report.size import HEADERS as SIZE_HEADERS
 from kvcore.report.size import size_rows, size_title
 from kvcore.report.sweep import MEASURES, POLICIES, SweepReport
 from kvcore.report.tables import NONE, counted
+from kvcore.report.whatif import WhatIfReport
 from kvcore.units import NS_PER_S, format_seconds
 
 

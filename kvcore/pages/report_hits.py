@@ -31,10 +31,12 @@ from kvcore.pages.report_parts import (
     sentences,
     table,
 )
-from kvcore.report import ComparisonReport, CurvesReport, ResidencyReport
-from kvcore.report.billing import ComparisonBill
+from kvcore.report.comparison import ComparisonReport, ResidencyReport
+from kvcore.report.comparison_bill import ComparisonBill
+from kvcore.report.mrc import CurvesReport
 from kvcore.report.plane import PlaneReport
-from kvcore.report.tables import block_bytes, counted, named, plugin_text, share
+from kvcore.report.policies import block_bytes, named
+from kvcore.report.tables import counted, plugin_text, share
 from kvcore.report.whatif import change_text
 from kvcore.units import format_bytes
 

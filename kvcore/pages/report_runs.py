@@ -39,14 +39,16 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.progress import Progress, silent
-from kvcore.report import PagingReport, SimulationReport, setup
+from kvcore.report import SimulationReport, setup
 from kvcore.report.billing import bill_sections
 from kvcore.report.misses import SummaryReport, spaced
+from kvcore.report.paging import PagingReport
 from kvcore.report.plots import Latencies
 from kvcore.report.tables import counted, share
 from kvcore.report.whatif import run_rows
 from kvcore.serving.result import REQUESTS, TRACE
-from kvcore.trace import ServerReader, check_trace
+from kvcore.trace.check import check_trace
+from kvcore.trace.replicas import ServerReader
 from kvcore.units import NS_PER_S, format_seconds
 
 POINTS = 960

@@ -33,7 +33,8 @@ from kvcore.pages.shell import Page
 from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
-from kvcore.trace import CacheState, Trace, decode_runs
+from kvcore.trace import Trace, decode_runs
+from kvcore.trace.state import CacheState
 
 BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""

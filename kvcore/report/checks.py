@@ -10,7 +10,7 @@ from kvcore.report.tables import setup, share
 
 if TYPE_CHECKING:
     from kvcore.kv_events import RecordingReport
-    from kvcore.trace import Report
+    from kvcore.trace.check import Report
 
 MOST_ROWS = 16
 """Largest number of replicas in a table."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, TextIO
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TextIO
 
 import attrs
 
@@ -13,17 +13,11 @@ from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.report.charts import TIERS, as_percent
+from kvcore.report.policies import block_bytes, looked_up, named, option_texts, replay_setup
 from kvcore.report.sections import Chart, Panel, Section, Table
-from kvcore.report.simulation import ResidencyReport
-from kvcore.report.tables import (
-    block_bytes,
-    counted,
-    looked_up,
-    named,
-    option_texts,
-    replay_setup,
-    share,
-)
+from kvcore.report.simulation import thrashing
+from kvcore.report.tables import cell, counted, share
+from kvcore.units import format_seconds
 
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
@@ -73,7 +67,7 @@ class ComparisonReport:
         if self.residency:
             sections += ResidencyReport(self.comparison).sections
         if self.comparison.bills is not None:
-            from kvcore.report.billing import ComparisonBill  # noqa: PLC0415 - for prices alone
+            from kvcore.report.comparison_bill import ComparisonBill  # noqa: PLC0415 - for prices alone
 
             sections += ComparisonBill(self.comparison, self.memory).sections
         return [*sections, self.setup]
@@ -286,3 +280,60 @@ def _cell(result: Row | Infinite) -> str:
 
 def _enumerated(words: list[str]) -> str:
     return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+@attrs.frozen
+class ResidencyReport:
+    """Residency of blocks under each policy of a comparison, in each pool.
+
+    Attributes:
+        comparison: a comparison with `residency=True`.
+    """
+
+    comparison: Comparison
+
+    headers: ClassVar[tuple[str, ...]] = (
+        *("eviction", "blocks", "age at hit", "age at eviction", "lifetime"),
+        *("never hit", "stored again"),
+    )
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on residency; empty if it was not measured."""
+        table = Table(self.headers, self.rows)
+        return [table, self.reading] if table.rows else []
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Rows of the table: one per policy and pool, with medians of times."""
+        return list(_residency_rows(named(self.comparison.rows)))
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the columns, and warnings about policies that thrash."""
+        columns = (
+            "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
+            "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
+            "was stored, after at most a pool of other evictions."
+        )
+        lines = [columns]
+        for name, row in named(self.comparison.rows):
+            warning = thrashing(row.residency, row.blocks)
+            if warning:
+                lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
+        return "\n".join(lines)
+
+
+def _residency_rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
+    for name, row in rows:
+        for rested in (row.residency or {}).values():
+            ages = (rested[key] for key in ("age_at_hit_s", "age_at_eviction_s", "lifetime_s"))
+            gone = sum(rested["evicted_blocks"].values())
+            stored = rested["stored_blocks"]
+            yield [
+                name,
+                f"{row.blocks:,}",
+                *(cell(age and age["p50"], format_seconds) for age in ages),
+                share(rested["never_hit_blocks"] / gone if gone else None),
+                share(rested["restored_blocks"] / stored if stored else None),
+            ]

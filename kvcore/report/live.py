@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 from kvcore.analysis.timeline import TimelineBuilder
 from kvcore.report.tables import bars, counted, share
-from kvcore.trace import CacheState, events
-from kvcore.trace.state import run_blocks
+from kvcore.trace import events
+from kvcore.trace.state import CacheState, run_blocks
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 Line: TypeAlias = list[tuple[str, str]]

@@ -14,16 +14,15 @@ import attrs
 from kvcore.analysis import SHARING, Belady, Curves
 from kvcore.models.memory import KVLayout
 from kvcore.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
-from kvcore.report.sections import Section, Table
-from kvcore.report.tables import (
+from kvcore.report.policies import (
     block_bytes,
-    counted,
     looked_up,
     memory_fields,
     named,
-    plugin_text,
     replay_setup,
 )
+from kvcore.report.sections import Section, Table
+from kvcore.report.tables import counted, plugin_text
 from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:

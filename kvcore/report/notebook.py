@@ -15,7 +15,7 @@ from kvcore.analysis.planning import FleetPlan
 from kvcore.analysis.quality import Quality
 from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
-from kvcore.cluster import ClusterResult
+from kvcore.cluster.result import ClusterResult
 from kvcore.errors import PluginError
 from kvcore.report import plots
 from kvcore.report.charts import plot_chart

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from kvcore.cluster import ClusterResult
+    from kvcore.cluster.result import ClusterResult
 
 INCHES = 8.4, 4.8
 CAPTION: dict[str, Any] = {"width": 185, "max_lines": 10, "placeholder": " ..."}

@@ -4,92 +4,15 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 
 from kvcore.cache.residency import TIER
 from kvcore.report.sections import Section, Table
-from kvcore.report.tables import NONE, TableRow, bars, cell, counted, named, setup, share
+from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
+from kvcore.serving.result import Reported
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
-
-if TYPE_CHECKING:
-    from kvcore.analysis import Comparison, Row
-
-
-@attrs.frozen
-class PagingReport:
-    """Report on two runs of the same requests, paged and contiguous.
-
-    Attributes:
-        contiguous, paged: the summaries of the runs.
-        max_output: tokens that a request in contiguous memory reserves for its output.
-    """
-
-    contiguous: Mapping[str, Any]
-    paged: Mapping[str, Any]
-    max_output: int
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on both runs."""
-        return [self.headline, Table(self.headers, self.rows), self.reading]
-
-    @property
-    def headline(self) -> str:
-        """A sentence about the comparison."""
-        tokens = self.paged["pool"]["blocks"] * self.paged["pool"]["block_size"]
-        return (
-            f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
-            f"and {self.max_output:,} tokens of output in one piece, and shares nothing."
-        )
-
-    @property
-    def headers(self) -> list[str]:
-        """Headers of the table."""
-        return ["", "contiguous", "paged"]
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table, the most important first."""
-        runs = zip(_paging_cells(self.contiguous), _paging_cells(self.paged), strict=True)
-        return [[name, before, after] for (name, before), (_, after) in runs]
-
-    @property
-    def reading(self) -> str:
-        """Sentences about the gain of paging and the words of the table."""
-        paged, before = (
-            run["fragmentation"]["running"] for run in (self.paged, self.contiguous)
-        )
-        # If memory is not short, fewer run at a time because each ends earlier.
-        bought = (
-            f"Paging runs {paged / before:.2f} times as many at a time. "
-            if paged > before > 0
-            else ""
-        )
-        return (
-            f"{bought}Splintered is the time in which the next request waited although enough "
-            "was free in sum, in holes too short for it."
-        )
-
-
-def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the rows of one run: names and values."""
-    seen, ttft = summary["fragmentation"], summary["ttft_s"]
-    yield "running at a time", format_number(seen["running"])
-    yield "completed", f"{summary['completed']:,}"
-    yield "rejected", f"{summary['rejected']:,}"
-    speed = summary["throughput_tokens_s"]
-    yield "generated tokens/s", cell(speed, format_number)
-    for kind in ("mean", "p99"):
-        yield f"TTFT, {kind}", NONE if ttft is None else format_seconds(ttft[kind])
-    yield "memory: tokens of open requests", f"{seen['used']:.1%}"
-    yield "memory: cached for later ones", f"{seen['cached']:.1%}"
-    yield "memory: reserved, no token yet", f"{seen['internal']:.1%}"
-    yield "of this, prompts in prefill", f"{seen['uncomputed']:.1%}"
-    yield "time splintered", f"{seen['external']:.1%}"
-    free = seen["external_free"]
-    yield "free at such times", share(free)
 
 
 def thrashing(
@@ -122,63 +45,6 @@ def thrashing(
             "compare` shows what another policy keeps."
         )
     return "\n".join(sentences)
-
-
-@attrs.frozen
-class ResidencyReport:
-    """Residency of blocks under each policy of a comparison, in each pool.
-
-    Attributes:
-        comparison: a comparison with `residency=True`.
-    """
-
-    comparison: Comparison
-
-    headers: ClassVar[tuple[str, ...]] = (
-        *("eviction", "blocks", "age at hit", "age at eviction", "lifetime"),
-        *("never hit", "stored again"),
-    )
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on residency; empty if it was not measured."""
-        table = Table(self.headers, self.rows)
-        return [table, self.reading] if table.rows else []
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table: one per policy and pool, with medians of times."""
-        return list(_rows(named(self.comparison.rows)))
-
-    @property
-    def reading(self) -> str:
-        """Sentences about the columns, and warnings about policies that thrash."""
-        columns = (
-            "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
-            "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
-            "was stored, after at most a pool of other evictions."
-        )
-        lines = [columns]
-        for name, row in named(self.comparison.rows):
-            warning = thrashing(row.residency, row.blocks)
-            if warning:
-                lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
-        return "\n".join(lines)
-
-
-def _rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
-    for name, row in rows:
-        for rested in (row.residency or {}).values():
-            ages = (rested[key] for key in ("age_at_hit_s", "age_at_eviction_s", "lifetime_s"))
-            gone = sum(rested["evicted_blocks"].values())
-            stored = rested["stored_blocks"]
-            yield [
-                name,
-                f"{row.blocks:,}",
-                *(cell(age and age["p50"], format_seconds) for age in ages),
-                share(rested["never_hit_blocks"] / gone if gone else None),
-                share(rested["restored_blocks"] / stored if stored else None),
-            ]
 
 
 COLUMNS = ("mean", "p50", "p90", "p95", "p99")

@@ -27,7 +27,7 @@ from kvcore.serving.scheduler import (
 )
 
 if TYPE_CHECKING:
-    from kvcore.tiers import Load
+    from kvcore.cache.tiers import TierLoad
 
 
 _LONGEST: Final = 4096
@@ -101,7 +101,7 @@ class Batcher:
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
         self.timers: list[tuple[int, int, Job]] = []
-        self.loads: list[tuple[int, int, Job | None, Load]] = []
+        self.loads: list[tuple[int, int, Job | None, TierLoad]] = []
         self.blocked_job: Job | None = None
         self.without_progress = 0
         self.moved: Callable[[Job, int], bool] | None = None
@@ -549,7 +549,7 @@ class Batcher:
             tokens += size
         return -(-(int(tokens + taken * share) + 1) // size)
 
-    def _loaded(self, job: Job | None, load: Load, now: int) -> None:
+    def _loaded(self, job: Job | None, load: TierLoad, now: int) -> None:
         """LOADED: continue with the part of the prompt that was not loaded."""
         assert self._tiers is not None
         if job is None:

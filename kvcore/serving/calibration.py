@@ -1,22 +1,19 @@
-"""The fit of a latency model to measured steps, and the files of these steps."""
+"""The fit of a latency model to measured steps."""
 
 from __future__ import annotations
 
-import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import product
-from math import isfinite
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TextIO, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.models.cost import attended_pairs
 from kvcore.plugins.options import as_text
-from kvcore.serving.latency import LatencyModel, StepWork, Windows
-from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_NS, PS_PER_S, picoseconds
-from kvcore.workloads.files import lines
+from kvcore.serving.latency import LatencyModel, StepWork
+from kvcore.serving.measured_steps import MeasuredStep, read_steps
+from kvcore.units import PS_PER_S
 
 FOLDS = 5
 """How many times the model is fitted again, without the steps that it is then judged by."""
@@ -259,156 +256,3 @@ def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
             "tokens, few and many sequences, short and long contexts, each by itself"
         )
         raise InputError(msg)
-
-
-COUNTS = ("prefill_tokens", "decode_sequences", "context_tokens")
-"""Columns with the work of a step."""
-
-
-PAIRS = "attended_pairs"
-"""A column that may be there: (query, key) pairs of the prompt tokens."""
-
-SECONDS = "seconds"
-"""The column with the time of a step."""
-
-
-SHORTEST, LONGEST = 1e-12, 1e6
-
-
-@attrs.frozen
-class MeasuredStep:
-    """A row of a CSV file: the work of a step, and the time that it took.
-
-    Attributes:
-        line: number of the line in the file, from 1.
-        prefill: number of prompt tokens.
-        decode: number of sequences that generated a token.
-        context: number of tokens that these attended to, of all sequences together.
-        time: time of the step in picoseconds.
-        pairs: number of (query, key) pairs of the prompt tokens; by default of one chunk at
-            the start of a prompt.
-    """
-
-    line: int
-    prefill: int
-    decode: int
-    context: int
-    time: int
-    pairs: int = attrs.field()
-
-    @pairs.default
-    def _one_chunk(self) -> int:
-        return attended_pairs(0, self.prefill)
-
-    @property
-    def counts(self) -> tuple[int, int, int]:
-        """The work of the step, in the order of `COUNTS`."""
-        return self.prefill, self.decode, self.context
-
-    @property
-    def kind(self) -> str:
-        """One of `KINDS`."""
-        if self.prefill:
-            return "mixed" if self.decode else "prefill"
-        return "decode"
-
-    def work(self, windows: Windows = (None,)) -> StepWork:
-        """Return the work of the step.
-
-        For attention in a window, the prompt tokens are taken for one chunk, as far behind
-        the start of its prompt as the pairs say, and contexts for equally long.
-        """
-        before = max(self.pairs - attended_pairs(0, self.prefill), 0) // max(self.prefill, 1)
-        pairs, contexts = [], []
-        for window in windows:
-            if window is None:
-                pairs.append(self.pairs)
-                contexts.append(self.context)
-            else:
-                pairs.append(attended_pairs(before, self.prefill, window))
-                contexts.append(min(self.context, self.decode * window))
-        return StepWork(self.prefill, tuple(pairs), self.decode, tuple(contexts))
-
-
-def read_steps(path: Path) -> list[MeasuredStep]:
-    """Read a CSV file with the columns of `COUNTS` and `SECONDS`, in any order.
-
-    `PAIRS` is read if it is there. Other columns are skipped, blank lines too. The file may be
-    compressed.
-
-    Raises:
-        InputError: the file cannot be read, a column is missing or named twice, or a cell
-            cannot be read; the error names file, line and column.
-    """
-    source = lines(path)
-    number, line = next(source)
-    header = [name.strip() for name in _cells(path, number, line)]
-    columns = [*COUNTS, *([PAIRS] if PAIRS in header else []), SECONDS]
-    places = {name: _place(path, number, header, name) for name in columns}
-    steps = []
-    for number, line in source:
-        cells = _cells(path, number, line)
-        if len(cells) != len(header):
-            expected = f"expected {len(header)} cells, as in the header"
-            msg = f"{path}:{number}: {expected}, got {len(cells)}"
-            raise InputError(msg)
-        row = {name: cells[place].strip() for name, place in places.items()}
-        prefill, decode, context, *pairs = (
-            _count(f"{path}:{number}: {name}", row[name]) for name in columns[:-1]
-        )
-        time = picoseconds(_seconds(f"{path}:{number}: {SECONDS}", row[SECONDS]), SECONDS)
-        steps.append(MeasuredStep(number, prefill, decode, context, time, *pairs))
-    if not steps:
-        msg = f"{path}: no rows after the header"
-        raise InputError(msg)
-    return steps
-
-
-def write_steps(file: TextIO, steps: Iterable[MeasuredStep]) -> None:
-    """Write steps with their pairs in the format of `read_steps`, to the nanosecond."""
-    file.write(",".join((*COUNTS, PAIRS, SECONDS)) + "\n")
-    for step in steps:
-        seconds, rest = divmod(step.time // PS_PER_NS, NS_PER_S)
-        counts = ",".join(map(str, (*step.counts, step.pairs)))
-        file.write(f"{counts},{seconds}.{rest:09d}\n")
-
-
-def _cells(path: Path, number: int, line: bytes) -> list[str]:
-    try:
-        return next(csv.reader([line.decode().rstrip("\r\n")], strict=True))
-    except (UnicodeDecodeError, csv.Error) as error:
-        msg = f"{path}:{number}: not CSV in UTF-8: {error}"
-        raise InputError(msg) from error
-
-
-def _place(path: Path, number: int, header: list[str], name: str) -> int:
-    if header.count(name) != 1:
-        problem = "is there twice" if name in header else "is missing"
-        msg = (
-            f"{path}:{number}: column {name!r} {problem}; expected a header with "
-            f"{_column_names((*COUNTS, SECONDS))}, got {_column_names(header)}"
-        )
-        raise InputError(msg)
-    return header.index(name)
-
-
-def _count(where: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < len(str(INT64_LIMIT))):
-        msg = f"{where}: expected a whole number, at least 0 and below 10^18, got {text!r}"
-        raise InputError(msg)
-    return int(text)
-
-
-def _seconds(where: str, text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not (isfinite(seconds) and SHORTEST <= seconds <= LONGEST):
-        msg = f"{where}: expected seconds, above 0 and up to 10^6, such as 0.0125, got {text!r}"
-        raise InputError(msg)
-    return seconds
-
-
-def _column_names(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect
 from collections.abc import Iterable
+from functools import partial
+from typing import Any, Literal
+
+import attrs
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
@@ -12,6 +16,55 @@ from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeBatch, StepTimes
 from kvcore.serving.fragmentation import MeasuredAllocator
 from kvcore.serving.job import Job
+from kvcore.serving.result import Result
+from kvcore.serving.simulate import check_cache
+from kvcore.serving.simulate import simulate as simulate_allocated
+
+Allocation = Literal["paged", "contiguous"]
+"""How memory is allocated: in blocks, or in one piece for each request."""
+
+
+def simulate(
+    workload: Iterable[Request],
+    *,
+    cache: KVCache,
+    allocation: Allocation = "paged",
+    max_output: int | None = None,
+    **options: Any,
+) -> Result:
+    """Serve `workload` as `kvcore.serving.simulate` does, in paged or contiguous memory.
+
+    Args:
+        workload: a workload, or any requests in order of arrival.
+        cache: where K/V is kept, in `tokens` accounting; a new one for each run.
+        allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
+            the size of `cache` in which a request reserves its prompt and the longest
+            possible output in one piece, and shares nothing. Of `cache` only the size is
+            used then, and the result has another one. Its fragmentation is measured.
+        max_output: for `contiguous`, the longest possible output in tokens; a request with a
+            longer one reserves that. None: the longest output of the workload, which is read
+            once for it.
+        options: the other arguments of `kvcore.serving.simulate`.
+
+    Raises:
+        InputError: as `kvcore.serving.simulate` does; or a cache with a trace, tiers or a
+            retention policy in contiguous memory.
+        PolicyError: a plugin failed, or the scheduler lets nothing run.
+    """
+    if allocation == "paged":
+        if max_output is not None:
+            msg = f"max_output={max_output} is for allocation='contiguous' alone; leave it out"
+            raise InputError(msg)
+        return simulate_allocated(workload, cache=cache, **options)
+    if allocation != "contiguous":
+        msg = f"allocation={allocation!r} is not known; there are: paged, contiguous"
+        raise InputError(msg)
+    check_cache(cache, "simulate")
+    contiguous = contiguous_cache(cache)
+    max_output = longest_output(workload, max_output)
+    allocator = partial(ContiguousAllocator, max_output=max_output)
+    result = simulate_allocated(workload, cache=contiguous, allocator=allocator, **options)
+    return attrs.evolve(result, max_output=max_output)
 
 
 class AddressSpace:
@@ -248,8 +301,14 @@ def contiguous_cache(cache: KVCache) -> KVCache:
     """Return a new cache of the size of `cache` for a `ContiguousAllocator`.
 
     Raises:
-        InputError: `cache` has a trace, or a retention policy.
+        InputError: `cache` has a trace, tiers, or a retention policy.
     """
+    if cache.tiers is not None:
+        msg = (
+            "allocation='contiguous' has no blocks that a tier could hold: leave out one "
+            "of the two"
+        )
+        raise InputError(msg)
     if cache.retention is not None:
         msg = (
             f"allocation='contiguous' with retention policy {cache.retention.name!r}: a "

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from time import perf_counter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
-from kvcore.serving.contiguous import ContiguousAllocator, contiguous_cache, longest_output
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.fragmentation import MeasuredAllocator, MeasuredLoop
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
@@ -23,9 +21,6 @@ from kvcore.workloads import check_keys
 if TYPE_CHECKING:
     from kvcore.serving.drafter import Drafter
 
-Allocation = Literal["paged", "contiguous"]
-"""How memory is allocated: in blocks, or in one piece for each request."""
-
 
 def simulate(
     workload: Iterable[Request],
@@ -36,12 +31,11 @@ def simulate(
     batching: Batching | None = None,
     slo: SLO | None = None,
     rate_scale: float = 1.0,
-    allocation: Allocation = "paged",
-    max_output: int | None = None,
     fragmentation: bool = False,
     residency: bool = True,
     jumps: bool = True,
     drafter: Drafter | type[Drafter] | str | None = None,
+    allocator: AllocatorFactory | None = None,
 ) -> Result:
     """Serve `workload` in the time that a latency model gives.
 
@@ -55,44 +49,21 @@ def simulate(
         batching: the limits of a step; None: `Batching()`.
         slo: the SLO of requests without one of their own.
         rate_scale: factor on the rate at which open-loop requests arrive.
-        allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
-            the size of `cache` in which a request reserves its prompt and the longest
-            possible output in one piece, and shares nothing. Of `cache` only the size is
-            used then, and the result has another one.
-        max_output: for `contiguous`, the longest possible output in tokens; a request with a
-            longer one reserves that. None: the longest output of the workload, which is read
-            once for it.
         fragmentation: whether to measure how memory is used, which costs some 10 % more
-            time; `contiguous` runs always do.
+            time.
         residency: whether to measure how long blocks rest, which costs 15 % more time, and
             40 % where blocks are small and many.
         jumps: whether decode steps between two events are run as one, which changes only the
             time that the simulation takes. With a drafter they are not.
         drafter: how many drafts are accepted, such as the `acceptance` plugin; None: one
             token a sequence and step.
+        allocator: makes an allocator that measures; None: one that pages.
 
     Raises:
         InputError: parts that do not fit one another, or a workload out of order.
         PolicyError: a plugin failed, or the scheduler lets nothing run.
     """
     check_cache(cache, "simulate")
-    allocator: AllocatorFactory | None = None
-    if allocation == "contiguous":
-        if cache.tiers is not None:
-            msg = (
-                "allocation='contiguous' has no blocks that a tier could hold: leave out one "
-                "of the two"
-            )
-            raise InputError(msg)
-        cache = contiguous_cache(cache)
-        max_output = longest_output(workload, max_output)
-        allocator = partial(ContiguousAllocator, max_output=max_output)
-    elif allocation != "paged":
-        msg = f"allocation={allocation!r} is not known; there are: paged, contiguous"
-        raise InputError(msg)
-    elif max_output is not None:
-        msg = f"max_output={max_output} is for allocation='contiguous' alone; leave it out"
-        raise InputError(msg)
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
     executor = SimulatedExecutor(latency)
     built: Drafter | None = resolve("drafter", drafter)
@@ -120,7 +91,6 @@ def simulate(
         latency,
         loop.fragmentation(),
         wall_s=wall_s,
-        max_output=max_output,
         drafter=built,
     )
 

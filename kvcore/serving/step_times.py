@@ -14,7 +14,7 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.serving.calibration import MeasuredStep
+from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.units import PS_PER_S
 
 EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]

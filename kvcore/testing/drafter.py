@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcore.cache import KVCache
-from kvcore.engine import TokenDrafter
+from kvcore.engine.drafter import TokenDrafter
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request, text_request
 from kvcore.serving import Batching, LatencyModel, StepWork, simulate
@@ -30,8 +30,8 @@ class DrafterTests:
             drafter = Mine
 
     A drafter for simulations (`accepted`) serves requests in simulated time. A drafter of
-    tokens (`kvcore.engine.TokenDrafter`) drafts continuations of texts of some 30 tokens for a
-    tiny model, in blocks of 4, which needs torch.
+    tokens (`kvcore.engine.drafter.TokenDrafter`) drafts continuations of texts of some 30
+    tokens for a tiny model, in blocks of 4, which needs torch.
 
     Attributes:
         generator: the model that verifies the drafts, as text.

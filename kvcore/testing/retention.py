@@ -9,7 +9,8 @@ import attrs
 import pytest
 
 from kvcore.cache import KVCache, RetentionPolicy, Sequence
-from kvcore.engine import HeldTokens, Reads, Rotary, ScoreRetention, TokenRetention
+from kvcore.engine import Rotary
+from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
 from kvcore.request import Request
 from kvcore.serving import simulate
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named

@@ -11,7 +11,9 @@ from typing import ClassVar
 import attrs
 import pytest
 
-from kvcore.cluster import Dispatcher, Replica, Router, parse_view
+from kvcore.cluster import Replica, Router
+from kvcore.cluster.dispatcher import Dispatcher
+from kvcore.cluster.views import parse_view
 from kvcore.plugins.base import qualified
 from kvcore.request import Request
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named

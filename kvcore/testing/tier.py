@@ -18,7 +18,9 @@ from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Key, Request
 from kvcore.testing.harness import Traffic, random_requests
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
-from kvcore.tiers import Level, Load, StoredBlock, Tier, Tiers, TierStore
+from kvcore.tiers import StoredBlock, Tier, TierStore
+from kvcore.tiers.hierarchy import Load, Tiers
+from kvcore.tiers.level import Level
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S
 

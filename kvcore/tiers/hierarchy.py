@@ -14,7 +14,7 @@ and use the same eviction policies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -23,14 +23,12 @@ from kvcore.cache.kvcache import KVCache
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
+from kvcore.cache.tiers import PrefillTime
 from kvcore.plugins import describe, resolve
 from kvcore.request import Request
 from kvcore.tiers.level import Level, Mover, Part
 from kvcore.tiers.tier import Tier
 from kvcore.units import NS_PER_S
-
-PrefillTime = Callable[[int, int], int]
-"""Returns the ns to prefill n tokens after a context of c tokens."""
 
 
 @attrs.define(eq=False)

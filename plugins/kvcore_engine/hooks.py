@@ -54,19 +54,21 @@ def kvcore_generators() -> dict[str, str]:
 def kvcore_drafters() -> dict[str, str]:
     """Return the drafters that see tokens."""
     return {
-        "draft-model": "kvcore_plugins.drafter:DraftModel",
-        "medusa": "kvcore_plugins.drafter:Medusa",
-        "prompt-lookup": "kvcore_plugins.drafter:PromptLookup",
+        "draft-model": "kvcore_plugins.drafter.draft_model:DraftModel",
+        "medusa": "kvcore_plugins.drafter.medusa:Medusa",
+        "prompt-lookup": "kvcore_plugins.drafter.prompt_lookup:PromptLookup",
     }
 
 
 @hookimpl
 def kvcore_retention_policies() -> dict[str, str]:
-    """Return the retention policies that see K/V."""
+    """Return the retention policies that see tokens."""
     return {
-        "expected": "kvcore_plugins.retention:Expected",
-        "h2o": "kvcore_plugins.retention:H2O",
-        "knorm": "kvcore_plugins.retention:KNorm",
-        "snapkv": "kvcore_plugins.retention:SnapKV",
-        "tova": "kvcore_plugins.retention:TOVA",
+        "expected": "kvcore_plugins.retention.expected:Expected",
+        "h2o": "kvcore_plugins.retention.h2o:H2O",
+        "knorm": "kvcore_plugins.retention.knorm:KNorm",
+        "random": "kvcore_plugins.retention.random:Random",
+        "snapkv": "kvcore_plugins.retention.snapkv:SnapKV",
+        "tova": "kvcore_plugins.retention.tova:TOVA",
+        "window": "kvcore_plugins.retention.window:Window",
     }

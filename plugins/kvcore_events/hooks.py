@@ -11,8 +11,7 @@ def kvcore_commands() -> dict[str, Verb]:
     """Return the verbs."""
     about = {
         "record": (
-            "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT- "
-            "LLM."
+            "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
         ),
     }
     return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
@@ -22,5 +21,5 @@ def kvcore_commands() -> dict[str, Verb]:
 def kvcore_workloads() -> dict[str, str]:
     """Return recordings of KV events as workloads."""
     return {
-        "kv-events": "kvcore_plugins.workload:KvEvents",
+        "kv-events": "kvcore_plugins.workload.kv_events:KvEvents",
     }

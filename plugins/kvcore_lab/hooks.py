@@ -53,13 +53,13 @@ def kvcore_commands() -> dict[str, Verb]:
 
 @hookimpl
 def kvcore_modes() -> dict[str, Mode]:
-    """Return the mode of runs whose use of memory is measured."""
+    """Return the mode of contiguous memory."""
     return {
-        "memory": Mode(
-            parts="kvcore.config.memory:MemoryParts",
+        "contiguous": Mode(
+            parts="kvcore.config.contiguous:ContiguousParts",
             report="kvcore.report.paging:report_of",
-            options="kvcore.config.memory_options:MemoryOptions",
-            chosen_by=("allocation", "fragmentation", "max_output"),
+            options="kvcore.config.contiguous_options:ContiguousOptions",
+            chosen_by=("allocation", "max_output"),
             refusal="memory is paged here: leave it out",
         )
     }
@@ -96,11 +96,3 @@ def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | 
     from kvcore.cli.search import compared_with_paged, search_of  # noqa: PLC0415 - of simulations
 
     return compared_with_paged(parts, given) or search_of(parts, result, given)
-
-
-@hookimpl
-def kvcore_workloads() -> dict[str, str]:
-    """Return recorded runs as workloads."""
-    return {
-        "trace": "kvcore_plugins.workload:Recording",
-    }

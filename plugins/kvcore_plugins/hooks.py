@@ -53,12 +53,7 @@ def kvcore_prefix_indexes() -> dict[str, str]:
 @hookimpl
 def kvcore_retention_policies() -> dict[str, str]:
     """Return the built-in retention policies."""
-    classes = {
-        "full": "Full",
-        "random": "Random",
-        "window": "Window",
-    }
-    return _places("retention", classes)
+    return {"full": "kvcore_plugins.retention:Full"}
 
 
 @hookimpl
@@ -116,6 +111,7 @@ def kvcore_workloads() -> dict[str, str]:
         "lengths": "Lengths",
         "lmcache": "LMCache",
         "mooncake": "Mooncake",
+        "trace": "Recording",
         "weka": "Weka",
         "zipf": "Zipf",
     }
@@ -125,7 +121,4 @@ def kvcore_workloads() -> dict[str, str]:
 @hookimpl
 def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
-    classes = {
-        "acceptance": "Acceptance",
-    }
-    return _places("drafter", classes)
+    return {"acceptance": "kvcore_plugins.drafter:Acceptance"}

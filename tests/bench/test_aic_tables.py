@@ -22,7 +22,8 @@ from kvcore import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.serving import StepWork
 from kvcore.serving.aic import compile_engine, compose_steps
-from kvcore.serving.calibration import MeasuredStep, fit_latency, write_steps
+from kvcore.serving.calibration import fit_latency
+from kvcore.serving.measured_steps import MeasuredStep, write_steps
 from kvcore.serving.step_times import Deployment, shipped_grids
 from kvcore_plugins.latency import Linear, Roofline, Table
 

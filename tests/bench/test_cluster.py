@@ -21,7 +21,8 @@ from bench.harness import (
 
 from kvcore import KVCache
 from kvcore.cache import Recorder
-from kvcore.cluster import parse_view, simulate_cluster
+from kvcore.cluster.simulate import simulate_cluster
+from kvcore.cluster.views import parse_view
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline

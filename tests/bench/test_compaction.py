@@ -16,7 +16,8 @@ from bench.test_attention import timed
 
 from kvcore import KVCache, Request, RetentionPolicy
 from kvcore.cache import Ids
-from kvcore.engine import Compactor, RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine.compaction import Compactor
 from kvcore.plugins import resolve
 from kvcore_plugins.backend import TorchCPU
 

@@ -9,7 +9,7 @@ from time import perf_counter
 from bench.harness import POOL, measured, medians
 
 from kvcore.analysis import compare, explain
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins.workload import Mooncake
 
 RUNS = 3

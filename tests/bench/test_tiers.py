@@ -16,7 +16,8 @@ from kvcore.engine.executor import tensor_layout
 from kvcore.engine.tiers import TensorMover
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins import resolve
-from kvcore.tiers import StoredBlock, Tiers
+from kvcore.tiers import StoredBlock
+from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.tier import Disk, Host
 
 LEAST = 0.7

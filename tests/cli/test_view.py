@@ -19,7 +19,8 @@ from kvcore.errors import InputError
 from kvcore.pages import view_page
 from kvcore.pages.playback import Window
 from kvcore.pages.server import PageServer
-from kvcore.trace import read_events, replay
+from kvcore.trace import read_events
+from kvcore.trace.check import replay
 
 SERVED = (
     *("simulate", "zipf:requests=150,rate=40,prefixes=15,prefix_tokens=256,suffix_tokens=64"),

@@ -14,7 +14,6 @@ from kvcore_plugins.workload import (
     Bench,
     Chat,
     Jsonl,
-    KvEvents,
     Lengths,
     LMCache,
     Mooncake,
@@ -22,6 +21,7 @@ from kvcore_plugins.workload import (
     Weka,
     Zipf,
 )
+from kvcore_plugins.workload.kv_events import KvEvents
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -12,10 +12,12 @@ from helpers.serving import BLOCK, SLOT, Bent, Even
 
 from kvcore import KVCache, Router, Trace
 from kvcore import simulate_cluster as simulate_recorded
-from kvcore.cluster import Failure, parse_view, simulate_cluster
+from kvcore.cluster.cluster import Failure
 from kvcore.cluster.phases import Split
+from kvcore.cluster.simulate import simulate_cluster
+from kvcore.cluster.views import parse_view
 from kvcore.serving import Batching
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace.cluster import ClusterTrace
 
 

@@ -6,7 +6,7 @@ from typing import ClassVar
 import attrs
 from helpers.engine import VOCABULARY, digest
 
-from kvcore.engine import TokenDrafter
+from kvcore.engine.drafter import TokenDrafter
 
 
 def coin(*parts):

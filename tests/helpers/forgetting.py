@@ -7,7 +7,7 @@ matrices, and the tokens to keep are found by sorting.
 import attrs
 import torch
 
-from kvcore.engine import HeldTokens
+from kvcore.engine.retention import HeldTokens
 from kvcore.testing.dense import Text, next_batch
 
 

@@ -4,7 +4,8 @@ from functools import cache
 from itertools import count
 
 from kvcore import KVCache, OutOfBlocks, Request
-from kvcore.engine import Compactor, RaggedBatch, TensorLayout
+from kvcore.engine import RaggedBatch, TensorLayout
+from kvcore.engine.compaction import Compactor
 from kvcore.plugins.options import instantiate, parse
 from kvcore.request import block_keys
 from kvcore.testing.dense import DenseCache, Text, advance, loaded, next_batch

@@ -16,7 +16,7 @@ from helpers.schedulers import scheduler_of
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, simulate
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4

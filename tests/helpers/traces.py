@@ -11,11 +11,11 @@ from helpers.serving import Even
 
 from kvcore import KVCache, Request, Trace
 from kvcore.serving import Batching, simulate
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace import read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.retention import Window
+from kvcore_plugins.retention.window import Window
 
 BLOCK = 4
 

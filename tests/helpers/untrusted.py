@@ -17,7 +17,7 @@ from msgspec.inspect import (
 )
 
 from kvcore.errors import TraceError
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore.trace.events import End, _struct_of
 
 EVIL = (

@@ -14,7 +14,8 @@ import pytest
 from helpers.step_lists import random_server
 
 from kvcore.serving import StepWork
-from kvcore.serving.calibration import fit_latency, read_steps
+from kvcore.serving.calibration import fit_latency
+from kvcore.serving.measured_steps import read_steps
 from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_plugins.latency import Linear, Roofline
 

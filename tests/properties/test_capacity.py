@@ -7,7 +7,7 @@ import pytest
 from kvcore.analysis.capacity import _Search
 from kvcore.config import RunConfig, RunParts
 from kvcore.progress import unseen
-from kvcore.serving import simulate
+from kvcore.serving.contiguous import simulate
 
 CROWD = "zipf:requests=150,prefix_tokens=256,suffix_tokens=256,output_tokens=200,rate=10"
 TIGHT = {"blocks": 300, "max_seqs": 16}

@@ -11,7 +11,7 @@ from helpers.toy_engine import SIZE, ToyEngine, drive, random_request
 from kvcore import Request
 from kvcore.hosting import EngineRecorder
 from kvcore.plugins import resolve
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3fifo", "slru", "cost"])

@@ -18,7 +18,8 @@ from kvcore.kv_events import (
     event_batches,
 )
 from kvcore.request import block_keys
-from kvcore.trace import CacheState, read_events
+from kvcore.trace import read_events
+from kvcore.trace.state import CacheState
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 

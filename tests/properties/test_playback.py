@@ -20,8 +20,9 @@ from kvcore.errors import InputError
 from kvcore.pages import view_page
 from kvcore.pages.playback import Playback, Window, share_phrases
 from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
-from kvcore.trace import CacheState, read_events
-from kvcore_plugins.retention import Window as Recent
+from kvcore.trace import read_events
+from kvcore.trace.state import CacheState
+from kvcore_plugins.retention.window import Window as Recent
 
 RUN = """
 async ({ name, blocks, rows, stride }) => {

@@ -8,7 +8,8 @@ from helpers.serving import random_talks, talks
 from hypothesis import given, settings
 
 from kvcore.analysis import explain
-from kvcore.trace import check_trace, rebuild_residency
+from kvcore.trace.check import check_trace
+from kvcore.trace.residency import rebuild_residency
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning", "fickle"])

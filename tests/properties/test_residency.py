@@ -19,7 +19,7 @@ from kvcore.cache import Residency
 from kvcore.cache.residency import Refaults
 from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
-from kvcore.trace import rebuild_residency as residency
+from kvcore.trace.residency import rebuild_residency as residency
 
 
 def of_trace(content):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from kvcore import KVCache
 from kvcore.analysis import Belady, Future, replay, served
 from kvcore.cache.layout import BlockLayout
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 
 from .test_optimum import contents, most_hits
 

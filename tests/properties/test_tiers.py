@@ -32,7 +32,8 @@ from kvcore.testing import (
     random_requests,
     random_steps,
 )
-from kvcore.tiers import Level, Tiers
+from kvcore.tiers.hierarchy import Tiers
+from kvcore.tiers.level import Level
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
 from kvcore_plugins.tier import Host
 

@@ -10,7 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
-from kvcore.trace import check_trace, read_events
+from kvcore.trace import read_events
+from kvcore.trace.check import check_trace
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 

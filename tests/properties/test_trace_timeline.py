@@ -11,7 +11,7 @@ from helpers.serving import servers, tiered_servers
 from hypothesis import given
 
 from kvcore.analysis.timeline import GAUGES, Kind, Timeline
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 
 
 @given(server=servers() | tiered_servers(), scheduler=st.sampled_from(SCHEDULERS))

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
-from kvcore.serving.calibration import MeasuredStep, fit_latency
+from kvcore.serving.calibration import fit_latency
+from kvcore.serving.measured_steps import MeasuredStep
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"

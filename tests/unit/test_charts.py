@@ -10,8 +10,8 @@ import pytest
 from kvcore import InputError, compare, plan
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
-from kvcore.report import ComparisonReport
 from kvcore.report.charts import Chart, Panel, spread
+from kvcore.report.comparison import ComparisonReport
 from kvcore.report.plan import PlanReport
 from kvcore.report.sweep import SweepReport, chart_axis
 

@@ -10,8 +10,9 @@ from helpers.clusters import Longest, RandomRouter, serve_cluster
 from helpers.serving import BLOCK, ask
 
 from kvcore import SLO, InputError, PolicyError, Router, Scheduler
-from kvcore.cluster import Failure, Replica, parse_view
-from kvcore.cluster.views import ExactView, SentIndex
+from kvcore.cluster import Replica
+from kvcore.cluster.cluster import Failure
+from kvcore.cluster.views import ExactView, SentIndex, parse_view
 from kvcore.serving import StepPlan
 from kvcore.units import NS_PER_S
 from kvcore_plugins.drafter.acceptance import Acceptance

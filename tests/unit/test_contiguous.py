@@ -7,11 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, Job, KVCache, OutOfBlocks, Trace
-from kvcore.serving import Batching, DecodeSteps, simulate
-from kvcore.serving.contiguous import AddressSpace, ContiguousAllocator, contiguous_cache
+from kvcore.serving import Batching, DecodeSteps
+from kvcore.serving.contiguous import (
+    AddressSpace,
+    ContiguousAllocator,
+    contiguous_cache,
+    simulate,
+)
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 
 
 def taken(size, *lengths):

@@ -15,8 +15,7 @@ from kvcore import PluginError
 from kvcore.analysis import Curve, Curves, Source, Steps
 from kvcore.models.catalogue import find_model
 from kvcore.models.memory import KVLayout
-from kvcore.report import CurvesReport
-from kvcore.report.mrc import draw, percent
+from kvcore.report.mrc import CurvesReport, draw, percent
 
 PNG, SVG = b"\x89PNG\r\n", b"<?xml"
 LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)

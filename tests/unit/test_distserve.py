@@ -13,8 +13,9 @@ import pytest
 from helpers.schedulers import scheduler_of
 
 from kvcore import KVCache, LatencyModel, Request
-from kvcore.cluster import parse_view, simulate_cluster
 from kvcore.cluster.phases import Split
+from kvcore.cluster.simulate import simulate_cluster
+from kvcore.cluster.views import parse_view
 from kvcore.serving import Batching
 from kvcore_plugins.router import LeastRequests
 

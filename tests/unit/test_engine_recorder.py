@@ -17,7 +17,8 @@ from kvcore.analysis import whatif
 from kvcore.errors import InputError, TraceError
 from kvcore.hosting import EngineRecorder
 from kvcore.plugins import resolve
-from kvcore.trace import EvictionDigest, TraceWorkload, check_trace, read_events
+from kvcore.trace import EvictionDigest, TraceWorkload, read_events
+from kvcore.trace.check import check_trace
 from kvcore_plugins.workload import Jsonl
 
 SECOND = 1_000_000_000

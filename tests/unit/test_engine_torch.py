@@ -9,7 +9,8 @@ from helpers.serving import Bent, ask, serve
 
 import kvcore
 from kvcore import Plugins
-from kvcore.trace import read_events, replay
+from kvcore.trace import read_events
+from kvcore.trace.check import replay
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from kvcore.models.cost import default_prefill_cost
 from kvcore.request import Retention
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
-from kvcore_plugins.retention import Window
+from kvcore_plugins.retention.window import Window
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from kvcore.analysis import explain
 from kvcore.analysis.misses import Holders
 from kvcore.errors import TraceError
 from kvcore.report.misses import RequestReport
-from kvcore.trace import ServerReader, read_events
+from kvcore.trace import read_events
 from kvcore.trace.check import check_event
+from kvcore.trace.replicas import ServerReader
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,8 @@ from helpers.serving import BLOCK, Even, ask, servers
 from hypothesis import given
 
 from kvcore import KVCache
-from kvcore.serving import Batching, Fragmentation, simulate
+from kvcore.serving import Batching, Fragmentation
+from kvcore.serving.contiguous import simulate
 
 
 def run(requests, blocks=5, **options):

@@ -8,7 +8,7 @@ from helpers.serving import serve as simulate
 
 from kvcore import InputError, OutOfBlocks, Request
 from kvcore.request import NO_HINTS, Hints
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins.eviction import LRU, MRU, SIEVE
 
 PIN = {"hints": Hints(pin=50)}

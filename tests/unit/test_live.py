@@ -16,7 +16,8 @@ from kvcore import KVCache, Trace
 from kvcore.analysis.timeline import Timeline
 from kvcore.cli.live import FRAME_SECONDS, Lines, Picture, Player
 from kvcore.report.live import PARTS, LiveView, clock
-from kvcore.trace import check_trace, read_events
+from kvcore.trace import read_events
+from kvcore.trace.check import check_trace
 from kvcore.units import NS_PER_S
 
 

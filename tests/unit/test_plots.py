@@ -17,7 +17,7 @@ from kvcore import InputError, KVCache, PluginError, Trace, simulate
 from kvcore.analysis.timeline import Kind, Timeline
 from kvcore.report import plots
 from kvcore.report.figure import log_ticks
-from kvcore.trace import rebuild_residency
+from kvcore.trace.residency import rebuild_residency
 
 pytest.importorskip("matplotlib")
 

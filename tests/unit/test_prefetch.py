@@ -12,7 +12,7 @@ from kvcore.request import Hints
 from kvcore.serving import StepPlan
 from kvcore.serving.job import LOADING
 from kvcore.serving.loop import Arrivals
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins.scheduler import FCFS
 
 SLOW_LINK = "host:memory=1MB,read_bandwidth=1GB,write_bandwidth=64GB,latency=0"

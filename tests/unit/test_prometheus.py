@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvcore import KVCache, PluginError, simulate
 from kvcore.analysis import compare
-from kvcore.report import comparison_metrics, run_metrics
+from kvcore.report.prometheus import comparison_metrics, run_metrics
 from kvcore.serving import Batching
 from kvcore_plugins.eviction import LFU, LRU
 from kvcore_plugins.workload import Zipf

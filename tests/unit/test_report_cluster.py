@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcore.cli.simulate import cluster_document
-from kvcore.cluster import simulate_cluster
+from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
 from kvcore.report.cluster import ClusterReport

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvcore.analysis import compare
-from kvcore.report import ResidencyReport, thrashing
+from kvcore.report import thrashing
+from kvcore.report.comparison import ResidencyReport
 from kvcore_plugins.eviction import LRU, MRU
 from kvcore_plugins.workload import Zipf
 

@@ -7,9 +7,10 @@ from helpers.serving import BLOCK, Even, ask
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcore import KVCache, simulate
-from kvcore.report import SimulationReport, run_metrics, thrashing
+from kvcore.report import SimulationReport, thrashing
+from kvcore.report.prometheus import run_metrics
 from kvcore.serving import Batching
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 
 from .test_report_simulation import CONFIG
 

@@ -4,8 +4,7 @@ import attrs
 import pytest
 
 from kvcore.analysis import Change, RequestOutcome, RunSummary, WhatIf
-from kvcore.report import WhatIfReport
-from kvcore.report.whatif import run_rows
+from kvcore.report.whatif import WhatIfReport, run_rows
 
 RATIOS = {"block": 0.25, "token": 0.2, "request": None}
 HIT = {"lookup_blocks": 40, "hit_blocks": 10, "self_hit_blocks": 0, "ratio": RATIOS}

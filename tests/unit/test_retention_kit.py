@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from kvcore import InputError, PolicyError, RetentionPolicy, ScoreRetention
-from kvcore.engine import Reads, TokenRetention
+from kvcore.engine.retention import Reads, TokenRetention
 from kvcore.testing import RetentionPolicyTests
 
 torch = pytest.importorskip("torch", reason="scores are computed on torch tensors")

@@ -5,10 +5,17 @@ from types import SimpleNamespace
 import pytest
 
 from kvcore import InputError, KVCache, Plugins, PolicyError, Request, ScoreRetention
-from kvcore.engine import HeldTokens, Reads, Rotary
+from kvcore.engine import Rotary
 from kvcore.engine.compaction import Compactor
+from kvcore.engine.retention import HeldTokens, Reads
 from kvcore.plugins.options import instantiate
-from kvcore_plugins.retention import H2O, TOVA, Expected, KNorm, Random, SnapKV, Window
+from kvcore_plugins.retention.expected import Expected
+from kvcore_plugins.retention.h2o import H2O
+from kvcore_plugins.retention.knorm import KNorm
+from kvcore_plugins.retention.random import Random
+from kvcore_plugins.retention.snapkv import SnapKV
+from kvcore_plugins.retention.tova import TOVA
+from kvcore_plugins.retention.window import Window
 
 torch = pytest.importorskip("torch", reason="scores are computed on torch tensors")
 

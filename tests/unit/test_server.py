@@ -28,7 +28,8 @@ from kvcore.errors import PolicyError
 from kvcore.kv_events import decode
 from kvcore.kv_events.model import BlockRemoved, BlockStored
 from kvcore.online.server import ServeConfig, Text
-from kvcore.trace import read_events, replay
+from kvcore.trace import read_events
+from kvcore.trace.check import replay
 from kvcore_plugins.generator import HuggingFace
 
 PROMPT = " ".join(f"word{place}" for place in range(40))

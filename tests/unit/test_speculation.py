@@ -13,12 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, Plugins, PolicyError
-from kvcore.engine import Draft, TokenDrafter, speculation
+from kvcore.engine import speculation
+from kvcore.engine.drafter import Draft, TokenDrafter
 from kvcore.engine.speculation import SpeculativeTensorExecutor, inverted, judged
 from kvcore.engine.tokens import TokenStream
 from kvcore.request import text_request
-from kvcore.trace import check_trace
-from kvcore_plugins.drafter import Acceptance, PromptLookup
+from kvcore.trace.check import check_trace
+from kvcore_plugins.drafter import Acceptance
+from kvcore_plugins.drafter.prompt_lookup import PromptLookup
 
 PLUGINS = Plugins()
 SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"

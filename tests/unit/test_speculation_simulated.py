@@ -14,7 +14,7 @@ from kvcore.config.cluster import ClusterParts
 from kvcore.models.catalogue import find_model
 from kvcore.serving import StepWork
 from kvcore.serving.speculation import with_drafts
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins.drafter import Acceptance
 
 PLUGINS = Plugins()

@@ -16,7 +16,7 @@ from kvcore import InputError, PluginError
 from kvcore.models.catalogue import MODELS
 from kvcore.serving import StepWork
 from kvcore.serving.aic import compose_steps
-from kvcore.serving.calibration import write_steps
+from kvcore.serving.measured_steps import write_steps
 from kvcore.serving.step_times import DECODE, PREFILL, Deployment, shipped_grid, shipped_grids
 from kvcore_plugins.latency import Table
 

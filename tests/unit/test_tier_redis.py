@@ -10,7 +10,7 @@ from helpers.tiers import SIZE, blocks, read, write
 
 from kvcore import InputError, KVCache, PluginError
 from kvcore.plugins import resolve
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace import Trace
 from kvcore_plugins.tier import Redis, redis
 

@@ -9,7 +9,8 @@ import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, LatencyModel, PolicyError
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
-from kvcore.tiers import Tier, Tiers
+from kvcore.tiers import Tier
+from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"

@@ -13,8 +13,9 @@ from kvcore import InputError, KVCache, PolicyError, run
 from kvcore.engine import tiers as engine_tiers
 from kvcore.engine.executor import tensor_layout
 from kvcore.plugins import resolve
-from kvcore.tiers import StoredBlock, Tier, Tiers, TierStore
-from kvcore.trace import check_trace
+from kvcore.tiers import StoredBlock, Tier, TierStore
+from kvcore.tiers.hierarchy import Tiers
+from kvcore.trace.check import check_trace
 
 MODEL = "transformer:layers=2,hidden=16,heads=2,kv_heads=1,head_dim=8,mlp=16,vocab_size=64"
 

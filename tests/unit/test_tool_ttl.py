@@ -5,7 +5,7 @@ from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, KVCache
 from kvcore.analysis import replay
-from kvcore.tiers import Tiers
+from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.eviction import LRU, ToolTTL
 
 SECOND = 10**9

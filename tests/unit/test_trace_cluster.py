@@ -12,8 +12,10 @@ import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis.timeline import Timeline
 from kvcore.kv_events import BlockStored, event_batches
-from kvcore.trace import ServerReader, check_trace, read_events, rebuild_residency
-from kvcore.trace.check import check_event
+from kvcore.trace import read_events
+from kvcore.trace.check import check_event, check_trace
+from kvcore.trace.replicas import ServerReader
+from kvcore.trace.residency import rebuild_residency
 from kvcore.trace.server_check import TraceChecker
 
 SCALED = {

@@ -4,11 +4,12 @@ import pytest
 from helpers.traces import BLOCK, ask, compact, lines, seal
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import check_trace, read_events
+from kvcore.trace import read_events
+from kvcore.trace.check import check_trace
 from kvcore.trace.server_check import TraceChecker
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.retention import Window
+from kvcore_plugins.retention.window import Window
 
 
 @pytest.fixture

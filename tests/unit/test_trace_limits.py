@@ -12,7 +12,8 @@ from kvcore import InputError, TraceError
 from kvcore.analysis import explain
 from kvcore.files import LONGEST_LINE, MOST_VALUES, DamageError, decompressed
 from kvcore.kv_events.recording import RecordingReader
-from kvcore.trace import check_trace, read_events
+from kvcore.trace import read_events
+from kvcore.trace.check import check_trace
 from kvcore.trace.fields import MOST_BLOCKS_OF_LINE, decode_runs
 from kvcore.trace.jsonl_file import SealedReader
 from kvcore.workloads.files import lines as workload_lines

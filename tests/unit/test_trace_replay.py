@@ -6,7 +6,9 @@ import pytest
 from helpers.traces import ask, drive, lines, record, seal, write
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace import CacheState, check_trace, read_events
+from kvcore.trace import read_events
+from kvcore.trace.check import check_trace
+from kvcore.trace.state import CacheState
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_plugins.workload import Mooncake

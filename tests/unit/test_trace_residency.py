@@ -7,7 +7,7 @@ from helpers import traces
 
 from kvcore import InputError, KVCache, TraceError
 from kvcore.cache import Residency
-from kvcore.trace import rebuild_residency as residency
+from kvcore.trace.residency import rebuild_residency as residency
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 

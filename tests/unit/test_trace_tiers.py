@@ -13,10 +13,13 @@ from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 from kvcore import KVCache, Request, Trace, TraceError
 from kvcore.analysis import compare, explain
 from kvcore.serving import Batching, simulate
-from kvcore.tiers import Tiers
-from kvcore.trace import CacheState, TraceChecker, check_trace, read_events
+from kvcore.tiers.hierarchy import Tiers
+from kvcore.trace import read_events
 from kvcore.trace import tiers as traced
+from kvcore.trace.check import check_trace
 from kvcore.trace.events import decode, find_fault
+from kvcore.trace.server_check import TraceChecker
+from kvcore.trace.state import CacheState
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf

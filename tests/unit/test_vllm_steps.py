@@ -14,7 +14,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import kvcore.serving.calibration as calibration_module
-from kvcore.serving.calibration import fit_latency, read_steps
+from kvcore.serving.calibration import fit_latency
+from kvcore.serving.measured_steps import read_steps
 from kvcore_plugins.latency import Linear
 
 SOURCE = Path(calibration_module.__file__).with_name("vllm_steps.py")

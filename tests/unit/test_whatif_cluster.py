@@ -10,10 +10,10 @@ import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis import whatif
 from kvcore.analysis.recorded_run import recorded_run
-from kvcore.cluster import simulate_cluster
+from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 
 UNLIKE = [{"count": 2}, {"blocks": 40, "eviction": "fifo", "max_seqs": 4}, {"tier": "none"}]
 

@@ -6,7 +6,7 @@ from helpers.traces import lines, seal
 
 from kvcore import InputError, KvcoreError, api
 from kvcore.analysis import whatif
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins.workload import Zipf
 
 HOST = "host:memory=100MiB,eviction=lfu:half_life=60,keep=exclusive,load=always"

@@ -10,7 +10,8 @@ from kvcore import InputError
 from kvcore.kv_events import EventBatch, Page, PagesStored, RecordingWriter, decode
 from kvcore.request import block_keys
 from kvcore.workloads import checked, recognise
-from kvcore_plugins.workload import Jsonl, KvEvents, Mooncake
+from kvcore_plugins.workload import Jsonl, Mooncake
+from kvcore_plugins.workload.kv_events import KvEvents
 
 SECOND = 10**9
 

@@ -16,7 +16,7 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_lmcache.policy import CHUNKS, Entries, KvcorePolicy, refuse_unfit
 from kvcore_lmcache.policy import key_of as kvcore_key
 from kvcore_plugins.eviction import LRU, SIEVE

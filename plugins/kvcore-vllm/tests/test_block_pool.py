@@ -14,7 +14,7 @@ from helpers.engines import required
 from helpers.step_lists import conversation, encode, first_difference, random_server
 
 from kvcore import InputError
-from kvcore.trace import check_trace
+from kvcore.trace.check import check_trace
 from kvcore_plugins import eviction as builtin
 
 required("vllm")

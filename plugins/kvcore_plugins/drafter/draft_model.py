@@ -9,15 +9,8 @@ import attrs
 from attrs.validators import ge
 
 from kvcore import Backend, Generator, InputError, LatencyModel
-from kvcore.engine import (
-    Attend,
-    Draft,
-    DraftSequence,
-    RaggedBatch,
-    Tensor,
-    TokenDrafter,
-    attend_through,
-)
+from kvcore.engine import Attend, RaggedBatch, Tensor, attend_through
+from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
 from kvcore.engine.executor import tensor_layout
 from kvcore.engine.speculation import inverted
 from kvcore.engine.tokens import uniform

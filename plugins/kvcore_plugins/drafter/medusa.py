@@ -9,14 +9,8 @@ import attrs
 from attrs.validators import ge, gt
 
 from kvcore import Backend, Generator, InputError, LatencyModel
-from kvcore.engine import (
-    Draft,
-    DraftSequence,
-    RaggedBatch,
-    Tensor,
-    TokenDrafter,
-    attend_through,
-)
+from kvcore.engine import RaggedBatch, Tensor, attend_through
+from kvcore.engine.drafter import Draft, DraftSequence, TokenDrafter
 from kvcore.lazy import LazyModule
 from kvcore.serving import StepWork
 from kvcore.serving.drafter import HeadCost

@@ -10,7 +10,7 @@ import attrs
 from attrs.validators import ge
 
 from kvcore import InputError
-from kvcore.engine import TokenDrafter
+from kvcore.engine.drafter import TokenDrafter
 
 _WIDTH = array("q").itemsize
 """Bytes of a token in the searched text."""

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from kvcore import Backend, InputError, KVCache, Request
 from kvcore.cache import BlockPool, Sequence
-from kvcore.engine import Compactor, RaggedBatch, attend_through
+from kvcore.engine import RaggedBatch, attend_through
+from kvcore.engine.compaction import Compactor
 from kvcore.engine.executor import tensor_layout
 from kvcore.engine.retention import token_retention
 from kvcore.plugins import resolve

@@ -15,7 +15,7 @@ from kvcore import InputError, LatencyModel
 from kvcore.files import as_path
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork
-from kvcore.serving.calibration import COUNTS, PAIRS, MeasuredStep, read_steps
+from kvcore.serving.measured_steps import COUNTS, PAIRS, MeasuredStep, read_steps
 from kvcore.serving.step_times import EngineName, TableDtype, shipped_grid
 from kvcore.workloads.files import file_digest
 

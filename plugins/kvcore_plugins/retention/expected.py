@@ -7,7 +7,8 @@ from typing import ClassVar
 import attrs
 
 from kvcore import InputError, ScoreRetention
-from kvcore.engine import HeldTokens, Reads, Rotary, Tensor
+from kvcore.engine import Rotary, Tensor
+from kvcore.engine.retention import HeldTokens, Reads
 
 _TOKENS = 4096
 """Tokens whose expected attention is computed at a time."""

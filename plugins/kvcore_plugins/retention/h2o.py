@@ -7,7 +7,8 @@ from typing import ClassVar
 import attrs
 
 from kvcore import ScoreRetention
-from kvcore.engine import HeldTokens, Reads, Tensor
+from kvcore.engine import Tensor
+from kvcore.engine.retention import HeldTokens, Reads
 
 
 @attrs.define(slots=False, eq=False, kw_only=True)

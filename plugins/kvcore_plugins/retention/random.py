@@ -8,7 +8,8 @@ from zlib import crc32
 import attrs
 
 from kvcore import ScoreRetention
-from kvcore.engine import HeldTokens, Tensor
+from kvcore.engine import Tensor
+from kvcore.engine.retention import HeldTokens
 
 _LOW = 0xFFFFFFFF
 

@@ -8,8 +8,8 @@ import attrs
 
 from kvcore import InputError
 from kvcore.cache import Sequence
-from kvcore.engine import HeldTokens, Tensor, TokenRetention
-from kvcore.engine.retention import has_spare_block
+from kvcore.engine import Tensor
+from kvcore.engine.retention import HeldTokens, TokenRetention, has_spare_block
 
 
 @attrs.define(slots=False, eq=False)

@@ -9,7 +9,6 @@ if TYPE_CHECKING:
     from kvcore_plugins.workload.bench import Bench
     from kvcore_plugins.workload.chat import Chat
     from kvcore_plugins.workload.jsonl import Jsonl
-    from kvcore_plugins.workload.kv_events import KvEvents
     from kvcore_plugins.workload.lengths import Lengths
     from kvcore_plugins.workload.lmcache import LMCache
     from kvcore_plugins.workload.mooncake import Mooncake
@@ -24,7 +23,6 @@ else:
             "bench": "Bench",
             "chat": "Chat",
             "jsonl": "Jsonl",
-            "kv_events": "KvEvents",
             "lengths": "Lengths",
             "lmcache": "LMCache",
             "mooncake": "Mooncake",
@@ -39,7 +37,6 @@ __all__ = [
     "Bench",
     "Chat",
     "Jsonl",
-    "KvEvents",
     "LMCache",
     "Lengths",
     "Mooncake",

@@ -1,0 +1,100 @@
+"""The packages that the files of today will belong to, and the order of these packages."""
+
+from fnmatch import fnmatch
+
+CORE = "core"
+
+ORDER = [
+    {CORE},
+    {"kvcore_plugins"},
+    {"kvcore_tiers", "kvcore_events", "kvcore_hosting"},
+    {"kvcore_cluster", "kvcore_engine"},
+    {"kvcore_replay"},
+    {"kvcore_lab"},
+    {"kvcore_pages", "kvcore_online"},
+    {"kvcore_testing", "kvcore_vllm"},
+]
+"""The packages from left to right: one imports itself and packages to the left of it."""
+
+RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
+
+FILES = {
+    "kvcore_plugins": {
+        "kvcore_plugins": "*",
+        "kvcore/engine": "dtypes",
+        "kvcore/serving": "acceptance measured_steps step_times",
+        "kvcore/workloads": "logged",
+    },
+    "kvcore_tiers": {"kvcore/tiers": "hierarchy level link", "kvcore_plugins/tier": "*"},
+    "kvcore_events": {
+        "kvcore/cli": "record",
+        "kvcore/kv_events": "*",
+        "kvcore_plugins/workload": "kv_events",
+    },
+    "kvcore_hosting": {"kvcore/hosting": "*"},
+    "kvcore_cluster": {
+        "kvcore/cluster": "cluster dispatcher phases planner replica result simulate views",
+        "kvcore/config": "cluster",
+        "kvcore/report": "cluster",
+        "kvcore/trace": "cluster",
+        "kvcore_plugins/router": "*",
+    },
+    "kvcore_engine": {
+        "kvcore/bench": "*",
+        "kvcore/cli": "bench run",
+        "kvcore/engine": "compaction drafter engine executor retention speculation tiers"
+        " tokens",
+        "kvcore/report": "bench",
+        "kvcore_plugins/backend": "*",
+        "kvcore_plugins/drafter": "draft_model medusa prompt_lookup",
+        "kvcore_plugins/generator": "*",
+        "kvcore_plugins/retention": "expected h2o knorm random snapkv tova window",
+    },
+    "kvcore_replay": {
+        "kvcore/analysis": "belady billing miss_* misses prompt_misses recorded_run"
+        " serial_replay timeline what_if",
+        "kvcore/cli": "export live plot replay watch",
+        "kvcore/config": "recorded*",
+        "kvcore/kv_events": "export",
+        "kvcore/models": "pricing",
+        "kvcore/report": "billing charts figure live misses perfetto plots whatif",
+        "kvcore/trace": "check *_check layout lifecycle replicas residency state tiers",
+    },
+    "kvcore_lab": {
+        "kvcore/analysis": "*",
+        "kvcore/cli": "calibrate compare curve demo explain plan quality routers size sweep"
+        " validate",
+        "kvcore/demo": "*",
+        "kvcore/report": "comparison* mrc notebook paging plan plane policies prometheus"
+        " quality routers size sweep validation",
+        "kvcore/serving": "aic calibration contiguous",
+    },
+    "kvcore_pages": {"kvcore/cli": "report tour view", "kvcore/pages": "*"},
+    "kvcore_online": {"kvcore/cli": "route serve", "kvcore/online": "*"},
+    "kvcore_testing": {"kvcore/testing": "*"},
+    "kvcore_vllm": {"kvcore/serving": "vllm_steps"},
+}
+"""By package and folder, the names of the files of today that the package will have.
+
+A name may be a glob; of two globs for a file the longer one counts. A file that is not named
+will be of the core.
+"""
+
+GLOBS = {
+    f"{folder}/{name}.py": package
+    for package, folders in FILES.items()
+    for folder, names in folders.items()
+    for name in names.split()
+}
+
+
+def package_of(path):
+    """Return the package that the file at `path`, such as `kvcore/api.py`, will be in."""
+    globs = [glob for glob in GLOBS if fnmatch(path, glob)]
+    return GLOBS[max(globs, key=len)] if globs else CORE
+
+
+def may_import(path, other):
+    """Return True if the file at `path` may import that at `other`, by their packages."""
+    package, imported = package_of(path), package_of(other)
+    return package == imported or RANK[imported] < RANK[package]
