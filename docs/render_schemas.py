@@ -22,10 +22,20 @@ from kvcore.cli.options import toml_types
 from kvcore.cli.run import run
 from kvcore.cli.simulate import simulate
 from kvcore.cli.sweep import sweep
+from kvcore.config.cluster_options import OF_REPLICAS, as_failures, as_replicas
 from kvcore.config.files import GROUPS
 from kvcore.config.options import option_choices, option_help, option_names, option_type
-from kvcore.config.values import as_bytes, as_device, as_model, as_natural, as_plugin, as_slo, as_tiers, as_window, as_workload
-from kvcore.config.cluster_options import OF_REPLICAS, as_failures, as_replicas
+from kvcore.config.values import (
+    as_bytes,
+    as_device,
+    as_model,
+    as_natural,
+    as_plugin,
+    as_slo,
+    as_tiers,
+    as_window,
+    as_workload,
+)
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS

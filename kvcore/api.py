@@ -15,6 +15,7 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
+from kvcore.moved import former
 from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.manager import KINDS, imported_place
 from kvcore.plugins.options import Spec
@@ -187,3 +188,6 @@ def traced(parts: RunParts, path: str | PathLike[str] | None) -> Iterator[Trace 
     refuse_overwrite(path, parts.workload.options().values())
     with Trace(path, **parts.header()) as trace:
         yield trace
+
+
+__getattr__ = former(__name__)

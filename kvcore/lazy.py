@@ -9,13 +9,16 @@ from typing import Any
 
 
 def deferred(
-    package: str, modules: Mapping[str, str]
+    package: str,
+    modules: Mapping[str, str],
+    otherwise: Callable[[str], Any] | None = None,
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package that imports none of its modules.
 
     Args:
         package: the name of the package.
         modules: by module, the names that it defines, separated by spaces.
+        otherwise: called with any other name; None: there is no other name.
     """
     places = {name: module for module, names in modules.items() for name in names.split()}
     own = vars(sys.modules[package])
@@ -23,6 +26,8 @@ def deferred(
     def get(name: str) -> Any:
         if name in modules:
             return import_module(f"{package}.{name}")
+        if name not in places and otherwise is not None:
+            return otherwise(name)
         if name not in places:
             msg = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(msg)

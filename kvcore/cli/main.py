@@ -8,10 +8,9 @@ import os
 import signal
 import sys
 import warnings
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from copy import copy
 from errno import ENOSPC
-from functools import lru_cache
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -22,7 +21,7 @@ from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.hookspecs import Verb
 from kvcore.plugins.base import FAILURES
-from kvcore.plugins.manager import Plugins, imported_place, installed
+from kvcore.plugins.manager import imported_place, installed
 from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
@@ -91,7 +90,9 @@ class Verbs(click.Group):
             return help_page
         verbs = known_verbs()
         if cmd_name in verbs:
-            return loaded_verb(cmd_name)
+            command = loaded_verb(cmd_name)
+            _name_faults("kvcore_options")
+            return command
         msg = f"there is no verb {cmd_name!r}{nearest(cmd_name, verbs)}"
         missing = installed().not_found("kvcore_commands", msg)
         if isinstance(missing, PluginError):
@@ -112,13 +113,13 @@ class Verbs(click.Group):
         with formatter.section("Commands"):
             verbs = known_verbs()
             formatter.write_dl([(name, verbs[name].about) for name in sorted(verbs)])
-        for fault in installed().faults("kvcore_commands"):
-            echo(f"kvcore: {' '.join(fault.split())}", err=True)
+        _name_faults(None, "kvcore_commands")
 
 
 def known_verbs() -> Mapping[str, Verb]:
     """Return all verbs by name. One of the core is never replaced."""
-    return {**installed().verbs(), **VERBS}
+    with redirect_stdout(sys.stderr):  # plugins may print when they are loaded
+        return {**installed().verbs(), **VERBS}
 
 
 def loaded_verb(name: str) -> click.Command:
@@ -127,24 +128,25 @@ def loaded_verb(name: str) -> click.Command:
     Raises:
         PluginError: it cannot be imported.
     """
-    return _loaded(installed(), name)
-
-
-@lru_cache(maxsize=64)
-def _loaded(plugins: Plugins, name: str) -> click.Command:
     place = known_verbs()[name].place
     try:
+        # A copy: the command itself stays as it is, for other plugins may add other options.
         command: click.Command = copy(imported_place(place))
     except FAILURES as error:
         if isinstance(error, KvcoreError) or name in VERBS:
             raise
         msg = f"verb {name!r} cannot be loaded from {place}: {type(error).__name__}: {error}"
         raise PluginError(msg) from error
-    # The command itself stays as it is: other plugins may add other options to it.
-    command.params = [*command.params, *added_options(name, plugins, command.params)]
-    for fault in plugins.faults("kvcore_options", alone=True):
-        echo(f"kvcore: {' '.join(fault.split())}", err=True)
+    with redirect_stdout(sys.stderr):
+        added = added_options(name, installed(), command.params)
+    command.params = [*command.params, *added]
     return command
+
+
+def _name_faults(*hooks: str | None) -> None:
+    """Print one line on stderr for each package of which something cannot be used here."""
+    for fault in installed().faults(*hooks):
+        echo(f"kvcore: {' '.join(fault.split())}", err=True)
 
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001

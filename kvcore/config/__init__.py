@@ -5,6 +5,7 @@ from kvcore.config.options import Option, SimulateOptions
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.config.values import read_plugin, read_slo
+from kvcore.moved import former
 from kvcore.workloads.selection import find_workload
 
 __all__ = [
@@ -17,3 +18,5 @@ __all__ = [
     "read_slo",
     "read_toml",
 ]
+
+__getattr__ = former(__name__)

@@ -383,7 +383,7 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
     ]
     """It has an effect where a configuration is made by `RunConfig.of`."""
     scheduler: Annotated[
-        PluginChoice | None,
+        PluginChoice,
         Option(
             Spec("fcfs"),
             "Scheduler: which requests run in the next step.",
@@ -392,7 +392,7 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
         ),
     ]
     latency: Annotated[
-        PluginChoice | None,
+        PluginChoice,
         Option(
             Spec("roofline"),
             "Latency model: how many seconds a step takes.",
@@ -420,7 +420,7 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
         ),
     ]
     slo: Annotated[
-        SLOChoice | None,
+        SLOChoice,
         Option(
             EXPECTED,
             "Expected latency in seconds, by ttft, tpot and deadline; `none` expects nothing.",

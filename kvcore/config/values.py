@@ -304,7 +304,7 @@ DeviceChoice: TypeAlias = Annotated[str | DeviceSpec, as_device]
 ByteSize: TypeAlias = Annotated[int | str, as_bytes]
 """A number of bytes; as text with a unit, such as `40GiB`."""
 
-SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float], as_slo]
+SLOChoice: TypeAlias = Annotated[SLO | str | Mapping[str, float] | None, as_slo]
 """What clients expect: an SLO in ns, a text such as `ttft=30,tpot=0.1`, a table of seconds."""
 
 Natural: TypeAlias = Annotated[int, as_natural]

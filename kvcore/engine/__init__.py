@@ -5,6 +5,7 @@ from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.generator import Attend, Generator, attend_through
 from kvcore.engine.rotary import Rotary, Rotation
 from kvcore.models.codec import Codec, Plane
+from kvcore.moved import former
 
 __all__ = [
     "Attend",
@@ -21,3 +22,5 @@ __all__ = [
     "TensorLayout",
     "attend_through",
 ]
+
+__getattr__ = former(__name__)

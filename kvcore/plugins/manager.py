@@ -283,9 +283,11 @@ class Plugins:
             if result is not None:
                 yield result
 
-    def faults(self, hook: str, *, alone: bool = False) -> list[str]:
-        """Return why results of a hook, and unless `alone` entry points, cannot be used."""
-        kinds = (hook,) if alone else (hook, None)
+    def faults(self, *kinds: str | None) -> list[str]:
+        """Return why plugins of some kinds, results of hooks, or entry points are unusable.
+
+        The kind of an entry point that cannot be loaded is None.
+        """
         return [info.reason or "" for info in self._unusable if info.kind in kinds]
 
     def listing(self) -> list[PluginInfo]:

@@ -6,7 +6,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Unpack
 
 from kvcore.api import Source, flat_options, traced
-from kvcore.cluster import ClusterResult
+from kvcore.cluster.result import ClusterResult
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
 from kvcore.plugins import Plugins

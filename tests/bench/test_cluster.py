@@ -36,7 +36,7 @@ APART_PROMISED = 1.3
 # Arguments: replicas, requests, router. The pools are small and soon full.
 LARGE = """
 import resource, sys
-from kvcore.cluster import simulate_cluster
+from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
 from kvcore_plugins.workload import Zipf

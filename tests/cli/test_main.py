@@ -19,6 +19,7 @@ from helpers.commands import run_here
 
 from kvcore.cli import main as frame
 from kvcore.errors import InputError, OutOfBlocks, PluginError, TraceError
+from kvcore.hookspecs import Verb
 
 TALK = """
 import sys, types, click
@@ -30,7 +31,7 @@ def talk(words):
     click.echo("word " * words)
 
 sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = "talk"
+main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
 main.main()
 """
 
@@ -50,7 +51,7 @@ def talk(file):
         signal.pause()
 
 sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = "talk"
+main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
 main.main()
 """
 
@@ -79,7 +80,7 @@ def talk(number):
         print("ended", flush=True)
 
 sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = "talk"
+main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
 main.main()
 """
 
@@ -94,7 +95,7 @@ def talk():
         pass
 
 sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = "talk"
+main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
 main.main()
 """
 
@@ -103,7 +104,7 @@ main.main()
 def verb(monkeypatch):
     """Return a function that defines a verb `act`, which raises or prints its argument."""
 
-    def define(outcome):
+    def define(outcome, about="Do what the test says."):
         @click.command()
         @click.option("--times", type=int, default=1)
         def act(times):
@@ -112,8 +113,8 @@ def verb(monkeypatch):
                 raise outcome
             click.echo(outcome * times)
 
-        monkeypatch.setattr(frame, "ABOUT", {"act": "Do what the test says."})
-        monkeypatch.setattr(frame, "VERBS", {"act": "verb_of_a_test"})
+        act_ = Verb("verb_of_a_test:act", about)
+        monkeypatch.setattr(frame, "known_verbs", lambda: {"act": act_})
         monkeypatch.setitem(sys.modules, "verb_of_a_test", SimpleNamespace(act=act))
 
     return define
@@ -160,7 +161,7 @@ def test_h_and_help_print_the_help_page(words, capsys):
     assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['kvcore', *wanted])} ")
 
 
-@pytest.mark.parametrize("verb_name", frame.VERBS)
+@pytest.mark.parametrize("verb_name", frame.known_verbs())
 def test_help_pages_end_with_examples_that_can_be_read(verb_name, capsys):
     """The help page of each verb ends with examples that use options of the page."""
     assert frame.run([verb_name, "--help"]) == 0
@@ -226,7 +227,7 @@ def test_ctrl_c_while_modules_load_exits_130(tmp_path):
 def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     """SIGTERM while a verb loads kills the process, since a module might catch an exception."""
     (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    program = "from kvcore.cli import main; main.VERBS['talk'] = 'talk'; main.main()"
+    program = "from kvcore.cli import main; main.VERBS['talk'] = main.Verb('talk:talk', 'Talk.'); main.main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "talk"],
         capture_output=True,
@@ -290,7 +291,7 @@ def test_no_verb_prints_help(verb, capsys):
 def test_other_verbs_are_not_imported(monkeypatch, verb):
     """Running one verb does not import the module of another."""
     verb("done")
-    monkeypatch.setitem(frame.VERBS, "other", "module_that_does_not_exist")
+    monkeypatch.setitem(frame.VERBS, "other", Verb("module_that_does_not_exist:other", "Do."))
     assert frame.run(["act"]) == 0
 
 
@@ -454,11 +455,10 @@ def test_closed_streams_are_no_error(closed):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_help_shows_whole_summaries(verb, monkeypatch, capsys):
+def test_help_shows_whole_summaries(verb, capsys):
     """The list of verbs wraps a long summary instead of cutting it."""
-    verb("done")
     sentence = f"Do {'what the test says ' * 8}to the end."
-    monkeypatch.setitem(frame.ABOUT, "act", sentence)
+    verb("done", sentence)
     assert frame.run(["--help"]) == 0
     assert sentence in " ".join(capsys.readouterr().out.split())
 
@@ -479,8 +479,8 @@ def test_choices_of_a_missing_option_are_one_line():
 
 
 def test_the_list_of_verbs_has_their_first_sentences():
-    """The summary of each verb in `ABOUT` is the first sentence of its help page."""
+    """What the list of verbs says of each is the first sentence of its help page."""
     context = click.Context(frame.kvcore)
-    commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.VERBS}
+    commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.known_verbs()}
     summaries = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
-    assert summaries == frame.ABOUT
+    assert summaries == {name: verb.about for name, verb in frame.known_verbs().items()}

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvcore.api import find_capacity
+from kvcore import find_capacity
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"

@@ -12,7 +12,8 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 
-from kvcore.config import EngineParts, RunConfig
+from kvcore.config import RunConfig
+from kvcore.config.engine import EngineParts
 from kvcore.online.server import ServeConfig, Server
 from kvcore.workloads import ClientWorkload
 

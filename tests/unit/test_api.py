@@ -8,10 +8,20 @@ from functools import partial
 import pytest
 
 import kvcore
-from kvcore import SLO, InputError, KVCache, PluginError, Request, ScoreEviction, Workload
+from kvcore import (
+    SLO,
+    InputError,
+    KVCache,
+    PluginError,
+    Request,
+    ScoreEviction,
+    Workload,
+    find_capacity,
+)
 from kvcore.analysis import compare
-from kvcore.api import ClusterOptions, EngineOptions, find_capacity
 from kvcore.cli import main as frame
+from kvcore.config.cluster_options import ClusterOptions
+from kvcore.config.engine_options import EngineOptions
 from kvcore.config.options import option_names
 from kvcore.serving import Batching
 from kvcore.trace import read_events

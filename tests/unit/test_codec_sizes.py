@@ -7,7 +7,8 @@ from fractions import Fraction
 import pytest
 
 from kvcore import Codec, PolicyError
-from kvcore.config import EngineParts, RunConfig
+from kvcore.config import RunConfig
+from kvcore.config.engine import EngineParts
 from kvcore.engine import Plane
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS, find_device, find_model

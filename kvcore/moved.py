@@ -1,0 +1,60 @@
+"""Names that rooms had in the release before, and where they are now, for one release.
+
+Beside `kvcore/__init__.py` this is the only file of the core that names what is in packages.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+MOVED = {
+    "kvcore.api": {
+        "kvcore": "compare find_capacity plan run simulate_cluster validate",
+        "kvcore.config.cluster_options": "ClusterOptions",
+        "kvcore.config.engine_options": "EngineOptions",
+    },
+    "kvcore.cluster": {
+        "kvcore.cluster.cluster": "Cluster Failure",
+        "kvcore.cluster.dispatcher": "Dispatcher PrefixView",
+        "kvcore.cluster.result": "ClusterResult",
+        "kvcore.cluster.simulate": "simulate_cluster",
+        "kvcore.cluster.views": "parse_view",
+    },
+    "kvcore.config": {"kvcore.config.engine": "EngineParts"},
+    "kvcore.engine": {
+        "kvcore.engine.compaction": "Compactor",
+        "kvcore.engine.drafter": "Draft DraftSequence TokenDrafter",
+        "kvcore.engine.retention": "HeldTokens Reads ScoreRetention TokenRetention",
+    },
+    "kvcore.tiers": {
+        "kvcore.tiers.hierarchy": "Load Tiers",
+        "kvcore.tiers.level": "Level Mover Part TierStats path_ids",
+        "kvcore.tiers.link": "InstantLink Link",
+    },
+    "kvcore.trace": {
+        "kvcore.trace.check": "Report check_trace replay",
+        "kvcore.trace.replicas": "ServerReader",
+        "kvcore.trace.residency": "rebuild_residency",
+        "kvcore.trace.server_check": "TraceChecker",
+        "kvcore.trace.state": "CacheState",
+    },
+}
+"""By room, the modules that define the names which it exported before."""
+
+
+def former(room: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a room: a name that it had is found, with a FutureWarning."""
+    modules = {name: at for at, names in MOVED[room].items() for name in names.split()}
+
+    def get(name: str) -> Any:
+        if name not in modules:
+            msg = f"module {room!r} has no attribute {name!r}"
+            raise AttributeError(msg)
+        text = f"{room}.{name} is {modules[name]}.{name} now; import that"
+        warnings.warn(text, FutureWarning, stacklevel=2)
+        return getattr(import_module(modules[name]), name)
+
+    return get
