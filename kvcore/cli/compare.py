@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import Any
 
 import attrs
@@ -48,7 +47,6 @@ from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
 from kvcore.report import ComparisonReport, comparison_metrics, write_csv
-from kvcore.report.charts import plot_chart
 from kvcore.report.tables import block_bytes, memory_fields
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
@@ -177,7 +175,7 @@ def compare(workload: str | None, **given: Any) -> None:
             layout=None if budget is None else budget.layout,
             residency=given["residency"],
         )
-        write_plot(partial(plot_chart, report.chart()))
+        write_plot(report.chart())
     if as_json:
         document = _document(comparison)
         if budget is not None:

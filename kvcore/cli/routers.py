@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
@@ -32,7 +31,6 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.verb import plugin_completion, verb
-from kvcore.report.charts import plot_chart
 from kvcore.report.routers import RoutersReport
 
 
@@ -85,7 +83,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             **{name: value for name, value in options.items() if value is not None},
         )
         report = RoutersReport(found)
-        write_plot(partial(plot_chart, report.chart()))
+        write_plot(report.chart())
     if given["as_json"]:
         emit_json(report.document())
     else:

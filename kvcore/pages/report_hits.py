@@ -28,6 +28,7 @@ from kvcore.pages.report_parts import (
     curves,
     heading,
     opening,
+    sections,
     sentences,
     table,
 )
@@ -192,7 +193,8 @@ class Compared(HitResult):
         if report.empty:
             return
         yield heading("Hits")
-        yield from table("Hits by policy and pool size", report.headers, report.rows)
+        hits = report.table
+        yield from table("Hits by policy and pool size", hits.headers, hits.rows)
         yield from sentences(report.reading)
         about = (
             "The share of looked-up blocks that hit, by the size of the pool, on a logarithmic "
@@ -211,7 +213,7 @@ class Compared(HitResult):
         if comparison.bills is not None:
             bill = ComparisonBill(comparison, report.memory)
             yield heading("Bill")
-            yield from table("Bill by policy and pool size", bill.headers, bill.rows)
+            yield from sections(bill.table, caption="Bill by policy and pool size")
             yield from sentences(bill.reading)
         yield from again(self._command())
         one = next((row for row in comparison.rows if row.eviction != Belady.name), None)
@@ -339,9 +341,7 @@ class Curved(HitResult):
             f"scale up to all {counted(curves.distinct_blocks, 'distinct block')}."
         )
         yield from chart("Hits by pool size", about, POOL, HITS, self.lines())
-        yield from table(
-            "Hits by pool size and policy", report.headers, report.rows, report.headers
-        )
+        yield from sections(report.table, caption="Hits by pool size and policy")
         yield from sentences(report.reading)
         layout = report.layout
         line = command(
@@ -411,7 +411,8 @@ class Planed(Result):
             ("Hits", hits, plane.ratio),
             ("Prefill saved", saved, plane.saved),
         ):
-            yield from table(told, report.headers, report.rows(value))
+            found = report.table(value)
+            yield from table(told, found.headers, found.rows)
             lines = {
                 report.size(size): [(point.pool_blocks, value(point)) for point in points]
                 for size, points in zip(plane.tiers, plane.points, strict=True)

@@ -91,28 +91,24 @@ class ComparisonBill:
     @property
     def sections(self) -> list[Section]:
         """The page on the bills."""
-        return [Table(self.headers, self.rows), self.reading]
+        return [self.table, self.reading]
 
     @property
-    def headers(self) -> TableRow:
-        """Headers of the table: one column per pool size."""
+    def table(self) -> Table:
+        """Dollars by pool size: a row per policy, and the bills that do not depend on it."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
         names = (f"{size:,}" if self.memory is None else self.memory[size] for size in sizes)
-        return ["bill in USD", *(f"{name:>5}" for name in names)]
-
-    @property
-    def rows(self) -> list[TableRow]:
-        """Rows of dollars: one per policy, and the bills that do not depend on the pool."""
+        headers = ["bill in USD", *(f"{name:>5}" for name in names)]
         table: dict[str, TableRow] = {}
         for name, row in named(self.comparison.rows):
             assert row.bill is not None
             table.setdefault(name, []).append(dollars(row.bill.usd))
-        bills, columns = self.comparison.bills, len(self.headers) - 1
+        bills = self.comparison.bills
         for key, name in BILLS.items():
             bill = getattr(bills, key)
             if bill is not None:
-                table[name] = [dollars(bill.usd)] * columns
-        return [[name, *cells] for name, cells in table.items()]
+                table[name] = [dollars(bill.usd)] * len(sizes)
+        return Table(headers, [[name, *cells] for name, cells in table.items()])
 
     @property
     def reading(self) -> str:
@@ -137,10 +133,9 @@ class PromptReport:
     @property
     def sections(self) -> list[Section]:
         """The page on all prompts."""
-        headers = ["not read", "tokens", "of unread", "USD", "stopped", "because"]
         return [
             self.headline,
-            Table(headers, self.rows, headers[1:5]),
+            self.table,
             self.agreement,
             *bill_sections(self.found.bills.as_dict()),
         ]
@@ -159,11 +154,12 @@ class PromptReport:
         )
 
     @property
-    def rows(self) -> list[TableRow]:
-        """Rows of tokens by reason; reasons without tokens are left out."""
+    def table(self) -> Table:
+        """The tokens by reason; reasons without tokens are left out."""
+        headers = ["not read", "tokens", "of unread", "USD", "stopped", "because"]
         sums = self.found.sums()
         unread = sum(row["tokens"] for row in sums.values())
-        return [
+        rows = [
             [
                 reason,
                 f"{row['tokens']:,}",
@@ -175,6 +171,7 @@ class PromptReport:
             for reason, row in sums.items()
             if row["tokens"]
         ]
+        return Table(headers, rows, headers[1:5])
 
     @property
     def agreement(self) -> str:

@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -39,16 +39,8 @@ ROWS = 40
 PLOT = "max-width: 100%; width: 640px; background: white"
 
 
-class Report(Protocol):
-    """A report on a result. A plot that is no chart is drawn by its method `plot`, if any."""
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on the result."""
-
-
-def report_on(result: object) -> Report:
-    """Return the report on a result.
+def report_on(result: object) -> Any:
+    """Return the report on a result. A plot that is no chart is drawn by its method `plot`.
 
     Raises:
         TypeError: `result` is of no class that has one.
@@ -144,7 +136,7 @@ class RunReport:
         return plots.latency(plots.Latencies.of_result(self.result), form)
 
 
-REPORTS: Mapping[type, Callable[[Any], Report]] = {
+REPORTS: Mapping[type, Callable[[Any], Any]] = {
     Comparison: ComparisonReport,
     Curves: CurvesReport,
     Explanation: lambda explanation: SummaryReport(explanation, explanation.summary()),

@@ -48,9 +48,8 @@ class PlanReport:
     @property
     def sections(self) -> list[Section]:
         """The page on the plan."""
-        table = Table(HEADERS, self.rows, HEADERS)
-        chart = [self.chart()] if table.rows else []
-        return [self.headline, table, self.limit, *chart, self.closing]
+        chart = [self.chart()] if self.plan.options else []
+        return [self.headline, self.table, *chart, self.limit, self.closing]
 
     @property
     def headline(self) -> str:
@@ -66,9 +65,9 @@ class PlanReport:
         return f"{asked}\nTake {self.fleet(plan.best.fleet)}: {met:.1%} do."
 
     @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table, the best fleet first."""
-        return [list(self._cells(option)) for option in self.plan.options]
+    def table(self) -> Table:
+        """The fleets that meet the SLO, the best first."""
+        return Table(HEADERS, [*map(self._cells, self.plan.options)], HEADERS)
 
     @property
     def limit(self) -> str:
