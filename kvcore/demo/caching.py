@@ -440,7 +440,7 @@ class CachingReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the three generations."""
+        """The whole report on the three generations."""
         return [self.headline, self.table, self.times, self.chart(), self.reading]
 
     @property

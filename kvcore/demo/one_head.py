@@ -101,7 +101,7 @@ class OneHeadReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the head."""
+        """The whole report on the head."""
         return [self.headline, self.table, self.reading]
 
     @property

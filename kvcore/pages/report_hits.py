@@ -33,7 +33,7 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.report import ComparisonReport, CurvesReport, ResidencyReport
-from kvcore.report.billing import ComparisonBill
+from kvcore.report.billing import comparison_bill
 from kvcore.report.plane import PlaneReport
 from kvcore.report.tables import block_bytes, counted, named, plugin_text, share
 from kvcore.report.whatif import change_text
@@ -211,10 +211,9 @@ class Compared(HitResult):
             yield from table("How long blocks rest", rested.headers, rows)
             yield from sentences(rested.reading)
         if comparison.bills is not None:
-            bill = ComparisonBill(comparison, report.memory)
+            bill = comparison_bill(comparison, report.memory)
             yield heading("Bill")
-            yield from sections(bill.table, caption="Bill by policy and pool size")
-            yield from sentences(bill.reading)
+            yield from sections(*bill, caption="Bill by policy and pool size")
         yield from again(self._command())
         one = next((row for row in comparison.rows if row.eviction != Belady.name), None)
         if one is not None:

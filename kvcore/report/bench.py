@@ -26,7 +26,7 @@ class BenchReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the benchmark."""
+        """The whole report on the benchmark."""
         return [self.machine, self.ceilings, self.table, self.reading]
 
     @property

@@ -76,48 +76,34 @@ def bill_sections(
     return [Table(headers, rows), setup_of(PriceModel(**bills["price"]))]
 
 
-@attrs.frozen
-class ComparisonBill:
-    """The bills of an API that has the cache of each row of a comparison.
+def comparison_bill(
+    comparison: Comparison, memory: Mapping[int, str] | None = None
+) -> list[Section]:
+    """Return a table of dollars by policy and pool size, and sentences about the prices.
 
-    Attributes:
+    Args:
         comparison: a comparison with prices.
         memory: names of the pool sizes, by blocks, if the sizes were given in bytes.
     """
-
-    comparison: Comparison
-    memory: Mapping[int, str] | None = None
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on the bills."""
-        return [self.table, self.reading]
-
-    @property
-    def table(self) -> Table:
-        """Dollars by pool size: a row per policy, and the bills that do not depend on it."""
-        sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
-        names = (f"{size:,}" if self.memory is None else self.memory[size] for size in sizes)
-        headers = ["bill in USD", *(f"{name:>5}" for name in names)]
-        table: dict[str, TableRow] = {}
-        for name, row in named(self.comparison.rows):
-            assert row.bill is not None
-            table.setdefault(name, []).append(dollars(row.bill.usd))
-        bills = self.comparison.bills
-        for key, name in BILLS.items():
-            bill = getattr(bills, key)
-            if bill is not None:
-                table[name] = [dollars(bill.usd)] * len(sizes)
-        return Table(headers, [[name, *cells] for name, cells in table.items()])
-
-    @property
-    def reading(self) -> str:
-        """Sentences about the table and the prices."""
-        assert self.comparison.bills is not None
-        return (
-            "What the API would charge if its cache were this pool, with its prices, least "
-            f"length and steps.\n{setup_of(self.comparison.bills.price)}"
-        )
+    bills = comparison.bills
+    assert bills is not None
+    sizes = dict.fromkeys(row.blocks for row in comparison.rows)
+    names = (f"{size:,}" if memory is None else memory[size] for size in sizes)
+    table: dict[str, TableRow] = {}
+    for name, row in named(comparison.rows):
+        assert row.bill is not None
+        table.setdefault(name, []).append(dollars(row.bill.usd))
+    # These do not depend on the pool.
+    for key, name in BILLS.items():
+        bill = getattr(bills, key)
+        if bill is not None:
+            table[name] = [dollars(bill.usd)] * len(sizes)
+    headers = ["bill in USD", *(f"{name:>5}" for name in names)]
+    about = (
+        "What the API would charge if its cache were this pool, with its prices, least length "
+        f"and steps.\n{setup_of(bills.price)}"
+    )
+    return [Table(headers, [[name, *cells] for name, cells in table.items()]), about]
 
 
 @attrs.frozen
@@ -132,7 +118,7 @@ class PromptReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on all prompts."""
+        """The whole report on all prompts."""
         return [
             self.headline,
             self.table,

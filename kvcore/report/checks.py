@@ -20,7 +20,7 @@ COUNTS = ("routed", "finished", "rejected", "failures")
 
 
 def trace_sections(report: Report) -> list[Section]:
-    """Return the page on the check of a trace."""
+    """Return the report on the check of a trace."""
     rows = [(what, f"{count:,}") for what, count in _trace_counts(report)]
     rows += [(f"hit ratio by {by}", share(ratio)) for by, ratio in report.hit["ratio"].items()]
     evicted, replicas = report.evictions, report.replicas or []
@@ -67,7 +67,7 @@ def _replica(replica: Mapping[str, Any]) -> Iterator[str]:
 
 
 def recording_sections(report: RecordingReport) -> list[Section]:
-    """Return the page on the check of a recording: counts, then anomalies."""
+    """Return the report on the check of a recording: counts, then anomalies."""
     rows = [*_recording_counts(report), *_anomalies(report)]
     return [Table(["recording", report.file], rows), report.tells]
 

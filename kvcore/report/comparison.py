@@ -60,7 +60,7 @@ class ComparisonReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the comparison: hits, and if measured, residency and bills."""
+        """The whole report on the comparison: hits, and if measured, residency and bills."""
         if self.empty:
             return [self.headline]
         about = [self.reading, *([] if self.layout is None else [block_bytes(self.layout)])]
@@ -68,9 +68,9 @@ class ComparisonReport:
         if self.residency:
             sections += ResidencyReport(self.comparison).sections
         if self.comparison.bills is not None:
-            from kvcore.report.billing import ComparisonBill  # noqa: PLC0415 - for prices alone
+            from kvcore.report.billing import comparison_bill  # noqa: PLC0415 - for prices alone
 
-            sections += ComparisonBill(self.comparison, self.memory).sections
+            sections += comparison_bill(self.comparison, self.memory)
         return [*sections, self.setup]
 
     @property

@@ -42,7 +42,7 @@ class RequestReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the request."""
+        """The whole report on the request."""
         return [str(self)]
 
     def __str__(self) -> str:
@@ -195,13 +195,10 @@ class SummaryReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on all requests."""
-        table = self.table
-        charts = [self.chart()] if table.rows else []
-        setting = setup(self.explanation.header)
-        return [
-            self.headline, table, *charts, self.places, self.requests, self.notes, setting
-        ]  # fmt: skip
+        """The whole report on all requests."""
+        charts = [self.chart()] if self.table.rows else []
+        rankings, setting = [self.places, self.requests], setup(self.explanation.header)
+        return [self.headline, self.table, *charts, *rankings, self.notes, setting]
 
     @property
     def headline(self) -> str:

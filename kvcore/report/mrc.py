@@ -149,7 +149,7 @@ class CurvesReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the curves."""
+        """The whole report on the curves."""
         if self.empty:
             return [self.headline]
         return [self.headline, self.table, f"{self.reading}\n{self.setup}"]

@@ -108,7 +108,7 @@ class RunReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the run."""
+        """The whole report on the run."""
         result, hits = self.result, self.result.hit_ratio
         requests, rejected = len(result.log.ids), len(result.log.reasons)
         quantities = [
@@ -123,7 +123,7 @@ class RunReport:
         rows = []
         for name, title in TIMES.items():
             times = getattr(result, name.removesuffix("_s"))
-            cells = [cell(times and getattr(times, n), format_seconds) for n in COLUMNS]
+            cells = [cell(getattr(times, n, None), format_seconds) for n in COLUMNS]
             rows.append([title, *cells])
         return [f"{'; '.join(parts)}.", Table(["time", *COLUMNS], rows)]
 

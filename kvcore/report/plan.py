@@ -47,7 +47,7 @@ class PlanReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the plan."""
+        """The whole report on the plan."""
         chart = [self.chart()] if self.plan.options else []
         return [self.headline, self.table, *chart, self.limit, self.closing]
 

@@ -47,7 +47,7 @@ class PlaneReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the plane: a table of hits, and one of saved prefill."""
+        """The whole report on the plane: a table of hits, and one of saved prefill."""
         return [
             f"{self.headline}\nThe share of these that hit in the pool, or are loaded:",
             self.table(self.plane.ratio),

@@ -54,7 +54,7 @@ class QualityReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the losses."""
+        """The whole report on the losses."""
         return [self.headline, self.table, f"{self.reading}\n{self.setup}".lstrip()]
 
     @property

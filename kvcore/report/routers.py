@@ -28,7 +28,7 @@ class RoutersReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the comparison."""
+        """The whole report on the comparison."""
         return [self.headline, self.table, self.chart(), f"{self.reading}\n{self.setup}"]
 
     @property

@@ -32,7 +32,7 @@ class PagingReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on both runs."""
+        """The whole report on both runs."""
         return [self.headline, Table(self.headers, self.rows), self.reading]
 
     @property
@@ -141,7 +141,7 @@ class ResidencyReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on residency; empty if it was not measured."""
+        """The whole report on residency; empty if it was not measured."""
         table = Table(self.headers, self.rows)
         return [table, self.reading] if table.rows else []
 
@@ -245,7 +245,7 @@ class SimulationReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the run."""
+        """The whole report on the run."""
         return [
             self.warning,
             f"{self.headline}\n{self.about}".rstrip(),

@@ -12,7 +12,7 @@ Row = tuple[str, str, str]
 
 
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
-    """Return the page on the document of `kvcore size --json`."""
+    """Return the report on the document of `kvcore size --json`."""
     return [size_title(document["model"]), size_table(document)]
 
 

@@ -73,7 +73,7 @@ class SweepReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the sweep, with a chart if one axis of numbers varies."""
+        """The whole report on the sweep, with a chart if one axis of numbers varies."""
         sections: list[Section] = [self.headline, self.table]
         with suppress(InputError):
             sections.append(self.chart(chart_axis(self.sweep.grid, None)))

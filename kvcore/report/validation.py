@@ -48,6 +48,20 @@ class ValidationReport:
     by: Sequence[str] = GROUPS
 
     @property
+    def sections(self) -> list[Section]:
+        """The whole report on the validation."""
+        measure = self.validation.measures[-1]
+        (worst,) = self.validation.worst(measure, 1)
+        reasons = [[f"{rows:,}", why] for why, rows in self.validation.left_out.items()]
+        return [
+            self.headline,
+            self.table,
+            self.worst,
+            f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}",
+            Table(["left out", "why"], reasons, ["left out"]),
+        ]
+
+    @property
     def headline(self) -> str:
         """Sentences about the numbers of rows, and the errors."""
         found = self.validation
@@ -94,24 +108,6 @@ class ValidationReport:
             for each in self.validation.worst(measure, WORST)
         ]
         return Table(names, rows, [names[1], *names[4:]])
-
-    @property
-    def example(self) -> str:
-        """The command that simulates the row with the largest error of the last measure."""
-        measure = self.validation.measures[-1]
-        (worst,) = self.validation.worst(measure, 1)
-        return f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}"
-
-    @property
-    def left_out(self) -> Table:
-        """Numbers of rows that were left out, by reason, the largest first."""
-        rows = [[f"{rows:,}", reason] for reason, rows in self.validation.left_out.items()]
-        return Table(["left out", "why"], rows, ["left out"])
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on the validation."""
-        return [self.headline, self.table, self.worst, self.example, self.left_out]
 
     def document(self) -> dict[str, Any]:
         """Return the validation as a JSON object."""

@@ -46,7 +46,7 @@ class WhatIfReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on both runs, with their bills if there are prices."""
+        """The whole report on both runs, with their bills if there are prices."""
         old, new = (run.bill for run in (self.whatif.recorded, self.whatif.rerun))
         bills: list[Section] = []
         if old is not None and new is not None:

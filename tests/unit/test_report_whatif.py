@@ -166,13 +166,6 @@ def test_requests_with_better_or_worse_results_are_listed():
     }
 
 
-@pytest.mark.parametrize("timed", [True, False])
-def test_headers_fit_their_rows(timed):
-    """Every table has one distinct header per column."""
-    for each in report(TIMED, TIMED, CHANGES, timed=timed).tables:
-        assert len(set(each.headers)) == len(each.headers) == len(each.rows[0])
-
-
 def test_compactions_have_rows_if_one_run_has_any():
     """If one run has compactions, there are rows for them and for the tokens removed."""
     after = attrs.evolve(UNTIMED, compactions=2, compacted_tokens=1500)
