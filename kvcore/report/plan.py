@@ -17,11 +17,6 @@ from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import BINARY, format_bytes, format_number, format_seconds
 
-HEADERS = (
-    *("replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"),
-    *("TTFT p99", "TPOT p99", "hits", "busiest"),
-)
-
 SHOWN = 3
 """The most policies that are named as sufficient."""
 
@@ -67,7 +62,9 @@ class PlanReport:
     @property
     def table(self) -> Table:
         """The fleets that meet the SLO, the best first."""
-        return Table(HEADERS, [*map(self._cells, self.plan.options)], HEADERS)
+        headers = ["replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"]
+        headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
+        return Table(headers, [*map(self._cells, self.plan.options)], headers)
 
     @property
     def limit(self) -> str:
