@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from functools import partial
 from typing import Any
 
 import attrs
@@ -37,7 +36,6 @@ from kvcore.models.memory import KVLayout
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
-from kvcore.report.charts import plot_chart
 from kvcore.report.comparison import ComparisonReport, write_csv
 from kvcore.report.policies import block_bytes, memory_fields
 from kvcore.report.prometheus import comparison_metrics
@@ -180,7 +178,7 @@ def compare(workload: str | None, **given: Any) -> None:
             layout=None if budget is None else budget.layout,
             residency=given["residency"],
         )
-        write_plot(partial(plot_chart, report.chart()))
+        write_plot(report.chart())
     if as_json:
         document = _document(comparison)
         if budget is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import click
@@ -18,7 +17,6 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.plugins import Plugins, describe
-from kvcore.report.charts import plot_chart
 from kvcore.trace.fields import plain
 from kvcore.units import INT64_LIMIT
 
@@ -78,7 +76,7 @@ def cache(
         report = CachingReport(
             generations, generator.spec, generator.dtype, prompt_tokens, block_size
         )
-        write_plot(partial(plot_chart, report.chart()))
+        write_plot(report.chart())
     by_hand = OneHeadReport(WORKED_EXAMPLE)
     if as_json:
         emit_json(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,6 @@ from kvcore.cli.output import (
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import OUTPUT, Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
-from kvcore.report.charts import plot_chart
 from kvcore.report.plan import PlanReport
 
 NONE_FOUND = 1
@@ -142,7 +140,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
             document = {"schema": 1, **report.document()}
             with atomic_file(written) as file:
                 file.buffer.write(json_bytes(document))
-            write_plot(partial(plot_chart, report.chart()))
+            write_plot(report.chart())
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
         raise

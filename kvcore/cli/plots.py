@@ -13,6 +13,7 @@ from kvcore.cli.output import file_path
 from kvcore.cli.verb import OUTPUT, option
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.report.sections import Chart
 
 
 def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
@@ -38,10 +39,11 @@ plot_option = picture_option("--plot", "picture", help="File for a plot: .png or
 @contextmanager
 def plot_file(
     path: Path | None, inputs: Iterable[object] = ()
-) -> Iterator[Callable[[Callable[[str], bytes]], object]]:
-    """Open the file of a plot; yield the function that draws into it, as `png` or `svg`.
+) -> Iterator[Callable[[Chart | Callable[[str], bytes]], object]]:
+    """Open the file of a plot; yield the function that draws a chart into it.
 
-    If the body raises, no file is left. Without a path nothing is drawn.
+    In place of a chart it takes a function that returns a plot as `png` or `svg`. If the body
+    raises, no file is left. Without a path nothing is drawn.
 
     Raises:
         InputError: the file is one of the `inputs`, or cannot be written.
@@ -49,6 +51,11 @@ def plot_file(
     if path is None:
         yield lambda _: None
         return
+    from kvcore.report.charts import plot_chart  # noqa: PLC0415 - for plots alone
+
     refuse_overwrite(path, inputs)
+    form = path.suffix[1:].lower()
     with atomic_file(path) as file:
-        yield lambda draw: file.buffer.write(draw(path.suffix[1:].lower()))
+        yield lambda plot: file.buffer.write(
+            plot_chart(plot, form) if isinstance(plot, Chart) else plot(form)
+        )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import click
@@ -26,7 +25,6 @@ from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import option, plugin_completion, verb
 from kvcore.config.cluster_options import CLUSTER
-from kvcore.report.charts import plot_chart
 from kvcore.report.routers import RoutersReport
 
 
@@ -80,7 +78,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             **{name: value for name, value in options.items() if value is not None},
         )
         report = RoutersReport(found)
-        write_plot(partial(plot_chart, report.chart()))
+        write_plot(report.chart())
     if given["as_json"]:
         emit_json(report.document())
     else:

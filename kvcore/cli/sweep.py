@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import click
@@ -26,7 +25,6 @@ from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
-from kvcore.report.charts import plot_chart
 from kvcore.report.sweep import (
     WRITERS,
     SweepReport,
@@ -104,7 +102,7 @@ def sweep(
             for table in tables:
                 write_table(result, table)
             if axis is not None:
-                write_plot(partial(plot_chart, SweepReport(result).chart(axis)))
+                write_plot(SweepReport(result).chart(axis))
     except KeyboardInterrupt:
         echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
         raise

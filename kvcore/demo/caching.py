@@ -440,9 +440,8 @@ class CachingReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the three generations."""
-        counts = Table(self.headers, self.rows)
-        return [self.headline, counts, self.times, self.chart(), self.reading]
+        """The whole report on the three generations."""
+        return [self.headline, self.table, self.times, self.chart(), self.reading]
 
     @property
     def headline(self) -> str:
@@ -461,14 +460,9 @@ class CachingReport:
         )
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the counts."""
-        return ["cache", "token projections", "K/V after step 1", "K/V at the end"]
-
-    @property
-    def rows(self) -> list[list[str]]:
+    def table(self) -> Table:
         """The counts, one row for each cache."""
-        return [
+        rows = [
             [
                 each.cache,
                 f"{each.token_projections:,}",
@@ -477,6 +471,7 @@ class CachingReport:
             ]
             for each in self.generations
         ]
+        return Table(["cache", "token projections", "K/V after step 1", "K/V at the end"], rows)
 
     @property
     def reading(self) -> str:

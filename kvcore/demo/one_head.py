@@ -101,8 +101,8 @@ class OneHeadReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the head."""
-        return [self.headline, Table(self.headers, self.rows), self.reading]
+        """The whole report on the head."""
+        return [self.headline, self.table, self.reading]
 
     @property
     def headline(self) -> str:
@@ -111,13 +111,9 @@ class OneHeadReport:
         return f"One head by hand: the query {_vector(self.head.query)} reads {count}."
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the steps of the computation."""
-        return ["token", "key", "score q·k", "e^score", "weight", "value", "weight × value"]
-
-    @property
-    def rows(self) -> list[list[str]]:
+    def table(self) -> Table:
         """The steps for each token, and the sums below them."""
+        headers = ["token", "key", "score q·k", "e^score", "weight", "value", "weight × value"]
         head = self.head
         tokens = zip(
             head.keys, head.scores, head.exponentials, head.weights, head.values, strict=True
@@ -135,7 +131,7 @@ class OneHeadReport:
             for place, (key, score, exponential, weight, value) in enumerate(tokens)
         ]
         total = ["sum", "", "", f"{head.total:.3f}", "1", "", _vector(head.output)]
-        return [*rows, total]
+        return Table(headers, [*rows, total])
 
     @property
     def reading(self) -> str:

@@ -43,11 +43,10 @@ from kvcore.pages.report_parts import (
 from kvcore.plugins.options import as_text
 from kvcore.report.billing import bill_sections
 from kvcore.report.misses import SummaryReport, spaced
-from kvcore.report.plan import HEADERS as PLAN_HEADERS
 from kvcore.report.plan import PlanReport
 from kvcore.report.quality import PANELS, QualityReport
-from kvcore.report.size import HEADERS as SIZE_HEADERS
-from kvcore.report.size import size_rows, size_title
+from kvcore.report.sections import Table
+from kvcore.report.size import size_table, size_title
 from kvcore.report.sweep import MEASURES, POLICIES, SweepReport
 from kvcore.report.tables import NONE, counted
 from kvcore.report.whatif import WhatIfReport
@@ -105,16 +104,17 @@ class Swept(Result):
             name=name, grid=grid, report=SweepReport(Sweep(cast("Any", grid), rows, 0, 0))
         )
 
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the best cell of each contest."""
-        return self.report.headers, self.report.rows
+    @property
+    def table(self) -> Table:
+        """The best cell of each contest."""
+        return self.report.table
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one sweep."""
         report, grid = self.report, self.grid
         yield from opening(report)
         yield heading("The best")
-        yield from table("The best of each contest", report.headers, report.rows, report.right)
+        yield from sections(report.table, caption="The best of each contest")
         yield from sentences(report.reading)
         yield from self._charts()
         yield heading("All cells")
@@ -223,19 +223,17 @@ class Planned(Result):
         )
         return cls(name=name, report=PlanReport(plan))
 
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the fleets that meet the SLO."""
-        return PLAN_HEADERS, self.report.rows
+    @property
+    def table(self) -> Table:
+        """The fleets that meet the SLO."""
+        return self.report.table
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one plan."""
         report, plan = self.report, self.report.plan
         yield from sentences(report.headline)
         yield heading("Fleets")
-        rows = report.rows
-        yield from table(
-            "Fleets that meet the SLO, the best first", PLAN_HEADERS, rows, PLAN_HEADERS
-        )
+        yield from sections(report.table, caption="Fleets that meet the SLO, the best first")
         yield heading("What limits a smaller fleet")
         yield from sentences(report.limit)
         limit = plan.limit
@@ -325,10 +323,10 @@ class Rerun(Result):
         report, found = self.report, self.report.whatif
         yield from sentences(report.headline)
         yield heading("Both runs")
-        yield from table("Recorded, and what if", report.headers, report.rows)
+        yield from sections(report.table, caption="Recorded, and what if")
         yield from sentences(report.verdict)
         for each in report.tables:
-            yield from table(f"Requests: {each.headers[0]}", each.headers, each.rows)
+            yield from sections(each, caption=f"Requests: {each.headers[0]}")
         bills = self.document["recorded"].get("bill")
         if bills is not None:
             yield heading("Bills")
@@ -386,11 +384,12 @@ class Explained(Result):
         summary = _summary(document) if "lost" in document else None
         return cls(name=name, document=document, explanation=explanation, summary=summary)
 
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
-        """Return the missed tokens by reason."""
+    @property
+    def table(self) -> Table | None:
+        """The missed tokens by reason."""
         if self.summary is None:
             return None
-        return SummaryReport.headers, SummaryReport(self.explanation, self.summary).rows
+        return SummaryReport(self.explanation, self.summary).table
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one explanation."""
@@ -484,17 +483,17 @@ class Measured(Result):
         quality = Quality(**fields | {"rows": [QualityRow(**row) for row in document["rows"]]})
         return cls(name=name, report=QualityReport(quality))
 
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the rows of all policies and codecs."""
-        return self.report.headers, [*self.report.rows]
+    @property
+    def table(self) -> Table:
+        """The losses of all policies and codecs."""
+        return self.report.table
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one measurement."""
         report, quality = self.report, self.report.quality
         yield from opening(report)
         yield heading("What is lost")
-        headers = report.headers
-        yield from table("Retention, codec and budget", headers, report.rows, headers[2:])
+        yield from sections(report.table, caption="Retention, codec and budget")
         yield from sentences(report.reading)
         codecs = [*dict.fromkeys(row.codec for row in quality.rows)]
         groups: dict[tuple[str, str], list[QualityRow]] = {}
@@ -531,22 +530,19 @@ class Sized(Result):
     plural: ClassVar[str] = "Sizes of K/V"
 
     document: Document
-    cells: Sequence[Sequence[str]]
+    table: Table
 
     @classmethod
     def of(cls, name: str, document: Document) -> Sized:
         """Read a document."""
-        return cls(name=name, document=document, cells=list(size_rows(document)))
-
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
-        """Return the sizes of the model, and what fits."""
-        return SIZE_HEADERS, self.cells
+        return cls(name=name, document=document, table=size_table(document))
 
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one model."""
         found, model = self.document, self.document["model"]
         yield from sentences(size_title(model))
-        yield from table("What it takes, and what fits", SIZE_HEADERS, self.cells)
+        headers, rows = self.table.headers, self.table.rows
+        yield from table("What it takes, and what fits", headers, rows)
         device = found.get("device")
         line = command(
             "size",

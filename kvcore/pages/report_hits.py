@@ -28,11 +28,12 @@ from kvcore.pages.report_parts import (
     curves,
     heading,
     opening,
+    sections,
     sentences,
     table,
 )
 from kvcore.report.comparison import ComparisonReport, ResidencyReport
-from kvcore.report.comparison_bill import ComparisonBill
+from kvcore.report.comparison_bill import comparison_bill
 from kvcore.report.mrc import CurvesReport
 from kvcore.report.plane import PlaneReport
 from kvcore.report.policies import block_bytes, named
@@ -194,7 +195,8 @@ class Compared(HitResult):
         if report.empty:
             return
         yield heading("Hits")
-        yield from table("Hits by policy and pool size", report.headers, report.rows)
+        hits = report.table
+        yield from table("Hits by policy and pool size", hits.headers, hits.rows)
         yield from sentences(report.reading)
         about = (
             "The share of looked-up blocks that hit, by the size of the pool, on a logarithmic "
@@ -211,10 +213,9 @@ class Compared(HitResult):
             yield from table("How long blocks rest", rested.headers, rows)
             yield from sentences(rested.reading)
         if comparison.bills is not None:
-            bill = ComparisonBill(comparison, report.memory)
+            bill = comparison_bill(comparison, report.memory)
             yield heading("Bill")
-            yield from table("Bill by policy and pool size", bill.headers, bill.rows)
-            yield from sentences(bill.reading)
+            yield from sections(*bill, caption="Bill by policy and pool size")
         yield from again(self._command())
         one = next((row for row in comparison.rows if row.eviction != Belady.name), None)
         if one is not None:
@@ -341,9 +342,7 @@ class Curved(HitResult):
             f"scale up to all {counted(curves.distinct_blocks, 'distinct block')}."
         )
         yield from chart("Hits by pool size", about, POOL, HITS, self.lines())
-        yield from table(
-            "Hits by pool size and policy", report.headers, report.rows, report.headers
-        )
+        yield from sections(report.table, caption="Hits by pool size and policy")
         yield from sentences(report.reading)
         layout = report.layout
         line = command(
@@ -413,7 +412,8 @@ class Planed(Result):
             ("Hits", hits, plane.ratio),
             ("Prefill saved", saved, plane.saved),
         ):
-            yield from table(told, report.headers, report.rows(value))
+            found = report.table(value)
+            yield from table(told, found.headers, found.rows)
             lines = {
                 report.size(size): [(point.pool_blocks, value(point)) for point in points]
                 for size, points in zip(plane.tiers, plane.points, strict=True)

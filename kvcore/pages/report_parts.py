@@ -284,41 +284,41 @@ class Result(ABC):
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one result."""
 
-    def rows(self) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
-        """Return the headers and rows of the table that compares several results, if any."""
+    @property
+    def table(self) -> Table | None:
+        """The table that compares several results, if any."""
         return None
 
     @classmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
         """Yield the parts of a report that shows several results of this kind side by side."""
-        tables = [each.rows() for each in results]
+        tables = [each.table for each in results]
         known = [each for each in tables if each is not None]
-        if len(known) < len(tables) or len({tuple(headers) for headers, _ in known}) > 1:
+        if len(known) < len(tables) or len({tuple(each.headers) for each in known}) > 1:
             return
         rows = [
             [label, *row]
-            for label, (_, found) in zip(labels, known, strict=True)
-            for row in found
+            for label, each in zip(labels, known, strict=True)
+            for row in each.rows
         ]
-        headers = known[0][0]
+        headers = known[0].headers
         yield from table("All results", ["result", *headers], rows, headers[1:])
 
 
-def sections(*given: Section) -> Iterator[Part]:
-    """Yield the parts for the sentences and tables of a report."""
+def sections(*given: Section, caption: str = "") -> Iterator[Part]:
+    """Yield the parts for the sentences and tables of a report, these under a caption."""
     for each in given:
         if isinstance(each, str):
             yield from sentences(each)
         elif isinstance(each, Table):
-            yield from table("", each.headers, each.rows, each.right)
+            yield from table(caption, each.headers, each.rows, each.right)
 
 
 def reason_tables(report: SummaryReport) -> Iterator[Part]:
     """Yield the tables of miss reasons, with notes on reading them."""
-    headers = report.headers
-    yield from table("Missed tokens by reason", headers, report.rows, headers[1:5])
-    places, requests = report.places, report.requests
-    yield from table("Where prompts part from earlier ones", places.headers, places.rows)
+    yield from sections(report.table, caption="Missed tokens by reason")
+    yield from sections(report.places, caption="Where prompts part from earlier ones")
+    requests = report.requests
     yield from table(
         "Requests that lost most to evictions, and for which most was evicted",
         requests.headers,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import isinf, isnan
 
 import attrs
@@ -26,9 +26,8 @@ class BenchReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the benchmark."""
-        table = Table(self.headers, [*self.rows], RIGHT)
-        return [self.machine, self.ceilings, table, self.reading]
+        """The whole report on the benchmark."""
+        return [self.machine, self.ceilings, self.table, self.reading]
 
     @property
     def machine(self) -> str:
@@ -62,23 +61,15 @@ class BenchReport:
         return Table(("ceiling", "first", "last"), rows)
 
     @property
-    def headers(self) -> Sequence[str]:
-        """Headers of the table of operations."""
-        shown = ("operation", "case", "by", *RIGHT, "result", "note")
-        return (
-            tuple(h for h in shown if h not in RIGHT) if self.result.settings.check else shown
-        )
-
-    @property
-    def rows(self) -> Iterator[Sequence[str]]:
-        """Rows of the table of operations."""
+    def table(self) -> Table:
+        """The operations; without their speed, if results alone were checked."""
+        timed = not self.result.settings.check
+        headers = ["operation", "case", "by", *(RIGHT if timed else ()), "result", "note"]
+        rows = []
         for row in self.result.rows:
-            known = (row.operation, row.case, row.by)
-            outcome = _result(row), row.note
-            if self.result.settings.check:
-                yield (*known, *outcome)
-                continue
-            yield (*known, *_speed(row), *outcome)
+            speed = _speed(row) if timed else ()
+            rows.append([row.operation, row.case, row.by, *speed, _result(row), row.note])
+        return Table(headers, rows, RIGHT)
 
     @property
     def reading(self) -> str:

@@ -87,11 +87,10 @@ class PromptReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on all prompts."""
-        headers = ["not read", "tokens", "of unread", "USD", "stopped", "because"]
+        """The whole report on all prompts."""
         return [
             self.headline,
-            Table(headers, self.rows, headers[1:5]),
+            self.table,
             self.agreement,
             *bill_sections(self.found.bills.as_dict()),
         ]
@@ -110,11 +109,12 @@ class PromptReport:
         )
 
     @property
-    def rows(self) -> list[TableRow]:
-        """Rows of tokens by reason; reasons without tokens are left out."""
+    def table(self) -> Table:
+        """The tokens by reason; reasons without tokens are left out."""
+        headers = ["not read", "tokens", "of unread", "USD", "stopped", "because"]
         sums = self.found.sums()
         unread = sum(row["tokens"] for row in sums.values())
-        return [
+        rows = [
             [
                 reason,
                 f"{row['tokens']:,}",
@@ -126,6 +126,7 @@ class PromptReport:
             for reason, row in sums.items()
             if row["tokens"]
         ]
+        return Table(headers, rows, headers[1:5])
 
     @property
     def agreement(self) -> str:

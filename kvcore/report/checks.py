@@ -15,24 +15,29 @@ if TYPE_CHECKING:
 MOST_ROWS = 16
 """Largest number of replicas in a table."""
 
+COUNTS = ("routed", "finished", "rejected", "failures")
+"""Columns of the table of replicas that are counts."""
+
 
 def trace_sections(report: Report) -> list[Section]:
-    """Return the page on the check of a trace."""
+    """Return the report on the check of a trace."""
     rows = [(what, f"{count:,}") for what, count in _trace_counts(report)]
     rows += [(f"hit ratio by {by}", share(ratio)) for by, ratio in report.hit["ratio"].items()]
-    evicted = report.evictions
+    evicted, replicas = report.evictions, report.replicas or []
     rows.append(("evictions", f"{evicted['blocks']:,} blocks, digest {evicted['digest'][:16]}"))
-    return [
-        Table(["trace", report.file], rows),
-        *_replicas(report.replicas or []),
-        setup(report.header) if report.header else "",
-    ]
+    cluster: Section = Table(
+        ["replica", *COUNTS, "hit ratio by block", "blocks cached"],
+        [[*_replica(replica)] for replica in replicas],
+    )
+    if len(replicas) > MOST_ROWS:
+        cluster = f"--json has each of the {len(replicas):,} replicas."
+    setting = setup(report.header) if report.header else ""
+    return [Table(["trace", report.file], rows), cluster, setting]
 
 
 def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
     yield "lines", report.lines
-    for event, count in report.events.items():
-        yield f"  {event}", count
+    yield from ((f"  {event}", count) for event, count in report.events.items())
     for place in ("free", "cached", "private"):
         yield f"blocks {place}", report.pool[place]
     yield "spans", report.pool["spans"]
@@ -43,43 +48,26 @@ def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
     yield "blocks hit", report.hit["hit_blocks"]
     yield "own blocks found again", report.hit["self_hit_blocks"]
     for tier in report.tiers:
-        yield from _tier_counts(tier)
+        yield f"tier {tier['tier']}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
+        for what in ("parked", "loading", "recovered"):
+            if tier[f"{what}_blocks"]:
+                yield f"  {what}", tier[f"{what}_blocks"]
+        yield "  stored so far", tier["stored_blocks"]
+        yield "  loaded", tier["loaded_blocks"]
+        for reason, blocks in tier["dropped_blocks"].items():
+            yield f"  dropped, {reason}", blocks
 
 
-def _tier_counts(tier: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the contents of a tier, and its transfers."""
-    yield f"tier {tier['tier']}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
-    for what in ("parked", "loading", "recovered"):
-        if tier[f"{what}_blocks"]:
-            yield f"  {what}", tier[f"{what}_blocks"]
-    yield "  stored so far", tier["stored_blocks"]
-    yield "  loaded", tier["loaded_blocks"]
-    for reason, blocks in tier["dropped_blocks"].items():
-        yield f"  dropped, {reason}", blocks
-
-
-def _replicas(replicas: list[dict[str, Any]]) -> Iterator[Section]:
-    """Yield a table of the replicas of a cluster, or a sentence about too many of them."""
-    if len(replicas) > MOST_ROWS:
-        yield f"--json has each of the {len(replicas):,} replicas."
-        return
-    counts = ("routed", "finished", "rejected", "failures")
-    yield Table(
-        ["replica", *counts, "hit ratio by block", "blocks cached"],
-        [[*_replica(replica, counts)] for replica in replicas],
-    )
-
-
-def _replica(replica: Mapping[str, Any], counts: tuple[str, ...]) -> Iterator[str]:
+def _replica(replica: Mapping[str, Any]) -> Iterator[str]:
     """Yield the cells of a replica, over all its lives."""
     yield str(replica["replica"])
-    yield from (f"{replica[name]:,}" for name in counts)
+    yield from (f"{replica[name]:,}" for name in COUNTS)
     yield share(replica["hit"]["ratio"]["block"])
     yield f"{replica['pool']['cached']:,}" if replica["up"] else "down"
 
 
 def recording_sections(report: RecordingReport) -> list[Section]:
-    """Return the page on the check of a recording: counts, then anomalies."""
+    """Return the report on the check of a recording: counts, then anomalies."""
     rows = [*_recording_counts(report), *_anomalies(report)]
     return [Table(["recording", report.file], rows), report.tells]
 

@@ -54,22 +54,19 @@ class ComparisonReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the comparison: hits, and if measured, residency and bills."""
+        """The whole report on the comparison: hits, and if measured, residency and bills."""
         if self.empty:
             return [self.headline]
         about = [self.reading, *([] if self.layout is None else [block_bytes(self.layout)])]
-        sections: list[Section] = [
-            self.headline,
-            Table(self.headers, self.rows, (), split=True),
-            "\n".join(about),
-            self.chart(),
-        ]
+        sections: list[Section] = [self.headline, self.table, "\n".join(about), self.chart()]
         if self.residency:
             sections += ResidencyReport(self.comparison).sections
         if self.comparison.bills is not None:
-            from kvcore.report.comparison_bill import ComparisonBill  # noqa: PLC0415 - for prices alone
+            from kvcore.report.comparison_bill import (  # noqa: PLC0415 - for prices alone
+                comparison_bill,
+            )
 
-            sections += ComparisonBill(self.comparison, self.memory).sections
+            sections += comparison_bill(self.comparison, self.memory)
         return [*sections, self.setup]
 
     @property
@@ -105,22 +102,18 @@ class ComparisonReport:
         return not self.comparison.infinite.lookup_blocks
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the table: one column per pool size."""
+    def table(self) -> Table:
+        """Hits by pool size: a row per policy, and one of the infinite cache."""
         sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
-        return ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table: one per policy, and one of the infinite cache."""
         table: dict[str, list[str]] = {}
         for name, row in named(self.comparison.rows):
             table.setdefault(name, []).append(_cell(row))
             if self._tiered:
                 table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
         infinite = _cell(self.comparison.infinite)
-        table["infinite"] = [infinite] * (len(self.headers) - 1)
-        return [[name, *cells] for name, cells in table.items()]
+        table["infinite"] = [infinite] * len(sizes)
+        headers = ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
+        return Table(headers, [[name, *cells] for name, cells in table.items()], (), split=True)
 
     @property
     def reading(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby, zip_longest
-from typing import ClassVar
 
 import attrs
 
@@ -43,7 +42,7 @@ class RequestReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the request."""
+        """The whole report on the request."""
         return [str(self)]
 
     def __str__(self) -> str:
@@ -194,19 +193,12 @@ class SummaryReport:
     explanation: Explanation
     summary: Summary
 
-    headers: ClassVar[TableRow] = [
-        *("lost", "tokens", "of missed", "prefill", "stopped", "because")
-    ]
-
     @property
     def sections(self) -> list[Section]:
-        """The page on all requests."""
-        table = Table(self.headers, self.rows, self.headers[1:5])
-        charts = [self.chart()] if table.rows else []
-        setting = setup(self.explanation.header)
-        return [
-            self.headline, table, *charts, self.places, self.requests, self.notes, setting
-        ]  # fmt: skip
+        """The whole report on all requests."""
+        charts = [self.chart()] if self.table.rows else []
+        rankings, setting = [self.places, self.requests], setup(self.explanation.header)
+        return [self.headline, self.table, *charts, *rankings, self.notes, setting]
 
     @property
     def headline(self) -> str:
@@ -241,8 +233,9 @@ class SummaryReport:
         )
 
     @property
-    def rows(self) -> list[TableRow]:
-        """Rows of missed tokens by reason; reasons without misses are left out."""
+    def table(self) -> Table:
+        """The missed tokens by reason; reasons without misses are left out."""
+        headers = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
         rows = []
         for name, lost in self.summary.categories.items():
             if lost.tokens:
@@ -253,7 +246,7 @@ class SummaryReport:
                     for way, part in self.summary.ways.items()
                     if part.tokens
                 ]
-        return rows
+        return Table(headers, rows, headers[1:5])
 
     @property
     def places(self) -> Table:

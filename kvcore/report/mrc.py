@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterator
 from itertools import cycle
 from math import ceil
 from typing import TYPE_CHECKING, Any, TextIO
@@ -149,11 +148,10 @@ class CurvesReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the curves."""
+        """The whole report on the curves."""
         if self.empty:
             return [self.headline]
-        table = Table(self.headers, [*self.rows], self.headers)
-        return [self.headline, table, f"{self.reading}\n{self.setup}"]
+        return [self.headline, self.table, f"{self.reading}\n{self.setup}"]
 
     @property
     def headline(self) -> str:
@@ -183,29 +181,23 @@ class CurvesReport:
         return not self.curves.lookup_blocks
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the table: the pool size, then one column per policy."""
-        memory = [] if self.layout is None else ["memory"]
-        return ["blocks", "of all", *memory, *self.names]
-
-    @property
-    def names(self) -> list[str]:
-        """Names of the policies, with the options that distinguish equal names."""
-        return [name for name, _ in named(self.curves.curves)]
-
-    @property
-    def rows(self) -> Iterator[list[str]]:
-        """Rows of the table: one per pool size."""
+    def table(self) -> Table:
+        """The share of blocks that hit: a row per pool size, and a column per policy."""
         curves = self.curves.curves
+        memory = [] if self.layout is None else ["memory"]
+        headers = ["blocks", "of all", *memory, *(name for name, _ in named(curves))]
+        rows = []
         for place, blocks in enumerate(curves[0].blocks):
             taken = self.bytes_of(blocks)
-            memory = [] if taken is None else [format_bytes(taken)]
-            yield [
-                f"{blocks:,}",
-                percent(blocks / self.curves.distinct_blocks),
-                *memory,
-                *(f"{self.curves.ratio(c.hit_blocks[place]):.1%}" for c in curves),
-            ]
+            rows.append(
+                [
+                    f"{blocks:,}",
+                    percent(blocks / self.curves.distinct_blocks),
+                    *([] if taken is None else [format_bytes(taken)]),
+                    *(f"{self.curves.ratio(c.hit_blocks[place]):.1%}" for c in curves),
+                ]
+            )
+        return Table(headers, rows, headers)
 
     @property
     def reading(self) -> str:

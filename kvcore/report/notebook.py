@@ -6,7 +6,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 
@@ -39,16 +39,8 @@ ROWS = 40
 PLOT = "max-width: 100%; width: 640px; background: white"
 
 
-class Report(Protocol):
-    """A report on a result. A plot that is no chart is drawn by its method `plot`, if any."""
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on the result."""
-
-
-def report_on(result: object) -> Report:
-    """Return the report on a result.
+def report_on(result: object) -> Any:
+    """Return the report on a result. A plot that is no chart is drawn by its method `plot`.
 
     Raises:
         TypeError: `result` is of no class that has one.
@@ -116,7 +108,7 @@ class RunReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the run."""
+        """The whole report on the run."""
         result, hits = self.result, self.result.hit_ratio
         requests, rejected = len(result.log.ids), len(result.log.reasons)
         quantities = [
@@ -131,7 +123,7 @@ class RunReport:
         rows = []
         for name, title in TIMES.items():
             times = getattr(result, name.removesuffix("_s"))
-            cells = [cell(times and getattr(times, n), format_seconds) for n in COLUMNS]
+            cells = [cell(getattr(times, n, None), format_seconds) for n in COLUMNS]
             rows.append([title, *cells])
         return [f"{'; '.join(parts)}.", Table(["time", *COLUMNS], rows)]
 
@@ -144,7 +136,7 @@ class RunReport:
         return plots.latency(plots.Latencies.of_result(self.result), form)
 
 
-REPORTS: Mapping[type, Callable[[Any], Report]] = {
+REPORTS: Mapping[type, Callable[[Any], Any]] = {
     Comparison: ComparisonReport,
     Curves: CurvesReport,
     Explanation: lambda explanation: SummaryReport(explanation, explanation.summary()),

@@ -17,11 +17,6 @@ from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.trace.fields import version
 from kvcore.units import BINARY, format_bytes, format_number, format_seconds
 
-HEADERS = (
-    *("replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"),
-    *("TTFT p99", "TPOT p99", "hits", "busiest"),
-)
-
 SHOWN = 3
 """The most policies that are named as sufficient."""
 
@@ -47,10 +42,9 @@ class PlanReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the plan."""
-        table = Table(HEADERS, self.rows, HEADERS)
-        chart = [self.chart()] if table.rows else []
-        return [self.headline, table, self.limit, *chart, self.closing]
+        """The whole report on the plan."""
+        chart = [self.chart()] if self.plan.options else []
+        return [self.headline, self.table, *chart, self.limit, self.closing]
 
     @property
     def headline(self) -> str:
@@ -66,9 +60,11 @@ class PlanReport:
         return f"{asked}\nTake {self.fleet(plan.best.fleet)}: {met:.1%} do."
 
     @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table, the best fleet first."""
-        return [list(self._cells(option)) for option in self.plan.options]
+    def table(self) -> Table:
+        """The fleets that meet the SLO, the best first."""
+        headers = ["replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"]
+        headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
+        return Table(headers, [*map(self._cells, self.plan.options)], headers)
 
     @property
     def limit(self) -> str:

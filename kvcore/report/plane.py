@@ -48,16 +48,12 @@ class PlaneReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the plane: a table of hits, and one of saved prefill."""
-        hits, saved = (
-            Table(self.headers, self.rows(value), self.headers)
-            for value in (self.plane.ratio, self.plane.saved)
-        )
+        """The whole report on the plane: a table of hits, and one of saved prefill."""
         return [
             f"{self.headline}\nThe share of these that hit in the pool, or are loaded:",
-            hits,
+            self.table(self.plane.ratio),
             "The share of all prefill time that this saves, less the time to load:",
-            saved,
+            self.table(self.plane.saved),
             f"{self.reading}\n{self.setup}",
         ]
 
@@ -72,18 +68,15 @@ class PlaneReport:
         """The name of the tier in tables; that of host memory is `host RAM`."""
         return "host RAM" if self.plane.tier.name == "host" else self.plane.tier.name
 
-    @property
-    def headers(self) -> list[str]:
-        """Headers of both tables: the sizes of the pool."""
-        return [f"{self.below} / pool", *map(self.size, self.plane.pools)]
-
-    def rows(self, value: Callable[[PlanePoint], float]) -> list[list[str]]:
-        """Return a row for each size of the tier, with the share `value` for each pool."""
+    def table(self, value: Callable[[PlanePoint], float]) -> Table:
+        """Return the share `value` for each size of the tier, a row, and of the pool."""
         sizes = zip(self.plane.tiers, self.plane.points, strict=True)
-        return [
+        rows = [
             [self.size(blocks), *(share(value(point)) for point in points)]
             for blocks, points in sizes
         ]
+        headers = [f"{self.below} / pool", *map(self.size, self.plane.pools)]
+        return Table(headers, rows, headers)
 
     @property
     def reading(self) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -54,9 +54,8 @@ class QualityReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the losses."""
-        table = Table(self.headers, [*self.rows], self.headers[2:])
-        return [self.headline, table, f"{self.reading}\n{self.setup}".lstrip()]
+        """The whole report on the losses."""
+        return [self.headline, self.table, f"{self.reading}\n{self.setup}".lstrip()]
 
     @property
     def headline(self) -> str:
@@ -72,19 +71,13 @@ class QualityReport:
         )
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the table."""
-        needles = ["needles"] if self.quality.needles else []
-        return [
-            *("retention", "codec", "budget", "bytes/token", "of full"),
-            *("attention error", "KL", "KL p95", "top-1", *needles),
-        ]
-
-    @property
-    def rows(self) -> Iterator[list[str]]:
-        """Rows of the table, those with most bytes first."""
-        for row in self.quality.rows:
-            yield [
+    def table(self) -> Table:
+        """The losses: a row per policy, codec and budget, those with most bytes first."""
+        headers = ["retention", "codec", "budget", "bytes/token", "of full"]
+        headers += ["attention error", "KL", "KL p95", "top-1"]
+        headers += ["needles"] if self.quality.needles else []
+        rows = [
+            [
                 row.retention,
                 row.codec,
                 "" if row.budget is None else percent(row.budget),
@@ -96,6 +89,9 @@ class QualityReport:
                 f"{row.top1:.0%}",
                 *([] if row.needle is None else [f"{row.needle:.0%}"]),
             ]
+            for row in self.quality.rows
+        ]
+        return Table(headers, rows, headers[2:])
 
     @property
     def reading(self) -> str:

@@ -28,10 +28,8 @@ class RoutersReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the comparison."""
-        right = [header for header in self.headers if header != "router"]
-        table = Table(self.headers, self.rows, right)
-        return [self.headline, table, self.chart(), f"{self.reading}\n{self.setup}"]
+        """The whole report on the comparison."""
+        return [self.headline, self.table, self.chart(), f"{self.reading}\n{self.setup}"]
 
     @property
     def headline(self) -> str:
@@ -49,24 +47,18 @@ class RoutersReport:
         )
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the table."""
-        return [
-            *(["replicas"] if self._several else []),
-            *("router", "token hits", "of optimum", "busiest", "mean TTFT", "p99 TTFT"),
-            *("p99 TPOT", "goodput", "in SLO"),
-        ]
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table: by replicas, the routers with the most goodput first."""
+    def table(self) -> Table:
+        """The routers by replicas, those with the most goodput first, and the shared cache."""
+        numbers = ["token hits", "of optimum", "busiest", "mean TTFT", "p99 TTFT", "p99 TPOT"]
+        numbers += ["goodput", "in SLO"]
+        replicas = ["replicas"] if self._several else []
         cells: list[list[str]] = []
         for shared in self.comparison.shared:
             rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
             rows.sort(key=lambda row: (-(row.goodput or 0), row.ttft_mean_s or 0))
             first = [str(shared.replicas)] if self._several else []
             cells.extend([*first, *each] for each in (*map(_cells, rows), *_bounds(shared)))
-        return cells
+        return Table([*replicas, "router", *numbers], cells, [*replicas, *numbers])
 
     @property
     def reading(self) -> str:

@@ -52,7 +52,7 @@ class Chart:
     """Panels side by side over one axis; bars, if the axis has one value.
 
     Attributes:
-        title, caption: the run, in a few words and with all options.
+        title, caption: the run, in a few words and with all options; empty: none.
         across: the quantity of the axis, with its unit.
         panels: the panels over the axis, the most important first.
         place: formats a value of the axis.

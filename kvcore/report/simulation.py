@@ -111,7 +111,7 @@ class SimulationReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the run."""
+        """The whole report on the run."""
         return [
             self.warning,
             f"{self.headline}\n{self.about}".rstrip(),

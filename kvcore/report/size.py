@@ -8,15 +8,17 @@ from typing import Any
 from kvcore.report.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
 
-HEADERS = ("quantity", "amount", "that is")
-
 Row = tuple[str, str, str]
 
 
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
-    """Return the page on the document of `kvcore size --json`."""
-    rows = [*size_rows(document)]
-    return [size_title(document["model"]), Table(HEADERS, rows, ())]
+    """Return the report on the document of `kvcore size --json`."""
+    return [size_title(document["model"]), size_table(document)]
+
+
+def size_table(document: Mapping[str, Any]) -> Table:
+    """Return the table of a document: what the K/V takes, and what fits."""
+    return Table(("quantity", "amount", "that is"), [*_rows(document)], ())
 
 
 def size_title(model: Mapping[str, Any]) -> str:
@@ -48,7 +50,7 @@ def _parameters(parameters: int) -> str:
     return f"{parameters:,}"
 
 
-def size_rows(report: Mapping[str, Any]) -> Iterator[Row]:
+def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the rows of the document of `kvcore size --json`."""
     kv, tokens, batch = report["kv"], report["tokens"], report["batch"]
     yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])

@@ -73,9 +73,8 @@ class SweepReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on the sweep, with a chart if one axis of numbers varies."""
-        table = Table(self.headers, self.rows, self.right, split=True)
-        sections: list[Section] = [self.headline, table]
+        """The whole report on the sweep, with a chart if one axis of numbers varies."""
+        sections: list[Section] = [self.headline, self.table]
         with suppress(InputError):
             sections.append(self.chart(chart_axis(self.sweep.grid, None)))
         return [*sections, f"{self.reading}\n{self.setup}".lstrip()]
@@ -93,25 +92,18 @@ class SweepReport:
         return f"{counted(len(sweep.rows), 'cell')}{of}, {how}.{kept}{failed}"
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the table: the varied options, then the best cells by each measure."""
-        best = (header for each in self.measures for header in (each.title, each.unit))
-        return [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
-
-    @property
-    def rows(self) -> list[list[str]]:
-        """Rows of the table: one per group of competing cells, in the order of the grid."""
+    def table(self) -> Table:
+        """The best of each group of competing cells by each measure, in the grid's order."""
         contests: dict[tuple[str, ...], list[Row]] = {}
         for row in self.sweep.rows:
             key = tuple(written(name, row) for name in self._given)
             contests.setdefault(key, []).append(row)
-        return [[*key, *self._best(rows)] for key, rows in contests.items()]
-
-    @property
-    def right(self) -> list[str]:
-        """Headers of the columns of numbers."""
-        options = ("blocks", "memory", "block_size", "replicas")
-        return [*options, *(each.unit for each in self.measures), "of the optimum"]
+        rows = [[*key, *self._best(rows)] for key, rows in contests.items()]
+        best = (header for each in self.measures for header in (each.title, each.unit))
+        headers = [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
+        numbers = ["blocks", "memory", "block_size", "replicas", "of the optimum"]
+        numbers += (each.unit for each in self.measures)
+        return Table(headers, rows, numbers, split=True)
 
     @property
     def reading(self) -> str:

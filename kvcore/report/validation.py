@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from itertools import cycle
 from math import isfinite
 from pathlib import Path
@@ -36,7 +35,7 @@ MOST_GROUPS = 12
 """The most groups that have a colour and a marker of their own in a plot."""
 
 
-@attrs.frozen(slots=False)
+@attrs.frozen
 class ValidationReport:
     """Measured rows beside their simulations, as tables, JSON, CSV and a plot.
 
@@ -47,6 +46,20 @@ class ValidationReport:
 
     validation: Validation
     by: Sequence[str] = GROUPS
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report on the validation."""
+        measure = self.validation.measures[-1]
+        (worst,) = self.validation.worst(measure, 1)
+        reasons = [[f"{rows:,}", why] for why, rows in self.validation.left_out.items()]
+        return [
+            self.headline,
+            self.table,
+            self.worst,
+            f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}",
+            Table(["left out", "why"], reasons, ["left out"]),
+        ]
 
     @property
     def headline(self) -> str:
@@ -61,22 +74,13 @@ class ValidationReport:
         )
 
     @property
-    def headers(self) -> list[str]:
-        """Headers of the table of errors."""
-        return [
-            *("rows that have", "rows"),
-            *(
-                what
-                for name in self.validation.measures
-                for what in (NAMES[name], "absolute", "p90")
-            ),
-        ]
-
-    @cached_property
-    def rows(self) -> list[list[str]]:
+    def table(self) -> Table:
         """The errors of all rows, and of each group that is neither small nor all."""
+        headers = ["rows that have", "rows"]
+        for name in self.validation.measures:
+            headers += [NAMES[name], "absolute", "p90"]
         every = self.validation.compared
-        return [
+        rows = [
             self._cells("all", every),
             *(
                 self._cells(f"{by} {name}", of)
@@ -84,6 +88,7 @@ class ValidationReport:
                 if SMALL * len(every) <= len(of) < len(every)
             ),
         ]
+        return Table(headers, rows)
 
     @property
     def worst(self) -> Table:
@@ -103,25 +108,6 @@ class ValidationReport:
             for each in self.validation.worst(measure, WORST)
         ]
         return Table(names, rows, [names[1], *names[4:]])
-
-    @property
-    def example(self) -> str:
-        """The command that simulates the row with the largest error of the last measure."""
-        measure = self.validation.measures[-1]
-        (worst,) = self.validation.worst(measure, 1)
-        return f"The row that is furthest off in {NAMES[measure]}, by itself:\n{command(worst)}"
-
-    @property
-    def left_out(self) -> Table:
-        """Numbers of rows that were left out, by reason, the largest first."""
-        rows = [[f"{rows:,}", reason] for reason, rows in self.validation.left_out.items()]
-        return Table(["left out", "why"], rows, ["left out"])
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on the validation."""
-        table = Table(self.headers, self.rows)
-        return [self.headline, table, self.worst, self.example, self.left_out]
 
     def document(self) -> dict[str, Any]:
         """Return the validation as a JSON object."""

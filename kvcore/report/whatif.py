@@ -46,7 +46,7 @@ class WhatIfReport:
 
     @property
     def sections(self) -> list[Section]:
-        """The page on both runs, with their bills if there are prices."""
+        """The whole report on both runs, with their bills if there are prices."""
         old, new = (run.bill for run in (self.whatif.recorded, self.whatif.rerun))
         bills: list[Section] = []
         if old is not None and new is not None:
@@ -55,7 +55,7 @@ class WhatIfReport:
             bills = bill_sections(old.as_dict(), new.as_dict()["run"])
         return [
             self.headline,
-            Table(self.headers, self.rows),
+            self.table,
             self.verdict,
             self.chart(),
             *self.tables,
@@ -92,15 +92,11 @@ class WhatIfReport:
         return setup({**found.header, **config, "kvcore": found.here, "plugins": plugins})
 
     @property
-    def headers(self) -> TableRow:
-        """Headers of the table of both runs."""
-        return ["", "recorded", "what if", "change"]
-
-    @property
-    def rows(self) -> list[TableRow]:
-        """Rows of the table of both runs, the most important first."""
+    def table(self) -> Table:
+        """Both runs, the most important figures first."""
         runs = [self.whatif.recorded, self.whatif.rerun]
-        return list(run_rows(runs, timed=self.whatif.timed))
+        rows = list(run_rows(runs, timed=self.whatif.timed))
+        return Table(["", "recorded", "what if", "change"], rows)
 
     @property
     def verdict(self) -> str:
@@ -123,6 +119,7 @@ class WhatIfReport:
     def tables(self) -> Iterator[Table]:
         """Tables of the requests that gained and lost most."""
         found = self.whatif
+        times = ["TTFT, recorded", "TTFT, what if"] if found.timed else []
         for title, changes in (
             ("gained hits", found.gained(self.most)),
             ("lost hits", found.lost(self.most)),
@@ -131,18 +128,13 @@ class WhatIfReport:
         ):
             if changes:
                 rows = [self._request(change) for change in changes]
-                yield Table([title, *self._columns], rows)
+                yield Table([title, "prompt", "hit, recorded", "hit, what if", *times], rows)
 
     def chart(self) -> Chart:
         """Return a chart of the share of blocks that hit in both runs."""
         runs = {"recorded": self.whatif.recorded, "what if": self.whatif.rerun}
         hits = {name: [(0.0, run.hit["ratio"]["block"] or 0.0)] for name, run in runs.items()}
         return Chart("", "", "", [Panel("blocks looked up that hit", hits, share)])
-
-    @property
-    def _columns(self) -> TableRow:
-        times = ["TTFT, recorded", "TTFT, what if"] if self.whatif.timed else []
-        return ["prompt", "hit, recorded", "hit, what if", *times]
 
     def _request(self, change: Change) -> TableRow:
         fates = change.recorded, change.rerun

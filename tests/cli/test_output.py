@@ -13,9 +13,10 @@ from helpers.traces import ask, lines, seal, write
 
 from kvcore.cli import output
 from kvcore.cli import replay as replaying
-from kvcore.cli.output import emit_json, print_table, print_text, progress
+from kvcore.cli.output import emit_json, print_sections, print_table, print_text, progress
 from kvcore.cli.verb import echo, escaped
 from kvcore.errors import InputError
+from kvcore.report.sections import Chart, Table
 
 
 class Terminal(io.StringIO):
@@ -57,6 +58,24 @@ def test_tables_print_text_unchanged(capsys):
     """Brackets, colons and numbers in a cell are not read as markup, emoji or colours."""
     print_table(["run"], [["[red][9,-3] :smile:"]])
     assert "[red][9,-3] :smile:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("compact", "lines"),
+    [
+        (False, ["one", "", "k    n", "──────", "a   10", "", "two", "", "k    n"]),
+        (True, ["one", "k    n", "──────", "a   10", "two", "", "k    n"]),
+    ],
+)
+def test_blank_lines_separate_sections_that_are_not_empty(capsys, compact, lines):
+    """Sections are separated by blank lines, compact ones before later tables alone.
+
+    Charts and empty sections are skipped. All columns but the first are flush right.
+    """
+    table, empty = Table(["k", "n"], [["a", 10]]), Table(["k"], [])
+    sections = ["", Chart("", "", "", []), "one", table, empty, "two", table]
+    print_sections(*sections, compact=compact)
+    assert capsys.readouterr().out.splitlines()[:-2] == lines
 
 
 def test_table_aligns_numbers(capsys):

@@ -10,9 +10,10 @@ import pytest
 from kvcore import InputError, compare, plan
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
-from kvcore.report.charts import Chart, Panel, spread
+from kvcore.report.charts import plot_chart, spread
 from kvcore.report.comparison import ComparisonReport
 from kvcore.report.plan import PlanReport
+from kvcore.report.sections import Chart, Panel
 from kvcore.report.sweep import SweepReport, chart_axis
 
 pytest.importorskip("matplotlib")
@@ -22,7 +23,7 @@ SMALL = "zipf:requests=60,prefixes=4"
 
 def texts(chart, **how):
     """Return the texts of a chart, which its SVG has as comments."""
-    svg = chart.plot("svg", **how).decode()
+    svg = plot_chart(chart, "svg", **how).decode()
     return set(re.findall("<!-- (.*?) -->", svg, re.DOTALL))
 
 

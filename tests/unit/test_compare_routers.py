@@ -146,8 +146,8 @@ def test_no_routers_and_no_replicas_are_refused():
 def test_the_report_has_the_best_router_first(comparison):
     """For each cluster the report lists routers by goodput, then the one cache."""
     report = RoutersReport(comparison)
-    assert report.headers[:2] == ["replicas", "router"]
-    names = [row[1] for row in report.rows]
+    assert report.table.headers[:2] == ["replicas", "router"]
+    names = [row[1] for row in report.table.rows]
     assert len(names) == 8
     for first, replicas in ((0, 2), (4, 3)):
         rows = [row for row in comparison.rows if row.replicas == replicas]

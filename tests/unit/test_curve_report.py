@@ -52,8 +52,8 @@ CURVES = example_curves(EXACT, curve_of("lfu", half_life=60), curve_of("optimum"
 def test_the_table_has_sizes_by_policies():
     """A row has the blocks, their share of the footprint, and a hit ratio for each policy."""
     report = CurvesReport(CURVES)
-    assert report.headers == ["blocks", "of all", "lru", "lfu", "optimum"]
-    assert list(report.rows)[1] == ["10", "10%", "15.0%", "15.0%", "15.0%"]
+    assert report.table.headers == ["blocks", "of all", "lru", "lfu", "optimum"]
+    assert report.table.rows[1] == ["10", "10%", "15.0%", "15.0%", "15.0%"]
 
 
 def test_namesakes_are_shown_with_their_options():
@@ -61,7 +61,7 @@ def test_namesakes_are_shown_with_their_options():
     report = CurvesReport(
         example_curves(curve_of("lfu", half_life=60), curve_of("lfu", half_life=300))
     )
-    assert report.headers[2:] == ["lfu:half_life=60", "lfu:half_life=300"]
+    assert report.table.headers[2:] == ["lfu:half_life=60", "lfu:half_life=300"]
 
 
 def test_with_a_layout_sizes_have_bytes():
@@ -70,8 +70,8 @@ def test_with_a_layout_sizes_have_bytes():
     A block of 16 tokens of Llama 3 8B takes 2 MiB.
     """
     report = CurvesReport(CURVES, LAYOUT)
-    assert report.headers[2] == "memory"
-    assert [row[2] for row in report.rows] == ["2 MiB", "20 MiB", "200 MiB"]
+    assert report.table.headers[2] == "memory"
+    assert [row[2] for row in report.table.rows] == ["2 MiB", "20 MiB", "200 MiB"]
     assert "16 tokens of llama-3-8b in fp16 takes 2 MiB" in report.reading
     assert report.document()["memory"]["bytes_per_block"] == 2 * 2**20
 

@@ -59,10 +59,11 @@ def test_the_report_has_a_row_a_token_and_the_sums():
     From left to right: key, score, exponential, weight, value, weighted value.
     """
     report = OneHeadReport(WORKED_EXAMPLE)
-    assert len(report.rows) == 5
-    assert report.rows[0] == ["0", "[2, 0]", "2", "7.389", "0.644", "[10, 0]", "[6.439, 0]"]
-    assert report.rows[-1] == ["sum", "", "", "11.475", "1", "", "[7.711, 0]"]
-    assert all(len(row) == len(report.headers) for row in report.rows)
+    rows = report.table.rows
+    assert len(rows) == 5
+    assert rows[0] == ["0", "[2, 0]", "2", "7.389", "0.644", "[10, 0]", "[6.439, 0]"]
+    assert rows[-1] == ["sum", "", "", "11.475", "1", "", "[7.711, 0]"]
+    assert all(len(row) == 7 for row in rows)
 
 
 def test_the_example_prints_the_steps(tmp_path):

@@ -49,7 +49,7 @@ def test_a_short_output_is_shown_whole():
 
 def test_rows_have_projections_and_bytes():
     """A row has the projections, and the bytes after the first and the last step."""
-    assert report().rows == [
+    assert report().table.rows == [
         ["none", "5,950", "0 B", "0 B"],
         ["dense", "109", "2 KiB", "2 KiB"],
         ["paged", "109", "1 KiB", "100 KiB"],
@@ -76,15 +76,15 @@ def test_a_single_step_reports_no_saving():
 
 def test_times_are_medians_of_quarters():
     """A row of times has the median of each quarter of the steps, and a line of bars."""
-    headers, rows = report().time_headers, report().time_rows
-    assert headers == ["time of a step", "1–25", "26–50", "51–75", "76–100", ""]
-    assert rows[0][:5] == ["none", "13 ms", "38 ms", "63 ms", "88 ms"]
-    assert rows[1][:5] == ["dense", "1 ms", "1 ms", "1 ms", "1 ms"]
+    times = report().times
+    assert times.headers == ["time of a step", "1–25", "26–50", "51–75", "76–100", ""]
+    assert times.rows[0][:5] == ["none", "13 ms", "38 ms", "63 ms", "88 ms"]
+    assert times.rows[1][:5] == ["dense", "1 ms", "1 ms", "1 ms", "1 ms"]
 
 
 def test_bars_share_one_scale():
     """The bars of all rows have one scale: the slowest step of all has the full bar."""
-    none, dense, _ = (row[-1] for row in report().time_rows)
+    none, dense, _ = (row[-1] for row in report().times.rows)
     assert (none[0], none[-1]) == ("▁", "█")
     assert list(none) == sorted(none)
     assert dense == "▁" * 20
@@ -92,5 +92,5 @@ def test_bars_share_one_scale():
 
 def test_few_steps_have_a_column_each():
     """With three steps the table of times has a column for each step."""
-    assert report(steps=3).time_headers == ["time of a step", "1", "2", "3", ""]
-    assert [len(row[-1]) for row in report(steps=3).time_rows] == [3, 3, 3]
+    assert report(steps=3).times.headers == ["time of a step", "1", "2", "3", ""]
+    assert [len(row[-1]) for row in report(steps=3).times.rows] == [3, 3, 3]

@@ -19,6 +19,7 @@ from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.notebook import data_frame
 from kvcore.report.notebook import ROWS, html
+from kvcore.report.sections import Table
 
 SMALL = "zipf:requests=60,prefixes=4,rate=40"
 
@@ -103,6 +104,21 @@ def test_without_matplotlib_only_the_table_is_shown(make, tmp_path, monkeypatch)
     shown = Reader(make(tmp_path)._repr_html_())
     assert "table" in shown.elements
     assert "img" not in shown.elements
+
+
+@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
+def test_results_give_their_sections(make, tmp_path):
+    """Every result gives sentences first, and tables with a distinct header for each cell."""
+    first, *others = make(tmp_path).sections()
+    assert isinstance(first, str)
+    widths = {
+        (len(row), len(each.headers), len(set(each.headers)))
+        for each in others
+        if isinstance(each, Table)
+        for row in each.rows
+    }
+    assert widths
+    assert all(len(set(width)) == 1 for width in widths)
 
 
 def test_texts_are_escaped(tmp_path):

@@ -60,8 +60,8 @@ BOTH = (
 
 def test_the_table_has_a_row_per_policy_and_a_column_per_size():
     """A cell is the hit ratio and its share of the optimum; the last row is `infinite`."""
-    assert report(*BOTH).headers == ["eviction", "   10", "1,000"]
-    assert report(*BOTH).rows == [
+    assert report(*BOTH).table.headers == ["eviction", "   10", "1,000"]
+    assert report(*BOTH).table.rows == [
         ["lru", "20.0% (40%)", "30.0% (50%)"],
         ["optimum", "50.0%", "60.0%"],
         ["infinite", "60.0%", "60.0%"],
@@ -72,7 +72,7 @@ def test_pools_given_in_bytes_are_named_by_their_bytes():
     """For pools given in bytes, headers and winners name their size in bytes."""
     rows = row("lru", 10, 20), row("fifo", 10, 10)
     shown = ComparisonReport(comparison(*rows), {10: "40 GiB"})
-    assert shown.headers == ["eviction", "40 GiB"]
+    assert shown.table.headers == ["eviction", "40 GiB"]
     assert "by the pool's K/V memory" in shown.headline
     assert "Most hits: lru with 40 GiB." in shown.reading
 
@@ -83,7 +83,7 @@ def test_rows_of_one_policy_differ_by_their_options():
         row("lfu", 10, 20, half_life=300.0, unit="s", decay=None),
         row("lfu", 10, 25, half_life=60.0, unit="s", decay=None),
     )
-    assert [cells[0] for cells in shown.rows] == [
+    assert [cells[0] for cells in shown.table.rows] == [
         "lfu:half_life=300",
         "lfu:half_life=60",
         "infinite",
@@ -183,7 +183,7 @@ def test_a_hit_ratio_without_lookups_is_a_dash():
     """A hit ratio without lookups is a dash."""
     nothing = row("lru", 10, 0)
     nothing.hit_ratio["block"] = None
-    assert report(nothing).rows[0] == ["lru", "    –"]
+    assert report(nothing).table.rows[0] == ["lru", "    –"]
 
 
 def test_the_csv_has_all_fields_of_a_row():

@@ -114,7 +114,7 @@ def test_a_trace_without_requests_has_an_empty_summary(explained):
     """The summary of a trace without requests has no rows."""
     explanation = explained()
     report = SummaryReport(explanation, explanation.summary())
-    assert (report.rows, report.place_rows, report.request_rows) == ([], [], [])
+    assert [each.rows for each in (report.table, report.places, report.requests)] == [[]] * 3
     assert "Of 0 prompt tokens, 0 hit (0.0%) and 0 missed." in report.headline
 
 
@@ -133,6 +133,6 @@ def test_rankings_of_different_lengths_are_side_by_side(explained):
         *(ask(name.upper(), name, 5) for name in "abc"),
         blocks=6,
     )
-    rows = SummaryReport(explanation, explanation.summary()).request_rows
+    rows = SummaryReport(explanation, explanation.summary()).requests.rows
     assert [row[0] for row in rows] == ["A", "B", "C"]
     assert [row[2:] for row in rows] == [["thief", "12"], ["", ""], ["", ""]]

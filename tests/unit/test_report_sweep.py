@@ -58,8 +58,9 @@ def test_each_workload_has_a_row_with_the_best_policy():
         "compare", workload=["zipf", "weka"], blocks=1000, eviction=["lru", "lfu", "optimum"]
     )
     report = SweepReport(untimed(grid, 0.25, 0.5, 0.8, 0.3, 0.1, 0.8, best=0.8))
-    assert report.headers == ["workload", "most hits", "of blocks", "of the optimum"]
-    assert report.rows == [["zipf", "lfu", "50.0%", "62.5%"], ["weka", "lru", "30.0%", "37.5%"]]
+    assert report.table.headers == ["workload", "most hits", "of blocks", "of the optimum"]
+    rows = [["zipf", "lfu", "50.0%", "62.5%"], ["weka", "lru", "30.0%", "37.5%"]]
+    assert report.table.rows == rows
     assert report.headline == (
         "6 cells (2 x workload, 3 x eviction), replayed without a clock."
     )
@@ -69,7 +70,7 @@ def test_each_workload_has_a_row_with_the_best_policy():
 def test_a_tie_names_one_policy_and_counts_the_others():
     """A tie names one policy and the number of others, or states that all are equal."""
     grid = Grid("compare", blocks=[1000, 2000], eviction=["lru", "lfu", "fifo"])
-    rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).rows
+    rows = SweepReport(untimed(grid, 0.5, 0.5, 0.1, 0.2, 0.2, 0.2)).table.rows
     assert rows == [["1,000", "lru and 1 more", "50.0%"], ["2,000", "all alike", "20.0%"]]
 
 
@@ -83,7 +84,7 @@ def test_a_simulation_has_a_best_by_each_measure():
             {"goodput": 2.0, "ttft_s_mean": 0.25, "hit_ratio_token": 0.2},
         )
     )
-    assert report.rows == [["fcfs", "3", "srpt", "250 ms", "srpt", "20.0%"]]
+    assert report.table.rows == [["fcfs", "3", "srpt", "250 ms", "srpt", "20.0%"]]
     assert report.headline == "2 cells (2 x scheduler), simulated. 1 was there already."
 
 
@@ -111,15 +112,15 @@ def test_measures_that_no_cell_has_are_left_out():
     """A measure that no cell has, such as goodput without an SLO, is left out."""
     grid = Grid("simulate", eviction=["lru", "lfu"])
     report = SweepReport(timed(grid, {"ttft_s_mean": 1.0}, {"ttft_s_mean": 2.0}))
-    assert report.headers == ["least TTFT", "mean"]
-    assert report.rows == [["lru", "1 s"]]
+    assert report.table.headers == ["least TTFT", "mean"]
+    assert report.table.rows == [["lru", "1 s"]]
 
 
 def test_failed_cells_do_not_compete():
     """Failed cells do not compete; if all cells of a row have failed, it has no best."""
     grid = Grid("compare", memory=[2**30, 2**31], eviction=["lru", "lfu"])
     report = SweepReport(untimed(grid, None, 0.5, None, None))
-    assert report.rows == [["1 GiB", "lfu", "50.0%"], ["2 GiB", "–", "–"]]
+    assert report.table.rows == [["1 GiB", "lfu", "50.0%"], ["2 GiB", "–", "–"]]
     assert report.headline.endswith("3 cells failed.")
 
 
@@ -128,7 +129,7 @@ def test_a_sweep_over_sizes_alone_has_no_winners():
     grid = Grid("compare", blocks=[10, 20])
     report = SweepReport(untimed(grid, 0.1, 0.2))
     assert report.reading == ""
-    assert report.rows == [["10", "lru", "10.0%"], ["20", "lru", "20.0%"]]
+    assert report.table.rows == [["10", "lru", "10.0%"], ["20", "lru", "20.0%"]]
 
 
 @pytest.fixture
@@ -186,4 +187,4 @@ def test_an_option_that_is_left_out_is_none_in_the_table():
     """As it is written in the file of the sweep."""
     grid = Grid("simulate", retention=["none", "h2o:budget=512"], seed=1)
     results = ({"goodput": 2.0, "retention": None}, {"goodput": 1.0, "retention": "h2o"})
-    assert SweepReport(timed(grid, *results)).rows[0][0] == "none"
+    assert SweepReport(timed(grid, *results)).table.rows[0][0] == "none"

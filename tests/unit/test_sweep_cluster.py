@@ -116,6 +116,6 @@ def test_the_report_has_the_best_router_for_each_number_of_replicas(swept):
     for row in found.rows:
         at = str(row["replicas"])
         best[at] = max(best.get(at, (0, "")), (row["goodput"], row["router"]))
-    assert report.headers[:2] == ["replicas", "most goodput"]
-    assert [row[:2] for row in report.rows] == [[at, best[at][1]] for at in ("2", "3")]
+    assert report.table.headers[:2] == ["replicas", "most goodput"]
+    assert [row[:2] for row in report.table.rows] == [[at, best[at][1]] for at in ("2", "3")]
     assert "the best by router" in report.reading
