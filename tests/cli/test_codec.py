@@ -216,7 +216,7 @@ def test_a_codec_with_a_path_option_is_not_built_from_a_trace(thirds, tmp_path):
     about = {"model": {"name": "llama-3-8b", "codec": thirds}}
     path = timed(tmp_path / "t.jsonl", [ask("a")], header=about)
     with pytest.raises(kvcore.InputError, match="its more='5': no file is opened"):
-        RunConfig.from_trace(path)
+        kvcore.recorded_config(path)
 
 
 class EarlierRoofline(Roofline):
@@ -242,6 +242,6 @@ def test_traces_with_kv_dtype_are_replayed_without_a_warning(tmp_path):
         "options"
     ]
     assert options["codec"] == "fp8-e4m3"
-    assert RunConfig.from_trace(path).codec.name == "fp8"
+    assert kvcore.recorded_config(path).codec.name == "fp8"
     report = run_here("replay", path, "--json")
     assert (report.returncode, report.stderr) == (0, "")

@@ -227,7 +227,10 @@ def test_ctrl_c_while_modules_load_exits_130(tmp_path):
 def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     """SIGTERM while a verb loads kills the process, since a module might catch an exception."""
     (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
-    program = "from kvcore.cli import main; main.VERBS['talk'] = main.Verb('talk:talk', 'Talk.'); main.main()"
+    program = (
+        "from kvcore.cli import main; "
+        "main.VERBS['talk'] = main.Verb('talk:talk', 'Talk.'); main.main()"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program, "talk"],
         capture_output=True,

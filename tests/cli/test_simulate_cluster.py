@@ -209,7 +209,7 @@ def test_json_has_the_options_of_the_cluster(report):
         (["--replicas", 2, "--view", "all"], "--view: 'all' is no view; there are:"),
         (["--replicas", 2, "--router", "roundrobin"], "no router plugin is named 'roundrobin'"),
         (["--replicas", 2, "--live"], "--live shows one server"),
-        (["--replicas", 2, "--allocation", "contiguous"], "replicas have paged memory"),
+        (["--replicas", 2, "--allocation", "contiguous"], "memory is paged here"),
         (["--replicas", "1e6"], "--replicas: more than 10,000 are too many"),
     ],
 )

@@ -617,9 +617,9 @@ sweep: blocks = ["x"] | blocks: expected a whole number
 sweep: blocks = [[1]] | blocks: expected a whole number, not a list
 sweep: blocks = 0 | blocks: a pool of 0 blocks was asked for
 sweep: blocks = 10\nmemory = "1GiB" | blocks and memory
-sweep: mode = "x" | mode: 'x' is not one of 'simulate', 'compare', 'run'
+sweep: mode = "x" | mode: 'x' is not one of 'simulate', 'compare'
 sweep: mode = ["compare", "simulate"] | mode: 2 values were given where one is needed
-sweep: mode = 3 | mode: 3 is not one of 'simulate', 'compare', 'run'
+sweep: mode = 3 | mode: 3 is not one of 'simulate', 'compare'
 sweep: mode = "compare" | blocks: a sweep in mode 'compare' needs pools
 sweep: mode = "compare"\nblocks = 10\nscheduler = "srpt" | no such thing in mode 'compare'
 sweep: mode = "compare"\nblocks = 10\neviction = "optimum"\naccounting = "tokens" | the optimum

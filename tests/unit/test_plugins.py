@@ -10,7 +10,7 @@ import pytest
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.hookspecs import hookimpl
-from kvcore.plugins.manager import KINDS, Plugins
+from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins
 from kvcore.plugins.options import Spec
 from kvcore.workloads import Workload
 
@@ -272,7 +272,7 @@ def test_misspelled_hook_offers_the_nearest_and_the_list():
     assert error(PluginError, lambda: Plugins([hooks], entry_points=())) == (
         "extra[0] (registered in code) implements 'kvcore_eviction_policy', which is no hook "
         "of kvcore (did you mean 'kvcore_eviction_policies'?). The hooks are "
-        + ", ".join(KINDS.values())
+        + ", ".join([*KINDS.values(), *EXTENSIONS])
     )
 
 

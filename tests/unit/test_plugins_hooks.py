@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvcore import hookspecs
+from kvcore.distributions import entry_points
 from kvcore.errors import PluginError
-from kvcore.hookspecs import hookimpl
-from kvcore.plugins.manager import KINDS, Plugins, base_of
+from kvcore.hookspecs import PROJECT, hookimpl
+from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins, base_of
 from kvcore_plugins import hooks
 from kvcore_plugins.eviction import LRU
 
@@ -38,9 +39,9 @@ def test_classes_of_a_hook_are_plugins_of_its_kind(kind):
 
 
 def test_every_hook_has_a_kind():
-    """Each hook belongs to exactly one kind of plugin."""
+    """Each hook belongs to exactly one kind of plugin, or adds to the command line."""
     hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
-    assert hooks == sorted(KINDS.values())
+    assert hooks == sorted([*KINDS.values(), *EXTENSIONS])
 
 
 def test_look_ups_use_the_kind_of_the_base_class():
@@ -109,8 +110,10 @@ def test_two_plugins_of_one_name_are_an_error():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_hooks_name_every_exported_built_in(kind):
-    """The hook of a kind names classes by their names, and all that the built-ins export."""
-    places = getattr(hooks, KINDS[kind])()
+    """The hooks of a kind name classes by their names, and all that the built-ins export."""
+    points = entry_points(PROJECT, of=PROJECT)
+    found = [getattr(point.load(), KINDS[kind], dict) for point in points]
+    places = {name: place for hook in found for name, place in hook().items()}
     package = import_module(f"kvcore_plugins.{kind}")
     classes = {name: resolve_name(place) for name, place in places.items()}
     assert all(cls.name == name for name, cls in classes.items())

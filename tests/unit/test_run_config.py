@@ -8,7 +8,7 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvcore import SLO, InputError, simulate, simulate_cluster
+from kvcore import SLO, InputError, recorded_config, simulate, simulate_cluster
 from kvcore.config import RunConfig, RunParts, read_toml
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.plugins.options import Spec
@@ -170,11 +170,11 @@ def test_an_unknown_mode_is_refused():
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
-    """`from_trace` restores the options and plugins of the run, with the trace's requests."""
+    """`recorded_config` restores the options and plugins of the run, with the trace's requests."""
     path = tmp_path / "trace.jsonl"
     options = {"blocks": 60, "max_seqs": 5, "device": "h200", "seed": 3}
     simulate(ZIPF, trace=path, eviction="lfu:half_life=3", slo="ttft=1", **options)
-    config = RunConfig.from_trace(path)
+    config = recorded_config(path)
     assert (config.mode, config.slo) == ("simulate", SLO(ttft_ns=10**9))
     assert {name: getattr(config, name) for name in options} == options
     parts = RunParts(config)

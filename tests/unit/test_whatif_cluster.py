@@ -11,7 +11,6 @@ from kvcore import InputError, TraceError
 from kvcore.analysis import whatif
 from kvcore.analysis.recorded_run import recorded_run
 from kvcore.cluster.simulate import simulate_cluster
-from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
 from kvcore.trace.check import check_trace
 
@@ -129,12 +128,12 @@ def test_a_damaged_trace_of_a_cluster_is_refused(tmp_path):
 
 
 def test_a_configuration_from_a_trace_has_its_cluster(tmp_path):
-    """`RunConfig.from_trace` has the replicas, view and failures of the trace.
+    """`recorded_config` has the replicas, view and failures of the trace.
 
     A run of it has the recorded hits.
     """
     path = record(tmp_path / "trace.jsonl", replicas=UNLIKE)
-    config = RunConfig.from_trace(path)
+    config = kvcore.recorded_config(path)
     assert [table["count"] for table in config.replicas] == [2, 1, 1]
     assert config.replicas[1]["blocks"] == 40
     assert (config.view, config.fail) == ("exact", ("replica=1,at=0.3,for=0.1",))
