@@ -1,7 +1,7 @@
 """How `tox -e docs` renders the pages, and the Python interface from the docstrings.
 
 Sphinx reads the pages where they are, from the root of the repository, so that their links lead
-to files outside docs/ too. For each public module it is given a page of what it documents there.
+to files outside docs/ too. Each public module has a page of what it documents there.
 """
 
 from __future__ import annotations
