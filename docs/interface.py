@@ -200,7 +200,7 @@ def _head(node: ast.stmt) -> str:
     node = copy(node)
     if isinstance(node, (ast.ClassDef, *FUNCTIONS)):
         node.body = [ast.Pass()]
-    return ast.unparse(node)
+    return ast.unparse(node).replace('"', "'")  # versions of Python quote f-strings differently
 
 
 def digests() -> dict[str, str]:
