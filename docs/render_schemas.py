@@ -1,14 +1,15 @@
 """Render the JSON Schemas of configuration files, from the options of verbs, and of traces.
 
-    python docs/render_schemas.py
+    python docs/render_schemas.py FOLDER
 
 writes `config.schema.json`, for `--config` of `simulate` and `run`, `route.schema.json`, for
 that of `route`, `sweep.schema.json`, for the file of `sweep`, and `trace.schema.json`, for the
-lines of a trace, into docs/reference.
+lines of a trace. `tox -e docs` writes them into build/docs/schemas.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType
@@ -225,18 +226,23 @@ def _type(kind: Any) -> dict[str, Any]:
     return _type(member)
 
 
-def main(folder: Path) -> None:
-    """Write all schemas into a folder."""
-    documents = {
+def documents() -> dict[str, Any]:
+    """Return the schemas by the names of their files."""
+    return {
         "config.schema.json": config_schema(),
         "route.schema.json": route_schema(),
         "sweep.schema.json": sweep_schema(),
         "trace.schema.json": json_schema(),
     }
-    for name, document in documents.items():
+
+
+def main(folder: Path) -> None:
+    """Write all schemas into a folder, which is made."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, document in documents().items():
         option = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         (folder / name).write_bytes(orjson.dumps(document, option=option))
 
 
 if __name__ == "__main__":
-    main(Path(__file__).parent / "reference")
+    main(Path(sys.argv[1]))

@@ -11,10 +11,10 @@ change; otherwise `importlib.metadata` is used.
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from functools import cache, cached_property, reduce
+from functools import cache, reduce
 from importlib import import_module
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING, Any
@@ -31,50 +31,34 @@ class Installed:
 
     Attributes:
         folder: the directory with its metadata.
+        name, version: its name and version in them.
     """
+
+    name: str
+    version: str
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the `importlib.metadata.Distribution` in the same folder."""
+        if name in ("name", "version"):
+            text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
+            for line in text.partition("\n\n")[0].splitlines():
+                key, _, value = line.partition(":")
+                if key.lower() == name:
+                    return value.strip()
         from importlib.metadata import Distribution  # noqa: PLC0415 - see above
 
         return getattr(Distribution.at(self.folder), name)
 
-    @cached_property
-    def name(self) -> str:
-        """The name in its metadata."""
-        return self._header("name")
-
-    @cached_property
-    def version(self) -> str:
-        """The version."""
-        return self._header("version")
-
-    def points(self, group: str) -> list[EntryPoint | Point]:
+    def points(self, group: str) -> list[Point]:
         """Return the entry points of a group."""
-        found: list[Point] = []
-        section = None
-        for line in map(str.strip, _text(self.folder, "entry_points.txt").splitlines()):
-            if line.startswith("[") and line.endswith("]"):
-                section = line.strip("[]")
-            elif line and not line.startswith("#") and section == group:
-                name, _, value = map(str.strip, line.partition("="))
-                found.append(Point(name, value, group, self))
-        if all(point.plain for point in found):
-            return [*found]
-        return list(self.__getattr__("entry_points").select(group=group))
-
-    def _header(self, name: str) -> str:
-        text = _text(self.folder, "METADATA") or _text(self.folder, "PKG-INFO")
-        for line in text.splitlines():
-            if not line:
-                break
-            key, _, value = line.partition(":")
-            if key.lower() == name:
-                return value.strip()
-        return str(self.__getattr__(name))
+        text = _text(self.folder, "entry_points.txt")
+        _, _, section = f"\n{text}".partition(f"\n[{group}]\n")
+        lines = map(str.strip, section.partition("\n[")[0].splitlines())
+        parts = [line.partition("=") for line in lines if line and not line.startswith("#")]
+        return [Point(name.strip(), value.strip(), group, self) for name, _, value in parts]
 
 
 class Point:
@@ -108,87 +92,81 @@ def entry_points(group: str, of: str | None = None) -> list[EntryPoint | Point]:
 
     `of` is the name of a distribution to read alone; None: all.
     """
-    if not _only_directories():
-        from importlib import metadata  # noqa: PLC0415 - see above
+    installed = _installed()
+    if installed is not None:
+        wanted = installed if of is None else {_normal(of)} & installed.keys()
+        points = [point for name in wanted for point in installed[name].points(group)]
+        if all(point.plain for point in points):
+            return [*points]
+    from importlib import metadata  # noqa: PLC0415 - see above
 
-        if of is None:
-            return list(metadata.entry_points(group=group))
-        with suppress(metadata.PackageNotFoundError):
-            return list(metadata.distribution(of).entry_points.select(group=group))
-        return []
-    first: dict[str, str] = {}
-    for name, folder in _folders():
-        first.setdefault(name, folder)
-    wanted = first if of is None else {_normal(of)} & first.keys()
-    return [
-        point
-        for name in wanted
-        if f"[{group}]" in _text(first[name], "entry_points.txt")
-        for point in Installed(first[name]).points(group)
-    ]
+    if of is None:
+        return list(metadata.entry_points(group=group))
+    with suppress(metadata.PackageNotFoundError):
+        return list(metadata.distribution(of).entry_points.select(group=group))
+    return []
 
 
 def version(name: str) -> str | None:
     """Return the version of a distribution; None if it is not installed."""
-    if not _only_directories():
-        from importlib import metadata  # noqa: PLC0415 - see above
+    installed = _installed()
+    if installed is not None:
+        name = _normal(name)
+        return installed[name].version if name in installed else None
+    from importlib import metadata  # noqa: PLC0415 - see above
 
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return None
+
+
+def _installed() -> dict[str, Installed] | None:
+    """Return the first distribution of each normal name on `sys.path`.
+
+    None if there may be distributions elsewhere: in archives, or behind a hook.
+    """
+    hooks = (finder for finder in sys.meta_path if hasattr(finder, "find_distributions"))
+    if any(hook is not PathFinder for hook in hooks):
         return None
-    wanted = _normal(name)
-    found = next((folder for each, folder in _folders() if each == wanted), None)
-    return None if found is None else Installed(found).version
-
-
-def _folders() -> Iterator[tuple[str, str]]:
-    """Yield the normal name of each distribution on `sys.path`, and its directory."""
+    first: dict[str, Installed] = {}
     for place in sys.path:
+        if place.lower().endswith(".egg") or os.path.isfile(place):
+            return None
         with suppress(OSError):
             full = os.path.abspath(place)
-            yield from _described(full, os.stat(full).st_mtime_ns)
+            for name, folder in _folders(full, os.stat(full).st_mtime_ns):
+                first.setdefault(name, Installed(folder))
+    return first
 
 
 @cache
-def _described(place: str, changed_ns: int) -> list[tuple[str, str]]:
-    """Return the same for one directory, which is read again after it has changed."""
-    del changed_ns
-    found = ((os.path.splitext(entry), entry) for entry in os.listdir(place))
+def _folders(place: str, changed_ns: int) -> list[tuple[str, str]]:
+    """Return the normal names of the distributions in a directory, and their directories."""
+    del changed_ns  # for the cache
+    entries = ((os.path.splitext(entry), entry) for entry in os.listdir(place))
     return [
         (_normal(stem.partition("-")[0]), os.path.join(place, entry))
-        for (stem, end), entry in found
+        for (stem, end), entry in entries
         if end.lower() in FOLDERS
     ]
 
 
-def _only_directories() -> bool:
-    """Return False if there may be distributions elsewhere: in archives, or behind a hook."""
-    hooks = (finder for finder in sys.meta_path if hasattr(finder, "find_distributions"))
-    return all(hook is PathFinder for hook in hooks) and not any(
-        place.lower().endswith(".egg") or os.path.isfile(place) for place in sys.path
-    )
-
-
 def _normal(name: str) -> str:
     """Return a name in the form that is compared: lower case, `_` for runs of `-`, `_`, `.`."""
-    name = name.lower().replace("-", "_").replace(".", "_")
-    while "__" in name:
-        name = name.replace("__", "_")
-    return name
+    return re.sub(r"[-_.]+", "_", name).lower()
 
 
 def _text(folder: str, name: str) -> str:
     """Return the text of a file, or an empty text if there is no such file."""
     path = os.path.join(folder, name)
-    try:
+    with suppress(OSError):
         return _read(path, os.stat(path).st_mtime_ns)
-    except OSError:
-        return ""
+    return ""
 
 
 @cache
 def _read(path: str, changed_ns: int) -> str:
     """Return the text of a file, which is read again after it has changed."""
-    del changed_ns
+    del changed_ns  # for the cache
     with open(path, encoding="utf-8") as file:
         return file.read()

@@ -18,11 +18,7 @@ import pluggy
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from kvcore.cache import Recorder
-    from kvcore.config import RunParts
     from kvcore.plugins.base import Plugin
-    from kvcore.report.sections import Section
-    from kvcore.serving.result import Reported
 
 PROJECT = "kvcore"
 """Name of the pluggy project, and of the entry-point group of plugins."""
@@ -72,14 +68,14 @@ class Running(NamedTuple):
     """What a package does beside a run.
 
     Attributes:
-        recorder: what records the run in place of its trace, which it then writes itself.
+        recorder: the `Recorder` of the run in place of its trace, which this then writes.
         ran: called with the result of the run and its document, before files are closed.
         shows: whether it shows the run on the terminal, so that no progress is shown.
         silences: whether it prints on stdout, so that no report and no JSON is printed.
     """
 
-    recorder: Recorder | None = None
-    ran: Callable[[Reported, dict[str, Any]], object] | None = None
+    recorder: Any = None
+    ran: Callable[[Any, dict[str, Any]], object] | None = None
     shows: bool = False
     silences: bool = False
 
@@ -89,13 +85,13 @@ class Ran(NamedTuple):
 
     Attributes:
         fields: fields of its JSON document; a table is added to one of the same name.
-        sections: sentences and tables below its report.
+        sections: sentences and tables below its report: sections of `kvcore.report`.
         later: returns more, which takes a while to compute; called when files are written and
             the report is printed.
     """
 
     fields: Mapping[str, Any] = {}
-    sections: Sequence[Section] = ()
+    sections: Sequence[Any] = ()
     later: Callable[[], Ran] | None = None
 
 
@@ -176,14 +172,19 @@ def kvcore_options(verb: str) -> list[Callable[[Any], Any]]:
 
 @hookspec
 def kvcore_running(
-    parts: RunParts, given: Mapping[str, Any]
+    parts: Any, given: Mapping[str, Any]
 ) -> AbstractContextManager[Running] | None:
     """Called before a run of the command line; return what is entered around it, or None.
 
-    `given` has the options of the verb by name. What must be refused is refused here.
+    `parts` are its `RunParts`, and `given` the options of the verb by name. What must be
+    refused is refused here.
     """
 
 
 @hookspec
-def kvcore_ran(parts: RunParts, result: Reported, given: Mapping[str, Any]) -> Ran | None:
-    """Called after a run of the command line; return what to add to its report, or None."""
+def kvcore_ran(parts: Any, result: Any, given: Mapping[str, Any]) -> Ran | None:
+    """Called after a run of the command line; return what to add to its report, or None.
+
+    `parts` and `given` are those of `kvcore_running`, and `result` is what `kvcore.simulate` or
+    the call of its mode returns.
+    """

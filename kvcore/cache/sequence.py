@@ -22,6 +22,8 @@ Hole: TypeAlias = tuple[int, int]
 class Sequence:
     """The block table of an open request: a path of shared spans, then private blocks.
 
+    Its table::
+
         position  0          4         7        10        13
                   +----------+---------+- - - - +---------+
                   |   span   |   span  |  hole  |         |

@@ -574,6 +574,8 @@ class SpanTree:
     def split(self, lower: Span, at: int) -> Span:
         """Cut `lower` at block position `at`; return the upper half, pinned once more.
 
+        The span before and after::
+
             before              after
 
             parent              parent

@@ -27,7 +27,6 @@ from kvcore.plugins.manager import imported_place
 from kvcore.serving import Batching
 
 if TYPE_CHECKING:
-    from kvcore.config.parts import RunParts
     from kvcore.hookspecs import Mode
     from kvcore.plugins import Plugins
 
@@ -143,7 +142,7 @@ class RunConfig:
 
     def build(
         self, plugins: Plugins | None = None, *, many: bool = True, **more: Any
-    ) -> RunParts:
+    ) -> Any:
         """Build the parts of the run, of the class that its mode, or the chosen one, has.
 
         Args:
@@ -156,7 +155,7 @@ class RunConfig:
         """
         name, option = next(iter(self.chosen.items()), (self.mode, ""))
         mode = find_mode(name)
-        parts: type[RunParts] = imported_place(mode.parts)
+        parts = imported_place(mode.parts)
         if parts.many and not many:
             msg = f"{option}: {mode.refusal}"
             raise InputError(msg)

@@ -1,4 +1,4 @@
-"""Tests of the published JSON Schemas: they are current and accept documented files."""
+"""Tests of the JSON Schemas of configuration files: they accept documented files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "render_schemas.py"))
 names = ("config_schema", "route_schema", "sweep_schema")
 config_schema, route_schema, sweep_schema = map(SCRIPT.get, names)
-REFERENCE = ROOT / "docs" / "reference"
 
 
 def shown(page):
@@ -30,13 +29,6 @@ def shown(page):
 
 
 SWEEPS = [path.read_text("utf-8") for path in sorted((ROOT / "examples").glob("*.toml"))]
-
-
-def test_the_published_schemas_are_current(tmp_path):
-    """The published schemas are those that `python docs/render_schemas.py` writes."""
-    SCRIPT["main"](tmp_path)
-    for name in ("config.schema.json", "route.schema.json", "sweep.schema.json"):
-        assert (REFERENCE / name).read_bytes() == (tmp_path / name).read_bytes()
 
 
 @pytest.mark.parametrize("make", [config_schema, route_schema, sweep_schema])

@@ -34,7 +34,7 @@ FILES = {
     "kvcore_hosting": {"kvcore/hosting": "*"},
     "kvcore_cluster": {
         "kvcore/cluster": "cluster dispatcher phases planner replica result simulate views",
-        "kvcore/config": "cluster",
+        "kvcore/config": "cluster cluster_options",
         "kvcore/report": "cluster",
         "kvcore/trace": "cluster",
         "kvcore_plugins/router": "*",
@@ -42,6 +42,7 @@ FILES = {
     "kvcore_engine": {
         "kvcore/bench": "*",
         "kvcore/cli": "bench run",
+        "kvcore/config": "engine engine_options",
         "kvcore/engine": "compaction drafter engine executor retention speculation tiers"
         " tokens",
         "kvcore/report": "bench",
@@ -53,17 +54,18 @@ FILES = {
     "kvcore_replay": {
         "kvcore/analysis": "belady billing miss_* misses prompt_misses recorded_run"
         " serial_replay timeline what_if",
-        "kvcore/cli": "export live plot replay watch",
+        "kvcore/cli": "export live plot plots replay trace_options watch",
         "kvcore/config": "recorded*",
         "kvcore/kv_events": "export",
         "kvcore/models": "pricing",
-        "kvcore/report": "billing charts figure live misses perfetto plots whatif",
+        "kvcore/report": "billing charts checks figure live misses perfetto plots whatif",
         "kvcore/trace": "check *_check layout lifecycle replicas residency state tiers",
     },
     "kvcore_lab": {
         "kvcore/analysis": "*",
-        "kvcore/cli": "calibrate compare curve demo explain plan quality routers size sweep"
-        " validate",
+        "kvcore/cli": "calibrate compare curve demo explain lab_options metrics plan quality"
+        " routers search size sweep validate",
+        "kvcore/config": "contiguous*",
         "kvcore/demo": "*",
         "kvcore/report": "comparison* mrc notebook paging plan plane policies prometheus"
         " quality routers size sweep validation",
