@@ -37,7 +37,7 @@ from kvcore.files import (
     part_path,
 )
 from kvcore.progress import Tick, unseen
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.workloads import Workload
 

@@ -13,7 +13,7 @@ from kvcore.cli.output import file_path
 from kvcore.cli.verb import OUTPUT, option
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
-from kvcore.report.sections import Chart
+from kvcore.sections import Chart
 
 
 def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:

@@ -19,7 +19,7 @@ from kvcore.cli.output import (
 from kvcore.cli.trace_options import price_option, what_if_options
 from kvcore.cli.verb import OUTPUT, Time, option, verb
 from kvcore.errors import InputError, TraceError
-from kvcore.report.sections import Section
+from kvcore.sections import Section
 from kvcore.trace.check import replay as replay_trace
 
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")

@@ -26,7 +26,7 @@ from kvcore.config.options import REQUESTS
 from kvcore.engine.engine import RunResult
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.report.sections import Section
+from kvcore.sections import Section
 from kvcore.report.simulation import report_of
 from kvcore.report.tables import counted
 from kvcore.serving.measured_steps import write_steps

@@ -16,7 +16,7 @@ from kvcore.config import RunParts
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.hookspecs import Ran, Running
 from kvcore.progress import silent, ticked, unseen
-from kvcore.report.sections import Section
+from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
 from kvcore.trace import Trace
 

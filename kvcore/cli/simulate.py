@@ -29,7 +29,7 @@ from kvcore.config.options import CORE, RULES_OF_ENGINES, find_mode, known_modes
 from kvcore.errors import InputError
 from kvcore.plugins.manager import imported_place
 from kvcore.plugins.options import as_text
-from kvcore.report.sections import Table
+from kvcore.sections import Table
 from kvcore.serving import Batching
 
 

@@ -31,7 +31,7 @@ from kvcore.engine import (
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
 from kvcore.models.spec import ModelSpec
-from kvcore.report.sections import Chart, Panel, Section, Table
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import BARS, counted
 from kvcore.request import Request, block_keys
 from kvcore.units import format_bytes, format_seconds

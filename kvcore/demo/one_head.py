@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.tables import counted
 
 Vector: TypeAlias = Sequence[float]

@@ -9,7 +9,7 @@ import attrs
 
 from kvcore.analysis.prompt_misses import REASONS, PromptExplanation, PromptReads, UnreadTokens
 from kvcore.models.pricing import PriceModel
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.units import NS_PER_S, format_seconds
 

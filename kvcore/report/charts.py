@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.analysis import Belady
 from kvcore.errors import shorten
 from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
-from kvcore.report.sections import Chart, Panel
+from kvcore.sections import Chart, Panel
 from kvcore.report.tables import printable
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.tables import setup, share
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.serving.result import Reported

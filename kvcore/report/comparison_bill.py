@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from kvcore.analysis import Comparison
 from kvcore.report.billing import BILLS, dollars, setup_of
 from kvcore.report.policies import named
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.tables import TableRow
 
 

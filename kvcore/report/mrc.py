@@ -20,7 +20,7 @@ from kvcore.report.policies import (
     named,
     replay_setup,
 )
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.tables import counted, plugin_text
 from kvcore.units import BINARY, format_bytes
 

@@ -25,7 +25,7 @@ from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import PlanReport
 from kvcore.report.quality import QualityReport
 from kvcore.report.routers import RoutersReport
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.simulation import COLUMNS, TIMES
 from kvcore.report.sweep import SweepReport
 from kvcore.report.tables import cell, counted, share

@@ -7,7 +7,7 @@ from typing import Any
 
 import attrs
 
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.simulation import report_of as report_of_run
 from kvcore.report.tables import NONE, cell, share

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.cache.residency import TIER
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
 from kvcore.serving.result import Reported
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds

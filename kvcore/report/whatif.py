@@ -11,7 +11,7 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.sections import Chart, Panel, Section, Table
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import (
     NONE,
     TableRow,

@@ -13,7 +13,7 @@ from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.report.charts import plot_chart, spread
 from kvcore.report.comparison import ComparisonReport
 from kvcore.report.plan import PlanReport
-from kvcore.report.sections import Chart, Panel
+from kvcore.sections import Chart, Panel
 from kvcore.report.sweep import SweepReport, chart_axis
 
 pytest.importorskip("matplotlib")

@@ -28,53 +28,6 @@ HEAVY = [
     *("structlog", "kvcore_plugins"),
 ]
 
-LAYERS = [
-    {"errors"},
-    {"units"},
-    {"compiled"},
-    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
-    {"notebook"},
-    {"request"},
-    {"plugins"},
-    {"models", "workloads"},
-    {"cache"},
-    {"trace", "tiers"},
-    {"serving"},
-    {"cluster"},
-    {"engine"},
-    {"config"},
-    {"analysis", "bench", "hosting", "kv_events"},
-    {"report"},
-    {"demo"},
-    {"api"},
-    {"online", "pages"},
-    {"cli", "testing"},
-    {"__init__", "__main__"},
-]
-"""Packages and single modules by layer, the lowest first."""
-
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-
-PART_OF = {"hookspecs": "plugins"}
-"""`hookspecs` is at the root, where authors of plugins look for it, but part of `plugins`."""
-
-REMAINING = {
-    "kvcore/api.py",
-    "kvcore/cli/options.py",
-    "kvcore/cli/output.py",
-    "kvcore/cli/simulate.py",
-    "kvcore/config/cluster.py",
-    "kvcore/config/parts.py",
-    "kvcore/config/run_config.py",
-    "kvcore/kv_events/__init__.py",
-}
-"""Files that still import what will be in packages right of their own."""
-
-ALLOWED = {("__main__", "cli"), ("notebook", "report")}
-"""Allowed upward imports: `python -m kvcore` runs the command line, and the base class of
-results names the type of their sections."""
-
-
 @cache
 def parsed(path):
     """Return the syntax tree of a file."""
@@ -185,25 +138,11 @@ def test_the_core_never_imports_the_plugins():
     assert [pair for pair in pairs if pair[1].split(".")[0] == "kvcore_plugins"] == []
 
 
-def test_packages_import_only_lower_layers():
-    """A module imports only its own package and packages of lower layers."""
-    upward = []
-    for path in FILES[CORE]:
-        package = package_of(module_of(path))
-        imported = {module for module, _ in imports(path) if file_of(module)}
-        packages = {package_of(module) for module in imported | sources_of(path)}
-        upward += [
-            (module_of(path), other)
-            for other in packages - {package, "__init__"}
-            if RANK[other] >= RANK[package] and (package, other) not in ALLOWED
-        ]
-    assert upward == []
-
-
 def test_files_import_only_future_packages_to_their_left():
     """A file imports only what will be in its own package or in one left of that.
 
-    `kvcore/__init__.py` alone, the front door, names what packages right of the core have.
+    `kvcore/__init__.py`, the front door, names what packages right of the core have, and
+    `python -m kvcore` runs the command line.
     """
     right = {
         name
@@ -211,7 +150,7 @@ def test_files_import_only_future_packages_to_their_left():
         for module in sources_of(path)
         if not may_import(name, NAMES[file_of(module)])
     }
-    assert right - {"kvcore/__init__.py"} == REMAINING
+    assert right == {"kvcore/__init__.py", "kvcore/__main__.py"}
 
 
 def test_globs_of_future_packages_name_files():
@@ -258,7 +197,7 @@ def test_packages_only_re_export(path):
     kinds = [type(node) for node in parsed(path).body]
     assert set(kinds) <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.If}
     assert kinds.count(ast.Expr) <= 1
-    assert kinds.count(ast.Assign) <= 1
+    assert kinds.count(ast.Assign) <= 1 + ("former(__name__)" in path.read_text("utf-8"))
     assert kinds.count(ast.If) == (path in DEFERRED)
 
 
