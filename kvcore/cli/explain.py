@@ -27,8 +27,8 @@ from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.plugins.manager import Plugins
-from kvcore.report import setup
 from kvcore.report.misses import RequestReport, SummaryReport
+from kvcore.report.tables import setup
 from kvcore.workloads import part_of
 from kvcore.workloads.files import first_json
 

@@ -52,8 +52,8 @@ from kvcore.trace import Trace
 if TYPE_CHECKING:
     from kvcore.cluster.result import ClusterResult
     from kvcore.config.cluster import ClusterParts
-    from kvcore.report import SimulationReport
     from kvcore.report.cluster import ClusterReport
+    from kvcore.report.simulation import SimulationReport
 
 
 @verb(
@@ -357,7 +357,7 @@ def cluster_document(parts: ClusterParts, result: ClusterResult) -> dict[str, An
 
 def report_of(result: Result, document: dict[str, Any], **words: Any) -> SimulationReport:
     """Return the report of a run; `words` are further attributes of it."""
-    from kvcore.report import SimulationReport  # noqa: PLC0415 - JSON does without it
+    from kvcore.report.simulation import SimulationReport  # noqa: PLC0415 - JSON does without it
 
     refusal = next(iter(result.log.reasons.values()), None)
     return SimulationReport(document, document["config"], refusal=refusal, **words)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.analysis import Belady
+from kvcore.analysis.belady import Belady
 from kvcore.errors import shorten
 from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
 from kvcore.report.tables import printable

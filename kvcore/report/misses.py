@@ -8,8 +8,14 @@ from typing import ClassVar
 
 import attrs
 
-from kvcore.analysis import Explanation
-from kvcore.analysis.miss_reasons import WAYS, MissedTokens, MissSegment, RequestMisses, Summary
+from kvcore.analysis.miss_reasons import (
+    WAYS,
+    Explanation,
+    MissedTokens,
+    MissSegment,
+    RequestMisses,
+    Summary,
+)
 from kvcore.report.tables import TableRow, counted
 from kvcore.units import NS_PER_S, format_seconds
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis import Change, RunSummary, WhatIf
+from kvcore.analysis.recorded_run import RunSummary
+from kvcore.analysis.what_if import Change, WhatIf
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import (
     NONE,

@@ -35,8 +35,7 @@ def simulate(
     """Serve `workload` as `kvcore.serving.simulate` does, in paged or contiguous memory.
 
     Args:
-        workload: a workload, or any requests in order of arrival.
-        cache: where K/V is kept, in `tokens` accounting; a new one for each run.
+        workload, cache: as there.
         allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
             the size of `cache` in which a request reserves its prompt and the longest
             possible output in one piece, and shares nothing. Of `cache` only the size is
@@ -44,12 +43,10 @@ def simulate(
         max_output: for `contiguous`, the longest possible output in tokens; a request with a
             longer one reserves that. None: the longest output of the workload, which is read
             once for it.
-        options: the other arguments of `kvcore.serving.simulate`.
+        options: the other arguments, which are those of `kvcore.serving.simulate` too.
 
     Raises:
-        InputError: as `kvcore.serving.simulate` does; or a cache with a trace, tiers or a
-            retention policy in contiguous memory.
-        PolicyError: a plugin failed, or the scheduler lets nothing run.
+        InputError: as there; or contiguous memory with a trace, tiers or a retention policy.
     """
     if allocation == "paged":
         if max_output is not None:

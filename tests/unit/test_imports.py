@@ -28,36 +28,6 @@ HEAVY = [
     *("structlog", "kvcore_plugins"),
 ]
 
-LAYERS = [
-    {"errors"},
-    {"units"},
-    {"compiled"},
-    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
-    {"notebook"},
-    {"request"},
-    {"plugins"},
-    {"models", "workloads"},
-    {"cache"},
-    {"trace", "tiers"},
-    {"serving"},
-    {"cluster"},
-    {"engine"},
-    {"config"},
-    {"analysis", "bench", "hosting", "kv_events"},
-    {"report"},
-    {"demo"},
-    {"api"},
-    {"online", "pages"},
-    {"cli", "testing"},
-    {"__init__", "__main__"},
-]
-"""Packages and single modules by layer, the lowest first."""
-
-RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-
-PART_OF = {"hookspecs": "plugins"}
-"""`hookspecs` is at the root, where authors of plugins look for it, but part of `plugins`."""
-
 REMAINING = {
     "kvcore/api.py",
     "kvcore/cli/options.py",
@@ -69,9 +39,6 @@ REMAINING = {
     "kvcore/kv_events/__init__.py",
 }
 """Files that still import what will be in packages right of their own."""
-
-ALLOWED = {("__main__", "cli")}
-"""Allowed upward imports: `python -m kvcore` runs the command line."""
 
 
 @cache
@@ -144,13 +111,6 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def package_of(module):
-    """Return the package of a module below kvcore, or the module itself."""
-    _, *rest = module.split(".")
-    first = rest[0] if rest else "__init__"
-    return PART_OF.get(first, first)
-
-
 FILES = {folder: sorted(folder.rglob("*.py")) for folder in (CORE, BUILT_IN)}
 NAMES = {
     path: path.relative_to(root.parent).as_posix()
@@ -184,33 +144,19 @@ def test_the_core_never_imports_the_plugins():
     assert [pair for pair in pairs if pair[1].split(".")[0] == "kvcore_plugins"] == []
 
 
-def test_packages_import_only_lower_layers():
-    """A module imports only its own package and packages of lower layers."""
-    upward = []
-    for path in FILES[CORE]:
-        package = package_of(module_of(path))
-        imported = {module for module, _ in imports(path) if file_of(module)}
-        packages = {package_of(module) for module in imported | sources_of(path)}
-        upward += [
-            (module_of(path), other)
-            for other in packages - {package, "__init__"}
-            if RANK[other] >= RANK[package] and (package, other) not in ALLOWED
-        ]
-    assert upward == []
+def test_files_import_only_packages_above_theirs():
+    """A file imports its own room or future package, and those above it in `ORDER`.
 
-
-def test_files_import_only_future_packages_to_their_left():
-    """A file imports only what will be in its own package or in one left of that.
-
-    `kvcore/__init__.py` alone, the front door, names what packages right of the core have.
+    `kvcore/__init__.py` alone, the front door, names what packages below it have.
     """
-    right = {
+    wrong = {
         name
         for path, name in NAMES.items()
-        for module in sources_of(path)
-        if not may_import(name, NAMES[file_of(module)])
+        for module in sources_of(path) | {module for module, _ in imports(path)}
+        if module != "kvcore" and (file := file_of(module))
+        if not may_import(name, NAMES[file])
     }
-    assert right - {"kvcore/__init__.py"} == REMAINING
+    assert wrong - {"kvcore/__init__.py"} == REMAINING
 
 
 def test_globs_of_future_packages_name_files():
