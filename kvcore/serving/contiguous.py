@@ -35,7 +35,8 @@ def simulate(
     """Serve `workload` as `kvcore.serving.simulate` does, in paged or contiguous memory.
 
     Args:
-        workload, cache: as there.
+        workload: a workload, or any requests in order of arrival.
+        cache: where K/V is kept, in `tokens` accounting; a new one for each run.
         allocation: `paged`, or `contiguous`, as servers allocated before paging: memory of
             the size of `cache` in which a request reserves its prompt and the longest
             possible output in one piece, and shares nothing. Of `cache` only the size is

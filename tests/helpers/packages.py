@@ -1,6 +1,7 @@
 """The packages that the files of today will belong to, and the order of these packages."""
 
 from fnmatch import fnmatch
+from functools import cache
 
 ORDER = [
     {"errors"},
@@ -104,6 +105,7 @@ GLOBS = {
 }
 
 
+@cache
 def package_of(path):
     """Return the package that the file at `path`, such as `kvcore/api.py`, will be in.
 
