@@ -16,42 +16,38 @@ PrefillTime: TypeAlias = Callable[[int, int], int]
 
 
 class TierLoad(Protocol):
-    """A load of blocks into the private blocks of a sequence, from one tier or several."""
+    """A load of blocks into the private blocks of a sequence, from one tier or several.
 
-    @property
-    def seq(self) -> Holder:
-        """The sequence."""
+    Attributes:
+        seq: the sequence.
+        ready: the time (ns) at which all blocks can be used.
+        resumed: whether it is for a preempted request that returns.
+    """
 
-    @property
-    def ready(self) -> int:
-        """The time (ns) at which all blocks can be used."""
-
-    @property
-    def resumed(self) -> bool:
-        """Whether it is for a preempted request that returns."""
+    seq: Holder
+    ready: int
+    resumed: bool
 
 
 class LowerTier(Protocol):
-    """A tier in use."""
+    """A tier in use; `tree` is the directory of its blocks."""
+
+    tree: SpanTree
 
     @property
     def tier(self) -> Plugin:
         """The plugin, with its options."""
-
-    @property
-    def tree(self) -> SpanTree:
-        """The directory of its blocks."""
 
     def park(self, seq: Holder, tokens: int, now: int) -> None:
         """Write the private blocks of a preempted sequence with `tokens` tokens."""
 
 
 class LowerTiers(Protocol):
-    """The tiers below a cache."""
+    """The tiers below a cache, nearest first."""
 
     @property
     def levels(self) -> Sequence[LowerTier]:
-        """The tiers, nearest first."""
+        """The tiers."""
 
     def load(
         self, seq: Holder, now: int, prefill_ns: PrefillTime, *, resumed: bool = False
@@ -61,9 +57,9 @@ class LowerTiers(Protocol):
     def prefetch(
         self, request: Request, now: int, arrival: int, prefill_ns: PrefillTime, reserve: int
     ) -> TierLoad | None:
-        """Start to load blocks of `request`, which arrives at `arrival` (ns).
+        """Start to load blocks of a request that arrives at `arrival` (ns).
 
-        They go into blocks that are free or evictable, of which `reserve` must stay.
+        Of the blocks of the pool that are free or evictable, `reserve` must stay.
         """
 
     def finish(self, load: Any, now: int) -> int:
@@ -72,7 +68,7 @@ class LowerTiers(Protocol):
     def can_swap(
         self, seq: Holder, tokens: int, now: int, prefill_ns: PrefillTime
     ) -> LowerTier | None:
-        """Return the tier that can park `seq` faster than its tokens are computed again."""
+        """Return the tier that parks `seq` in less time than computing it again takes."""
 
     def record_residency(self) -> None:
         """Start to measure how long blocks stay in each tier."""

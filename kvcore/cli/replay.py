@@ -122,7 +122,7 @@ def _show_recording(file: Path, *, as_json: bool) -> None:
 
 def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
     """Run the requests again, and print both runs."""
-    from kvcore.analysis import whatif  # noqa: PLC0415 - checking a trace does without it
+    from kvcore.analysis.what_if import whatif  # noqa: PLC0415 - checking a trace does without it
 
     caps = {name: given.pop(name) for name in CAPS if name in given}
     found = whatif(file, **given, batching=caps or None, progress=progress)

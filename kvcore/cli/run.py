@@ -26,9 +26,9 @@ from kvcore.config.options import REQUESTS
 from kvcore.engine.engine import RunResult
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.sections import Section
 from kvcore.report.simulation import report_of
 from kvcore.report.tables import counted
+from kvcore.sections import Section
 from kvcore.serving.measured_steps import write_steps
 from kvcore.units import format_bytes, format_seconds
 

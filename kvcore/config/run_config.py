@@ -140,9 +140,7 @@ class RunConfig:
         }
         return {name: options[0] for name, options in choices.items() if options}
 
-    def build(
-        self, plugins: Plugins | None = None, *, many: bool = True, **more: Any
-    ) -> Any:
+    def build(self, plugins: Plugins | None = None, *, many: bool = True, **more: Any) -> Any:
         """Build the parts of the run, of the class that its mode, or the chosen one, has.
 
         Args:

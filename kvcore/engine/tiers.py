@@ -498,7 +498,7 @@ class TensorMover:
                     yield channel.level, task.path, task.blocks[0].position + task.right
 
     def close(self, *, whole: bool) -> None:
-        """Close the stores; if `whole`, after all queued calls, without the blocks they lost.
+        """Close the stores; if `whole`, after all queued calls, and drop lost blocks.
 
         The threads end, except one that waits for a store that hangs.
         """

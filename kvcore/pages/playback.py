@@ -30,8 +30,8 @@ from kvcore.analysis import Explanation
 from kvcore.analysis.miss_classifier import MissClassifier
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.report import setup
 from kvcore.report.misses import RequestReport
+from kvcore.report.tables import setup
 from kvcore.trace.check import check_event
 from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.replicas import ServerReader

@@ -39,12 +39,12 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.progress import Progress, silent
-from kvcore.report import SimulationReport, setup
 from kvcore.report.billing import bill_sections
 from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.paging import PagingReport
 from kvcore.report.plots import Latencies
-from kvcore.report.tables import counted, share
+from kvcore.report.simulation import SimulationReport
+from kvcore.report.tables import counted, setup, share
 from kvcore.report.whatif import run_rows
 from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.trace.check import check_trace

@@ -8,11 +8,11 @@ from itertools import cycle
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
-from kvcore.analysis import Belady
+from kvcore.analysis.belady import Belady
 from kvcore.errors import shorten
 from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
-from kvcore.sections import Chart, Panel
 from kvcore.report.tables import printable
+from kvcore.sections import Chart, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

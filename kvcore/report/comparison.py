@@ -14,9 +14,9 @@ from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.report.charts import TIERS, as_percent
 from kvcore.report.policies import block_bytes, looked_up, named, option_texts, replay_setup
-from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.report.simulation import thrashing
 from kvcore.report.tables import cell, counted, share
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_seconds
 
 CSV_COLUMNS = (

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from kvcore.analysis import Comparison
 from kvcore.report.billing import BILLS, dollars, setup_of
 from kvcore.report.policies import named
-from kvcore.sections import Section, Table
 from kvcore.report.tables import TableRow
+from kvcore.sections import Section, Table
 
 
 def comparison_bill(

@@ -7,10 +7,16 @@ from itertools import groupby, zip_longest
 
 import attrs
 
-from kvcore.analysis import Explanation
-from kvcore.analysis.miss_reasons import WAYS, MissedTokens, MissSegment, RequestMisses, Summary
-from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.analysis.miss_reasons import (
+    WAYS,
+    Explanation,
+    MissedTokens,
+    MissSegment,
+    RequestMisses,
+    Summary,
+)
 from kvcore.report.tables import TableRow, counted, setup
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 CAUSES = ("capacity", "policy")

@@ -20,8 +20,8 @@ from kvcore.report.policies import (
     named,
     replay_setup,
 )
-from kvcore.sections import Section, Table
 from kvcore.report.tables import counted, plugin_text
+from kvcore.sections import Section, Table
 from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:

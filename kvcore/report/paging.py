@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 
-from kvcore.sections import Section, Table
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.simulation import report_of as report_of_run
 from kvcore.report.tables import NONE, cell, share
+from kvcore.sections import Section, Table
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
 

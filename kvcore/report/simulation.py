@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import attrs
 
 from kvcore.cache.residency import TIER
-from kvcore.sections import Section, Table
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
+from kvcore.sections import Section, Table
 from kvcore.serving.result import Reported
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis import Change, RunSummary, WhatIf
+from kvcore.analysis.recorded_run import RunSummary
+from kvcore.analysis.what_if import Change, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import (
     NONE,
     TableRow,
@@ -22,6 +22,7 @@ from kvcore.report.tables import (
     share,
     slo_times,
 )
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"

@@ -44,12 +44,10 @@ def simulate(
         max_output: for `contiguous`, the longest possible output in tokens; a request with a
             longer one reserves that. None: the longest output of the workload, which is read
             once for it.
-        options: the other arguments of `kvcore.serving.simulate`.
+        options: the other arguments, which are those of `kvcore.serving.simulate` too.
 
     Raises:
-        InputError: as `kvcore.serving.simulate` does; or a cache with a trace, tiers or a
-            retention policy in contiguous memory.
-        PolicyError: a plugin failed, or the scheduler lets nothing run.
+        InputError: as there; or contiguous memory with a trace, tiers or a retention policy.
     """
     if allocation == "paged":
         if max_output is not None:

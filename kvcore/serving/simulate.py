@@ -152,21 +152,8 @@ def serve(
 ) -> tuple[ServingLoop, float]:
     """Serve `workload` with any executor; return the loop and the seconds it took.
 
-    Args:
-        workload: a workload, or any requests in order of arrival.
-        cache: where K/V is kept.
-        scheduler: the order of jobs.
-        executor: runs a step, or computes the time it takes.
-        batching: the limits of a step.
-        slo: the SLO of requests without one of their own.
-        rate_scale: factor on the rate at which open-loop requests arrive.
-        fragmentation: whether to measure how memory is used.
-        residency: whether to measure how long blocks rest.
-        jumps: whether decode steps between two events are run as one.
-        allocator: makes an allocator that measures; None: one that pages.
-
-    Raises:
-        InputError: as `simulate` does.
+    `executor` runs a step, or computes the time it takes. The other arguments are those of
+    `simulate`, which raises the same errors.
     """
     loop_type: type[ServingLoop] = ServingLoop
     if allocator is not None or fragmentation:

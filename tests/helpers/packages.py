@@ -1,11 +1,28 @@
 """The packages that the files of today will belong to, and the order of these packages."""
 
 from fnmatch import fnmatch
-
-CORE = "core"
+from functools import cache
 
 ORDER = [
-    {CORE},
+    {"errors"},
+    {"units"},
+    {"compiled"},
+    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
+    {"notebook"},
+    {"request"},
+    {"plugins"},
+    {"models", "workloads"},
+    {"cache"},
+    {"trace", "tiers"},
+    {"serving"},
+    {"cluster"},
+    {"engine"},
+    {"config"},
+    {"report"},
+    {"api"},
+    {"cli"},
+    {"__init__", "__main__"},
+    # So far the rooms of the core.
     {"kvcore_plugins"},
     {"kvcore_tiers", "kvcore_events", "kvcore_hosting"},
     {"kvcore_cluster", "kvcore_engine"},
@@ -14,7 +31,7 @@ ORDER = [
     {"kvcore_pages", "kvcore_online"},
     {"kvcore_testing", "kvcore_vllm"},
 ]
-"""The packages from left to right: one imports itself and packages to the left of it."""
+"""Rooms and packages: one imports itself and those above it."""
 
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
@@ -90,10 +107,18 @@ GLOBS = {
 }
 
 
+@cache
 def package_of(path):
-    """Return the package that the file at `path`, such as `kvcore/api.py`, will be in."""
+    """Return the package that the file at `path`, such as `kvcore/api.py`, will be in.
+
+    For a file of the core that is its room: a folder of `kvcore`, or a module there.
+    """
     globs = [glob for glob in GLOBS if fnmatch(path, glob)]
-    return GLOBS[max(globs, key=len)] if globs else CORE
+    if globs:
+        return GLOBS[max(globs, key=len)]
+    room = path.split("/")[1].removesuffix(".py")
+    # `hookspecs` is at the root, where authors of plugins look for it.
+    return "plugins" if room == "hookspecs" else room
 
 
 def may_import(path, other):

@@ -10,8 +10,8 @@ import pytest
 
 from kvcore.analysis import Comparison, Infinite, Row, Source
 from kvcore.models.cost import default_prefill_cost
-from kvcore.report import setup
 from kvcore.report.comparison import ComparisonReport, write_csv
+from kvcore.report.tables import setup
 
 
 def row(eviction, blocks, hits, *, best=None, **options):

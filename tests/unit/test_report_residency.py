@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvcore.analysis import compare
-from kvcore.report import thrashing
 from kvcore.report.comparison import ResidencyReport
+from kvcore.report.simulation import thrashing
 from kvcore_plugins.eviction import LRU, MRU
 from kvcore_plugins.workload import Zipf
 

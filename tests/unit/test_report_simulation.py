@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.report import SimulationReport
-from kvcore.report.simulation import sparkline
+from kvcore.report.simulation import SimulationReport, sparkline
 
 SPREAD = {"mean": 1.5, "p50": 1.0, "p90": 2.0, "p95": 2.5, "p99": 0.0125}
 CONFIG = {

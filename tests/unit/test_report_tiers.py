@@ -7,8 +7,8 @@ from helpers.serving import BLOCK, Even, ask
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcore import KVCache, simulate
-from kvcore.report import SimulationReport, thrashing
 from kvcore.report.prometheus import run_metrics
+from kvcore.report.simulation import SimulationReport, thrashing
 from kvcore.serving import Batching
 from kvcore.tiers.hierarchy import Tiers
 

@@ -1,12 +1,5 @@
-"""Built-in drafters."""
+"""The built-in drafter of simulations."""
 
-from typing import TYPE_CHECKING
-
-from kvcore.lazy import deferred
-
-if TYPE_CHECKING:
-    from kvcore_plugins.drafter.acceptance import Acceptance
-else:
-    __getattr__, __dir__ = deferred(__name__, {"acceptance": "Acceptance"})
+from kvcore_plugins.drafter.acceptance import Acceptance
 
 __all__ = ["Acceptance"]

@@ -1,12 +1,5 @@
-"""The built-in retention policies."""
+"""The built-in retention policy without tensors."""
 
-from typing import TYPE_CHECKING
-
-from kvcore.lazy import deferred
-
-if TYPE_CHECKING:
-    from kvcore_plugins.retention.full import Full
-else:
-    __getattr__, __dir__ = deferred(__name__, {"full": "Full"})
+from kvcore_plugins.retention.full import Full
 
 __all__ = ["Full"]
