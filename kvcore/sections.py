@@ -21,6 +21,7 @@ class Table:
         headers: the headers of the columns.
         rows: the cells, row by row.
         right: the headers of the columns that are flush right; by default all but the first.
+            Headers that the table lacks have no effect.
         split: whether a table that is too wide may become several, each with the first column.
     """
 
