@@ -29,6 +29,10 @@ MOVED = {
         "kvcore.engine.drafter": "Draft DraftSequence TokenDrafter",
         "kvcore.engine.retention": "HeldTokens Reads ScoreRetention TokenRetention",
     },
+    "kvcore.kv_events": {
+        "kvcore.kv_events.export": "ExportSize MooncakeRows block_hash "
+        "dynamo_batches event_batches write_lines",
+    },
     "kvcore.tiers": {
         "kvcore.tiers.hierarchy": "Load Tiers",
         "kvcore.tiers.level": "Level Mover Part TierStats path_ids",

@@ -7,14 +7,6 @@ from kvcore.kv_events.block_tracker import (
     RecordingReport,
     check_recording,
 )
-from kvcore.kv_events.export import (
-    ExportSize,
-    MooncakeRows,
-    block_hash,
-    dynamo_batches,
-    event_batches,
-    write_lines,
-)
 from kvcore.kv_events.formats import FORMATS, decode, encode
 from kvcore.kv_events.model import (
     AllBlocksCleared,
@@ -43,6 +35,7 @@ from kvcore.kv_events.recording import (
 )
 from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart
 from kvcore.kv_events.subscriber import Server, Subscriber
+from kvcore.moved import former
 
 __all__ = [
     "FORMATS",
@@ -56,11 +49,9 @@ __all__ = [
     "BlockUpdated",
     "Delivery",
     "EventBatch",
-    "ExportSize",
     "Gap",
     "InvalidMessage",
     "Lost",
-    "MooncakeRows",
     "Page",
     "PagesStored",
     "PoolCreated",
@@ -76,14 +67,12 @@ __all__ = [
     "Subscriber",
     "Tally",
     "UnparsedEvent",
-    "block_hash",
     "check_recording",
     "decode",
-    "dynamo_batches",
     "encode",
-    "event_batches",
     "is_recording",
     "record",
     "unparsed_reasons",
-    "write_lines",
 ]
+
+__getattr__ = former(__name__)

@@ -41,8 +41,8 @@ def thrashing(
             f"THRASHING ({tier}): {rested['never_hit_blocks'] / gone:.0%} of the {gone:,} "
             f"blocks evicted had never been hit, and {rested['restored_blocks']:,} were "
             f"stored again before another {size:,} had gone, while only "
-            f"{hit['blocks'] if hit else 0:,} hit. {more} would keep most of these; `kvcore "
-            "compare` shows what another policy keeps."
+            f"{hit['blocks'] if hit else 0:,} hit. {more} would keep most of these, and "
+            "perhaps another policy (--eviction)."
         )
     return "\n".join(sentences)
 

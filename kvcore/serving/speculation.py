@@ -53,7 +53,7 @@ class SpeculativeSimulator(SimulatedExecutor):
         if find_override(drafter, "accepted") is None:
             msg = (
                 f"drafter {drafter.name!r} drafts from tokens, and a simulation has none: take "
-                "drafter `acceptance`, with the probabilities that `kvcore run` has measured"
+                "drafter `acceptance`, with the probabilities that a run on tensors measured"
             )
             raise InputError(msg)
         drafter.bind()

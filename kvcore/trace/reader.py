@@ -40,7 +40,7 @@ LONGEST_HEADER = 1 << 20
 """Largest number of bytes of HEADER, the only line with fields of any JSON."""
 
 NO_TRACE = (
-    "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE` runs workloads"
+    "not a kvcore trace: its first line is no HEADER; `kvcore simulate FILE` runs workloads"
 )
 
 

@@ -119,4 +119,4 @@ def test_a_workload_is_no_trace(tmp_path):
     path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
     done = run(path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "its first line is no HEADER; `kvcore compare FILE` runs workloads" in done.stderr
+    assert "its first line is no HEADER; `kvcore simulate FILE` runs workloads" in done.stderr

@@ -7,7 +7,8 @@ ORDER = [
     {"errors"},
     {"units"},
     {"compiled"},
-    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
+    {"distributions", "extras", "files", "histogram", "host", "lazy", "moved", "progress"},
+    {"sections"},
     {"notebook"},
     {"request"},
     {"plugins"},
@@ -81,11 +82,11 @@ FILES = {
     "kvcore_lab": {
         "kvcore/analysis": "*",
         "kvcore/cli": "calibrate compare curve demo explain lab_options metrics plan quality"
-        " routers search size sweep validate",
+        " routers search sweep validate",
         "kvcore/config": "contiguous*",
         "kvcore/demo": "*",
         "kvcore/report": "comparison* mrc notebook paging plan plane policies prometheus"
-        " quality routers size sweep validation",
+        " quality routers sweep validation",
         "kvcore/serving": "aic calibration contiguous",
     },
     "kvcore_pages": {"kvcore/cli": "report tour view", "kvcore/pages": "*"},
@@ -116,7 +117,9 @@ def package_of(path):
     globs = [glob for glob in GLOBS if fnmatch(path, glob)]
     if globs:
         return GLOBS[max(globs, key=len)]
-    room = path.split("/")[1].removesuffix(".py")
+    folder, room, *_ = path.removesuffix(".py").split("/")
+    if folder != "kvcore":
+        return folder
     # `hookspecs` is at the root, where authors of plugins look for it.
     return "plugins" if room == "hookspecs" else room
 

@@ -10,13 +10,11 @@ from kvcore.kv_events import (
     BlockRemoved,
     BlockTracker,
     RecordingWriter,
-    block_hash,
     check_recording,
     decode,
-    dynamo_batches,
     encode,
-    event_batches,
 )
+from kvcore.kv_events.export import block_hash, dynamo_batches, event_batches
 from kvcore.request import block_keys
 from kvcore.trace import read_events
 from kvcore.trace.state import CacheState

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.crossings import SMALL, count_calls_of_command, count_calls_of_request
 
-FILES_OF_SIMULATE = 45
+FILES_OF_SIMULATE = 50
 CALLS_OF_A_REQUEST = 93
 CROSSINGS_OF_A_REQUEST = 70
 FILES_OF_A_REQUEST = 14

@@ -3,6 +3,7 @@
 import ast
 import fnmatch
 import json
+import re
 import subprocess
 import sys
 from functools import cache
@@ -11,14 +12,18 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from helpers.packages import GLOBS, may_import
+from helpers.packages import GLOBS, RANK, may_import, package_of
 
 import kvcore
 import kvcore_plugins
+from kvcore.config.options import mode_options
+from kvcore.plugins.manager import KINDS, Plugins
 
 CORE = Path(kvcore.__file__).parent
 BUILT_IN = Path(kvcore_plugins.__file__).parent
-ROOTS = {root.name: root.parent for root in (CORE, BUILT_IN)}
+OTHERS = [path for name in RANK if (path := BUILT_IN.parent / name / "__init__.py").is_file()]
+ROOTS = {CORE.name: CORE, **{path.parent.name: path.parent for path in OTHERS}}
+"""The folders of the packages: the core, the built-in plugins, and those of other features."""
 
 HEAVY = [
     *("torch", "numpy", "numba", "pandas", "transformers"),
@@ -66,7 +71,7 @@ def file_of(module):
     parts = module.split(".")
     if parts[0] not in ROOTS:
         return None
-    base = ROOTS[parts[0]].joinpath(*parts)
+    base = ROOTS[parts[0]].joinpath(*parts[1:])
     found = (base.with_suffix(".py"), base / "__init__.py")
     return next((path for path in found if path.is_file()), None)
 
@@ -94,12 +99,12 @@ def sources_of(path):
 
 def module_of(path):
     """Return the dotted name of the module at `path`."""
-    root = CORE.parent if CORE in path.parents else BUILT_IN.parent
-    parts = path.relative_to(root).with_suffix("").parts
+    root = next(root for root in ROOTS.values() if root in path.parents)
+    parts = path.relative_to(root.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-FILES = {folder: sorted(folder.rglob("*.py")) for folder in (CORE, BUILT_IN)}
+FILES = {folder: sorted(folder.rglob("*.py")) for folder in ROOTS.values()}
 NAMES = {
     path: path.relative_to(root.parent).as_posix()
     for root, paths in FILES.items()
@@ -107,7 +112,7 @@ NAMES = {
 }
 """Paths of files from the folder of their package on, such as `kvcore/cli/main.py`."""
 
-PACKAGES = [path for path in FILES[CORE] + FILES[BUILT_IN] if path.name == "__init__.py"]
+PACKAGES = [path for path in NAMES if path.name == "__init__.py"]
 DEFERRED = [path for path in PACKAGES if "import deferred" in path.read_text("utf-8")]
 """The packages whose modules are imported when their names are first used."""
 
@@ -148,12 +153,59 @@ def test_files_import_only_packages_above_theirs():
     assert wrong == {"kvcore/__init__.py"}
 
 
+FIELDS = {
+    *("allocation", "clock", "shrink"),  # of the documents of all runs
+    *("replicas", "view", "fail", "autoscale", "disaggregate"),  # of headers, which all read
+    *KINDS,  # of plugins, whose contracts are in the core
+}
+"""Options of packages whose names are also those of fields, which the core has."""
+
+
+def vocabulary():
+    """Return the options, verbs and calls of packages, as the core would name them."""
+    plugins = Plugins()
+    options = {name for mode in plugins.modes().values() for name in mode_options(mode)}
+    options.remove("dtype")  # which a config.json has, and the verb `size`
+    calls = {name for name, module in kvcore._PLACES.items() if module.startswith("kvcore_")}
+    return {
+        *(f"config.{name}" for name in options),
+        *(f"--{name.replace('_', '-')}" for name in options),
+        *(options - FIELDS),
+        *(f"kvcore {verb}" for verb in plugins.verbs()),
+        *(f"kvcore.{name}" for name in calls),
+    }
+
+
+def named_in(path):
+    """Yield the options of a configuration, and what strings name, in a file, with its line."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
+            yield f"config.{node.attr}", node.lineno
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words = re.findall(r"--[a-z][a-z-]+|kvcore [a-z]+|kvcore\.[a-z_]+", node.value)
+            yield from ((word, node.lineno) for word in [node.value, *words])
+
+
+def test_the_core_names_nothing_of_packages():
+    """No option, verb or call of a package is named in the core, in code or in a string."""
+    words = vocabulary()
+    front = {CORE / "__init__.py", CORE / "moved.py"}
+    named = {
+        f"{name}:{line} {word}"
+        for path, name in NAMES.items()
+        if not package_of(name).startswith("kvcore_") and path not in front
+        for word, line in named_in(path)
+        if word in words
+    }
+    assert named == set()
+
+
 def test_globs_of_future_packages_name_files():
     """Each glob in the table of future packages names a file of today."""
     assert [glob for glob in GLOBS if not fnmatch.filter(NAMES.values(), glob)] == []
 
 
-@pytest.mark.parametrize("package", [CORE, BUILT_IN], ids=lambda package: package.name)
+@pytest.mark.parametrize("package", ROOTS.values(), ids=ROOTS)
 def test_modules_import_without_cycles(package):
     """No module depends on itself through others, be it for types or inside functions.
 
@@ -210,8 +262,7 @@ def test_deferred_imports_match_the_imports_for_types(path):
 @pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
 def test_lazily_imported_names_exist(path):
     """Each lazily imported name exists and is listed; an unknown one raises AttributeError."""
-    root = CORE.parent if CORE in path.parents else BUILT_IN.parent
-    package = import_module(".".join(path.parent.relative_to(root).parts))
+    package = import_module(module_of(path))
     assert all(hasattr(package, name) for name in package.__all__)
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):

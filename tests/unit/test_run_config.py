@@ -170,7 +170,7 @@ def test_an_unknown_mode_is_refused():
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):
-    """`recorded_config` restores the options and plugins of the run, with the trace's requests."""
+    """`recorded_config` restores the options and plugins of a run, and has its requests."""
     path = tmp_path / "trace.jsonl"
     options = {"blocks": 60, "max_seqs": 5, "device": "h200", "seed": 3}
     simulate(ZIPF, trace=path, eviction="lfu:half_life=3", slo="ttft=1", **options)

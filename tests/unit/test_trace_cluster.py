@@ -11,7 +11,8 @@ from helpers.traces import lines, record, seal
 import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis.timeline import Timeline
-from kvcore.kv_events import BlockStored, event_batches
+from kvcore.kv_events import BlockStored
+from kvcore.kv_events.export import event_batches
 from kvcore.trace import read_events
 from kvcore.trace.check import check_event, check_trace
 from kvcore.trace.replicas import ServerReader

@@ -165,7 +165,7 @@ class WorkloadCache:
         """
         key = _workload_key(cell)
         workload = self._workloads.get(key)
-        parts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
+        parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
         self._workloads[key] = parts.workload
         return parts
 
