@@ -39,6 +39,7 @@ ROOMS = (
     "kvcore.kv_events",
     "kvcore.config",
     "kvcore.pages",
+    "kvcore.sections",
     "kvcore.testing",
     "kvcore.errors",
     "kvcore.units",

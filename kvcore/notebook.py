@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvcore.extras import import_extra
 
 if TYPE_CHECKING:
-    from kvcore.report.sections import Section
+    from kvcore.sections import Section
 
 VIEWS = "kvcore.report.notebook"
 """The module with the reports on results. It depends on all kinds of results, which packages

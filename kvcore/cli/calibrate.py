@@ -20,7 +20,7 @@ from kvcore.errors import InputError
 from kvcore.files import atomic_file
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
-from kvcore.report.sections import Table
+from kvcore.sections import Table
 from kvcore.serving.calibration import COUNTS, FOLDS, Calibratable, fit_latency, write_steps
 from kvcore.serving.step_times import Deployment, EngineName, TableDtype
 from kvcore.units import PS_PER_S, format_seconds

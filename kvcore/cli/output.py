@@ -29,7 +29,7 @@ from kvcore.files import (
     refuse_overwrite,
 )
 from kvcore.progress import Tick, unseen
-from kvcore.report.sections import Chart, Section, Table
+from kvcore.sections import Chart, Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
 from kvcore.workloads import Workload
 

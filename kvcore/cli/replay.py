@@ -19,7 +19,7 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.verb import Time, verb
 from kvcore.errors import InputError, TraceError
-from kvcore.report.sections import Section
+from kvcore.sections import Section
 from kvcore.trace import replay as replay_trace
 
 CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")

@@ -31,9 +31,9 @@ from kvcore.engine import (
 from kvcore.errors import PluginError
 from kvcore.models.cost import token_projections
 from kvcore.models.spec import ModelSpec
-from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import BARS, counted
 from kvcore.request import Request, block_keys
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_seconds
 
 DTYPE = "fp64"

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import counted
+from kvcore.sections import Section, Table
 
 Vector: TypeAlias = Sequence[float]
 

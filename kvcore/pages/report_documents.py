@@ -46,10 +46,10 @@ from kvcore.report.billing import bill_sections
 from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.plan import PlanReport
 from kvcore.report.quality import PANELS, QualityReport
-from kvcore.report.sections import Table
 from kvcore.report.size import size_table, size_title
 from kvcore.report.sweep import MEASURES, POLICIES, SweepReport
 from kvcore.report.tables import NONE, counted
+from kvcore.sections import Table
 from kvcore.units import NS_PER_S, format_seconds
 
 

@@ -13,9 +13,9 @@ import attrs
 
 from kvcore.plugins.options import as_text
 from kvcore.report.misses import SummaryReport
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import plugin_text, slo_times
 from kvcore.report.whatif import config_text
+from kvcore.sections import Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 Document: TypeAlias = Mapping[str, Any]

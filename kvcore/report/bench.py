@@ -8,7 +8,7 @@ from math import isinf, isnan
 import attrs
 
 from kvcore.bench.result import BenchResult, Row, Target
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number
 
 RIGHT = ("moved", "time", "rate", "share", "target")

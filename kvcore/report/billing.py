@@ -10,8 +10,8 @@ import attrs
 from kvcore.analysis import Comparison
 from kvcore.analysis.prompt_misses import REASONS, PromptExplanation, PromptReads, UnreadTokens
 from kvcore.models.pricing import PriceModel
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import TableRow, cell, counted, named, share
+from kvcore.sections import Section, Table
 from kvcore.units import NS_PER_S, format_seconds
 
 PRICE_HEADERS = ["price", "input", "cached", "write", "write, 1 h", "output", "caches", "read"]

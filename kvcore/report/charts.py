@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from kvcore.analysis import Belady
 from kvcore.errors import shorten
 from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
-from kvcore.report.sections import Chart, Panel
 from kvcore.report.tables import printable
+from kvcore.sections import Chart, Panel
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

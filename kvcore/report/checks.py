@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import setup, share
+from kvcore.sections import Section, Table
 
 if TYPE_CHECKING:
     from kvcore.kv_events import RecordingReport

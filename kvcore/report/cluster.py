@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import attrs
 
-from kvcore.report.sections import Section, Table
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import TableRow, cell, counted, share
+from kvcore.sections import Section, Table
 from kvcore.units import format_bytes, format_number, format_seconds
 
 MOST_ROWS = 16

@@ -13,7 +13,6 @@ from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.report.charts import TIERS, as_percent
-from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.simulation import ResidencyReport
 from kvcore.report.tables import (
     block_bytes,
@@ -24,6 +23,7 @@ from kvcore.report.tables import (
     replay_setup,
     share,
 )
+from kvcore.sections import Chart, Panel, Section, Table
 
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),

@@ -9,8 +9,8 @@ import attrs
 
 from kvcore.analysis import Explanation
 from kvcore.analysis.miss_reasons import WAYS, MissedTokens, MissSegment, RequestMisses, Summary
-from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import TableRow, counted, setup
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 CAUSES = ("capacity", "policy")

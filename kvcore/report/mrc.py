@@ -13,7 +13,6 @@ import attrs
 from kvcore.analysis import SHARING, Belady, Curves
 from kvcore.models.memory import KVLayout
 from kvcore.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import (
     block_bytes,
     counted,
@@ -23,6 +22,7 @@ from kvcore.report.tables import (
     plugin_text,
     replay_setup,
 )
+from kvcore.sections import Section, Table
 from kvcore.units import BINARY, format_bytes
 
 if TYPE_CHECKING:

@@ -25,11 +25,11 @@ from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import PlanReport
 from kvcore.report.quality import QualityReport
 from kvcore.report.routers import RoutersReport
-from kvcore.report.sections import Section, Table
 from kvcore.report.simulation import COLUMNS, TIMES
 from kvcore.report.sweep import SweepReport
 from kvcore.report.tables import cell, counted, share
 from kvcore.report.whatif import WhatIfReport
+from kvcore.sections import Section, Table
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
 

@@ -12,8 +12,8 @@ from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.report.figure import INK, log_axis, picture
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import block_bytes, looked_up, memory_fields, replay_setup, share
+from kvcore.sections import Section, Table
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
 

@@ -19,8 +19,8 @@ from kvcore.report.figure import (
     picture,
 )
 from kvcore.report.mrc import percent
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import counted
+from kvcore.sections import Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_number
 

@@ -9,8 +9,8 @@ from typing import Any
 import attrs
 
 from kvcore.analysis.routers import RouterComparison, RouterRow, SharedCache
-from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import NONE, cell, counted, setup, share
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_number, format_seconds
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"

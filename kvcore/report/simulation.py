@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import attrs
 
 from kvcore.cache.residency import TIER
-from kvcore.report.sections import Section, Table
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, named, setup, share
+from kvcore.sections import Section, Table
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
 if TYPE_CHECKING:

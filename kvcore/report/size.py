@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from kvcore.report.sections import Section, Table
+from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, format_bytes, format_number, format_seconds
 
 Row = tuple[str, str, str]

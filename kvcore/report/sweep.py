@@ -20,8 +20,8 @@ from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
-from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import NONE, counted, share
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 

@@ -11,7 +11,6 @@ import attrs
 
 from kvcore.analysis import Change, RunSummary, WhatIf
 from kvcore.plugins.options import as_text
-from kvcore.report.sections import Chart, Panel, Section, Table
 from kvcore.report.tables import (
     NONE,
     TableRow,
@@ -22,6 +21,7 @@ from kvcore.report.tables import (
     share,
     slo_times,
 )
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 SAME, ABOUT = "=", "≈"

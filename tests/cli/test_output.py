@@ -16,7 +16,7 @@ from kvcore.cli import replay as replaying
 from kvcore.cli.output import emit_json, print_sections, print_table, print_text, progress
 from kvcore.cli.verb import echo, escaped
 from kvcore.errors import InputError
-from kvcore.report.sections import Chart, Table
+from kvcore.sections import Chart, Table
 
 
 class Terminal(io.StringIO):

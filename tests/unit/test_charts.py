@@ -13,8 +13,8 @@ from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.report import ComparisonReport
 from kvcore.report.charts import plot_chart, spread
 from kvcore.report.plan import PlanReport
-from kvcore.report.sections import Chart, Panel
 from kvcore.report.sweep import SweepReport, chart_axis
+from kvcore.sections import Chart, Panel
 
 pytest.importorskip("matplotlib")
 

@@ -30,7 +30,7 @@ LAYERS = [
     {"errors"},
     {"units"},
     {"compiled"},
-    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
+    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress", "sections"},
     {"notebook"},
     {"request"},
     {"plugins"},
@@ -56,9 +56,8 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 PART_OF = {"hookspecs": "plugins"}
 """`hookspecs` is at the root, where authors of plugins look for it, but part of `plugins`."""
 
-ALLOWED = {("__main__", "cli"), ("notebook", "report")}
-"""Allowed upward imports: `python -m kvcore` runs the command line, and the base class of
-results names the type of their sections."""
+ALLOWED = {("__main__", "cli")}
+"""Allowed upward imports: `python -m kvcore` runs the command line."""
 
 
 @cache

@@ -19,7 +19,7 @@ from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.notebook import data_frame
 from kvcore.report.notebook import ROWS, html
-from kvcore.report.sections import Table
+from kvcore.sections import Table
 
 SMALL = "zipf:requests=60,prefixes=4,rate=40"
 
