@@ -7,7 +7,7 @@ ORDER = [
     {"errors"},
     {"units"},
     {"compiled"},
-    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress"},
+    {"distributions", "extras", "files", "histogram", "host", "lazy", "progress", "sections"},
     {"notebook"},
     {"request"},
     {"plugins"},
