@@ -268,14 +268,13 @@ def _print_even(columns: Sequence[Column], flush: Collection[str]) -> None:
     echo("\n".join(lines))
 
 
-def print_sections(*sections: Section | tuple[Any, ...], compact: bool = False) -> None:
+def print_sections(*sections: Section, compact: bool = False) -> None:
     """Print sentences and tables, separated by blank lines; skip charts and empty sections.
 
     With `compact` a blank line stands only before each table but the first.
     """
     printed = tables = 0
-    for each in sections:
-        section = Table(*each) if isinstance(each, tuple) else each
+    for section in sections:
         if isinstance(section, Table) and section.rows:
             if tables or (printed and not compact):
                 echo()
