@@ -18,16 +18,7 @@ from typing import Any, TextIO, TypeAlias
 import click
 import orjson
 
-from kvcore.cli.verb import (
-    OUTPUT,
-    VerbT,
-    echo,
-    escaped,
-    escaped_json,
-    option,
-    results,
-    results_alone,
-)
+from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, option, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import (
     STDIN,
@@ -36,6 +27,7 @@ from kvcore.files import (
     input_path,
     part_path,
 )
+from kvcore.hookspecs import OUTPUT
 from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
