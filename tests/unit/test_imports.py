@@ -66,20 +66,32 @@ def parsed(path):
     return ast.parse(path.read_text("utf-8"))
 
 
+def statements(tree):
+    """Yield the statements below a node of a syntax tree, among them all imports."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.expr):
+            yield node
+            yield from statements(node)
+
+
+@cache
 def imports(path):
-    """Yield the (module, name) pairs that the file at `path` imports.
+    """Return the (module, name) pairs that the file at `path` imports.
 
     They include imports for types alone and those inside functions. The name is empty for
     `import module`.
     """
-    for node in ast.walk(parsed(path)):
+    pairs = []
+    for node in statements(parsed(path)):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            pairs += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{path}: imports are absolute"
-            yield from ((node.module, alias.name) for alias in node.names)
+            pairs += [(node.module, alias.name) for alias in node.names]
+    return pairs
 
 
+@cache
 def file_of(module):
     """Return the file of a module or package of the core or a built-in; None for others."""
     parts = module.split(".")
@@ -90,6 +102,7 @@ def file_of(module):
     return next((path for path in found if path.is_file()), None)
 
 
+@cache
 def source(module, name):
     """Return the module in which `name`, imported from `module`, is defined."""
     path = file_of(module)
@@ -104,10 +117,10 @@ def source(module, name):
     return module
 
 
+@cache
 def sources_of(path):
     """Return the modules of the core and the built-ins on which the file at `path` depends."""
-    found = {source(*each) for each in imports(path)}
-    return {module for module in found if module is not None}
+    return {source(module, name) for module, name in imports(path)} - {None}
 
 
 def module_of(path):
@@ -124,22 +137,10 @@ def package_of(module):
     return PART_OF.get(first, first)
 
 
-def sources(folder):
-    """Return all Python files below `folder`."""
-    return sorted(folder.rglob("*.py"))
-
-
-DEFERRED = [
-    path
-    for path in sources(CORE) + sources(BUILT_IN)
-    if path.name == "__init__.py" and "import deferred" in path.read_text("utf-8")
-]
+FILES = {folder: sorted(folder.rglob("*.py")) for folder in (CORE, BUILT_IN)}
+PACKAGES = [path for path in FILES[CORE] + FILES[BUILT_IN] if path.name == "__init__.py"]
+DEFERRED = [path for path in PACKAGES if "import deferred" in path.read_text("utf-8")]
 """The packages whose modules are imported when their names are first used."""
-
-
-def named(path):
-    """Return a file's path relative to the repository, for the test report."""
-    return str(path.relative_to(CORE.parent))
 
 
 @pytest.fixture(scope="module")
@@ -156,23 +157,25 @@ def test_importing_kvcore_is_light(loaded, package):
     assert package not in loaded
 
 
-@pytest.mark.parametrize("path", sources(CORE), ids=named)
-def test_the_core_never_imports_the_plugins(path):
+def test_the_core_never_imports_the_plugins():
     """No module of the core imports the built-in plugins, which load as entry points."""
-    modules = [module for module, _ in imports(path)]
-    assert not [module for module in modules if module.split(".")[0] == "kvcore_plugins"]
+    pairs = [(module_of(path), module) for path in FILES[CORE] for module, _ in imports(path)]
+    assert [pair for pair in pairs if pair[1].split(".")[0] == "kvcore_plugins"] == []
 
 
-@pytest.mark.parametrize("path", sources(CORE), ids=named)
-def test_packages_import_only_lower_layers(path):
+def test_packages_import_only_lower_layers():
     """A module imports only its own package and packages of lower layers."""
-    package = package_of(module_of(path))
-    packages = {package_of(module) for module, _ in imports(path) if file_of(module)}
-    packages |= {package_of(module) for module in sources_of(path)}
-    used = {
-        other for other in packages - {package, "__init__"} if (package, other) not in ALLOWED
-    }
-    assert not [other for other in used if RANK[other] >= RANK[package]]
+    upward = []
+    for path in FILES[CORE]:
+        package = package_of(module_of(path))
+        imported = {module for module, _ in imports(path) if file_of(module)}
+        packages = {package_of(module) for module in imported | sources_of(path)}
+        upward += [
+            (module_of(path), other)
+            for other in packages - {package, "__init__"}
+            if RANK[other] >= RANK[package] and (package, other) not in ALLOWED
+        ]
+    assert upward == []
 
 
 @pytest.mark.parametrize("package", [CORE, BUILT_IN], ids=lambda package: package.name)
@@ -181,7 +184,7 @@ def test_modules_import_without_cycles(package):
 
     A name that a package re-exports counts as imported from the module that defines it.
     """
-    modules = [path for path in sources(package) if path.name != "__init__.py"]
+    modules = [path for path in FILES[package] if path.name != "__init__.py"]
     graph = {module_of(path): sources_of(path) - {module_of(path)} for path in modules}
     try:
         TopologicalSorter(graph).prepare()
@@ -189,22 +192,21 @@ def test_modules_import_without_cycles(package):
         pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
-@pytest.mark.parametrize("path", sources(BUILT_IN), ids=lambda path: path.stem)
-def test_plugins_import_public_names_only(path):
+def test_plugins_import_public_names_only():
     """Built-in plugins import only public names of public modules of the core."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kvcore."):
-            names = [*node.module.split("."), *(alias.name for alias in node.names)]
-            assert not [name for name in names if name.startswith("_")]
+    private = [
+        (module_of(path), module, name)
+        for path in FILES[BUILT_IN]
+        for module, name in imports(path)
+        if module.startswith("kvcore.")
+        and any(part.startswith("_") for part in [*module.split("."), name])
+    ]
+    assert private == []
 
 
 @pytest.mark.parametrize(
     "path",
-    [
-        p
-        for p in sources(CORE) + sources(BUILT_IN)
-        if p.name == "__init__.py" and p.parent != CORE
-    ],
+    [path for path in PACKAGES if path.parent != CORE],
     ids=lambda path: path.parent.name,
 )
 def test_packages_only_re_export(path):
@@ -216,7 +218,7 @@ def test_packages_only_re_export(path):
     assert set(kinds) <= {ast.Expr, ast.Import, ast.ImportFrom, ast.Assign, ast.If}
     assert kinds.count(ast.Expr) <= 1
     assert kinds.count(ast.Assign) <= 1
-    assert kinds.count(ast.If) == ("deferred" in path.read_text("utf-8"))
+    assert kinds.count(ast.If) == (path in DEFERRED)
 
 
 @pytest.mark.parametrize("path", DEFERRED, ids=lambda path: path.parent.name)
