@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins import resolve
@@ -41,16 +42,7 @@ class TestBuiltIn(BackendTests):
         return resolve("backend", self.spec)
 
 
-class WithFewSeeds(TestBuiltIn):
-    """The kit with half of its seeds, for a second and a third way to compute the same."""
-
-    @pytest.fixture(params=range(3))
-    def seed(self, request):
-        """Return a seed of the test's random input."""
-        return request.param
-
-
-class TestOneSequenceAtATime(WithFewSeeds):
+class TestOneSequenceAtATime(FewSeeds, TestBuiltIn):
     """Every configuration, computing one sequence and one head at a time, in small tiles."""
 
     @pytest.fixture(autouse=True)
@@ -60,7 +52,7 @@ class TestOneSequenceAtATime(WithFewSeeds):
         monkeypatch.setattr(_step_plan, "MAX_MASK_PAIRS", 500)
 
 
-class TestInOneBatch(WithFewSeeds):
+class TestInOneBatch(FewSeeds, TestBuiltIn):
     """Every configuration, computing all sequences that decode in one batch."""
 
     @pytest.fixture(autouse=True)

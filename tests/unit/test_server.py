@@ -313,7 +313,10 @@ def test_blocks_stored_and_not_removed_by_events_are_cached():
 
 @pytest.mark.slow
 def test_sigterm_finishes_the_requests_and_the_trace(tmp_path):
-    """On SIGTERM the server finishes its requests, checks the cache and completes the trace."""
+    """On SIGTERM the server finishes its requests, checks the cache and completes the trace.
+
+    A server takes any number of requests: its trace names no limit of them.
+    """
     trace = tmp_path / "day.jsonl.gz"
     server = ServerProcess("--trace", str(trace)).wait()
     try:
@@ -331,6 +334,7 @@ def test_sigterm_finishes_the_requests_and_the_trace(tmp_path):
     report = replay(trace)
     assert report.complete
     assert report.requests == report.finished + report.rejected == 4
+    assert next(iter(read_events(trace))).workload.options.get("limit") is None
 
 
 @pytest.mark.slow
@@ -626,21 +630,6 @@ def test_what_a_tier_gives_back_is_cached():
             for each in prompts * 2
         ]
     assert cached == [0] * 4 + [192] * 4
-
-
-@pytest.mark.slow
-def test_the_trace_of_a_server_names_no_limit_of_requests(tmp_path):
-    """A server takes any number of requests: its trace does not say that it took 20."""
-    trace = tmp_path / "day.jsonl"
-    server = ServerProcess("--trace", str(trace)).wait()
-    try:
-        complete(server, "a", 1)
-        code, printed = server.stop()
-    finally:
-        server.kill()
-    assert code == 0, printed
-    header = next(iter(read_events(trace)))
-    assert header.workload.options.get("limit") is None
 
 
 def test_a_generator_that_cannot_encode_is_reported():
