@@ -6,8 +6,6 @@ import http.client
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -412,15 +410,9 @@ def test_open_requests_get_503_if_the_engine_fails():
 
 
 def test_two_servers_cannot_have_one_port(server):
-    """The error for a port in use names it, and the process ends."""
+    """The error for a port in use names it, and the command ends."""
     port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "serve", "--port", port, "--generator", SMALL],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_here("serve", "--port", port, "--generator", SMALL)
     assert done.returncode == 2
     assert f"port {port} of 127.0.0.1: Address already in use" in done.stderr
 
