@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import cache, lru_cache
 from importlib import import_module
 from inspect import signature
-from traceback import extract_tb
+from traceback import extract_tb, walk_tb
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -17,7 +18,7 @@ from pluggy import PluginManager, PluginValidationError
 
 from kvcore import distributions, hookspecs
 from kvcore.errors import InputError, KvcoreError, PluginError
-from kvcore.hookspecs import PROJECT, Mode, Verb
+from kvcore.hookspecs import PROJECT, Mode, Ran, Verb
 from kvcore.plugins.base import FAILURES, Plugin, incomplete, qualified
 from kvcore.plugins.options import Spec, instantiate, nearest, parse
 
@@ -184,17 +185,17 @@ class Plugins:
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
-        if self._skipped:
-            msg += f" ({DISABLE} skips {', '.join(self._skipped)})"
         raise self.not_found(kind, msg)
 
     def not_found(self, kind: str, message: str) -> KvcoreError:
         """Return the error `message` about a plugin of `kind`, or a verb, that is not found.
 
-        It adds possible causes: broken plugins, or an outdated installation.
+        It adds possible causes: skipped or broken plugins, or an outdated installation.
         """
         if kind in KINDS:
             self._find(kind)
+        if self._skipped:
+            message += f" ({DISABLE} skips {', '.join(self._skipped)})"
         causes = [info.reason for info in self._unusable if info.kind in (None, kind)]
         if not causes:
             from kvcore.plugins._installation import outdated  # noqa: PLC0415
@@ -234,18 +235,31 @@ class Plugins:
         """
         return [self.build(kind, spec) for spec in parse(text)]
 
-    def verbs(self) -> dict[str, Verb]:
-        """Return the verbs that packages add to the command line, by name."""
-        return {name: verb for name, (verb, _) in self._collected("kvcore_commands").items()}
+    def verbs(self, taken: Collection[str] = ()) -> dict[str, Verb]:
+        """Return the verbs that packages add to the command line, by name; none is `taken`."""
+        added = self._collected("kvcore_commands", taken)
+        return {name: verb for name, (verb, _) in added.items()}
 
-    def modes(self) -> dict[str, Mode]:
-        """Return the modes that packages add, by name."""
-        return {name: mode for name, (mode, _) in self._collected("kvcore_modes").items()}
+    def modes(self, taken: Collection[str] = ()) -> dict[str, Mode]:
+        """Return the modes that packages add, by name; none is `taken`."""
+        added = self._collected("kvcore_modes", taken)
+        return {name: mode for name, (mode, _) in added.items()}
+
+    def refuse_mode(self, name: str, error: BaseException) -> None:
+        """Remove a mode that cannot be used, and list it as unusable."""
+        mode, origin = self._named["kvcore_modes"].pop(name)
+        reason = f"options of mode {name!r} of {origin} ({mode.options}) cannot be imported: "
+        self._refuse("kvcore_modes", name, origin, "", f"{reason}{error!r}{error_line(error)}")
 
     def options(self, verb: str) -> Iterator[tuple[Origin, Callable[[Any], Any]]]:
-        """Yield the options that packages add to a verb, each with its origin."""
+        """Yield the options that packages add to a verb, each with its origin.
+
+        Those of kvcore come first: no other package takes their flags.
+        """
         hook = "kvcore_options"
-        for implementation in self._implementations(hook):
+        implementations = self._implementations(hook)
+        implementations.sort(key=lambda each: self._origin(each).distribution != PROJECT)
+        for implementation in implementations:
             origin = self._origin(implementation)
             try:
                 added = implementation.function(*([verb] if implementation.argnames else []))
@@ -253,10 +267,7 @@ class Plugins:
                     msg = f"{hook} of {origin} returned {added!r:.200}, not a list of options"
                     raise PluginError(msg)
             except FAILURES as error:
-                reason = f"{hook} of {origin} raised {error!r}{_line(error)}"
-                if isinstance(error, PluginError):
-                    reason = str(error)
-                self.refuse_option(origin, reason)
+                self.refuse_option(origin, _reason(hook, origin, error))
                 continue
             yield from ((origin, option) for option in added)
 
@@ -269,19 +280,45 @@ class Plugins:
         """Call each implementation of a hook; yield the results that are not None.
 
         Raises:
-            PluginError: one of them raised another error than those of kvcore.
+            PluginError: one of them raised another error than those of kvcore, or returned
+                something of another type.
         """
+        wanted: tuple[type, str] = (AbstractContextManager, "context manager")
+        if hook == "kvcore_ran":
+            wanted = Ran, "Ran"
         for implementation in self._implementations(hook):
+            origin = self._origin(implementation)
             known = {name: arguments[name] for name in implementation.argnames}
             try:
                 result = implementation.function(**known)
             except KvcoreError:
                 raise
             except FAILURES as error:
-                msg = f"{hook} of {self._origin(implementation)} raised {error!r}{_line(error)}"
-                raise PluginError(msg) from error
-            if result is not None:
+                raise PluginError(_reason(hook, origin, error)) from error
+            if isinstance(result, wanted[0]):
                 yield result
+            elif result is not None:
+                msg = f"{hook} of {origin} returned {result!r:.200}, not a {wanted[1]}"
+                raise PluginError(msg)
+
+    def bug(self, error: BaseException) -> str | None:
+        """Return an error text if a package raised `error`; None if kvcore did.
+
+        The innermost frame of either tells.
+        """
+        packages = {
+            getattr(plugin, "__name__", type(plugin).__module__).partition(".")[0]: origin
+            for name, plugin in self._manager.list_name_plugin()
+            if (origin := self._origins[name]).distribution != PROJECT
+        }
+        for frame, line in reversed(list(walk_tb(error.__traceback__))):
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if package in packages:
+                where = f"{frame.f_code.co_filename}:{line}"
+                return f"{packages[package]} raised {error!r} ({where})"
+            if package.startswith(PROJECT):
+                break
+        return None
 
     def faults(self, *kinds: str | None) -> list[str]:
         """Return why plugins of some kinds, results of hooks, or entry points are unusable.
@@ -352,10 +389,10 @@ class Plugins:
     def _origin(self, implementation: Any) -> Origin:
         return self._origins[implementation.plugin_name]
 
-    def _collected(self, hook: str) -> dict[str, tuple[Any, Origin]]:
+    def _collected(self, hook: str, taken: Collection[str]) -> dict[str, tuple[Any, Origin]]:
         """Return what a hook of verbs or modes gives, by name, with its origin.
 
-        Of two of the same name neither is returned.
+        Of two of the same name neither is returned, and none whose name is `taken`.
         """
         if hook in self._named:
             return self._named[hook]
@@ -366,11 +403,14 @@ class Plugins:
             try:
                 result = implementation.function()
             except FAILURES as error:
-                reason = f"{hook} of {origin} raised {error!r}{_line(error)}"
+                reason = _reason(hook, origin, error)
                 self._refuse(hook, origin.name, origin, module, reason)
                 continue
             good = isinstance(result, dict) and all(
-                isinstance(name, str) and isinstance(value, wanted)
+                isinstance(name, str)
+                and isinstance(value, wanted)
+                # Both fields of a verb are texts.
+                and (wanted is Mode or all(isinstance(field, str) for field in value))
                 for name, value in result.items()
             )
             if not good:
@@ -378,7 +418,11 @@ class Plugins:
                 self._refuse(hook, origin.name, origin, module, f"{reason}{wanted.__name__}")
                 continue
             for name, value in result.items():
-                claims.setdefault(name, []).append((value, origin))
+                if name in taken:
+                    reason = f"{hook} of {origin}: {name!r} is of the core; rename it"
+                    self._refuse(hook, name, origin, module, reason)
+                else:
+                    claims.setdefault(name, []).append((value, origin))
         for name, (first, *others) in claims.items():
             for _, origin in others:
                 reason = (
@@ -480,7 +524,9 @@ class Plugins:
         if origin.distribution is None:
             raise PluginError(reason)
         place = origin.distribution, origin.version, module
-        self._unusable.append(PluginInfo(kind, name, *place, usable=False, reason=reason))
+        info = PluginInfo(kind, name, *place, usable=False, reason=reason)
+        if info not in self._unusable:  # the options of a verb may be asked for twice
+            self._unusable.append(info)
 
 
 def resolve(
@@ -595,15 +641,26 @@ def _imported(origin: Origin, point: EntryPoint | Point) -> object:
     try:
         return point.load()
     except FAILURES as error:
-        reason = f"{type(error).__name__}: {error}{_line(error)}"
+        reason = f"{type(error).__name__}: {error}{error_line(error)}"
         msg = f"{origin} ({point.value}) cannot be imported: {reason}"
         raise PluginError(msg) from error
 
 
-def _line(error: BaseException) -> str:
+def _reason(hook: str, origin: Origin, error: BaseException) -> str:
+    """Return an error text for a hook that raised `error`."""
+    if isinstance(error, PluginError):
+        return str(error)
+    return f"{hook} of {origin} raised {error!r}{error_line(error)}"
+
+
+def error_line(error: BaseException) -> str:
     """Return the file and the line of a plugin where an error was raised, in brackets."""
     _, *frames = extract_tb(error.__traceback__)
-    lines = [f"{f.filename}:{f.lineno}" for f in frames if "importlib" not in f.filename]
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in frames
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
     return f" ({lines[-1]})" if lines else ""
 
 
