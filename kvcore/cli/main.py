@@ -256,13 +256,13 @@ def run(arguments: Sequence[str]) -> int:
         asked = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        return BROKEN_PIPE
+        code = BROKEN_PIPE
     except OSError as error:
         return _fail(f"error: {_reason(error)}", USAGE if _unusable(error) else UNABLE)
     except FAILURES as error:
         if (bug := installed().bug(error)) is None:
             raise
-        return _fail(f"error: {bug}", UNABLE)
+        code = _fail(f"error: {bug}", UNABLE)
     finally:
         _discard_unwritable()
     return code

@@ -374,7 +374,7 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
     source = ctx.get_parameter_source
     from_file = {name for name in given if source(name) is ParameterSource.DEFAULT_MAP}
     for one, other, why in EXCLUSIVE:
-        if given[one] is None or given[other] is None:
+        if given.get(one) is None or given.get(other) is None:
             continue
         weaker = {one, other} & from_file
         if len(weaker) != 1:

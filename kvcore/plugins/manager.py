@@ -341,6 +341,17 @@ class Plugins:
             [*infos, *self._unusable], key=lambda info: (kinds.index(info.kind), info.name)
         )
 
+    def additions(self) -> list[PluginInfo]:
+        """Return the verbs and the modes that packages add; none of them is imported."""
+        infos = []
+        for kind, hook in (("verb", "kvcore_commands"), ("mode", "kvcore_modes")):
+            for name, (value, origin) in sorted(self._collected(hook, ()).items()):
+                place = value.place if kind == "verb" else value.parts
+                module = place.partition(":")[0]
+                about = origin.distribution, origin.version, module
+                infos.append(PluginInfo(kind, name, *about, usable=True, reason=None))
+        return infos
+
     def _enabled(self) -> Iterator[tuple[Origin, EntryPoint | Point]]:
         """Yield the entry points that are not skipped, in the order of loading."""
         disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
@@ -396,7 +407,7 @@ class Plugins:
         """
         if hook in self._named:
             return self._named[hook]
-        wanted = {"kvcore_commands": Verb, "kvcore_modes": Mode}[hook]
+        wanted: Any = {"kvcore_commands": Verb, "kvcore_modes": Mode}[hook]
         claims: dict[str, list[tuple[Any, Origin]]] = {}
         for implementation in self._implementations(hook):
             origin, module = self._origin(implementation), implementation.function.__module__
