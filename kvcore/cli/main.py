@@ -101,7 +101,7 @@ class Verbs(click.Group):
         missing = installed().not_found("kvcore_commands", msg)
         if isinstance(missing, PluginError):
             raise missing
-        raise click.UsageError(msg, ctx)
+        raise click.UsageError(str(missing), ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the verbs that begin with `incomplete`, without importing them."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_here
+from helpers.distributions import install
 
 import kvcore.plugins.manager
 from kvcore.cli import main
@@ -30,19 +31,6 @@ class Policy(EvictionPolicy):
 @hookimpl
 def kvcore_eviction_policies(): return [Policy]
 """
-
-
-def install(site, distribution, module, source, **files):
-    """Install a distribution with one module and one entry point of the same name in `site`."""
-    (site / f"{module}.py").write_text(source)
-    info = site / f"{distribution}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
-    )
-    (info / "entry_points.txt").write_text(f"[kvcore]\n{module} = {module}\n")
-    for name, text in files.items():
-        (info / f"{name}.json").write_text(text)
 
 
 @pytest.fixture
@@ -81,6 +69,7 @@ def test_json_has_every_field(site):
                 "reason": None,
             }
         ],
+        "additions": [],
     }
 
 
@@ -191,7 +180,7 @@ def test_checkout_that_is_not_installed_exits_3(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"]])
 def test_built_ins_are_listed(capsys, arguments):
-    """The plugins of kvcore are listed, in the table and in the JSON document."""
+    """The plugins, verbs and modes of kvcore are listed, in the table and in the document."""
     assert main.run(arguments) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("lru", "radix", "mooncake"))
+    assert all(name in out for name in ("lru", "radix", "mooncake", "compare", "cluster"))
