@@ -122,10 +122,10 @@ def cache(
 @json_option
 @click.pass_context
 def paging(ctx: click.Context, /, **given: Any) -> None:
-    """Serve WORKLOAD in contiguous memory, and in blocks of the same memory.
+    """Serve WORKLOAD in contiguous memory, and in blocks.
 
-    Contiguous memory is that of servers before paging: a request reserves its prompt and the
-    longest output in one piece, and shares nothing.
+    Both memories have one size. Before paging a request reserved its prompt and the
+    longest output in one piece, and shared nothing.
     """
     named = naming(given["config"], names_from_file(ctx, given))
     config = config_of(given, "simulate").changed(allocation="contiguous")

@@ -63,7 +63,7 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None
 
 def paged_fields(parts: RunParts, *, residency: bool = True) -> dict[str, Any]:
     """Serve the workload of a contiguous run in paged memory; return the fields for both."""
-    config = parts.config.changed(allocation="paged")
+    config = parts.config.changed(allocation="paged", max_output=None)
     paged = type(parts)(config, parts.plugins, workload=parts.workload)
     result = paged.run(fragmentation=True, residency=residency)
     document = paged.document(result)

@@ -54,8 +54,12 @@ def place(tmp_path, line, module="acme"):
         ),
         (COMMANDS + "return [1]", "kvcore_commands of {0} returned [1], not a dict of Verb"),
         (
-            COMMANDS + "return {'a': Verb('', 1)}",
-            "kvcore_commands of {0} returned {{'a': Verb(place='', about=1)}}, not a dict of Verb",
+            COMMANDS + "return {'a': 'b:c'}",
+            "kvcore_commands of {0} returned {{'a': 'b:c'}}, not a dict of Verb",
+        ),
+        (
+            COMMANDS + "return {0: Verb(1, 2)}",
+            "kvcore_commands of {0} returned {{0: Verb(place=1, about=2)}}, not a dict of Verb",
         ),
         (
             COMMANDS + "return {'simulate': Verb('acme:x', 'Mine.')}",
@@ -70,7 +74,7 @@ def place(tmp_path, line, module="acme"):
             "{0} (acme) cannot be imported: ZeroDivisionError: division by zero {2}",
         ),
     ],
-    ids=["raises", "list", "no-text", "core", "help", "import"],
+    ids=["raises", "list", "text", "fields", "core", "help", "import"],
 )
 def test_the_list_of_verbs_is_whole_beside_a_broken_package(acme, tmp_path, hook, reason):
     """`kvcore --help` names a broken package in one line, and lists all other verbs."""

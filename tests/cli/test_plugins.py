@@ -93,22 +93,6 @@ def test_narrow_terminals_have_no_column_of_modules(monkeypatch, capsys, columns
     assert ("kvcore_plugins.eviction.lru" in capsys.readouterr().out) is shown
 
 
-def unusable(done):
-    """Return the reasons of unusable plugins in a JSON listing, by name."""
-    assert (done.returncode, done.stderr) == (0, "")
-    return {p["name"]: p["reason"] for p in json.loads(done.stdout)["plugins"] if p["reason"]}
-
-
-def test_duplicate_names_are_listed(site):
-    """Two plugins with one name are listed as unusable, with both distributions and classes."""
-    install(site, "acme", "acme_plain", HOOKS.format(name="plain", reason=None))
-    assert unusable(run(site, "plugins", "--json")) == {
-        "plain": "two eviction plugins are named 'plain': acme_plain.Policy of entry "
-        "point 'acme_plain' of acme 1.0, and kv_plain.Policy of entry point 'kv_plain' of "
-        "kvcore 1.0; rename one, or skip the entry point of one with KVCORE_DISABLE_PLUGINS"
-    }
-
-
 def test_import_failures_are_listed(site):
     """A distribution that cannot be imported is listed with the reason, beside the others."""
     install(site, "acme", "acme_bad", "import x_that_is_not_there")
@@ -147,18 +131,6 @@ def test_output_of_a_policys_method_goes_to_stderr(monkeypatch, arguments):
     assert "noise\n" in done.stderr
     assert "lru" in done.stdout
     assert "noise" not in done.stdout
-
-
-def test_outdated_entry_points_are_listed(site):
-    """An editable install older than its pyproject.toml is listed, with how to reinstall it."""
-    (site / "pyproject.toml").write_text(
-        '[project]\nname = "acme"\n[project.entry-points.kvcore]\nacme = "acme_new"\n'
-    )
-    url = json.dumps({"url": site.as_uri(), "dir_info": {"editable": True}})
-    install(site, "acme", "acme_old", "import acme_older", direct_url=url)
-    reason = unusable(run(site, "plugins", "--json"))["acme_old"]
-    assert "entry point 'acme_old' of acme 1.0 (acme_old) cannot be imported" in reason
-    assert reason.endswith(f"run `pip install -e .` again in {site}")
 
 
 def test_checkout_that_is_not_installed_exits_3(tmp_path):

@@ -14,8 +14,6 @@ from kvcore.distributions import entry_points
 from kvcore.errors import PluginError
 from kvcore.hookspecs import PROJECT, hookimpl
 from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins, base_of
-from kvcore_plugins import hooks
-from kvcore_plugins.eviction import LRU
 
 
 def plugin_class(kind):
@@ -99,13 +97,6 @@ def test_a_wrong_import_path_is_an_error_for_its_name_only(place, fault):
     assert list(plugins.classes("eviction")) == ["lru"]
     (info,) = (info for info in plugins.listing() if not info.usable)
     assert (info.name, info.reason) == ("odd", str(caught.value))
-
-
-def test_two_plugins_of_one_name_are_an_error():
-    """Two plugins of one name are an error, given as classes or as import paths."""
-    both = [hooks, SimpleNamespace(kvcore_eviction_policies=hookimpl(lambda: [LRU]))]
-    with pytest.raises(PluginError, match="two eviction plugins are named 'lru'"):
-        Plugins(both, entry_points=()).get("eviction", "lru")
 
 
 @pytest.mark.parametrize("kind", KINDS)
