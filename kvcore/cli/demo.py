@@ -124,8 +124,8 @@ def cache(
 def paging(ctx: click.Context, /, **given: Any) -> None:
     """Serve WORKLOAD in contiguous memory, and in blocks.
 
-    Both memories have one size. Before paging a request reserved its prompt and the
-    longest output in one piece, and shared nothing.
+    Both memories have one size. Before paging, a request reserved its prompt and the longest
+    output in one piece, and shared nothing.
     """
     named = naming(given["config"], names_from_file(ctx, given))
     config = config_of(given, "simulate").changed(allocation="contiguous")

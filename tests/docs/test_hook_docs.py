@@ -22,7 +22,7 @@ HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
 def signature(hook):
     """Return the name and signature of a hook, as its specification has them."""
     found = inspect.signature(getattr(hookspecs, hook))
-    parameters = ", ".join(map(str, found.parameters.values()))
+    parameters = ", ".join(f"{p.name}: {p.annotation}" for p in found.parameters.values())
     return f"{hook}({parameters}) -> {found.return_annotation}"
 
 
