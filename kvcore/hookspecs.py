@@ -65,7 +65,7 @@ class Mode(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What a package does beside a run.
+    """The work of a package beside a run.
 
     Attributes:
         recorder: the `Recorder` of the run in place of its trace, which this then writes.
@@ -81,7 +81,7 @@ class Running(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a package has to say of a run.
+    """The addition of a package to the report of a run.
 
     Attributes:
         fields: fields of its JSON document; a table is added to one of the same name.

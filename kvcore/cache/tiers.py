@@ -1,4 +1,4 @@
-"""What a cache and the server above it call of the tiers below, which are a package."""
+"""The methods of tiers, which are a package, that a cache and the server above it call."""
 
 from __future__ import annotations
 

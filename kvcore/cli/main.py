@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvcore.cli.options import added_options, flags_of
-from kvcore.cli.verb import echo
+from kvcore.cli.verb import echo, flags_of
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.hookspecs import Verb
@@ -145,6 +144,8 @@ def loaded_verb(name: str) -> click.Command:
     if not isinstance(command, click.Command):
         msg = f"verb {name!r}: {place} is {command!r}, which is no click command"
         raise PluginError(msg)
+    from kvcore.cli.options import added_options  # noqa: PLC0415 - the list of verbs does without
+
     with redirect_stdout(sys.stderr):
         added = added_options(name, installed(), command)
     command.params = [*command.params, *added]

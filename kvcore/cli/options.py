@@ -20,6 +20,7 @@ from kvcore.cli.verb import (
     Time,
     complete_workload,
     flag_of,
+    flags_of,
     option,
     plugin_completion,
 )
@@ -188,11 +189,6 @@ def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[c
                 taken.update(_names_of([param]))
                 added.append(param)
     return added
-
-
-def flags_of(params: Iterable[click.Parameter]) -> list[str]:
-    """Return the flags of options, those that switch them off too."""
-    return [flag for each in params for flag in (*each.opts, *each.secondary_opts)]
 
 
 def _takes_any(command: click.Command) -> bool:

@@ -1,4 +1,4 @@
-"""What experiments add to a simulation: a search for what would hold, and paging beside it."""
+"""Additions of experiments to a simulation: a search for what would hold, and paging."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ POLICIES, STEPS, RULES_OF_ENGINES = "Policies", "Steps", "Rules of engines"
 
 @attrs.frozen
 class Option:
-    """What is known of an option besides its name and its type.
+    """The declaration of an option, besides its name and its type.
 
     Attributes:
         default: its value if none is given, as its type has it.

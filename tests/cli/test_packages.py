@@ -1,4 +1,4 @@
-"""What packages add to the command line, and what happens if a package is wrong."""
+"""Additions of packages to the command line, and packages that are wrong."""
 
 from __future__ import annotations
 
