@@ -9,6 +9,7 @@ from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from kvcore import hookspecs
 from kvcore.plugins.manager import DISABLE, KINDS, Plugins, base_of
@@ -94,3 +95,13 @@ def test_the_how_to_registers_a_policy_in_code():
     names = {}
     exec(example.replace("extra=[hooks]", "extra=[hooks], entry_points=()"), names)  # noqa: S102
     assert names["policy"].keep == 512
+
+
+def test_the_verb_of_the_how_to_runs():
+    """The verb of the how-to prints how many blocks are used again."""
+    (example,) = re.findall(r"```python\n([^`]*@click.*?)```", HOW_TO, re.DOTALL)
+    names = {}
+    exec(example, names)  # noqa: S102
+    assert list(names["kvcore_commands"]()) == ["reuse"]
+    workload = "zipf:requests=2,prefixes=1,prefix_tokens=256,suffix_tokens=16"
+    assert CliRunner().invoke(names["reuse"], [workload]).output == "16 of 18 blocks\n"
