@@ -8,7 +8,7 @@ import sys
 
 import pytest
 from helpers.commands import run_here
-from helpers.distributions import install
+from helpers.distributions import install_module
 
 HEAD = """
 import click
@@ -32,7 +32,7 @@ def acme(tmp_path, monkeypatch):
 
     def installed(*hooks, **files):
         for name, hook in zip(("acme", "bcme"), hooks, strict=False):
-            install(site, name, name, HEAD + hook, **files)
+            install_module(site, name, name, HEAD + hook, **files)
         monkeypatch.syspath_prepend(site)
 
     yield installed

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_here
-from helpers.distributions import install
+from helpers.distributions import install_module
 
 import kvcore.plugins.manager
 from kvcore.cli import main
@@ -36,7 +36,7 @@ def kvcore_eviction_policies(): return [Policy]
 @pytest.fixture
 def site(tmp_path):
     """Return a directory in which the only plugin of kvcore is the eviction policy `plain`."""
-    install(tmp_path, "kvcore", "kv_plain", HOOKS.format(name="plain", reason=None))
+    install_module(tmp_path, "kvcore", "kv_plain", HOOKS.format(name="plain", reason=None))
     return tmp_path
 
 
@@ -75,7 +75,9 @@ def test_json_has_every_field(site):
 
 def test_the_table_has_the_reason_why_a_plugin_is_unusable(site):
     """The table has a row for each plugin, with the reason if it cannot be used."""
-    install(site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU"))
+    install_module(
+        site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU")
+    )
     done = run(site, "plugins")
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split(maxsplit=5) for line in done.stdout.splitlines() if "1.0" in line]
@@ -95,7 +97,7 @@ def test_narrow_terminals_have_no_column_of_modules(monkeypatch, capsys, columns
 
 def test_import_failures_are_listed(site):
     """A distribution that cannot be imported is listed with the reason, beside the others."""
-    install(site, "acme", "acme_bad", "import x_that_is_not_there")
+    install_module(site, "acme", "acme_bad", "import x_that_is_not_there")
     done = run(site, "plugins")
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[1]: line.split(maxsplit=5) for line in done.stdout.splitlines()[2:]}
@@ -112,7 +114,7 @@ def test_output_of_a_plugin_on_import_goes_to_stderr(site):
     noisy = HOOKS.format(name="noisy", reason=None).replace(
         "return [Policy]", "print('in the hook'); return [Policy]"
     )
-    install(site, "acme", "acme_noisy", "print('on import')\n" + noisy)
+    install_module(site, "acme", "acme_noisy", "print('on import')\n" + noisy)
     done = run(site, "plugins", "--json")
     assert (done.returncode, done.stderr) == (0, "on import\nin the hook\n")
     assert {each["name"] for each in json.loads(done.stdout)["plugins"]} == {"plain", "noisy"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib.metadata import Distribution, EntryPoint
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
 import attrs
 import pytest
+from helpers.distributions import install
 
 from kvcore.errors import InputError, PluginError
 from kvcore.hookspecs import hookimpl
@@ -41,16 +42,8 @@ class Site:
 
     def install(self, name, points, version="1.0", direct_url=None):
         """Install a distribution with the entry points `points`, and return them."""
-        info = self.path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        lines = [f"{key} = {value}" for key, value in points]
-        (info / "METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        )
-        (info / "entry_points.txt").write_text("\n".join(["[kvcore]", *lines, ""]))
-        if direct_url is not None:
-            (info / "direct_url.json").write_text(direct_url)
-        return list(Distribution.at(info).entry_points)
+        files = {} if direct_url is None else {"direct_url": direct_url}
+        return install(self.path, name, points, version, **files)
 
     def checkout(self, name, pyproject, points):
         """Install an editable checkout with `pyproject` but the older entry points `points`."""
