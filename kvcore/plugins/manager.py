@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from inspect import signature
 from traceback import extract_tb, walk_tb
@@ -256,19 +256,11 @@ class Plugins:
 
         Those of kvcore come first: no other package takes their flags.
         """
-        hook = "kvcore_options"
-        implementations = self._implementations(hook)
-        implementations.sort(key=lambda each: self._origin(each).distribution != PROJECT)
-        for implementation in implementations:
-            origin = self._origin(implementation)
-            try:
-                added = implementation.function(*([verb] if implementation.argnames else []))
-                if not (isinstance(added, list) and all(map(callable, added))):
-                    msg = f"{hook} of {origin} returned {added!r:.200}, not a list of options"
-                    raise PluginError(msg)
-            except FAILURES as error:
-                self.refuse_option(origin, _reason(hook, origin, error))
-                continue
+        hook, expected = "kvcore_options", "a list of options"
+        results = self._called(hook, _are_options, expected, verb)
+        for origin, added in sorted(
+            results, key=lambda result: result[0].distribution != PROJECT
+        ):
             yield from ((origin, option) for option in added)
 
     def refuse_option(self, origin: Origin, reason: str) -> None:
@@ -400,45 +392,54 @@ class Plugins:
     def _origin(self, implementation: Any) -> Origin:
         return self._origins[implementation.plugin_name]
 
+    def _called(
+        self,
+        hook: str,
+        fits: Callable[[Any], bool],
+        expected: str,
+        *arguments: str,
+        kind: str | None = None,
+    ) -> Iterator[tuple[Origin, Any]]:
+        """Call each implementation of a hook; yield the results that fit, with their origins.
+
+        An implementation that raises, or returns something else, is listed as unusable.
+        """
+        for implementation in self._implementations(hook):
+            origin, module = self._origin(implementation), implementation.function.__module__
+            try:
+                result = implementation.function(*arguments[: len(implementation.argnames)])
+                if not fits(result):
+                    msg = f"{hook} of {origin} returned {result!r:.200}, not {expected}"
+                    raise PluginError(msg)
+            except FAILURES as error:
+                reason = _reason(hook, origin, error)
+                self._refuse(kind or hook, origin.name, origin, module, reason)
+            else:
+                yield origin, result
+
     def _collected(self, hook: str, taken: Collection[str]) -> dict[str, tuple[Any, Origin]]:
-        """Return what a hook of verbs or modes gives, by name, with its origin.
+        """Return the verbs or the modes of packages by name, each with its origin.
 
         Of two of the same name neither is returned, and none whose name is `taken`.
         """
         if hook in self._named:
             return self._named[hook]
-        wanted: Any = {"kvcore_commands": Verb, "kvcore_modes": Mode}[hook]
+        wanted = Verb if hook == "kvcore_commands" else Mode
         claims: dict[str, list[tuple[Any, Origin]]] = {}
-        for implementation in self._implementations(hook):
-            origin, module = self._origin(implementation), implementation.function.__module__
-            try:
-                result = implementation.function()
-            except FAILURES as error:
-                reason = _reason(hook, origin, error)
-                self._refuse(hook, origin.name, origin, module, reason)
-                continue
-            good = isinstance(result, dict) and all(
-                isinstance(name, str)
-                and isinstance(value, wanted)
-                # Both fields of a verb are texts.
-                and (wanted is Mode or all(isinstance(field, str) for field in value))
-                for name, value in result.items()
-            )
-            if not good:
-                reason = f"{hook} of {origin} returned {result!r:.200}, not a dict of "
-                self._refuse(hook, origin.name, origin, module, f"{reason}{wanted.__name__}")
-                continue
+        for origin, result in self._called(
+            hook, partial(_are_named, wanted), f"a dict of {wanted.__name__}"
+        ):
             for name, value in result.items():
                 if name in taken:
                     reason = f"{hook} of {origin}: {name!r} is of the core; rename it"
-                    self._refuse(hook, name, origin, module, reason)
+                    self._refuse(hook, name, origin, "", reason)
                 else:
                     claims.setdefault(name, []).append((value, origin))
-        for name, (first, *others) in claims.items():
+        for name, ((_, first), *others) in claims.items():
             for _, origin in others:
                 reason = (
-                    f"{hook}: {name!r} is of {first[1]} and of {origin}; rename one, or skip "
-                    f"an entry point with {DISABLE}"
+                    f"{hook}: {name!r} is of {first} and of {origin}; rename one, or skip an "
+                    f"entry point with {DISABLE}"
                 )
                 self._refuse(hook, name, origin, "", reason)
         self._named[hook] = {name: each[0] for name, each in claims.items() if len(each) == 1}
@@ -446,22 +447,9 @@ class Plugins:
 
     def _claims(self, kind: str) -> dict[str, list[Found]]:
         """Return the results of the hook of `kind`, by name; broken ones become unusable."""
-        hook = KINDS[kind]
+        hook, expected = KINDS[kind], "a list of classes"
         claims: dict[str, list[Found]] = {}
-        for implementation in self._implementations(hook):
-            origin = self._origin(implementation)
-            try:
-                classes = implementation.function()
-                if not (isinstance(classes, list) or _are_places(classes)):
-                    msg = f"{hook} of {origin} returned {classes!r}, not a list of classes"
-                    raise PluginError(msg)
-            except FAILURES as error:
-                reason = f"{hook} of {origin} raised {error!r}"
-                if isinstance(error, PluginError):
-                    reason = str(error)
-                module = implementation.function.__module__
-                self._refuse(kind, origin.name, origin, module, reason)
-                continue
+        for origin, classes in self._called(hook, _are_classes, expected, kind=kind):
             if isinstance(classes, dict):
                 for name, place in classes.items():
                     claims.setdefault(name, []).append((place, origin))
@@ -712,12 +700,27 @@ def _unavailable(cls: type[Plugin]) -> str | None:
         return f"{qualified(cls)}.unavailable raised {error!r}"
 
 
-def _are_places(found: object) -> bool:
-    """Return True if `found` has the places of classes, by the names of plugins."""
-    return isinstance(found, dict) and all(
-        isinstance(name, str) and isinstance(place, str) and ":" in place
-        for name, place in found.items()
+def _are_classes(result: object) -> bool:
+    """Return True if `result` is a list, or has places of classes, by the names of plugins."""
+    return isinstance(result, list) or (
+        _are_named(str, result) and all(":" in place for place in cast("Any", result).values())
     )
+
+
+def _are_named(kind: Any, result: object) -> bool:
+    """Return True if `result` is a dict of texts, verbs or modes, by name."""
+    return isinstance(result, dict) and all(
+        isinstance(name, str)
+        and isinstance(value, kind)
+        # Both fields of a verb are texts.
+        and (kind is not Verb or all(isinstance(field, str) for field in value))
+        for name, value in result.items()
+    )
+
+
+def _are_options(result: object) -> bool:
+    """Return True if `result` is a list of decorators, as `click.option` returns them."""
+    return isinstance(result, list) and all(map(callable, result))
 
 
 def _fault(cls: object, kind: str) -> str | None:
