@@ -260,7 +260,7 @@ def run(arguments: Sequence[str]) -> int:
         code = BROKEN_PIPE
     except OSError as error:
         return _fail(f"error: {_reason(error)}", USAGE if _unusable(error) else UNABLE)
-    except FAILURES as error:
+    except Exception as error:
         if (bug := installed().bug(error)) is None:
             raise
         code = _fail(f"error: {bug}", UNABLE)
