@@ -21,9 +21,10 @@ import orjson
 from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
+from kvcore.cli.sweep import sweep
 from kvcore.config.cluster_options import OF_REPLICAS, as_failures, as_replicas
 from kvcore.config.files import GROUPS
-from kvcore.config.like import as_engine
+from kvcore.config.like import LIKENESSES, as_engine
 from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
@@ -72,7 +73,7 @@ _READ: Mapping[Callable[[object], Any], Any] = {
     },
     as_model: {"type": "string"},
     as_device: {"type": "string"},
-    as_engine: {"type": "string"},
+    as_engine: {"enum": list(LIKENESSES)},
     as_bytes: {"type": "string"},
     as_slo: {"$ref": "#/$defs/slo"},
     as_natural: {"type": "integer", "minimum": 0},
@@ -120,9 +121,7 @@ def config_schema() -> dict[str, Any]:
 
 def sweep_schema() -> dict[str, Any]:
     """Return the schema of the file of a sweep, whose options may have lists of values."""
-    texts = {
-        option.name: getattr(option, "help", None) for option in loaded_verb("sweep").params
-    }
+    texts = {option.name: getattr(option, "help", None) for option in sweep.params}
     texts["mode"] = MODE
     properties = {
         key: _described(key, kind, texts.get(key)) for key, kind in sweep_keys().items()
@@ -197,8 +196,9 @@ def _spelled(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _described(name: str, kind: Any, text: str | None) -> dict[str, Any]:
-    """Return the schema of an option; its text is that of the verb, or of its declaration."""
-    if (option := find_option(name)) and option.heading:
+    """Return the schema of an option; its text is that of the verb, or of `RunConfig`."""
+    option = find_option(name)
+    if option is not None and option.heading:  # else a verb may have another of that name
         text = option.help
         if option.choices:
             return {"description": text, "enum": list(option.choices)}

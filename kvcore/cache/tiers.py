@@ -1,4 +1,4 @@
-"""The methods of tiers, which are a package, that a cache and the server above it call."""
+"""The protocol of the tiers below a cache, as the cache and the server call them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Additions of experiments to a simulation: a search for what would hold, and paging."""
+"""Additions of the lab to a simulation: a search for what would hold, and a paged run."""
 
 from __future__ import annotations
 

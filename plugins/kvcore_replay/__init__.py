@@ -1,1 +1,1 @@
-"""Readers of traces: checks, state, what-if, reasons of misses, and exports."""
+"""Readers of traces: checks, state, what-if, reasons of misses, exports and plots."""
