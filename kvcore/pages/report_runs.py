@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import orjson
@@ -21,6 +21,7 @@ from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.pages.report_parts import (
     COLOURS,
+    REASONS,
     Axis,
     Line,
     Part,
@@ -32,10 +33,9 @@ from kvcore.pages.report_parts import (
     command,
     distributions,
     heading,
-    reason_tables,
-    sections,
     sentences,
     settings,
+    shown,
     table,
 )
 from kvcore.progress import Progress, silent
@@ -131,9 +131,8 @@ class Run(Result):
         trace: its trace; None if there is none.
     """
 
-    kind: ClassVar[str] = "Run"
-    plural: ClassVar[str] = "Runs"
-
+    kind: str = "Run"
+    plural: str = "Runs"
     summary: Mapping[str, Any] | None = None
     refusal: str | None = None
     latencies: Latencies | None = None
@@ -297,11 +296,10 @@ class Run(Result):
         columns = ["time of blocks", *report.columns]
         yield from table("How long blocks rest in the cache", columns, report.resting)
         if "paged" in summary:
-            paging = PagingReport(summary, summary["paged"], 0)
-            yield from table("In one piece, and paged", paging.headers, paging.rows)
-            yield from sentences(paging.reading)
+            _, *both = PagingReport(summary, summary["paged"], 0).sections
+            yield from shown(both, "In one piece, and paged")
         if "bill" in summary:
-            yield from sections(*bill_sections(summary["bill"]))
+            yield from shown(bill_sections(summary["bill"]))
         yield from sentences(report.closing)
 
     def pool(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], int]:
@@ -376,7 +374,8 @@ class Run(Result):
         )
         yield heading("Why prompts missed")
         yield from sentences(report.headline.splitlines()[-1])
-        yield from reason_tables(report)
+        found = report.table, report.places, report.requests, report.notes
+        yield from shown(found, *REASONS)
 
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []
