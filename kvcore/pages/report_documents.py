@@ -21,7 +21,6 @@ from kvcore.analysis import (
     Comparison,
     Curve,
     Curves,
-    Explanation,
     Infinite,
     RequestOutcome,
     Row,
@@ -30,10 +29,8 @@ from kvcore.analysis import (
     WhatIf,
 )
 from kvcore.analysis.billing import Bill, Bills
-from kvcore.analysis.fleet import Fleet, Served
-from kvcore.analysis.miss_reasons import OF_CLUSTERS, DivergencePoint, MissedTokens, Summary
+from kvcore.analysis.miss_reasons import OF_CLUSTERS
 from kvcore.analysis.plane import Plane, PlanePoint
-from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.analysis.quality import FULL, Quality, QualityRow
 from kvcore.analysis.sweep import Sweep, axes_of
 from kvcore.errors import InputError
@@ -486,41 +483,11 @@ def _sweep(document: Document) -> Content:
     plural="Plans of fleets",
 )
 def _plan(document: Document) -> Content:
-    def fleet(fields: Document) -> Fleet:
-        return _read(Fleet, fields, devices=fields["tensor_parallel"])
-
-    limit, setup = document["limit"], document["setup"]
-    sized = [*document["plans"], *filter(None, [limit["fleet"]])]
-    plan = _read(
-        FleetPlan,
-        document,
-        block_bytes={
-            fields["tensor_parallel"]: fields["pool_bytes"] // fields["blocks"]
-            for fields in sized
-        },
-        options=[
-            Option(
-                fleet=fleet(fields),
-                pool_bytes=fields["pool_bytes"],
-                served=_read(Served, fields, requests=fields["judged"], whole=True),
-            )
-            for fields in document["plans"]
-        ],
-        limit=Limit(
-            verdict=limit["verdict"],
-            fleet=None if limit["fleet"] is None else fleet(limit["fleet"]),
-            attainment=limit["slo_met"],
-            grants=limit["granted"],
-            policies={
-                (policy["kind"], policy["name"]): policy["slo_met"]
-                for policy in limit["policies"]
-            },
-        ),
-    )
-    yield from PlanReport(plan).sections
-    yield "\n".join(plan.notes)
+    setup = document["setup"]
+    yield from PlanReport(document).sections
+    yield "\n".join(document["notes"])
     options = {name: value for name, value in setup.items() if name != "workload"}
-    more = {"percentile": plan.percentile, "max_gpus": plan.max_gpus}
+    more = {name: document[name] for name in ("percentile", "max_gpus")}
     yield from again(command("plan", setup["workload"], **options, **more))
 
 
@@ -576,39 +543,7 @@ def _in_trace(file: str, told: str) -> Iterator[Part]:
 
 @_form("lost places optimum", "Miss reasons", *REASONS)
 def _explanation(document: Document) -> Content:
-    def lost(documents: Document) -> dict[str, MissedTokens]:
-        return {
-            name: _read(MissedTokens, fields, seconds=fields["prefill_s"])
-            for name, fields in documents.items()
-        }
-
-    def ranked(name: str) -> list[tuple[int | str, int]]:
-        return [(fields["request"], fields["tokens"]) for fields in document[name]]
-
-    names = ("mode", "count", "block_size", "key_tokens", "blocks", "recompute")
-    header = {name: document[name] for name in names}
-    header["plugins"] = {kind: {"name": document[kind]} for kind in ("eviction", "prefix")}
-    explanation = _read(Explanation, document, header=header, requests={})
-    summary = _read(
-        Summary,
-        document | document["requests"],
-        categories=lost(document["lost"]),
-        ways=lost(document["compulsory"]),
-        salted=lost({"": document["other_salts"]})[""],
-        places=[
-            _read(
-                DivergencePoint,
-                fields,
-                first=fields["first_token"],
-                width=fields["key_tokens"],
-                shares=fields["prompt_share"] * fields["requests"],
-            )
-            for fields in document["places"]
-        ],
-        victims=ranked("victims"),
-        beneficiaries=ranked("beneficiaries"),
-    )
-    report = SummaryReport(explanation, summary)
+    report = SummaryReport(document)
     yield from (report.headline, report.table, report.places, report.requests, report.notes)
     yield from _explained(document, summary=True)
 

@@ -243,7 +243,7 @@ class Run(Result):
         if report is not None:
             yield from sentences(report.headline)
         elif trace is not None:
-            yield from sentences(SummaryReport(trace.explanation, trace.misses).headline)
+            yield from sentences(SummaryReport.of(trace.explanation, trace.misses).headline)
         yield heading("What was run")
         if report is None and self.summary is not None:
             told = "The summary does not say: `kvcore simulate --out` writes what was run too."
@@ -347,7 +347,7 @@ class Run(Result):
             )
             return
         summary, explanation = trace.misses, trace.explanation
-        report = SummaryReport(explanation, summary)
+        report = SummaryReport.of(explanation, summary)
         yield heading("Regret")
         yield from sentences(_regret(explanation, summary))
         names, values = _shares(summary)
