@@ -46,6 +46,7 @@ from kvcore.report.plots import Latencies
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, setup, share
 from kvcore.report.whatif import run_rows
+from kvcore.sections import Table
 from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.trace.check import check_trace
 from kvcore.trace.replicas import ServerReader
@@ -251,56 +252,47 @@ class Run(Result):
         if report is not None or self.summary is None:
             yield from sentences(report.setup if report is not None else setup(self.header))
         yield from table("All settings", ["setting", "value"], settings(self.header), ())
-        yield from self._times()
-        yield from self._amounts()
+        yield from self._figures()
         yield from self._over_time()
         yield from self._regret()
         yield from self._commands()
 
-    def _times(self) -> Iterator[Part]:
-        report, latencies = self.report, self.latencies
-        if report is None and latencies is None:
+    def _figures(self) -> Iterator[Part]:
+        report, summary, latencies = self.report, self.summary, self.latencies
+        if self.outcome is None and latencies is None:
             return
-        yield heading("Latency")
-        if report is not None:
-            columns = ["time", *report.columns]
-            yield from table("Times by mean and percentile", columns, report.times)
-        expected = {} if latencies is None else latencies.expected
+        yield heading("Figures")
+        if report is not None and summary is not None:
+            tables = [section for section in report.sections if isinstance(section, Table)]
+            yield from shown(
+                tables,
+                "Times by mean and percentile",
+                "Figures of the run",
+                "Tiers below the pool",
+                "How long blocks rest in the cache",
+            )
+            if "paged" in summary:
+                _, *both = PagingReport(summary, summary["paged"], 0).sections
+                yield from shown(both, "In one piece, and paged")
+            if "bill" in summary:
+                yield from shown(bill_sections(summary["bill"]))
+            yield from sentences(report.closing)
+        elif self.outcome is not None:
+            rows = run_rows([self.outcome], timed=self.timed)
+            yield from table("Figures of the run", ["figure", "value"], rows)
+        marks = {} if latencies is None else latencies.expected
         yield from distributions(
             "Latency of requests",
             "The share of requests whose time is at most that, on a logarithmic scale.",
             Axis("time", "s", log=True),
             self.samples,
             marks=[
-                (time, f"SLO: {name} {format_seconds(time)}") for name, time in expected.items()
+                (time, f"SLO: {name} {format_seconds(time)}") for name, time in marks.items()
             ],
         )
-        if latencies is None:
+        if report is not None and latencies is None:
             told = "Give the folder that `--out` wrote for the distribution of these times."
             yield from sentences(told, "missing")
-
-    def _amounts(self) -> Iterator[Part]:
-        report, summary = self.report, self.summary
-        if report is None or summary is None:
-            if self.outcome is not None:
-                yield heading("Figures")
-                rows = run_rows([self.outcome], timed=self.timed)
-                yield from table("Figures of the run", ["figure", "value"], rows)
-            return
-        yield heading("Figures")
-        # Over time there is a chart.
-        rows = (row for row in report.amounts if row[0] != "over time")
-        yield from table("Figures of the run", ["quantity", "amount"], rows, ())
-        names = [tier["tier"] for tier in summary["tiers"] or ()]
-        yield from table("Tiers below the pool", ["tier", *names], report.tiers, ())
-        columns = ["time of blocks", *report.columns]
-        yield from table("How long blocks rest in the cache", columns, report.resting)
-        if "paged" in summary:
-            _, *both = PagingReport(summary, summary["paged"], 0).sections
-            yield from shown(both, "In one piece, and paged")
-        if "bill" in summary:
-            yield from shown(bill_sections(summary["bill"]))
-        yield from sentences(report.closing)
 
     def pool(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], int]:
         """Return times in seconds, blocks in use then, blocks cached, and the pool's blocks."""

@@ -31,7 +31,8 @@ class PagingReport:
     @property
     def sections(self) -> list[Section]:
         """The page on both runs."""
-        return [self.headline, Table(self.headers, self.rows), self.reading]
+        table = Table(["", "contiguous", "paged"], self.rows)
+        return [self.headline, table, self.reading]
 
     @property
     def headline(self) -> str:
@@ -41,11 +42,6 @@ class PagingReport:
             f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
             f"and {self.max_output:,} tokens of output in one piece, and shares nothing."
         )
-
-    @property
-    def headers(self) -> list[str]:
-        """Headers of the table."""
-        return ["", "contiguous", "paged"]
 
     @property
     def rows(self) -> list[list[str]]:
