@@ -71,6 +71,9 @@ from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 Content: TypeAlias = Iterator[Section | Part]
 """The sections of a report, and the parts that only a page has."""
 
+Reader: TypeAlias = Callable[[Document], Content]
+"""Reads a document back, and yields what is shown of it."""
+
 T = TypeVar("T")
 
 HITS, POOL = "Hits by pool size", "blocks in the pool"
@@ -96,19 +99,17 @@ class Form:
     kind: str
     plural: str
     titles: Sequence[str]
-    content: Callable[[Document], Content]
+    content: Reader
 
 
 FORMS: list[Form] = []
 """The kinds of documents."""
 
 
-def _form(
-    keys: str, kind: str, *titles: str, plural: str = ""
-) -> Callable[[Callable[[Document], Content]], Callable[[Document], Content]]:
-    """Return a decorator that adds a function to `FORMS`, as what yields the content."""
+def _form(keys: str, kind: str, *titles: str, plural: str = "") -> Callable[[Reader], Reader]:
+    """Return a decorator that adds a reader of documents to `FORMS`."""
 
-    def add(content: Callable[[Document], Content]) -> Callable[[Document], Content]:
+    def add(content: Reader) -> Reader:
         FORMS.append(Form(frozenset(keys.split()), kind, plural or kind, titles, content))
         return content
 
@@ -139,29 +140,28 @@ class DocumentResult(Result):
 
     @classmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
-        """Yield the first tables as one, or the first charts, if their headers are equal."""
+        """Yield the lines of hits in one chart, or the tables of equal headers as one."""
         documents = [result for result in results if isinstance(result, DocumentResult)]
-        charts = [document._first(Chart) for document in documents]  # noqa: SLF001 - of the class
         if HITS in documents[0].form.titles:
-            panels = [chart.panels[0] for chart in charts if chart is not None]
-            if len(panels) == len(documents):
-                yield from _side_by_side(panels, labels)
+            charts = _first(Chart, documents)
+            if len(charts) == len(documents):
+                yield from _side_by_side([hits.panels[0] for hits in charts], labels)
             return
-        tables = [document._first(Table) for document in documents]  # noqa: SLF001 - as above
-        known = [table for table in tables if table is not None]
-        if len(known) < len(tables) or len({tuple(table.headers) for table in known}) > 1:
-            return
-        rows = [
-            [label, *row]
-            for label, rows in zip(labels, known, strict=True)
-            for row in rows.rows
-        ]
-        headers = known[0].headers
-        yield from table("All results", ["result", *headers], rows, headers[1:])
+        tables = _first(Table, documents)
+        if len(tables) == len(documents) and len({tuple(t.headers) for t in tables}) == 1:
+            rows = [
+                [label, *row] for label, t in zip(labels, tables, strict=True) for row in t.rows
+            ]
+            headers = tables[0].headers
+            yield from table("All results", ["result", *headers], rows, headers[1:])
 
-    def _first(self, kind: type[T]) -> T | None:
-        """Return the first section of a class."""
-        return next((each for each in self.content if isinstance(each, kind)), None)
+
+def _first(kind: type[T], documents: Iterable[DocumentResult]) -> list[T]:
+    """Return the first section of a class in each document that has one."""
+    found = [
+        [part for part in document.content if isinstance(part, kind)] for document in documents
+    ]
+    return [parts[0] for parts in found if parts]
 
 
 def _side_by_side(panels: Sequence[Panel], labels: Sequence[str]) -> Iterator[Part]:
