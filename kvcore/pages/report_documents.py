@@ -451,7 +451,8 @@ def _sweep(document: Document) -> Content:
     yield from (report.headline, report.setup, report.table, report.reading)
     for name in grid.varied:
         with suppress(InputError):  # no axis of numbers
-            yield report.chart(chart_axis(grid, name))
+            across = "pool, bytes" if name == "memory" else name.replace("_", " ")
+            yield attrs.evolve(report.chart(chart_axis(grid, name)), across=across)
             break
     yield heading("All cells")
 
