@@ -28,6 +28,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a function of a plugin as an implementation of the hook of the same name."""
 
 
+REQUESTS, MODEL, POOL = "Requests", "Model and device", "Pool"
+POLICIES, STEPS, RULES_OF_ENGINES = "Policies", "Steps", "Rules of engines"
+OUTPUT = "Output"
+"""Headings for options on help pages. A package may have others."""
+
+
 class Verb(NamedTuple):
     """A verb of the command line.
 

@@ -9,11 +9,11 @@ import click
 
 from kvcore.cli.options import Command, shared
 from kvcore.cli.output import print_table
-from kvcore.cli.verb import OUTPUT, option
+from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.config.options import option_named, option_names
 from kvcore.errors import InputError
-from kvcore.hookspecs import Ran
+from kvcore.hookspecs import OUTPUT, Ran
 
 WHAT_IF = "What if: "
 

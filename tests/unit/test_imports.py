@@ -21,8 +21,10 @@ from kvcore.plugins.manager import KINDS, Plugins
 
 CORE = Path(kvcore.__file__).parent
 BUILT_IN = Path(kvcore_plugins.__file__).parent
-OTHERS = [path for name in RANK if (path := BUILT_IN.parent / name / "__init__.py").is_file()]
-ROOTS = {CORE.name: CORE, **{path.parent.name: path.parent for path in OTHERS}}
+OTHERS = [
+    path for name in sorted(RANK) if (path := BUILT_IN.parent / name / "__init__.py").is_file()
+]
+ROOTS = {CORE.name: CORE, **{p.parent.name: p.parent for p in OTHERS if p.is_file()}}
 """The folders of the packages: the core, the built-in plugins, and those of other features."""
 
 HEAVY = [
@@ -161,13 +163,20 @@ FIELDS = {
 """Options of packages whose names are also those of fields, which the core has."""
 
 
+def is_of_a_package(name):
+    """Return True if the file of a name will not be in the core."""
+    return package_of(name).startswith("kvcore_")
+
+
 def vocabulary():
     """Return the options, verbs and calls of packages, as the core would name them."""
     plugins = Plugins()
     options = {name for mode in plugins.modes().values() for name in mode_options(mode)}
     options.remove("dtype")  # which a config.json has, and the verb `size`
     calls = {name for name, module in kvcore._PLACES.items() if module.startswith("kvcore_")}
+    modules = {module_of(path) for path, name in NAMES.items() if is_of_a_package(name)}
     return {
+        *(modules - {*KINDS.values()}),  # a hook has the name of a package
         *(f"config.{name}" for name in options),
         *(f"--{name.replace('_', '-')}" for name in options),
         *(options - FIELDS),
@@ -182,7 +191,7 @@ def named_in(path):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
             yield f"config.{node.attr}", node.lineno
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words = re.findall(r"--[a-z][a-z-]+|kvcore [a-z]+|kvcore\.[a-z_]+", node.value)
+            words = re.findall(r"--[a-z][a-z-]+|kvcore [a-z]+|kvcore[a-z_.]+", node.value)
             yield from ((word, node.lineno) for word in [node.value, *words])
 
 
@@ -193,7 +202,7 @@ def test_the_core_names_nothing_of_packages():
     named = {
         f"{name}:{line} {word}"
         for path, name in NAMES.items()
-        if not package_of(name).startswith("kvcore_") and path not in front
+        if not is_of_a_package(name) and path not in front
         for word, line in named_in(path)
         if word in words
     }

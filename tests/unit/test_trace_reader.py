@@ -92,7 +92,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
     for text in ('{"timestamp": 0}\n', "TIMESTAMP,ContextTokens\n"):
         path.write_text(text)
         with pytest.raises(
-            TraceError, match=r"other.jsonl:1: not a kvcore trace: .*`kvcore compare FILE`"
+            TraceError, match=r"other.jsonl:1: not a kvcore trace: .*`kvcore simulate FILE`"
         ):
             lines(path)
 
