@@ -71,7 +71,7 @@ class Mode(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What a package does beside a run.
+    """The part of a package in a run that is under way.
 
     Attributes:
         recorder: the `Recorder` of the run in place of its trace, which this then writes.
@@ -87,7 +87,7 @@ class Running(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a package has to say of a run.
+    """The words of a package on a run that has ended.
 
     Attributes:
         fields: fields of its JSON document; a table is added to one of the same name.

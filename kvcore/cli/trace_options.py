@@ -19,7 +19,7 @@ WHAT_IF = "What if: "
 
 
 def what_if_options(command: Command) -> Command:
-    """Give a verb the options that a recorded run may have anew; None: as recorded."""
+    """Give a verb the options of a recorded run that may change; None: as recorded."""
     for name in reversed(option_names()):
         declaration = option_named(name)
         if declaration.what_if:

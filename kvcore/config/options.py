@@ -52,7 +52,7 @@ from kvcore.workloads.selection import BUNDLED
 
 @attrs.frozen
 class Option:
-    """What is known of an option besides its name and its type.
+    """The declaration of an option: all that is known of it, with its name and its type.
 
     Attributes:
         default: its value if none is given, as its type has it.

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from helpers.policies import POLICIES, build
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins.options import parse
@@ -13,8 +14,10 @@ from kvcore_plugins.eviction import Adaptive
 PLUGINS = Plugins()
 
 
-class TestBuiltIn(EvictionPolicyTests):
+class TestBuiltIn(FewSeeds, EvictionPolicyTests):
     """Every configuration in the list of policies."""
+
+    machine_examples = 2
 
     @pytest.fixture(autouse=True, params=POLICIES)
     def _configured(self, request, monkeypatch):

@@ -1,14 +1,15 @@
 """The built-in generators pass the tests that every generator must pass."""
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import GeneratorTests
 
 pytest.importorskip("torch", reason="generators compute on torch")
 
 CONFIGURATIONS = [
-    "sincos:layers=2,kv_heads=2,head_dim=8",
     "sincos:model=mistral-7b-v0.1,layers=1,kv_heads=1,head_dim=6,vocab_size=11",
     "transformer",
     "transformer:layers=1,hidden=24,heads=6,kv_heads=1,head_dim=4,mlp=40,vocab_size=97",
@@ -24,7 +25,7 @@ CONFIGURATIONS = [
 ELSEWHERE = {"huggingface"}
 
 
-class TestBuiltIn(GeneratorTests):
+class TestBuiltIn(FewSeeds, GeneratorTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
@@ -33,7 +34,7 @@ class TestBuiltIn(GeneratorTests):
 
     def make(self):
         """Build the configured generator."""
-        return Plugins().build("generator", self.spec)
+        return resolve("generator", self.spec)
 
 
 class TestSinCos(GeneratorTests):
@@ -43,7 +44,7 @@ class TestSinCos(GeneratorTests):
 
     def make(self):
         """Build a small `sincos` generator."""
-        return Plugins().build("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
+        return resolve("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
 
 
 def test_every_generator_is_in_the_list():

@@ -1,8 +1,10 @@
 """The built-in routers pass the tests that every router must pass."""
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import RouterTests
 
 CONFIGURATIONS = [
@@ -38,7 +40,7 @@ def test_every_router_is_in_the_list():
     assert {text.partition(":")[0] for text in CONFIGURATIONS} == set(Plugins().names("router"))
 
 
-class TestBuiltIn(RouterTests):
+class TestBuiltIn(FewSeeds, RouterTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
@@ -49,4 +51,4 @@ class TestBuiltIn(RouterTests):
 
     def make(self):
         """Build the configured router."""
-        return Plugins().build("router", self.spec)
+        return resolve("router", self.spec)

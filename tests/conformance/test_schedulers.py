@@ -1,8 +1,10 @@
 """The built-in schedulers pass the tests that every scheduler must pass."""
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.plugins.options import parse
 from kvcore.testing import SchedulerTests
 
@@ -28,7 +30,7 @@ STARVES = {
 """Every configuration under test, and whether jobs may starve."""
 
 
-class TestBuiltIn(SchedulerTests):
+class TestBuiltIn(FewSeeds, SchedulerTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=STARVES)
@@ -38,7 +40,7 @@ class TestBuiltIn(SchedulerTests):
 
     def make(self):
         """Build the configured scheduler."""
-        return Plugins().build("scheduler", self.spec)
+        return resolve("scheduler", self.spec)
 
 
 def test_every_scheduler_is_in_the_list():
