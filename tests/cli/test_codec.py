@@ -178,16 +178,6 @@ def test_earlier_names_of_the_option_work_with_a_notice(words, old):
         )
 
 
-def test_dtype_is_an_option_of_run_only():
-    """`--dtype` of `run` is a dtype, not a codec, and `simulate` has no `--dtype`."""
-    done = run_here("run", "--dtype", "fp3")
-    assert done.returncode == 2
-    assert "'--dtype': 'fp3' is not one of 'fp64', 'fp32', 'fp16', 'bf16'" in done.stderr
-    done = run_here("simulate", SMALL, "--dtype", "bf16")
-    assert done.returncode == 2
-    assert "kvcore simulate has no option '--dtype'" in done.stderr
-
-
 def test_the_earlier_key_works_with_a_warning(tmp_path):
     """The earlier key `kv_dtype` works in TOML and in Python with a FutureWarning.
 

@@ -197,20 +197,3 @@ def test_the_table_of_a_plane_names_the_tier():
 def test_the_tier_none_prints_curves_of_a_pool():
     """`--tier none` prints the curves of a pool without a tier."""
     assert run(SMALL, "--tier", "none") == run(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        ((SMALL, "--exact"), "--exact is for a plane"),
-        ((*TIER, "--accounting", "tokens"), "a plane counts by keys alone"),
-        ((*TIER, "--eviction", "lfu"), "add --exact"),
-        ((SMALL, "--tier", "host"), "tier plugin 'host' needs a value for option 'memory'"),
-        ((SMALL, "--tier", "nothing:memory=1GiB"), "no tier plugin is named 'nothing'"),
-        ((*TIER, "--tier", "disk:memory=1TiB"), "2 were given, and a plane has one"),
-        ((SMALL, "--tier", "host:memory=1KiB"), "has memory=1024, less than a block"),
-    ],
-)
-def test_unsupported_options_of_a_plane_are_refused(words, fault):
-    """An option that a plane does not support is an error with the reason."""
-    assert fault in refused(*words)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from helpers.commands import run_here
@@ -11,6 +12,8 @@ from helpers.kv_events import DYNAMO, batch, record, removed, stored
 from helpers.traces import record as record_trace
 
 from kvcore.kv_events import RecordingWriter
+
+run = partial(run_here, "replay")
 
 
 @pytest.fixture
@@ -22,11 +25,6 @@ def recording(tmp_path):
         batch(removed(3, medium="GPU"), stored(9, medium="CPU"), ts=2.0),
         engine="vllm 0.33",
     )
-
-
-def run(*arguments, cwd=None):
-    """Run `kvcore replay` in this process."""
-    return run_here("replay", *arguments, cwd=cwd)
 
 
 def test_the_table_counts_events_and_blocks(recording):

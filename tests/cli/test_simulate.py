@@ -301,26 +301,3 @@ def test_a_failed_run_leaves_earlier_files_unchanged(tmp_path):
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     refused(SMALL, "--out", tmp_path, "--max-tokens", 1)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_directory_that_is_a_file_is_refused(tmp_path):
-    """`--out` is an error if it is the path of a file."""
-    path = tmp_path / "file"
-    path.write_text("mine")
-    assert "it is a file; name another one" in refused(SMALL, "--out", path)
-    assert path.read_text() == "mine"
-
-
-def test_the_workload_is_not_overwritten(tmp_path):
-    """`--trace` refuses to overwrite the file of the workload."""
-    row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps(row))
-    assert "the requests come from" in refused(path, "--trace", path)
-    assert json.loads(path.read_text()) == row
-
-
-def test_a_missing_workload_file_is_an_error_of_the_workload():
-    """A missing workload file is an error of WORKLOAD, not of the block size."""
-    err = refused("kv-events:path=gone,lookups=full")
-    assert err.startswith("kvcore: error: WORKLOAD: cannot read the recording gone: ")

@@ -169,44 +169,6 @@ def test_json_has_the_options_of_the_cluster():
     assert "autoscale" not in split
 
 
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--replicas", 0], "'--replicas': 0 is out of range: it must be at least 1"),
-        (["--replicas", 2, "--fail", "replica=2,at=1"], "--fail: replica=2,at=1: replicas"),
-        (["--router", "dynamo"], "--router: one server gets all requests: give --replicas"),
-        (["--view", "exact"], "--view: one server gets all requests: give --replicas"),
-        (["--replicas", 2, "--fail", "replica=1"], "--fail: 'replica=1': a failure needs"),
-        (["--replicas", 2, "--fail", "replica=1,until=2"], "write replica=3,at=600,for=120"),
-        (["--replicas", 2, "--view", "all"], "--view: 'all' is no view; there are:"),
-        (["--replicas", 2, "--router", "roundrobin"], "no router plugin is named 'roundrobin'"),
-        (["--replicas", 2, "--live"], "--live shows one server"),
-        (["--replicas", 2, "--allocation", "contiguous"], "memory is paged here"),
-        (["--replicas", "1e6"], "--replicas: more than 10,000 are too many"),
-    ],
-)
-def test_invalid_options_are_refused(options, why, tmp_path):
-    """An invalid option is an error with the reason, and nothing is written."""
-    assert why in refused(*options, "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("table", "why"),
-    [
-        ("count = 0", "replicas: 0 is out of range"),
-        ("block_size = 32", "replicas: there is no option 'block_size'"),
-        ("device = 'h300'", "replicas: device: unknown device 'h300'; did you mean"),
-        ("blocks = 4\nmemory = '1GiB'", "replicas: blocks and memory both say"),
-    ],
-)
-def test_invalid_tables_of_replicas_are_refused(table, why, tmp_path):
-    """The error for an invalid table of replicas names the file and the key."""
-    path = tmp_path / "fleet.toml"
-    path.write_text(f"[[replicas]]\n{table}\n")
-    assert f"{path}: {why}" in refused("--config", path)
-
-
 def test_one_server_refuses_replicas():
     """`simulate` in Python raises InputError for `replicas`, and names `simulate_cluster`."""
     with pytest.raises(kvcore.InputError, match=r"replicas: .* kvcore.simulate_cluster"):

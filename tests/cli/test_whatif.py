@@ -127,15 +127,9 @@ def test_a_trace_as_a_workload_has_the_recorded_results(folder, verb):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--eviction", "lruu"], 2, "no eviction plugin is named 'lruu' (did you mean"),
         (["--scheduler", "fcfs"], 2, "was recorded without a clock: it has no scheduler"),
         (["--max-seqs", "3"], 2, "was recorded without a clock: it has no batching"),
-        (["--block-size", "24"], 2, "block size 24 and the workload's keys of 16 tokens"),
-        (["--blocks", "0"], 2, "a pool of 0 blocks was asked for"),
-        (["--blocks", "9", "--at", "1"], 2, "--at is for the recorded run alone"),
-        (["--export", "u.jsonl"], 2, "the requests come from"),
         (["--export", "no/where.jsonl"], 2, "cannot write the trace no/where.jsonl"),
-        (["--slo", "soon"], 2, "'soon' is no SLO"),
     ],
 )
 def test_invalid_options_are_refused(folder, options, code, message):

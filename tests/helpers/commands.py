@@ -49,6 +49,18 @@ def as_process(*arguments, **options):
     return run(command, capture_output=True, text=True, check=False, **options)
 
 
+def words_of(text):
+    """Return the words of each line of a text, without the rules of tables."""
+    return [line.split() for line in text.splitlines() if line.strip(" ─")]
+
+
+def fields_of(document):
+    """Return the names of all fields of a JSON document, at any depth."""
+    if isinstance(document, dict):
+        return set(document).union(*map(fields_of, document.values()))
+    return set().union(*map(fields_of, document)) if isinstance(document, list) else set()
+
+
 @contextmanager
 def running(command, **options):
     """Yield a process of another program, in text mode; kill it if the body fails.

@@ -302,24 +302,7 @@ def test_a_workload_beyond_the_largest_pool_is_refused(monkeypatch):
     [
         ([], [10], {}, "name at least one eviction policy"),
         (["lru"], [], {}, "give at least one size"),
-        (["lru"], [0], {}, "a pool of 0 blocks"),
-        (["lru"], [10, -3], {}, "a pool of -3 blocks"),
-        (["lru"], [2**31], {}, "a pool of 2147483648 blocks"),
-        (["lru"], [10], {"block_size": 0}, "block size 0"),
-        (["lru"], [10], {"block_size": 5}, "block size 5 .* keys of 16 tokens"),
         (["lru"], [10], {"accounting": "words"}, "'words' is not known"),
-        (["lru"], [10], {"prefix": "tree"}, "no prefix plugin is named 'tree'"),
-        (["lru:size=3"], [10], {}, "'lru' has no option 'size'"),
-        (["optimum:size=3"], [10], {}, "the optimum has no option 'size'"),
-        (
-            ["optimum"],
-            [10],
-            {"accounting": "tokens"},
-            "in `keys` accounting alone, not in 'tokens'",
-        ),
-        (["optimum"], [10], {"trace": "x"}, "there is no trace of it"),
-        (["lru,fifo"], [10], {"trace": "x"}, "policies given: 2, sizes given: 1"),
-        (["lru"], None, {"trace": "x"}, "policies given: 1, sizes given: none"),
     ],
 )
 def test_invalid_policies_sizes_and_options_are_refused(policies, blocks, options, message):

@@ -11,7 +11,7 @@ from helpers.schedulers import Urgent
 from helpers.serving import ask as request
 from helpers.serving import serve as simulate
 
-from kvcore import InputError, Plugins, PolicyError
+from kvcore import InputError, PolicyError
 from kvcore.analysis import replay, served
 from kvcore_plugins.eviction import LRU, Lookahead
 
@@ -250,9 +250,3 @@ def test_a_policy_that_raises_is_reported_with_the_method(method):
     if method != "evictable_blocks":
         with pytest.raises(PolicyError, match=rf"raised RuntimeError in {method}\(\)"):
             simulate([request("a")], eviction=cls())
-
-
-def test_a_negative_window_is_refused():
-    """A negative number of requests is refused."""
-    with pytest.raises(InputError, match="requests=-1 must be 0 or more, or all"):
-        Plugins().build("eviction", "lookahead:requests=-1")

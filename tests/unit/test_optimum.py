@@ -131,15 +131,3 @@ def test_keys_of_another_size_are_refused():
 def test_bypass_is_parsed_from_text(options, bypass):
     """The option `bypass` is true or false in text, and false by default."""
     assert Belady.from_text(options) == Belady(bypass=bypass)
-
-
-def test_an_unknown_option_is_refused():
-    """An unknown option raises InputError with the nearest option and all options."""
-    with pytest.raises(InputError, match=r"'bypas' \(did you mean 'bypass'\?\).*bypass=false"):
-        Belady.from_text({"bypas": "true"})
-
-
-def test_a_wrong_value_of_bypass_is_refused():
-    """A value of `bypass` other than true or false raises InputError."""
-    with pytest.raises(InputError, match="takes true or false, not 'maybe'"):
-        Belady.from_text({"bypass": "maybe"})
