@@ -6,6 +6,7 @@ import sys
 
 import orjson
 import pytest
+from helpers.commands import json_of as document
 from helpers.commands import run_here
 from helpers.recordings import timed
 from helpers.serving import ask
@@ -67,13 +68,6 @@ def thirds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "kv_thirds", raising=False)
     return "thirds:more=5"
-
-
-def document(*words):
-    """Run a verb with `--json`, require success, and return the document."""
-    done = run_here(*words, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    return orjson.loads(done.stdout)
 
 
 @pytest.fixture

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import csv
 import errno
-import gzip
 import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.commands import error_of, json_of, stdout_of
 
-from kvcore.analysis.comparison import default_sizes
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
@@ -87,30 +83,6 @@ def test_the_table_is_readable():
     policies = [line.split()[0] for line in lines[5:13]]
     assert policies == ["lru", "fifo", "lfu", "slru", "cost", "random", "optimum", "infinite"]
     assert lines[13].startswith("infinite: a cache that never evicts")
-
-
-def test_default_sizes_are_derived_from_the_workload():
-    """Without `--blocks` the pool sizes are derived from the workload's distinct blocks."""
-    document = report(SMALL, "--eviction", "lru")
-    sizes = [row["blocks"] for row in document["rows"]]
-    assert sizes == default_sizes(document["infinite"]["distinct_blocks"])
-
-
-def test_a_file_is_recognised_by_its_content(tmp_path):
-    """The format of a workload file is recognised by its content, compressed or not."""
-    path = mooncake(tmp_path / "plain", (0, [1, 2]), (5, [1, 2]))
-    packed = tmp_path / "packed"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    for file in (path, packed):
-        document = report(str(file), "--eviction", "lru", "--blocks", "9")
-        assert document["workload"]["name"] == "mooncake"
-        assert document["rows"][0]["hit_blocks"] == 2
-
-
-def test_repeated_policies_and_sizes_are_run_once():
-    """A policy or a pool size that is given twice is run once."""
-    rows = report(SMALL, "--eviction", "lru,lru", "--blocks", "9,20,9")["rows"]
-    assert [(row["eviction"], row["blocks"]) for row in rows] == [("lru", 9), ("lru", 20)]
 
 
 def test_memory_is_divided_by_the_bytes_of_a_block():
@@ -192,25 +164,6 @@ def test_requests_without_keys_have_no_table(tmp_path):
     )
 
 
-def test_the_model_is_a_config_file_or_its_folder(tmp_path):
-    """`--model` accepts a config.json, or the folder that contains it."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for model in (tmp_path, tmp_path / "config.json"):
-        document = report(SMALL, "--eviction", "lru", "--memory", "1MiB", "--model", str(model))
-        assert document["memory"]["bytes_per_block"] == 16 * 2 * 2 * 2 * 16 * 2
-
-
 def test_the_error_for_a_dangling_link_names_its_target(tmp_path):
     """The error for a workload that is a dangling link names the target of the link."""
     link = tmp_path / "link"
@@ -228,23 +181,6 @@ def test_an_unsearchable_folder_is_reported_as_unreadable(monkeypatch):
 
     monkeypatch.setattr(Path, "lstat", lstat)
     assert "secret/rows: cannot be read: Permission denied" in refused("secret/rows")
-
-
-def test_equal_commands_write_equal_traces(tmp_path):
-    """The same command writes the same bytes of a trace each time."""
-    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
-    for path in (first, second):
-        run(SMALL, "--eviction", "lfu", "--blocks", "20", "--trace", str(path))
-    assert first.read_bytes() == second.read_bytes()
-    assert b'"event":"END"' in first.read_bytes().splitlines()[-1]
-
-
-def test_a_trace_can_be_compared_again(tmp_path):
-    """A recorded trace is a workload whose requests give the same hits as the original ones."""
-    path = str(tmp_path / "trace.jsonl")
-    first = report(SMALL, "--eviction", "lru", "--blocks", "20", "--trace", path)["rows"][0]
-    again = report(path, "--eviction", "lru", "--blocks", "20")["rows"][0]
-    assert again["hit_blocks"] == first["hit_blocks"]
 
 
 def test_csv_has_the_rows_of_the_document(tmp_path):
@@ -272,17 +208,6 @@ def test_a_bad_row_leaves_the_files_as_they_were(tmp_path):
     assert f"{workload}:3: field 'timestamp': expected 5 or later" in error
     assert old.read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.csv"}
-
-
-@pytest.mark.parametrize("option", ["--csv", "--trace"])
-def test_the_workload_is_not_overwritten(tmp_path, option):
-    """`--csv` and `--trace` refuse to overwrite the file of the workload."""
-    path = mooncake(tmp_path / "rows", (0, [1]))
-    before = path.read_bytes()
-    error = refused(str(path), "--eviction", "lru", "--blocks", "9", option, str(path))
-    assert f"cannot write {path}: the requests come from {path}; name another file" in error
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_key_under_two_parents_is_refused(tmp_path):
@@ -336,17 +261,6 @@ def test_check_accepts_consistent_keys():
 def test_numbers_of_any_length_are_refused():
     """A number with more digits than Python converts is an error, not a traceback."""
     assert "several are a list" in refused("--blocks", "9" * 5000)
-
-
-def test_as_a_process_json_is_alone_on_stdout():
-    """In a pipe there is no progress bar, and stdout is one document."""
-    process = subprocess.run(
-        [sys.executable, "-c", "from kvcore.cli.main import main; main()",
-         "compare", SMALL, "--eviction", "lru", "--json"],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    assert (process.returncode, process.stderr) == (0, b"")
-    assert json.loads(process.stdout)["schema"] == 1
 
 
 def test_the_earlier_name_of_accounting_works_with_a_notice(capsys):

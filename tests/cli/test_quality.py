@@ -4,7 +4,7 @@ import json
 from functools import partial
 
 import pytest
-from helpers.commands import run_here, stdout_of
+from helpers.commands import stdout_of
 
 pytest.importorskip("torch", reason="runs compute on torch")
 
@@ -68,14 +68,6 @@ def test_plot_draws_a_picture(tmp_path, name, magic):
     pytest.importorskip("matplotlib")
     assert "full" in quality_output("--retention", "window", "--plot", name, cwd=tmp_path)
     assert (tmp_path / name).read_bytes().startswith(magic)
-
-
-def test_a_failure_leaves_no_plot(tmp_path):
-    """A failed run leaves no plot, and no part of one."""
-    pytest.importorskip("matplotlib")
-    done = run_here("quality", "--retention", "h3o", "--plot", "q.svg", cwd=tmp_path)
-    assert done.returncode == 2
-    assert not [*tmp_path.iterdir()]
 
 
 def test_a_text_replaces_the_drawn_one(tmp_path):

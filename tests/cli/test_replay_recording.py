@@ -2,12 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from functools import partial
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import as_process, run_here
 from helpers.kv_events import DYNAMO, batch, record, removed, stored
 from helpers.traces import record as record_trace
 
@@ -114,11 +112,6 @@ def test_a_file_of_router_events_is_checked(tmp_path):
 def test_a_trace_in_a_pipe_is_read_from_its_start(tmp_path):
     """A trace in a pipe is read from its start, after the check for a recording."""
     trace = record_trace(tmp_path / "trace.jsonl")
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "replay", "/dev/stdin", "--json"],
-        input=trace.read_bytes(),
-        capture_output=True,
-        check=False,
-    )
+    done = as_process("replay", "/dev/stdin", "--json", input=trace.read_text())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"]

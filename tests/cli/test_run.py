@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -28,15 +26,8 @@ def between(path):
 
 @pytest.mark.slow
 def test_the_bundled_trace_is_computed():
-    """As a process, `run --json` computes the bundled trace and prints one document."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "run", "--limit", "5", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    document = json.loads(done.stdout)
+    """`run --json` computes the bundled trace and prints one document."""
+    document = json.loads(run("--limit", 5, "--json"))
     assert (document["schema"], document["completed"]) == (1, 5)
     assert document["config"]["workload"]["options"] == {
         "path": None,

@@ -98,16 +98,6 @@ def test_files_of_a_cluster_are_written(tmp_path):
     assert 'kvcore_replica_requests_total{replica="1",router="round-robin"' in metrics
 
 
-def test_equal_commands_write_equal_files(tmp_path):
-    """The same command writes the same bytes of the trace and of the requests."""
-    again = [tmp_path / "a", tmp_path / "b"]
-    for out in again:
-        run("--replicas", 3, "--out", out, "--fail", "replica=0,at=0.2,for=0.2")
-    for name in ("trace.jsonl.gz", "requests.jsonl"):
-        first, second = ((out / name).read_bytes() for out in again)
-        assert first == second
-
-
 def test_an_adequate_number_of_replicas_is_proposed(capsys):
     """For a saturated cluster the report proposes a number of replicas that is enough."""
     busy = "zipf:requests=2000,prefix_tokens=2048,suffix_tokens=2048,output_tokens=200,rate=40"

@@ -139,13 +139,3 @@ def test_invalid_options_are_refused(folder, options, code, message):
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_a_cut_trace_exits_1(folder, tmp_path):
-    """A cut trace is an error with exit code 1, and no trace is exported."""
-    cut = tmp_path / "cut.jsonl"
-    cut.write_bytes((folder / "u.jsonl").read_bytes()[:-30])
-    done = run("replay", cut, "--blocks", 9, "--export", tmp_path / "new.jsonl")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "incomplete: the file ends inside line" in done.stderr
-    assert not (tmp_path / "new.jsonl").exists()

@@ -24,7 +24,6 @@ CONTENTS = {
     "REQUEST": REQUEST,
     "STEPS": STEPS,
     "AZURE": "TIMESTAMP,ContextTokens,GeneratedTokens",
-    "DAY": "2023-11-16 18:15:46.6805900",
     "LLAMA": '{"model_type":"llama","num_hidden_layers":2,"hidden_size":8,'
     '"num_attention_heads":4,"vocab_size":9,"intermediate_size":9}',
 }
@@ -260,6 +259,7 @@ simulate W --latency table | --latency: table: give either 'path', a file
 simulate W --latency table:path=none.csv | --latency: none.csv: cannot be read
 simulate W --latency table:path= | --latency: .: cannot be read: empty path
 simulate W --latency table:path=good.jsonl | --latency: good.jsonl:1: not CSV in UTF-8
+simulate W --latency table:path=x.csv,engine=vllm | give either 'path', a file, or 'engine'
 simulate W --latency table:path=. | --latency: .: cannot be read: empty path
 simulate W --latency roofline:compute=0 | roofline: compute=0.0 must be a share
 simulate W --latency roofline:compute=2 | roofline: compute=2.0 must be a share
@@ -671,7 +671,7 @@ quality --budget 0 | budget 0: give shares
 quality --tokens 0 | '--tokens': 0 is out of range: it must be at least 1
 quality --needles -1 | '--needles': -1 is out of range: it must be at least 0
 quality --needles 200 | 200 needles in 512 tokens of 1024 token ids
-quality --retention h3o | no retention plugin is named 'h3o' (did you mean 'h2o'?)
+quality --retention h3o --plot q.svg | no retention plugin is named 'h3o' (did you mean 'h2o'?)
 quality --retention h2o:budgt=3 | (did you mean 'budget'?)
 quality --codec int3 | no codec plugin is named 'int3'
 quality --generator sincos:layers=1 | generator 'sincos' has no logits
@@ -850,35 +850,10 @@ compare F | PAR1aa | F:1: it is a Parquet file, which is not read
 compare F | \x04"M\x18aa | F:1: it is compressed with lz4, which is not read
 compare F | \x1f\x8bgarbage | F:1: the gzip stream is damaged: Error -3 while decompressing
 compare F | (\xb5/\xfdxx | F:1: the zstd stream stops early
-compare F | ROW\n{ | F:2: not JSON: unexpected end of data (column 2)
-compare F | ROW\n[] | F:2: expected a JSON object, got []
 compare F | ROW with 512 -> "x" | F:1: field 'input_length': expected a whole number
-compare F | ROW with 512 -> -1 | F:1: field 'input_length': expected a whole number
-compare F | ROW with :0, -> :-5, | F:1: field 'timestamp': expected a whole number
-compare F | ROW with :0, -> :1e300, | F:1: field 'timestamp': expected a whole number
-compare F | ROW with [1] -> ["a"] | F:1: field 'hash_ids[0]': expected an integer
-compare F | ROW with [1] -> [1,2,3] | F:1: field 'hash_ids': expected at most 1 key (512 tokens
-compare F | ROW with [1] -> {} | F:1: field 'hash_ids': expected a list of integers, got {}
-compare F | ROW with "output_length":1, ->  | F:1: field 'output_length': expected a whole
-compare F | ROW with 512 -> 99999999999999999999999 | F:1: field 'input_length': expected
-compare F | ROW with :1, -> :1.5, | F:1: field 'output_length': expected a whole number
 compare F | ROW\nROW with 0,"in -> 9,"in | F:2: field 'timestamp': expected 9 or later (sorted
-compare F | REQUEST with "id":1 -> "id":1.5 | F:1: field 'id': expected an integer or a text
-compare F | REQUEST with "id":1 -> "id":null | F:1: field 'id': expected an integer or a text
-compare F | REQUEST with "t":0 -> "t":-1 | F:1: field 't': expected a whole number
-compare F | REQUEST with 20 -> -5 | F:1: field 'prompt': expected a whole number
-compare F | REQUEST with "output":1 -> "output":-1 | F:1: field 'output': expected a whole
-compare F | REQUEST with 16} -> 0} | F:1: field 'key_tokens': expected a whole number
-compare F | REQUEST with 16} -> "a"} | F:1: field 'key_tokens': expected a whole number
-compare F | REQUEST with [1,2] -> [1,2,3] | F:1: field 'keys': expected at most 2 keys
-compare F | REQUEST with [1,2] -> [1.5] | F:1: field 'keys[0]': expected an integer
-compare F | REQUEST with [1,2] -> 7 | F:1: field 'keys': expected a list of integers, got 7
 compare F --check | REQUEST\nREQUEST | request 1: an earlier request has the same id
 simulate F | REQUEST\nREQUEST | request 1: an earlier request has the same id
-compare F | REQUEST with } -> ,"slo":{"ttft":0}} | F:1: field 'slo': expected an object of
-compare F | REQUEST with } -> ,"slo":3} | F:1: field 'slo': expected an object of ttft, tpot
-compare F | REQUEST with } -> ,"retention":[[0]]} | F:1: field 'retention[0]': expected [start
-compare F | REQUEST with } -> ,"priority":"x"} | F:1: field 'priority': expected a whole number
 compare F | REQUEST with "prompt":20 -> "prompt":0 with [1,2] -> [1] | expected at most 0 keys
 simulate F | REQUEST with } -> ,"after":7,"session":"s"} | request 7, which is not in the
 simulate F | REQUEST with } -> ,"after":7} | request 1 comes after request 7 and has no session
@@ -891,9 +866,6 @@ compare weka:F | ROW | F:1: field 'id': expected a text, got nothing
 compare lmcache:F | ROW | F:1: field 'model_name': expected a text, got nothing
 compare kv-events:F,lookups=full | ROW | F:1: no recording of KV events: its first line is
 compare F | AZURE\n | F: no rows after the header
-compare F | AZURE\nx,1,1 | F:2: field 'TIMESTAMP': expected a time such as 2023-11-16
-compare F | AZURE\nDAY,x,1 | F:2: field 'ContextTokens': expected a whole
-compare F | AZURE\nDAY,1 | F:2: field 'GeneratedTokens': expected a
 compare lengths:F | a,b\n1,2 | F:1: no column that looks like 'time'; name it by the option
 compare lengths:F,rate=1 | input,output\n1,x | F:2: field 'output': expected
 calibrate F |  | F: the file is empty: expected one row a line

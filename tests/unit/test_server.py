@@ -6,8 +6,6 @@ import http.client
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -18,7 +16,7 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: pip install 'kvcore[serve]
 openai = pytest.importorskip("openai", reason="needs openai: pip install openai")
 zmq = pytest.importorskip("zmq", reason="needs pyzmq: pip install 'kvcore[serve]'")
 
-from helpers.commands import run_here
+from helpers.commands import as_process, run_here
 from helpers.online import SMALL, ServerProcess, free_port, serving
 from helpers.upstreams import until
 
@@ -411,13 +409,7 @@ def test_open_requests_get_503_if_the_engine_fails():
 def test_two_servers_cannot_have_one_port(server):
     """The error for a port in use names it, and the process ends."""
     port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "serve", "--port", port, "--generator", SMALL],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = as_process("serve", "--port", port, "--generator", SMALL, timeout=60)
     assert done.returncode == 2
     assert f"port {port} of 127.0.0.1: Address already in use" in done.stderr
 

@@ -90,9 +90,3 @@ def test_a_file_without_rows_is_refused(tmp_path):
     """A file without rows raises InputError."""
     with pytest.raises(InputError, match="no rows after the header"):
         list(Azure(write(tmp_path / "t.csv", HEADER)))
-
-
-def test_key_tokens_must_be_positive(tmp_path):
-    """`key_tokens` below 1 is refused when the workload is built."""
-    with pytest.raises(ValueError, match="'key_tokens' must be >= 1"):
-        Azure(tmp_path / "t.csv", key_tokens=0)
