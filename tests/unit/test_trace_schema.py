@@ -211,6 +211,9 @@ def test_as_dict_returns_the_fields_of_a_line_in_order(tmp_path):
         ]
 
 
+BLOCKS = {"tier": "disk", "request": "r", "first": 1, "blocks": 2}
+"""Blocks of a request in a tier."""
+
 CALLS = {
     "prefetch": {"request": "r", "seq": 1, "keys": [1, 2], "blocks": 1, "span": 2},
     "hit": {"request": "r", "seq": 1, "blocks": 2, "span": 3, "again": True},
@@ -256,38 +259,11 @@ CALLS = {
     "first_token": {"request": "r", "seq": 1},
     "preempt": {"request": "r", "seq": 1, "how": "pause", "requester": 3},
     "resume": {"request": "r", "seq": 1},
-    "recover": {
-        "tier": "disk",
-        "request": "disk:1",
-        "keys": [b"0123456789abcdef", 7],
-        "first": 1,
-        "blocks": 2,
-    },
-    "offload": {
-        "tier": "disk",
-        "request": "r",
-        "first": 1,
-        "blocks": 2,
-        "done": 3,
-        "source": "host",
-        "parked": True,
-    },
-    "load_start": {
-        "tier": "disk",
-        "request": "r",
-        "seq": 1,
-        "first": 2,
-        "blocks": 3,
-        "done": 4,
-    },
-    "load": {"tier": "disk", "request": "r", "seq": 1, "first": 2, "blocks": 3},
-    "drop_from_tier": {
-        "tier": "disk",
-        "request": "r",
-        "first": 1,
-        "blocks": 2,
-        "reason": "capacity",
-    },
+    "recover": BLOCKS | {"request": "disk:1", "keys": [b"0123456789abcdef", 7]},
+    "offload": BLOCKS | {"done": 3, "source": "host", "parked": True},
+    "load_start": BLOCKS | {"seq": 1, "done": 4},
+    "load": BLOCKS | {"seq": 1},
+    "drop_from_tier": BLOCKS | {"reason": "capacity"},
     "keys": {"request": "r", "keys": [b"0123456789abcdef", 7]},
     "finish": {"request": "r", "seq": 1, "output": 2, "output_keys": [b"0123456789abcdef"]},
     "reject": {"request": "r", "why": "too long"},
