@@ -460,29 +460,17 @@ class FailingCallback(Router):
         """Return the same cost for every replica."""
         return 0
 
-    def _called(self, method):
+
+def _failing(method):
+    def called(self, *_):
         if method in self._failing:
             raise ZeroDivisionError
 
-    def on_routed(self, request, replica, now):
-        """Raise if `on_routed` is to fail."""
-        self._called("on_routed")
+    return called
 
-    def on_first_token(self, request, replica, now):
-        """Raise if `on_first_token` is to fail."""
-        self._called("on_first_token")
 
-    def on_ended(self, request, replica, now):
-        """Raise if `on_ended` is to fail."""
-        self._called("on_ended")
-
-    def on_joined(self, replica, now):
-        """Raise if `on_joined` is to fail."""
-        self._called("on_joined")
-
-    def on_left(self, replica, now):
-        """Raise if `on_left` is to fail."""
-        self._called("on_left")
+for _method in ("on_routed", "on_first_token", "on_ended", "on_joined", "on_left"):
+    setattr(FailingCallback, _method, _failing(_method))
 
 
 class Stubborn(Router):
