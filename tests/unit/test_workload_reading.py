@@ -338,27 +338,15 @@ def test_the_default_digest_depends_on_the_options(tmp_path):
         (b'{"timestamp":0,"input_length":1,"output_length":1}', "mooncake: it lacks hash_ids;"),
         (b'{"id":1,"t":0,"prompt":40,"output":8}', "jsonl: it lacks event;"),
         (b"TIMESTAMP,ContextTokens,Generated", "azure: it lacks GeneratedTokens;"),
+        (b'{"messages":"hello"}', "chat: a field is of another type;"),
+        (b"time,prompt,completion", "chat: its lines are JSON objects;"),
     ],
 )
-def test_a_near_miss_of_a_format_names_the_missing_field(rows, line, hint):
-    """A file with most fields of a format raises InputError that names the missing one."""
-    path = rows(line)
+def test_a_near_miss_of_a_format_is_named(rows, line, hint):
+    """The error for a file that is nearly of a format names what it lacks."""
+    formats = [Chat, *BUILT_IN] if "chat" in hint else BUILT_IN
     with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
-        recognise(path, BUILT_IN)
-
-
-def test_a_field_of_another_type_is_a_near_miss(rows):
-    """A file with all fields of a format but a wrong type in one is reported as such."""
-    path = rows(b'{"messages":"hello"}')
-    with pytest.raises(InputError, match="; nearly chat: a field is of another type; formats:"):
-        recognise(path, [Chat, *BUILT_IN])
-
-
-def test_a_header_of_csv_is_no_near_miss_of_objects(rows):
-    """A CSV header with all fields of a format gets a hint that its lines are objects."""
-    path = rows(b"time,prompt,completion")
-    with pytest.raises(InputError, match="; nearly chat: its lines are JSON objects; formats:"):
-        recognise(path, [Chat, *BUILT_IN])
+        recognise(rows(line), formats)
 
 
 def test_a_single_common_field_is_no_near_miss(rows):
