@@ -162,58 +162,33 @@ CONFIGS = {
     ),
     "phi-4": PHI_3(40, 40, 10, 5120, 17920, 100352, sliding_window=None),
     "phi-4-mini": PHI_3(
-        32,
-        24,
-        8,
-        3072,
-        8192,
-        200064,
+        *(32, 24, 8, 3072, 8192, 200064),
         sliding_window=262144,
         max_position_embeddings=131072,
         tie_word_embeddings=True,
     ),
     "gpt-oss-20b": GPT_OSS(
-        24,
-        64,
-        8,
-        2880,
-        2880,
-        201088,
+        *(24, 64, 8, 2880, 2880, 201088),
         num_local_experts=32,
         layer_types=["sliding_attention", "full_attention"] * 12,
     ),
     "gpt-oss-120b": GPT_OSS(36, 64, 8, 2880, 2880, 201088, num_local_experts=128),
     "deepseek-v2-lite": DEEPSEEK_V2(
-        27,
-        16,
-        16,
-        2048,
-        10944,
-        102400,
+        *(27, 16, 16, 2048, 10944, 102400),
         q_lora_rank=None,
         n_routed_experts=64,
         num_experts_per_tok=6,
         moe_intermediate_size=1408,
     ),
     "deepseek-v2": DEEPSEEK_V2(
-        60,
-        128,
-        128,
-        5120,
-        12288,
-        102400,
+        *(60, 128, 128, 5120, 12288, 102400),
         q_lora_rank=1536,
         n_routed_experts=160,
         num_experts_per_tok=6,
         moe_intermediate_size=1536,
     ),
     "deepseek-v3": DEEPSEEK_V3(
-        61,
-        128,
-        128,
-        7168,
-        18432,
-        129280,
+        *(61, 128, 128, 7168, 18432, 129280),
         q_lora_rank=1536,
         n_routed_experts=256,
         num_experts_per_tok=8,
@@ -285,12 +260,6 @@ def test_an_unknown_model_is_refused_with_the_nearest_names():
     assert "unknown model 'llama3-8b'; did you mean llama-3-8b" in text
     assert text.endswith("? `kvcore size --help` lists all")
     assert "qwen3-8b" not in text
-
-
-def test_an_unknown_device_is_refused_with_all_names():
-    """An unknown device without similar names raises InputError with all names."""
-    with pytest.raises(InputError, match=r"unknown device 'abacus'; known: a10, a100-40g"):
-        find_device("abacus")
 
 
 def test_an_id_of_a_hub_is_no_path_that_cannot_be_read(tmp_path, monkeypatch):
