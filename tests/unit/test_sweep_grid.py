@@ -53,6 +53,7 @@ def test_only_simulate_has_axes_that_concern_time():
         ("replay", {}, "mode: 'replay' is not known; there are: simulate, compare"),
         ("simulate", {"seed": True}, "seed: expected a whole number, not true"),
         ("simulate", {"chunked": 1}, "chunked: expected true or false, not 1"),
+        ("simulate", {"blocks": 3, "memory": "1GiB"}, "both say how large the pool is"),
     ],
 )
 def test_impossible_axes_are_refused(mode, axes, reason):
