@@ -1,10 +1,10 @@
 """Settings of all tests: hypothesis, processes, garbage collection and coverage.
 
-Hypothesis always tries the same few examples, or many with the profile `thorough`. Coverage is
-measured for tests with the mark `measured`: those in `cli` and `unit`, with the processes that
-they start, and some conformance kits; not those marked `slow`, nor a few files. The other tests
-run hardly any code that these do not run, take several times as long while they are measured,
-and are slower even after others have been measured in the same process.
+Hypothesis always tries the same few examples, or many with the profile `thorough`. Coverage,
+where it is measured, is that of the tests with the mark `measured`: those in `cli` and `unit`,
+with the processes that they start, and some conformance kits; not those marked `slow`, nor a
+few files. The other tests run hardly any code that these do not run, and take several times as
+long while they are measured.
 """
 
 import gc
@@ -73,14 +73,9 @@ def may_be_measured(path):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Skip files without a test that `-m measured` or `-m "not measured"` selects."""
-    selected, needless = config.option.markexpr, False
-    if collection_path.suffix == ".py" and selected == "measured":
-        needless = not may_be_measured(collection_path)
-    elif collection_path.suffix == ".py" and selected == "not measured":
-        text = collection_path.read_text("utf-8")
-        needless = may_be_measured(collection_path) and "slow" not in text
-    return True if needless else None
+    """Skip files without a test that `-m measured` selects."""
+    selecting = config.option.markexpr == "measured" and collection_path.suffix == ".py"
+    return True if selecting and not may_be_measured(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -111,12 +106,6 @@ def pytest_runtest_teardown(item, nextitem):
     """Exclude objects that the tests of a file have loaded from collections when it ends."""
     if nextitem is None or nextitem.path != item.path:
         forget_garbage()
-
-
-def pytest_sessionfinish(session, exitstatus):
-    """Accept a selection of tests in which none has the selected mark."""
-    if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED and session.config.option.markexpr:
-        session.exitstatus = pytest.ExitCode.OK
 
 
 @pytest.fixture

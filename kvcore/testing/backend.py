@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-_seeds = pytest.mark.parametrize("seed", range(6))
 _dtypes = pytest.mark.parametrize("dtype", TENSOR_DTYPES)
 _together = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 _block_sizes = pytest.mark.parametrize("block_size", [1, 16, 17, 256])
@@ -70,6 +69,11 @@ class BackendTests:
 
         return torch.as_tensor(tensor).detach().cpu().double()
 
+    @pytest.fixture(params=range(6))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
     def test_is_a_named_backend(self) -> None:
         """Its class derives from Backend and has a name and a docstring of its own."""
         check_is_named(self.make(), Backend)
@@ -79,24 +83,20 @@ class BackendTests:
         check_is_built_from_text(self.make())
 
     @_dtypes
-    @_seeds
     def test_paged_is_dense(self, seed: int, dtype: str) -> None:
         """Attention over block tables equals attention over dense tensors, in any dtype."""
         self.batch(seed, dtype).check()
 
     @_block_sizes
-    @_seeds
     def test_any_block_size(self, seed: int, block_size: int) -> None:
         """The block size makes no difference to the output."""
         self.batch(seed, block_size=block_size).check()
 
     @_windows
-    @_seeds
     def test_windows_and_sinks(self, seed: int, window: int | None, sinks: int) -> None:
         """A token attends to the last `window` tokens and the first `sinks`."""
         self.batch(seed).check(window=window, sinks=sinks)
 
-    @_seeds
     def test_decode_alone(self, seed: int) -> None:
         """A batch of decode alone, of short and long contexts, with and without a window."""
         batch = self.batch(seed, lengths=[1] * 9)
@@ -122,7 +122,6 @@ class BackendTests:
         """A given scale replaces 1 / sqrt(head_dim)."""
         self.batch(1).check(scale=0.3)
 
-    @_seeds
     def test_chunks_are_one_prefill(self, seed: int) -> None:
         """A prompt computed in chunks has the output of a prompt computed at once."""
         import torch  # noqa: PLC0415 - as above
@@ -140,7 +139,6 @@ class BackendTests:
         close: Any = {"atol": batch.tolerance, "rtol": batch.tolerance}
         torch.testing.assert_close(torch.cat(parts), whole, **close)
 
-    @_seeds
     def test_a_reused_block_leaks_nothing(self, seed: int) -> None:
         """The earlier content of a reused block is not read."""
         batch = self.batch(seed)
@@ -151,7 +149,6 @@ class BackendTests:
         batch.store([0] * len(batch.contexts), batch.contexts)
         batch.compare(batch.store(batch.contexts, shorter), batch.contexts, shorter)
 
-    @_seeds
     def test_blocks_outside_the_window_are_not_read(self, seed: int) -> None:
         """Blocks outside of window and sinks, which may belong to others, are not read."""
         window, sinks = 21, 5
@@ -249,7 +246,6 @@ class BackendTests:
         assert self.numbers(keys).equal(batch.keys[0][0][:1].double())
 
     @_windows
-    @_seeds
     def test_weighs_tokens(self, seed: int, window: int | None, sinks: int) -> None:
         """`attend_weighed` has the output of `attend`, and sums of the attention weights.
 
@@ -259,7 +255,6 @@ class BackendTests:
         self.batch(seed, lengths=[1] * 9).check_weighed(window=window, sinks=sinks)
 
     @pytest.mark.parametrize("alike", [False, True], ids=["by head", "alike"])
-    @_seeds
     def test_windows_go_by_position(self, seed: int, alike: bool) -> None:  # noqa: FBT001
         """After a compaction, a window is counted in positions, not in held tokens.
 
@@ -311,7 +306,6 @@ class BackendTests:
         assert batch.holds(0, targets)
 
     @_together
-    @_seeds
     def test_moves_blocks(
         self,
         seed: int,
@@ -432,7 +426,6 @@ class BackendTests:
         assert backend.layout is None
         assert backend.memory().allocated == before
 
-    @_seeds
     def test_equal_steps_are_equal(self, seed: int) -> None:
         """Equal steps have equal bits, wherever in the pool their blocks are."""
         one, other = (self.batch(seed, shuffle=shuffle) for shuffle in (1, 2))

@@ -37,7 +37,6 @@ _HINTS = Traffic(key_tokens=_KEY, hints=True)
 _SLACK = 128
 _MANY = 100
 _STAY = 0.5
-_seeds = pytest.mark.parametrize("seed", range(4))
 
 
 class EvictionPolicyTests(ABC):
@@ -67,6 +66,11 @@ class EvictionPolicyTests(ABC):
         """Return a new prefix index; None for the `radix` plugin."""
         return None
 
+    @pytest.fixture(params=range(4))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
     def test_is_a_named_policy(self) -> None:
         """Its class derives from EvictionPolicy and has a name and a docstring of its own."""
         check_is_named(self.make(), EvictionPolicy)
@@ -75,32 +79,27 @@ class EvictionPolicyTests(ABC):
         """Its own options, written as text, make a policy with equal options."""
         check_is_built_from_text(self.make())
 
-    @_seeds
     def test_victims_are_unpinned_leaves(self, seed: int) -> None:
         """Each victim is an unpinned leaf, and a second call of `victim` returns it again."""
         decisions = self.driver().run(random_steps(seed, 200, _HINTS))
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
 
-    @_seeds
     def test_many_leaves(self, seed: int) -> None:
         """Victims are unpinned leaves, also of more leaves than are scored at once."""
         traffic = Traffic(key_tokens=_KEY, most_keys=2, width=2 * _MANY, longest_wait=2)
         decisions = self.replay(random_requests(seed, 3 * _MANY, traffic), _MANY)
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
 
-    @_seeds
     def test_declares_that_spans_expire(self, seed: int) -> None:
         """A policy that sets `span.expires` declares `expires_spans = True`."""
         self.driver().run(random_steps(seed, 100, _HINTS))
 
-    @_seeds
     def test_decisions_are_repeatable(self, seed: int) -> None:
         """Two new policies make the same decisions: nothing depends on addresses or chance."""
         steps = random_steps(seed, 200, _HINTS)
         once, again = self.driver().run(steps), self.driver().run(steps)
         assert once == again, "run again, it decided otherwise"
 
-    @_seeds
     def test_victims_leave_in_the_order_it_declares(self, seed: int) -> None:
         """With `fixed_order`, blocks evicted one at a time have the order of all at once."""
         if not vars(type(self.make())).get("fixed_order"):
@@ -124,7 +123,6 @@ class EvictionPolicyTests(ABC):
         assert orders[0] == orders[1], "one by one, other blocks left than at once"
         assert orders[0], "nothing was evicted"
 
-    @_seeds
     def test_decisions_do_not_depend_on_block_ids(self, seed: int) -> None:
         """A pool that counts blocks and one with ids lead to the same decisions."""
         traffic = attrs.evolve(_HINTS, mix={"open": 5, "commit": 6, "close": 4, "extend": 1})
@@ -140,7 +138,6 @@ class EvictionPolicyTests(ABC):
         decisions = driver.run(random_steps(seed, 200, traffic))
         assert any(decision.evicted for decision in decisions), "nothing was evicted"
 
-    @_seeds
     def test_a_copy_makes_the_same_decisions(self, seed: int) -> None:
         """A deep copy of cache and policy makes the decisions of the original."""
         steps = random_steps(seed, 150, _HINTS)
@@ -151,7 +148,6 @@ class EvictionPolicyTests(ABC):
             decisions = copied.run(steps[start : start + 50])
             assert decisions == expected, "copied together with its cache, it decided otherwise"
 
-    @_seeds
     def test_refusals_and_probes_change_nothing(self, seed: int) -> None:
         """A run without its refused calls and its probes has the same decisions."""
         steps = random_steps(seed, 150, attrs.evolve(_HINTS, mix=FORKS))
@@ -166,7 +162,6 @@ class EvictionPolicyTests(ABC):
             else:
                 plain.now += step.wait
 
-    @_seeds
     def test_an_engine_gets_the_same_decisions(self, seed: int) -> None:
         """A `PolicyHost`, for blocks that an engine owns, has the victims of a `KVCache`."""
         mix = {"open": 5, "commit": 6, "close": 4, "serve": 3, "extend": 1}
@@ -206,7 +201,6 @@ class EvictionPolicyTests(ABC):
         hits = [decision.hit for decision in self.replay(requests)]
         assert not any(hits), f"blocks hit by each request: {hits}"
 
-    @_seeds
     def test_room_for_everything_hits_everything(self, seed: int) -> None:
         """In a pool with room for all blocks, each key that an earlier request had is hit."""
         if self.make().expires_spans:
@@ -220,7 +214,6 @@ class EvictionPolicyTests(ABC):
         hits = [decision.hit for decision in self.replay(requests, blocks=1000)]
         assert hits == bound, "not all that was seen before was hit"
 
-    @_seeds
     def test_requests_may_be_longer_than_the_pool(self, seed: int) -> None:
         """A request with more blocks than the pool keeps its leading ones."""
         requests = random_requests(seed, 60, _HINTS)
@@ -232,7 +225,6 @@ class EvictionPolicyTests(ABC):
                 ]
                 assert max(hit or 0 for hit in hits) <= blocks, "hits exceed the pool"
 
-    @_seeds
     def test_block_size_does_not_matter(self, seed: int) -> None:
         """Three blocks a key, in a pool of three times the blocks, give the same decisions.
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from kvcore.testing.dense import Text
 
 BLOCK = 4
-_seeds = pytest.mark.parametrize("seed", range(3))
 
 
 class GeneratorTests:
@@ -54,6 +53,11 @@ class GeneratorTests:
     def make(self) -> Generator:
         """Return a new generator."""
         return type(self).generator()
+
+    @pytest.fixture(params=range(3))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
 
     def test_is_a_named_generator(self) -> None:
         """Its class derives from Generator and has a name and a docstring of its own."""
@@ -128,7 +132,6 @@ class GeneratorTests:
         attend = DenseCache().attend(range(len(texts)), counts)
         assert advance(generator, texts, counts, attend) == [None] * len(texts)
 
-    @_seeds
     def test_is_deterministic(self, seed: int) -> None:
         """Two generators with equal options compute equal bits and equal tokens."""
         runs = []
@@ -142,7 +145,6 @@ class GeneratorTests:
         for one, two in zip(first, second, strict=True):
             _close(one, two, 0)
 
-    @_seeds
     def test_does_not_depend_on_the_batch(self, seed: int) -> None:
         """The K/V and the output of a text are the same alone and in a batch."""
         generator = self._loaded()
@@ -153,7 +155,6 @@ class GeneratorTests:
             assert text.tokens == together[number].tokens, f"text {number}"
             _close(mine, rows[number], self.tolerance)
 
-    @_seeds
     @pytest.mark.parametrize("chunk", [1, 3, 8])
     def test_does_not_depend_on_chunks(self, chunk: int, seed: int) -> None:
         """The K/V and the output of a prompt are the same in chunks and at once."""
@@ -165,7 +166,6 @@ class GeneratorTests:
         for mine, others in zip(rows, expected, strict=True):
             _close(mine, others, self.tolerance)
 
-    @_seeds
     def test_goes_on_after_recompute(self, seed: int) -> None:
         """A text whose K/V are recomputed after a preemption continues unchanged."""
         from kvcore.testing.dense import generate  # noqa: PLC0415 - torch
@@ -178,7 +178,6 @@ class GeneratorTests:
             text.computed = 0
         assert generate(generator, twice, 8, chunk=5) == expected
 
-    @_seeds
     @pytest.mark.parametrize("block_size", [1, BLOCK, 16])
     def test_paged_is_dense(self, block_size: int, seed: int) -> None:
         """Over shuffled blocks, NaN at first, it generates the tokens of a dense cache."""

@@ -19,7 +19,6 @@ from kvcore.request import Request
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
 _REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
-_seeds = pytest.mark.parametrize("seed", range(4))
 
 
 @attrs.frozen
@@ -65,6 +64,11 @@ class RouterTests:
         """Return a new router."""
         return type(self).router()
 
+    @pytest.fixture(params=range(4))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
     def test_is_a_named_router(self) -> None:
         """Its class derives from Router and has a name and a docstring of its own."""
         router = self.make()
@@ -78,19 +82,16 @@ class RouterTests:
         """Its own options, written as text, make a router with equal options."""
         check_is_built_from_text(self.make())
 
-    @_seeds
     def test_requests_go_to_replicas_that_are_up(self, seed: int) -> None:
         """While replicas fail and return, a request goes to one that is up, or is refused."""
         for each in drive(self.make(), _stream(seed), faults=seed):
             assert each.replica is None or each.replica in each.up, f"{each}: it is down"
 
-    @_seeds
     def test_equal_streams_are_routed_equally(self, seed: int) -> None:
         """Two routers with equal options make the same decisions."""
         first, second = (list(drive(self.make(), _stream(seed), faults=seed)) for _ in "ab")
         assert first == second, "run again, it decided otherwise"
 
-    @_seeds
     def test_the_future_is_not_known(self, seed: int) -> None:
         """Decisions do not depend on output lengths, nor on requests that arrive later."""
         requests = _stream(seed)
@@ -100,7 +101,6 @@ class RouterTests:
         half = list(drive(self.make(), requests[: _REQUESTS // 2]))
         assert first[: len(half)] == half, "it decided otherwise without the later requests"
 
-    @_seeds
     def test_routes_do_not_depend_on_request_ids(self, seed: int) -> None:
         """Decisions do not depend on the ids of requests, unless `draws` is True."""
         requests = _stream(seed)
@@ -108,7 +108,6 @@ class RouterTests:
         first, second = (list(drive(self.make(), each)) for each in (requests, renamed))
         assert self.draws or first == second, "it decided otherwise for requests with other ids"
 
-    @_seeds
     def test_loads_stay_within_the_bound(self, seed: int) -> None:
         """A replica that gets a request has at most `bound` times the mean load, rounded up."""
         if self.bound is None:
@@ -118,13 +117,11 @@ class RouterTests:
                 most = ceil(self.bound * sum(each.loads) / len(each.up))
                 assert each.loads[each.up.index(each.replica)] <= most, f"{each}: above {most}"
 
-    @_seeds
     def test_one_replica_gets_all(self, seed: int) -> None:
         """With a single replica, every request goes there or is refused."""
         for each in drive(self.make(), _stream(seed), replicas=1):
             assert each.replica in (0, None)
 
-    @_seeds
     def test_an_idle_cluster_refuses_nothing(self, seed: int) -> None:
         """A request without an SLO is not refused when no other is in flight."""
         apart = [

@@ -314,9 +314,6 @@ _AMPLE = 10**5
 _LONG = "long"
 
 
-_seeds = pytest.mark.parametrize("seed", range(4))
-
-
 _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 
 
@@ -341,6 +338,11 @@ class SchedulerTests(ABC):
     def make(self) -> Scheduler:
         """Return a new scheduler, with the same options each time."""
 
+    @pytest.fixture(params=range(4))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
     def test_is_a_named_scheduler(self) -> None:
         """Its class derives from Scheduler and has a name and a docstring of its own."""
         check_is_named(self.make(), Scheduler)
@@ -350,7 +352,6 @@ class SchedulerTests(ABC):
         check_is_built_from_text(self.make())
 
     @_servers
-    @_seeds
     def test_serves_every_request_once(self, seed: int, server: str) -> None:
         """With too little memory for all running jobs, every request ends exactly once."""
         requests = _requests(seed)
@@ -359,7 +360,6 @@ class SchedulerTests(ABC):
         assert ended == Counter(request.id for request in requests)
 
     @_servers
-    @_seeds
     def test_runs_no_more_jobs_than_it_may(self, seed: int, server: str) -> None:
         """At no time do more jobs run than `max_seqs`, and no job is admitted twice at once."""
         running: set[object] = set()
@@ -372,7 +372,6 @@ class SchedulerTests(ABC):
                 running.discard(job)
 
     @_servers
-    @_seeds
     def test_leaves_no_slot_empty(self, seed: int, server: str) -> None:
         """With ample memory, no job waits for more than a step while a slot is free."""
         running: set[object] = set()
@@ -392,14 +391,12 @@ class SchedulerTests(ABC):
                 (waiting if method == "queued" else running).add(job)
 
     @_servers
-    @_seeds
     def test_decisions_are_repeatable(self, seed: int, server: str) -> None:
         """Two new schedulers make the same decisions: none depends on addresses or chance."""
         requests = _requests(seed)
         once, again = (self.serve(server, requests, tokens=64) for _ in range(2))
         assert once == again, "run again, it decided otherwise"
 
-    @_seeds
     def test_is_called_the_same_with_event_jumps(self, seed: int) -> None:
         """With and without event jumps, the loop makes the same calls of the scheduler."""
         requests = _requests(seed)

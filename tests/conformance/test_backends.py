@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
@@ -15,6 +16,8 @@ torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in t
 from kvcore_plugins.backend import TorchCPU, _sdpa, _step_plan  # noqa: E402 - these need torch
 
 CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
+HERE = [name for name in CONFIGURATIONS if Plugins().get("backend", name).unavailable() is None]
+"""Those that can work on this machine: `torch-cuda` needs a GPU."""
 
 
 @pytest.fixture(autouse=True)
@@ -27,21 +30,27 @@ def _one_thread():
 
 
 class TestBuiltIn(BackendTests):
-    """Every configuration in the list above."""
+    """Every configuration in the list above that can work here."""
 
-    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
+    @pytest.fixture(autouse=True, params=HERE)
     def _configured(self, request):
         self.spec = request.param
-        reason = Plugins().get("backend", request.param.partition(":")[0]).unavailable()
-        if reason is not None:
-            pytest.skip(reason)
 
     def make(self):
         """Build the configured backend."""
-        return Plugins().build("backend", self.spec)
+        return resolve("backend", self.spec)
 
 
-class TestOneSequenceAtATime(TestBuiltIn):
+class WithFewSeeds(TestBuiltIn):
+    """The kit with half of its seeds, for a second and a third way to compute the same."""
+
+    @pytest.fixture(params=range(3))
+    def seed(self, request):
+        """Return a seed of the test's random input."""
+        return request.param
+
+
+class TestOneSequenceAtATime(WithFewSeeds):
     """Every configuration, computing one sequence and one head at a time, in small tiles."""
 
     @pytest.fixture(autouse=True)
@@ -51,7 +60,7 @@ class TestOneSequenceAtATime(TestBuiltIn):
         monkeypatch.setattr(_step_plan, "MAX_MASK_PAIRS", 500)
 
 
-class TestInOneBatch(TestBuiltIn):
+class TestInOneBatch(WithFewSeeds):
     """Every configuration, computing all sequences that decode in one batch."""
 
     @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import CodecTests
 
 torch = pytest.importorskip("torch", reason="codecs code torch tensors")
@@ -47,7 +48,7 @@ class TestBuiltIn(CodecTests):
 
     def make(self):
         """Build the configured codec."""
-        return Plugins().build("codec", self.spec)
+        return resolve("codec", self.spec)
 
     def bound(self, part, rows):
         """Return half a step: of the floating-point format, or of the grid."""

@@ -16,11 +16,18 @@ PLUGINS = Plugins()
 class TestBuiltIn(EvictionPolicyTests):
     """Every configuration in the list of policies."""
 
+    machine_examples = 2
+
     @pytest.fixture(autouse=True, params=POLICIES)
     def _configured(self, request, monkeypatch):
         self.spec = request.param
         # The tests make hundreds of policies, and `adaptive` looks up its experts each time.
         monkeypatch.setattr(sys.modules[Adaptive.__module__], "Plugins", lambda: PLUGINS)
+
+    @pytest.fixture(params=range(2))
+    def seed(self, request):
+        """Return a seed of the test's random input: few, since configurations are many."""
+        return request.param
 
     def make(self):
         """Build the configured policy."""

@@ -3,12 +3,12 @@
 import pytest
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import GeneratorTests
 
 pytest.importorskip("torch", reason="generators compute on torch")
 
 CONFIGURATIONS = [
-    "sincos:layers=2,kv_heads=2,head_dim=8",
     "sincos:model=mistral-7b-v0.1,layers=1,kv_heads=1,head_dim=6,vocab_size=11",
     "transformer",
     "transformer:layers=1,hidden=24,heads=6,kv_heads=1,head_dim=4,mlp=40,vocab_size=97",
@@ -31,9 +31,14 @@ class TestBuiltIn(GeneratorTests):
     def _configured(self, request):
         self.spec = request.param
 
+    @pytest.fixture(params=range(2))
+    def seed(self, request):
+        """Return a seed of the test's random input: few, since configurations are many."""
+        return request.param
+
     def make(self):
         """Build the configured generator."""
-        return Plugins().build("generator", self.spec)
+        return resolve("generator", self.spec)
 
 
 class TestSinCos(GeneratorTests):
@@ -43,7 +48,7 @@ class TestSinCos(GeneratorTests):
 
     def make(self):
         """Build a small `sincos` generator."""
-        return Plugins().build("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
+        return resolve("generator", "sincos:layers=2,kv_heads=2,head_dim=8")
 
 
 def test_every_generator_is_in_the_list():

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import RetentionPolicyTests
 
 POLICIES = [
@@ -38,7 +39,7 @@ class TestBuiltIn(RetentionPolicyTests):
 
     def make(self):
         """Build the configured policy."""
-        return Plugins().build("retention", self.spec)
+        return resolve("retention", self.spec)
 
 
 def example():

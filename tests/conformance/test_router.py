@@ -3,6 +3,7 @@
 import pytest
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.testing import RouterTests
 
 CONFIGURATIONS = [
@@ -47,6 +48,11 @@ class TestBuiltIn(RouterTests):
         self.draws = self.spec.partition(":")[0] in DRAWS
         self.bound = BOUNDS.get(self.spec)
 
+    @pytest.fixture(params=range(2))
+    def seed(self, request):
+        """Return a seed of the test's random input: few, since configurations are many."""
+        return request.param
+
     def make(self):
         """Build the configured router."""
-        return Plugins().build("router", self.spec)
+        return resolve("router", self.spec)

@@ -3,6 +3,7 @@
 import pytest
 
 from kvcore import Plugins
+from kvcore.plugins import resolve
 from kvcore.plugins.options import parse
 from kvcore.testing import SchedulerTests
 
@@ -36,9 +37,14 @@ class TestBuiltIn(SchedulerTests):
         self.spec = request.param
         monkeypatch.setattr(type(self), "starves", STARVES[self.spec])
 
+    @pytest.fixture(params=range(2))
+    def seed(self, request):
+        """Return a seed of the test's random input: few, since configurations are many."""
+        return request.param
+
     def make(self):
         """Build the configured scheduler."""
-        return Plugins().build("scheduler", self.spec)
+        return resolve("scheduler", self.spec)
 
 
 def test_every_scheduler_is_in_the_list():

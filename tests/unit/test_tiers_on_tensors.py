@@ -44,29 +44,40 @@ def moved(run, column="loaded"):
     return [getattr(level.stats, column) for level in run.result.cache.tiers.levels]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("swaps", [False, True], ids=["evicted", "swapped"])
-@pytest.mark.parametrize("codec", CODECS)
-def test_tiers_do_not_change_the_text(codec, swaps, tmp_path):
-    """Loads and swaps with a small pool do not change the text, whatever the codec."""
-    pytest.importorskip("torch", reason="K/V lies in tensors")
-    size = slot_bytes_of(resolve("generator", MODEL).spec, 16, codec=codec)
+def coded(codec, blocks, **options):
+    """Run ten requests that share prefixes on a model whose K/V a codec stores."""
     requests = [
         ask(n, 100 * n, 64 + 16 * (n % 3), 20, keys=[*range(n % 4, 60, 10)], key_tokens=16)
         for n in range(10)
     ]
-    options = {"generator": MODEL, "backend": "torch-cpu", "codec": codec, "block_size": 16}
-    options |= {"blocks": 13 if swaps else 17, "max_seqs": 3 if swaps else 1}
+    model = {"generator": MODEL, "backend": "torch-cpu", "codec": codec, "block_size": 16}
+    return compute(requests, blocks=blocks, **model, **options)
+
+
+@pytest.fixture(scope="module", params=CODECS)
+def plain(request):
+    """Return a codec, and the outputs of a run with it in a pool with room for everything.
+
+    In that pool a swapped request resumes exactly, while one that is recomputed at once may
+    read coded blocks that were not full before.
+    """
+    pytest.importorskip("torch", reason="K/V lies in tensors")
+    return request.param, coded(request.param, 200, max_seqs=3).result.outputs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swaps", [False, True], ids=["evicted", "swapped"])
+def test_tiers_do_not_change_the_text(plain, swaps, tmp_path):
+    """Loads and swaps with a small pool do not change the text, whatever the codec."""
+    codec, outputs = plain
+    size = slot_bytes_of(resolve("generator", MODEL).spec, 16, codec=codec)
     write = "through" if swaps else "evict"
     tiers = [
         tier("host", 12, size, write=write),
         tier("disk", 40, size, path=tmp_path, write=write),
     ]
-    run = compute(requests, tiers=tiers, **options)
-    # The pool is large: a swapped request resumes exactly, while one that is recomputed
-    # at once may read coded blocks that were not full before.
-    plain = compute(requests, **options | {"blocks": 200})
-    assert run.result.outputs == plain.result.outputs
+    run = coded(codec, 13 if swaps else 17, max_seqs=3 if swaps else 1, tiers=tiers)
+    assert run.result.outputs == outputs
     host, disk = moved(run)
     assert host
     assert disk or swaps
