@@ -13,6 +13,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from helpers.imports import can_import
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -72,10 +73,18 @@ def may_be_measured(path):
     return file.parts[0] in MEASURED and file.as_posix() not in UNMEASURED
 
 
+def pytest_addoption(parser):
+    """Add the option for an environment that has the core without the packages."""
+    parser.addoption("--core", action="store_true", help="files whose imports are installed")
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Skip files without a test that `-m measured` selects."""
-    selecting = config.option.markexpr == "measured" and collection_path.suffix == ".py"
-    return True if selecting and not may_be_measured(collection_path) else None
+    """Skip files without a test that `-m measured` selects, or that `--core` cannot import."""
+    if collection_path.suffix != ".py":
+        return None
+    unmeasured = config.option.markexpr == "measured" and not may_be_measured(collection_path)
+    missing = config.option.core and not can_import(collection_path)
+    return True if unmeasured or missing else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,24 +6,25 @@ import json
 import re
 import subprocess
 import sys
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-from helpers.packages import GLOBS, RANK, may_import, package_of
+from helpers.imports import (
+    BUILT_IN,
+    CORE,
+    ROOTS,
+    file_of,
+    imports,
+    module_of,
+    parsed,
+    sources_of,
+)
+from helpers.packages import GLOBS, may_import, package_of
 
 import kvcore
-import kvcore_plugins
 from kvcore.config.options import mode_options
 from kvcore.plugins.manager import KINDS, Plugins
-
-CORE = Path(kvcore.__file__).parent
-BUILT_IN = Path(kvcore_plugins.__file__).parent
-OTHERS = [path for name in RANK if (path := BUILT_IN.parent / name / "__init__.py").is_file()]
-ROOTS = {CORE.name: CORE, **{path.parent.name: path.parent for path in OTHERS}}
-"""The folders of the packages: the core, the built-in plugins, and those of other features."""
 
 HEAVY = [
     *("torch", "numpy", "numba", "pandas", "transformers"),
@@ -32,77 +33,6 @@ HEAVY = [
     *("pytest", "hypothesis"),
     *("structlog", "kvcore_plugins"),
 ]
-
-
-@cache
-def parsed(path):
-    """Return the syntax tree of a file."""
-    return ast.parse(path.read_text("utf-8"))
-
-
-def statements(tree):
-    """Yield the statements below a node of a syntax tree, among them all imports."""
-    for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, ast.expr):
-            yield node
-            yield from statements(node)
-
-
-@cache
-def imports(path):
-    """Return the (module, name) pairs that the file at `path` imports.
-
-    They include imports for types alone and those inside functions. The name is empty for
-    `import module`.
-    """
-    pairs = []
-    for node in statements(parsed(path)):
-        if isinstance(node, ast.Import):
-            pairs += [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: imports are absolute"
-            pairs += [(node.module, alias.name) for alias in node.names]
-    return pairs
-
-
-@cache
-def file_of(module):
-    """Return the file of a module or package of the core or a built-in; None for others."""
-    parts = module.split(".")
-    if parts[0] not in ROOTS:
-        return None
-    base = ROOTS[parts[0]].joinpath(*parts[1:])
-    found = (base.with_suffix(".py"), base / "__init__.py")
-    return next((path for path in found if path.is_file()), None)
-
-
-@cache
-def source(module, name):
-    """Return the module in which `name`, imported from `module`, is defined."""
-    path = file_of(module)
-    if path is None:
-        return None
-    if name and file_of(f"{module}.{name}"):
-        return f"{module}.{name}"
-    if path.name == "__init__.py":
-        for origin, known in imports(path):
-            if known == name and origin != module:
-                return source(origin, name)
-    return module
-
-
-@cache
-def sources_of(path):
-    """Return the modules of the core and the built-ins on which the file at `path` depends."""
-    return {source(module, name) for module, name in imports(path)} - {None}
-
-
-def module_of(path):
-    """Return the dotted name of the module at `path`."""
-    root = next(root for root in ROOTS.values() if root in path.parents)
-    parts = path.relative_to(root.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
 
 FILES = {folder: sorted(folder.rglob("*.py")) for folder in ROOTS.values()}
 NAMES = {

@@ -1,0 +1,78 @@
+"""Makes a tree of the core and the built-in plugins alone, and compares runs there and here.
+
+    python tests/helpers/core_alone.py FOLDER
+
+With all packages installed, it makes the tree in FOLDER, with the JSON of a few runs beside it.
+With that tree installed in their place, it makes the same runs, and fails if their JSON is
+another.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from packages import package_of
+
+ROOT = Path(__file__).parents[2]
+
+RUNS = [
+    "--limit 2000",
+    "--limit 2000 --device h200 --like vllm",
+    "zipf:requests=300,rate=20 --scheduler srpt --eviction lfu --blocks 3000",
+    "zipf:requests=300,rate=200 --tensor-parallel 1",
+]
+"""Arguments of `kvcore simulate`. The load of the last run is higher than its server."""
+
+
+def copy_core(target):
+    """Copy the files of the core and the built-in plugins, and what builds a wheel of them."""
+    for folder in (ROOT, ROOT / "plugins"):
+        for path in [*folder.glob("kvcore/**/*"), *folder.glob("kvcore_plugins/**/*")]:
+            # A file of data belongs to the package of the module beside it.
+            module = path if path.suffix == ".py" else path.with_name("__init__.py")
+            package = package_of(module.relative_to(folder).as_posix())
+            is_core = package == "kvcore_plugins" or not package.startswith("kvcore_")
+            if is_core and path.is_file() and path.suffix != ".pyc":
+                copy = target / path.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, copy)
+    for name in ("LICENSE", "README.md", "hatch_build.py"):
+        shutil.copy(ROOT / name, target)
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    for left_out in (
+        r'^ *(\w+ = )?"(plugins/)?kvcore_(?!plugins)\w+(\.hooks)?",?\n',
+        r"^\[project\.optional-dependencies\].*?(?=^\[)",
+    ):
+        project = re.sub(left_out, "", project, flags=re.DOTALL | re.MULTILINE)
+    (target / "pyproject.toml").write_text(project, "utf-8")
+
+
+def documents(*options):
+    """Return the JSON documents of `RUNS`, but for the time that the runs took."""
+    simulate = [sys.executable, "-m", "kvcore", "simulate", "--json", *options]
+    outputs = [
+        subprocess.run([*simulate, *run.split()], stdout=subprocess.PIPE, check=True).stdout
+        for run in RUNS
+    ]
+    return [{**json.loads(output), "wall_s": None} for output in outputs]
+
+
+def main(folder):
+    """Make the tree, or compare the runs with those made before."""
+    runs = folder / "runs.json"
+    if find_spec("kvcore_lab"):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        copy_core(folder)
+        # Beside it, the core has no search for a load that the server can take.
+        runs.write_text(json.dumps(documents("--no-search")), "utf-8")
+    elif documents() != json.loads(runs.read_text("utf-8")):
+        sys.exit("kvcore simulate --json: the core alone prints other numbers")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
