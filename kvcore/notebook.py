@@ -26,9 +26,12 @@ class Shown:
         sections: list[Section] = import_module(VIEWS).report_on(self).sections
         return sections
 
-    def _repr_html_(self) -> str:
-        """Return the result as HTML with escaped texts."""
-        html: str = import_module(VIEWS).html(self)
+    def _repr_html_(self) -> str | None:
+        """Return the result as HTML with escaped texts; None without the package of reports."""
+        try:
+            html: str = import_module(VIEWS).html(self)
+        except ModuleNotFoundError:
+            return None  # Notebooks show its text.
         return html
 
 

@@ -13,10 +13,10 @@ import orjson
 from helpers.policies import POLICIES, build
 from helpers.schedulers import scheduler_of
 
+import kvcore
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, simulate
-from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -190,7 +190,7 @@ def serve(
         trace=writer,
     )
     if tiers:
-        Tiers(cache, tiers, slot_bytes)
+        kvcore.Tiers(cache, tiers, slot_bytes)
     result = simulate(
         requests,
         cache=cache,

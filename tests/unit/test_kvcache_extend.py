@@ -10,13 +10,13 @@ from helpers.caches import (
     make,
     pins,
     serve,
+    snapshot,
     spans,
     start,
     table,
 )
 
 from kvcore import InputError, OutOfBlocks
-from kvcore.testing.harness import snapshot
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 2), (1, 2), (2, 2), (3, 3), (6, 3), (7, 4)])

@@ -11,6 +11,7 @@ from helpers.caches import (
     make,
     pins,
     serve,
+    snapshot,
     spans,
     spell,
     start,
@@ -19,7 +20,6 @@ from helpers.caches import (
 
 from kvcore import InputError, OutOfBlocks
 from kvcore.request import text_request
-from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
 HALF = BLOCK // 2

@@ -1,10 +1,9 @@
 """Lookup: how many blocks hit under both accountings, and the effects of a hit."""
 
 import pytest
-from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
+from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, snapshot, spans, table
 
 from kvcore import InputError
-from kvcore.testing.harness import snapshot
 
 
 def test_an_empty_cache_hits_nothing():

@@ -1,10 +1,21 @@
 """Admission: the pinned, evicted and allocated blocks, and refusals that change nothing."""
 
 import pytest
-from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
+from helpers.caches import (
+    BLOCK,
+    Lines,
+    Recorded,
+    ask,
+    compute,
+    make,
+    pins,
+    serve,
+    snapshot,
+    spans,
+    start,
+)
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request
-from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 

@@ -1,10 +1,9 @@
 """`rollback`: the newest tokens are dropped, whole blocks freed, shared blocks kept."""
 
 import pytest
-from helpers.caches import BLOCK, Lines, ask, compute, make, pins, start, table
+from helpers.caches import BLOCK, Lines, ask, compute, make, pins, snapshot, start, table
 
 from kvcore import InputError
-from kvcore.testing.harness import snapshot
 
 
 def drafted(cache, tokens):
