@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _parts = pytest.mark.parametrize("part", get_args(Part))
-_seeds = pytest.mark.parametrize("seed", range(2))
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 HEADS = 6
 """Number of heads, of one or several blocks, in a call of `encode`."""
@@ -61,6 +60,11 @@ class CodecTests:
         """
         del part
         return self.error * rows.double().abs().amax((1, 2), keepdim=True)
+
+    @pytest.fixture(params=range(2))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
 
     def test_is_a_named_codec(self) -> None:
         """Its class derives from Codec and has a name and a docstring of its own."""
@@ -180,7 +184,6 @@ class CodecTests:
             f"{sign * inf} decodes to {found[1, 2, 3] * sign}, not the greatest of its token"
         )
 
-    @_seeds
     def test_attends_to_decoded_rows(self, seed: int) -> None:
         """Attention over blocks equals attention in fp64 over decoded rows."""
         batch = self._ragged(seed)
@@ -190,7 +193,6 @@ class CodecTests:
         for options in (*windows, {"scale": 0.3}):
             coded.compare(plan, batch.contexts, batch.lengths, **options)
 
-    @_seeds
     def test_attention_is_near(self, seed: int) -> None:
         """Attention over blocks is as near to that over the rows as the bound implies.
 
@@ -226,7 +228,6 @@ class CodecTests:
             over = (error - torch.cat(allowed)).max()
             assert over <= 0, f"an output is {over:.3g} above the bound"
 
-    @_seeds
     def test_chunks_are_one_prefill(self, seed: int) -> None:
         """A prompt that is stored in chunks has the K/V of one stored at once."""
         random = Random(seed)  # noqa: S311
@@ -338,7 +339,6 @@ class CodecTests:
         assert all(rows.isnan().all() for rows in batch.read(0, other, 2 * size))
 
     @pytest.mark.parametrize("left", [0, 1])
-    @_seeds
     def test_moves_tokens(self, seed: int, left: int) -> None:
         """A compaction keeps the chosen tokens of each head, in fewer blocks.
 

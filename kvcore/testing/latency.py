@@ -18,7 +18,6 @@ from kvcore.serving.decode_batch import StepTimes
 from kvcore.testing.plugin import check_is_built_from_text, check_is_named
 
 _STEPS = 100
-_seeds = pytest.mark.parametrize("seed", range(4))
 
 
 class LatencyModelTests:
@@ -40,6 +39,11 @@ class LatencyModelTests:
         """Return a new latency model."""
         return type(self).latency()
 
+    @pytest.fixture(params=range(4))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
     def test_is_a_named_model(self) -> None:
         """Its class derives from LatencyModel and has a name and a docstring of its own."""
         check_is_named(self.make(), LatencyModel)
@@ -54,7 +58,6 @@ class LatencyModelTests:
         assert all(w is None or (type(w) is int and w >= 1) for w in windows), windows
         assert model.windows == windows
 
-    @_seeds
     def test_lines_are_integers(self, seed: int) -> None:
         """Each piece has a constant and a slope for each window: integers, no slope below 0."""
         model = self.make()
@@ -72,7 +75,6 @@ class LatencyModelTests:
                     f"pieces() has {line}, with a slope below 0, for {work}"
                 )
 
-    @_seeds
     def test_the_longest_line_is_the_time(self, seed: int) -> None:
         """`duration` is the largest piece at the context of the work, and not negative."""
         model = self.make()
@@ -84,7 +86,6 @@ class LatencyModelTests:
             assert model.duration(work) == max(times), work
             assert max(times) >= 0, f"a negative time for {work}"
 
-    @_seeds
     def test_asking_changes_nothing(self, seed: int) -> None:
         """Equal work takes equal time in any order of calls, and no call changes the work."""
         one, other = self.make(), self.make()
@@ -116,7 +117,6 @@ class LatencyModelTests:
         coefficients = self.make().coefficients()
         assert orjson.loads(orjson.dumps(coefficients)) == coefficients
 
-    @_seeds
     @pytest.mark.parametrize("what", ["prefill", "attended_pairs", "decode", "context"])
     def test_more_work_takes_no_less_time(self, what: str, seed: int) -> None:
         """More work of one kind, and no less of any other, takes no less time."""
@@ -130,7 +130,6 @@ class LatencyModelTests:
                     f"{more} takes less time than {work}"
                 )
 
-    @_seeds
     def test_lines_hold_while_contexts_grow(self, seed: int) -> None:
         """With `jumps`, the pieces do not depend on the context."""
         model = self._jumping()
@@ -138,7 +137,6 @@ class LatencyModelTests:
             grown = attrs.evolve(work, context=tuple(3 * c + 1 for c in work.context))
             assert list(map(tuple, model.pieces(work))) == list(map(tuple, model.pieces(grown)))
 
-    @_seeds
     def test_many_steps_take_what_single_ones_take(self, seed: int) -> None:
         """Decode steps that are summed in closed form take exactly the sum of single steps."""
         model = self._jumping()

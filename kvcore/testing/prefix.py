@@ -29,7 +29,6 @@ _LAYOUTS: list[dict[str, Any]] = [
     {"accounting": "tokens", "block_size": 2 * BLOCK},
     {"accounting": "keys", "block_size": BLOCK},
 ]
-_seeds = pytest.mark.parametrize("seed", range(4))
 _layouts = pytest.mark.parametrize("layout", _LAYOUTS, ids=str)
 
 
@@ -61,6 +60,11 @@ class PrefixIndexTests:
     def make(self) -> PrefixIndex:
         """Return a new prefix index."""
         return type(self).prefix()
+
+    @pytest.fixture(params=range(4))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
 
     def test_is_a_named_index(self) -> None:
         """Its class derives from PrefixIndex and has a name and a docstring of its own."""
@@ -127,7 +131,6 @@ class PrefixIndexTests:
         assert snapshot(cache) == before
 
     @_layouts
-    @_seeds
     def test_matches_all_cached_blocks(self, seed: int, layout: dict[str, Any]) -> None:
         """`match` finds all cached blocks, up to every limit and after every span of a path."""
         self._needs_shares()
@@ -140,7 +143,6 @@ class PrefixIndexTests:
                     self._check_matches(driver.cache, prompt.keys, limit)
 
     @_layouts
-    @_seeds
     def test_decides_as_the_default(self, seed: int, layout: dict[str, Any]) -> None:
         """Random calls have the hits and evictions that they have with the default index."""
         self._needs_shares()
@@ -150,7 +152,6 @@ class PrefixIndexTests:
         default = Driver(KVCache(14, eviction=Oldest(), ids=True, **layout)).run(steps)
         assert mine == default, "it decided otherwise than the default index"
 
-    @_seeds
     def test_keeps_its_integrity(self, seed: int) -> None:
         """Random calls keep the invariants of the cache, and refused calls change nothing."""
         driver = Driver(self._cache(14, key_tokens=2 * BLOCK))

@@ -76,14 +76,7 @@ def page(browser, overloaded):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "record",
-    [
-        overload,
-        traces.serve,
-        traces.serve_tiers,
-        traces.compact,
-        traces.record,
-        traces.drop_blocks,
-    ],
+    [overload, traces.serve_tiers, traces.compact, traces.record, traces.drop_blocks],
 )
 def test_phases_chunks_and_curves_are_those_of_the_timeline(browser, tmp_path, record):
     """Phases, chunks and curves of the page are those that `Timeline.read` finds."""

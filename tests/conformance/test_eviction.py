@@ -4,6 +4,7 @@ import sys
 
 import pytest
 from helpers.policies import POLICIES, build
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins.options import parse
@@ -13,7 +14,7 @@ from kvcore_plugins.eviction import Adaptive
 PLUGINS = Plugins()
 
 
-class TestBuiltIn(EvictionPolicyTests):
+class TestBuiltIn(FewSeeds, EvictionPolicyTests):
     """Every configuration in the list of policies."""
 
     machine_examples = 2
@@ -23,11 +24,6 @@ class TestBuiltIn(EvictionPolicyTests):
         self.spec = request.param
         # The tests make hundreds of policies, and `adaptive` looks up its experts each time.
         monkeypatch.setattr(sys.modules[Adaptive.__module__], "Plugins", lambda: PLUGINS)
-
-    @pytest.fixture(params=range(2))
-    def seed(self, request):
-        """Return a seed of the test's random input: few, since configurations are many."""
-        return request.param
 
     def make(self):
         """Build the configured policy."""

@@ -1,6 +1,7 @@
 """The built-in generators pass the tests that every generator must pass."""
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins import resolve
@@ -24,17 +25,12 @@ CONFIGURATIONS = [
 ELSEWHERE = {"huggingface"}
 
 
-class TestBuiltIn(GeneratorTests):
+class TestBuiltIn(FewSeeds, GeneratorTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
     def _configured(self, request):
         self.spec = request.param
-
-    @pytest.fixture(params=range(2))
-    def seed(self, request):
-        """Return a seed of the test's random input: few, since configurations are many."""
-        return request.param
 
     def make(self):
         """Build the configured generator."""

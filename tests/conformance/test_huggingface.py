@@ -6,6 +6,7 @@ pytest.importorskip("torch", reason="needs torch")
 pytest.importorskip("transformers", reason="needs transformers")
 
 from helpers.hugging import tiny
+from helpers.seeds import FewSeeds
 
 from kvcore.testing import GeneratorTests
 from kvcore_plugins.generator import HuggingFace
@@ -13,7 +14,7 @@ from kvcore_plugins.generator import HuggingFace
 FAMILIES = ["llama", "mistral-window", "qwen2-mixed", "qwen3"]
 
 
-class TestHuggingFace(GeneratorTests):
+class TestHuggingFace(FewSeeds, GeneratorTests):
     """A tiny model of each family, decoded greedily."""
 
     @pytest.fixture(autouse=True, params=FAMILIES)

@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.plugins import resolve
 from kvcore.testing.latency import LatencyModelTests
 from kvcore_plugins.latency import Roofline, Table
 
@@ -29,7 +31,7 @@ CONFIGURATIONS = [
 ]
 
 
-class TestBuiltIn(LatencyModelTests):
+class TestBuiltIn(FewSeeds, LatencyModelTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
@@ -38,7 +40,7 @@ class TestBuiltIn(LatencyModelTests):
 
     def make(self):
         """Build the configured latency model."""
-        return Plugins().build("latency", self.spec)
+        return resolve("latency", self.spec)
 
 
 class TestInCode(LatencyModelTests):

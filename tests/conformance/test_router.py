@@ -1,6 +1,7 @@
 """The built-in routers pass the tests that every router must pass."""
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins import resolve
@@ -39,7 +40,7 @@ def test_every_router_is_in_the_list():
     assert {text.partition(":")[0] for text in CONFIGURATIONS} == set(Plugins().names("router"))
 
 
-class TestBuiltIn(RouterTests):
+class TestBuiltIn(FewSeeds, RouterTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)
@@ -47,11 +48,6 @@ class TestBuiltIn(RouterTests):
         self.spec = request.param
         self.draws = self.spec.partition(":")[0] in DRAWS
         self.bound = BOUNDS.get(self.spec)
-
-    @pytest.fixture(params=range(2))
-    def seed(self, request):
-        """Return a seed of the test's random input: few, since configurations are many."""
-        return request.param
 
     def make(self):
         """Build the configured router."""

@@ -1,6 +1,7 @@
 """The built-in schedulers pass the tests that every scheduler must pass."""
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins import resolve
@@ -29,18 +30,13 @@ STARVES = {
 """Every configuration under test, and whether jobs may starve."""
 
 
-class TestBuiltIn(SchedulerTests):
+class TestBuiltIn(FewSeeds, SchedulerTests):
     """Every configuration in the list above."""
 
     @pytest.fixture(autouse=True, params=STARVES)
     def _configured(self, request, monkeypatch):
         self.spec = request.param
         monkeypatch.setattr(type(self), "starves", STARVES[self.spec])
-
-    @pytest.fixture(params=range(2))
-    def seed(self, request):
-        """Return a seed of the test's random input: few, since configurations are many."""
-        return request.param
 
     def make(self):
         """Build the configured scheduler."""

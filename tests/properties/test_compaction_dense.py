@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
@@ -146,6 +146,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=max(settings.default.max_examples // 2, 1))
 @given(
     actions=actions,
     size=st.sampled_from((1, 4, 5)),

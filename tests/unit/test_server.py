@@ -6,8 +6,6 @@ import http.client
 import json
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -314,7 +312,10 @@ def test_blocks_stored_and_not_removed_by_events_are_cached():
 
 @pytest.mark.slow
 def test_sigterm_finishes_the_requests_and_the_trace(tmp_path):
-    """On SIGTERM the server finishes its requests, checks the cache and completes the trace."""
+    """On SIGTERM the server finishes its requests, checks the cache and completes the trace.
+
+    A server takes any number of requests: its trace names no limit of them.
+    """
     trace = tmp_path / "day.jsonl.gz"
     server = ServerProcess("--trace", str(trace)).wait()
     try:
@@ -332,6 +333,7 @@ def test_sigterm_finishes_the_requests_and_the_trace(tmp_path):
     report = replay(trace)
     assert report.complete
     assert report.requests == report.finished + report.rejected == 4
+    assert next(iter(read_events(trace))).workload.options.get("limit") is None
 
 
 @pytest.mark.slow
@@ -409,15 +411,9 @@ def test_open_requests_get_503_if_the_engine_fails():
 
 
 def test_two_servers_cannot_have_one_port(server):
-    """The error for a port in use names it, and the process ends."""
+    """The error for a port in use names it, and the command ends."""
     port = server.url.rsplit(":", 1)[1]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "serve", "--port", port, "--generator", SMALL],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_here("serve", "--port", port, "--generator", SMALL)
     assert done.returncode == 2
     assert f"port {port} of 127.0.0.1: Address already in use" in done.stderr
 
@@ -627,21 +623,6 @@ def test_what_a_tier_gives_back_is_cached():
             for each in prompts * 2
         ]
     assert cached == [0] * 4 + [192] * 4
-
-
-@pytest.mark.slow
-def test_the_trace_of_a_server_names_no_limit_of_requests(tmp_path):
-    """A server takes any number of requests: its trace does not say that it took 20."""
-    trace = tmp_path / "day.jsonl"
-    server = ServerProcess("--trace", str(trace)).wait()
-    try:
-        complete(server, "a", 1)
-        code, printed = server.stop()
-    finally:
-        server.kill()
-    assert code == 0, printed
-    header = next(iter(read_events(trace)))
-    assert header.workload.options.get("limit") is None
 
 
 def test_a_generator_that_cannot_encode_is_reported():
