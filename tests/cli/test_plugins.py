@@ -152,7 +152,7 @@ def test_output_of_a_policys_method_goes_to_stderr(monkeypatch, arguments):
     monkeypatch.setattr(
         LRU, "victim", lambda *args: (sys.stdout.write("noise\n"), victim(*args))[1]
     )
-    command = ["simulate", "zipf:requests=20", "--blocks", "99", *arguments]
+    command = ["simulate", "zipf:requests=20", "--blocks", "160", *arguments]
     done = run_here(*command)
     assert done.returncode == 0
     assert "noise\n" in done.stderr

@@ -1,10 +1,10 @@
-"""Makes a tree of the core and the built-in plugins alone, and compares runs there and here.
+"""Makes a tree of the core and the built-in plugins alone, and compares their runs.
 
     python tests/helpers/core_alone.py FOLDER
 
-With all packages installed, it makes the tree in FOLDER, with the JSON of a few runs beside it.
-With that tree installed in their place, it makes the same runs, and fails if their JSON is
-another.
+A first call, with all packages installed, makes the tree in FOLDER, which must not exist, and
+keeps the JSON of a few runs there. A second one, with that tree installed in their place, fails
+if the JSON of the same runs is another.
 """
 
 import json
@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from packages import package_of
@@ -53,7 +52,7 @@ def copy_core(target):
 
 def documents(*options):
     """Return the JSON documents of `RUNS`, but for the time that the runs took."""
-    simulate = [sys.executable, "-m", "kvcore", "simulate", "--json", *options]
+    simulate = [sys.executable, "-P", "-m", "kvcore", "simulate", "--json", *options]
     outputs = [
         subprocess.run([*simulate, *run.split()], stdout=subprocess.PIPE, check=True).stdout
         for run in RUNS
@@ -62,16 +61,17 @@ def documents(*options):
 
 
 def main(folder):
-    """Make the tree, or compare the runs with those made before."""
+    """Make the tree with the runs of the whole, or compare them with those of the core."""
     runs = folder / "runs.json"
-    if find_spec("kvcore_lab"):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    if not folder.exists():
         copy_core(folder)
-        # Beside it, the core has no search for a load that the server can take.
+        # The core has no search for a load that its server can take.
         runs.write_text(json.dumps(documents("--no-search")), "utf-8")
-    elif documents() != json.loads(runs.read_text("utf-8")):
-        sys.exit("kvcore simulate --json: the core alone prints other numbers")
+        return
+    whole = json.loads(runs.read_text("utf-8"))
+    for run, here, there in zip(RUNS, documents(), whole, strict=True):
+        if here != there:
+            sys.exit(f"kvcore simulate {run} --json: the core alone prints another document")
 
 
 if __name__ == "__main__":

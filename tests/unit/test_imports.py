@@ -24,6 +24,7 @@ from helpers.packages import GLOBS, may_import, package_of
 
 import kvcore
 from kvcore.config.options import mode_options
+from kvcore.notebook import VIEWS, Shown
 from kvcore.plugins.manager import KINDS, Plugins
 
 HEAVY = [
@@ -68,6 +69,12 @@ def test_a_name_of_a_missing_package_says_where_it_is(monkeypatch):
     missing = r"kvcore\.compare is in kvcore_lab\.api, which is not installed"
     with pytest.raises(ImportError, match=missing):
         _ = kvcore.compare
+
+
+def test_without_the_package_of_reports_a_result_is_shown_as_text(monkeypatch):
+    """A notebook gets no HTML of a result if the module that makes it is not installed."""
+    monkeypatch.setitem(sys.modules, VIEWS, None)
+    assert Shown()._repr_html_() is None
 
 
 def test_the_core_never_imports_the_plugins():
