@@ -128,6 +128,12 @@ def unmeasured_processes(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def snapshot():
+    """Return the kits' function that returns the state of a cache as a value to compare."""
+    return pytest.importorskip("kvcore.testing").snapshot
+
+
 @pytest.fixture(scope="module")
 def browser():
     """Yield a browser for all tests of a file."""

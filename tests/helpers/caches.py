@@ -9,7 +9,6 @@ from itertools import count
 from typing import Any, ClassVar
 
 import attrs
-import pytest
 
 from kvcore import KVCache, Request, ScoreEviction
 from kvcore.cache import Recorder
@@ -19,11 +18,6 @@ from kvcore_plugins.prefix import Radix
 BLOCK = 4
 
 serials = count(1)
-
-
-def snapshot(cache):
-    """Return the state of a cache to compare; skip the test if `kvcore.testing` is missing."""
-    return pytest.importorskip("kvcore.testing").snapshot(cache)
 
 
 def ask(text, tokens=None, *, key_tokens=BLOCK, **fields):

@@ -77,12 +77,6 @@ def test_without_the_package_of_reports_a_result_is_shown_as_text(monkeypatch):
     assert Shown()._repr_html_() is None
 
 
-def test_the_core_never_imports_the_plugins():
-    """No module of the core imports the built-in plugins, which load as entry points."""
-    pairs = [(module_of(path), module) for path in FILES[CORE] for module, _ in imports(path)]
-    assert [pair for pair in pairs if pair[1].split(".")[0] == "kvcore_plugins"] == []
-
-
 def test_files_import_only_packages_above_theirs():
     """A file imports its own room or future package, and those above it in `ORDER`.
 

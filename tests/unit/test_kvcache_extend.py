@@ -10,7 +10,6 @@ from helpers.caches import (
     make,
     pins,
     serve,
-    snapshot,
     spans,
     start,
     table,
@@ -62,7 +61,7 @@ def test_own_blocks_are_never_victims():
     assert pins(cache) == {"|ab": 1}
 
 
-def test_a_refused_extension_changes_nothing():
+def test_a_refused_extension_changes_nothing(snapshot):
     """An `extend` that does not fit allocates and evicts nothing."""
     cache = make(6, Recorded())
     serve(cache, "xyz")

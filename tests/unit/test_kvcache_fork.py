@@ -11,7 +11,6 @@ from helpers.caches import (
     make,
     pins,
     serve,
-    snapshot,
     spans,
     spell,
     start,
@@ -112,7 +111,7 @@ def test_extending_by_nothing_copies_nothing(cache):
     assert table(cache, child) == [0, 1]
 
 
-def test_the_copy_counts_as_a_block_needed():
+def test_the_copy_counts_as_a_block_needed(snapshot):
     """The copy of a shared block counts as a block that the extension needs."""
     cache = make(3)
     seq = start(cache, "ab", BLOCK + HALF)

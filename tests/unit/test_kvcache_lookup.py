@@ -1,7 +1,7 @@
 """Lookup: how many blocks hit under both accountings, and the effects of a hit."""
 
 import pytest
-from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, snapshot, spans, table
+from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
 
 from kvcore import InputError
 
@@ -79,7 +79,7 @@ def test_a_match_goes_down_several_spans():
     assert pins(cache) == {"|ab": 1, "ab|c": 1, "abc|d": 1, "abcd|ef": 1, "abc|x": 0}
 
 
-def test_probe_is_pure():
+def test_probe_is_pure(snapshot):
     """`probe` returns the hit and changes nothing."""
     cache = make(4)
     serve(cache, "abc", "x")

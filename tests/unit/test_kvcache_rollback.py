@@ -1,7 +1,7 @@
 """`rollback`: the newest tokens are dropped, whole blocks freed, shared blocks kept."""
 
 import pytest
-from helpers.caches import BLOCK, Lines, ask, compute, make, pins, snapshot, start, table
+from helpers.caches import BLOCK, Lines, ask, compute, make, pins, start, table
 
 from kvcore import InputError
 
@@ -80,7 +80,7 @@ def test_a_rollback_inside_a_block_is_not_traced():
     assert trace.lines == []
 
 
-def test_a_rollback_into_published_blocks_is_refused():
+def test_a_rollback_into_published_blocks_is_refused(snapshot):
     """A rollback into published blocks raises InputError with both numbers."""
     cache = make()
     seq = drafted(cache, 6)

@@ -3,10 +3,10 @@
 import attrs
 import pytest
 from helpers.engine import SPEC, compute, slot_bytes_of
-from helpers.serving import BLOCK, ask, serve
+from helpers.serving import BLOCK, Slow, ask, serve
 from helpers.traces import lines, seal
 
-from kvcore import LatencyModel, TraceError
+from kvcore import TraceError
 from kvcore.analysis import explain
 from kvcore.request import Hints
 from kvcore.serving import StepPlan
@@ -17,17 +17,6 @@ from kvcore_plugins.scheduler import FCFS
 
 SLOW_LINK = "host:memory=1MB,read_bandwidth=1GB,write_bandwidth=64GB,latency=0"
 """A block of 64 bytes takes 64 ns to read, and 1 ns to write."""
-
-
-@attrs.define(slots=False, eq=False)
-class Slow(LatencyModel):
-    """A latency model with 100 ns per token of a prompt, and per step with decoding."""
-
-    name = "slow"
-
-    def pieces(self, work):
-        """Return one flat piece."""
-        return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
 
 
 def session(prefetch, *, think=100_000, **hints):

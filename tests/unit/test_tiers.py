@@ -1,12 +1,11 @@
 """Moves of blocks between a pool and its tiers, with times exact to the nanosecond."""
 
-import attrs
 import orjson
 import pytest
-from helpers.serving import BLOCK, SLOT, Tally, ask, serve
+from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 
 import kvcore
-from kvcore import EvictionPolicy, InputError, KVCache, LatencyModel, PolicyError
+from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.tiers import Tier
@@ -15,17 +14,6 @@ from kvcore_plugins.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
 """Bandwidths at which a block of 64 bytes moves in one nanosecond."""
-
-
-@attrs.define(slots=False, eq=False)
-class Slow(LatencyModel):
-    """A latency model of 100 ns for each prompt token and for each step that decodes."""
-
-    name = "slow"
-
-    def pieces(self, work):
-        """Return a single constant piece."""
-        return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
 
 
 def prompt(branch, blocks):
