@@ -14,7 +14,7 @@ from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.workload import Mooncake
 
-SIZES = (3_000, 10_000, 30_000, 100_000)
+SIZES = (3_000, 30_000)
 TOLERANCE = 0.015
 INFINITE = 105_592
 

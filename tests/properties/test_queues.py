@@ -69,7 +69,7 @@ def test_long_streams_hit_as_in_the_plain_algorithm(name):
 
 
 @every_policy
-@pytest.mark.parametrize("blocks", [10, 100, 1000])
+@pytest.mark.parametrize("blocks", [100, 1000])
 def test_the_bundled_trace_hits_as_in_the_plain_algorithm(name, blocks):
     """The policy hits like the plain algorithm on the blocks of the bundled trace."""
     keys = list(islice((key for request in Mooncake() for key in request.keys), 20_000))

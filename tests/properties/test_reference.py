@@ -93,7 +93,7 @@ def test_decisions_with_compactions(name, count, size):
 
 
 @layouts
-@pytest.mark.parametrize("blocks", [1, 10, 50])
+@pytest.mark.parametrize("blocks", [1, 20])
 @pytest.mark.parametrize("name", SCORED)
 def test_decisions_for_requests_longer_than_the_pool(name, blocks, count, size):
     """Decisions are those of the reference for requests longer than the pool.
