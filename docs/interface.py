@@ -58,7 +58,8 @@ def modules() -> list[str]:
 @cache
 def parse(module: str) -> tuple[dict[str, Definition], dict[str, tuple[str, str]]]:
     """Return the definitions in a module, and for each name it imports: module and name."""
-    base = ROOT.joinpath(*module.split("."))
+    folder = ROOT if module.partition(".")[0] == "kvcore" else ROOT / "plugins"
+    base = folder.joinpath(*module.split("."))
     path = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
     tree = ast.parse(path.read_text("utf-8"))
     defined: dict[str, Definition] = {}

@@ -19,13 +19,13 @@ import attrs
 import orjson
 
 from kvcore.analysis.sweep.grid import sweep_keys
+from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
-from kvcore.cli.run import run
-from kvcore.cli.simulate import simulate
 from kvcore.cli.sweep import sweep
 from kvcore.config.cluster_options import OF_REPLICAS, as_failures, as_replicas
 from kvcore.config.files import GROUPS
-from kvcore.config.options import option_choices, option_help, option_names, option_type
+from kvcore.config.like import LIKENESSES, as_engine
+from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
     as_device,
@@ -73,6 +73,7 @@ _READ: Mapping[Callable[[object], Any], Any] = {
     },
     as_model: {"type": "string"},
     as_device: {"type": "string"},
+    as_engine: {"enum": list(LIKENESSES)},
     as_bytes: {"type": "string"},
     as_slo: {"$ref": "#/$defs/slo"},
     as_natural: {"type": "integer", "minimum": 0},
@@ -111,7 +112,7 @@ _DEFINITIONS: Mapping[str, Any] = {
 def config_schema() -> dict[str, Any]:
     """Return the schema of the file that `--config` of `simulate` and `run` names."""
     properties: dict[str, Any] = {}
-    for verb in (run, simulate):
+    for verb in map(loaded_verb, ("run", "simulate")):
         texts = {option.name: getattr(option, "help", None) for option in verb.params}
         for key, (name, kind) in toml_types(verb).items():
             properties[key] = _described(key, kind, texts.get(name))
@@ -177,7 +178,7 @@ def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
 def _replicas() -> dict[str, Any]:
     """Return the schema of the options that servers of a cluster have of their own."""
     count = {"count": {"type": "integer", "minimum": 1}}
-    own = {name: _described(name, option_type(name), None) for name in OF_REPLICAS}
+    own = {name: _described(name, option_named(name).type, None) for name in OF_REPLICAS}
     return {
         "description": "Servers that are alike: how many, and the options they have.",
         "type": "object",
@@ -196,10 +197,11 @@ def _spelled(properties: Mapping[str, Any]) -> dict[str, Any]:
 
 def _described(name: str, kind: Any, text: str | None) -> dict[str, Any]:
     """Return the schema of an option; its text is that of the verb, or of `RunConfig`."""
-    if name in option_names():
-        text = option_help(name)
-        if option_choices(name):
-            return {"description": text, "enum": list(option_choices(name))}
+    option = find_option(name)
+    if option is not None:
+        text = option.help
+        if option.choices:
+            return {"description": text, "enum": list(option.choices)}
     return {"description": (text or "").partition("  [default")[0], **_type(kind)}
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     )
     from kvcore.hookspecs import Mode, Ran, Running, Verb, hookimpl
     from kvcore.plugins import Plugins
+    from kvcore.report.notebook import report_html, report_on
     from kvcore.request import SLO, Request
     from kvcore.serving import Job, LatencyModel, Scheduler
     from kvcore.serving.drafter import Drafter
@@ -59,6 +60,7 @@ _MODULES = {
     # Of packages, which only this table and `hooks.py` of each of them name.
     "kvcore.config.recorded": "recorded_config",
     "kvcore.engine.retention": "ScoreRetention",
+    "kvcore.report.notebook": "report_html report_on",
     "kvcore.tiers.hierarchy": "Tiers",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
@@ -111,6 +113,8 @@ __all__ = [
     "hookimpl",
     "plan",
     "recorded_config",
+    "report_html",
+    "report_on",
     "run",
     "simulate",
     "simulate_cluster",

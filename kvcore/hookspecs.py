@@ -28,6 +28,12 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 """Marks a function of a plugin as an implementation of the hook of the same name."""
 
 
+REQUESTS, MODEL, POOL = "Requests", "Model and device", "Pool"
+POLICIES, STEPS, RULES_OF_ENGINES = "Policies", "Steps", "Rules of engines"
+OUTPUT = "Output"
+"""Headings for options on help pages. A package may have others."""
+
+
 class Verb(NamedTuple):
     """A verb of the command line.
 
@@ -65,7 +71,7 @@ class Mode(NamedTuple):
 
 
 class Running(NamedTuple):
-    """What a package does beside a run.
+    """The part of a package in a run that is under way.
 
     Attributes:
         recorder: the `Recorder` of the run in place of its trace, which this then writes.
@@ -81,7 +87,7 @@ class Running(NamedTuple):
 
 
 class Ran(NamedTuple):
-    """What a package has to say of a run.
+    """The words of a package on a run that has ended.
 
     Attributes:
         fields: fields of its JSON document; a table is added to one of the same name.

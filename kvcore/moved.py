@@ -33,6 +33,9 @@ MOVED = {
         "kvcore.kv_events.export": "ExportSize MooncakeRows block_hash "
         "dynamo_batches event_batches write_lines",
     },
+    "kvcore.serving.calibration": {
+        "kvcore.serving.measured_steps": "MeasuredStep read_steps write_steps",
+    },
     "kvcore.tiers": {
         "kvcore.tiers.hierarchy": "Load Tiers",
         "kvcore.tiers.level": "Level Mover Part TierStats path_ids",
@@ -45,6 +48,21 @@ MOVED = {
         "kvcore.trace.server_check": "TraceChecker",
         "kvcore.trace.state": "CacheState",
     },
+    "kvcore_plugins.drafter": {
+        "kvcore_plugins.drafter.draft_model": "DraftModel",
+        "kvcore_plugins.drafter.medusa": "Medusa",
+        "kvcore_plugins.drafter.prompt_lookup": "PromptLookup",
+    },
+    "kvcore_plugins.retention": {
+        "kvcore_plugins.retention.expected": "Expected",
+        "kvcore_plugins.retention.h2o": "H2O",
+        "kvcore_plugins.retention.knorm": "KNorm",
+        "kvcore_plugins.retention.random": "Random",
+        "kvcore_plugins.retention.snapkv": "SnapKV",
+        "kvcore_plugins.retention.tova": "TOVA",
+        "kvcore_plugins.retention.window": "Window",
+    },
+    "kvcore_plugins.workload": {"kvcore_plugins.workload.kv_events": "KvEvents"},
 }
 """By room, the modules that define the names which it exported before."""
 

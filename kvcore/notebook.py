@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvcore.extras import import_extra
 
 if TYPE_CHECKING:
     from kvcore.sections import Section
-
-VIEWS = "kvcore.report.notebook"
-"""The module with the reports on results. It depends on all kinds of results, which packages
-below it define, so it is imported by this name when a report is wanted."""
 
 
 class Shown:
@@ -23,16 +18,19 @@ class Shown:
 
     def sections(self) -> list[Section]:
         """Return the report on the result: sentences, tables and charts, in order."""
-        sections: list[Section] = import_module(VIEWS).report_on(self).sections
+        import kvcore  # noqa: PLC0415 - its table says where reports on all results are
+
+        sections: list[Section] = kvcore.report_on(self).sections
         return sections
 
     def _repr_html_(self) -> str | None:
         """Return the result as HTML with escaped texts; None without the package of reports."""
+        import kvcore  # noqa: PLC0415 - as above
+
         try:
-            html: str = import_module(VIEWS).html(self)
-        except ModuleNotFoundError:
-            return None  # Notebooks show its text.
-        return html
+            return kvcore.report_html(self)
+        except ImportError:
+            return None  # A notebook shows its text.
 
 
 def data_frame(data: Sequence[Mapping[str, Any]] | Mapping[str, Any], instead: str) -> Any:

@@ -1,4 +1,4 @@
-"""What a cache and the server above it call of the tiers below, which are a package."""
+"""The protocol of the tiers below a cache, as the cache and the server call them."""
 
 from __future__ import annotations
 

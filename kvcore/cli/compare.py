@@ -25,11 +25,12 @@ from kvcore.cli.output import (
 )
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.trace_options import price_option
-from kvcore.cli.verb import OUTPUT, Count, option, plugin_completion, verb
+from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
-from kvcore.config.options import REQUESTS, option_default
+from kvcore.config.options import option_default
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
+from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout

@@ -25,11 +25,11 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.plots import plot_file, plot_option
-from kvcore.cli.verb import OUTPUT, Count, option, plugin_completion, verb
+from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
-from kvcore.config.options import POOL
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
+from kvcore.hookspecs import OUTPUT, POOL
 from kvcore.host import cpus
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.analysis.sweep.plan import Executor, executor_for
 from kvcore.cli.options import Command, all_of, shared
 from kvcore.cli.verb import Count, option, plugin_completion
-from kvcore.config.options import POLICIES
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
+from kvcore.hookspecs import POLICIES
 from kvcore.workloads import Workload
+
+if TYPE_CHECKING:
+    from kvcore.analysis.sweep.plan import Executor
 
 
 def policies_option(policies: str) -> Callable[[Command], Command]:
@@ -60,6 +62,8 @@ def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
     Raises:
         InputError: the workload is another pipe, or other processes are to read it.
     """
+    from kvcore.analysis.sweep.plan import executor_for  # noqa: PLC0415 - for searches alone
+
     where, jobs = given["executor"], given["jobs"]
     pipes = [str(value) for value in source.options().values() if is_copy(value)]
     if any(name != STDIN for name in pipes):

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvcore.cli.options import added_options
 from kvcore.cli.verb import echo
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
@@ -141,6 +140,8 @@ def loaded_verb(name: str) -> click.Command:
             raise
         msg = f"verb {name!r} cannot be loaded from {place}: {type(error).__name__}: {error}"
         raise PluginError(msg) from error
+    from kvcore.cli.options import added_options  # noqa: PLC0415 - the list of verbs does without
+
     with redirect_stdout(sys.stderr):
         added = added_options(name, installed(), command.params)
     command.params = [*command.params, *added]

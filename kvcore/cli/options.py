@@ -13,15 +13,7 @@ from click.core import ParameterSource
 
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.output import file_path, input_file, trace_file
-from kvcore.cli.verb import (
-    OUTPUT,
-    Count,
-    Time,
-    complete_workload,
-    flag_of,
-    option,
-    plugin_completion,
-)
+from kvcore.cli.verb import Count, Time, complete_workload, flag_of, option, plugin_completion
 from kvcore.config import RunConfig, read_toml
 from kvcore.config.options import (
     RULES,
@@ -35,7 +27,7 @@ from kvcore.config.options import (
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.values import slo_text
 from kvcore.errors import InputError
-from kvcore.hookspecs import Mode
+from kvcore.hookspecs import OUTPUT, Mode
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO

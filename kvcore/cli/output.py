@@ -18,16 +18,7 @@ from typing import Any, TextIO, TypeAlias
 import click
 import orjson
 
-from kvcore.cli.verb import (
-    OUTPUT,
-    VerbT,
-    echo,
-    escaped,
-    escaped_json,
-    option,
-    results,
-    results_alone,
-)
+from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, option, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import (
     STDIN,
@@ -36,6 +27,7 @@ from kvcore.files import (
     input_path,
     part_path,
 )
+from kvcore.hookspecs import OUTPUT
 from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
@@ -268,14 +260,13 @@ def _print_even(columns: Sequence[Column], flush: Collection[str]) -> None:
     echo("\n".join(lines))
 
 
-def print_sections(*sections: Section | tuple[Any, ...], compact: bool = False) -> None:
+def print_sections(*sections: Section, compact: bool = False) -> None:
     """Print sentences and tables, separated by blank lines; skip charts and empty sections.
 
     With `compact` a blank line stands only before each table but the first.
     """
     printed = tables = 0
-    for each in sections:
-        section = Table(*each) if isinstance(each, tuple) else each
+    for section in sections:
         if isinstance(section, Table) and section.rows:
             if tables or (printed and not compact):
                 echo()

@@ -32,8 +32,9 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.plots import plot_file, plot_option
-from kvcore.cli.verb import OUTPUT, Count, echo, option, verb
+from kvcore.cli.verb import Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
+from kvcore.hookspecs import OUTPUT
 from kvcore.report.plan import PlanReport
 
 NONE_FOUND = 1

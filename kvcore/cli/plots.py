@@ -10,9 +10,10 @@ from pathlib import Path
 import click
 
 from kvcore.cli.output import file_path
-from kvcore.cli.verb import OUTPUT, option
+from kvcore.cli.verb import option
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Chart
 
 

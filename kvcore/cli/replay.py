@@ -17,8 +17,9 @@ from kvcore.cli.output import (
     trace_file,
 )
 from kvcore.cli.trace_options import price_option, what_if_options
-from kvcore.cli.verb import OUTPUT, Time, option, verb
+from kvcore.cli.verb import Time, option, verb
 from kvcore.errors import InputError, TraceError
+from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Section
 from kvcore.trace.check import replay as replay_trace
 

@@ -20,12 +20,12 @@ from kvcore.cli.options import (
 )
 from kvcore.cli.output import file_path, json_option, optional_file
 from kvcore.cli.served import opened
-from kvcore.cli.verb import OUTPUT, Count, echo, flag_of, option, verb
+from kvcore.cli.verb import Count, echo, flag_of, option, verb
 from kvcore.config.engine import EngineParts
-from kvcore.config.options import REQUESTS
 from kvcore.engine.engine import RunResult
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
+from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.report.simulation import report_of
 from kvcore.report.tables import counted
 from kvcore.sections import Section

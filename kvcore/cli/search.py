@@ -1,4 +1,4 @@
-"""What experiments add to a simulation: a search for what would hold, and paging beside it."""
+"""Additions of the lab to a simulation: a search for what would hold, and a paged run."""
 
 from __future__ import annotations
 

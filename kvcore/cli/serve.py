@@ -15,8 +15,9 @@ from kvcore.cli.options import (
     shared,
 )
 from kvcore.cli.output import file_path, warn_if_open
-from kvcore.cli.verb import OUTPUT, Count, Seconds, echo, option, verb
+from kvcore.cli.verb import Count, Seconds, echo, option, verb
 from kvcore.config.engine import EngineParts
+from kvcore.hookspecs import OUTPUT
 from kvcore.workloads import ClientWorkload
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from kvcore.cli.output import json_option, print_sections
 from kvcore.cli.served import opened
 from kvcore.cli.verb import option, verb
 from kvcore.config import RunConfig
-from kvcore.config.options import CORE, RULES_OF_ENGINES, find_mode, known_modes, mode_options
+from kvcore.config.options import CORE, find_mode, known_modes, mode_options
 from kvcore.errors import InputError
+from kvcore.hookspecs import RULES_OF_ENGINES
 from kvcore.plugins.manager import imported_place
 from kvcore.plugins.options import as_text
 from kvcore.sections import Table

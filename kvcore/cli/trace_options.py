@@ -9,17 +9,17 @@ import click
 
 from kvcore.cli.options import Command, shared
 from kvcore.cli.output import print_table
-from kvcore.cli.verb import OUTPUT, option
+from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.config.options import option_named, option_names
 from kvcore.errors import InputError
-from kvcore.hookspecs import Ran
+from kvcore.hookspecs import OUTPUT, Ran
 
 WHAT_IF = "What if: "
 
 
 def what_if_options(command: Command) -> Command:
-    """Give a verb the options that a recorded run may have anew; None: as recorded."""
+    """Give a verb the options of a recorded run that may change; None: as recorded."""
     for name in reversed(option_names()):
         declaration = option_named(name)
         if declaration.what_if:

@@ -20,9 +20,9 @@ from kvcore.cli.output import (
     progress,
 )
 from kvcore.cli.plots import picture_option, plot_file
-from kvcore.cli.verb import OUTPUT, Count, option, verb
-from kvcore.config.options import REQUESTS
+from kvcore.cli.verb import Count, option, verb
 from kvcore.files import input_path, refuse_overwrite
+from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.report.validation import ValidationReport
 
 

@@ -14,16 +14,8 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
-from kvcore.config.options import (
-    MODEL,
-    POLICIES,
-    POOL,
-    REQUESTS,
-    RULES_OF_ENGINES,
-    STEPS,
-    find_option,
-)
 from kvcore.errors import InputError
+from kvcore.hookspecs import MODEL, OUTPUT, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS
 from kvcore.plugins.manager import Plugins
 from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
 
@@ -143,6 +135,8 @@ class Verb(click.Command):
 
 
 def _heading_of(param: click.Option) -> str:
+    from kvcore.config.options import find_option  # noqa: PLC0415 - for help pages alone
+
     known = find_option(str(param.name))
     own: str = getattr(param, "heading", "")
     return own or (REST if known is None else known.heading)
@@ -180,10 +174,7 @@ MANY = 14
 REST = "Options"
 
 HEADINGS = (REQUESTS, MODEL, POOL, POLICIES, STEPS, RULES_OF_ENGINES)
-"""Headings of long help pages that come first, in this order, and above all others."""
-
-OUTPUT = "Output"
-"""The heading of options of what is printed and written, last but for those without one."""
+"""The headings that come first on long help pages. `OUTPUT` comes last but for `REST`."""
 
 
 class Flag(click.Option):

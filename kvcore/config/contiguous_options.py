@@ -2,7 +2,8 @@
 
 from typing import Annotated, Literal
 
-from kvcore.config.options import POOL, Option, SimulateOptions
+from kvcore.config.options import Option, SimulateOptions
+from kvcore.hookspecs import POOL
 
 
 class ContiguousOptions(SimulateOptions, total=False):

@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from kvcore.config.options import MODEL, REQUESTS, Option, SimulateOptions
+from kvcore.config.options import Option, SimulateOptions
 from kvcore.config.values import PluginChoice
+from kvcore.hookspecs import MODEL, REQUESTS
 from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.plugins.options import Spec
 

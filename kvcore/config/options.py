@@ -40,7 +40,7 @@ from kvcore.config.values import (
     shown,
 )
 from kvcore.errors import InputError
-from kvcore.hookspecs import Mode
+from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS, Mode
 from kvcore.models.spec import WeightDtype
 from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed
 from kvcore.plugins.options import Spec, nearest
@@ -49,14 +49,10 @@ from kvcore.serving import Batching
 from kvcore.units import NS_PER_S
 from kvcore.workloads.selection import BUNDLED
 
-REQUESTS, MODEL, POOL = "Requests", "Model and device", "Pool"
-POLICIES, STEPS, RULES_OF_ENGINES = "Policies", "Steps", "Rules of engines"
-"""Headings of help pages. A package may add one of its own."""
-
 
 @attrs.frozen
 class Option:
-    """What is known of an option besides its name and its type.
+    """The declaration of an option: all that is known of it, with its name and its type.
 
     Attributes:
         default: its value if none is given, as its type has it.

@@ -52,7 +52,7 @@ def report_on(result: object) -> Any:
     raise TypeError(msg)
 
 
-def html(result: object) -> str:
+def report_html(result: object) -> str:
     """Return a result as HTML: all texts escaped, and the plot as an image."""
     report = report_on(result)
     parts = map(_part, report.sections)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.moved import former
 from kvcore.plugins.options import as_text
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.serving.measured_steps import MeasuredStep, read_steps
@@ -256,3 +257,6 @@ def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
             "tokens, few and many sequences, short and long contexts, each by itself"
         )
         raise InputError(msg)
+
+
+__getattr__ = former(__name__)

@@ -1,1 +1,1 @@
-"""What a trace tells: checks, state, what-if, reasons of misses, and its exports."""
+"""Readers of traces: checks, state, what-if, reasons of misses, exports and plots."""

@@ -482,7 +482,7 @@ def test_choices_of_a_missing_option_are_one_line():
 
 
 def test_the_list_of_verbs_has_their_first_sentences():
-    """What the list of verbs says of each is the first sentence of its help page."""
+    """The list of verbs has the first sentence of the help page of each."""
     context = click.Context(frame.kvcore)
     commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.known_verbs()}
     summaries = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}

@@ -12,9 +12,9 @@ from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_f
 from kvcore.analysis.sweep import axes_of
 from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli import main as frame
-from kvcore.cli.options import MULTIPLE
 from kvcore.cli.simulate import simulate
 from kvcore.config import RunConfig
+from kvcore.config.options import option_named
 from kvcore.config.parts import BLOCK_SIZE
 
 pytestmark = pytest.mark.slow
@@ -110,7 +110,7 @@ def test_defaults_of_a_cell_are_those_of_simulate():
     for name in set(axes_of("simulate")) - {"workload", "block_size"}:
         # An option that may be repeated has the value None if it is not given.
         assert getattr(RunConfig(), name) == (
-            given[name] or () if name in MULTIPLE else given[name]
+            given[name] or () if option_named(name).multiple else given[name]
         )
     assert given["workload"] is given["tier"] is None
     assert given["block_size"] == BLOCK_SIZE

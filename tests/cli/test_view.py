@@ -293,7 +293,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path, what):
     NO_TRACES[what](file)
     done = run_here("view", file, "-o", tmp_path / "page.html")
     assert done.returncode == 1
-    no_trace = "not a kvcore trace: its first line is no HEADER; `kvcore compare FILE`"
+    no_trace = "not a kvcore trace: its first line is no HEADER; `kvcore simulate FILE`"
     assert ("the file is empty" if what == "empty" else no_trace) in done.stderr
     assert list(tmp_path.iterdir()) == [file]
 

@@ -13,8 +13,8 @@ import kvcore_plugins
 HELPERS = Path(__file__).parent
 CORE = Path(kvcore.__file__).parent
 BUILT_IN = Path(kvcore_plugins.__file__).parent
-OTHERS = [path for name in RANK if (path := BUILT_IN.parent / name / "__init__.py").is_file()]
-ROOTS = {CORE.name: CORE, **{path.parent.name: path.parent for path in OTHERS}}
+OTHERS = [name for name in sorted(RANK) if (BUILT_IN.parent / name / "__init__.py").is_file()]
+ROOTS = {CORE.name: CORE, **{name: BUILT_IN.parent / name for name in OTHERS}}
 """The folders of the packages: the core, the built-in plugins, and those of other features."""
 
 

@@ -269,7 +269,7 @@ def test_run_takes_names_prompts_and_a_cache():
 
 def test_typed_keywords_are_the_options_of_a_run():
     """The keywords that type checkers know are exactly the options of a run."""
-    own = {"mode", "workload", "accounting"}
+    own = {"workload", "accounting", "allocation", "max_output"}
     known = {*EngineOptions.__annotations__, *ClusterOptions.__annotations__}
     assert known - {"batching"} == set(option_names()) - own
 

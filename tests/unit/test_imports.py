@@ -24,7 +24,7 @@ from helpers.packages import GLOBS, may_import, package_of
 
 import kvcore
 from kvcore.config.options import mode_options
-from kvcore.notebook import VIEWS, Shown
+from kvcore.notebook import Shown
 from kvcore.plugins.manager import KINDS, Plugins
 
 HEAVY = [
@@ -62,18 +62,26 @@ def test_importing_kvcore_is_light(loaded, package):
     assert package not in loaded
 
 
-def test_a_name_of_a_missing_package_says_where_it_is(monkeypatch):
+@pytest.fixture
+def _alone(monkeypatch):
+    """Make two names of the front door those of packages that are not installed."""
+    for name in ("compare", "report_html"):
+        monkeypatch.delitem(vars(kvcore), name, raising=False)
+        monkeypatch.setitem(sys.modules, kvcore._PLACES[name], None)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_name_of_a_missing_package_says_where_it_is():
     """A name of the front door says which module it is in, if that is not installed."""
-    monkeypatch.delitem(vars(kvcore), "compare", raising=False)
-    monkeypatch.setitem(sys.modules, "kvcore_lab.api", None)
-    missing = r"kvcore\.compare is in kvcore_lab\.api, which is not installed"
-    with pytest.raises(ImportError, match=missing):
+    with pytest.raises(
+        ImportError, match=r"kvcore\.compare is in kvcore_lab\.api, which is not"
+    ):
         _ = kvcore.compare
 
 
-def test_without_the_package_of_reports_a_result_is_shown_as_text(monkeypatch):
+@pytest.mark.usefixtures("_alone")
+def test_without_the_package_of_reports_a_result_is_shown_as_text():
     """A notebook gets no HTML of a result if the module that makes it is not installed."""
-    monkeypatch.setitem(sys.modules, VIEWS, None)
     assert Shown()._repr_html_() is None
 
 
@@ -101,13 +109,20 @@ FIELDS = {
 """Options of packages whose names are also those of fields, which the core has."""
 
 
+def is_of_a_package(name):
+    """Return True if the file of a name will not be in the core."""
+    return package_of(name).startswith("kvcore_")
+
+
 def vocabulary():
     """Return the options, verbs and calls of packages, as the core would name them."""
     plugins = Plugins()
     options = {name for mode in plugins.modes().values() for name in mode_options(mode)}
     options.remove("dtype")  # which a config.json has, and the verb `size`
     calls = {name for name, module in kvcore._PLACES.items() if module.startswith("kvcore_")}
+    modules = {module_of(path) for path, name in NAMES.items() if is_of_a_package(name)}
     return {
+        *(modules - {*KINDS.values()}),  # a hook has the name of a package
         *(f"config.{name}" for name in options),
         *(f"--{name.replace('_', '-')}" for name in options),
         *(options - FIELDS),
@@ -122,7 +137,7 @@ def named_in(path):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value).endswith("config"):
             yield f"config.{node.attr}", node.lineno
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words = re.findall(r"--[a-z][a-z-]+|kvcore [a-z]+|kvcore\.[a-z_]+", node.value)
+            words = re.findall(r"--[a-z][a-z-]+|kvcore [a-z]+|kvcore[a-z_.]+", node.value)
             yield from ((word, node.lineno) for word in [node.value, *words])
 
 
@@ -134,7 +149,7 @@ def test_the_core_names_nothing_of_packages():
     named = {
         f"{name}:{line} {word}"
         for path, name in NAMES.items()
-        if not package_of(name).startswith("kvcore_") and path not in front
+        if not is_of_a_package(name) and path not in front
         for word, line in named_in(path)
         if word in words
     }

@@ -18,7 +18,8 @@ from kvcore.analysis.routers import compare_routers
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.notebook import data_frame
-from kvcore.report.notebook import ROWS, html
+from kvcore.report.notebook import ROWS
+from kvcore.report.notebook import report_html as html
 from kvcore.sections import Table
 
 SMALL = "zipf:requests=60,prefixes=4,rate=40"

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from kvcore.cli.options import PRICED
+from kvcore.cli.trace_options import PRICED
 from kvcore.errors import InputError
 from kvcore.models.pricing import PRICES, PROVIDERS, PriceModel, find_price
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.cli.simulate import cluster_document
 from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
 from kvcore.config.cluster import ClusterParts
@@ -23,7 +22,7 @@ def reported():
     def report(**options):
         parts = ClusterParts(RunConfig.of(workload=SMALL, tensor_parallel=1, **options))
         result = simulate_cluster(parts.workload, **parts.cluster())
-        document = cluster_document(parts, result)
+        document = parts.document(result)
         return ClusterReport(document, document["config"])
 
     return report

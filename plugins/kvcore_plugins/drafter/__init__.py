@@ -1,5 +1,8 @@
 """The built-in drafter of simulations."""
 
+from kvcore.moved import former
 from kvcore_plugins.drafter.acceptance import Acceptance
 
 __all__ = ["Acceptance"]
+
+__getattr__ = former(__name__)

@@ -1,5 +1,8 @@
 """The built-in retention policy without tensors."""
 
+from kvcore.moved import former
 from kvcore_plugins.retention.full import Full
 
 __all__ = ["Full"]
+
+__getattr__ = former(__name__)

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 from kvcore.lazy import deferred
+from kvcore.moved import former
 
 if TYPE_CHECKING:
     from kvcore_plugins.workload.azure import Azure
@@ -30,6 +31,7 @@ else:
             "weka": "Weka",
             "zipf": "Zipf",
         },
+        former(__name__),
     )
 
 __all__ = [
