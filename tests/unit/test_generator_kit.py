@@ -1,11 +1,10 @@
 """The conformance tests of generators accept a correct generator and find wrong ones."""
 
 import inspect
-import re
-from pathlib import Path
 
 import attrs
 import pytest
+from helpers.snippets import class_on_page
 
 pytest.importorskip("torch", reason="generators compute on torch")
 
@@ -89,15 +88,7 @@ class TestPage(GeneratorTests):
 
     def make(self):
         """Return the generator whose source is on the reference page."""
-        page = Path(__file__).parents[2] / "docs/reference/generators.md"
-        (source,) = re.findall(
-            r"^```python\n(from [^`]*?\nclass Counting.*?)^```$",
-            page.read_text("utf-8"),
-            re.DOTALL | re.MULTILINE,
-        )
-        names = {}
-        exec(source, names)  # noqa: S102
-        return names["Counting"]()
+        return class_on_page("reference/generators.md", "Counting")()
 
 
 class Backwards(Mine):

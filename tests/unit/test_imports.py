@@ -73,9 +73,7 @@ def _alone(monkeypatch):
 @pytest.mark.usefixtures("_alone")
 def test_a_name_of_a_missing_package_says_where_it_is():
     """A name of the front door says which module it is in, if that is not installed."""
-    with pytest.raises(
-        ImportError, match=r"kvcore\.compare is in kvcore_lab\.api, which is not"
-    ):
+    with pytest.raises(ImportError, match=r"kvcore\.compare is in kvcore_lab\.api, which"):
         _ = kvcore.compare
 
 

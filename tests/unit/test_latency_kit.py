@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import re
-from pathlib import Path
 from random import random
 from typing import Any
 
 import attrs
 import pytest
+from helpers.snippets import class_on_page
 
 from kvcore import LatencyModel, PolicyError
 from kvcore.serving import StepWork
@@ -39,15 +38,7 @@ class TestPage(LatencyModelTests):
 
     def make(self):
         """Return the model whose source is on the reference page."""
-        page = Path(__file__).parents[2] / "docs/reference/latency.md"
-        (source,) = re.findall(
-            r"^```python\n(from [^`]*?\nclass Overlapped.*?)^```$",
-            (page.read_text("utf-8")),
-            re.DOTALL | re.MULTILINE,
-        )
-        names = {}
-        exec(source, names)  # noqa: S102
-        return names["Overlapped"]()
+        return class_on_page("reference/latency.md", "Overlapped")()
 
 
 class Bent(Mine):
