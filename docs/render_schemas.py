@@ -198,7 +198,7 @@ def _spelled(properties: Mapping[str, Any]) -> dict[str, Any]:
 def _described(name: str, kind: Any, text: str | None) -> dict[str, Any]:
     """Return the schema of an option; its text is that of the verb, or of `RunConfig`."""
     option = find_option(name)
-    if option is not None:
+    if option is not None and option.heading:  # else a verb may have another of that name
         text = option.help
         if option.choices:
             return {"description": text, "enum": list(option.choices)}

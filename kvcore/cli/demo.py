@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
-from kvcore.cli.options import shared
+from kvcore.cli.options import (
+    all_of,
+    batching_options,
+    config_of,
+    names_from_file,
+    naming,
+    part_options,
+    server_options,
+    shared,
+    traffic_options,
+    workload_argument,
+)
 from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.cli.plots import plot_file, plot_option
-from kvcore.cli.verb import Count, Verb
+from kvcore.cli.search import paged_fields
+from kvcore.cli.served import ServedRun
+from kvcore.cli.verb import WIDTH, Count, Verb
 from kvcore.demo import (
     WORKED_EXAMPLE,
     CachingReport,
@@ -17,6 +31,7 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.plugins import Plugins, describe
+from kvcore.report.paging import report_of
 from kvcore.trace.fields import plain
 from kvcore.units import INT64_LIMIT
 
@@ -94,3 +109,28 @@ def cache(
         )
         return
     print_sections(*report.sections, *by_hand.sections)
+
+
+@demo.command(cls=Verb, context_settings={"show_default": True, "max_content_width": WIDTH})
+@workload_argument
+@part_options
+@server_options
+@shared("max_output", text="Tokens of output to reserve.", otherwise="those of the longest")
+@all_of(*map(shared, ("eviction", "scheduler", "prefix", "latency")))
+@batching_options
+@traffic_options
+@json_option
+@click.pass_context
+def paging(ctx: click.Context, /, **given: Any) -> None:
+    """Serve WORKLOAD in contiguous memory, and in blocks.
+
+    Both memories have one size. Before paging, a request reserved its prompt and the longest
+    output in one piece, and shared nothing.
+    """
+    named = naming(given["config"], names_from_file(ctx, given))
+    config = config_of(given, "simulate").changed(allocation="contiguous")
+    parts = config.build(naming=named)
+    run = ServedRun(parts, {**given, "residency": True}, None, ())
+    result = run.run("simulating")
+    document = parts.document(result) | paged_fields(parts)
+    run.report(document, lambda _: report_of(result, document).sections)

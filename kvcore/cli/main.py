@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from kvcore.cli.verb import echo
+from kvcore.cli.verb import echo, flags_of
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
 from kvcore.hookspecs import Verb
 from kvcore.plugins.base import FAILURES
-from kvcore.plugins.manager import imported_place, installed
+from kvcore.plugins.manager import error_line, imported_place, installed
 from kvcore.plugins.options import nearest
 
 if TYPE_CHECKING:
@@ -94,13 +94,13 @@ class Verbs(click.Group):
         verbs = known_verbs()
         if cmd_name in verbs:
             command = loaded_verb(cmd_name)
-            _name_faults("kvcore_options")
+            _name_faults("kvcore_modes", "kvcore_options")
             return command
         msg = f"there is no verb {cmd_name!r}{nearest(cmd_name, verbs)}"
         missing = installed().not_found("kvcore_commands", msg)
         if isinstance(missing, PluginError):
             raise missing
-        raise click.UsageError(msg, ctx)
+        raise click.UsageError(str(missing), ctx)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Return the verbs that begin with `incomplete`, without importing them."""
@@ -122,28 +122,32 @@ class Verbs(click.Group):
 def known_verbs() -> Mapping[str, Verb]:
     """Return all verbs by name. One of the core is never replaced."""
     with redirect_stdout(sys.stderr):  # plugins may print when they are loaded
-        return {**installed().verbs(), **VERBS}
+        return {**installed().verbs({*VERBS, "help"}), **VERBS}
 
 
 def loaded_verb(name: str) -> click.Command:
     """Return the command of a verb, with the options that packages add to it.
 
     Raises:
-        PluginError: it cannot be imported.
+        PluginError: it cannot be imported, or is no click command.
     """
     place = known_verbs()[name].place
     try:
         # A copy: the command itself stays as it is, for other plugins may add other options.
-        command: click.Command = copy(imported_place(place))
+        command = copy(imported_place(place))
     except FAILURES as error:
         if isinstance(error, KvcoreError) or name in VERBS:
             raise
-        msg = f"verb {name!r} cannot be loaded from {place}: {type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}{error_line(error)}"
+        msg = f"verb {name!r} cannot be loaded from {place}: {reason}"
         raise PluginError(msg) from error
+    if not isinstance(command, click.Command):
+        msg = f"verb {name!r}: {place} is {command!r}, which is no click command"
+        raise PluginError(msg)
     from kvcore.cli.options import added_options  # noqa: PLC0415 - the list of verbs does without
 
     with redirect_stdout(sys.stderr):
-        added = added_options(name, installed(), command.params)
+        added = added_options(name, installed(), command)
     command.params = [*command.params, *added]
     return command
 
@@ -239,7 +243,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; errors are printed on stderr.
 
     Nothing is printed if the reader of stdout closes it early. Exceptions that are bugs of
-    kvcore are not caught.
+    kvcore are not caught; those of packages become errors that name the package.
     """
     try:
         code = _invoke(arguments)
@@ -253,9 +257,13 @@ def run(arguments: Sequence[str]) -> int:
         asked = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
     except BrokenPipeError:
-        return BROKEN_PIPE
+        code = BROKEN_PIPE
     except OSError as error:
         return _fail(f"error: {_reason(error)}", USAGE if _unusable(error) else UNABLE)
+    except Exception as error:
+        if (bug := installed().bug(error)) is None:
+            raise
+        code = _fail(f"error: {bug}", UNABLE)
     finally:
         _discard_unwritable()
     return code
@@ -353,22 +361,18 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     """Return a sentence with the nearest option of this verb, or the verbs that have it."""
     from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
 
-    own = _flags(context.command, context)
+    own = flags_of(context.command.params)
     asked = f"{context.command_path} has no option {flag!r}"
     others = []
     if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
-        verbs = [verb for verb in sorted(known_verbs()) if verb != context.command.name]
-        commands = [(verb, kvcore.get_command(context.parent, verb)) for verb in verbs]
-        others = [verb for verb, command in commands if flag in _flags(command, context)]
+        for verb in sorted(known_verbs().keys() - {context.command.name}):
+            with suppress(PluginError):
+                if flag in flags_of(loaded_verb(verb).params):
+                    others.append(verb)
     if others:
         verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
         return f"{asked}; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
     return f"{asked}{nearest(flag, own)}"
-
-
-def _flags(command: click.Command, context: click.Context) -> list[str]:
-    params = command.get_params(context)
-    return [flag for each in params for flag in (*each.opts, *each.secondary_opts)]
 
 
 def _reason(error: OSError) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -13,7 +14,15 @@ from click.core import ParameterSource
 
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cli.output import file_path, input_file, trace_file
-from kvcore.cli.verb import Count, Time, complete_workload, flag_of, option, plugin_completion
+from kvcore.cli.verb import (
+    Count,
+    Time,
+    complete_workload,
+    flag_of,
+    flags_of,
+    option,
+    plugin_completion,
+)
 from kvcore.config import RunConfig, read_toml
 from kvcore.config.options import (
     RULES,
@@ -28,6 +37,7 @@ from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.values import slo_text
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Mode
+from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
@@ -152,26 +162,42 @@ def shared(
     return option(flag, **more)
 
 
-def added_options(
-    verb: str, plugins: Plugins, own: Iterable[click.Parameter]
-) -> list[click.Parameter]:
+def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[click.Parameter]:
     """Return the options that packages add to a verb, to `simulate` those of their modes too.
 
-    One with a flag that the verb has already is left out, and becomes a fault of `plugins`.
+    One with a flag or a name that the verb has already is left out, and becomes a fault of
+    `plugins`.
     """
     modes = known_modes().values() if verb == "simulate" else ()
-    made = [shared(name) for mode in modes if mode.chosen_by for name in mode_flags(mode)]
-    flags = {flag for param in own for flag in param.opts}
-    added = params_of(made)
-    flags.update(flag for param in added for flag in param.opts)
+    added = params_of(
+        [shared(name) for mode in modes if mode.chosen_by for name in mode_flags(mode)]
+    )
+    taken = {*_names_of([*command.params, *added])}
     for origin, decorator in plugins.options(verb):
-        for param in params_of([decorator]):
-            if flags.isdisjoint(param.opts):
-                flags.update(param.opts)
-                added.append(param)
+        try:
+            params = params_of([decorator])
+        except FAILURES as error:
+            plugins.refuse_option(origin, f"it cannot be made: {error!r}")
+            continue
+        for param in params:
+            if param.expose_value and not _takes_any(command):
+                plugins.refuse_option(origin, f"`kvcore {verb}` takes none of packages")
+            elif twice := sorted(taken.intersection(_names_of([param]))):
+                plugins.refuse_option(origin, f"`kvcore {verb}` has {twice[0]} already")
             else:
-                plugins.refuse_option(origin, f"`kvcore {verb}` has {param.opts[-1]} already")
+                taken.update(_names_of([param]))
+                added.append(param)
     return added
+
+
+def _takes_any(command: click.Command) -> bool:
+    """Return True if the function of a command takes any option, as `**given`."""
+    kinds = [each.kind for each in signature(command.callback or print).parameters.values()]
+    return Parameter.VAR_KEYWORD in kinds
+
+
+def _names_of(params: Sequence[click.Parameter]) -> list[str]:
+    return [*flags_of(params), *(str(param.name) for param in params)]
 
 
 def mode_flags(mode: Mode) -> list[str]:
@@ -343,7 +369,7 @@ def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:
     source = ctx.get_parameter_source
     from_file = {name for name in given if source(name) is ParameterSource.DEFAULT_MAP}
     for one, other, why in EXCLUSIVE:
-        if given[one] is None or given[other] is None:
+        if given.get(one) is None or given.get(other) is None:
             continue
         weaker = {one, other} & from_file
         if len(weaker) != 1:

@@ -6,7 +6,8 @@ import attrs
 
 from kvcore.cli.output import emit_json, json_option, print_table, terminal_width
 from kvcore.cli.verb import verb
-from kvcore.plugins.manager import Plugins
+from kvcore.config.options import known_modes
+from kvcore.plugins.manager import installed
 
 ROOMY = 100
 """Columns of a terminal from which on the table names modules."""
@@ -18,11 +19,14 @@ def plugins(*, as_json: bool) -> None:
     """List the plugins, where each is from, and whether it works here.
 
     A broken plugin is listed too, with the reason, and so is an entry point that cannot be
-    loaded, without a kind.
+    loaded, without a kind. The verbs and modes that packages add come first.
     """
-    infos = Plugins().listing()
+    known_modes()  # One that cannot be used is listed with the reason.
+    added, infos = installed().additions(), installed().listing()
     if as_json:
-        emit_json({"schema": 1, "plugins": [attrs.asdict(info) for info in infos]})
+        listed = {"plugins": infos, "additions": added}
+        tables = {key: [attrs.asdict(info) for info in rows] for key, rows in listed.items()}
+        emit_json({"schema": 1, **tables})
         return
     columns = ["kind", "name", "distribution", "version", "module"]
     if (terminal_width() or ROOMY) < ROOMY:
@@ -31,6 +35,6 @@ def plugins(*, as_json: bool) -> None:
         [*columns, "usable"],
         (
             [*(getattr(i, column) or "-" for column in columns), (i.reason or "yes")]
-            for i in infos
+            for i in (*added, *infos)
         ),
     )

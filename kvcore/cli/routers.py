@@ -65,7 +65,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     of one cache with the memory of all servers, under the same eviction policy and under the
     optimum. Several --replicas show how these change with the number of servers.
     """
-    names_from_file(ctx, given | {"trace": None, "out": None})
+    names_from_file(ctx, given)
     source = named_workload(given)
     options = run_options(given, "workload", "replicas")
     with plot_file(given["picture"], source.options().values()) as write_plot:

@@ -53,16 +53,19 @@ def _searched(parts: RunParts, result: Any) -> Ran:
     return Ran({"saturation": {"holds": holds}}, [report.holding(holds)])
 
 
-def compared_with_paged(parts: RunParts, given: Mapping[str, Any]) -> Ran | None:
-    """Run a workload with contiguous memory once more, with paged memory; None of others."""
+def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
+    """Return the search for a simulation, and paged memory beside contiguous memory."""
+    search = search_of(parts, result, given)
     if parts.traced:
-        return None
-    paged = type(parts)(
-        parts.config.changed(allocation="paged"),
-        parts.plugins,
-        workload=parts.workload,
-    )
-    result = paged.run(fragmentation=True, residency=given["residency"])
+        return search
+    return (search or Ran())._replace(fields=paged_fields(parts, residency=given["residency"]))
+
+
+def paged_fields(parts: RunParts, *, residency: bool = True) -> dict[str, Any]:
+    """Serve the workload of a contiguous run in paged memory; return the fields for both."""
+    config = parts.config.changed(allocation="paged", max_output=None)
+    paged = type(parts)(config, parts.plugins, workload=parts.workload)
+    result = paged.run(fragmentation=True, residency=residency)
     document = paged.document(result)
     described = document.pop("config") | {"allocation": "contiguous"}
-    return Ran({"config": described, "paged": document})
+    return {"config": described, "paged": document}

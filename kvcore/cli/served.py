@@ -106,7 +106,7 @@ def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
         if out is not None:
             stack.enter_context(_directory(out))
         started = parts.plugins.results("kvcore_running", parts=parts, given=given)
-        beside = [stack.enter_context(context) for context in started]
+        beside = [stack.enter_context(context) or Running() for context in started]
         recorder = next((each.recorder for each in beside if each.recorder is not None), None)
         if recorder is None and path is not None:
             recorder = stack.enter_context(Trace(path, **parts.header()))

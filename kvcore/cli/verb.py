@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 def flag_of(name: str) -> str:
     """Return the flag of an option by its name: `--block-size` of `block_size`."""
     return f"--{name.replace('_', '-')}"
+
+
+def flags_of(params: Iterable[click.Parameter]) -> list[str]:
+    """Return the flags of options, those that switch them off too."""
+    return [flag for param in params for flag in (*param.opts, *param.secondary_opts)]
 
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])

@@ -42,6 +42,7 @@ from kvcore.config.values import (
 from kvcore.errors import InputError
 from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS, Mode
 from kvcore.models.spec import WeightDtype
+from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed
 from kvcore.plugins.options import Spec, nearest
 from kvcore.request import SLO
@@ -605,8 +606,12 @@ def check_names(names: Mapping[str, Any], known: list[str]) -> None:
 @lru_cache(maxsize=1)
 def _known(plugins: Plugins) -> _Known:
     """Return what these plugins have besides the core."""
-    modes = {**MODES, **plugins.modes()}
-    options = dict(CORE)
-    for mode in modes.values():
-        options |= mode_options(mode)
+    modes, options = dict(MODES), dict(CORE)
+    for name, mode in plugins.modes(MODES).items():
+        try:
+            options |= mode_options(mode)
+        except FAILURES as error:
+            plugins.refuse_mode(name, error)
+        else:
+            modes[name] = mode
     return _Known(modes, options)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
-from functools import cache, lru_cache
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from functools import cache, lru_cache, partial
 from importlib import import_module
 from inspect import signature
-from traceback import extract_tb
+from traceback import extract_tb, walk_tb
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
@@ -18,7 +18,7 @@ from pluggy import PluginManager, PluginValidationError
 
 from kvcore import distributions, hookspecs
 from kvcore.errors import InputError, KvcoreError, PluginError
-from kvcore.hookspecs import PROJECT, Mode, Verb
+from kvcore.hookspecs import PROJECT, Mode, Ran, Verb
 from kvcore.plugins.base import FAILURES, Plugin, incomplete, qualified
 from kvcore.plugins.options import Spec, instantiate, nearest, parse
 
@@ -185,17 +185,17 @@ class Plugins:
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
-        if self._skipped:
-            msg += f" ({DISABLE} skips {', '.join(self._skipped)})"
         raise self.not_found(kind, msg)
 
     def not_found(self, kind: str, message: str) -> KvcoreError:
         """Return the error `message` about a plugin of `kind`, or a verb, that is not found.
 
-        It adds possible causes: broken plugins, or an outdated installation.
+        It adds possible causes: skipped or broken plugins, or an outdated installation.
         """
         if kind in KINDS:
             self._find(kind)
+        if self._skipped:
+            message += f" ({DISABLE} skips {', '.join(self._skipped)})"
         causes = [info.reason for info in self._unusable if info.kind in (None, kind)]
         if not causes:
             from kvcore.plugins._installation import outdated  # noqa: PLC0415
@@ -235,30 +235,32 @@ class Plugins:
         """
         return [self.build(kind, spec) for spec in parse(text)]
 
-    def verbs(self) -> dict[str, Verb]:
-        """Return the verbs that packages add to the command line, by name."""
-        return {name: verb for name, (verb, _) in self._collected("kvcore_commands").items()}
+    def verbs(self, taken: Collection[str] = ()) -> dict[str, Verb]:
+        """Return the verbs that packages add to the command line, by name; none is `taken`."""
+        added = self._collected("kvcore_commands", taken)
+        return {name: verb for name, (verb, _) in added.items()}
 
-    def modes(self) -> dict[str, Mode]:
-        """Return the modes that packages add, by name."""
-        return {name: mode for name, (mode, _) in self._collected("kvcore_modes").items()}
+    def modes(self, taken: Collection[str] = ()) -> dict[str, Mode]:
+        """Return the modes that packages add, by name; none is `taken`."""
+        added = self._collected("kvcore_modes", taken)
+        return {name: mode for name, (mode, _) in added.items()}
+
+    def refuse_mode(self, name: str, error: BaseException) -> None:
+        """Remove a mode that cannot be used, and list it as unusable."""
+        mode, origin = self._named["kvcore_modes"].pop(name)
+        reason = f"options of mode {name!r} of {origin} ({mode.options}) cannot be imported: "
+        self._refuse("kvcore_modes", name, origin, "", f"{reason}{error!r}{error_line(error)}")
 
     def options(self, verb: str) -> Iterator[tuple[Origin, Callable[[Any], Any]]]:
-        """Yield the options that packages add to a verb, each with its origin."""
-        hook = "kvcore_options"
-        for implementation in self._implementations(hook):
-            origin = self._origin(implementation)
-            try:
-                added = implementation.function(*([verb] if implementation.argnames else []))
-                if not (isinstance(added, list) and all(map(callable, added))):
-                    msg = f"{hook} of {origin} returned {added!r:.200}, not a list of options"
-                    raise PluginError(msg)
-            except FAILURES as error:
-                reason = f"{hook} of {origin} raised {error!r}{_line(error)}"
-                if isinstance(error, PluginError):
-                    reason = str(error)
-                self.refuse_option(origin, reason)
-                continue
+        """Yield the options that packages add to a verb, each with its origin.
+
+        Those of kvcore come first: no other package takes their flags.
+        """
+        hook, expected = "kvcore_options", "a list of options"
+        results = self._called(hook, _are_options, expected, verb)
+        for origin, added in sorted(
+            results, key=lambda result: result[0].distribution != PROJECT
+        ):
             yield from ((origin, option) for option in added)
 
     def refuse_option(self, origin: Origin, reason: str) -> None:
@@ -270,19 +272,45 @@ class Plugins:
         """Call each implementation of a hook; yield the results that are not None.
 
         Raises:
-            PluginError: one of them raised another error than those of kvcore.
+            PluginError: one of them raised another error than those of kvcore, or returned
+                something of another type.
         """
+        wanted: tuple[type, str] = (AbstractContextManager, "context manager")
+        if hook == "kvcore_ran":
+            wanted = Ran, "Ran"
         for implementation in self._implementations(hook):
+            origin = self._origin(implementation)
             known = {name: arguments[name] for name in implementation.argnames}
             try:
                 result = implementation.function(**known)
             except KvcoreError:
                 raise
             except FAILURES as error:
-                msg = f"{hook} of {self._origin(implementation)} raised {error!r}{_line(error)}"
-                raise PluginError(msg) from error
-            if result is not None:
+                raise PluginError(_reason(hook, origin, error)) from error
+            if isinstance(result, wanted[0]):
                 yield result
+            elif result is not None:
+                msg = f"{hook} of {origin} returned {result!r:.200}, not a {wanted[1]}"
+                raise PluginError(msg)
+
+    def bug(self, error: BaseException) -> str | None:
+        """Return an error text if a package raised `error`; None if kvcore did.
+
+        The innermost frame of either tells.
+        """
+        packages = {
+            getattr(plugin, "__name__", type(plugin).__module__).partition(".")[0]: origin
+            for name, plugin in self._manager.list_name_plugin()
+            if (origin := self._origins[name]).distribution != PROJECT
+        }
+        for frame, line in reversed(list(walk_tb(error.__traceback__))):
+            package = str(frame.f_globals.get("__name__")).partition(".")[0]
+            if package in packages:
+                where = f"{frame.f_code.co_filename}:{line}"
+                return f"{packages[package]} raised {error!r} ({where})"
+            if package.startswith(PROJECT):
+                break
+        return None
 
     def faults(self, *kinds: str | None) -> list[str]:
         """Return why plugins of some kinds, results of hooks, or entry points are unusable.
@@ -304,6 +332,17 @@ class Plugins:
         return sorted(
             [*infos, *self._unusable], key=lambda info: (kinds.index(info.kind), info.name)
         )
+
+    def additions(self) -> list[PluginInfo]:
+        """Return the verbs and the modes that packages add; none of them is imported."""
+        infos = []
+        for kind, hook in (("verb", "kvcore_commands"), ("mode", "kvcore_modes")):
+            for name, (value, origin) in sorted(self._collected(hook, ()).items()):
+                place = value.place if kind == "verb" else value.parts
+                module = place.partition(":")[0]
+                about = origin.distribution, origin.version, module
+                infos.append(PluginInfo(kind, name, *about, usable=True, reason=None))
+        return infos
 
     def _enabled(self) -> Iterator[tuple[Origin, EntryPoint | Point]]:
         """Yield the entry points that are not skipped, in the order of loading."""
@@ -353,38 +392,54 @@ class Plugins:
     def _origin(self, implementation: Any) -> Origin:
         return self._origins[implementation.plugin_name]
 
-    def _collected(self, hook: str) -> dict[str, tuple[Any, Origin]]:
-        """Return what a hook of verbs or modes gives, by name, with its origin.
+    def _called(
+        self,
+        hook: str,
+        fits: Callable[[Any], bool],
+        expected: str,
+        *arguments: str,
+        kind: str | None = None,
+    ) -> Iterator[tuple[Origin, Any]]:
+        """Call each implementation of a hook; yield the results that fit, with their origins.
 
-        Of two of the same name neither is returned.
+        An implementation that raises, or returns something else, is listed as unusable.
         """
-        if hook in self._named:
-            return self._named[hook]
-        wanted = {"kvcore_commands": Verb, "kvcore_modes": Mode}[hook]
-        claims: dict[str, list[tuple[Any, Origin]]] = {}
         for implementation in self._implementations(hook):
             origin, module = self._origin(implementation), implementation.function.__module__
             try:
-                result = implementation.function()
+                result = implementation.function(*arguments[: len(implementation.argnames)])
+                if not fits(result):
+                    msg = f"{hook} of {origin} returned {result!r:.200}, not {expected}"
+                    raise PluginError(msg)
             except FAILURES as error:
-                reason = f"{hook} of {origin} raised {error!r}{_line(error)}"
-                self._refuse(hook, origin.name, origin, module, reason)
-                continue
-            good = isinstance(result, dict) and all(
-                isinstance(name, str) and isinstance(value, wanted)
-                for name, value in result.items()
-            )
-            if not good:
-                reason = f"{hook} of {origin} returned {result!r:.200}, not a dict of "
-                self._refuse(hook, origin.name, origin, module, f"{reason}{wanted.__name__}")
-                continue
+                reason = _reason(hook, origin, error)
+                self._refuse(kind or hook, origin.name, origin, module, reason)
+            else:
+                yield origin, result
+
+    def _collected(self, hook: str, taken: Collection[str]) -> dict[str, tuple[Any, Origin]]:
+        """Return the verbs or the modes of packages by name, each with its origin.
+
+        Of two of the same name neither is returned, and none whose name is `taken`.
+        """
+        if hook in self._named:
+            return self._named[hook]
+        wanted = Verb if hook == "kvcore_commands" else Mode
+        claims: dict[str, list[tuple[Any, Origin]]] = {}
+        for origin, result in self._called(
+            hook, partial(_are_named, wanted), f"a dict of {wanted.__name__}"
+        ):
             for name, value in result.items():
-                claims.setdefault(name, []).append((value, origin))
-        for name, (first, *others) in claims.items():
+                if name in taken:
+                    reason = f"{hook} of {origin}: {name!r} is of the core; rename it"
+                    self._refuse(hook, name, origin, "", reason)
+                else:
+                    claims.setdefault(name, []).append((value, origin))
+        for name, ((_, first), *others) in claims.items():
             for _, origin in others:
                 reason = (
-                    f"{hook}: {name!r} is of {first[1]} and of {origin}; rename one, or skip "
-                    f"an entry point with {DISABLE}"
+                    f"{hook}: {name!r} is of {first} and of {origin}; rename one, or skip an "
+                    f"entry point with {DISABLE}"
                 )
                 self._refuse(hook, name, origin, "", reason)
         self._named[hook] = {name: each[0] for name, each in claims.items() if len(each) == 1}
@@ -392,22 +447,9 @@ class Plugins:
 
     def _claims(self, kind: str) -> dict[str, list[Found]]:
         """Return the results of the hook of `kind`, by name; broken ones become unusable."""
-        hook = KINDS[kind]
+        hook, expected = KINDS[kind], "a list of classes"
         claims: dict[str, list[Found]] = {}
-        for implementation in self._implementations(hook):
-            origin = self._origin(implementation)
-            try:
-                classes = implementation.function()
-                if not (isinstance(classes, list) or _are_places(classes)):
-                    msg = f"{hook} of {origin} returned {classes!r}, not a list of classes"
-                    raise PluginError(msg)
-            except FAILURES as error:
-                reason = f"{hook} of {origin} raised {error!r}"
-                if isinstance(error, PluginError):
-                    reason = str(error)
-                module = implementation.function.__module__
-                self._refuse(kind, origin.name, origin, module, reason)
-                continue
+        for origin, classes in self._called(hook, _are_classes, expected, kind=kind):
             if isinstance(classes, dict):
                 for name, place in classes.items():
                     claims.setdefault(name, []).append((place, origin))
@@ -481,7 +523,9 @@ class Plugins:
         if origin.distribution is None:
             raise PluginError(reason)
         place = origin.distribution, origin.version, module
-        self._unusable.append(PluginInfo(kind, name, *place, usable=False, reason=reason))
+        info = PluginInfo(kind, name, *place, usable=False, reason=reason)
+        if info not in self._unusable:  # the options of a verb may be asked for twice
+            self._unusable.append(info)
 
 
 def resolve(
@@ -600,15 +644,26 @@ def _imported(origin: Origin, point: EntryPoint | Point) -> object:
     try:
         return point.load()
     except FAILURES as error:
-        reason = f"{type(error).__name__}: {error}{_line(error)}"
+        reason = f"{type(error).__name__}: {error}{error_line(error)}"
         msg = f"{origin} ({point.value}) cannot be imported: {reason}"
         raise PluginError(msg) from error
 
 
-def _line(error: BaseException) -> str:
+def _reason(hook: str, origin: Origin, error: BaseException) -> str:
+    """Return an error text for a hook that raised `error`."""
+    if isinstance(error, PluginError):
+        return str(error)
+    return f"{hook} of {origin} raised {error!r}{error_line(error)}"
+
+
+def error_line(error: BaseException) -> str:
     """Return the file and the line of a plugin where an error was raised, in brackets."""
     _, *frames = extract_tb(error.__traceback__)
-    lines = [f"{f.filename}:{f.lineno}" for f in frames if "importlib" not in f.filename]
+    lines = [
+        f"{frame.filename}:{frame.lineno}"
+        for frame in frames
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
     return f" ({lines[-1]})" if lines else ""
 
 
@@ -649,12 +704,27 @@ def _unavailable(cls: type[Plugin]) -> str | None:
         return f"{qualified(cls)}.unavailable raised {error!r}"
 
 
-def _are_places(found: object) -> bool:
-    """Return True if `found` has the places of classes, by the names of plugins."""
-    return isinstance(found, dict) and all(
-        isinstance(name, str) and isinstance(place, str) and ":" in place
-        for name, place in found.items()
+def _are_classes(result: object) -> bool:
+    """Return True if `result` is a list, or has places of classes, by the names of plugins."""
+    return isinstance(result, list) or (
+        _are_named(str, result) and all(":" in place for place in cast("Any", result).values())
     )
+
+
+def _are_named(kind: Any, result: object) -> bool:
+    """Return True if `result` is a dict of texts, verbs or modes, by name."""
+    return isinstance(result, dict) and all(
+        isinstance(name, str)
+        and isinstance(value, kind)
+        # Both fields of a verb are texts.
+        and (kind is not Verb or all(isinstance(field, str) for field in value))
+        for name, value in result.items()
+    )
+
+
+def _are_options(result: object) -> bool:
+    """Return True if `result` is a list of decorators, as `click.option` returns them."""
+    return isinstance(result, list) and all(map(callable, result))
 
 
 def _fault(cls: object, kind: str) -> str | None:

@@ -22,16 +22,22 @@ class PagingReport:
     Attributes:
         contiguous, paged: the summaries of the runs.
         max_output: tokens that a request in contiguous memory reserves for its output.
+        alone: the report of the contiguous run, whose setup is that of both; None: no setup.
     """
 
     contiguous: Mapping[str, Any]
     paged: Mapping[str, Any]
     max_output: int
+    alone: SimulationReport | None = None
 
     @property
     def sections(self) -> list[Section]:
         """The page on both runs."""
-        return [self.headline, Table(self.headers, self.rows), self.reading]
+        both: list[Section] = [self.headline, Table(self.headers, self.rows)]
+        if self.alone is None:
+            return [*both, self.reading]
+        reading = f"{self.reading}\n{self.alone.setup}"
+        return [self.alone.warning, self.alone.headline, *both, reading]
 
     @property
     def headline(self) -> str:
@@ -90,31 +96,7 @@ def _paging_cells(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "free at such times", share(free)
 
 
-@attrs.frozen
-class ContiguousReport:
-    """Report on a run with contiguous memory, beside the same run with paged memory.
-
-    Attributes:
-        alone: the report of the contiguous run.
-        beside: the report of both.
-    """
-
-    alone: SimulationReport
-    beside: PagingReport
-
-    @property
-    def sections(self) -> list[Section]:
-        """The page on both runs."""
-        *both, reading = self.beside.sections
-        return [
-            self.alone.warning,
-            self.alone.headline,
-            *both,
-            f"{reading}\n{self.alone.setup}",
-        ]
-
-
-def report_of(result: Result, document: Mapping[str, Any], **words: Any) -> ContiguousReport:
+def report_of(result: Result, document: Mapping[str, Any], **words: Any) -> PagingReport:
     """Return the report of a run whose document has that of a paged one too."""
-    paging = PagingReport(document, document["paged"], result.max_output or 0)
-    return ContiguousReport(report_of_run(result, document, **words), paging)
+    alone = report_of_run(result, document, **words)
+    return PagingReport(document, document["paged"], result.max_output or 0, alone)

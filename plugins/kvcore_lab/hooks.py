@@ -77,8 +77,13 @@ def kvcore_options(verb: str) -> list[Any]:
 def kvcore_running(
     parts: RunParts, given: Mapping[str, Any]
 ) -> AbstractContextManager[Running] | None:
-    """Write metrics of the run, with `--prometheus`."""
-    if given["prometheus"] is None:
+    """Write metrics of the run, with `--prometheus`; say where contiguous memory is now."""
+    if not parts.traced:
+        from kvcore.cli.verb import echo  # noqa: PLC0415 - few runs are contiguous
+
+        now = "`kvcore demo paging` now; use that"
+        echo(f"kvcore: --allocation contiguous is {now}", err=True)
+    if given.get("prometheus") is None:
         return None
     from kvcore.cli.metrics import measuring  # noqa: PLC0415 - for --prometheus alone
 
@@ -87,9 +92,9 @@ def kvcore_running(
 
 @hookimpl
 def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Run contiguous memory beside paged one, and search where the load is too high."""
+    """Run paged memory beside contiguous one, and search where the load is too high."""
     if "search" not in given:
         return None
-    from kvcore.cli.search import compared_with_paged, search_of  # noqa: PLC0415 - of simulations
+    from kvcore.cli.search import ran_of  # noqa: PLC0415 - of simulations
 
-    return compared_with_paged(parts, given) or search_of(parts, result, given)
+    return ran_of(parts, result, given)

@@ -50,7 +50,7 @@ def kvcore_running(
     parts: RunParts, given: Mapping[str, Any]
 ) -> AbstractContextManager[Running] | None:
     """Show the run while it is made, with `--live`."""
-    if not given["live"]:
+    if not given.get("live"):
         return None
     from kvcore.cli.live import showing  # noqa: PLC0415 - for --live alone
 

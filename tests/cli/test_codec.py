@@ -7,6 +7,7 @@ import sys
 import orjson
 import pytest
 from helpers.commands import run_here
+from helpers.distributions import install
 from helpers.recordings import timed
 from helpers.serving import ask
 from helpers.traces import lines
@@ -59,11 +60,9 @@ BLOCK = HEADS * 2 * (3 * 16 * 128 + 5)
 def thirds(tmp_path, monkeypatch):
     """Install a codec in a distribution of its own, and return the text that names it."""
     site = tmp_path / "site"
-    info = site / "kv_thirds-1.0.dist-info"
-    info.mkdir(parents=True)
+    site.mkdir()
     (site / "kv_thirds.py").write_text(THIRDS)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kv-thirds\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[kvcore]\nthirds = kv_thirds\n")
+    install(site, "kv-thirds", [("thirds", "kv_thirds")])
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "kv_thirds", raising=False)
     return "thirds:more=5"

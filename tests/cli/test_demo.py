@@ -127,7 +127,9 @@ def test_without_torch_the_error_names_what_to_install(capsys, monkeypatch):
 
 def test_no_demo_prints_the_list(capsys):
     """`kvcore demo` without a name prints the list of demos."""
-    assert "cache  Generate the same tokens" in printed(capsys)
+    out = printed(capsys)
+    assert "cache   Generate the same tokens" in out
+    assert "paging  Serve WORKLOAD in contiguous memory, and in blocks.\n" in out
 
 
 def test_an_unknown_demo_is_a_usage_error(capsys):

@@ -21,27 +21,32 @@ from kvcore.cli import main as frame
 from kvcore.errors import InputError, OutOfBlocks, PluginError, TraceError
 from kvcore.hookspecs import Verb
 
-TALK = """
-import sys, types, click
+IMPORTS = """
+import ctypes, os, signal, sys, types, click
+from pathlib import Path
 from kvcore.cli import main
+from kvcore.trace import Trace
+"""
 
-@click.command()
-@click.argument("words", type=int)
-def talk(words):
-    click.echo("word " * words)
 
+def program(verb):
+    """Return a program with a verb `talk`, from the source of its function."""
+    registered = """
 sys.modules["talk"] = types.SimpleNamespace(talk=talk)
 main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
 main.main()
 """
+    return IMPORTS + verb + registered
 
 
-ASKED_TO_END = """
-import os, signal, sys, types, click
-from pathlib import Path
-from kvcore.cli import main
-from kvcore.trace import Trace
+TALK = program("""
+@click.command()
+@click.argument("words", type=int)
+def talk(words):
+    click.echo("word " * words)
+""")
 
+ASKED_TO_END = program("""
 @click.command()
 @click.argument("file")
 def talk(file):
@@ -49,17 +54,9 @@ def talk(file):
         assert Path(f"{file}.part").exists()
         os.kill(os.getpid(), signal.SIGTERM)
         signal.pause()
+""")
 
-sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
-main.main()
-"""
-
-
-CLEARED_IN_C = """
-import ctypes, os, signal, sys, types, click
-from kvcore.cli import main
-
+CLEARED_IN_C = program("""
 class Odd:
     def __getattr__(self, name):
         os.kill(os.getpid(), getattr(signal, sys.argv[2]))
@@ -78,26 +75,15 @@ def talk(number):
         while any(signal.getitimer(signal.ITIMER_REAL)):
             pass  # until the timer has looked
         print("ended", flush=True)
+""")
 
-sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
-main.main()
-"""
-
-ASKED_TO_END_BY_A_MODULE = """
-import sys, types, click
-from kvcore.cli import main
-
+ASKED_TO_END_BY_A_MODULE = program("""
 @click.command()
 def talk():
     import swallows
     while True:
         pass
-
-sys.modules["talk"] = types.SimpleNamespace(talk=talk)
-main.VERBS["talk"] = main.Verb("talk:talk", "Talk.")
-main.main()
-"""
+""")
 
 
 @pytest.fixture

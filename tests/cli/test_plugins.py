@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.commands import run_here
+from helpers.distributions import install_module
 
 import kvcore.plugins.manager
 from kvcore.cli import main
@@ -32,23 +33,10 @@ def kvcore_eviction_policies(): return [Policy]
 """
 
 
-def install(site, distribution, module, source, **files):
-    """Install a distribution with one module and one entry point of the same name in `site`."""
-    (site / f"{module}.py").write_text(source)
-    info = site / f"{distribution}-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n"
-    )
-    (info / "entry_points.txt").write_text(f"[kvcore]\n{module} = {module}\n")
-    for name, text in files.items():
-        (info / f"{name}.json").write_text(text)
-
-
 @pytest.fixture
 def site(tmp_path):
     """Return a directory in which the only plugin of kvcore is the eviction policy `plain`."""
-    install(tmp_path, "kvcore", "kv_plain", HOOKS.format(name="plain", reason=None))
+    install_module(tmp_path, "kvcore", "kv_plain", HOOKS.format(name="plain", reason=None))
     return tmp_path
 
 
@@ -81,12 +69,15 @@ def test_json_has_every_field(site):
                 "reason": None,
             }
         ],
+        "additions": [],
     }
 
 
 def test_the_table_has_the_reason_why_a_plugin_is_unusable(site):
     """The table has a row for each plugin, with the reason if it cannot be used."""
-    install(site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU"))
+    install_module(
+        site, "acme", "acme_gpu", HOOKS.format(name="fast", reason="there is no GPU")
+    )
     done = run(site, "plugins")
     assert (done.returncode, done.stderr) == (0, "")
     rows = [line.split(maxsplit=5) for line in done.stdout.splitlines() if "1.0" in line]
@@ -104,25 +95,9 @@ def test_narrow_terminals_have_no_column_of_modules(monkeypatch, capsys, columns
     assert ("kvcore_plugins.eviction.lru" in capsys.readouterr().out) is shown
 
 
-def unusable(done):
-    """Return the reasons of unusable plugins in a JSON listing, by name."""
-    assert (done.returncode, done.stderr) == (0, "")
-    return {p["name"]: p["reason"] for p in json.loads(done.stdout)["plugins"] if p["reason"]}
-
-
-def test_duplicate_names_are_listed(site):
-    """Two plugins with one name are listed as unusable, with both distributions and classes."""
-    install(site, "acme", "acme_plain", HOOKS.format(name="plain", reason=None))
-    assert unusable(run(site, "plugins", "--json")) == {
-        "plain": "two eviction plugins are named 'plain': acme_plain.Policy of entry "
-        "point 'acme_plain' of acme 1.0, and kv_plain.Policy of entry point 'kv_plain' of "
-        "kvcore 1.0; rename one, or skip the entry point of one with KVCORE_DISABLE_PLUGINS"
-    }
-
-
 def test_import_failures_are_listed(site):
     """A distribution that cannot be imported is listed with the reason, beside the others."""
-    install(site, "acme", "acme_bad", "import x_that_is_not_there")
+    install_module(site, "acme", "acme_bad", "import x_that_is_not_there")
     done = run(site, "plugins")
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[1]: line.split(maxsplit=5) for line in done.stdout.splitlines()[2:]}
@@ -139,7 +114,7 @@ def test_output_of_a_plugin_on_import_goes_to_stderr(site):
     noisy = HOOKS.format(name="noisy", reason=None).replace(
         "return [Policy]", "print('in the hook'); return [Policy]"
     )
-    install(site, "acme", "acme_noisy", "print('on import')\n" + noisy)
+    install_module(site, "acme", "acme_noisy", "print('on import')\n" + noisy)
     done = run(site, "plugins", "--json")
     assert (done.returncode, done.stderr) == (0, "on import\nin the hook\n")
     assert {each["name"] for each in json.loads(done.stdout)["plugins"]} == {"plain", "noisy"}
@@ -158,18 +133,6 @@ def test_output_of_a_policys_method_goes_to_stderr(monkeypatch, arguments):
     assert "noise\n" in done.stderr
     assert "lru" in done.stdout
     assert "noise" not in done.stdout
-
-
-def test_outdated_entry_points_are_listed(site):
-    """An editable install older than its pyproject.toml is listed, with how to reinstall it."""
-    (site / "pyproject.toml").write_text(
-        '[project]\nname = "acme"\n[project.entry-points.kvcore]\nacme = "acme_new"\n'
-    )
-    url = json.dumps({"url": site.as_uri(), "dir_info": {"editable": True}})
-    install(site, "acme", "acme_old", "import acme_older", direct_url=url)
-    reason = unusable(run(site, "plugins", "--json"))["acme_old"]
-    assert "entry point 'acme_old' of acme 1.0 (acme_old) cannot be imported" in reason
-    assert reason.endswith(f"run `pip install -e .` again in {site}")
 
 
 def test_checkout_that_is_not_installed_exits_3(tmp_path):
@@ -191,7 +154,7 @@ def test_checkout_that_is_not_installed_exits_3(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["plugins"], ["plugins", "--json"]])
 def test_built_ins_are_listed(capsys, arguments):
-    """The plugins of kvcore are listed, in the table and in the JSON document."""
+    """The plugins, verbs and modes of kvcore are listed, in the table and in the document."""
     assert main.run(arguments) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in ("lru", "radix", "mooncake"))
+    assert all(name in out for name in ("lru", "radix", "mooncake", "compare", "cluster"))

@@ -1,35 +1,24 @@
-"""Tests of `kvcore simulate --allocation contiguous`, which runs beside paged memory."""
+"""Tests of `kvcore demo paging`, and of `kvcore simulate --allocation contiguous`."""
 
 import json
 
-import pytest
-
-from kvcore.cli import main as frame
+from helpers.commands import run_here
 
 SMALL = (
     "zipf:requests=40,rate=2000,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
 )
-COMMAND = ["simulate", SMALL, "--allocation", "contiguous", "--blocks", "20"]
+OLD = ("simulate", SMALL, "--allocation", "contiguous", "--blocks", "20")
+DEMO = ("demo", "paging", SMALL, "--blocks", "20")
+NOTICE = "kvcore: --allocation contiguous is `kvcore demo paging` now; use that\n"
 
 
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs the command and returns exit code, stdout and stderr."""
-
-    def command(*arguments):
-        code = frame.run([*COMMAND, *map(str, arguments)])
-        return code, *capsys.readouterr()
-
-    return command
-
-
-def test_the_document_has_a_contiguous_and_a_paged_run(run, capsys):
+def test_the_document_has_a_contiguous_and_a_paged_run():
     """The document has the contiguous run, and beside it the paged run as it is alone."""
-    code, out, err = run("--json", "--no-search")
-    assert (code, err) == (0, "")
-    contiguous = json.loads(out)
-    frame.run(["simulate", SMALL, "--blocks", "20", "--no-search", "--json"])
-    paged = json.loads(capsys.readouterr().out)
+    done = run_here(*DEMO, "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    contiguous = json.loads(done.stdout)
+    alone = run_here("simulate", SMALL, "--blocks", "20", "--no-search", "--json")
+    paged = json.loads(alone.stdout)
     config = paged.pop("config")
     beside = contiguous["paged"]
     assert paged["fragmentation"] is None
@@ -40,9 +29,23 @@ def test_the_document_has_a_contiguous_and_a_paged_run(run, capsys):
     assert contiguous["fragmentation"]["running"] < beside["fragmentation"]["running"]
 
 
-def test_the_table_is_readable(run):
+def test_the_earlier_option_has_the_same_document_and_a_notice():
+    """`--allocation contiguous` prints the document of the demo, a search, and a notice."""
+    done = run_here(*OLD, "--json")
+    assert (done.returncode, done.stderr) == (0, NOTICE)
+    earlier, document = (
+        json.loads(text) for text in (done.stdout, run_here(*DEMO, "--json").stdout)
+    )
+    assert earlier["saturation"].pop("holds") == {"rate_scale": 0.08}
+    assert document["saturation"].pop("holds") is None
+    for each in (earlier, earlier["paged"], document, document["paged"]):
+        del each["wall_s"]
+    assert earlier == document
+
+
+def test_the_table_is_readable():
     """The table has both runs side by side, in 80 columns."""
-    _, out, _ = run()
+    out = run_here(*DEMO).stdout
     text = " ".join(out.split())
     assert "320 tokens, contiguous: a request reserves its prompt and 8 tokens of" in text
     rows = [line.split() for line in out.splitlines()]
@@ -51,10 +54,15 @@ def test_the_table_is_readable(run):
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_the_folder_of_results_has_no_trace(run, tmp_path):
+def test_the_output_to_reserve_can_be_given():
+    """`--max-output` is what a request reserves, in place of the longest output."""
+    out = " ".join(run_here(*DEMO, "--max-output", 16).stdout.split())
+    assert "a request reserves its prompt and 16 tokens of output" in out
+
+
+def test_the_folder_of_results_has_no_trace(tmp_path):
     """`--out` has the summary of both runs and the requests, and no trace."""
-    code, *_ = run("--out", tmp_path / "out")
-    assert code == 0
+    assert run_here(*OLD, "--out", tmp_path / "out").returncode == 0
     assert {path.name for path in (tmp_path / "out").iterdir()} == {
         "summary.json",
         "requests.jsonl",
@@ -63,10 +71,10 @@ def test_the_folder_of_results_has_no_trace(run, tmp_path):
     assert summary["fragmentation"] != summary["paged"]["fragmentation"]
 
 
-def test_a_trace_is_refused(run, tmp_path):
+def test_a_trace_is_refused(tmp_path):
     """`--trace` is an error with contiguous memory, and nothing is written."""
     path = tmp_path / "trace.jsonl"
-    code, out, err = run("--trace", path)
-    assert (code, out) == (2, "")
-    assert "use allocation='paged'" in err
+    done = run_here(*OLD, "--trace", path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "use allocation='paged'" in done.stderr
     assert list(tmp_path.iterdir()) == []

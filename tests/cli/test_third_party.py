@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "third_party_policy"
 RETENTION = ROOT / "examples" / "third_party_retention"
 CODEC = ROOT / "examples" / "third_party_codec"
+VERB = ROOT / "examples" / "third_party_verb"
 HOW_TO = ROOT / "docs" / "how-to" / "write-a-plugin.md"
 
 pytestmark = [pytest.mark.slow, pytest.mark.network]
@@ -32,7 +33,7 @@ def scripts(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "--python", scripts / "python", "install", "--quiet"]
     pins = ["--no-compile", "--constraint", ROOT / "constraints.txt"]
     newest = written(HOW_TO.read_text("utf-8"), home.parent / "newest")
-    packages = [f"{ROOT}[testing]", EXAMPLE, RETENTION, CODEC, "--editable", newest]
+    packages = [f"{ROOT}[testing]", EXAMPLE, RETENTION, CODEC, VERB, "--editable", newest]
     subprocess.run([*pip, *pins, "hatchling", "editables"], check=True)
     subprocess.run([*pip, *pins, "--no-build-isolation", *packages], check=True)
     return scripts
@@ -83,9 +84,44 @@ def test_the_bundled_trace_is_compared_without_extras(scripts, tmp_path):
     assert {"lru", "optimum", "infinite"} < rows
 
 
+def test_the_example_adds_a_verb(scripts, tmp_path):
+    """The verb of the example is listed, has a help page, and prints what it counts."""
+    listed, page, used = (
+        run(scripts / "kvcore", *words, cwd=tmp_path)
+        for words in (["--help"], ["reuse", "--help"], ["reuse", "zipf:requests=9"])
+    )
+    assert [done.returncode for done in (listed, page, used)] == [0, 0, 0], used.stderr
+    assert re.search(r"^  reuse +Count the blocks of WORKLOAD", listed.stdout, re.MULTILINE)
+    assert page.stdout.startswith("Usage: kvcore reuse [OPTIONS] [WORKLOAD]")
+    assert " blocks are used again (" in used.stdout
+
+
+def test_the_example_adds_an_option_to_simulate(scripts, tmp_path):
+    """The option is on the help page, a key of a file, and adds a sentence and a field."""
+    (tmp_path / "run.toml").write_text('workload = "zipf:requests=9"\nreuse = true\n')
+    command = [scripts / "kvcore", "simulate", "zipf:requests=9"]
+    page, shown, document = (
+        run(*command, *words, cwd=tmp_path)
+        for words in (["--help"], ["--reuse"], ["--config", "run.toml", "--json"])
+    )
+    assert [done.returncode for done in (page, shown, document)] == [0, 0, 0], document.stderr
+    assert re.search(r"^  --reuse +Count the blocks", page.stdout, re.MULTILINE)
+    counts = json.loads(document.stdout)["reuse"]
+    sentence = f"{counts['used_again']:,} of {counts['blocks']:,} blocks are used again"
+    assert sentence in shown.stdout.splitlines()[-1]
+
+
+def test_a_verb_takes_at_most_fifteen_lines():
+    """The verb that the README of the example shows is that of its file, of few lines."""
+    readme = (VERB / "README.md").read_text("utf-8")
+    (shown,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    assert shown in (VERB / "kvcore_reuse.py").read_text("utf-8")
+    assert len(shown.splitlines()) <= 15
+
+
 def test_the_kits_pass_on_the_examples(scripts, tmp_path):
-    """The tests of the examples, which use conformance kits, pass and are not empty."""
-    tests = [example / "tests" for example in (EXAMPLE, RETENTION)]
+    """The tests of the examples, which use kits or run them, pass and are not empty."""
+    tests = [example / "tests" for example in (EXAMPLE, RETENTION, VERB)]
     words = ["-m", "pytest", "-rA", "-p", "no:cacheprovider", *tests]
     done = run(scripts / "python", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

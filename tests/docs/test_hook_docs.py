@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from importlib.metadata import Distribution
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+from helpers.distributions import install
 
 from kvcore import hookspecs
 from kvcore.plugins.manager import DISABLE, KINDS, Plugins, base_of
@@ -22,7 +23,7 @@ HOOKS = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
 def signature(hook):
     """Return the name and signature of a hook, as its specification has them."""
     found = inspect.signature(getattr(hookspecs, hook))
-    parameters = ", ".join(map(str, found.parameters.values()))
+    parameters = ", ".join(f"{p.name}: {p.annotation}" for p in found.parameters.values())
     return f"{hook}({parameters}) -> {found.return_annotation}"
 
 
@@ -53,7 +54,7 @@ def test_each_kind_of_plugin_has_a_row(kind):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Install the package of the how-to, and yield its distribution."""
+    """Install the package of the how-to, and yield its entry points."""
     files = dict(
         re.findall(r"The file `([^`]+)`.*?```\w+\n(.*?)```", HOW_TO, re.DOTALL),
     )
@@ -65,23 +66,17 @@ def installed(tmp_path, monkeypatch):
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    points = re.search(r"\[project.entry-points.kvcore\]\n(.*?)\n", HOW_TO)[1]
-    info = tmp_path / "kvcore_newest-0.1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: kvcore-newest\nVersion: 0.1.0\n"
-    )
-    (info / "entry_points.txt").write_text(f"[kvcore]\n{points.replace(chr(34), '')}\n")
+    points = re.findall(r"\[project.entry-points.kvcore\]\n(\S+) = \"(.*?)\"\n", HOW_TO)
     monkeypatch.delenv(DISABLE, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
-    yield Distribution.at(info)
+    yield install(tmp_path, "kvcore-newest", points, "0.1.0")
     for name in [name for name in sys.modules if name.startswith("kvcore_newest")]:
         del sys.modules[name]
 
 
 def test_the_plugin_of_the_how_to_is_found(installed):
     """The files of the how-to make a distribution whose plugin is found and built."""
-    plugins = Plugins(entry_points=installed.entry_points)
+    plugins = Plugins(entry_points=installed)
     assert plugins.build("eviction", "newest:keep=512").keep == 512
     (info,) = plugins.listing()
     assert (info.name, info.distribution, info.version) == ("newest", "kvcore-newest", "0.1.0")
@@ -94,3 +89,13 @@ def test_the_how_to_registers_a_policy_in_code():
     names = {}
     exec(example.replace("extra=[hooks]", "extra=[hooks], entry_points=()"), names)  # noqa: S102
     assert names["policy"].keep == 512
+
+
+def test_the_verb_of_the_how_to_runs():
+    """The verb of the how-to prints how many blocks are used again."""
+    (example,) = re.findall(r"```python\n([^`]*@click.*?)```", HOW_TO, re.DOTALL)
+    names = {}
+    exec(example, names)  # noqa: S102
+    assert list(names["kvcore_commands"]()) == ["reuse"]
+    workload = "zipf:requests=2,prefixes=1,prefix_tokens=256,suffix_tokens=16"
+    assert CliRunner().invoke(names["reuse"], [workload]).output == "16 of 18 blocks\n"

@@ -1,4 +1,4 @@
-"""Every kind of plugin has a hook, and the classes that the hook returns can be looked up."""
+"""Every hook has a kind, and classes that a hook gives as import paths are looked up."""
 
 from __future__ import annotations
 
@@ -12,40 +12,13 @@ from kvcore import hookspecs
 from kvcore.distributions import entry_points
 from kvcore.errors import PluginError
 from kvcore.hookspecs import PROJECT, hookimpl
-from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins, base_of
-from kvcore_plugins import hooks
-from kvcore_plugins.eviction import LRU
-
-
-def plugin_class(kind):
-    """Return a class of plugins of `kind` that defines every abstract method."""
-    base = base_of(kind)
-    must = dict.fromkeys(base.__abstractmethods__)
-    return type("Named", (base,), must | {"name": f"some-{kind}"})
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_classes_of_a_hook_are_plugins_of_its_kind(kind):
-    """A class that the hook of a kind returns can be looked up by kind and name."""
-    cls = plugin_class(kind)
-
-    @hookimpl
-    def hook():
-        return [cls]
-
-    plugins = Plugins([SimpleNamespace(**{KINDS[kind]: hook})], entry_points=())
-    assert plugins.get(kind, f"some-{kind}") is cls
+from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins
 
 
 def test_every_hook_has_a_kind():
     """Each hook belongs to exactly one kind of plugin, or adds to the command line."""
     hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
     assert hooks == sorted([*KINDS.values(), *EXTENSIONS])
-
-
-def test_look_ups_use_the_kind_of_the_base_class():
-    """The kind used in look-ups is the `kind` of the base class."""
-    assert {kind: base_of(kind).kind for kind in KINDS} == {k: k for k in KINDS}
 
 
 def plugins_by_import_path(**places):
@@ -98,13 +71,6 @@ def test_a_wrong_import_path_is_an_error_for_its_name_only(place, fault):
     assert list(plugins.classes("eviction")) == ["lru"]
     (info,) = (info for info in plugins.listing() if not info.usable)
     assert (info.name, info.reason) == ("odd", str(caught.value))
-
-
-def test_two_plugins_of_one_name_are_an_error():
-    """Two plugins of one name are an error, given as classes or as import paths."""
-    both = [hooks, SimpleNamespace(kvcore_eviction_policies=hookimpl(lambda: [LRU]))]
-    with pytest.raises(PluginError, match="two eviction plugins are named 'lru'"):
-        Plugins(both, entry_points=()).get("eviction", "lru")
 
 
 @pytest.mark.parametrize("kind", KINDS)
