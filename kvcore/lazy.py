@@ -37,6 +37,28 @@ def deferred(
     return get, lambda: sorted({*own, *places, *modules})
 
 
+def deferred_plugins(
+    package: str,
+    places: Mapping[str, str],
+    otherwise: Callable[[str], Any] | None = None,
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return the `__getattr__` and `__dir__` of a package of plugins, as `deferred` does.
+
+    Args:
+        package: the name of the package.
+        places: the places of its plugins by their names, as a hook returns them; those that
+            are not in a module of the package are left out.
+        otherwise: as for `deferred`.
+    """
+    modules: dict[str, str] = {}
+    for place in places.values():
+        module, _, name = place.partition(":")
+        parent, _, module = module.rpartition(".")
+        if parent == package:
+            modules[module] = f"{modules.get(module, '')} {name}"
+    return deferred(package, modules, otherwise)
+
+
 class LazyModule:
     """Stands in for a module, and imports it when one of its names is first used.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
@@ -21,7 +21,7 @@ from kvcore.analysis.miss_reasons import (
     RequestMisses,
     TierDrop,
 )
-from kvcore.trace.events import unfit
+from kvcore.trace.events import methods_by_event, unfit
 from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.state import CacheState, TracedSpan, path
 
@@ -86,22 +86,11 @@ class MissClassifier:
         self._partial: set[Id] = set()
         # The sequence of the latest readmission.
         self._returned: int | None = None
-        self._take: dict[str, Callable[[Any], None]] = {
-            "REQUEST": self._request,
-            "COMMIT": self._commit,
-            "SPLIT": self._split,
-            "HIT": self._hit,
-            "MISS": self._admission,
-            "KEYS": self._keys,
-            "REJECT": self._reject,
-        }
-        if self.state.tiers is not None:
-            self._take |= {
-                "OFFLOAD": self._offload,
-                "LOAD_START": self._load_start,
-                "LOAD": self._load,
-                "DROP": self._drop,
-            }
+        told = ("REQUEST", "COMMIT", "SPLIT", "HIT", "MISS", "KEYS", "REJECT")
+        of_tiers = (
+            ("OFFLOAD", "LOAD_START", "LOAD", "DROP") if self.state.tiers is not None else ()
+        )
+        self._take = methods_by_event(self, *told, *of_tiers)
 
     @property
     def header(self) -> events.Header:
@@ -220,9 +209,9 @@ class MissClassifier:
     def _hit(self, event: events.Hit) -> None:
         for span in path(self.state.spans[event.span]):
             self._users[span.id] = event.request
-        self._admission(event)
+        self._miss(event)
 
-    def _admission(self, event: events.Hit | events.Miss) -> None:
+    def _miss(self, event: events.Hit | events.Miss) -> None:
         """Apply a HIT or MISS line; the first one of an admission has its hit."""
         reasons = self.requests[event.request]
         if event.again:

@@ -137,6 +137,44 @@ class FleetPlan(Shown):
         """The best fleet; None if no fleet meets the SLO."""
         return self.options[0] if self.options else None
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        limit = self.limit
+        return {
+            "setup": self.setup,
+            "requests": self.requests,
+            "percentile": self.percentile,
+            "max_gpus": self.max_gpus,
+            "plans": [
+                self._sizes(option.fleet)
+                | {"slo_met": option.served.attainment, "hit_ratio": option.served.hit_ratio}
+                | attrs.asdict(option.served, filter=attrs.filters.exclude("whole", "requests"))
+                for option in self.options
+            ],
+            "limit": {
+                "verdict": limit.verdict,
+                "fleet": None if limit.fleet is None else self._sizes(limit.fleet),
+                "slo_met": limit.attainment,
+                "granted": limit.grants,
+                "policies": [
+                    {"kind": kind, "name": name, "slo_met": met}
+                    for (kind, name), met in limit.policies.items()
+                ],
+            },
+            "simulations": self.simulations,
+            "notes": self.notes,
+        }
+
+    def _sizes(self, fleet: Fleet) -> dict[str, int]:
+        return {
+            "replicas": fleet.replicas,
+            "tensor_parallel": fleet.devices,
+            "gpus": fleet.gpus,
+            "blocks": fleet.blocks,
+            "pool_bytes": fleet.blocks * self.block_bytes[fleet.devices],
+            "host_bytes": fleet.host_bytes,
+        }
+
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the fleets that meet the SLO, best first.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -19,6 +18,7 @@ from kvcore.serving.result import Outcome, hit_fields
 from kvcore.serving.stats import RunLog
 from kvcore.trace import TraceWorkload
 from kvcore.trace.check import check_event
+from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import slo_of
 from kvcore.trace.reader import TraceReader, read_request
 from kvcore.trace.replicas import ServerReader
@@ -163,21 +163,11 @@ class Recorded:
         self._serial = 0
         size = reader.file.stat().st_size
         self._most_requests = FREE_REQUESTS + size // BYTES_OF_REQUEST
-        self._take: dict[str, Callable[[Any], None]] = {
-            "REQUEST": self._request,
-            "HIT": self._hit,
-            "MISS": self._miss,
-            "LOAD": self._load,
-            "EVICT": self._evict,
-            "COMPACT": self._compact,
-            "FREE": self._free,
-            "FIRST_TOKEN": self._first_token,
-            "PREEMPT": self._preempt,
-            "FINISH": self._finish,
-            "REJECT": self._reject,
-            "FORK": self._fork,
-            "END": self._end,
-        }
+        self._take = methods_by_event(
+            self,
+            *("REQUEST", "HIT", "MISS", "LOAD", "EVICT", "COMPACT", "FREE", "FIRST_TOKEN"),
+            *("PREEMPT", "FINISH", "REJECT", "FORK", "END"),
+        )
 
     def take(self, event: events.Event) -> None:
         """Apply a line after HEADER. O(1), or O(keys) of a request.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.progress import Tick, unseen
-from kvcore.trace.events import unfit
+from kvcore.trace.events import methods_by_event, unfit
 from kvcore.trace.replicas import ServerReader
 from kvcore.trace.state import CacheState, run_blocks
 
@@ -345,13 +345,11 @@ class TimelineBuilder:
         # Resumed requests that hit all blocks that they can share: no COMMIT will mark when the
         # rest is computed, which mostly is the end of the next step.
         self._returned: list[int] = []
-        self._take: dict[str, Callable[[Any], None]] = {
-            name: getattr(self, f"_{name.lower()}")
-            for name in (
-                *("REQUEST", "MISS", "LOAD_START", "LOAD", "ALLOC", "COMMIT", "EVICT"),
-                *("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT", "FREE", "FORK"),
-            )
-        }
+        self._take = methods_by_event(
+            self,
+            *("REQUEST", "MISS", "LOAD_START", "LOAD", "ALLOC", "COMMIT", "EVICT"),
+            *("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT", "FREE", "FORK"),
+        )
         self._take["HIT"] = self._miss
 
     def take(self, event: events.Event) -> None:

@@ -28,6 +28,7 @@ from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace, TraceWorkload
+from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.trace.state import run_blocks
@@ -560,13 +561,11 @@ class _EngineCalls:
         self._seqs: dict[int, tuple[_RecordedRequest, CacheSequence]] = {}
         # The admission whose ALLOC, if it has one, is the next line.
         self._admitted: events.Hit | events.Miss | None = None
-        self._calls: dict[str, Callable[[Any], None]] = {
-            name: getattr(self, f"_{name.lower()}")
-            for name in (
-                *("REQUEST", "ALLOC", "KEYS", "COMMIT", "PREEMPT", "FREE"),
-                *("FIRST_TOKEN", "FINISH", "REJECT"),
-            )
-        }
+        self._calls = methods_by_event(
+            self,
+            *("REQUEST", "ALLOC", "KEYS", "COMMIT", "PREEMPT", "FREE"),
+            *("FIRST_TOKEN", "FINISH", "REJECT"),
+        )
 
     def run(self) -> RunLog:
         """Make all calls; return the log of the requests, at the engine's times.

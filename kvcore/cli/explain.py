@@ -143,7 +143,7 @@ def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
     if as_json:
         emit_json(explanation.as_dict() | sums.as_dict())
     else:
-        print_sections(*SummaryReport(explanation, sums).sections)
+        print_sections(*SummaryReport.of(explanation, sums).sections)
 
 
 def _billed(

@@ -137,8 +137,10 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 progress=progress,
                 **options,
             )
-            report = PlanReport(found)
-            document = {"schema": 1, **report.document()}
+            report = PlanReport(found.as_dict())
+            document = {"schema": 1, **report.plan}
+            limit = document["limit"]
+            document["limit"] = {"verdict": limit["verdict"], "why": report.limit} | limit
             with atomic_file(written) as file:
                 file.buffer.write(json_bytes(document))
             write_plot(report.chart())

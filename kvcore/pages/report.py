@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,7 @@ from kvcore.files import (
     decompressed,
     unreadable_reason,
 )
-from kvcore.pages.report_documents import Explained, Measured, Planned, Rerun, Sized, Swept
-from kvcore.pages.report_hits import Compared, Curved, Planed
+from kvcore.pages.report_documents import FORMS, DocumentResult
 from kvcore.pages.report_parts import Document, Part, Result, command
 from kvcore.pages.report_runs import Run
 from kvcore.pages.shell import Page
@@ -45,23 +44,8 @@ FAULTS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, A
 FEW = 2
 """Largest number of results that the title names."""
 
-FORMS: Mapping[frozenset[str], Callable[[str, Document], Result]] = {
-    frozenset(keys.split()): read
-    for keys, read in {
-        "rows infinite workload count": Compared.of,
-        "curves infinite workload": Curved.of,
-        "points tier infinite": Planed.of,
-        "mode cells rows": Swept.of,
-        "plans limit setup": Planned.of,
-        "recorded rerun changes": Rerun.of,
-        "lost places optimum": Explained.of,
-        "losses request optimum": Explained.of,
-        "generator full_codec rows": Measured.of,
-        "kv tokens batch model": Sized.of,
-        "ttft_s pool hit": lambda name, summary: Run(name=name, summary=summary),
-    }.items()
-}
-"""Readers of documents, by the keys that identify each kind."""
+RUN = {"ttft_s", "pool", "hit"}
+"""Keys of the document of a run."""
 
 OTHERS: Mapping[frozenset[str], str] = {
     frozenset(keys.split()): told
@@ -224,8 +208,8 @@ def _read(name: str, document: Document) -> Result:
     Raises:
         InputError: the document is of no known kind or of another schema, or lacks a field.
     """
-    form = next((read for keys, read in FORMS.items() if keys <= document.keys()), None)
-    if form is None:
+    form = next((form for form in FORMS if form.keys <= document.keys()), None)
+    if form is None and not document.keys() >= RUN:
         msg = f"{name}: {_told(document)}"
         raise InputError(msg)
     if document.get("schema") != SCHEMA:
@@ -235,7 +219,9 @@ def _read(name: str, document: Document) -> Result:
         )
         raise InputError(msg)
     with _naming(name):
-        return form(name, document)
+        if form is None:
+            return Run(name=name, summary=document)
+        return DocumentResult.read(name, document, form)
 
 
 @contextmanager
@@ -306,23 +292,19 @@ def _document(found: Sequence[Result], paths: Sequence[str], title: str | None) 
     for result, path in zip(found, paths, strict=True):
         with _naming(path):
             parts.append([*result.parts()])
-    kinds: dict[type[Result], list[int]] = {}
-    for place, result in enumerate(found):
-        kinds.setdefault(type(result), []).append(place)
+    kinds: dict[str, list[int]] = {}
+    for index, result in enumerate(found):
+        kinds.setdefault(result.kind, []).append(index)
     told: list[dict[str, Any]] = []
-    for kind, places in kinds.items():
+    for kind, indices in kinds.items():
+        alike, names = [found[n] for n in indices], [labels[n] for n in indices]
         side: list[Part] = []
-        if len(places) > 1:
-            with _naming(", ".join(paths[place] for place in places)):
-                side += kind.together(
-                    [found[place] for place in places], [labels[place] for place in places]
-                )
+        if len(indices) > 1:
+            with _naming(", ".join(paths[index] for index in indices)):
+                side += alike[0].together(alike, names)
         if side:
-            told.append({"title": f"{kind.plural or kind.kind} side by side", "parts": side})
-        told += [
-            {"title": f"{kind.kind}: {labels[place]}", "parts": parts[place]}
-            for place in places
-        ]
+            told.append({"title": f"{alike[0].plural} side by side", "parts": side})
+        told += [{"title": f"{kind}: {labels[n]}", "parts": parts[n]} for n in indices]
     if title is None:
         few = len(labels) <= FEW
         title = f"Report: {' and '.join(labels) if few else counted(len(labels), 'result')}"

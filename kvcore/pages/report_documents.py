@@ -1,56 +1,414 @@
-"""Other JSON documents in a report: sweeps, plans, what-ifs, miss reasons, quality, sizes."""
+"""JSON documents in a report: the kinds, and how each is recognised, read back and shown.
+
+A kind is a function that reads a document back into the result that wrote it, and yields the
+sections of its report, with what a page adds to them: charts, and the commands that make the
+result again.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from kvcore.analysis import Change, Explanation, RequestOutcome, RunSummary, WhatIf
-from kvcore.analysis.fleet import Fleet, Served
-from kvcore.analysis.miss_reasons import (
-    OF_CLUSTERS,
-    DivergencePoint,
-    MissedTokens,
-    Summary,
+from kvcore.analysis import (
+    Belady,
+    Change,
+    Comparison,
+    Curve,
+    Curves,
+    Infinite,
+    RequestOutcome,
+    Row,
+    RunSummary,
+    Source,
+    WhatIf,
 )
-from kvcore.analysis.planning import FleetPlan, Limit, Option
+from kvcore.analysis.billing import Bill, Bills
+from kvcore.analysis.miss_reasons import OF_CLUSTERS
+from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.analysis.quality import FULL, Quality, QualityRow
 from kvcore.analysis.sweep import Sweep, axes_of
+from kvcore.errors import InputError
+from kvcore.models.pricing import PriceModel
 from kvcore.pages.report_parts import (
-    COLOURS,
-    DASHES,
+    REASONS,
     Axis,
     Document,
-    Line,
     Part,
     Result,
     again,
-    bars,
+    against,
     chart,
     command,
-    curves,
     heading,
-    opening,
-    reason_tables,
-    sections,
+    panel_lines,
     sentences,
     settings,
+    shown,
     table,
 )
 from kvcore.plugins.options import as_text
-from kvcore.report.billing import bill_sections
+from kvcore.report.billing import BILLS, bill_sections
+from kvcore.report.comparison import ComparisonReport, ResidencyReport
 from kvcore.report.misses import SummaryReport, spaced
+from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import PlanReport
+from kvcore.report.plane import PlaneReport
+from kvcore.report.policies import named
 from kvcore.report.quality import PANELS, QualityReport
-from kvcore.report.size import size_table, size_title
-from kvcore.report.sweep import MEASURES, POLICIES, SweepReport
-from kvcore.report.tables import NONE, counted
-from kvcore.report.whatif import WhatIfReport
-from kvcore.sections import Table
-from kvcore.units import NS_PER_S, format_seconds
+from kvcore.report.size import size_sections
+from kvcore.report.sweep import SweepReport, chart_axis
+from kvcore.report.tables import NONE, counted, plugin_text, share
+from kvcore.report.whatif import WhatIfReport, change_text
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
+
+Content: TypeAlias = Iterator[Section | Part]
+"""The sections of a report, and the parts that only a page has."""
+
+Reader: TypeAlias = Callable[[Document], Content]
+"""Reads a document back, and yields what is shown of it."""
+
+T = TypeVar("T")
+
+HITS, POOL = "Hits by pool size", "blocks in the pool"
+
+NEEDS_TRACE = (
+    "Why prompts missed, and what happened at each moment, is in a trace, and this document "
+    "holds none. To make one, and then to report it too:"
+)
+
+
+@attrs.frozen
+class Form:
+    """A kind of JSON document.
+
+    Attributes:
+        keys: the keys that identify the kind.
+        kind, plural: the title of one document, and of several.
+        titles: titles of its tables and charts, in order.
+        content: yields what is shown of a document.
+    """
+
+    keys: frozenset[str]
+    kind: str
+    plural: str
+    titles: Sequence[str]
+    content: Reader
+
+
+FORMS: list[Form] = []
+"""The kinds of documents."""
+
+
+def _form(keys: str, kind: str, *titles: str, plural: str = "") -> Callable[[Reader], Reader]:
+    """Return a decorator that adds a reader of documents to `FORMS`."""
+
+    def add(content: Reader) -> Reader:
+        FORMS.append(Form(frozenset(keys.split()), kind, plural or kind, titles, content))
+        return content
+
+    return add
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DocumentResult(Result):
+    """A result that was read from a JSON document.
+
+    Attributes:
+        form: the kind of the document.
+        content: what is shown of it.
+    """
+
+    form: Form
+    content: Sequence[Section | Part]
+
+    @classmethod
+    def read(cls, name: str, document: Document, form: Form) -> DocumentResult:
+        """Read a document of a kind back."""
+        content = [*form.content(document)]
+        return cls(name=name, kind=form.kind, plural=form.plural, form=form, content=content)
+
+    def parts(self) -> Iterator[Part]:
+        """Yield the parts of a report on the document."""
+        yield from shown(self.content, *self.form.titles)
+
+    @classmethod
+    def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
+        """Yield the lines of hits in one chart, or the tables of equal headers as one."""
+        documents = [result for result in results if isinstance(result, DocumentResult)]
+        if HITS in documents[0].form.titles:
+            charts = _first(Chart, documents)
+            if len(charts) == len(documents):
+                yield from _side_by_side([hits.panels[0] for hits in charts], labels)
+            return
+        tables = _first(Table, documents)
+        if len(tables) == len(documents) and len({tuple(t.headers) for t in tables}) == 1:
+            rows = [
+                [label, *row] for label, t in zip(labels, tables, strict=True) for row in t.rows
+            ]
+            headers = tables[0].headers
+            yield from table("All results", ["result", *headers], rows, headers[1:])
+
+
+def _first(kind: type[T], documents: Iterable[DocumentResult]) -> list[T]:
+    """Return the first section of a class in each document that has one."""
+    found = [
+        [part for part in document.content if isinstance(part, kind)] for document in documents
+    ]
+    return [parts[0] for parts in found if parts]
+
+
+def _side_by_side(panels: Sequence[Panel], labels: Sequence[str]) -> Iterator[Part]:
+    """Yield one chart of all lines, and a table of hits by result, policy and size."""
+    colours: dict[str, int] = {}
+    lines = [
+        line
+        for turn, (panel, label) in enumerate(zip(panels, labels, strict=True))
+        for line in panel_lines(panel, colours, f", {label}", turn)
+    ]
+    about = f"By {POOL}, in all results."
+    yield from chart(HITS, about, Axis(POOL, log=True), Axis(panels[0].label, "%"), lines)
+    hits = [
+        {
+            (name, blocks): ratio
+            for name, points in panel.lines.items()
+            for blocks, ratio in points
+        }
+        for panel in panels
+    ]
+    rows = []
+    for key in dict.fromkeys(key for ratios in hits for key in ratios):
+        first, *others = [ratios.get(key) for ratios in hits]
+        cells = [key[0], f"{key[1]:,}", share(first)]
+        for other in others:
+            cells += [share(other), change_text(first, other, share)]
+        rows.append(cells)
+    headers = ["eviction", "blocks", *against(labels)]
+    yield from table("Hits by policy and pool size", headers, rows)
+
+
+def _read(kind: type[T], document: Document, **others: Any) -> T:
+    """Return an object of an attrs class from the fields of a document, and other fields."""
+    names = (field.name for field in attrs.fields(cast("Any", kind)))
+    fields = {name: document[name] for name in names if name in document}
+    return kind(**fields | others)
+
+
+def _layout(document: Document, block_size: int) -> Any:
+    """Return the fields of a block's layout that reports need; None without memory sizes."""
+    memory = document.get("memory")
+    if memory is None:
+        return None
+    fields = ("codec", "bytes_per_block")
+    return SimpleNamespace(
+        block_size=block_size,
+        model=SimpleNamespace(name=memory["model"]),
+        **{name: memory[name] for name in fields},
+    )
+
+
+def _needs_trace(source: Document, rows: Iterable[Row | Curve], blocks: int) -> Iterator[Part]:
+    """Yield the commands that make a trace of the first policy that is not the optimum."""
+    policy = next((row for row in rows if row.eviction != Belady.name), None)
+    if policy is not None:
+        yield from sentences(NEEDS_TRACE, "missing")
+        eviction = plugin_text(policy.eviction, policy.options)
+        run = command("compare", source, eviction=eviction, blocks=blocks, trace="run.jsonl.gz")
+        yield from sentences(
+            f"{run}\n{command('report', 'run.jsonl.gz')} -o run.html", "command"
+        )
+
+
+@_form(
+    "rows infinite workload count",
+    "Comparison of eviction policies",
+    *("Hits by policy and pool size", HITS, "Bill by policy and pool size"),
+    plural="Comparisons of eviction policies",
+)
+def _comparison(document: Document) -> Content:
+    def bill(fields: Document | None) -> Bill | None:
+        return None if fields is None else Bill(**fields)
+
+    bills = None
+    if fields := document.get("bill"):
+        kinds: Any = {kind: bill(fields[kind]) for kind in BILLS}
+        bills = Bills(price=PriceModel(**fields["price"]), **kinds)
+    rows = [_read(Row, row, bill=bill(row.get("bill"))) for row in document["rows"]]
+    source, memory = document["workload"], document.get("memory")
+    comparison = Comparison(
+        workload=Source(**source),
+        accounting=document["count"],
+        rows=rows,
+        infinite=Infinite(**document["infinite"]),
+        bills=bills,
+    )
+    report = ComparisonReport(
+        comparison,
+        memory and {size["blocks"]: format_bytes(size["bytes"]) for size in memory["budgets"]},
+        layout=_layout(document, rows[0].block_size),
+        residency=False,
+        **{name: document[name] for name in ("prefix",) if name in document},
+    )
+    for section in report.sections:
+        # A page has an axis of numbers, also for sizes that were given in bytes.
+        yield attrs.evolve(section, across=POOL) if isinstance(section, Chart) else section
+    if report.empty:
+        return
+    yield heading("Regret")
+    yield from _regret(comparison)
+    rested = ResidencyReport(comparison)
+    if rested.rows:
+        yield heading("Blocks in the cache")
+        yield from shown(rested.sections, "How long blocks rest")
+    pool: dict[str, Any] = {"blocks": [*dict.fromkeys(row.blocks for row in rows)]}
+    if memory:
+        budgets = [f"{size['bytes']}B" for size in memory["budgets"]]
+        pool = {"memory": budgets, "model": memory["model"], "codec": memory["codec"]}
+    line = command(
+        "compare",
+        source,
+        eviction=[*dict.fromkeys(plugin_text(row.eviction, row.options) for row in rows)],
+        **pool,
+        block_size=rows[0].block_size,
+        accounting=comparison.accounting,
+        prefix=document.get("prefix"),
+        price=None if bills is None else bills.price.name or None,
+        json=True,
+    )
+    yield from again(line)
+    yield from _needs_trace(source, rows, rows[0].blocks)
+
+
+def _regret(comparison: Comparison) -> Iterator[Part]:
+    """Yield how far each policy is from the optimum, and that from an endless pool."""
+    infinite = comparison.infinite
+    best = {
+        row.blocks: row.hit_blocks
+        for row in comparison.rows
+        if row.eviction == Belady.name and not row.options.get("bypass")
+    }
+    if not best:
+        yield from sentences(
+            "How far each policy is from the optimum is not known: the comparison was made "
+            "without it. Add `optimum` to --eviction, in keys counting.",
+            "missing",
+        )
+        return
+    rows = []
+    for name, row in named(comparison.rows):
+        if row.eviction == Belady.name or row.blocks not in best:
+            continue
+        most = best[row.blocks]
+        less = most - row.hit_blocks
+        counts = row.blocks, row.hit_blocks, most, less, less * row.block_size
+        part = share(less / row.lookup_blocks if row.lookup_blocks else None)
+        cells = [f"{count:,}" for count in counts]
+        rows.append([name, *cells, part, f"{infinite.hit_blocks - most:,}"])
+    headers = ["eviction", "blocks", "hits", "optimum", "less", "less in tokens"]
+    headers += ["of all", "no pool has"]
+    yield from table("Blocks that hit, against the optimum in the same pool", headers, rows)
+    yield from sentences(
+        "Less: blocks that hit in the optimum and not here, which is what the policy lost, "
+        "and their tokens, which were computed again. No pool has: what the optimum loses "
+        "against a cache that never evicts, for lack of memory."
+    )
+
+
+@_form("curves infinite workload", "Hit curves", "Hits by pool size and policy", HITS)
+def _curves(document: Document) -> Content:
+    def points(curve: Document, name: str) -> list[int]:
+        return [point[name] for point in curve["points"]]
+
+    source, size = document["workload"], document["block_size"]
+    curves = _read(
+        Curves,
+        document | document["infinite"],
+        workload=Source(**source),
+        accounting=document["count"],
+        curves=[
+            _read(
+                Curve, curve, **{name: points(curve, name) for name in ("blocks", "hit_blocks")}
+            )
+            for curve in document["curves"]
+        ],
+    )
+    report = CurvesReport(curves, _layout(document, size))
+    yield from report.sections
+    if report.empty:
+        return
+    lines = {
+        name: [
+            (blocks, hits / curves.lookup_blocks)
+            for blocks, hits in zip(curve.blocks, curve.hit_blocks, strict=True)
+        ]
+        for name, curve in named(curves.curves)
+    }
+    bound = "never evicts", curves.hit_blocks / curves.lookup_blocks
+    yield Chart("", "", POOL, [Panel("blocks looked up that hit", lines, share, bound)])
+    first, memory = curves.curves[0], document.get("memory", {})
+    line = command(
+        "curve",
+        source,
+        eviction=[plugin_text(curve.eviction, curve.options) for curve in curves.curves],
+        sizes=first.blocks,
+        block_size=size,
+        accounting=curves.accounting,
+        model=memory.get("model"),
+        codec=memory.get("codec"),
+        json=True,
+    )
+    yield from again(line)
+    yield from _needs_trace(source, curves.curves, first.blocks[-1])
+
+
+@_form("points tier infinite", "Hits by the sizes of pool and tier", "Hits", "Prefill saved")
+def _plane(document: Document) -> Content:
+    points = [_read(PlanePoint, point) for point in document["points"]]
+    tier, tiers = document["tier"], sorted({point.tier_blocks for point in points})
+    plane = _read(
+        Plane,
+        document | document["infinite"],
+        workload=Source(**document["workload"]),
+        tier=SimpleNamespace(name=tier["name"], options=lambda: tier["options"]),
+        pools=sorted({point.pool_blocks for point in points}),
+        tiers=tiers,
+        points=[[point for point in points if point.tier_blocks == size] for size in tiers],
+    )
+    report = PlaneReport(plane, _layout(document, plane.block_size))
+    yield from report.sections
+    panels = [
+        Panel(
+            label,
+            {
+                f"{report.below} {report.size(size)}": [
+                    (point.pool_blocks, value(point)) for point in row
+                ]
+                for size, row in zip(tiers, plane.points, strict=True)
+            },
+            share,
+        )
+        for label, value in (("blocks that hit", plane.ratio), ("prefill saved", plane.saved))
+    ]
+    yield Chart("", "", POOL, panels)
+    line = command(
+        "curve",
+        document["workload"],
+        tier=tier,
+        eviction=plane.eviction,
+        sizes=plane.pools,
+        block_size=plane.block_size,
+        model=report.layout.model.name,
+        codec=report.layout.codec,
+        exact=plane.exact,
+        json=True,
+    )
+    yield from again(line)
 
 
 @attrs.frozen
@@ -85,475 +443,176 @@ class SeenGrid:
         return [name for name, values in self.axes.items() if len(values) > 1]
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Swept(Result):
-    """The table of a sweep."""
+@_form("mode cells rows", "Sweep", "The best of each contest", plural="Sweeps")
+def _sweep(document: Document) -> Content:
+    rows = document["rows"]
+    grid = cast("Any", SeenGrid.of(document["mode"], rows))
+    report = SweepReport(Sweep(grid, rows, 0, 0))
+    yield from (report.headline, report.setup, report.table, report.reading)
+    for name in grid.varied:
+        with suppress(InputError):  # no axis of numbers
+            across = "pool, bytes" if name == "memory" else name.replace("_", " ")
+            yield attrs.evolve(report.chart(chart_axis(grid, name)), across=across)
+            break
+    yield heading("All cells")
 
-    kind: ClassVar[str] = "Sweep"
-    plural: ClassVar[str] = "Sweeps"
+    def texts(row: Document) -> list[str]:
+        return [NONE if row[name] is None else as_text(row[name]) for name in grid.varied]
 
-    grid: SeenGrid
-    report: SweepReport
-
-    @classmethod
-    def of(cls, name: str, document: Document) -> Swept:
-        """Read a document back."""
-        rows, mode = document["rows"], document["mode"]
-        grid = SeenGrid.of(mode, rows)
-        return cls(
-            name=name, grid=grid, report=SweepReport(Sweep(cast("Any", grid), rows, 0, 0))
-        )
-
-    @property
-    def table(self) -> Table:
-        """The best cell of each contest."""
-        return self.report.table
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of a report on one sweep."""
-        report, grid = self.report, self.grid
-        yield from opening(report)
-        yield heading("The best")
-        yield from sections(report.table, caption="The best of each contest")
-        yield from sentences(report.reading)
-        yield from self._charts()
-        yield heading("All cells")
-        rows = report.sweep.rows
-        measures = [
-            each
-            for each in MEASURES[grid.mode]
-            if any(row[each.column] is not None for row in rows)
+    measures = report.measures
+    headers = [f"{measure.column} ({measure.unit})" for measure in measures]
+    cells = [
+        [
+            *texts(row),
+            *(NONE if row[m.column] is None else m.text(row[m.column]) for m in measures),
         ]
-        cells = [
-            [
-                *(NONE if row[name] is None else as_text(row[name]) for name in grid.varied),
-                *(NONE if row[m.column] is None else m.text(row[m.column]) for m in measures),
-            ]
-            for row in rows
-        ]
-        headers = [*grid.varied, *(f"{each.column} ({each.unit})" for each in measures)]
-        yield from table("Every cell", headers, cells, headers[len(grid.varied) :])
-        failed = [
-            [*(as_text(row[name]) for name in grid.varied), row["error"]]
-            for row in report.sweep.failed
-        ]
-        yield from table("Cells that failed", [*grid.varied, "because"], failed, ())
-        toml = [f'mode = "{grid.mode}"']
-        toml += [f"{name} = {json.dumps(values)}" for name, values in grid.axes.items()]
-        grid_file, run = again("kvcore sweep grid.toml --out results.csv")
-        yield from (grid_file, {"kind": "command", "text": "\n".join(toml)}, run)
-
-    def _charts(self) -> Iterator[Part]:
-        """Yield a chart for each measure, by the first axis of numbers; a line a policy."""
-        grid, rows = self.grid, self.report.sweep.rows
-        across = next(
-            (
-                name
-                for name in grid.varied
-                if name not in POLICIES
-                and all(type(value) in (int, float) for value in grid.axes[name])
-            ),
-            None,
-        )
-        if across is None:
-            return
-        others = [name for name in grid.varied if name != across]
-        for measure in MEASURES[grid.mode]:
-            points: dict[str, list[tuple[float, float]]] = {}
-            for row in rows:
-                if row[measure.column] is not None:
-                    name = ", ".join(as_text(row[other]) for other in others) or measure.unit
-                    points.setdefault(name, []).append((row[across], row[measure.column]))
-            unit, factor = {"ttft_s_mean": ("s", 1)}.get(measure.column, ("%", 100))
-            if measure.column == "goodput":
-                unit, factor = "", 1
-            title = f"{measure.title.partition(' ')[2]}, {measure.unit}"
-            x = Axis(across.replace("_", " "), log=_spread(grid.axes[across]))
-            by = f"; a line for each {' and '.join(others)}" if others else ""
-            about = f"Of each cell, by {x.title}{by}."
-            yield from chart(
-                f"{title[0].upper()}{title[1:]}",
-                about,
-                x,
-                Axis(title, unit),
-                curves(points, factor),
-            )
+        for row in rows
+    ]
+    yield from table("Every cell", [*grid.varied, *headers], cells, headers)
+    failed = [[*texts(row), row["error"]] for row in report.sweep.failed]
+    yield from table("Cells that failed", [*grid.varied, "because"], failed, ())
+    toml = [f'mode = "{grid.mode}"']
+    toml += [f"{name} = {json.dumps(values)}" for name, values in grid.axes.items()]
+    title, run = again("kvcore sweep grid.toml --out results.csv")
+    yield from (title, {"kind": "command", "text": "\n".join(toml)}, run)
 
 
-def _spread(values: Sequence[float]) -> bool:
-    """Return True if values are so far apart that they need a logarithmic scale."""
-    return min(values) > 0 and max(values) >= 4 * min(values)
+@_form(
+    "plans limit setup",
+    "Plan of a fleet",
+    "Fleets that meet the SLO, the best first",
+    plural="Plans of fleets",
+)
+def _plan(document: Document) -> Content:
+    setup = document["setup"]
+    yield from PlanReport(document).sections
+    yield "\n".join(document["notes"])
+    options = {name: value for name, value in setup.items() if name != "workload"}
+    more = {name: document[name] for name in ("percentile", "max_gpus")}
+    yield from again(command("plan", setup["workload"], **options, **more))
 
 
-@attrs.frozen(kw_only=True, eq=False)
-class Planned(Result):
-    """The document that `plan --json` prints."""
+@_form("recorded rerun changes", "What if", "Recorded, and what if", "Blocks that hit")
+def _whatif(document: Document) -> Content:
+    def outcome(fields: Document) -> RequestOutcome:
+        ttft = fields["ttft_s"]
+        ns = None if ttft is None else round(ttft * NS_PER_S)
+        return RequestOutcome(fields["hit_tokens"], ns, fields["rejected"])
 
-    kind: ClassVar[str] = "Plan of a fleet"
-    plural: ClassVar[str] = "Plans of fleets"
-
-    report: PlanReport
-
-    @classmethod
-    def of(cls, name: str, document: Document) -> Planned:
-        """Read a document back."""
-        limit = document["limit"]
-        options = [_option(each) for each in document["plans"]]
-        sized = [*document["plans"], *filter(None, [limit["fleet"]])]
-        plan = FleetPlan(
-            setup=document["setup"],
-            requests=document["requests"],
-            percentile=document["percentile"],
-            max_gpus=document["max_gpus"],
-            block_bytes={
-                each["tensor_parallel"]: each["pool_bytes"] // each["blocks"] for each in sized
-            },
-            options=options,
-            limit=Limit(
-                verdict=limit["verdict"],
-                fleet=None if limit["fleet"] is None else _fleet(limit["fleet"]),
-                attainment=limit["slo_met"],
-                grants=limit["granted"],
-                policies={
-                    (each["kind"], each["name"]): each["slo_met"] for each in limit["policies"]
-                },
-            ),
-            simulations=document["simulations"],
-            notes=document["notes"],
-        )
-        return cls(name=name, report=PlanReport(plan))
-
-    @property
-    def table(self) -> Table:
-        """The fleets that meet the SLO."""
-        return self.report.table
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of a report on one plan."""
-        report, plan = self.report, self.report.plan
-        yield from sentences(report.headline)
-        yield heading("Fleets")
-        yield from sections(report.table, caption="Fleets that meet the SLO, the best first")
-        yield heading("What limits a smaller fleet")
-        yield from sentences(report.limit)
-        limit = plan.limit
-        if limit.attainment is not None:
-            met = {"as it is": limit.attainment}
-            met |= {GRANTED.get(name, name): each for name, each in limit.grants.items()}
-            met |= {f"{kind} {name}": each for (kind, name), each in limit.policies.items()}
-            yield from bars(
-                "Requests within the SLO",
-                "The share of requests that meet the SLO on a fleet that is too small: as it "
-                "is, and with what no server has.",
-                [*met],
-                {"requests": [100 * each for each in met.values()]},
-                lambda percent: f"{percent:.1f}%",
-            )
-        yield heading("What was run")
-        yield from sentences(report.closing)
-        yield from sentences("\n".join(plan.notes))
-        options = {name: value for name, value in plan.setup.items() if name != "workload"}
-        more = {"percentile": plan.percentile, "max_gpus": plan.max_gpus}
-        yield from again(command("plan", plan.setup["workload"], **options, **more))
-
-
-GRANTED = {
-    "foresight": "eviction with foresight",
-    "endless": "a pool that never fills",
-    "seen": "every prompt seen before",
-}
-
-
-def _fleet(document: Document) -> Fleet:
-    return Fleet(
-        replicas=document["replicas"],
-        devices=document["tensor_parallel"],
-        blocks=document["blocks"],
-        host_bytes=document["host_bytes"],
+    runs = "recorded", "rerun"
+    whatif = _read(
+        WhatIf,
+        document,
+        header={},
+        kvcore=document["kvcore"]["recorded"],
+        here=document["kvcore"]["rerun"],
+        **{run: _read(RunSummary, document[run], bill=None) for run in runs},
+        changes=[
+            Change(fields["id"], fields["prompt"], *(outcome(fields[run]) for run in runs))
+            for fields in document["changes"]
+        ],
     )
-
-
-def _option(document: Document) -> Option:
-    names = {field.name for field in attrs.fields(Served)} - {"whole", "requests"}
-    served = Served(
-        requests=document["judged"], whole=True, **{name: document[name] for name in names}
-    )
-    return Option(fleet=_fleet(document), pool_bytes=document["pool_bytes"], served=served)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Rerun(Result):
-    """The document that `replay --json` prints for a run with other options."""
-
-    kind: ClassVar[str] = "What if"
-
-    document: Document
-    report: WhatIfReport
-
-    @classmethod
-    def of(cls, name: str, document: Document) -> Rerun:
-        """Read a document back."""
-        recorded, rerun = (
-            RunSummary(**{key: each for key, each in document[run].items() if key != "bill"})
-            for run in ("recorded", "rerun")
-        )
-        whatif = WhatIf(
-            file=document["file"],
-            header={},
-            kvcore=document["kvcore"]["recorded"],
-            here=document["kvcore"]["rerun"],
-            workload=document["workload"],
-            timed=document["timed"],
-            recorded=recorded,
-            rerun=rerun,
-            changes=[
-                Change(
-                    each["id"],
-                    each["prompt"],
-                    _outcome(each["recorded"]),
-                    _outcome(each["rerun"]),
-                )
-                for each in document["changes"]
-            ],
-        )
-        return cls(name=name, document=document, report=WhatIfReport(whatif))
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of a report on one what-if."""
-        report, found = self.report, self.report.whatif
-        yield from sentences(report.headline)
-        yield heading("Both runs")
-        yield from sections(report.table, caption="Recorded, and what if")
-        yield from sentences(report.verdict)
-        for each in report.tables:
-            yield from sections(each, caption=f"Requests: {each.headers[0]}")
-        bills = self.document["recorded"].get("bill")
-        if bills is not None:
-            yield heading("Bills")
-            yield from sections(*bill_sections(bills, self.document["rerun"]["bill"]["run"]))
-        yield heading("What was run")
-        one, other = (dict(settings(run.config)) for run in (found.recorded, found.rerun))
-        rows = [[name, one.get(name, NONE), other.get(name, NONE)] for name in {**one, **other}]
-        yield from table("All settings", ["setting", "recorded", "what if"], rows, ())
-        before, after = found.recorded.config, found.rerun.config
-        changed = {n: v for n, v in after.items() if before.get(n) != v and n != "batching"}
-        changed |= {
-            name: value
-            for name, value in (after.get("batching") or {}).items()
-            if (before.get("batching") or {}).get(name) != value
-        }
-        if "tiers" in changed:
-            changed["tier"] = changed.pop("tiers") or "none"
-        yield from again(command("replay", found.file, **changed, json=True))
-        yield from sentences(
-            f"Regret and miss reasons are those of the trace: give {found.file} to `kvcore "
-            "report` too.",
-            "missing",
-        )
-
-
-def _outcome(document: Document) -> RequestOutcome:
-    ttft = document["ttft_s"]
-    ns = None if ttft is None else round(ttft * NS_PER_S)
-    return RequestOutcome(document["hit_tokens"], ns, document["rejected"])
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Explained(Result):
-    """The document that `explain --json` prints, on all requests or one."""
-
-    kind: ClassVar[str] = "Miss reasons"
-
-    document: Document
-    explanation: Explanation
-    summary: Summary | None
-
-    @classmethod
-    def of(cls, name: str, document: Document) -> Explained:
-        """Read a document back."""
-        names = ("mode", "count", "block_size", "key_tokens", "blocks", "recompute")
-        header = {each: document[each] for each in names}
-        header["plugins"] = {kind: {"name": document[kind]} for kind in ("eviction", "prefix")}
-        explanation = Explanation(
-            source=document["source"],
-            header=header,
-            complete=document["complete"],
-            cut_reason=document["cut_reason"],
-            requests={},
-        )
-        summary = _summary(document) if "lost" in document else None
-        return cls(name=name, document=document, explanation=explanation, summary=summary)
-
-    @property
-    def table(self) -> Table | None:
-        """The missed tokens by reason."""
-        if self.summary is None:
-            return None
-        return SummaryReport(self.explanation, self.summary).table
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of a report on one explanation."""
-        source, asked = self.explanation.source, (self.document.get("request"),)
-        if self.summary is None:
-            yield from self._request()
-            line = command("explain", source, *asked, json=True)
-        else:
-            report = SummaryReport(self.explanation, self.summary)
-            yield from sentences(report.headline)
-            yield from reason_tables(report)
-            line = command("explain", source, summary=True, json=True)
-        yield from again(line)
-        yield from sentences(
-            f"What was run, the regret, and what happened over time are in the trace: give "
-            f"{source} to `kvcore report` too.",
-            "missing",
-        )
-
-    def _request(self) -> Iterator[Part]:
-        """Yield why one request missed."""
-        found = self.document
-        yield from sentences(
-            f"Request {found['request']} of {found['source']}: {found['state']}. Of "
-            f"{counted(found['prompt_tokens'], 'token')}, {found['hit_tokens']:,} hit and "
-            f"{found['missed_tokens']:,} missed."
-        )
-        rows = []
-        for each in found["losses"]:
-            first, tokens, gone = each["first_token"], each["tokens"], each["eviction"]
-            why = OF_CLUSTERS[each["category"]]
-            if gone is not None:
-                why += f" (at {gone['t_s']:.12g} s by {gone['by']} for request {gone['for']})"
-            cells = [f"{first:,}", f"{tokens:,}", format_seconds(each["prefill_s"])]
-            rows.append([*cells, spaced(each["category"]), why])
-        headers = ["from token", "tokens", "prefill", "lost", "because"]
-        yield from table(
-            "Missed tokens, in the order of the prompt", headers, rows, headers[:3]
-        )
-
-
-def _lost(document: Document) -> dict[str, MissedTokens]:
-    return {
-        name: MissedTokens(each["tokens"], each["prefill_s"], each["stopped"])
-        for name, each in document.items()
+    report = WhatIfReport(whatif)
+    yield from (report.headline, report.table, report.verdict, report.chart())
+    for changes in report.tables:
+        yield from shown([changes], f"Requests: {changes.headers[0]}")
+    bills, rebilled = (document[run].get("bill") for run in runs)
+    if bills is not None:
+        yield heading("Bills")
+        yield from shown(bill_sections(bills, rebilled["run"]))
+    yield heading("What was run")
+    before, after = whatif.recorded.config, whatif.rerun.config
+    one, other = dict(settings(before)), dict(settings(after))
+    rows = [[name, one.get(name, NONE), other.get(name, NONE)] for name in {**one, **other}]
+    yield from table("All settings", ["setting", "recorded", "what if"], rows, ())
+    changed = {n: v for n, v in after.items() if before.get(n) != v and n != "batching"}
+    changed |= {
+        name: value
+        for name, value in (after.get("batching") or {}).items()
+        if (before.get("batching") or {}).get(name) != value
     }
+    if "tiers" in changed:
+        changed["tier"] = changed.pop("tiers") or "none"
+    yield from again(command("replay", whatif.file, **changed, json=True))
+    yield from _in_trace(whatif.file, "Regret and miss reasons are those of the trace")
 
 
-def _place(document: Document) -> DivergencePoint:
-    return DivergencePoint(
-        first=document["first_token"],
-        width=document["key_tokens"],
-        example=document["example"],
-        other=document["other"],
-        requests=document["requests"],
-        tokens=document["tokens"],
-        shares=document["prompt_share"] * document["requests"],
+def _in_trace(file: str, told: str) -> Iterator[Part]:
+    """Yield a sentence that the trace of a document has more."""
+    yield from sentences(f"{told}: give {file} to `kvcore report` too.", "missing")
+
+
+@_form("lost places optimum", "Miss reasons", *REASONS)
+def _explanation(document: Document) -> Content:
+    report = SummaryReport(document)
+    yield from (report.headline, report.table, report.places, report.requests, report.notes)
+    yield from _explained(document, summary=True)
+
+
+@_form("losses request optimum", "Miss reasons", "Missed tokens, in the order of the prompt")
+def _request(document: Document) -> Content:
+    yield (
+        f"Request {document['request']} of {document['source']}: {document['state']}. Of "
+        f"{counted(document['prompt_tokens'], 'token')}, {document['hit_tokens']:,} hit and "
+        f"{document['missed_tokens']:,} missed."
     )
+    rows = []
+    for loss in document["losses"]:
+        gone, why = loss["eviction"], OF_CLUSTERS[loss["category"]]
+        if gone is not None:
+            why += f" (at {gone['t_s']:.12g} s by {gone['by']} for request {gone['for']})"
+        tokens = (f"{loss[name]:,}" for name in ("first_token", "tokens"))
+        prefill = format_seconds(loss["prefill_s"])
+        rows.append([*tokens, prefill, spaced(loss["category"]), why])
+    headers = ["from token", "tokens", "prefill", "lost", "because"]
+    yield Table(headers, rows, headers[:3])
+    yield from _explained(document, document["request"])
 
 
-def _summary(document: Document) -> Summary:
-    def ranked(name: str) -> list[tuple[int | str, int]]:
-        return [(each["request"], each["tokens"]) for each in document[name]]
+def _explained(document: Document, *request: Any, **options: Any) -> Iterator[Part]:
+    """Yield the command that explains a trace again, and what else the trace has."""
+    source = document["source"]
+    yield from again(command("explain", source, *request, **options, json=True))
+    told = "What was run, the regret, and what happened over time are in the trace"
+    yield from _in_trace(source, told)
 
-    return Summary(
-        **document["requests"],
-        prompt_tokens=document["prompt_tokens"],
-        hit_tokens=document["hit_tokens"],
-        categories=_lost(document["lost"]),
-        ways=_lost(document["compulsory"]),
-        salted=_lost({"": document["other_salts"]})[""],
-        places=[*map(_place, document["places"])],
-        victims=ranked("victims"),
-        beneficiaries=ranked("beneficiaries"),
-        load_s=document["load_s"],
+
+@_form(
+    "generator full_codec rows",
+    "Quality under bounded or shrunk K/V",
+    "Retention, codec and budget",
+)
+def _quality(document: Document) -> Content:
+    rows = [QualityRow(**row) for row in document["rows"]]
+    quality = _read(Quality, document, rows=rows)
+    yield from QualityReport(quality).sections
+    panels = []
+    for field, label, factor in PANELS if quality.needles else PANELS[:-1]:
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            name = "all tokens" if row.retention == FULL else f"{row.retention}, {row.codec}"
+            point = row.bytes_per_token, getattr(row, field) or 0
+            lines.setdefault(name, []).append(point)
+        panels.append(Panel(label, lines, format_number if factor == 1 else share))
+    yield Chart("", "", "bytes held, a token of context", panels)
+
+
+@_form(
+    "kv tokens batch model",
+    "Size of K/V",
+    "What it takes, and what fits",
+    plural="Sizes of K/V",
+)
+def _size(document: Document) -> Content:
+    yield from size_sections(document)
+    device = document.get("device")
+    line = command(
+        "size",
+        document["model"]["name"],
+        **{name: document[name] for name in ("tokens", "batch", "codec", "block_size")},
+        window=document["kv"].get("window"),
+        device=device and device["name"],
+        reserve=device and f"{document['fit']['reserve_bytes']}B",
+        json=True,
     )
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Measured(Result):
-    """The document that `quality --json` prints."""
-
-    kind: ClassVar[str] = "Quality under bounded or shrunk K/V"
-
-    report: QualityReport
-
-    @classmethod
-    def of(cls, name: str, document: Document) -> Measured:
-        """Read a document back."""
-        fields = {key: value for key, value in document.items() if key != "schema"}
-        quality = Quality(**fields | {"rows": [QualityRow(**row) for row in document["rows"]]})
-        return cls(name=name, report=QualityReport(quality))
-
-    @property
-    def table(self) -> Table:
-        """The losses of all policies and codecs."""
-        return self.report.table
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of a report on one measurement."""
-        report, quality = self.report, self.report.quality
-        yield from opening(report)
-        yield heading("What is lost")
-        yield from sections(report.table, caption="Retention, codec and budget")
-        yield from sentences(report.reading)
-        codecs = [*dict.fromkeys(row.codec for row in quality.rows)]
-        groups: dict[tuple[str, str], list[QualityRow]] = {}
-        for row in sorted(quality.rows, key=lambda row: row.bytes_per_token):
-            full = row.retention == FULL
-            groups.setdefault((FULL, "") if full else (row.retention, row.codec), []).append(
-                row
-            )
-        policies = [*dict.fromkeys(name for name, codec in groups if codec)]
-        for field, label, factor in PANELS if quality.needles else PANELS[:-1]:
-            lines = [
-                Line(
-                    f"{policy}, {codec}" if codec else "all tokens",
-                    [row.bytes_per_token for row in found],
-                    [factor * (getattr(row, field) or 0) for row in found],
-                    COLOURS[policies.index(policy) % len(COLOURS)] if codec else "ink",
-                    DASHES[codecs.index(codec) % len(DASHES)] if codec else "solid",
-                    points=True,
-                )
-                for (policy, codec), found in groups.items()
-            ]
-            label = f"{label[0].upper()}{label[1:]}"  # noqa: PLW2901 - as a title
-            about = "By the bytes held a token of context, on a logarithmic scale."
-            unit = "" if factor == 1 else "%"
-            x = Axis("bytes a token of context", log=True)
-            yield from chart(label, about, x, Axis(label, unit), lines)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Sized(Result):
-    """The document that `size --json` prints."""
-
-    kind: ClassVar[str] = "Size of K/V"
-    plural: ClassVar[str] = "Sizes of K/V"
-
-    document: Document
-    table: Table
-
-    @classmethod
-    def of(cls, name: str, document: Document) -> Sized:
-        """Read a document."""
-        return cls(name=name, document=document, table=size_table(document))
-
-    def parts(self) -> Iterator[Part]:
-        """Yield the parts of a report on one model."""
-        found, model = self.document, self.document["model"]
-        yield from sentences(size_title(model))
-        headers, rows = self.table.headers, self.table.rows
-        yield from table("What it takes, and what fits", headers, rows)
-        device = found.get("device")
-        line = command(
-            "size",
-            model["name"],
-            tokens=found["tokens"],
-            batch=found["batch"],
-            codec=found["codec"],
-            block_size=found["block_size"],
-            window=found["kv"].get("window"),
-            device=device and device["name"],
-            reserve=device and f"{found['fit']['reserve_bytes']}B",
-            json=True,
-        )
-        yield from again(line)
+    yield from again(line)

@@ -7,15 +7,15 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 
 from kvcore.plugins.options import as_text
-from kvcore.report.misses import SummaryReport
-from kvcore.report.tables import plugin_text, slo_times
+from kvcore.report.charts import as_percent, is_bound
+from kvcore.report.tables import plugin_text, share, slo_times
 from kvcore.report.whatif import config_text
-from kvcore.sections import Section, Table
+from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 
 Document: TypeAlias = Mapping[str, Any]
@@ -33,6 +33,13 @@ MOST_ROWS = 24
 QUANTILES = 200
 """Steps of the line of a distribution."""
 
+REASONS = (
+    "Missed tokens by reason",
+    "Where prompts part from earlier ones",
+    "Requests that lost most to evictions, and for which most was evicted",
+)
+"""Titles of the tables of miss reasons."""
+
 PERCENTS = (1, 5, 10, 25, 50, 75, 90, 95, 99, 100)
 """Rows of its table."""
 
@@ -42,6 +49,16 @@ WRITERS: Mapping[str, Callable[[float], str]] = {
     "": lambda number: f"{number:,}" if type(number) is int else format_number(number),
 }
 """How a value is written, by its unit."""
+
+UNITS: Mapping[Callable[[Any], str], tuple[str, float]] = {
+    share: ("%", 100),
+    as_percent: ("%", 100),
+    format_seconds: ("s", 1),
+}
+"""The unit and the factor of the values of a panel, by the function that writes them."""
+
+SPREAD = 4
+"""Ratio of the largest to the smallest value from which an axis is logarithmic."""
 
 
 @attrs.frozen
@@ -93,13 +110,6 @@ def heading(text: str) -> Part:
 def sentences(text: str, kind: str = "text") -> list[Part]:
     """Return each line of `text` as a paragraph of a kind, such as `warning` or `command`."""
     return [{"kind": kind, "text": line} for line in text.splitlines() if line]
-
-
-def opening(report: Any) -> Iterator[Part]:
-    """Yield the first parts of a report: its headline, and its setup."""
-    yield from sentences(report.headline)
-    yield heading("What was run")
-    yield from sentences(report.setup)
 
 
 def again(lines: str) -> Iterator[Part]:
@@ -223,16 +233,56 @@ def distributions(
     return chart(title, about, x, y, lines, top=100, numbers=found[0], **more)
 
 
-def curves(points: Mapping[str, Iterable[tuple[float, float]]], factor: float) -> list[Line]:
-    """Return a line for each name, in distinct styles; `factor` scales the values."""
+def panel_lines(
+    panel: Panel, colours: dict[str, int], after: str = "", turn: int = 0
+) -> list[Line]:
+    """Return the lines of a panel in distinct styles, and its bound.
+
+    Args:
+        panel: the panel.
+        colours: places of the names among the colours, to which others are added.
+        after: text after the names.
+        turn: place of the first dash.
+    """
+    _, factor = UNITS.get(panel.text, ("", 1))
     lines = []
-    for place, (name, found) in enumerate(points.items()):
-        row, column = divmod(place, len(COLOURS))
-        x, y = zip(*sorted(found), strict=True)
-        scaled = [factor * value for value in y]
-        dash = DASHES[row % len(DASHES)]
-        lines.append(Line(name, x, scaled, COLOURS[column], dash, points=True))
+    for name, points in panel.lines.items():
+        if points:
+            row, column = divmod(colours.setdefault(name, len(colours)), len(COLOURS))
+            colour = "ink" if is_bound(name) else COLOURS[column]
+            x, y = zip(*sorted(points), strict=True)
+            shares = [factor * value for value in y]
+            dash = DASHES[(row + turn) % len(DASHES)]
+            lines.append(Line(f"{name}{after}", x, shares, colour, dash, points=True))
+    if lines and panel.bound is not None:
+        name, bound = panel.bound
+        ends = min(line.x[0] for line in lines), max(line.x[-1] for line in lines)
+        if ends[0] == ends[1]:
+            ends = ends[0], 2 * ends[0]
+        lines.append(Line(f"{name}{after}", ends, [factor * bound] * 2, "soft", "dash"))
     return lines
+
+
+def panels(drawn: Chart, title: str) -> Iterator[Part]:
+    """Yield the panels of a chart one below another: lines, or bars if the axis has one value.
+
+    A single panel has the title; several have their labels.
+    """
+    for panel in drawn.panels:
+        label = panel.label if len(drawn.panels) > 1 or not title else title
+        label = f"{label[0].upper()}{label[1:]}"
+        values = {x for points in panel.lines.values() for x, _ in points}
+        if len(values) > 1:
+            low, high = min(values), max(values)
+            x = Axis(drawn.across, log=drawn.logarithmic and low > 0 and high >= SPREAD * low)
+            y = Axis(panel.label, UNITS.get(panel.text, ("", 1))[0])
+            yield from chart(label, f"By {drawn.across}.", x, y, panel_lines(panel, {}))
+        else:
+            bound = {} if panel.bound is None else dict([panel.bound])
+            heights = {name: points[0][1] for name, points in panel.lines.items() if points}
+            heights |= bound if heights else {}
+            group = {panel.label: [*heights.values()]}
+            yield from bars(label, drawn.title, [*heights], group, panel.text)
 
 
 def _positive(line: Line) -> Line:
@@ -267,13 +317,12 @@ class Result(ABC):
 
     Attributes:
         name: the file or folder.
-        kind, plural: the title of one result, and of several; an empty plural is as `kind`.
+        kind, plural: the title of one result, and of several.
     """
 
-    kind: ClassVar[str]
-    plural: ClassVar[str] = ""
-
     name: str
+    kind: str
+    plural: str
 
     @property
     def warning(self) -> str:
@@ -284,48 +333,24 @@ class Result(ABC):
     def parts(self) -> Iterator[Part]:
         """Yield the parts of a report on one result."""
 
-    @property
-    def table(self) -> Table | None:
-        """The table that compares several results, if any."""
-        return None
-
     @classmethod
+    @abstractmethod
     def together(cls, results: Sequence[Result], labels: Sequence[str]) -> Iterator[Part]:
         """Yield the parts of a report that shows several results of this kind side by side."""
-        tables = [each.table for each in results]
-        known = [each for each in tables if each is not None]
-        if len(known) < len(tables) or len({tuple(each.headers) for each in known}) > 1:
-            return
-        rows = [
-            [label, *row]
-            for label, each in zip(labels, known, strict=True)
-            for row in each.rows
-        ]
-        headers = known[0].headers
-        yield from table("All results", ["result", *headers], rows, headers[1:])
 
 
-def sections(*given: Section, caption: str = "") -> Iterator[Part]:
-    """Yield the parts for the sentences and tables of a report, these under a caption."""
-    for each in given:
-        if isinstance(each, str):
-            yield from sentences(each)
-        elif isinstance(each, Table):
-            yield from table(caption, each.headers, each.rows, each.right)
-
-
-def reason_tables(report: SummaryReport) -> Iterator[Part]:
-    """Yield the tables of miss reasons, with notes on reading them."""
-    yield from sections(report.table, caption="Missed tokens by reason")
-    yield from sections(report.places, caption="Where prompts part from earlier ones")
-    requests = report.requests
-    yield from table(
-        "Requests that lost most to evictions, and for which most was evicted",
-        requests.headers,
-        requests.rows,
-        requests.headers[1::2],
-    )
-    yield from sentences(report.notes)
+def shown(content: Iterable[Section | Part], *titles: str) -> Iterator[Part]:
+    """Yield the parts for the sections of a report, with titles of its tables and charts."""
+    names = iter(titles)
+    for section in content:
+        if isinstance(section, str):
+            yield from sentences(section)
+        elif isinstance(section, Table):
+            yield from table(next(names, ""), section.headers, section.rows, section.right)
+        elif isinstance(section, Chart):
+            yield from panels(section, next(names, ""))
+        else:
+            yield section
 
 
 def settings(fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

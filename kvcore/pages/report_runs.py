@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import cycle, pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import orjson
@@ -21,6 +21,7 @@ from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.pages.report_parts import (
     COLOURS,
+    REASONS,
     Axis,
     Line,
     Part,
@@ -32,10 +33,9 @@ from kvcore.pages.report_parts import (
     command,
     distributions,
     heading,
-    reason_tables,
-    sections,
     sentences,
     settings,
+    shown,
     table,
 )
 from kvcore.progress import Progress, silent
@@ -46,6 +46,7 @@ from kvcore.report.plots import Latencies
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, setup, share
 from kvcore.report.whatif import run_rows
+from kvcore.sections import Table
 from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.trace.check import check_trace
 from kvcore.trace.replicas import ServerReader
@@ -131,9 +132,8 @@ class Run(Result):
         trace: its trace; None if there is none.
     """
 
-    kind: ClassVar[str] = "Run"
-    plural: ClassVar[str] = "Runs"
-
+    kind: str = "Run"
+    plural: str = "Runs"
     summary: Mapping[str, Any] | None = None
     refusal: str | None = None
     latencies: Latencies | None = None
@@ -244,7 +244,7 @@ class Run(Result):
         if report is not None:
             yield from sentences(report.headline)
         elif trace is not None:
-            yield from sentences(SummaryReport(trace.explanation, trace.misses).headline)
+            yield from sentences(SummaryReport.of(trace.explanation, trace.misses).headline)
         yield heading("What was run")
         if report is None and self.summary is not None:
             told = "The summary does not say: `kvcore simulate --out` writes what was run too."
@@ -252,57 +252,47 @@ class Run(Result):
         if report is not None or self.summary is None:
             yield from sentences(report.setup if report is not None else setup(self.header))
         yield from table("All settings", ["setting", "value"], settings(self.header), ())
-        yield from self._times()
-        yield from self._amounts()
+        yield from self._figures()
         yield from self._over_time()
         yield from self._regret()
         yield from self._commands()
 
-    def _times(self) -> Iterator[Part]:
-        report, latencies = self.report, self.latencies
-        if report is None and latencies is None:
+    def _figures(self) -> Iterator[Part]:
+        report, summary, latencies = self.report, self.summary, self.latencies
+        if self.outcome is None and latencies is None:
             return
-        yield heading("Latency")
-        if report is not None:
-            columns = ["time", *report.columns]
-            yield from table("Times by mean and percentile", columns, report.times)
-        expected = {} if latencies is None else latencies.expected
+        yield heading("Figures")
+        if report is not None and summary is not None:
+            tables = [section for section in report.sections if isinstance(section, Table)]
+            yield from shown(
+                tables,
+                "Times by mean and percentile",
+                "Figures of the run",
+                "Tiers below the pool",
+                "How long blocks rest in the cache",
+            )
+            if "paged" in summary:
+                _, *both = PagingReport(summary, summary["paged"], 0).sections
+                yield from shown(both, "In one piece, and paged")
+            if "bill" in summary:
+                yield from shown(bill_sections(summary["bill"]))
+            yield from sentences(report.closing)
+        elif self.outcome is not None:
+            rows = run_rows([self.outcome], timed=self.timed)
+            yield from table("Figures of the run", ["figure", "value"], rows)
+        marks = {} if latencies is None else latencies.expected
         yield from distributions(
             "Latency of requests",
             "The share of requests whose time is at most that, on a logarithmic scale.",
             Axis("time", "s", log=True),
             self.samples,
             marks=[
-                (time, f"SLO: {name} {format_seconds(time)}") for name, time in expected.items()
+                (time, f"SLO: {name} {format_seconds(time)}") for name, time in marks.items()
             ],
         )
-        if latencies is None:
+        if report is not None and latencies is None:
             told = "Give the folder that `--out` wrote for the distribution of these times."
             yield from sentences(told, "missing")
-
-    def _amounts(self) -> Iterator[Part]:
-        report, summary = self.report, self.summary
-        if report is None or summary is None:
-            if self.outcome is not None:
-                yield heading("Figures")
-                rows = run_rows([self.outcome], timed=self.timed)
-                yield from table("Figures of the run", ["figure", "value"], rows)
-            return
-        yield heading("Figures")
-        # Over time there is a chart.
-        rows = (row for row in report.amounts if row[0] != "over time")
-        yield from table("Figures of the run", ["quantity", "amount"], rows, ())
-        names = [tier["tier"] for tier in summary["tiers"] or ()]
-        yield from table("Tiers below the pool", ["tier", *names], report.tiers, ())
-        columns = ["time of blocks", *report.columns]
-        yield from table("How long blocks rest in the cache", columns, report.resting)
-        if "paged" in summary:
-            paging = PagingReport(summary, summary["paged"], 0)
-            yield from table("In one piece, and paged", paging.headers, paging.rows)
-            yield from sentences(paging.reading)
-        if "bill" in summary:
-            yield from sections(*bill_sections(summary["bill"]))
-        yield from sentences(report.closing)
 
     def pool(self) -> tuple[Sequence[float], Sequence[float], Sequence[float], int]:
         """Return times in seconds, blocks in use then, blocks cached, and the pool's blocks."""
@@ -349,7 +339,7 @@ class Run(Result):
             )
             return
         summary, explanation = trace.misses, trace.explanation
-        report = SummaryReport(explanation, summary)
+        report = SummaryReport.of(explanation, summary)
         yield heading("Regret")
         yield from sentences(_regret(explanation, summary))
         names, values = _shares(summary)
@@ -376,7 +366,8 @@ class Run(Result):
         )
         yield heading("Why prompts missed")
         yield from sentences(report.headline.splitlines()[-1])
-        yield from reason_tables(report)
+        found = report.table, report.places, report.requests, report.notes
+        yield from shown(found, *REASONS)
 
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []

@@ -87,7 +87,7 @@ def _lines(axes: Axes, panel: Panel) -> None:
     for name, points in panel.lines.items():
         base, beside, _ = name.partition(TIERS)
         if base not in known:
-            colour, marker = (INK, ".") if _is_bound(name) else next(looks)
+            colour, marker = (INK, ".") if is_bound(name) else next(looks)
             known[base] = {"color": colour, "marker": marker, "markersize": 4}
         style = {**known[base], "linewidth": 1.2, "linestyle": "--" if beside else "-"}
         if points:
@@ -147,7 +147,7 @@ def spread(values: Sequence[float], gap: float, low: float, high: float) -> list
     return places
 
 
-def _is_bound(name: str) -> bool:
+def is_bound(name: str) -> bool:
     """Return True if a line is that of the optimum, which is black."""
     return re.split("[:,]| ", name)[0] in Belady.names
 
@@ -165,7 +165,7 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None
     drawn = {name: points[0][1] for name, points in panel.lines.items() if points}
     for name, value in drawn.items():
         row = rows.index(name)
-        axes.barh(row, value, height=0.7, color=INK if _is_bound(name) else COLOURS[0])
+        axes.barh(row, value, height=0.7, color=INK if is_bound(name) else COLOURS[0])
         axes.annotate(
             panel.text(value), (value, row), (3, 0), textcoords="offset points", va="center",
             fontsize=8,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, TextIO
 
 import attrs
@@ -25,6 +25,8 @@ CSV_COLUMNS = (
     *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "reused_blocks"),
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
 )
+
+AGES = ("age_at_hit_s", "age_at_eviction_s", "lifetime_s")
 
 WEIGHS_COST = "cost"
 """The policy that ranks blocks by the cost of computing them again."""
@@ -299,7 +301,17 @@ class ResidencyReport:
     @property
     def rows(self) -> list[list[str]]:
         """Rows of the table: one per policy and pool, with medians of times."""
-        return list(_residency_rows(named(self.comparison.rows)))
+        rows = []
+        for name, row in named(self.comparison.rows):
+            for rested in (row.residency or {}).values():
+                ages = (rested[key] for key in AGES)
+                gone = sum(rested["evicted_blocks"].values())
+                stored = rested["stored_blocks"]
+                times = [cell(age and age["p50"], format_seconds) for age in ages]
+                never = share(rested["never_hit_blocks"] / gone if gone else None)
+                again = share(rested["restored_blocks"] / stored if stored else None)
+                rows.append([name, f"{row.blocks:,}", *times, never, again])
+        return rows
 
     @property
     def reading(self) -> str:
@@ -315,18 +327,3 @@ class ResidencyReport:
             if warning:
                 lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
         return "\n".join(lines)
-
-
-def _residency_rows(rows: Iterable[tuple[str, Row]]) -> Iterator[list[str]]:
-    for name, row in rows:
-        for rested in (row.residency or {}).values():
-            ages = (rested[key] for key in ("age_at_hit_s", "age_at_eviction_s", "lifetime_s"))
-            gone = sum(rested["evicted_blocks"].values())
-            stored = rested["stored_blocks"]
-            yield [
-                name,
-                f"{row.blocks:,}",
-                *(cell(age and age["p50"], format_seconds) for age in ages),
-                share(rested["never_hit_blocks"] / gone if gone else None),
-                share(rested["restored_blocks"] / stored if stored else None),
-            ]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby, zip_longest
+from typing import Any
 
 import attrs
 
 from kvcore.analysis.miss_reasons import (
+    CATEGORIES,
+    OF_CLUSTERS,
     WAYS,
     Explanation,
-    MissedTokens,
     MissSegment,
     RequestMisses,
     Summary,
@@ -74,8 +76,9 @@ class RequestReport:
         for _, run in alike:
             yield f"- {self._sentence(list(run))}"
         if any(loss.category in CAUSES for loss in losses):
-            yield from _bound(self.explanation)
-        yield from _cut(self.explanation)
+            yield from _bound(self.explanation.header["mode"])
+        if not self.explanation.complete:
+            yield _cut(self.explanation.cut_reason)
 
     def _life(self) -> str:
         reasons = self.reasons
@@ -192,65 +195,70 @@ class SummaryReport:
     """Tables of the missed tokens of a trace by reason, divergence point and request.
 
     Attributes:
-        explanation: the explanation of the trace.
-        summary: its summary.
+        summary: the JSON object of the explanation and its summary.
+        header: the HEADER line of the trace, for the setup; empty: it is not known.
     """
 
-    explanation: Explanation
-    summary: Summary
+    summary: Mapping[str, Any]
+    header: Mapping[str, Any] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, explanation: Explanation, summary: Summary) -> SummaryReport:
+        """Return the report on an explanation."""
+        return cls(explanation.as_dict() | summary.as_dict(), explanation.header)
 
     @property
     def sections(self) -> list[Section]:
         """The whole report on all requests."""
         charts = [self.chart()] if self.table.rows else []
-        rankings, setting = [self.places, self.requests], setup(self.explanation.header)
-        return [self.headline, self.table, *charts, *rankings, self.notes, setting]
+        rankings = [self.places, self.requests]
+        return [self.headline, self.table, *charts, *rankings, self.notes, setup(self.header)]
 
     @property
     def headline(self) -> str:
         """Sentences about the trace and its hits."""
-        explanation, summary = self.explanation, self.summary
-        header = explanation.header
-        hit = summary.hit_tokens / summary.prompt_tokens if summary.prompt_tokens else 0.0
+        summary, requests = self.summary, self.summary["requests"]
+        tokens, hits = summary["prompt_tokens"], summary["hit_tokens"]
         found = (
-            f"Of {counted(summary.prompt_tokens, 'prompt token')}, {summary.hit_tokens:,} hit "
-            f"({hit:.1%}) and {summary.missed_tokens:,} missed."
+            f"Of {counted(tokens, 'prompt token')}, {hits:,} hit "
+            f"({hits / tokens if tokens else 0:.1%}) and {tokens - hits:,} missed."
         )
-        if summary.admitted and not summary.prompt_tokens:
+        if requests["admitted"] and not tokens:
             found = f"The requests have {NO_KEYS}"
         turned = (
-            f"; {number:,} {what}"
-            for number, what in (
-                (summary.rejected, "rejected"),
-                (summary.decoded, "decoded here, and prefilled on another replica"),
-                (summary.waiting, "not admitted"),
-                (summary.readmitted, "admitted again after preemption, counted once"),
+            f"; {requests[name]:,} {what}"
+            for name, what in (
+                ("rejected", "rejected"),
+                ("decoded", "decoded here, and prefilled on another replica"),
+                ("waiting", "not admitted"),
+                ("readmitted", "admitted again after preemption, counted once"),
             )
-            if number
+            if requests[name]
         )
-        replicas = sum(each["count"] for each in header.get("replicas", ()))
+        replicas = sum(each["count"] for each in self.header.get("replicas", ()))
         pools = f"{counted(replicas, 'replica')} of " if replicas else ""
         return (
-            f"{explanation.source}: {counted(summary.admitted, 'request')} in {pools}"
-            f"{counted(header['blocks'], 'block')} of "
-            f"{counted(header['block_size'], 'token')}, evicted by "
-            f"{explanation.plugin('eviction')} ({header['count']} counting){''.join(turned)}.\n"
-            f"{found}"
+            f"{summary['source']}: {counted(requests['admitted'], 'request')} in {pools}"
+            f"{counted(summary['blocks'], 'block')} of "
+            f"{counted(summary['block_size'], 'token')}, evicted by {summary['eviction']} "
+            f"({summary['count']} counting){''.join(turned)}.\n{found}"
         )
 
     @property
     def table(self) -> Table:
         """The missed tokens by reason; reasons without misses are left out."""
         headers = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
+        lost = self.summary["lost"]
+        reasons = OF_CLUSTERS if "elsewhere" in lost else CATEGORIES
         rows = []
-        for name, lost in self.summary.categories.items():
-            if lost.tokens:
-                rows.append(self._row(spaced(name), lost, self.explanation.categories[name]))
+        for name, missed in lost.items():
+            if missed["tokens"]:
+                rows.append(self._row(spaced(name), missed, reasons[name]))
             if name == "compulsory":
                 rows += [
                     self._row(f"  {way}", part, WAYS[way])
-                    for way, part in self.summary.ways.items()
-                    if part.tokens
+                    for way, part in self.summary["compulsory"].items()
+                    if part["tokens"]
                 ]
         return Table(headers, rows, headers[1:5])
 
@@ -258,34 +266,35 @@ class SummaryReport:
     def places(self) -> Table:
         """The points at which most requests diverge."""
         headers = ["parting at token", "into prompt", "requests", "tokens", "such as"]
-        rows = [
-            [
-                f"{place.first:,}",
-                f"{place.shares / place.requests:.0%}",
-                f"{place.requests:,}",
-                f"{place.tokens:,}",
-                f"{place.example}"
-                if place.other is None
-                else f"{place.example} from {place.other}",
-            ]
-            for place in self.summary.places
-        ]
+        rows = []
+        for place in self.summary["places"]:
+            first, requests, tokens = (
+                f"{place[name]:,}" for name in ("first_token", "requests", "tokens")
+            )
+            other = "" if place["other"] is None else f" from {place['other']}"
+            example = f"{place['example']}{other}"
+            rows.append([first, f"{place['prompt_share']:.0%}", requests, tokens, example])
         return Table(headers, rows)
 
     @property
     def requests(self) -> Table:
         """The requests that lost most to evictions, and those that caused most."""
         headers = ["request", "tokens it lost", "request ", "tokens lost for it"]
-        pairs = zip_longest(_ranked(self.summary.victims), _ranked(self.summary.beneficiaries))
-        rows = [[*(victim or ("", "")), *(winner or ("", ""))] for victim, winner in pairs]
-        return Table(headers, rows)
+        pairs = zip_longest(
+            *(
+                [(str(each["request"]), f"{each['tokens']:,}") for each in self.summary[name]]
+                for name in ("victims", "beneficiaries")
+            ),
+            fillvalue=("", ""),
+        )
+        return Table(headers, [[*victim, *winner] for victim, winner in pairs])
 
     def chart(self) -> Chart:
         """Return a chart of the missed tokens by reason."""
         lost = {
-            spaced(name): [(0.0, float(missed.tokens))]
-            for name, missed in self.summary.categories.items()
-            if missed.tokens
+            spaced(name): [(0.0, float(missed["tokens"]))]
+            for name, missed in self.summary["lost"].items()
+            if missed["tokens"]
         }
         return Chart("", "", "", [Panel("prompt tokens that missed", lost, format_number)])
 
@@ -294,55 +303,52 @@ class SummaryReport:
         """Sentences on how to read the numbers."""
         return "\n".join(self._notes())
 
-    def _row(self, name: str, lost: MissedTokens, because: str) -> TableRow:
+    def _row(self, name: str, lost: Mapping[str, Any], because: str) -> TableRow:
         return [
             name,
-            f"{lost.tokens:,}",
-            f"{lost.tokens / self.summary.missed_tokens:.1%}",
-            format_seconds(lost.seconds),
-            f"{lost.stopped:,}",
+            f"{lost['tokens']:,}",
+            f"{lost['tokens'] / self.summary['missed_tokens']:.1%}",
+            format_seconds(lost["prefill_s"]),
+            f"{lost['stopped']:,}",
             because,
         ]
 
     def _notes(self) -> Iterator[str]:
-        cost, summary = self.explanation.cost, self.summary
+        summary, lost = self.summary, self.summary["lost"]
+        cost = summary["recompute"]
         yield (
-            f"Prefill: the least time {cost.model} takes on one {cost.device}. Stopped: "
+            f"Prefill: the least time {cost['model']} takes on one {cost['device']}. Stopped: "
             "requests whose hit ended there."
         )
-        if loaded := summary.categories["loaded"].tokens:
-            saved = format_seconds(summary.categories["loaded"].seconds)
-            took = format_seconds(summary.load_s)
+        if loaded := lost["loaded"]["tokens"]:
+            saved = format_seconds(lost["loaded"]["prefill_s"])
+            took = format_seconds(summary["load_s"])
             yield (
                 f"Lower tiers: {loaded:,} tokens were loaded in {took} in all, queues "
                 f"included, instead of at least {saved} of prefill."
             )
-        if any(summary.categories[cause].tokens for cause in CAUSES):
-            yield from _bound(self.explanation)
-        if summary.salted.tokens:
+        if any(lost[cause]["tokens"] for cause in CAUSES):
+            yield from _bound(summary["mode"])
+        if salted := summary["other_salts"]["tokens"]:
             yield (
-                f"Of what starts anew, {summary.salted.tokens:,} tokens came after requests of "
+                f"Of what starts anew, {salted:,} tokens came after requests of "
                 "other salts: how much of it these had as well cannot be told, since keys "
                 "depend on the salt."
             )
-        yield from _cut(self.explanation)
+        if not summary["complete"]:
+            yield _cut(summary["cut_reason"])
 
 
-def _bound(explanation: Explanation) -> Iterator[str]:
-    """Return the sentence about the bound that divides policy from capacity misses."""
+def _bound(mode: str) -> Iterator[str]:
+    """Yield the sentences about the bound that divides policy from capacity misses."""
     yield BOUND
-    if explanation.header["mode"] != "untimed":
+    if mode != "untimed":
         yield SERIAL
 
 
-def _cut(explanation: Explanation) -> Iterator[str]:
+def _cut(reason: str | None) -> str:
     """Return the sentence about where an incomplete trace ends."""
-    if not explanation.complete:
-        yield f"INCOMPLETE: {explanation.cut_reason}; told as if nothing followed."
-
-
-def _ranked(requests: Iterable[tuple[int | str, int]]) -> Iterator[tuple[str, str]]:
-    return ((str(request), f"{tokens:,}") for request, tokens in requests)
+    return f"INCOMPLETE: {reason}; told as if nothing followed."
 
 
 def _new(loss: MissSegment) -> str:

@@ -139,8 +139,8 @@ class RunReport:
 REPORTS: Mapping[type, Callable[[Any], Any]] = {
     Comparison: ComparisonReport,
     Curves: CurvesReport,
-    Explanation: lambda explanation: SummaryReport(explanation, explanation.summary()),
-    FleetPlan: PlanReport,
+    Explanation: lambda explanation: SummaryReport.of(explanation, explanation.summary()),
+    FleetPlan: lambda plan: PlanReport(plan.as_dict()),
     Quality: QualityReport,
     RouterComparison: RoutersReport,
     Sweep: SweepReport,

@@ -33,7 +33,7 @@ class PagingReport:
     @property
     def sections(self) -> list[Section]:
         """The page on both runs."""
-        both: list[Section] = [self.headline, Table(self.headers, self.rows)]
+        both: list[Section] = [self.headline, Table(["", "contiguous", "paged"], self.rows)]
         if self.alone is None:
             return [*both, self.reading]
         reading = f"{self.reading}\n{self.alone.setup}"
@@ -47,11 +47,6 @@ class PagingReport:
             f"The same memory of {tokens:,} tokens, contiguous: a request reserves its prompt "
             f"and {self.max_output:,} tokens of output in one piece, and shares nothing."
         )
-
-    @property
-    def headers(self) -> list[str]:
-        """Headers of the table."""
-        return ["", "contiguous", "paged"]
 
     @property
     def rows(self) -> list[list[str]]:

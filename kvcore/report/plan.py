@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from kvcore.analysis.fleet import Fleet
-from kvcore.analysis.planning import FleetPlan, Limit, Option
 from kvcore.config.options import is_plain
 from kvcore.plugins.options import as_text
 from kvcore.report.charts import as_percent
@@ -32,63 +30,67 @@ LIMITS = {
 
 @attrs.frozen
 class PlanReport:
-    """A plan as a table with sentences, and as a JSON object.
+    """A plan as a table with sentences.
 
     Attributes:
-        plan: the plan.
+        plan: the plan as a JSON object, from `FleetPlan.as_dict()`.
     """
 
-    plan: FleetPlan
+    plan: Mapping[str, Any]
 
     @property
     def sections(self) -> list[Section]:
         """The whole report on the plan."""
-        chart = [self.chart()] if self.plan.options else []
+        chart = [self.chart()] if self.plan["plans"] else []
         return [self.headline, self.table, *chart, self.limit, self.closing]
 
     @property
     def headline(self) -> str:
         """Sentences about the workload, the SLO and the best fleet."""
-        plan, setup = self.plan, self.plan.setup
+        plan, setup = self.plan, self.plan["setup"]
         asked = (
-            f"{setup['workload']}: {counted(plan.requests, 'request')} to {setup['model']} on "
-            f"{setup['device']}, of which {plan.percentile:g}% are to meet {setup['slo']}."
+            f"{setup['workload']}: {counted(plan['requests'], 'request')} to {setup['model']} "
+            f"on {setup['device']}, of which {plan['percentile']:g}% are to meet "
+            f"{setup['slo']}."
         )
-        if plan.best is None:
-            return f"{asked}\nNo fleet of up to {counted(plan.max_gpus, 'GPU')} does."
-        met = plan.best.served.attainment
-        return f"{asked}\nTake {self.fleet(plan.best.fleet)}: {met:.1%} do."
+        if not plan["plans"]:
+            return f"{asked}\nNo fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
+        best = plan["plans"][0]
+        return f"{asked}\nTake {self.fleet(best)}: {best['slo_met']:.1%} do."
 
     @property
     def table(self) -> Table:
         """The fleets that meet the SLO, the best first."""
         headers = ["replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"]
         headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
-        return Table(headers, [*map(self._cells, self.plan.options)], headers)
+        return Table(headers, [*map(_cells, self.plan["plans"])], headers)
 
     @property
     def limit(self) -> str:
         """Sentences about why no smaller fleet meets the SLO."""
-        limit = self.plan.limit
-        text = f"Limit: {limit.verdict}: {LIMITS[limit.verdict]}."
-        if limit.fleet is None:
+        limit = self.plan["limit"]
+        text = f"Limit: {limit['verdict']}: {LIMITS[limit['verdict']]}."
+        if limit["fleet"] is None:
             return text
-        policies = [f"{kind} {name} {met:.1%}" for (kind, name), met in limit.policies.items()]
+        policies = [
+            f"{each['kind']} {each['name']} {each['slo_met']:.1%}" for each in limit["policies"]
+        ]
         if len(policies) > SHOWN:
             policies[SHOWN:] = [f"{len(policies) - SHOWN} more"]
         others = f"with {', '.join(policies)}; " if policies else ""
-        grants = limit.grants
+        grants = limit["granted"]
         return (
-            f"{text} Of {self.fleet(limit.fleet)}, {share(limit.attainment)} of the requests "
-            f"meet the SLO; {others}if eviction foresaw the future, {grants['foresight']:.1%}; "
-            f"with a pool that never fills, {grants['endless']:.1%}; if every prompt had been "
-            f"there before, {grants['seen']:.1%}."
+            f"{text} Of {self.fleet(limit['fleet'])}, {share(limit['slo_met'])} of the "
+            f"requests meet the SLO; {others}if eviction foresaw the future, "
+            f"{grants['foresight']:.1%}; with a pool that never fills, "
+            f"{grants['endless']:.1%}; if every prompt had been there before, "
+            f"{grants['seen']:.1%}."
         )
 
     @property
     def closing(self) -> str:
         """Sentences about the search, and the options that all simulations share."""
-        setup = self.plan.setup
+        setup = self.plan["setup"]
         parts = [
             f"{name} {as_text(value)}"
             for name, value in setup.items()
@@ -102,90 +104,51 @@ class PlanReport:
 
     def chart(self) -> Chart:
         """Return a chart of the GPUs, the memory and the requests in time of each fleet."""
-        plan, setup = self.plan, self.plan.setup
-        fleets = {self.fleet(option.fleet): option for option in plan.options}
+        plan, setup = self.plan, self.plan["setup"]
+        fleets = {self.fleet(fleet): fleet for fleet in plan["plans"]}
 
-        def bars(value: Callable[[Option], float]) -> dict[str, list[tuple[float, float]]]:
-            return {name: [(0, value(option))] for name, option in fleets.items()}
+        def bars(value: Callable[[Any], float]) -> dict[str, list[tuple[float, float]]]:
+            return {name: [(0, value(fleet))] for name, fleet in fleets.items()}
 
         gib = BINARY["GiB"]
-        pools = bars(lambda each: each.pool_bytes * each.fleet.replicas / gib)
-        hosts = bars(lambda each: each.fleet.host_bytes * each.fleet.replicas / gib)
-        within = bars(lambda each: each.served.attainment)
-        asked = ("asked for", plan.percentile / 100)
+        pools = bars(lambda fleet: fleet["pool_bytes"] * fleet["replicas"] / gib)
+        hosts = bars(lambda fleet: fleet["host_bytes"] * fleet["replicas"] / gib)
+        within = bars(lambda fleet: fleet["slo_met"])
+        asked = ("asked for", plan["percentile"] / 100)
         panels = [
-            Panel("GPUs", bars(lambda each: each.fleet.gpus), "{:g}".format),
+            Panel("GPUs", bars(lambda fleet: fleet["gpus"]), "{:g}".format),
             Panel("K/V memory in all, GiB", pools, format_number),
             Panel("host RAM in all, GiB", hosts, format_number),
             Panel("within the SLO", within, as_percent, asked),
         ]
         title = self.headline.splitlines()[-1]
         if fleets:
-            requests = counted(plan.requests, "request")
+            requests = counted(plan["requests"], "request")
             title = f"Fleets for {setup['workload']}, {requests}, {setup['slo']}"
         return Chart(title, self.closing, "", panels)
 
-    def fleet(self, fleet: Fleet) -> str:
+    def fleet(self, fleet: Mapping[str, Any]) -> str:
         """Return a fleet in words."""
-        size = fleet.blocks * self.plan.block_bytes[fleet.devices]
-        each = " each" if fleet.replicas > 1 else ""
-        host = f" and {format_bytes(fleet.host_bytes)} of host RAM" if fleet.host_bytes else ""
+        each = " each" if fleet["replicas"] > 1 else ""
+        host = ""
+        if fleet["host_bytes"]:
+            host = f" and {format_bytes(fleet['host_bytes'])} of host RAM"
         return (
-            f"{counted(fleet.replicas, 'replica')} on {fleet.devices} x "
-            f"{self.plan.setup['device']},{each} with {format_bytes(size)} of K/V{host}"
+            f"{counted(fleet['replicas'], 'replica')} on {fleet['tensor_parallel']} x "
+            f"{self.plan['setup']['device']},{each} with {format_bytes(fleet['pool_bytes'])} "
+            f"of K/V{host}"
         )
 
-    def document(self) -> dict[str, Any]:
-        """Return the plan as a JSON object, without its `schema`."""
-        plan = self.plan
-        return {
-            "setup": plan.setup,
-            "requests": plan.requests,
-            "percentile": plan.percentile,
-            "max_gpus": plan.max_gpus,
-            "plans": [
-                self._sizes(each.fleet)
-                | {"slo_met": each.served.attainment, "hit_ratio": each.served.hit_ratio}
-                | attrs.asdict(each.served, filter=attrs.filters.exclude("whole", "requests"))
-                for each in plan.options
-            ],
-            "limit": self._limit(plan.limit),
-            "simulations": plan.simulations,
-            "notes": plan.notes,
-        }
 
-    def _limit(self, limit: Limit) -> dict[str, Any]:
-        return {
-            "verdict": limit.verdict,
-            "why": self.limit,
-            "fleet": None if limit.fleet is None else self._sizes(limit.fleet),
-            "slo_met": limit.attainment,
-            "granted": limit.grants,
-            "policies": [
-                {"kind": kind, "name": name, "slo_met": met}
-                for (kind, name), met in limit.policies.items()
-            ],
-        }
-
-    def _sizes(self, fleet: Fleet) -> dict[str, int]:
-        return {
-            "replicas": fleet.replicas,
-            "tensor_parallel": fleet.devices,
-            "gpus": fleet.gpus,
-            "blocks": fleet.blocks,
-            "pool_bytes": fleet.blocks * self.plan.block_bytes[fleet.devices],
-            "host_bytes": fleet.host_bytes,
-        }
-
-    def _cells(self, option: Option) -> tuple[str, ...]:
-        fleet, served = option.fleet, option.served
-        times = (served.ttft_s, served.tpot_s)
-        return (
-            *map(str, (fleet.replicas, fleet.devices, fleet.gpus)),
-            format_bytes(option.pool_bytes),
-            format_bytes(fleet.host_bytes) if fleet.host_bytes else NONE,
-            share(served.attainment),
-            *(cell(time["p99"] if time else None, format_seconds) for time in times),
-            share(served.hit_ratio),
-            share(served.busiest),
-        )
+def _cells(fleet: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a fleet that meets the SLO."""
+    times = (fleet["ttft_s"], fleet["tpot_s"])
+    return [
+        *(str(fleet[name]) for name in ("replicas", "tensor_parallel", "gpus")),
+        format_bytes(fleet["pool_bytes"]),
+        format_bytes(fleet["host_bytes"]) if fleet["host_bytes"] else NONE,
+        share(fleet["slo_met"]),
+        *(cell(time["p99"] if time else None, format_seconds) for time in times),
+        share(fleet["hit_ratio"]),
+        share(fleet["busiest"]),
+    ]

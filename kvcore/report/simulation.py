@@ -104,7 +104,6 @@ class SimulationReport:
     done: str = "simulated"
     about: str = ""
 
-    columns: ClassVar[tuple[str, ...]] = COLUMNS
     nothing_holds: ClassVar[str] = (
         "Neither a lower rate nor more GPUs were found with which it would hold."
     )

@@ -13,15 +13,11 @@ Row = tuple[str, str, str]
 
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
     """Return the report on the document of `kvcore size --json`."""
-    return [size_title(document["model"]), size_table(document)]
+    rows = Table(("quantity", "amount", "that is"), [*_rows(document)], ())
+    return [_title(document["model"]), rows]
 
 
-def size_table(document: Mapping[str, Any]) -> Table:
-    """Return the table of a document: what the K/V takes, and what fits."""
-    return Table(("quantity", "amount", "that is"), [*_rows(document)], ())
-
-
-def size_title(model: Mapping[str, Any]) -> str:
+def _title(model: Mapping[str, Any]) -> str:
     """Return a model in words: its parameters, layers, windows and heads."""
     plural = "" if model["kv_heads"] == 1 else "s"
     heads = f"{model['query_heads']} query heads, {model['kv_heads']} K/V head{plural}"

@@ -13,13 +13,13 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.analysis import Belady
 from kvcore.analysis.sweep import Grid, Row, Sweep, axes_of
 from kvcore.config.options import is_plain
 from kvcore.errors import InputError
 from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
 from kvcore.plugins.options import as_text
+from kvcore.report.charts import is_bound
 from kvcore.report.tables import NONE, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
@@ -192,7 +192,7 @@ class SweepReport:
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
         """Yield the best cells by each measure, and the value of the measure."""
-        candidates = [row for row in rows if not _is_bound(row)] or rows
+        candidates = [row for row in rows if not is_bound(str(row["eviction"]))] or rows
         best: list[Row] = []
         for measure in self.measures:
             ranked = [row for row in candidates if row[measure.column] is not None]
@@ -334,7 +334,3 @@ def written(name: str, row: Row) -> str:
         return format_bytes(row["pool_bytes"])
     value = row[name]
     return f"{value:,}" if type(value) is int and name != "seed" else as_text(value)
-
-
-def _is_bound(row: Row) -> bool:
-    return str(row["eviction"]).partition(":")[0] in Belady.names

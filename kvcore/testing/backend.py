@@ -16,7 +16,7 @@ from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, StorageError
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,7 +37,7 @@ Numbers are normally distributed, so outputs are below 5, and a tolerance is a f
 their last place."""
 
 
-class BackendTests:
+class BackendTests(PluginTests):
     """Conformance tests of a backend; a derived `Test...` class makes the backend.
 
     `backend` (or `make`, if that needs fixtures of the instance) returns a new backend,
@@ -77,10 +77,6 @@ class BackendTests:
     def test_is_a_named_backend(self) -> None:
         """Its class derives from Backend and has a name and a docstring of its own."""
         check_is_named(self.make(), Backend)
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a backend with equal options."""
-        check_is_built_from_text(self.make())
 
     @_dtypes
     def test_paged_is_dense(self, seed: int, dtype: str) -> None:

@@ -14,7 +14,7 @@ from kvcore.errors import KvcoreError
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
 from kvcore.testing.backend import LAYERS, RandomBatch
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,7 @@ HEADS = 6
 """Number of heads, of one or several blocks, in a call of `encode`."""
 
 
-class CodecTests:
+class CodecTests(PluginTests):
     """Conformance tests of a codec; a derived `Test...` class makes the codec.
 
     `codec` (or `make`, if that needs fixtures of the instance) returns a new codec, made with
@@ -69,10 +69,6 @@ class CodecTests:
     def test_is_a_named_codec(self) -> None:
         """Its class derives from Codec and has a name and a docstring of its own."""
         check_is_named(self.make(), Codec)
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a codec with equal options."""
-        check_is_built_from_text(self.make())
 
     @_parts
     def test_planes_match_encoded_rows(self, part: Part) -> None:

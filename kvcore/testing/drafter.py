@@ -14,13 +14,13 @@ from kvcore.plugins.manager import resolve
 from kvcore.request import Request, text_request
 from kvcore.serving import Batching, LatencyModel, StepWork, simulate
 from kvcore.serving.drafter import Drafter
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.trace import Trace
 
 _MANY = 40
 
 
-class DrafterTests:
+class DrafterTests(PluginTests):
     """Conformance tests of a drafter; a derived `Test...` class makes the drafter.
 
     `drafter` (or `make`, if that needs fixtures of the instance) returns a new drafter, made
@@ -49,10 +49,6 @@ class DrafterTests:
     def test_is_a_named_drafter(self) -> None:
         """Its class derives from Drafter and has a name and a docstring of its own."""
         check_is_named(self.make(), Drafter)
-
-    def test_is_built_from_text(self) -> None:
-        """Its options, written as text, make an equal drafter."""
-        check_is_built_from_text(self.make())
 
     def test_drafts_a_token_or_more(self) -> None:
         """`tokens`, the most tokens of a draft, is an integer of at least 1."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable
 from copy import deepcopy
 from random import Random
@@ -28,7 +28,7 @@ from kvcore.testing.harness import (
     replay,
 )
 from kvcore.testing.hosted import HostedCache
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 
 _KEY = 6
 _BLOCKS = 15
@@ -39,7 +39,7 @@ _MANY = 100
 _STAY = 0.5
 
 
-class EvictionPolicyTests(ABC):
+class EvictionPolicyTests(PluginTests):
     """Conformance tests of an eviction policy; a derived `Test...` class makes the policy.
 
         class TestMine(EvictionPolicyTests):
@@ -74,10 +74,6 @@ class EvictionPolicyTests(ABC):
     def test_is_a_named_policy(self) -> None:
         """Its class derives from EvictionPolicy and has a name and a docstring of its own."""
         check_is_named(self.make(), EvictionPolicy)
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a policy with equal options."""
-        check_is_built_from_text(self.make())
 
     def test_victims_are_unpinned_leaves(self, seed: int) -> None:
         """Each victim is an unpinned leaf, and a second call of `victim` returns it again."""

@@ -15,12 +15,12 @@ from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import qualified
 from kvcore.serving import LatencyModel, StepWork, Windows
 from kvcore.serving.decode_batch import StepTimes
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 
 _STEPS = 100
 
 
-class LatencyModelTests:
+class LatencyModelTests(PluginTests):
     """Conformance tests of a latency model; a derived `Test...` class makes the model.
 
     `latency` (or `make`, if that needs fixtures of the instance) returns a new model, made
@@ -107,10 +107,6 @@ class LatencyModelTests:
         assert again.coefficients() == model.coefficients()
         for work in _works(0, model.windows):
             assert again.duration(work) == model.duration(work)
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a model with equal options."""
-        check_is_built_from_text(self.make())
 
     def test_coefficients_are_json(self) -> None:
         """`coefficients`, part of the header of traces, survive a round trip through JSON."""

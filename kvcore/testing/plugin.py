@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from pathlib import Path
 
 import pytest
@@ -30,12 +31,20 @@ def check_is_named(plugin: Plugin, base: type[Plugin]) -> None:
     assert hint is None, f"{hint} (a method of your own: begin its name with an underscore)"
 
 
-def check_is_built_from_text(plugin: Plugin) -> None:
-    """Check that a plugin's own options, written as text, make one with equal options."""
-    options = plugin.options().items()
-    strange = [name for name, value in options if not isinstance(value, _PLAIN)]
-    if strange:
-        pytest.skip(f"options without a text form: {', '.join(strange)}")
-    text = {name: as_text(value) for name, value in options}
-    again = instantiate(type(plugin), text)
-    assert again.options() == plugin.options(), f"{text} gave other options"
+class PluginTests(ABC):
+    """The test that kits of plugins with options have in common."""
+
+    @abstractmethod
+    def make(self) -> Plugin:
+        """Return a new plugin, with the same options each time."""
+
+    def test_is_built_from_text(self) -> None:
+        """Its own options, written as text, make a plugin with equal options."""
+        plugin = self.make()
+        options = plugin.options().items()
+        strange = [name for name, value in options if not isinstance(value, _PLAIN)]
+        if strange:
+            pytest.skip(f"options without a text form: {', '.join(strange)}")
+        text = {name: as_text(value) for name, value in options}
+        again = instantiate(type(plugin), text)
+        assert again.options() == plugin.options(), f"{text} gave other options"

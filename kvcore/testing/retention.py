@@ -13,7 +13,7 @@ from kvcore.engine import Rotary
 from kvcore.engine.retention import HeldTokens, Reads, ScoreRetention, TokenRetention
 from kvcore.request import Request
 from kvcore.serving import simulate
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ _chunks = pytest.mark.parametrize("chunk", [1, 5, 64])
 _dtypes = pytest.mark.parametrize("dtype", ["fp64", "fp32", "fp16", "bf16"])
 
 
-class RetentionPolicyTests:
+class RetentionPolicyTests(PluginTests):
     """Conformance tests of a retention policy; a derived `Test...` class makes the policy.
 
     `retention` (or `make`, if that needs fixtures of the instance) returns a new policy, made
@@ -52,10 +52,6 @@ class RetentionPolicyTests:
     def test_is_a_named_policy(self) -> None:
         """Its class derives from RetentionPolicy and has a name and a docstring of its own."""
         check_is_named(self.make(), RetentionPolicy)
-
-    def test_is_built_from_text(self) -> None:
-        """Its options, written as text, make an equal policy."""
-        check_is_built_from_text(self.make())
 
     @_lengths
     @_chunks

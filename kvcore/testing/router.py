@@ -16,7 +16,7 @@ from kvcore.cluster.dispatcher import Dispatcher
 from kvcore.cluster.views import parse_view
 from kvcore.plugins.base import qualified
 from kvcore.request import Request
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 
 _REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
 
@@ -38,7 +38,7 @@ class Routing:
     loads: tuple[int, ...]
 
 
-class RouterTests:
+class RouterTests(PluginTests):
     """Conformance tests of a router; a derived `Test...` class makes the router.
 
     `router` (or `make`, if that needs fixtures of the instance) returns a new router, made
@@ -77,10 +77,6 @@ class RouterTests:
         assert own & {"cost", "route"}, (
             f"{qualified(type(router))} has no cost() and no route()"
         )
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a router with equal options."""
-        check_is_built_from_text(self.make())
 
     def test_requests_go_to_replicas_that_are_up(self, seed: int) -> None:
         """While replicas fail and return, a request goes to one that is up, or is refused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from random import Random
@@ -28,7 +28,7 @@ from kvcore.serving import (
 )
 from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
 from kvcore.testing.harness import Traffic, living, random_requests
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.units import PS_PER_NS
 
 STEP = 10**7
@@ -317,7 +317,7 @@ _LONG = "long"
 _servers = pytest.mark.parametrize("server", ["toy", "loop"])
 
 
-class SchedulerTests(ABC):
+class SchedulerTests(PluginTests):
     """Conformance tests of a scheduler; a derived `Test...` class makes the scheduler.
 
         class TestMine(SchedulerTests):
@@ -346,10 +346,6 @@ class SchedulerTests(ABC):
     def test_is_a_named_scheduler(self) -> None:
         """Its class derives from Scheduler and has a name and a docstring of its own."""
         check_is_named(self.make(), Scheduler)
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a scheduler with equal options."""
-        check_is_built_from_text(self.make())
 
     @_servers
     def test_serves_every_request_once(self, seed: int, server: str) -> None:

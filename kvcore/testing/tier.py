@@ -17,7 +17,7 @@ from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Key, Request
 from kvcore.testing.harness import Traffic, random_requests
-from kvcore.testing.plugin import check_is_built_from_text, check_is_named
+from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.tiers import StoredBlock, Tier, TierStore
 from kvcore.tiers.hierarchy import Load, Tiers
 from kvcore.tiers.level import Level
@@ -360,7 +360,7 @@ def _flip(pieces: list[Piece], read: Callable[[], list[bytes]]) -> None:
             put(whole)
 
 
-class TierTests(TierStoreTests):
+class TierTests(TierStoreTests, PluginTests):
     """Conformance tests of a tier; a derived `Test...` class makes the tier.
 
     `tier` is called with options by name, `memory` among them, and returns a new tier:
@@ -383,10 +383,6 @@ class TierTests(TierStoreTests):
     def test_is_a_named_tier(self) -> None:
         """Its class derives from Tier and has a name and a docstring of its own."""
         check_is_named(self.make(), Tier)
-
-    def test_is_built_from_text(self) -> None:
-        """Its own options, written as text, make a tier with equal options."""
-        check_is_built_from_text(self.make())
 
     @pytest.mark.parametrize(
         "wrong",

@@ -4,6 +4,7 @@
 commands without a trace need do not import this one, since msgspec takes a while to import.
 """
 
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
@@ -72,6 +73,11 @@ class ViolationError(ValueError):
 def unfit(error: Exception) -> ViolationError:
     """Return the error of a line that names what the lines before it do not have."""
     return ViolationError(f"it does not fit the lines before it ({error!r})")
+
+
+def methods_by_event(reader: object, *events: str) -> dict[str, Callable[[Any], None]]:
+    """Return the methods of a reader by the events that they take: `_hit` takes HIT."""
+    return {event: getattr(reader, f"_{event.lower()}") for event in events}
 
 
 def violated(reason: str) -> NoReturn:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import attrs
 
 from kvcore.trace import events
-from kvcore.trace.events import violated
+from kvcore.trace.events import methods_by_event, violated
 
 PREEMPTIONS = ("pause", "recompute", "swap")
 
@@ -66,9 +63,7 @@ class Lifecycles:
         self._as_asked = mode != "wall"
         self._requests: dict[int | str, Lifecycle] = {}
         served = ("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT")
-        self._apply: dict[str, Callable[[Any], None]] = {
-            name: getattr(self, f"_{name.lower()}") for name in served
-        }
+        self._apply = methods_by_event(self, *served)
 
     def arrive(self, request: int | str, output: int) -> None:
         """Record a request that asks for `output` tokens."""

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any
 
 from kvcore.cache import Residency
 from kvcore.trace import events
+from kvcore.trace.events import methods_by_event
 from kvcore.trace.replicas import ServerReader
 from kvcore.trace.state import CacheState, path, run_blocks
-
-TIMED = ("HIT", "SPLIT", "COMMIT", "EVICT")
-"""Events from which the residency of blocks follows."""
 
 
 def rebuild_residency(
@@ -45,9 +41,7 @@ class _RebuiltResidency:
         self.residency = Residency(header.blocks)
         self._state = CacheState(header)
         self._stored: dict[int, int] = {}
-        self._record: dict[str, Callable[[Any], None]] = {
-            name: getattr(self, f"_{name.lower()}") for name in TIMED
-        }
+        self._record = methods_by_event(self, "HIT", "SPLIT", "COMMIT", "EVICT")
 
     def take(self, event: events.Event) -> None:
         """Record an event, and apply it to the state."""

@@ -9,7 +9,6 @@ spans, tables and pins of a `CacheState`. Readers that trust a whole file, such 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from functools import cache, cached_property
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
 from kvcore.trace import events
-from kvcore.trace.events import OF_CLUSTERS, violated
+from kvcore.trace.events import OF_CLUSTERS, methods_by_event, violated
 from kvcore.trace.fields import EvictionDigest, encode_runs
 from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.lifecycle import Lifecycles
@@ -87,9 +86,9 @@ class TraceChecker:
         # Event, sequence and reason that the next line must have; and this one.
         self._next: tuple[str, int, str | None] | None = None
         self._due: tuple[str, int, str | None] | None = None
-        checks = {name: getattr(self, f"_{name.lower()}") for name in (*APPLIED, "END")}
+        checks = methods_by_event(self, *APPLIED, "END")
         checks |= dict.fromkeys(OF_CLUSTERS, self._refuse_routing)
-        self._checks: dict[str, Callable[[Any], None]] = checks
+        self._checks = checks
         self._tiers = self._tier_checker()
 
     @property

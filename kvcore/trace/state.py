@@ -7,7 +7,7 @@ checks that the events are possible, whatever the digest is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import attrs
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace import events
-from kvcore.trace.events import ViolationError, unfit, violated
+from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
 from kvcore.trace.fields import decode_runs
 from kvcore.trace.layout import TracedPrompt, TraceLayout
 from kvcore.trace.tiers import TracedTiers
@@ -217,13 +217,12 @@ class CacheState:
         self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
         self._work = self._most_work = self._copies = 0
         self._root = TracedSpan(-1, 0, array("i"), [], None, 0, None, 0)
-        self._apply: dict[str, Callable[[Any], None]] = {
-            name: getattr(self, f"_{name.lower()}") for name in APPLIED
-        }
+        self._apply = methods_by_event(self, *APPLIED)
         self.tiers = TracedTiers(header, self.layout.ratio) if header.tiers else None
         if self.tiers is not None:
             self._apply |= {
-                name: partial(getattr(self, f"_{name.lower()}"), self.tiers) for name in TIERED
+                name: partial(method, self.tiers)
+                for name, method in methods_by_event(self, *TIERED).items()
             }
 
     @property

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any
 
 from kvcore.trace import events
-from kvcore.trace.events import unfit, violated
+from kvcore.trace.events import methods_by_event, unfit, violated
 from kvcore.trace.layout import TracedPrompt
 from kvcore.trace.lifecycle import Lifecycles
 from kvcore.trace.pool_check import CachedKeys
-from kvcore.trace.state import CacheState, TracedSequence
+from kvcore.trace.state import TIERED, CacheState, TracedSequence
 from kvcore.trace.tiers import TracedTier, TracedTiers
 
 LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
@@ -100,13 +100,7 @@ class TierChecker:
         # Whether a HIT must follow at the same time, and its request, if that is known.
         self._hit_due = False
         self._hit_by: int | str | None = None
-        self._checks: dict[str, Callable[[Any], None]] = {
-            "RECOVER": self._recover,
-            "OFFLOAD": self._offload,
-            "LOAD_START": self._load_start,
-            "LOAD": self._load,
-            "DROP": self._drop,
-        }
+        self._checks = methods_by_event(self, *TIERED)
 
     @property
     def swaps(self) -> bool:

@@ -34,8 +34,8 @@ def kvcore_commands() -> dict[str, Verb]:
 def kvcore_backends() -> dict[str, str]:
     """Return the backends."""
     return {
-        "torch-cpu": "kvcore_plugins.backend:TorchCPU",
-        "torch-cuda": "kvcore_plugins.backend:TorchCUDA",
+        "torch-cpu": "kvcore_plugins.backend.torch_cpu:TorchCPU",
+        "torch-cuda": "kvcore_plugins.backend.torch_cuda:TorchCUDA",
     }
 
 
@@ -43,10 +43,10 @@ def kvcore_backends() -> dict[str, str]:
 def kvcore_generators() -> dict[str, str]:
     """Return the generators."""
     return {
-        "huggingface": "kvcore_plugins.generator:HuggingFace",
-        "induction": "kvcore_plugins.generator:Induction",
-        "sincos": "kvcore_plugins.generator:SinCos",
-        "transformer": "kvcore_plugins.generator:Transformer",
+        "huggingface": "kvcore_plugins.generator.huggingface:HuggingFace",
+        "induction": "kvcore_plugins.generator.induction:Induction",
+        "sincos": "kvcore_plugins.generator.sincos:SinCos",
+        "transformer": "kvcore_plugins.generator.transformer:Transformer",
     }
 
 

@@ -9,32 +9,32 @@ from kvcore import hookimpl
 
 
 def _places(folder: str, classes: dict[str, str]) -> dict[str, str]:
-    """Return the places of classes that the package `folder` exports, by plugin names."""
-    return {name: f"kvcore_plugins.{folder}:{found}" for name, found in classes.items()}
+    """Return the places of classes in modules of the package `folder`, by plugin names."""
+    return {name: f"kvcore_plugins.{folder}.{place}" for name, place in classes.items()}
 
 
 @hookimpl
 def kvcore_eviction_policies() -> dict[str, str]:
     """Return the built-in eviction policies."""
     classes = {
-        "adaptive": "Adaptive",
-        "arc": "ARC",
-        "cost": "Cost",
-        "fifo": "FIFO",
-        "lfu": "LFU",
-        "lookahead": "Lookahead",
-        "lru": "LRU",
-        "lruk": "LRUK",
-        "mru": "MRU",
-        "priority": "Priority",
-        "random": "Random",
-        "s3fifo": "S3FIFO",
-        "sieve": "SIEVE",
-        "slru": "SLRU",
-        "tail-lru": "TailLRU",
-        "tinylfu": "TinyLFU",
-        "tool-ttl": "ToolTTL",
-        "ttl": "TTL",
+        "adaptive": "adaptive:Adaptive",
+        "arc": "arc:ARC",
+        "cost": "cost:Cost",
+        "fifo": "fifo:FIFO",
+        "lfu": "lfu:LFU",
+        "lookahead": "lookahead:Lookahead",
+        "lru": "lru:LRU",
+        "lruk": "lruk:LRUK",
+        "mru": "mru:MRU",
+        "priority": "priority:Priority",
+        "random": "random:Random",
+        "s3fifo": "s3fifo:S3FIFO",
+        "sieve": "sieve:SIEVE",
+        "slru": "slru:SLRU",
+        "tail-lru": "tail_lru:TailLRU",
+        "tinylfu": "tinylfu:TinyLFU",
+        "tool-ttl": "tool_ttl:ToolTTL",
+        "ttl": "ttl:TTL",
     }
     return _places("eviction", classes)
 
@@ -43,9 +43,9 @@ def kvcore_eviction_policies() -> dict[str, str]:
 def kvcore_prefix_indexes() -> dict[str, str]:
     """Return the built-in prefix indexes."""
     classes = {
-        "hashed": "Hashed",
-        "none": "NoPrefix",
-        "radix": "Radix",
+        "hashed": "hashed:Hashed",
+        "none": "none:NoPrefix",
+        "radix": "radix:Radix",
     }
     return _places("prefix", classes)
 
@@ -60,13 +60,13 @@ def kvcore_retention_policies() -> dict[str, str]:
 def kvcore_schedulers() -> dict[str, str]:
     """Return the built-in schedulers."""
     classes = {
-        "fair": "Fair",
-        "fcfs": "FCFS",
-        "lpm": "LPM",
-        "priority": "Priority",
-        "sjf": "SJF",
-        "slo": "LeastSlack",
-        "srpt": "SRPT",
+        "fair": "fair:Fair",
+        "fcfs": "fcfs:FCFS",
+        "lpm": "lpm:LPM",
+        "priority": "priority:Priority",
+        "sjf": "sjf:SJF",
+        "slo": "slo:LeastSlack",
+        "srpt": "srpt:SRPT",
     }
     return _places("scheduler", classes)
 
@@ -75,10 +75,10 @@ def kvcore_schedulers() -> dict[str, str]:
 def kvcore_latency_models() -> dict[str, str]:
     """Return the built-in latency models."""
     classes = {
-        "linear": "Linear",
-        "roofline": "Roofline",
-        "table": "Table",
-        "token-rate": "TokenRate",
+        "linear": "linear:Linear",
+        "roofline": "roofline:Roofline",
+        "table": "table:Table",
+        "token-rate": "token_rate:TokenRate",
     }
     return _places("latency", classes)
 
@@ -87,15 +87,15 @@ def kvcore_latency_models() -> dict[str, str]:
 def kvcore_codecs() -> dict[str, str]:
     """Return the built-in codecs."""
     classes = {
-        "bf16": "BF16",
-        "fp16": "FP16",
-        "fp32": "FP32",
-        "fp64": "FP64",
-        "fp8-e4m3": "E4M3",
-        "fp8-e5m2": "E5M2",
-        "int4": "INT4",
-        "int8": "INT8",
-        "kivi": "KIVI",
+        "bf16": "plain:BF16",
+        "fp16": "plain:FP16",
+        "fp32": "plain:FP32",
+        "fp64": "plain:FP64",
+        "fp8-e4m3": "fp8:E4M3",
+        "fp8-e5m2": "fp8:E5M2",
+        "int4": "integer:INT4",
+        "int8": "integer:INT8",
+        "kivi": "integer:KIVI",
     }
     return _places("codec", classes)
 
@@ -104,16 +104,16 @@ def kvcore_codecs() -> dict[str, str]:
 def kvcore_workloads() -> dict[str, str]:
     """Return the built-in workloads."""
     classes = {
-        "azure": "Azure",
-        "bench": "Bench",
-        "chat": "Chat",
-        "jsonl": "Jsonl",
-        "lengths": "Lengths",
-        "lmcache": "LMCache",
-        "mooncake": "Mooncake",
-        "trace": "Recording",
-        "weka": "Weka",
-        "zipf": "Zipf",
+        "azure": "azure:Azure",
+        "bench": "bench:Bench",
+        "chat": "chat:Chat",
+        "jsonl": "jsonl:Jsonl",
+        "lengths": "lengths:Lengths",
+        "lmcache": "lmcache:LMCache",
+        "mooncake": "mooncake:Mooncake",
+        "trace": "trace:Recording",
+        "weka": "weka:Weka",
+        "zipf": "zipf:Zipf",
     }
     return _places("workload", classes)
 

@@ -7,6 +7,7 @@ import json
 import pytest
 from helpers.clusters import record_cluster
 from helpers.commands import run_here as run
+from helpers.commands import stdout_of as ran
 
 from kvcore.trace import read_events
 
@@ -17,13 +18,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("cluster")
     record_cluster(folder / "c.jsonl", router="least-requests")
     return folder
-
-
-def ran(*arguments, cwd):
-    """Run a verb, require success and an empty stderr, and return its stdout."""
-    done = run(*arguments, cwd=cwd)
-    assert (done.returncode, done.stderr) == (0, "")
-    return done.stdout
 
 
 def test_replay_has_a_row_for_each_replica(folder):

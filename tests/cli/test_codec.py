@@ -6,6 +6,7 @@ import sys
 
 import orjson
 import pytest
+from helpers.commands import json_of as document
 from helpers.commands import run_here
 from helpers.distributions import install
 from helpers.recordings import timed
@@ -66,13 +67,6 @@ def thirds(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "kv_thirds", raising=False)
     return "thirds:more=5"
-
-
-def document(*words):
-    """Run a verb with `--json`, require success, and return the document."""
-    done = run_here(*words, "--json")
-    assert (done.returncode, done.stderr) == (0, "")
-    return orjson.loads(done.stdout)
 
 
 @pytest.fixture
@@ -175,16 +169,6 @@ def test_earlier_names_of_the_option_work_with_a_notice(words, old):
         assert b'"codec": "fp8-e4m3"' in orjson.dumps(orjson.loads(done.stdout)).replace(
             b'":"', b'": "'
         )
-
-
-def test_dtype_is_an_option_of_run_only():
-    """`--dtype` of `run` is a dtype, not a codec, and `simulate` has no `--dtype`."""
-    done = run_here("run", "--dtype", "fp3")
-    assert done.returncode == 2
-    assert "'--dtype': 'fp3' is not one of 'fp64', 'fp32', 'fp16', 'bf16'" in done.stderr
-    done = run_here("simulate", SMALL, "--dtype", "bf16")
-    assert done.returncode == 2
-    assert "kvcore simulate has no option '--dtype'" in done.stderr
 
 
 def test_the_earlier_key_works_with_a_warning(tmp_path):

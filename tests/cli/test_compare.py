@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import csv
 import errno
-import gzip
 import json
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
+from helpers.commands import error_of, json_of, stdout_of
 
-from kvcore.analysis.comparison import default_sizes
 from kvcore.cli import main as frame
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 MIB = 2**20
 
-
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs `kvcore compare`, requires success, and returns stdout."""
-
-    def command(*arguments):
-        code = frame.run(["compare", *arguments])
-        captured = capsys.readouterr()
-        assert (code, captured.err) == (0, "")
-        return captured.out
-
-    return command
-
-
-@pytest.fixture
-def report(run):
-    """Return a function that runs `kvcore compare --json` and returns the document."""
-    return lambda *arguments: json.loads(run(*arguments, "--json"))
-
-
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a failing `kvcore compare` and returns stderr.
-
-    It requires exit code 2 and an empty stdout.
-    """
-
-    def command(*arguments):
-        code = frame.run(["compare", *arguments])
-        captured = capsys.readouterr()
-        assert (code, captured.out) == (2, "")
-        return captured.err
-
-    return command
+run = partial(stdout_of, "compare")
+report = partial(json_of, "compare")
+refused = partial(error_of, "compare")
 
 
 def mooncake(path, *rows):
@@ -71,7 +38,7 @@ def mooncake(path, *rows):
     return path
 
 
-def test_json_has_the_documented_fields(report):
+def test_json_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
     document = report(SMALL, "--eviction", "lru,optimum", "--blocks", "20")
     assert list(document) == ["schema", "workload", "count", "rows", "infinite"]
@@ -100,7 +67,7 @@ def test_json_has_the_documented_fields(report):
     assert (document["schema"], document["count"]) == (1, "keys")
 
 
-def test_the_default_workload_is_the_bundled_trace(report):
+def test_the_default_workload_is_the_bundled_trace():
     """Without a workload the bundled trace is compared, with its known numbers of hits."""
     lru, optimum = report("--eviction", "lru,optimum", "--blocks", "5859")["rows"]
     assert (lru["requests"], lru["lookup_blocks"], lru["hit_blocks"]) == (12031, 288500, 39258)
@@ -109,7 +76,7 @@ def test_the_default_workload_is_the_bundled_trace(report):
     assert (optimum["hit_blocks"], optimum["block_size"]) == (101431, 512)
 
 
-def test_the_table_is_readable(run):
+def test_the_table_is_readable():
     """The table has a row for each default policy, the optimum and the infinite cache."""
     lines = run(SMALL).splitlines()
     assert lines[0] == "zipf: 60 requests look up 360 blocks of 16 tokens (keys counting)."
@@ -118,31 +85,7 @@ def test_the_table_is_readable(run):
     assert lines[13].startswith("infinite: a cache that never evicts")
 
 
-def test_default_sizes_are_derived_from_the_workload(report):
-    """Without `--blocks` the pool sizes are derived from the workload's distinct blocks."""
-    document = report(SMALL, "--eviction", "lru")
-    sizes = [row["blocks"] for row in document["rows"]]
-    assert sizes == default_sizes(document["infinite"]["distinct_blocks"])
-
-
-def test_a_file_is_recognised_by_its_content(report, tmp_path):
-    """The format of a workload file is recognised by its content, compressed or not."""
-    path = mooncake(tmp_path / "plain", (0, [1, 2]), (5, [1, 2]))
-    packed = tmp_path / "packed"
-    packed.write_bytes(gzip.compress(path.read_bytes()))
-    for file in (path, packed):
-        document = report(str(file), "--eviction", "lru", "--blocks", "9")
-        assert document["workload"]["name"] == "mooncake"
-        assert document["rows"][0]["hit_blocks"] == 2
-
-
-def test_repeated_policies_and_sizes_are_run_once(report):
-    """A policy or a pool size that is given twice is run once."""
-    rows = report(SMALL, "--eviction", "lru,lru", "--blocks", "9,20,9")["rows"]
-    assert [(row["eviction"], row["blocks"]) for row in rows] == [("lru", 9), ("lru", 20)]
-
-
-def test_memory_is_divided_by_the_bytes_of_a_block(report):
+def test_memory_is_divided_by_the_bytes_of_a_block():
     """`--memory` is divided by the bytes of a block: 2 MiB for 16 tokens of Llama 3 8B."""
     document = report(SMALL, "--eviction", "lru", "--memory", "21MiB,42MiB")
     assert [row["blocks"] for row in document["rows"]] == [10, 21]
@@ -154,40 +97,40 @@ def test_memory_is_divided_by_the_bytes_of_a_block(report):
     }
 
 
-def test_memory_is_divided_by_model_codec_and_block_size(report):
+def test_memory_is_divided_by_model_codec_and_block_size():
     """`--memory` is divided by the bytes of a block of this model, codec and block size."""
     options = ["--model", "mistral-7b", "--codec", "fp32", "--block-size", "4"]
     document = report(SMALL, "--eviction", "lru", "--memory", "4MiB", *options)
     assert [(row["blocks"], row["block_size"]) for row in document["rows"]] == [(4, 4)]
 
 
-def test_the_table_has_memory_sizes_and_the_model_of_a_block(run):
+def test_the_table_has_memory_sizes_and_the_model_of_a_block():
     """With `--memory` the table names sizes in bytes and the model of a block."""
     lines = run(SMALL, "--eviction", "lru", "--memory", "40MiB").splitlines()
     assert "40 MiB" in lines[2]
     assert "A block of 16 tokens of llama-3-8b in fp16 takes 2 MiB." in lines
 
 
-def test_token_accounting_leaves_the_optimum_out(report):
+def test_token_accounting_leaves_the_optimum_out():
     """With `--accounting tokens` the optimum is not among the default policies."""
     document = report(SMALL, "--accounting", "tokens", "--blocks", "20")
     assert document["count"] == "tokens"
     assert "optimum" not in {row["eviction"] for row in document["rows"]}
 
 
-def test_the_seed_reaches_the_policies(report):
+def test_the_seed_reaches_the_policies():
     """`--seed` seeds the policies that draw random numbers."""
     (row,) = report(SMALL, "--eviction", "random", "--blocks", "9", "--seed", "8")["rows"]
     assert row["options"] == {"seed": 8}
 
 
-def test_the_prefix_cache_can_be_chosen(report):
+def test_the_prefix_cache_can_be_chosen():
     """With `--prefix none` no block hits, and the document names the prefix cache."""
     document = report(SMALL, "--eviction", "lru", "--blocks", "20", "--prefix", "none")
     assert (document["infinite"]["hit_blocks"], document["prefix"]) == (0, "none")
 
 
-def test_the_table_states_version_workload_and_prefix_cache(run):
+def test_the_table_states_version_workload_and_prefix_cache():
     """The last lines state the version, the workload with its options, and the prefix cache."""
     _, _, setup = run(SMALL, "--eviction", "lru", "--prefix", "none").partition(
         "Setup: kvcore "
@@ -196,21 +139,21 @@ def test_the_table_states_version_workload_and_prefix_cache(run):
     assert setup.endswith("prefix none.\n")
 
 
-def test_without_sharing_nothing_can_hit(run):
+def test_without_sharing_nothing_can_hit():
     """With `--prefix none` there is no optimum, and the output states that nothing can hit."""
     out = run(SMALL, "--prefix", "none", "--blocks", "20")
     assert "optimum" not in out
     assert "With prefix cache 'none' nothing can hit." in out
 
 
-def test_the_output_names_the_model_and_device_of_recompute_costs(run):
+def test_the_output_names_the_model_and_device_of_recompute_costs():
     """The output names the model and device of recompute costs if policy `cost` is compared."""
     arguments = [SMALL, "--blocks", "20", "--model", "llama-2-7b", "--eviction"]
     assert "cost: recompute cost of llama-2-7b on h100." in run(*arguments, "lru,cost")
     assert "recompute cost" not in run(*arguments, "lru")
 
 
-def test_requests_without_keys_have_no_table(run, tmp_path):
+def test_requests_without_keys_have_no_table(tmp_path):
     """For requests without keys the output only states that there is nothing to look up."""
     path = tmp_path / "azure.csv"
     path.write_text(
@@ -221,26 +164,7 @@ def test_requests_without_keys_have_no_table(run, tmp_path):
     )
 
 
-def test_the_model_is_a_config_file_or_its_folder(report, tmp_path):
-    """`--model` accepts a config.json, or the folder that contains it."""
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 100,
-        "torch_dtype": "bfloat16",
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for model in (tmp_path, tmp_path / "config.json"):
-        document = report(SMALL, "--eviction", "lru", "--memory", "1MiB", "--model", str(model))
-        assert document["memory"]["bytes_per_block"] == 16 * 2 * 2 * 2 * 16 * 2
-
-
-def test_the_error_for_a_dangling_link_names_its_target(refused, tmp_path):
+def test_the_error_for_a_dangling_link_names_its_target(tmp_path):
     """The error for a workload that is a dangling link names the target of the link."""
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "nowhere")
@@ -249,7 +173,7 @@ def test_the_error_for_a_dangling_link_names_its_target(refused, tmp_path):
     )
 
 
-def test_an_unsearchable_folder_is_reported_as_unreadable(refused, monkeypatch):
+def test_an_unsearchable_folder_is_reported_as_unreadable(monkeypatch):
     """A workload in a folder that cannot be searched is reported as unreadable, not missing."""
 
     def lstat(path):
@@ -259,24 +183,7 @@ def test_an_unsearchable_folder_is_reported_as_unreadable(refused, monkeypatch):
     assert "secret/rows: cannot be read: Permission denied" in refused("secret/rows")
 
 
-def test_equal_commands_write_equal_traces(run, tmp_path):
-    """The same command writes the same bytes of a trace each time."""
-    first, second = tmp_path / "1.jsonl", tmp_path / "2.jsonl"
-    for path in (first, second):
-        run(SMALL, "--eviction", "lfu", "--blocks", "20", "--trace", str(path))
-    assert first.read_bytes() == second.read_bytes()
-    assert b'"event":"END"' in first.read_bytes().splitlines()[-1]
-
-
-def test_a_trace_can_be_compared_again(report, tmp_path):
-    """A recorded trace is a workload whose requests give the same hits as the original ones."""
-    path = str(tmp_path / "trace.jsonl")
-    first = report(SMALL, "--eviction", "lru", "--blocks", "20", "--trace", path)["rows"][0]
-    again = report(path, "--eviction", "lru", "--blocks", "20")["rows"][0]
-    assert again["hit_blocks"] == first["hit_blocks"]
-
-
-def test_csv_has_the_rows_of_the_document(report, tmp_path):
+def test_csv_has_the_rows_of_the_document(tmp_path):
     """`--csv` writes a line for each row of the document, with the same hit ratios in full."""
     path = tmp_path / "rows.csv"
     document = report(
@@ -289,7 +196,7 @@ def test_csv_has_the_rows_of_the_document(report, tmp_path):
     ]
 
 
-def test_a_bad_row_leaves_the_files_as_they_were(refused, tmp_path):
+def test_a_bad_row_leaves_the_files_as_they_were(tmp_path):
     """A workload with a bad row leaves an existing CSV file unchanged and writes no trace."""
     workload = mooncake(tmp_path / "rows", (0, [1]), (5, [1]), (3, [1]))
     old = tmp_path / "rows.csv"
@@ -303,18 +210,7 @@ def test_a_bad_row_leaves_the_files_as_they_were(refused, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.csv"}
 
 
-@pytest.mark.parametrize("option", ["--csv", "--trace"])
-def test_the_workload_is_not_overwritten(refused, tmp_path, option):
-    """`--csv` and `--trace` refuse to overwrite the file of the workload."""
-    path = mooncake(tmp_path / "rows", (0, [1]))
-    before = path.read_bytes()
-    error = refused(str(path), "--eviction", "lru", "--blocks", "9", option, str(path))
-    assert f"cannot write {path}: the requests come from {path}; name another file" in error
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_key_under_two_parents_is_refused(refused, tmp_path):
+def test_a_key_under_two_parents_is_refused(tmp_path):
     """A key that follows two different keys is an error with its place and a remedy."""
     rows = str(mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2])))
     error = refused(rows, "--eviction", "lru")
@@ -339,13 +235,13 @@ def test_every_verb_refuses_keys_under_two_parents(capsys, tmp_path, arguments):
     assert f"({rows}): request 1, number 2: key 2 stands after key 3" in capsys.readouterr().err
 
 
-def test_chained_hashes_are_compared(run, tmp_path):
+def test_chained_hashes_are_compared(tmp_path):
     """With `chain=true` a workload whose keys are hashes of single blocks is compared."""
     rows = mooncake(tmp_path / "rows", (0, [1, 2]), (5, [3, 2]))
     assert "infinite" in run(f"mooncake:path={rows},chain=true", "--eviction", "lru")
 
 
-def test_check_looks_at_all_keys(refused, run, tmp_path, monkeypatch):
+def test_check_looks_at_all_keys(tmp_path, monkeypatch):
     """`--check` examines all requests, not only the first ones that are always checked."""
     monkeypatch.setattr("kvcore.workloads.base.CHECKED_REQUESTS", 1)
     arguments = [
@@ -357,25 +253,14 @@ def test_check_looks_at_all_keys(refused, run, tmp_path, monkeypatch):
     assert "equal keys must mean equal prefixes" in refused(*arguments, "--check")
 
 
-def test_check_accepts_consistent_keys(run):
+def test_check_accepts_consistent_keys():
     """`--check` accepts a workload whose keys are consistent."""
     assert "infinite" in run(SMALL, "--check", "--eviction", "lru")
 
 
-def test_numbers_of_any_length_are_refused(refused):
+def test_numbers_of_any_length_are_refused():
     """A number with more digits than Python converts is an error, not a traceback."""
     assert "several are a list" in refused("--blocks", "9" * 5000)
-
-
-def test_as_a_process_json_is_alone_on_stdout():
-    """In a pipe there is no progress bar, and stdout is one document."""
-    process = subprocess.run(
-        [sys.executable, "-c", "from kvcore.cli.main import main; main()",
-         "compare", SMALL, "--eviction", "lru", "--json"],
-        capture_output=True, check=False,
-    )  # fmt: skip
-    assert (process.returncode, process.stderr) == (0, b"")
-    assert json.loads(process.stdout)["schema"] == 1
 
 
 def test_the_earlier_name_of_accounting_works_with_a_notice(capsys):

@@ -8,48 +8,22 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from time import sleep
 
 import pytest
-
-from kvcore.cli import main as frame
+from helpers.commands import error_of, stdout_of
 
 pytest.importorskip("numba")
 pytest.importorskip("matplotlib")
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 
-
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs `kvcore curve`, requires success, and returns stdout."""
-
-    def command(*arguments):
-        code = frame.run(["curve", *arguments, "--jobs", "1"])
-        captured = capsys.readouterr()
-        assert (code, captured.err) == (0, "")
-        return captured.out
-
-    return command
+run = partial(stdout_of, "curve", "--jobs", 1)
+refused = partial(error_of, "curve")
 
 
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a failing `kvcore curve` and returns stderr.
-
-    It requires exit code 2 and an empty stdout.
-    """
-
-    def command(*arguments):
-        code = frame.run(["curve", *arguments])
-        captured = capsys.readouterr()
-        assert (code, captured.out) == (2, "")
-        return captured.err
-
-    return command
-
-
-def test_the_table_has_a_row_for_each_size(run):
+def test_the_table_has_a_row_for_each_size():
     """The table has a row for each pool size and a column for each policy."""
     lines = run(SMALL, "--sizes", "10,50").splitlines()
     assert lines[0].startswith("zipf: 60 requests look up 360 blocks of 16 tokens (keys")
@@ -58,7 +32,7 @@ def test_the_table_has_a_row_for_each_size(run):
     assert lines[6].startswith("A cache that never evicts holds")
 
 
-def test_json_has_the_documented_fields(run):
+def test_json_has_the_documented_fields():
     """The JSON document has exactly the documented fields, in this order."""
     document = json.loads(run(SMALL, "--sizes", "3", "--json", "--model", "llama-3-8b"))
     assert list(document) == [
@@ -80,7 +54,7 @@ def test_json_has_the_documented_fields(run):
     assert document["schema"] == 1
 
 
-def test_the_last_of_a_number_of_sizes_is_the_footprint(run):
+def test_the_last_of_a_number_of_sizes_is_the_footprint():
     """With a number of sizes, the last is the footprint, with an infinite cache's hits."""
     document = json.loads(run(SMALL, "--sizes", "5", "--json"))
     bound = document["infinite"]
@@ -90,7 +64,7 @@ def test_the_last_of_a_number_of_sizes_is_the_footprint(run):
         assert each["points"][-1]["hit_ratio"] == bound["hit_ratio"] < 1
 
 
-def test_token_accounting_has_no_optimum(run):
+def test_token_accounting_has_no_optimum():
     """With `--accounting tokens` the default policies are `lru` and `lfu`."""
     document = json.loads(run(SMALL, "--sizes", "4,40", "--accounting", "tokens", "--json"))
     assert [each["eviction"] for each in document["curves"]] == ["lru", "lfu"]
@@ -98,14 +72,14 @@ def test_token_accounting_has_no_optimum(run):
 
 
 @pytest.mark.parametrize(("name", "magic"), [("c.png", b"\x89PNG"), ("c.SVG", b"<?xml")])
-def test_out_draws_a_picture_and_prints_nothing(run, tmp_path, name, magic):
+def test_out_draws_a_picture_and_prints_nothing(tmp_path, name, magic):
     """`--out` draws a picture in the format of its ending, and nothing is printed."""
     out = tmp_path / name
     assert run(SMALL, "--sizes", "4", "--out", str(out)) == ""
     assert out.read_bytes().startswith(magic)
 
 
-def test_out_writes_the_numbers(run, tmp_path):
+def test_out_writes_the_numbers(tmp_path):
     """`--out` writes the same numbers as CSV and JSON, and `--json` prints them as well."""
     table, document = tmp_path / "c.csv", tmp_path / "c.json"
     run(SMALL, "--sizes", "4,40", "--out", str(table))
@@ -118,7 +92,7 @@ def test_out_writes_the_numbers(run, tmp_path):
     assert [float(row["hit_ratio"]) for row in rows] == [p["hit_ratio"] for p in points]
 
 
-def test_a_failed_run_leaves_the_file_unchanged(refused, tmp_path):
+def test_a_failed_run_leaves_the_file_unchanged(tmp_path):
     """A failed run leaves the file at `--out` unchanged, and no partial file."""
     out = tmp_path / "c.csv"
     out.write_text("mine")
@@ -127,7 +101,7 @@ def test_a_failed_run_leaves_the_file_unchanged(refused, tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-def test_the_workload_is_not_overwritten(refused, tmp_path):
+def test_the_workload_is_not_overwritten(tmp_path):
     """`--out` refuses to overwrite the file of the workload."""
     path = tmp_path / "r.json"
     row = {"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}
@@ -163,7 +137,7 @@ TIER = (SMALL, "--tier", "host:memory=256MiB", "--sizes", "3")
 """The arguments of a plane, which has three sizes of the pool and four of the tier."""
 
 
-def test_a_plane_has_tables_of_hits_and_of_saved_time(run):
+def test_a_plane_has_tables_of_hits_and_of_saved_time():
     """A plane has a table of hits and one of saved time, by size of tier and of pool."""
     text = run(*TIER)
     rows = [line.split("  ") for line in text.splitlines() if "%" in line and "MiB  " in line]
@@ -173,7 +147,7 @@ def test_a_plane_has_tables_of_hits_and_of_saved_time(run):
 
 
 @pytest.mark.parametrize("exact", [(), ("--exact",)])
-def test_json_of_a_plane_has_a_point_for_each_pair_of_sizes(run, exact):
+def test_json_of_a_plane_has_a_point_for_each_pair_of_sizes(exact):
     """The document of a plane has a point with counts for each pair of pool and tier size.
 
     Without `--exact` a larger tier never has fewer hits.
@@ -194,7 +168,7 @@ def test_json_of_a_plane_has_a_point_for_each_pair_of_sizes(run, exact):
 @pytest.mark.parametrize(
     ("name", "magic"), [("plane.png", b"\x89PNG"), ("plane.svg", b"<?xml")]
 )
-def test_a_plane_is_drawn(run, tmp_path, name, magic):
+def test_a_plane_is_drawn(tmp_path, name, magic):
     """A plane is drawn as PNG or SVG, with the same bytes each time."""
     written = [tmp_path / "one" / name, tmp_path / "two" / name]
     for path in written:
@@ -205,7 +179,7 @@ def test_a_plane_is_drawn(run, tmp_path, name, magic):
     assert one == two
 
 
-def test_a_plane_is_written_as_rows(run, tmp_path):
+def test_a_plane_is_written_as_rows(tmp_path):
     """The CSV of a plane has a row for each point, with sizes in blocks and in bytes."""
     path = tmp_path / "plane.csv"
     run(*TIER, "--out", str(path))
@@ -215,28 +189,11 @@ def test_a_plane_is_written_as_rows(run, tmp_path):
     assert all(int(row["pool_bytes"]) == int(row["pool_blocks"]) * 2**21 for row in rows)
 
 
-def test_the_table_of_a_plane_names_the_tier(run):
+def test_the_table_of_a_plane_names_the_tier():
     """The head of the table of a plane names the tier."""
     assert "disk / pool" in run(SMALL, "--tier", "disk:memory=256MiB", "--sizes", "3")
 
 
-def test_the_tier_none_prints_curves_of_a_pool(run):
+def test_the_tier_none_prints_curves_of_a_pool():
     """`--tier none` prints the curves of a pool without a tier."""
     assert run(SMALL, "--tier", "none") == run(SMALL)
-
-
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        ((SMALL, "--exact"), "--exact is for a plane"),
-        ((*TIER, "--accounting", "tokens"), "a plane counts by keys alone"),
-        ((*TIER, "--eviction", "lfu"), "add --exact"),
-        ((SMALL, "--tier", "host"), "tier plugin 'host' needs a value for option 'memory'"),
-        ((SMALL, "--tier", "nothing:memory=1GiB"), "no tier plugin is named 'nothing'"),
-        ((*TIER, "--tier", "disk:memory=1TiB"), "2 were given, and a plane has one"),
-        ((SMALL, "--tier", "host:memory=1KiB"), "has memory=1024, less than a block"),
-    ],
-)
-def test_unsupported_options_of_a_plane_are_refused(refused, words, fault):
-    """An option that a plane does not support is an error with the reason."""
-    assert fault in refused(*words)

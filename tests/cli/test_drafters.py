@@ -68,14 +68,6 @@ def test_a_simulation_with_a_runs_drafts_has_equal_decisions(tmp_path):
     assert b"rollback" in (tmp_path / "s.jsonl").read_bytes()
 
 
-def test_acceptance_needs_a_drafter(tmp_path):
-    """`--acceptance` without `--drafter` is an error, and nothing is written."""
-    done = run("run", SMALL, "--acceptance", "a.jsonl", cwd=tmp_path)
-    assert done.returncode == 2
-    assert "give a --drafter, such as prompt-lookup" in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
 def test_replay_adds_and_removes_drafts(tmp_path):
     """`replay` runs a trace with drafts again to the same lines.
 
@@ -107,21 +99,3 @@ def test_a_drafter_is_an_axis_of_a_sweep(tmp_path):
     rows = json.loads(done.stdout)["rows"]
     assert [row["drafter"] for row in rows] == [None, DRAFTS]
     assert rows[1]["tpot_s_mean"] < rows[0]["tpot_s_mean"] / 2
-
-
-@pytest.mark.parametrize(
-    ("words", "why"),
-    [
-        (("simulate", SMALL, "--drafter", "prompt-lookup"), "a simulation has none"),
-        (("simulate", SMALL, "--drafter", "medusa"), "a simulation has none"),
-        (("simulate", SMALL, "--drafter", "lookup"), "no drafter plugin is named"),
-        (("simulate", SMALL, "--drafter", DRAFTS, "--retention", "window"), "rolled back"),
-        (("simulate", SMALL, "--drafter", DRAFTS, "--allocation", "contiguous"), "one token"),
-        (("simulate", SMALL, "--drafter", "acceptance:file=a.jsonl"), "cannot be read"),
-    ],
-)
-def test_drafters_that_a_run_cannot_use_are_refused(tmp_path, words, why):
-    """A drafter that a run cannot use is an error with the reason."""
-    done = run(*words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert why in done.stderr

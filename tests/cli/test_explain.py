@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import subprocess
-import sys
+from functools import partial
 
 import pytest
 from helpers import serving
+from helpers.commands import error_of, stdout_of
 from helpers.traces import lines, record, seal, serve
 
 from kvcore.analysis import compare
 from kvcore.analysis.miss_reasons import CATEGORIES
-from kvcore.cli import main as frame
 from kvcore_plugins.workload import Zipf
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 PROGRAM = "from kvcore.cli.main import main; main()"
 
-
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs `kvcore explain`; it returns code, stdout and stderr."""
-
-    def command(*arguments):
-        code = frame.run(["explain", *map(str, arguments)])
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return command
+run = partial(stdout_of, "explain")
 
 
 @pytest.fixture
@@ -40,25 +28,16 @@ def trace(tmp_path):
 
 def test_json_of_a_summary_is_alone_on_stdout_and_adds_up(trace):
     """`--summary --json` prints one document, whose losses add up to the missed tokens."""
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, "explain", str(trace), "--summary", "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    shown = json.loads(done.stdout)
-    assert done.stderr == ""
+    shown = json.loads(run(trace, "--summary", "--json"))
     assert (shown["schema"], shown["source"], shown["complete"]) == (1, str(trace), True)
     assert set(shown["lost"]) == set(CATEGORIES)
     assert sum(lost["tokens"] for lost in shown["lost"].values()) == shown["missed_tokens"]
     assert "furthest, deepest first among equals" in shown["optimum"]
 
 
-def test_json_of_a_request_adds_up(run, trace):
+def test_json_of_a_request_adds_up(trace):
     """The losses of a request add up to its missed tokens."""
-    code, out, err = run(trace, "last", "--json")
-    shown = json.loads(out)
-    assert (code, err) == (0, "")
+    shown = json.loads(run(trace, "last", "--json"))
     assert (shown["request"], shown["state"], shown["prompt_tokens"]) == (
         "last",
         "admitted",
@@ -67,38 +46,33 @@ def test_json_of_a_request_adds_up(run, trace):
     assert sum(loss["tokens"] for loss in shown["losses"]) == shown["missed_tokens"]
 
 
-def test_a_request_is_explained_in_sentences(run, trace):
+def test_a_request_is_explained_in_sentences(trace):
     """Without `--json` a request is explained in sentences, with its arrival and its losses."""
-    code, out, _ = run(trace, "same")
-    shown = " ".join(out.split())
-    assert code == 0
+    shown = " ".join(run(trace, "same").split())
     assert shown.startswith(f"Request same of {trace}: arrived at")
     assert "Parts from request first between tokens 8 and 12" in shown
 
 
-def test_a_summary_is_tables_with_the_rule_of_the_optimum(run):
+def test_a_summary_is_tables_with_the_rule_of_the_optimum():
     """Without `--json` a summary has its tables and states the rule of the optimum."""
-    code, out, _ = run(SMALL, "--summary", "--blocks", 12)
-    assert code == 0
+    out = run(SMALL, "--summary", "--blocks", 12)
     for words in ("lost ", "compulsory", "parting at token", "lost for it", "deepest first"):
         assert words in out
 
 
-def test_a_run_with_a_clock_counts_rejected_and_readmitted_requests(run, tmp_path):
+def test_a_run_with_a_clock_counts_rejected_and_readmitted_requests(tmp_path):
     """The summary of a run with a clock counts rejected and readmitted requests.
 
     It does not mention the optimum, since no miss is due to an eviction.
     """
-    code, out, _ = run(serve(tmp_path / "served.jsonl"), "--summary")
-    shown = " ".join(out.split())
-    assert code == 0
+    shown = " ".join(run(serve(tmp_path / "served.jsonl"), "--summary").split())
     assert "1 rejected" in shown
     assert "1 admitted again after preemption" in shown
     assert "optimum" not in shown
 
 
 @pytest.mark.parametrize("asked", ["--summary", "late"])
-def test_a_run_with_a_clock_states_the_rule_of_the_optimum(run, tmp_path, asked):
+def test_a_run_with_a_clock_states_the_rule_of_the_optimum(tmp_path, asked):
     """For a run with a clock the report states that the optimum replays requests one by one."""
     requests = [
         serving.ask("early", 0, 8, keys=[1, 2]),
@@ -106,7 +80,7 @@ def test_a_run_with_a_clock_states_the_rule_of_the_optimum(run, tmp_path, asked)
         serving.ask("late", 200, 12, keys=[1, 2, 3]),
     ]
     (tmp_path / "run.jsonl").write_bytes(serving.serve(requests, blocks=4).trace)
-    shown = " ".join(run(tmp_path / "run.jsonl", asked)[1].split())
+    shown = " ".join(run(tmp_path / "run.jsonl", asked).split())
     assert "deepest first among equals" in shown
     assert "This run had a clock; the optimum replays its requests one after another" in shown
 
@@ -114,51 +88,46 @@ def test_a_run_with_a_clock_states_the_rule_of_the_optimum(run, tmp_path, asked)
 @pytest.mark.parametrize(
     ("asked", "words"), [("--summary", "The requests have no keys"), ("3", "It has no keys")]
 )
-def test_requests_without_keys_have_a_reason_and_no_hits(run, tmp_path, asked, words):
+def test_requests_without_keys_have_a_reason_and_no_hits(tmp_path, asked, words):
     """For requests without keys the report has the reason and an option, and no hits."""
     path = tmp_path / "lengths.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
         + "".join(f"2023-11-16 18:17:0{second}.0,374,44\n" for second in range(5))
     )
-    shown = " ".join(run(path, asked, "--blocks", 99)[1].split())
+    shown = " ".join(run(path, asked, "--blocks", 99).split())
     assert f"{words}: there is nothing to look up. --accounting tokens counts" in shown
     assert "0 hit" not in shown
 
 
-def test_rejected_and_preempted_requests_are_explained(run, tmp_path):
+def test_rejected_and_preempted_requests_are_explained(tmp_path):
     """A rejected request has the reason, and a preempted one how often it was readmitted."""
     file = serve(tmp_path / "served.jsonl")
-    shown = " ".join(run(file, "huge")[1].split())
+    shown = " ".join(run(file, "huge").split())
     assert shown.endswith("was turned away: needs 9 blocks, the pool has 8.")
-    assert json.loads(run(file, "huge", "--json")[1])["state"] == "rejected"
-    assert "admitted again 1 time" in " ".join(run(file, "long")[1].split())
+    assert json.loads(run(file, "huge", "--json"))["state"] == "rejected"
+    assert "admitted again 1 time" in " ".join(run(file, "long").split())
 
 
-def test_a_cut_trace_is_explained_up_to_the_cut(run, trace):
+def test_a_cut_trace_is_explained_up_to_the_cut(trace):
     """A cut trace is explained up to the cut, and the report states where the file ends."""
     trace.write_bytes(trace.read_bytes()[:-100])
-    code, out, _ = run(trace, "--summary")
-    assert code == 0
-    assert "INCOMPLETE: the file ends inside line 49" in out
-    shown = json.loads(run(trace, "--summary", "--json")[1])
+    assert "INCOMPLETE: the file ends inside line 49" in run(trace, "--summary")
+    shown = json.loads(run(trace, "--summary", "--json"))
     assert (shown["complete"], shown["cut_reason"]) == (False, "the file ends inside line 49")
 
 
-def test_a_damaged_trace_exits_1_with_its_line(run, trace):
+def test_a_damaged_trace_exits_1_with_its_line(trace):
     """An event of a span that is not cached ends with exit code 1 and the line of the event."""
     events = lines(trace)
     events[35]["span"] = 4
-    code, out, err = run(seal(trace, events), "--summary")
-    assert (code, out) == (1, "")
+    err = error_of("explain", seal(trace, events), "--summary", code=1)
     assert f"{trace}:45: HIT: no span 4 is cached" in err
 
 
-def test_a_workload_is_replayed_first(run):
+def test_a_workload_is_replayed_first():
     """A workload is replayed with the given pool and policy, with the hits of `compare`."""
-    shown = json.loads(
-        run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json")[1]
-    )
+    shown = json.loads(run(SMALL, "--summary", "--blocks", 20, "--eviction", "fifo", "--json"))
     workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
     (row,) = compare(workload, "fifo", 20).rows
     assert shown["hit_tokens"] == row.hit_blocks * row.block_size
@@ -166,7 +135,7 @@ def test_a_workload_is_replayed_first(run):
     assert sum(lost["tokens"] for lost in shown["lost"].values()) == shown["missed_tokens"]
 
 
-def test_a_workload_has_the_accounting_and_block_size_of_compare(run):
+def test_a_workload_has_the_accounting_and_block_size_of_compare():
     """`explain` of a workload has the accounting, block size and prefix cache of `compare`."""
     arguments = (
         SMALL,
@@ -178,25 +147,16 @@ def test_a_workload_has_the_accounting_and_block_size_of_compare(run):
         "--block-size",
         8,
     )
-    shown = json.loads(run(*arguments, "--json")[1])
+    shown = json.loads(run(*arguments, "--json"))
     assert (shown["count"], shown["block_size"]) == ("tokens", 8)
     workload = Zipf(requests=60, prefixes=6, prefix_tokens=64, suffix_tokens=32)
     (row,) = compare(workload, "lru", 40, accounting="tokens", block_size=8).rows
     assert shown["hit_tokens"] == row.hit_blocks * 8 > 0
-    shown = json.loads(run(*arguments, "--prefix", "none", "--json")[1])
+    shown = json.loads(run(*arguments, "--prefix", "none", "--json"))
     assert (shown["prefix"], shown["hit_tokens"]) == ("none", 0)
 
 
-def test_a_compressed_trace_is_recognised(run, trace):
-    """A compressed trace is recognised by its first line and has the same summary."""
-    packed = trace.with_suffix(".gz")
-    packed.write_bytes(gzip.compress(trace.read_bytes()))
-    plain, compressed = (json.loads(run(f, "--summary", "--json")[1]) for f in (trace, packed))
-    assert compressed == plain | {"source": str(packed)}
-
-
-def test_an_unknown_request_suggests_the_nearest_id(run, trace):
+def test_an_unknown_request_suggests_the_nearest_id(trace):
     """The error for an unknown request suggests the nearest id and lists the first ids."""
-    code, out, err = run(trace, "firts")
-    assert (code, out) == (2, "")
+    err = error_of("explain", trace, "firts")
     assert f"'firts' is not in {trace} (did you mean 'first'?). Its 5 ids: first, " in err

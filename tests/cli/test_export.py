@@ -138,26 +138,3 @@ def test_a_cut_trace_is_refused(trace, tmp_path, capfd, kind):
     assert (code, printed) == (1, "")
     assert "t.jsonl: incomplete: the file ends inside line" in err
     assert sorted(tmp_path.iterdir()) == [trace]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["missing", "--to", "vllm", "--out", "o"], 2, "cannot read the trace missing"),
-        (["{t}", "--to", "vllm", "--out", "{t}"], 2, "the requests come from"),
-        (["{t}", "--to", "vllm", "--out", "/"], 2, "it is a directory"),
-        (["{t}", "--to", "sglang", "--out", "o"], 2, "'sglang' is not one of 'vllm'"),
-        (["{t}", "--to", "vllm"], 2, "give --out FILE, or with --to vllm --zmq ADDRESS"),
-    ],
-)
-def test_invalid_arguments_are_refused(
-    trace, tmp_path, monkeypatch, capfd, arguments, code, message
-):
-    """Invalid arguments are errors, and no file is left or changed."""
-    monkeypatch.chdir(tmp_path)
-    before = trace.read_bytes()
-    found, printed, err = export(capfd, *(word.format(t=trace) for word in arguments))
-    assert (found, printed) == (code, "")
-    assert message in err
-    assert trace.read_bytes() == before
-    assert sorted(tmp_path.iterdir()) == [trace]

@@ -68,29 +68,6 @@ def test_no_fleet_is_exit_code_1(planned):
     assert "Limit: compute" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (("--percentile", "0"), "percentile 0: give a percentage above 0 and up to 100"),
-        (("--replicas", "x"), "--replicas 'x': expected a whole number"),
-        (("--tensor-parallel", "0"), "tensor_parallel: [0] was given; give numbers of 1"),
-        (("--slo", "none"), "nothing is expected"),
-        (("--model", "nothing"), "model: unknown model 'nothing'"),
-        (("--model", "llama-3.1-405b"), "on 2 x h100: weights of 812 GB"),
-        (("--executor", "nowhere"), "executor 'nowhere' is not known"),
-        (("--tier", "nothing"), "tier: no tier plugin is named 'nothing'"),
-        (("--max-gpus", "1", "--replicas", "2"), "2 x 2 GPUs are more than 1"),
-    ],
-)
-def test_invalid_options_are_exit_code_2(planned, words, fault):
-    """An invalid option is an error on stderr with exit code 2 and no traceback."""
-    done = planned(*SMALL, *words)
-    assert done.returncode == 2
-    assert fault in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-
-
 def test_a_configuration_file_may_have_options_of_plan(planned, tmp_path):
     """A file of `--config` may have the options of `plan`."""
     (tmp_path / "plan.toml").write_text(

@@ -70,24 +70,6 @@ def test_a_result_without_a_trace_has_latencies(folder, tmp_path):
     assert "has no trace.jsonl.gz, which --kind hits is drawn from" in printed_error
 
 
-@pytest.mark.parametrize(
-    ("words", "fault"),
-    [
-        (("none.jsonl", "--kind", "hits", "-o", "x.png"), "cannot read the trace none.jsonl"),
-        ((".", "--kind", "latency", "-o", "x.png"), "is no result that"),
-        (("run.jsonl", "--kind", "hits", "-o", "x.pdf"), "--out x.pdf: a name says what is"),
-        (("run.jsonl", "--kind", "heat", "-o", "x.png"), "'heat' is not one of"),
-        (("run.jsonl", "--kind", "hits"), "Missing option '-o'"),
-        (("run.jsonl", "-o", "x.png"), "Missing option '--kind'"),
-        (("run.jsonl", "--kind", "hits", "-o", "no/x.png"), "cannot write no/x.png: No such"),
-    ],
-)
-def test_missing_inputs_and_invalid_options_are_refused(words, fault, tmp_path):
-    """A missing input or an invalid option is an error with exit code 2, and draws no file."""
-    traces.serve(tmp_path / "run.jsonl")
-    assert fault in refused("plot", *words, cwd=tmp_path)
-
-
 def test_a_trace_is_not_overwritten(tmp_path):
     """`plot` refuses to overwrite its trace, even if the name ends like that of a plot."""
     trace = traces.serve(tmp_path / "x.png")

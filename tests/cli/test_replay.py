@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 from helpers.commands import run_here
@@ -10,16 +11,13 @@ from helpers.traces import lines, record, seal, serve
 
 PROGRAM = "from kvcore.cli.main import main; main()"
 
+run = partial(run_here, "replay")
+
 
 @pytest.fixture
 def trace(tmp_path):
     """Return the path of a recorded trace of 49 lines."""
     return record(tmp_path / "trace.jsonl")
-
-
-def run(*arguments):
-    """Run `kvcore replay` in this process."""
-    return run_here("replay", *arguments)
 
 
 def test_json_is_alone_on_stdout(trace):
@@ -71,13 +69,6 @@ def test_at_has_nanosecond_resolution(trace):
     assert json.loads(done.stdout)["lines"] == 5
 
 
-def test_a_time_that_is_no_number_is_bad_usage(trace):
-    """A value of `--at` that is no number exits with code 2 and the expected form."""
-    done = run(trace, "--at", "noon")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "'noon': expected a number of seconds" in done.stderr
-
-
 def test_a_violation_exits_1_with_file_line_and_reason(trace):
     """An impossible event exits with code 1, its line and the reason, and an empty stdout."""
     events = lines(trace)
@@ -97,26 +88,3 @@ def test_an_incomplete_file_exits_1_after_its_report(trace):
     assert (done.returncode, report["complete"], report["lines"]) == (1, False, 48)
     message = f"kvcore: error: {trace}: incomplete: the file ends inside line 49\n"
     assert done.stderr == message
-
-
-def test_a_missing_file_is_bad_input(tmp_path):
-    """A missing file exits with code 2 and an error that names it."""
-    done = run(tmp_path / "nowhere")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "nowhere: No such file" in done.stderr
-
-
-def test_an_empty_path_is_bad_usage():
-    """An empty FILE is a usage error; it does not mean the working directory."""
-    done = run("")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "Invalid value for 'FILE': empty path; name a file" in done.stderr
-
-
-def test_a_workload_is_no_trace(tmp_path):
-    """A file of requests exits with code 1, and the error names the verb that runs it."""
-    path = tmp_path / "requests.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
-    done = run(path)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "its first line is no HEADER; `kvcore simulate FILE` runs workloads" in done.stderr

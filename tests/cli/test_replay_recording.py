@@ -2,15 +2,16 @@
 
 import json
 import os
-import subprocess
-import sys
+from functools import partial
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import as_process, run_here
 from helpers.kv_events import DYNAMO, batch, record, removed, stored
 from helpers.traces import record as record_trace
 
 from kvcore.kv_events import RecordingWriter
+
+run = partial(run_here, "replay")
 
 
 @pytest.fixture
@@ -22,11 +23,6 @@ def recording(tmp_path):
         batch(removed(3, medium="GPU"), stored(9, medium="CPU"), ts=2.0),
         engine="vllm 0.33",
     )
-
-
-def run(*arguments, cwd=None):
-    """Run `kvcore replay` in this process."""
-    return run_here("replay", *arguments, cwd=cwd)
 
 
 def test_the_table_counts_events_and_blocks(recording):
@@ -116,11 +112,6 @@ def test_a_file_of_router_events_is_checked(tmp_path):
 def test_a_trace_in_a_pipe_is_read_from_its_start(tmp_path):
     """A trace in a pipe is read from its start, after the check for a recording."""
     trace = record_trace(tmp_path / "trace.jsonl")
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "replay", "/dev/stdin", "--json"],
-        input=trace.read_bytes(),
-        capture_output=True,
-        check=False,
-    )
+    done = as_process("replay", "/dev/stdin", "--json", input=trace.read_text())
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"]

@@ -152,26 +152,6 @@ def test_a_cluster_of_kvcore_survives_the_kill_of_a_server(tmp_path):
     asyncio.run(bad_day(tmp_path, servers=2, requests=400, kills=1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "wrong"),
-    [
-        ([], "name the servers"),
-        (["ftp://a"], "expected one such as http://127.0.0.1:8001"),
-        (["http://a", "--router", "round-robbin"], "did you mean 'round-robin'"),
-        (["http://a", "--view", "exact"], "view: 'exact' is for simulations"),
-        (["http://a", "--view", "event"], "did you mean 'events'"),
-        (["http://a", "--trace", "nowhere/day.jsonl"], "cannot write the trace nowhere"),
-        (["http://a", "--port", "99999"], "port 99999 of 127.0.0.1: bind(): port must be"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, wrong):
-    """An invalid option exits with code 2 and the reason, before the proxy listens."""
-    run = run_here("route", *arguments)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("kvcore: error: ")
-    assert wrong in run.stderr
-
-
 @pytest.mark.parametrize("package", ["aiohttp", "prometheus_client"])
 def test_a_missing_package_is_named(monkeypatch, capsys, package):
     """Without a needed package `route` exits with code 3 and how to install it."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 
 import pytest
+from helpers.commands import error_of, stdout_of
 
-from kvcore.cli import main as frame
 from kvcore_plugins.backend import TorchCPU
 
 pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
@@ -16,35 +15,8 @@ pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 SMALL = "zipf:requests=12,prefixes=3,prefix_tokens=64,suffix_tokens=32,output_tokens=4"
 FAST = ("--latency", "linear", "--memory", "4MiB")
 
-
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs a verb, requires success, and returns stdout."""
-
-    def command(*arguments, verb="run"):
-        code = frame.run([verb, *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert (code, captured.err) == (0, "")
-        return captured.out
-
-    return command
-
-
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a failing `kvcore run` and returns exit code and stderr.
-
-    It requires a code other than 0 and an empty stdout.
-    """
-
-    def command(*arguments):
-        code = frame.run(["run", *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert code != 0
-        assert captured.out == ""
-        return code, captured.err
-
-    return command
+run = partial(stdout_of, "run")
+refused = partial(error_of, "run")
 
 
 def between(path):
@@ -54,15 +26,8 @@ def between(path):
 
 @pytest.mark.slow
 def test_the_bundled_trace_is_computed():
-    """As a process, `run --json` computes the bundled trace and prints one document."""
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "run", "--limit", "5", "--json"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    document = json.loads(done.stdout)
+    """`run --json` computes the bundled trace and prints one document."""
+    document = json.loads(run("--limit", 5, "--json"))
     assert (document["schema"], document["completed"]) == (1, 5)
     assert document["config"]["workload"]["options"] == {
         "path": None,
@@ -73,7 +38,7 @@ def test_the_bundled_trace_is_computed():
     assert document["config"]["plugins"]["backend"]["name"] == "torch-cpu"
 
 
-def test_the_report_names_generator_backend_dtype_and_part(run):
+def test_the_report_names_generator_backend_dtype_and_part():
     """The report names the generator, the backend, the dtype and the part of the workload."""
     printed = run(SMALL, *FAST, "--limit", 3, "--block-size", 16)
     assert printed.startswith("zipf: 3 requests to tiny on 1 x h100, in ")
@@ -81,13 +46,13 @@ def test_the_report_names_generator_backend_dtype_and_part(run):
     assert "steps, computed in" in printed
 
 
-def test_the_whole_workload_is_computed_in_full_length(run):
+def test_the_whole_workload_is_computed_in_full_length():
     """`--limit 0 --shrink 1` computes the whole workload."""
     document = json.loads(run(SMALL, *FAST, "--limit", 0, "--shrink", 1, "--json"))
     assert document["completed"] == 12
 
 
-def test_prompts_are_continued(run):
+def test_prompts_are_continued():
     """`--prompt` prints each prompt with its output, which is equal for equal prompts."""
     document = json.loads(run("--prompt", "one two", "--prompt", "one two", "--json", *FAST))
     first, second = document["outputs"]
@@ -99,26 +64,26 @@ def test_prompts_are_continued(run):
     assert printed.startswith(f"> one two\n{text}\n\n3 tokens in 3 steps, computed in ")
 
 
-def test_a_simulation_of_a_trace_has_equal_decisions(run, tmp_path):
+def test_a_simulation_of_a_trace_has_equal_decisions(tmp_path):
     """A simulation of the trace of a run makes the same decisions, line by line."""
     ran, simulated = tmp_path / "run.jsonl", tmp_path / "simulated.jsonl"
     more = ("--latency", "linear", "--blocks", 64, "--block-size", 16)
     run(SMALL, *more, "--trace", ran)
-    run(ran, verb="replay")
-    run(ran, *more, "--trace", simulated, verb="simulate")
+    stdout_of("replay", ran)
+    stdout_of("simulate", ran, *more, "--trace", simulated)
     assert between(ran)
     assert between(ran) == between(simulated)
 
 
-def test_measured_steps_are_calibrated(run, tmp_path):
+def test_measured_steps_are_calibrated(tmp_path):
     """`calibrate` reads the step times that a run measures under the wall clock."""
     path = tmp_path / "steps.csv"
     printed = run(SMALL, *FAST, "--clock", "wall", "--step-times", path)
     assert "measured seconds" in printed
-    assert run(path, verb="calibrate").startswith("--latency linear:step=")
+    assert stdout_of("calibrate", path).startswith("--latency linear:step=")
 
 
-def test_options_come_from_a_file(run, tmp_path):
+def test_options_come_from_a_file(tmp_path):
     """A configuration file may have all options of `run`."""
     path = tmp_path / "run.toml"
     path.write_text(
@@ -131,7 +96,7 @@ def test_options_come_from_a_file(run, tmp_path):
     assert config["bytes_per_block"] == 16 * 2 * (16 + 16) * 8
 
 
-def test_a_file_may_have_options_of_workloads_and_prompts(run, tmp_path):
+def test_a_file_may_have_options_of_workloads_and_prompts(tmp_path):
     """A file may have options for workloads and options for prompts, whichever are run."""
     path = tmp_path / "run.toml"
     path.write_text(f'workload = "{SMALL}"\nlimit = 2\nmax_output = 3\nblocks = 64\n')
@@ -140,39 +105,35 @@ def test_a_file_may_have_options_of_workloads_and_prompts(run, tmp_path):
     assert len(output["tokens"]) == 3
 
 
-def test_a_prompt_that_is_not_utf8_is_refused(refused):
+def test_a_prompt_that_is_not_utf8_is_refused():
     """A prompt that is not UTF-8 is an error that names it."""
-    code, error = refused("--prompt", "\udcff")
-    assert (code, "prompt '\\udcff' is not UTF-8" in error) == (2, True)
+    assert "prompt '\\udcff' is not UTF-8" in refused("--prompt", "\udcff")
 
 
-def test_too_little_memory_exits_3(refused):
+def test_too_little_memory_exits_3():
     """A pool that does not fit in memory exits with code 3 and an error about blocks."""
-    code, error = refused("--blocks", 2**31 - 1, "--prompt", "a")
-    assert code == 3
+    error = refused("--blocks", 2**31 - 1, "--prompt", "a", code=3)
     assert "the pool of K/V 16 TiB, and torch-cpu has" in error
 
 
-def test_without_torch_the_error_names_what_to_install(refused, monkeypatch):
+def test_without_torch_the_error_names_what_to_install(monkeypatch):
     """Without torch `run` exits with code 3 and what to install."""
     reason = "needs torch: pip install 'kvcore[torch]'"
     monkeypatch.setattr(TorchCPU, "unavailable", lambda: reason)
-    code, error = refused()
-    assert code == 3
-    assert error.endswith(f"cannot work here: {reason}\n")
+    assert refused(code=3).endswith(f"cannot work here: {reason}\n")
 
 
-def test_a_failed_run_leaves_no_trace(refused, tmp_path):
+def test_a_failed_run_leaves_no_trace(tmp_path):
     """A run that fails writes no trace."""
     path = tmp_path / "run.jsonl"
-    assert refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path)[0] == 3
+    refused("--blocks", 2**31 - 1, "--prompt", "a", "--trace", path, code=3)
     assert list(tmp_path.iterdir()) == []
 
 
 TIER = "disk:path={},memory=16MiB,write=through,load=always,latency=0"
 
 
-def test_a_second_run_recovers_the_blocks_on_disk(run, tmp_path):
+def test_a_second_run_recovers_the_blocks_on_disk(tmp_path):
     """A second run recovers the blocks of the first from its disk tier and loads them."""
     words = SMALL, "--seed", 1, "--tier", TIER.format(tmp_path), "--json", *FAST
     first, second = (json.loads(run(*words)) for _ in range(2))
@@ -183,7 +144,7 @@ def test_a_second_run_recovers_the_blocks_on_disk(run, tmp_path):
     assert disk["errors"] == 0
 
 
-def test_a_second_run_from_disk_has_the_same_output(run, tmp_path):
+def test_a_second_run_from_disk_has_the_same_output(tmp_path):
     """A second run that loads K/V from disk has the same output.
 
     Another generator loads nothing.
@@ -196,8 +157,7 @@ def test_a_second_run_from_disk_has_the_same_output(run, tmp_path):
     assert other["loaded_tokens"] == 0
 
 
-def test_a_disk_tier_without_a_path_is_refused(refused):
+def test_a_disk_tier_without_a_path_is_refused():
     """A disk tier without a path is an error, since a run needs a place for K/V."""
-    code, error = refused(SMALL, "--tier", "disk:memory=1MiB")
-    assert code == 2
+    error = refused(SMALL, "--tier", "disk:memory=1MiB")
     assert "tier disk: a run on tensors needs a directory: disk:path=DIR,memory=..." in error

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from functools import partial
 
 import pytest
+from helpers.commands import error_of, json_of, stdout_of
 
 from kvcore import find_capacity
 from kvcore.cli import main as frame
@@ -18,40 +18,9 @@ FIELDS = [
     *("throughput_tokens_s", "goodput", "preemptions", "evicted_blocks", "hit"),
 ]
 
-
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs `kvcore simulate`, requires success, and returns stdout."""
-
-    def command(*arguments):
-        code = frame.run(["simulate", *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert (code, captured.err) == (0, "")
-        return captured.out
-
-    return command
-
-
-@pytest.fixture
-def report(run):
-    """Return a function that runs `kvcore simulate --json` and returns the document."""
-    return lambda *arguments: json.loads(run(*arguments, "--json"))
-
-
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a failing `kvcore simulate` and returns stderr.
-
-    It requires exit code 2 and an empty stdout.
-    """
-
-    def command(*arguments):
-        code = frame.run(["simulate", *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert (code, captured.out) == (2, "")
-        return captured.err
-
-    return command
+run = partial(stdout_of, "simulate")
+report = partial(json_of, "simulate")
+refused = partial(error_of, "simulate")
 
 
 def without_wall_time(document):
@@ -64,22 +33,12 @@ def header(path):
     return json.loads(path.read_text().partition("\n")[0])
 
 
-def test_json_is_alone_on_stdout():
-    """As a process, `--json` prints one document, which is the same for each run."""
-    documents = []
-    for _ in range(2):
-        done = subprocess.run(
-            [sys.executable, "-m", "kvcore", "simulate", SMALL, "--json"],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert (done.returncode, done.stderr) == (0, "")
-        documents.append(without_wall_time(json.loads(done.stdout)))
-    assert documents[0] == documents[1]
+def test_equal_runs_have_equal_documents():
+    """The document is the same for each run, but for the wall time."""
+    assert without_wall_time(report(SMALL)) == without_wall_time(report(SMALL))
 
 
-def test_json_has_the_documented_fields(report):
+def test_json_has_the_documented_fields():
     """The document has the documented fields and the configuration of the run."""
     document = report(SMALL)
     assert set(FIELDS) < set(document)
@@ -101,7 +60,7 @@ def test_json_has_the_documented_fields(report):
     assert (document["schema"], document["requests"], document["completed"]) == (1, 40, 40)
 
 
-def test_the_report_has_pool_outcome_and_options(run):
+def test_the_report_has_pool_outcome_and_options():
     """The report begins with the pool and the outcome, and ends with all options."""
     plugins = ["--eviction", "lfu:half_life=60", "--retention", "window:tokens=32"]
     lines = run(SMALL, "--blocks", 50, "--scheduler", "srpt", *plugins).splitlines()
@@ -126,7 +85,7 @@ def test_the_report_has_pool_outcome_and_options(run):
         (100, {"tensor_parallel": 1}, {"rate_scale", "tensor_parallel"}),
     ],
 )
-def test_proposed_options_are_enough_for_the_load(run, report, rate, given, options):
+def test_proposed_options_are_enough_for_the_load(rate, given, options):
     """Each option that is proposed for a saturated run gives a run that is not saturated.
 
     The report and `find_capacity` propose the same options.
@@ -145,20 +104,20 @@ def test_proposed_options_are_enough_for_the_load(run, report, rate, given, opti
     assert find_capacity(crowd, **given) == first["holds"]
 
 
-def test_no_option_is_proposed_with_no_search_or_below_saturation(report, run):
+def test_no_option_is_proposed_with_no_search_or_below_saturation():
     """No option is proposed with `--no-search`, or for a run that is not saturated."""
     crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=300"
     assert report(crowd, "--no-search")["saturation"]["holds"] is None
     assert "It would hold" not in run(SMALL)
 
 
-def test_a_rejected_request_is_counted_and_explained(run):
+def test_a_rejected_request_is_counted_and_explained():
     """Requests that are too large for the pool are rejected, with a count and the reason."""
     out = run(SMALL, "--blocks", 5)
     assert "0 completed, 40 rejected; the first: it needs 7 blocks; the pool has 5." in out
 
 
-def test_unknown_outputs_are_reported(run, tmp_path):
+def test_unknown_outputs_are_reported(tmp_path):
     """A workload without outputs has no speeds and no SLO, and the report has the reason."""
     row = {"timestamp": 0, "input_length": 50, "output_length": 0, "hash_ids": [1]}
     path = tmp_path / "mine.jsonl"
@@ -168,26 +127,20 @@ def test_unknown_outputs_are_reported(run, tmp_path):
     assert not [name for name in ("within the SLO", "goodput", "tokens/s") if name in out]
 
 
-def test_without_an_slo_there_is_no_goodput(report):
-    """With `--slo none` the goodput and the share that meets the SLO are null."""
-    document = report(SMALL, "--slo", "none")
-    assert (document["goodput"], document["slo"]["met"]) == (None, None)
-
-
-def test_the_slo_is_in_seconds(report):
+def test_the_slo_is_in_seconds():
     """Times of `--slo` are seconds, and the defaults are Mooncake's 30 s and 0.1 s."""
     assert report(SMALL, "--slo", "ttft=0.000000001")["goodput"] == 0
     slo = report(SMALL)["slo"]
     assert (slo["ttft_s"], slo["tpot_s"], slo["met"]) == (30, 0.1, 1)
 
 
-def test_the_default_pool_is_device_memory_less_weights(report):
+def test_the_default_pool_is_device_memory_less_weights():
     """The default pool fills nine tenths of the devices' memory, less the weights."""
     left = 9 * 4 * 80 * 10**9 // 10 - 2 * 8_030_261_248
     assert report(SMALL)["pool"]["blocks"] == left // 2**21
 
 
-def test_memory_is_divided_into_blocks_of_the_codec(report):
+def test_memory_is_divided_into_blocks_of_the_codec():
     """`--memory 40MiB` is 20 blocks in fp16, and 10 in fp32."""
     pools = [
         report(SMALL, "--memory", "40MiB", "--codec", codec)["pool"]["blocks"]
@@ -196,7 +149,7 @@ def test_memory_is_divided_into_blocks_of_the_codec(report):
     assert pools == [20, 10]
 
 
-def test_the_deployment_sets_the_options_of_the_roofline(report):
+def test_the_deployment_sets_the_options_of_the_roofline():
     """The roofline has the model, device, number of devices and codec of the deployment."""
     where = ["--model", "llama-3-70b", "--device", "h200", "--tensor-parallel", 8]
     options = report(SMALL, *where, "--codec", "fp32")["config"]["plugins"]["latency"][
@@ -207,14 +160,14 @@ def test_the_deployment_sets_the_options_of_the_roofline(report):
     assert options["codec"] == "fp32"
 
 
-def test_options_of_the_roofline_override_the_deployment(report):
+def test_options_of_the_roofline_override_the_deployment():
     """A device in the options of the roofline overrides `--device` for times alone."""
     document = report(SMALL, "--latency", "roofline:device=a100-80g")
     assert document["config"]["device"] == "h100"
     assert document["config"]["plugins"]["latency"]["options"]["device"] == "a100-80g"
 
 
-def test_a_model_can_be_a_file(report, tmp_path):
+def test_a_model_can_be_a_file(tmp_path):
     """`--model` accepts a config.json, which sets the bytes of a block and the times."""
     config = {
         "model_type": "llama",
@@ -234,7 +187,7 @@ def test_a_model_can_be_a_file(report, tmp_path):
     assert small["ttft_s"]["mean"] < large["ttft_s"]["mean"]
 
 
-def test_the_seed_reaches_every_plugin_that_draws(report):
+def test_the_seed_reaches_every_plugin_that_draws():
     """`--seed` seeds workload, scheduler and eviction, unless they have a seed of their own."""
     plugins = ["--eviction", "random:seed=3", "--scheduler", "srpt"]
     config = report(SMALL, "--seed", 8, *plugins)["config"]
@@ -244,7 +197,7 @@ def test_the_seed_reaches_every_plugin_that_draws(report):
     assert config["seed"] == 8
 
 
-def test_rate_scale_shortens_a_run(report):
+def test_rate_scale_shortens_a_run():
     """`--rate-scale 10` shortens the simulated time of a run to less than a fifth."""
     loads = [report(SMALL, "--rate-scale", s)["config"]["rate_scale"] for s in (1, 10)]
     assert loads == [1, 10]
@@ -252,7 +205,7 @@ def test_rate_scale_shortens_a_run(report):
     assert spans[0] > 5 * spans[1]
 
 
-def test_the_limits_of_a_step_are_set(report):
+def test_the_limits_of_a_step_are_set():
     """The options of batching set the limits of a step."""
     caps = ["--max-tokens", 64, "--max-seqs", 2, "--steps", "prefill-first", "--no-chunked"]
     assert report(SMALL, *caps, "--watermark", 0)["config"]["batching"] == {
@@ -264,14 +217,7 @@ def test_the_limits_of_a_step_are_set(report):
     }
 
 
-def test_replay_accepts_the_trace(run, tmp_path):
-    """`kvcore replay` accepts the trace of a simulation."""
-    path = tmp_path / "run.jsonl"
-    run(SMALL, "--blocks", 30, "--scheduler", "srpt", "--trace", path)
-    assert frame.run(["replay", str(path), "--json"]) == 0
-
-
-def test_the_header_of_a_trace_has_the_whole_configuration(run, tmp_path):
+def test_the_header_of_a_trace_has_the_whole_configuration(tmp_path):
     """The header of the trace has the whole configuration, and equal runs write equal bytes."""
     paths = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
     for path in paths:
@@ -289,7 +235,7 @@ def test_the_header_of_a_trace_has_the_whole_configuration(run, tmp_path):
     assert head["device"] == {"name": "h100", "count": 4}
 
 
-def test_out_has_three_files(report, tmp_path):
+def test_out_has_three_files(tmp_path):
     """`--out` makes a folder with the summary, a line for each request, and the trace."""
     out = tmp_path / "deep" / "run"
     document = report(SMALL, "--out", out)
@@ -302,7 +248,7 @@ def test_out_has_three_files(report, tmp_path):
     assert frame.run(["replay", str(out / "trace.jsonl.gz"), "--json"]) == 0
 
 
-def test_out_replaces_an_earlier_run(report, tmp_path):
+def test_out_replaces_an_earlier_run(tmp_path):
     """`--out` replaces the files of an earlier run and leaves other files."""
     (tmp_path / "notes").write_text("mine")
     report(SMALL, "--out", tmp_path)
@@ -312,7 +258,7 @@ def test_out_replaces_an_earlier_run(report, tmp_path):
     assert (tmp_path / "notes").read_text() == "mine"
 
 
-def test_a_failed_run_names_the_row_and_leaves_no_file(refused, tmp_path):
+def test_a_failed_run_names_the_row_and_leaves_no_file(tmp_path):
     """A bad row of the workload is named, and no file or folder is left."""
     rows = [
         {"timestamp": t, "input_length": 5, "output_length": 1, "hash_ids": [t]} for t in (9, 1)
@@ -324,32 +270,9 @@ def test_a_failed_run_names_the_row_and_leaves_no_file(refused, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace.jsonl"]
 
 
-def test_a_failed_run_leaves_earlier_files_unchanged(refused, report, tmp_path):
+def test_a_failed_run_leaves_earlier_files_unchanged(tmp_path):
     """A failed run leaves the files of an earlier run unchanged."""
     report(SMALL, "--out", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     refused(SMALL, "--out", tmp_path, "--max-tokens", 1)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def test_a_directory_that_is_a_file_is_refused(refused, tmp_path):
-    """`--out` is an error if it is the path of a file."""
-    path = tmp_path / "file"
-    path.write_text("mine")
-    assert "it is a file; name another one" in refused(SMALL, "--out", path)
-    assert path.read_text() == "mine"
-
-
-def test_the_workload_is_not_overwritten(refused, tmp_path):
-    """`--trace` refuses to overwrite the file of the workload."""
-    row = {"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [1]}
-    path = tmp_path / "mine.jsonl"
-    path.write_text(json.dumps(row))
-    assert "the requests come from" in refused(path, "--trace", path)
-    assert json.loads(path.read_text()) == row
-
-
-def test_a_missing_workload_file_is_an_error_of_the_workload(refused):
-    """A missing workload file is an error of WORKLOAD, not of the block size."""
-    err = refused("kv-events:path=gone,lookups=full")
-    assert err.startswith("kvcore: error: WORKLOAD: cannot read the recording gone: ")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import orjson
 import pytest
+from helpers.commands import error_of, stdout_of
 
 import kvcore
 from kvcore.cli import main as frame
@@ -25,46 +27,16 @@ max-seqs = 8
 blocks = 50
 """
 
-
-@pytest.fixture
-def run(capsys):
-    """Return a function that runs `kvcore simulate`, requires success, and returns stdout."""
-
-    def command(*arguments):
-        code = frame.run(["simulate", SMALL, *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert (code, captured.err) == (0, "")
-        return captured.out
-
-    return command
+run = partial(stdout_of, "simulate", SMALL)
+refused = partial(error_of, "simulate", SMALL)
 
 
-@pytest.fixture
-def report(run):
-    """Return a function that runs `kvcore simulate --json` and returns the document.
-
-    The wall time in it is 0.
-    """
-    return lambda *arguments: {**json.loads(run(*arguments, "--json")), "wall_s": 0}
+def report(*arguments):
+    """Run `kvcore simulate --json` and return the document, with 0 as its wall time."""
+    return {**json.loads(run(*arguments, "--json")), "wall_s": 0}
 
 
-@pytest.fixture
-def refused(capsys):
-    """Return a function that runs a failing `kvcore simulate` and returns stderr.
-
-    It requires exit code 2 and an empty stdout.
-    """
-
-    def command(*arguments):
-        code = frame.run(["simulate", SMALL, *map(str, arguments)])
-        captured = capsys.readouterr()
-        assert (code, captured.out) == (2, "")
-        return captured.err
-
-    return command
-
-
-def test_replicas_share_the_requests(report):
+def test_replicas_share_the_requests():
     """Each request is served by one replica, and round robin divides them evenly."""
     summary = report("--replicas", 4)
     assert [each["requests"] for each in summary["replicas"]] == [15] * 4
@@ -72,7 +44,7 @@ def test_replicas_share_the_requests(report):
     assert summary["imbalance"]["requests"] == {"most": 1, "variation": 0}
 
 
-def test_python_has_the_results_of_the_command(report):
+def test_python_has_the_results_of_the_command():
     """`simulate_cluster` has the results of the command."""
     result = kvcore.simulate_cluster(SMALL, replicas=3, router="least-requests", blocks=200)
     summary = report("--replicas", 3, "--router", "least-requests", "--blocks", 200)
@@ -80,12 +52,12 @@ def test_python_has_the_results_of_the_command(report):
     assert result.summary() | {"wall_s": 0} == summary
 
 
-def test_one_replica_is_one_server(report):
+def test_one_replica_is_one_server():
     """One replica with a router has the document of one server without the options."""
     assert report("--replicas", 1, "--router", "least-requests") == report()
 
 
-def test_replicas_may_have_options_of_their_own(tmp_path, report):
+def test_replicas_may_have_options_of_their_own(tmp_path):
     """Tables in a file give replicas options of their own; the keys above hold for all."""
     path = tmp_path / "fleet.toml"
     path.write_text(UNLIKE)
@@ -101,7 +73,7 @@ def test_replicas_may_have_options_of_their_own(tmp_path, report):
     assert len(report("--config", path, "--replicas", 2)["replicas"]) == 2
 
 
-def test_the_report_has_a_row_for_each_replica(run):
+def test_the_report_has_a_row_for_each_replica():
     """The report has a row for each replica, their imbalance and their failures."""
     failed = "--fail", "replica=1,at=0.1,for=0.5", "--fail", "replica=1,at=0.9"
     printed = run("--replicas", 3, "--tensor-parallel", 1, *failed)
@@ -112,7 +84,7 @@ def test_the_report_has_a_row_for_each_replica(run):
     assert "Failed, 2 times in all: replica 1." in printed
 
 
-def test_files_of_a_cluster_are_written(tmp_path, run):
+def test_files_of_a_cluster_are_written(tmp_path):
     """`--out` and `--prometheus` write summary, requests, trace and metrics by replica."""
     out = tmp_path / "out"
     run("--replicas", 2, "--out", out, "--prometheus", tmp_path / "metrics")
@@ -124,16 +96,6 @@ def test_files_of_a_cluster_are_written(tmp_path, run):
     assert (out / "trace.jsonl.gz").exists()
     metrics = (tmp_path / "metrics").read_text()
     assert 'kvcore_replica_requests_total{replica="1",router="round-robin"' in metrics
-
-
-def test_equal_commands_write_equal_files(tmp_path, run):
-    """The same command writes the same bytes of the trace and of the requests."""
-    again = [tmp_path / "a", tmp_path / "b"]
-    for out in again:
-        run("--replicas", 3, "--out", out, "--fail", "replica=0,at=0.2,for=0.2")
-    for name in ("trace.jsonl.gz", "requests.jsonl"):
-        first, second = ((out / name).read_bytes() for out in again)
-        assert first == second
 
 
 def test_an_adequate_number_of_replicas_is_proposed(capsys):
@@ -162,7 +124,7 @@ def test_no_number_of_replicas_is_proposed_for_split_phases(capsys, replicas):
     assert "No number of replicas was found" not in printed
 
 
-def test_reuse_includes_the_tiers_of_all_replicas(report):
+def test_reuse_includes_the_tiers_of_all_replicas():
     """The reuse ratio counts hits and loaded tokens of all replicas."""
     summary = report("--replicas", 2, "--blocks", 12, "--tier", "host:memory=1GiB,load=always")
     ratio = summary["reuse_ratio"]["token"]
@@ -171,14 +133,14 @@ def test_reuse_includes_the_tiers_of_all_replicas(report):
     assert ratio == hits / summary["hit"]["lookup_tokens"]
 
 
-def test_the_load_is_divided_by_the_number_of_replicas(report):
+def test_the_load_is_divided_by_the_number_of_replicas():
     """The offered load is divided by the number of replicas."""
     load = {n: report("--replicas", n)["offered_load"] for n in (1, 2, 4)}
     assert load[2] == pytest.approx(load[1] / 2, rel=0.2)
     assert load[4] == pytest.approx(load[1] / 4, rel=0.2)
 
 
-def test_starts_and_stops_of_a_planner_are_reported(run, report):
+def test_starts_and_stops_of_a_planner_are_reported():
     """The report states how often the planner started or stopped a replica."""
     planner = "load:interval=0.2,start_up=0.1"
     options = "--replicas", 3, "--slo", "ttft=0.001", "--autoscale", planner
@@ -186,7 +148,7 @@ def test_starts_and_stops_of_a_planner_are_reported(run, report):
     assert "The planner started or stopped a replica" in " ".join(run(*options).split())
 
 
-def test_json_has_the_options_of_the_cluster(report):
+def test_json_has_the_options_of_the_cluster():
     """`config` in JSON has the view, failures, planner and split phases that were asked for."""
     planned = report("--replicas", 3, "--slo", "ttft=1", "--autoscale", "load:interval=9")
     autoscale = planned["config"]["autoscale"]
@@ -195,44 +157,6 @@ def test_json_has_the_options_of_the_cluster(report):
     assert split["disaggregate"].startswith("prefill=1,decode=1")
     assert (split["view"], split["fail"]) == ("exact", [])
     assert "autoscale" not in split
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (["--replicas", 0], "'--replicas': 0 is out of range: it must be at least 1"),
-        (["--replicas", 2, "--fail", "replica=2,at=1"], "--fail: replica=2,at=1: replicas"),
-        (["--router", "dynamo"], "--router: one server gets all requests: give --replicas"),
-        (["--view", "exact"], "--view: one server gets all requests: give --replicas"),
-        (["--replicas", 2, "--fail", "replica=1"], "--fail: 'replica=1': a failure needs"),
-        (["--replicas", 2, "--fail", "replica=1,until=2"], "write replica=3,at=600,for=120"),
-        (["--replicas", 2, "--view", "all"], "--view: 'all' is no view; there are:"),
-        (["--replicas", 2, "--router", "roundrobin"], "no router plugin is named 'roundrobin'"),
-        (["--replicas", 2, "--live"], "--live shows one server"),
-        (["--replicas", 2, "--allocation", "contiguous"], "memory is paged here"),
-        (["--replicas", "1e6"], "--replicas: more than 10,000 are too many"),
-    ],
-)
-def test_invalid_options_are_refused(options, why, refused, tmp_path):
-    """An invalid option is an error with the reason, and nothing is written."""
-    assert why in refused(*options, "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("table", "why"),
-    [
-        ("count = 0", "replicas: 0 is out of range"),
-        ("block_size = 32", "replicas: there is no option 'block_size'"),
-        ("device = 'h300'", "replicas: device: unknown device 'h300'; did you mean"),
-        ("blocks = 4\nmemory = '1GiB'", "replicas: blocks and memory both say"),
-    ],
-)
-def test_invalid_tables_of_replicas_are_refused(table, why, refused, tmp_path):
-    """The error for an invalid table of replicas names the file and the key."""
-    path = tmp_path / "fleet.toml"
-    path.write_text(f"[[replicas]]\n{table}\n")
-    assert f"{path}: {why}" in refused("--config", path)
 
 
 def test_one_server_refuses_replicas():

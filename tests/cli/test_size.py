@@ -4,37 +4,21 @@ from __future__ import annotations
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
+from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
 from helpers.configs import LLAMA_3_8B
 
 from kvcore.cli.size import size
-from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.huggingface import FAMILIES
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
 
-
-def run(*arguments):
-    """Run `kvcore size`, require success, and return its stdout; errors are raised."""
-    result = CliRunner().invoke(size, arguments, catch_exceptions=False)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def report(*arguments):
-    """Run `kvcore size --json` and return the document."""
-    return json.loads(run(*arguments, "--json"))
-
-
-def refused(*arguments):
-    """Run `kvcore size`, require InputError, and return its text."""
-    with pytest.raises(InputError) as caught:
-        run(*arguments)
-    return str(caught.value)
+run = partial(stdout_of, "size")
+report = partial(json_of, "size")
 
 
 def test_json_is_alone_on_stdout_and_has_a_schema():
@@ -150,31 +134,6 @@ def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
     assert document["fit"]["reserve_bytes"] == size_bytes
 
 
-@pytest.mark.parametrize("reserve", ["some", "0.1", "10", "10,5%", "-5%"])
-@pytest.mark.parametrize("device", [[], ["--device", "h100"]])
-def test_a_reserve_in_another_form_is_refused(reserve, device):
-    """A reserve that is neither percentage nor size is an error that shows both forms."""
-    assert refused("llama-3-8b", *device, "--reserve", reserve) == (
-        f"reserve {reserve!r}: expected a percentage, such as 10%, or a size, such as 10GiB"
-    )
-
-
-@pytest.mark.parametrize(
-    ("reserve", "problem"),
-    [
-        ("100%", "nothing is left; give less than 100%"),
-        ("1e9%", "expected a percentage"),
-        ("250%", "nothing is left"),
-        ("80GB", "h100 has 74.5 GiB in all; reserve less"),
-        ("1TiB", "h100 has 74.5 GiB in all; reserve less"),
-    ],
-)
-def test_a_reserve_must_leave_something(reserve, problem):
-    """A reserve of all of the device's memory, or more, is an error."""
-    text = refused("llama-3-8b", "--device", "h100", "--reserve", reserve)
-    assert text.startswith(f"reserve {reserve!r}: {problem}")
-
-
 def test_a_config_file_is_sized(tmp_path):
     """A config.json has the figures of the same model in the catalogue.
 
@@ -193,7 +152,7 @@ def test_weights_dtype_replaces_a_missing_dtype(tmp_path):
     """`--weights-dtype` replaces the dtype that a config.json lacks."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**LLAMA_3_8B, "torch_dtype": None}))
-    assert "'torch_dtype' is missing" in refused(str(path))
+    assert "'torch_dtype' is missing" in error_of("size", path)
     assert report(str(path), "--weights-dtype", "fp16")["model"]["dtype"] == "fp16"
 
 
@@ -205,35 +164,6 @@ def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
     (tmp_path / "mine" / "config.json").write_text(json.dumps(LLAMA_3_8B))
     assert report("gpt2")["model"]["name"] == "gpt2"
     assert report("mine")["model"]["name"] == "mine"
-
-
-def test_an_unknown_model_suggests_near_names_or_a_file():
-    """The error for an unknown model suggests near names, or the path of a config.json."""
-    text = refused("lama-3-8b")
-    assert "unknown model 'lama-3-8b'; did you mean llama-3-8b" in text
-    assert text.endswith("or give the path of a model's config.json")
-
-
-def test_an_unknown_device_suggests_the_nearest_name():
-    """The error for an unknown device suggests the nearest name."""
-    assert "did you mean h100" in refused("llama-3-8b", "--device", "h1000")
-
-
-@pytest.mark.parametrize("device", [[], ["--device", "h200"]])
-@pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
-def test_counts_past_63_bits_are_usage_errors(option, device):
-    """A count beyond 63 bits is a usage error that names the option and its bound."""
-    result = CliRunner().invoke(size, ["llama-3-8b", *device, option, "9" * 400])
-    assert result.exit_code == 2
-    assert f"'{option}': 99999" in result.stderr
-    assert "it must be of less than 64 bits" in result.stderr
-
-
-@pytest.mark.parametrize("option", ["--tokens", "--batch", "--block-size", "--window"])
-def test_bytes_past_63_bits_are_refused(option):
-    """A total of K/V beyond 2^63 bytes is an error, even if each count is valid."""
-    text = refused("mixtral-8x7b", "--device", "h200", option, "1e18")
-    assert text.endswith("their K/V exceeds 2^63 bytes; ask for less")
 
 
 def test_large_requests_are_sized_as_json():
@@ -293,13 +223,8 @@ REFERENCE = (Path(__file__).parents[2] / "docs/reference/size.md").read_text()
 def test_the_output_is_the_example_of_the_reference():
     """The output is the example of the reference, except for spaces and rules of the table."""
     block = REFERENCE.split("```console\n$ kvcore size ")[1].split("```")[0]
-    command, *expected = block.splitlines()
-    printed = run(*command.split()).splitlines()
-
-    def words(lines):
-        return [line.split() for line in lines if line.strip(" ─")]
-
-    assert words(printed) == words(expected)
+    command, expected = block.split("\n", 1)
+    assert words_of(run(*command.split())) == words_of(expected)
 
 
 def test_every_codec_is_in_the_reference():
@@ -351,11 +276,5 @@ def test_every_option_and_model_type_is_in_the_reference():
 
 def test_every_json_field_is_in_the_reference():
     """The reference names every field of the JSON document."""
-
-    def names(value):
-        if isinstance(value, dict):
-            return set(value).union(*map(names, value.values()))
-        return set().union(*map(names, value)) if isinstance(value, list) else set()
-
     document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
-    assert [name for name in names(document) if f"`{name}`" not in REFERENCE] == []
+    assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []

@@ -4,10 +4,11 @@ import csv
 import json
 import re
 import struct
+from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers.commands import run_here
+from helpers.commands import run_here, stdout_of, words_of
 
 HOW_TO = (Path(__file__).parents[2] / "docs/how-to/validate.md").read_text("utf-8")
 
@@ -19,6 +20,8 @@ trtllm,llama-3.1-8b,h200,1,fp8,256,32,,5,0.01,
 trtllm,llama-9-8b,h200,1,fp8,256,32,,5,0.01,
 """
 
+run = partial(stdout_of, "validate")
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
@@ -26,13 +29,6 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.csv").write_text(ROWS)
     return tmp_path
-
-
-def run(*arguments):
-    """Run `kvcore validate`, require success, and return its stdout."""
-    done = run_here("validate", *arguments)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_prints_errors_by_group_worst_rows_and_reasons():
@@ -51,14 +47,10 @@ def test_prints_errors_by_group_worst_rows_and_reasons():
 
 def test_the_output_is_that_of_the_how_to(here):
     """The output is the one of the how-to guide, except for spaces and rules of the tables."""
-
-    def words(text):
-        return [line.split() for line in text.splitlines() if line.strip(" ─")]
-
     (here / "rows.csv").write_text(re.search(r"```csv\n(.*?)```", HOW_TO, re.DOTALL)[1])
     command = re.search(r"    kvcore validate (.*?)\n\n", HOW_TO, re.DOTALL)[1].split()
     shown = re.search(r"```text\n(.*?)```", HOW_TO, re.DOTALL)[1]
-    assert words(run(*command)) == words(shown)
+    assert words_of(run(*command)) == words_of(shown)
 
 
 def test_the_printed_command_simulates_the_worst_row():

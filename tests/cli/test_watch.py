@@ -125,25 +125,6 @@ def test_a_discarded_trace_ends_the_watch(tmp_path, monkeypatch):
     assert "run.jsonl.part: incomplete: the file ends after line" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["none.jsonl"], "cannot read the trace none.jsonl"),
-        (["T", "--speed", "0"], "must be above 0, such as 10"),
-        (["T", "--speed", "nan"], "must be above 0, such as 10"),
-        (["T", "--speed", "fast"], "'--speed': 'fast' is not a valid float"),
-        (["T", "--from", "soon"], "'--from': time 'soon'"),
-        (["T", "--to", "-1"], "'--to': time '-1'"),
-        (["T", "--every", "0"], "--every 0: give the seconds"),
-    ],
-)
-def test_invalid_arguments_are_refused(recorded, arguments, message):
-    """An invalid argument is an error with the reason, and nothing is shown."""
-    done = run_here("watch", *(str(recorded) if word == "T" else word for word in arguments))
-    assert (done.returncode, done.stdout) == (2, "")
-    assert message in done.stderr
-
-
 def test_live_prints_the_lines_of_watch(tmp_path, recorded):
     """`--live` prints on stderr what `watch` prints of the trace, whose bytes are unchanged."""
     path = tmp_path / "run.jsonl.gz"
@@ -161,13 +142,6 @@ def test_live_works_without_a_trace(tmp_path):
     assert plain.stdout.partition("ulated in")[0] == live.stdout.partition("ulated in")[0]
     assert len(live.stderr.splitlines()) == 4
     assert not list(tmp_path.iterdir())
-
-
-def test_live_is_refused_with_contiguous_memory():
-    """`--live` is an error with contiguous memory, which has no blocks."""
-    done = run_here("simulate", *SMALL, "--live", "--allocation", "contiguous")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "--live shows blocks, which --allocation contiguous has none of" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="there are no such terminals")

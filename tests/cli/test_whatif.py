@@ -127,15 +127,9 @@ def test_a_trace_as_a_workload_has_the_recorded_results(folder, verb):
 @pytest.mark.parametrize(
     ("options", "code", "message"),
     [
-        (["--eviction", "lruu"], 2, "no eviction plugin is named 'lruu' (did you mean"),
         (["--scheduler", "fcfs"], 2, "was recorded without a clock: it has no scheduler"),
         (["--max-seqs", "3"], 2, "was recorded without a clock: it has no batching"),
-        (["--block-size", "24"], 2, "block size 24 and the workload's keys of 16 tokens"),
-        (["--blocks", "0"], 2, "a pool of 0 blocks was asked for"),
-        (["--blocks", "9", "--at", "1"], 2, "--at is for the recorded run alone"),
-        (["--export", "u.jsonl"], 2, "the requests come from"),
         (["--export", "no/where.jsonl"], 2, "cannot write the trace no/where.jsonl"),
-        (["--slo", "soon"], 2, "'soon' is no SLO"),
     ],
 )
 def test_invalid_options_are_refused(folder, options, code, message):
@@ -145,13 +139,3 @@ def test_invalid_options_are_refused(folder, options, code, message):
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == before
-
-
-def test_a_cut_trace_exits_1(folder, tmp_path):
-    """A cut trace is an error with exit code 1, and no trace is exported."""
-    cut = tmp_path / "cut.jsonl"
-    cut.write_bytes((folder / "u.jsonl").read_bytes()[:-30])
-    done = run("replay", cut, "--blocks", 9, "--export", tmp_path / "new.jsonl")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "incomplete: the file ends inside line" in done.stderr
-    assert not (tmp_path / "new.jsonl").exists()

@@ -19,6 +19,16 @@ ROW = '{"timestamp":0,"input_length":512,"output_length":1,"hash_ids":[1]}'
 
 STEPS = "prefill_tokens,decode_sequences,context_tokens,seconds\n"
 
+CONTENTS = {
+    "ROW": ROW,
+    "REQUEST": REQUEST,
+    "STEPS": STEPS,
+    "AZURE": "TIMESTAMP,ContextTokens,GeneratedTokens",
+    "LLAMA": '{"model_type":"llama","num_hidden_layers":2,"hidden_size":8,'
+    '"num_attention_heads":4,"vocab_size":9,"intermediate_size":9}',
+}
+"""Names of what the files in `INPUTS` have."""
+
 GRID = "workload = 'zipf:requests=5'\n"
 
 LINES = r"""
@@ -28,7 +38,7 @@ frobnicate | there is no verb 'frobnicate'
 --verson | '--verson' (did you mean '--version'?)
 help nothing | there is no verb 'nothing'
 help demo cash | kvcore demo has no 'cash'
-demo cash | No such command 'cash'
+demo cahce | No such command 'cahce'. Did you mean 'cache'?; try `kvcore demo --help`
 simulate --evictoin lru | '--evictoin' (did you mean '--eviction'?)
 simulate --limt 3 | '--limt' (did you mean '--limit'?)
 simulate --csv x.csv | `kvcore compare`, `kvcore validate` have it
@@ -140,6 +150,12 @@ simulate W --steps all | '--steps': 'all' is not one of 'mixed', 'prefill-first'
 simulate W --allocation linked | '--allocation': 'linked' is not one of 'paged'
 simulate W --codec fp17 | --codec: no codec plugin is named 'fp17'
 simulate W --codec kivi:residual=128 | --codec: kivi: residual=128 with blocks of 16 tokens
+simulate W --codec kivi:bits=3 | 'bits' must be in (2, 4)
+simulate W --codec kivi:group=0 | 'group' must be >= 1: 0
+simulate W --codec int4:keys=head | 'int4' takes token or channel, not 'head'
+simulate W --codec fp8-e4m3:factor=0 | 'factor' must be >= 1e-30: 0
+simulate W --codec fp8-e5m2:factor=inf | 'factor' must be <= 1e+30: inf
+simulate W --codec fp8-e5m2:scale=head,factor=2 | fp8-e5m2: factor=2.0 is for scale=tensor
 simulate W --codec fp16,fp32 | names 2 plugins where one is needed
 simulate W --model llama-9 | --model: unknown model 'llama-9'
 simulate W --model '' | --model: unknown model ''
@@ -152,7 +168,8 @@ simulate W --config none.toml | none.toml: cannot be read: No such file
 simulate W --out '' | '--out': empty path; name a file
 simulate W --model llama-3-70b --tensor-parallel 1 --device h100 | It fits on 2 x h100
 compare W --accounting bytes | 'bytes' is not one of 'keys', 'tokens'
-run --dtype fp1 --prompt a | 'fp1' is not one of
+run --dtype fp1 --prompt a | '--dtype': 'fp1' is not one of 'fp64', 'fp32', 'fp16', 'bf16'
+simulate W --dtype bf16 | kvcore simulate has no option '--dtype'
 run --clock sun | '--clock': 'sun' is not one of 'model', 'wall'
 size llama-3-8b --codec fp1 | no codec plugin is named 'fp1'
 size llama-3-8b --codec kivi:group=5 | not fill blocks of 16; give group=1
@@ -168,7 +185,10 @@ simulate W --eviction lru:k=3 | --eviction: eviction plugin 'lru' has no option 
 simulate W --eviction lfu:half_life | 'half_life' in 'lfu:half_life' is no option
 simulate W --eviction lfu:half_life= | plugin 'lfu' takes a number or none, not ''
 simulate W --eviction lfu:half_life=x | plugin 'lfu' takes a number or none, not 'x'
-simulate W --eviction lfu:half_life=-1 | lfu: half_life=-1.0 must be above 0 (inf: no decay)
+simulate W --eviction lfu:half_life=0 | lfu: half_life=0.0 must be above 0 (inf: no decay)
+simulate W --eviction lfu:decay=1.5 | decay=1.5 must be above 0 and at most 1
+simulate W --eviction lfu:decay=0.9,half_life=3 | in place of half_life
+simulate W --eviction lfu:decay=0.9,unit=s | unit=accesses or unit=touches
 simulate W --eviction lfu:half_live=3 | 'half_live' (did you mean 'half_life'?)
 simulate W --eviction lfu:half_life=1,half_life=2 | 'half_life' of 'lfu' is given twice
 simulate W --eviction lfu:unit=h | plugin 'lfu' takes s or accesses or touches or none, not 'h'
@@ -178,29 +198,39 @@ simulate W --eviction lruk:k=0 | lruk: k=0 must be from 1 to 1,000
 simulate W --eviction lruk:k=99999999999999999999 | plugin 'lruk' takes an integer below 2^63
 simulate W --eviction lruk:correlated=-1 | lruk: correlated=-1 must be a number of admissions
 simulate W --eviction lruk:history=-1 | lruk: history=-1.0 must be a share of the pool
-simulate W --eviction s3fifo:small=2 | s3fifo: small=2.0 must be a share of the pool
+simulate W --eviction s3fifo:small=1 | s3fifo: small=1.0 must be a share of the pool
 simulate W --eviction s3fifo:small=nan | plugin 's3fifo' takes a number, not 'nan'
-simulate W --eviction s3fifo:promote=-1 | s3fifo: promote=-1 must be 1 to 3
+simulate W --eviction s3fifo:promote=4 | s3fifo: promote=4 must be 1 to 3
 simulate W --eviction s3fifo:ghost=-1 | s3fifo: ghost=-1.0 must be a share of the pool
 simulate W --eviction slru:protected=1.5 | slru: protected=1.5 must be a share of the pool
 simulate W --eviction tail-lru:threshold=-1 | tail-lru: threshold=-1.0 must be 0 or more
 simulate W --eviction tail-lru:unit=days | plugin 'tail-lru' takes s or tokens, not 'days'
 simulate W --eviction tail-lru:turn=-1 | tail-lru: turn=-1 must be a number of tokens, 0 or more
 simulate W --eviction tinylfu:window=2 | tinylfu: window=2.0 must be a share, 0 to 1
+simulate W --eviction tinylfu:protected=-1 | tinylfu: protected=-1.0 must be a share, 0 to 1
 simulate W --eviction tinylfu:period=0 | tinylfu: period=0 must be 1 or more uses
 simulate W --eviction ttl:ttl=0 | ttl: ttl=0.0 must be a positive number of seconds
+simulate W --eviction ttl:ttl=inf | ttl: ttl=inf must be a positive number of seconds
 simulate W --eviction ttl:ttl=nan | option 'ttl' of eviction plugin 'ttl' takes a number
 simulate W --eviction random:seed=x | option 'seed' of eviction plugin 'random' takes an integer
 simulate W --eviction lookahead:requests=-1 | lookahead: requests=-1 must be 0 or more, or all
 simulate W --eviction lookahead:requests=few | plugin 'lookahead' takes an integer or all
 simulate W --eviction adaptive:experts=lru | experts='lru' must be two or more
-simulate W --eviction adaptive:experts=lru+nope | --eviction: no eviction plugin is named 'nope'
+simulate W --eviction adaptive:experts=lru+lfo | did you mean 'lfu'
+simulate W --eviction adaptive:experts=lru+ttl | 'ttl' lets spans expire
 simulate W --eviction adaptive:rate=2 | adaptive: rate=2.0 must be 0 to 1
 simulate W --eviction adaptive:discount=-1 | adaptive: discount=-1.0 must be 0 to 1
 simulate W --eviction lruk:k=2147483648 | lruk: k=2147483648 must be from 1 to 1,000
 simulate W --eviction adaptive:ghosts=1e308 | adaptive: ghosts=1e+308 must be a share
 simulate W --eviction s3fifo:ghost=1e308 | s3fifo: ghost=1e+308 must be a share of the pool
 simulate W --eviction lruk:history=1e308 | history=1e+308
+simulate W --retention window:positions=none | 'window' takes text or cache, not 'none'
+simulate W --retention snapkv:window=0 | snapkv: window=0, pool=5: give 1 token or more
+simulate W --retention snapkv:pool=4 | an odd number of tokens
+simulate W --retention snapkv:budget=16 | sinks=0 are more than the budget of 16 tokens: give a
+simulate W --retention expected:ahead=1000000000 | 1 or more of each, and at most 1,048,576
+simulate W --retention expected:queries=0 | expected: queries=0, ahead=512: give 1 or more of
+simulate W --retention h2o:budget=1.5 | h2o: budget=1.5: give 1 token or more, or a share up to
 simulate W --prefix tree | --prefix: no prefix plugin is named 'tree'
 simulate W --prefix radix:depth=3 | --prefix: prefix plugin 'radix' has no option 'depth'.
 simulate W --retention windows | --retention: no retention plugin is named 'windows'
@@ -209,19 +239,27 @@ simulate W --retention window:sinks=-1 | window: sinks=-1 must be 0 or more
 simulate W --scheduler fcfx | (did you mean 'fcfs'?)
 simulate W --scheduler priority:ageing=-1 | priority: ageing=-1.0 must be 0 or from 1e-9 seconds
 simulate W --scheduler priority:preemptive=maybe | plugin 'priority' takes true or false
-simulate W --scheduler lpm:sample=-1 | lpm: sample=-1 must be at least 1 job
+simulate W --scheduler priority:ageing=1e-10 | ageing=1e-10 must be 0 or from 1e-9 seconds on
+simulate W --scheduler priority:ageing=inf | ageing=inf must be 0 or
+simulate W --scheduler lpm:sample=0 | lpm: sample=0 must be at least 1 job
 simulate W --scheduler sjf:length=guess | plugin 'sjf' takes true or predicted, not 'guess'
 simulate W --scheduler sjf:error=-1 | sjf: error=-1.0 must be from 0, always right, to 10
+simulate W --scheduler sjf:error=11 | from 0, always right, to 10
+simulate W --scheduler srpt:length=guess | 'srpt' takes true or predicted, not 'guess'
+simulate W --scheduler slo:concurrency=0 | slo: concurrency=0 must be at least 1 sequence
 simulate W --scheduler sjf:concurrency=0 | sjf: concurrency=0 must be at least 1 sequence
-simulate W --scheduler slo:ttft=-1 | slo: ttft=-1.0 must be a positive number of seconds
+simulate W --scheduler slo:tpot=inf | slo: tpot=inf must be a positive number of seconds
+simulate W --scheduler slo:ttft=0 | slo: ttft=0.0 must be a positive number of seconds
 simulate W --scheduler slo:tpot=nan | option 'tpot' of scheduler plugin 'slo' takes a number
 simulate W --scheduler fair:prefill_weight=0 | fair: prefill_weight=0.0 must be a positive
+simulate W --scheduler fair:decode_weight=0 | fair: decode_weight=0.0 must be a positive number
 simulate W --scheduler fair:decode_weight=nan | plugin 'fair' takes a number, not 'nan'
 simulate W --latency quick | --latency: no latency plugin is named 'quick'
 simulate W --latency table | --latency: table: give either 'path', a file
 simulate W --latency table:path=none.csv | --latency: none.csv: cannot be read
 simulate W --latency table:path= | --latency: .: cannot be read: empty path
 simulate W --latency table:path=good.jsonl | --latency: good.jsonl:1: not CSV in UTF-8
+simulate W --latency table:path=x.csv,engine=vllm | give either 'path', a file, or 'engine'
 simulate W --latency table:path=. | --latency: .: cannot be read: empty path
 simulate W --latency roofline:compute=0 | roofline: compute=0.0 must be a share
 simulate W --latency roofline:compute=2 | roofline: compute=2.0 must be a share
@@ -229,7 +267,9 @@ simulate W --latency roofline:bandwidth=-1 | roofline: bandwidth=-1.0 must be a 
 simulate W --latency roofline:bandwidth=1e-300 | by latency model 'roofline', to 3.2e+297 s
 simulate W --latency roofline:overhead=-1 | roofline: overhead=-1.0 must be a number of seconds
 simulate W --latency roofline:overhead=inf | roofline: overhead=inf must be a number of seconds
-simulate W --latency roofline:device=abacus | --latency: unknown device 'abacus'
+simulate W --latency roofline:device=abacus | --latency: unknown device 'abacus'; known: a10
+simulate W --latency roofline:compute=nan | takes a number, not 'nan'
+simulate W --latency roofline:model=lama-3-8b | did you mean llama-3-8b
 simulate W --latency roofline:tensor_parallel=0 | roofline: tensor_parallel=0 must be a number
 simulate W --latency linear:step=-1 | linear: step=-1.0 must be a number of seconds
 simulate W --latency linear:prefill=1e300 | linear: prefill=1e+300 must be a number of seconds
@@ -247,6 +287,12 @@ run W --generator transformer:heads=-1 | --generator: query_heads must be at lea
 run W --generator transformer:vocab_size=0 | --generator: transformer: vocab_size must be 1
 run W --generator transformer:temperature=-1 | --generator: transformer: temperature must be 0
 run W --generator transformer:top_k=0 | --generator: transformer: top_k must be 1 or more, not 0
+run W --generator induction:head_dim=32 | 58 or more
+run W --generator induction:head_dim=63 | must be even
+run W --generator induction:vocab_size=1 | vocab_size must be 2
+run W --generator induction:seed=-1 | seed 0 to
+run W --generator induction:heads=3 | 3 query heads cannot share 2
+run W --generator induction:temperature=-1 | temperature
 run W --generator huggingface | --generator: generator plugin 'huggingface' needs
 # workloads
 simulate nowhere.jsonl | 'nowhere.jsonl': there is no such file, and no workload plugin is named
@@ -261,6 +307,16 @@ simulate zipf:arrivals=never | 'arrivals' must be in ('poisson', 'bursty', 'unif
 simulate zipf:rate=0 | 'rate' must be >= 1e-09: 0.0
 simulate zipf:rate=-1 | 'rate' must be >= 1e-09: -1.0
 simulate zipf:rate=nan | option 'rate' of workload plugin 'zipf' takes a number
+simulate zipf:rate=inf | 'rate' must be <=
+simulate zipf:rate=1e-300 | 'rate' must be >= 1e-09: 1e-300
+simulate zipf:skew=nan | takes a number, not 'nan'
+simulate zipf:prefix_tokens=10000001 | 'prefix_tokens' must be <= 10000000: 10000001
+simulate zipf:suffix_tokens=10000001 | 'suffix_tokens' must be <= 10000000: 10000001
+simulate zipf:output_tokens=10000001 | 'output_tokens' must be <= 10000000: 10000001
+simulate zipf:prefixes=10000001 | 'prefixes' must be <= 10000000: 10000001
+simulate zipf:burst=10000001 | 'burst' must be <= 10000000: 10000001
+simulate zipf:branching=10000001 | 'branching' must be <= 10000000: 10000001
+simulate zipf:levels=101 | 'levels' must be <= 100: 101
 simulate zipf:burst=0 | 'burst' must be >= 1: 0
 simulate zipf:prefixes=0 | 'prefixes' must be >= 1: 0
 simulate zipf:skew=-1 | 'skew' must be >= 0: -1.0
@@ -292,7 +348,7 @@ simulate kv-events | workload plugin 'kv-events' needs a value for option 'path'
 simulate kv-events:none.jsonl | 'lookups=full'
 simulate kv-events:path=none.jsonl,lookups=half | WORKLOAD: 'lookups' must be 'full', not 'half'
 simulate kv-events:path=none.jsonl,lookups=full,requests=x | and 'requests' exclude one another
-simulate kv-events:path=none.jsonl,lookups=full | cannot read the recording none.jsonl
+simulate kv-events:path=none.jsonl,lookups=full | WORKLOAD: cannot read the recording none.jsonl
 simulate . | WORKLOAD: .: cannot be read: empty path
 # compare, curve, explain
 compare W --blocks x | --blocks 'x': expected a whole number
@@ -312,7 +368,8 @@ compare W --codec fp32 | --codec says what a token takes of --memory
 compare W --eviction lruu | no eviction plugin is named 'lruu' (did you mean 'lru'?)
 compare W --eviction lru,nope | no eviction plugin is named 'nope'
 compare W --eviction '' | '' has an empty name
-compare W --eviction optimum:x=1 | Its options: bypass=false
+compare W --eviction optimum:bypas=1 | (did you mean 'bypass'?). Its options: bypass=false
+compare W --eviction optimum:bypass=maybe | takes true or false, not 'maybe'
 compare W --eviction optimum --accounting tokens | in `keys` accounting alone
 compare W --eviction optimum --prefix none | nothing of prefix cache 'none'
 compare W --prefix nope | no prefix plugin is named 'nope' (did you mean 'none'?)
@@ -393,7 +450,8 @@ run W --memory 1B | 1 B is less than a block of fp32, which takes
 run W --blocks 0 | --blocks: a pool of 0 blocks was asked for
 run W --model llama-3-8b --generator sincos:heads=0 | query_heads must be at least 1, not 0
 # size
-size nope | unknown model 'nope'
+size lama-3-8b | unknown model 'lama-3-8b'; did you mean llama-3-8b
+size nope | or give the path of a model's config.json
 size '' | unknown model ''
 size none.json | none.json: cannot be read: No such file or directory
 size good.jsonl | good.jsonl: not a JSON file
@@ -412,24 +470,135 @@ size llama-3-8b --device h100 --reserve x | reserve 'x': expected a percentage
 size llama-3-8b --device h100 --reserve 100% | reserve '100%': nothing is left
 size llama-3-8b --device h100 --reserve 900GiB | reserve '900GiB': h100 has 74.5 GiB in all
 size llama-3-8b --device h100 --reserve -5% | reserve '-5%': expected a percentage
+size llama-3-8b --device h1000 | did you mean h100
+size llama-3-8b --reserve -5% | reserve '-5%': expected a percentage, such as 10%, or a size
+size llama-3-8b --reserve 10,5% | reserve '10,5%': expected a percentage
+size llama-3-8b --device h100 --reserve 10 | reserve '10': expected a percentage
+size llama-3-8b --device h100 --reserve 1e9% | reserve '1e9%': expected a percentage
+size llama-3-8b --device h100 --reserve 250% | reserve '250%': nothing is left
+size llama-3-8b --tokens 1e19 | '--tokens': 10000000000000000000 is out of range
+size llama-3-8b --batch 1e19 | it must be of less than 64 bits
+size llama-3-8b --block-size 1e19 | it must be of less than 64 bits
+size llama-3-8b --window 1e19 | it must be of less than 64 bits
+size mixtral-8x7b --device h200 --tokens 1e18 | their K/V exceeds 2^63 bytes; ask for less
+size mixtral-8x7b --device h200 --batch 1e18 | their K/V exceeds 2^63 bytes; ask for less
+size mixtral-8x7b --device h200 --block-size 1e18 | their K/V exceeds 2^63 bytes; ask for less
+size mixtral-8x7b --device h200 --window 1e18 | their K/V exceeds 2^63 bytes; ask for less
+# replicas, routers and planners
+simulate W --replicas 0 | '--replicas': 0 is out of range: it must be at least 1
+simulate W --replicas 1e6 | --replicas: more than 10,000 are too many
+simulate W --replicas 2 --fail replica=2,at=1 | --fail: replica=2,at=1: replicas
+simulate W --replicas 2 --fail replica=1 | --fail: 'replica=1': a failure needs
+simulate W --replicas 2 --fail replica=1,until=2 | write replica=3,at=600,for=120
+simulate W --router dynamo | --router: one server gets all requests: give --replicas
+simulate W --view exact | --view: one server gets all requests: give --replicas
+simulate W --replicas 2 --view all | --view: 'all' is no view; there are:
+simulate W --replicas 2 --router roundrobin | no router plugin is named 'roundrobin'
+simulate W --replicas 2 --live | --live shows one server
+simulate W --replicas 2 --allocation contiguous | memory is paged here
+simulate W --replicas 2 --router session:bound=1 | 'session': bound=1.0 must be above 1
+simulate W --replicas 2 --router session:bound=inf | 'session': bound=inf must be above 1
+simulate W --replicas 2 --router session:points=0 | and points 1 or more
+simulate W --replicas 2 --router prefix-affinity:tolerance=2 | tolerance=2.0: give 0 to 1
+simulate W --replicas 2 --router prefix-affinity:bound=0.5 | bound=0.5: give 0, or 1 or more
+simulate W --replicas 2 --router prefix-affinity:bound=inf | bound=inf: give 0, or 1 or more
+simulate W --replicas 2 --router dynamo:temperature=-1 | temperature=-1.0 must not be negative
+simulate W --replicas 2 --router preble:window=0 | 'preble': give a window above 0 s, and
+simulate W --replicas 2 --router preble:window=inf | 'preble': give a window above 0 s, and
+simulate W --replicas 2 --router preble:imbalance=0.5 | 'preble': give a window above 0 s, and
+simulate W --replicas 2 --autoscale thruput | there are: throughput, load
+simulate W --replicas 2 --autoscale load:least=0 | least of 1 or more
+simulate W --replicas 2 --autoscale load:most=2,least=3 | least <= start <= most
+simulate W --replicas 2 --autoscale throughput:interval=0 | interval above 0
+simulate W --replicas 2 --autoscale throughput:interval=1e-10 | interval above 0
+simulate W --replicas 2 --autoscale throughput:interval=inf | none of 292 years
+simulate W --replicas 2 --autoscale load:start_up=1e10 | none of 292 years
+simulate W --replicas 2 --autoscale load:cool_down=-1 | no negative times
+simulate W --replicas 2 --autoscale throughput:headroom=0 | headroom=0.0: give a factor above 0
+simulate W --replicas 2 --autoscale throughput:headroom=inf | headroom=inf: give a factor above
+simulate W --replicas 2 --autoscale load:memory=0 | memory=0: give 1 interval
+simulate W --replicas 2 --autoscale throughput:windows=3 | has no option 'windows'
+simulate W --replicas 2 --autoscale load,throughput | is no planner
+simulate W --disaggregate prefill=1 | such as prefill=4,decode=2
+simulate W --disaggregate prefill=0,decode=1 | 1 or more
+simulate W --disaggregate prefill=1,decode=1,speed=3 | speed
+simulate W --disaggregate prefill=1,decode=1,overlap=half | layers or whole
+simulate W --disaggregate prefill=1,prefill=2,decode=1 | write one of
+simulate W --disaggregate prefill=1,decode=1,bandwidth=0 | bandwidth
+simulate W --disaggregate prefill=x,decode=1 | prefill=x
+routers W --replicas 1,000 | --replicas '1,000': 1,000 is a list of 1 and 0
+routers W --replicas 0 | replicas: 0 is out of range
+routers W --routers roundrobin | router: no router plugin is named 'roundrobin'
+routers W --view all | view: 'all' is no view
+routers W --blocks 9 --memory 1GiB | --blocks and --memory both say
+route | name the servers
+route ftp://a | expected one such as http://127.0.0.1:8001
+route http://a --router round-robbin | did you mean 'round-robin'
+route http://a --view exact | view: 'exact' is for simulations
+route http://a --view event | did you mean 'events'
+route http://a --trace nowhere/day.jsonl | cannot write the trace nowhere
+route http://a --port 99999 | port 99999 of 127.0.0.1: bind(): port must be
+# drafters, planes, prices, plans, benchmarks
+simulate W --drafter prompt-lookup | a simulation has none
+simulate W --drafter medusa | a simulation has none
+simulate W --drafter lookup | no drafter plugin is named
+simulate W --drafter acceptance --retention window | rolled back
+simulate W --drafter acceptance --allocation contiguous | one token
+simulate W --drafter acceptance:file=a.jsonl | cannot be read
+run W --acceptance a.jsonl | give a --drafter, such as prompt-lookup
+curve W --exact | --exact is for a plane
+curve W --tier host:memory=256MiB --accounting tokens | a plane counts by keys alone
+curve W --tier host:memory=256MiB --eviction lfu | add --exact
+curve W --tier host | tier plugin 'host' needs a value for option 'memory'
+curve W --tier nothing:memory=1GiB | no tier plugin is named 'nothing'
+curve W --tier host:memory=256MiB --tier disk:memory=1TiB | 2 were given, and a plane has one
+curve W --tier host:memory=1KiB | has memory=1024, less than a block
+compare W --price free | 'free' is not known
+explain W --summary --price xai --blocks 5 | no --blocks
+explain W none --price xai | 'none' is not in zipf
+plan W --replicas x | --replicas 'x': expected a whole number
+bench cpu --only sing | no operation 'sing'; there are: decode, store
+bench cpu --dtype fp7 | no dtype 'fp7'; there are: fp64
+bench sim --backend torch-cpu | --backend torch-cpu: suites cpu and gpu
+bench disk | 'disk' is not one of
+# plots and live views
+plot none.jsonl --kind hits -o x.png | cannot read the trace none.jsonl
+plot . --kind latency -o x.png | is no result that
+plot good.jsonl --kind hits -o x.pdf | --out x.pdf: a name says what is
+plot good.jsonl --kind heat -o x.png | 'heat' is not one of
+plot good.jsonl --kind hits | Missing option '-o'
+plot good.jsonl -o x.png | Missing option '--kind'
+plot good.jsonl --kind hits -o no/x.png | cannot write no/x.png: No such
+view good.jsonl | -o FILE, or --serve
+watch none.jsonl | cannot read the trace none.jsonl
+watch good.jsonl --speed 0 | must be above 0, such as 10
+watch good.jsonl --speed nan | must be above 0, such as 10
+watch good.jsonl --speed fast | '--speed': 'fast' is not a valid float
+watch good.jsonl --from soon | '--from': time 'soon'
+watch good.jsonl --to -1 | '--to': time '-1'
+watch good.jsonl --every 0 | --every 0: give the seconds
+simulate W --live --allocation contiguous | --live shows blocks, which --allocation contiguous
 # files that are written
+simulate W --allocation contiguous --blocks 600 --trace t.jsonl | use allocation='paged'
 simulate W --trace - | '--trace': a file is needed, not '-'
 simulate W --trace '' | '--trace': empty path; name a file
 simulate W --trace . | cannot write the trace .: it is a directory
 simulate W --trace no/such/t.jsonl | cannot write the trace no/such/t.jsonl
 simulate W --out - | '--out': a file is needed, not '-'
-simulate W --out good.jsonl | good.jsonl: cannot be made a directory: it is a file
+simulate W --out good.jsonl | cannot be made a directory: it is a file; name another one
 simulate W --prometheus - --json | --json and --prometheus - both print a document
 simulate W --prometheus no/such.prom | cannot write no/such.prom: No such file or directory
 simulate W --trace t.jsonl --prometheus t.jsonl | --trace and --prometheus name the same file
 simulate W --trace t.jsonl --out d | --trace and --out
-simulate jsonl:mine.jsonl --trace mine.jsonl | cannot write mine.jsonl
+simulate jsonl:mine.jsonl --trace mine.jsonl | the requests come from
 simulate W --config - | '--config': a file is needed, not '-'
 simulate W --config none.toml | none.toml: cannot be read: No such file or directory
 simulate W --config '' | '--config': empty path; name a file
 simulate W --config . | .: cannot be read: empty path, or the working directory
 export good.jsonl --to mooncake --out good.jsonl | cannot write good.jsonl
 export good.jsonl --to mooncake --out - | '--out': a file is needed, not '-'
+export good.jsonl --to vllm --out . | it is a directory
+export none.jsonl --to vllm --zmq tcp://127.0.0.1:* | cannot read the trace none.jsonl
 export none.jsonl --to mooncake --out x | cannot read the trace none.jsonl: No such file
 # replay
 replay none.jsonl | cannot read the trace none.jsonl: No such file
@@ -441,6 +610,8 @@ replay good.jsonl --at 1 --eviction lfu | --at is for the recorded run alone: le
 replay good.jsonl --eviction nope | no eviction plugin is named 'nope'
 replay good.jsonl --blocks 0 | a pool of 0 blocks was asked for
 replay good.jsonl --blocks x | '--blocks': expected a whole number
+replay good.jsonl --block-size 24 | block size 24 and the workload's keys of 16 tokens
+replay good.jsonl --export no/where.jsonl | cannot write the trace no/where.jsonl
 replay good.jsonl --block-size 0 | block size 0 and key size 16 must be whole numbers
 replay good.jsonl --scheduler nope | no scheduler plugin is named 'nope'
 replay good.jsonl --latency nope | no latency plugin is named 'nope'
@@ -448,7 +619,7 @@ replay good.jsonl --max-tokens 0 | max_tokens=0 and max_seqs=256: a step has a t
 replay good.jsonl --steps x | '--steps': 'x' is not one of 'mixed', 'prefill-first'
 replay good.jsonl --slo x | '--slo': 'x' is no SLO
 replay good.jsonl --rate-scale 0 | rate_scale=0.0: give how many times
-replay good.jsonl --export good.jsonl | cannot write good.jsonl
+replay good.jsonl --export good.jsonl | the requests come from
 replay good.jsonl --export - | '--export': a file is needed, not '-'
 # record, sweep, calibrate, demo
 record --zmq nowhere -o x.jsonl | address 'nowhere': expected one such as tcp://
@@ -483,10 +654,14 @@ calibrate good.jsonl | good.jsonl:1: not CSV in UTF-8
 calibrate . | .: cannot be read: empty path, or the working directory
 calibrate steps.csv --latency nope | no latency plugin is named 'nope'
 calibrate steps.csv --latency table | table: give either 'path', a file, or 'engine': vllm
+calibrate --from aic | give either 'STEPS', to fit a model, or --from aic and -o FILE
+calibrate -o q.csv | give either 'STEPS', to fit a model, or --from aic and -o FILE, to compose
+calibrate steps.csv -o q.csv | give either 'STEPS', to fit a model, or --from aic and -o FILE
 calibrate '' | '[STEPS]': empty path; name a file
+demo cache --output many | expected a whole number, such as 8192, 8k or 1e5, not 'many'
 demo cache --output 0 | '--output': 0 is out of range: it must be at least 1
-demo cache --prompt-tokens x | '--prompt-tokens': expected a whole number
-demo cache --block-size -1 | '--block-size': -1 is out of range
+demo cache --prompt-tokens 0 | '--prompt-tokens': 0 is out of range: it must be at least 1
+demo cache --block-size 0 | '--block-size': 0 is out of range
 demo cache --seed x | '--seed': expected a whole number
 demo cache --output 99999999999999999999 | '--output': 99999999999999999999 is out of range
 # quality
@@ -496,7 +671,7 @@ quality --budget 0 | budget 0: give shares
 quality --tokens 0 | '--tokens': 0 is out of range: it must be at least 1
 quality --needles -1 | '--needles': -1 is out of range: it must be at least 0
 quality --needles 200 | 200 needles in 512 tokens of 1024 token ids
-quality --retention h3o | no retention plugin is named 'h3o' (did you mean 'h2o'?)
+quality --retention h3o --plot q.svg | no retention plugin is named 'h3o' (did you mean 'h2o'?)
 quality --retention h2o:budgt=3 | (did you mean 'budget'?)
 quality --codec int3 | no codec plugin is named 'int3'
 quality --generator sincos:layers=1 | generator 'sincos' has no logits
@@ -601,6 +776,16 @@ simulate: prometheus = [] | prometheus: expected text, not a list
 simulate: residency = "x" | residency: expected true or false, not 'x'
 simulate: as_json = true | there is no option 'as_json' (did you mean 'json'?)
 simulate: json = 3 | json: expected true or false, not 3
+simulate: codec = "fp3" | c.toml: codec: no codec plugin is named 'fp3'
+simulate: fail = "replica=0,at=-1" | c.toml: fail: time '-1'
+simulate: model = ["a", "b"] | model: expected text, not a list
+simulate: seed = 2024-01-01 | seed: expected a whole number, not 2024-01-01
+simulate: max_seqs = 3\n[batching]\nmax-seqs = 3 | 'max_seqs' is given twice
+simulate: [slo]\ntft = 3 | [slo] has no key 'tft' (did you mean 'ttft'?)
+simulate: [[replicas]]\ncount = 0 | c.toml: replicas: 0 is out of range
+simulate: [[replicas]]\nblock_size = 32 | c.toml: replicas: there is no option 'block_size'
+simulate: [[replicas]]\ndevice = 'h300' | replicas: device: unknown device 'h300'; did you mean
+simulate: [[replicas]]\nblocks = 4\nmemory = '1GiB' | c.toml: replicas: blocks and memory both
 simulate: config = "x" | there is no option 'config' (did you mean 'commit'?)
 simulate: count = "x" | there is no option 'count' (did you mean 'out'?)
 run: dtype = "fp1" | dtype: 'fp1' is not one of 'fp64', 'fp32', 'fp16'
@@ -646,350 +831,112 @@ sweep: latency = "roofline:compute=9" | roofline: compute=9.0 must be a share
 sweep: rate_scale = [0] | rate_scale: rate_scale=0.0: give how many times
 """
 
-INPUTS = [
-    ("", "compare F", "F: the file is empty: expected one row a line"),
-    ("\n\n", "compare F", "F: the file is empty: expected one row a line"),
-    ("hello", "compare F", "F: no known workload format: its first line begins 'hello'"),
-    ("[1]", "compare F", "F: no known workload format: its first line begins '[1]'"),
-    ("{", "compare F", "F: no known workload format: its first line begins '{'"),
-    ('{"a":1}', "compare F", "F: no known workload format: its first line begins '{\"a\":1}'"),
-    ("a,b\n1,2", "compare F", "F: no known workload format: its first line begins 'a,b'"),
-    (b"\x00\x01\x02", "compare F", "F: no known workload format: its first line"),
-    (b"BZh91AY", "compare F", "F:1: it is compressed with bzip2, which is not read"),
-    (b"\xfd7zXZ\0a", "compare F", "F:1: it is compressed with xz, which is not read"),
-    (b"PK\3\4aa", "compare F", "F:1: it is a zip archive, which is not read: give plain lines"),
+INPUTS = r"""
+compare F |  | F: the file is empty: expected one row a line
+compare F | \n\n | F: the file is empty: expected one row a line
+compare F | hello | F: no known workload format: its first line begins 'hello'
+compare F | [1] | F: no known workload format: its first line begins '[1]'
+compare F | { | F: no known workload format: its first line begins '{'
+compare F | {"a":1} | F: no known workload format: its first line begins '{"a":1}'
+compare F | a,b\n1,2 | F: no known workload format: its first line begins 'a,b'
+compare F | \x00\x01\x02 | F: no known workload format: its first line
+compare F | BZh91AY | F:1: it is compressed with bzip2, which is not read
+compare F | \xfd7zXZ\x00a | F:1: it is compressed with xz, which is not read
+compare F | PK\x03\x04aa | F:1: it is a zip archive, which is not read: give plain lines
+compare F | \xff\xfea\x00 | F:1: it is UTF-16 text, which is not read: write it as UTF-8
+compare F | \xfe\xff\x00a | F:1: it is UTF-16 text, which is not read: write it as UTF-8
+compare F | 7z\xbc\xaf'\x1c | F:1: it is a 7z archive, which is not read: give plain lines
+compare F | PAR1aa | F:1: it is a Parquet file, which is not read
+compare F | \x04"M\x18aa | F:1: it is compressed with lz4, which is not read
+compare F | \x1f\x8bgarbage | F:1: the gzip stream is damaged: Error -3 while decompressing
+compare F | (\xb5/\xfdxx | F:1: the zstd stream stops early
+compare F | ROW with 512 -> "x" | F:1: field 'input_length': expected a whole number
+compare F | ROW\nROW with 0,"in -> 9,"in | F:2: field 'timestamp': expected 9 or later (sorted
+compare F --check | REQUEST\nREQUEST | request 1: an earlier request has the same id
+simulate F | REQUEST\nREQUEST | request 1: an earlier request has the same id
+compare F | REQUEST with "prompt":20 -> "prompt":0 with [1,2] -> [1] | expected at most 0 keys
+simulate F | REQUEST with } -> ,"after":7,"session":"s"} | request 7, which is not in the
+simulate F | REQUEST with } -> ,"after":7} | request 1 comes after request 7 and has no session
+compare mooncake:F | REQUEST | F:1: field 'timestamp': expected a whole number
+compare jsonl:F | ROW | F:1: field 'event': expected a text, got nothing
+compare azure:F | ROW | F:1: expected the header TIMESTAMP,ContextTokens
+compare lengths:F | ROW | F:1: no column that looks like 'time'; name it by the option
+compare trace:F | ROW | F:1: not a kvcore trace: its first line is no HEADER
+compare weka:F | ROW | F:1: field 'id': expected a text, got nothing
+compare lmcache:F | ROW | F:1: field 'model_name': expected a text, got nothing
+compare kv-events:F,lookups=full | ROW | F:1: no recording of KV events: its first line is
+compare F | AZURE\n | F: no rows after the header
+compare lengths:F | a,b\n1,2 | F:1: no column that looks like 'time'; name it by the option
+compare lengths:F,rate=1 | input,output\n1,x | F:2: field 'output': expected
+calibrate F |  | F: the file is empty: expected one row a line
+calibrate F | STEPS | F: no rows after the header
+calibrate F | STEPS1,1,1,-1\n | F:2: seconds: expected seconds, above 0 and up to 10^6
+calibrate F | \xff\xfea | F:1: it is UTF-16 text, which is not read: write it as UTF-8
+simulate W --latency table:path=F | prefill_tokens,seconds\n | F:1: column 'decode_sequences' is
+simulate W --latency table:path=F | STEPS1,1,1,x\n | --latency: F:2: seconds: expected seconds
+simulate W --latency table:path=F |  | --latency: F: the file is empty: expected one row a line
+size F.json |  | F.json: not a JSON file: Expecting value: line 1 column 1
+size F.json | { | F.json: not a JSON file: Expecting property name enclosed
+size F.json | [] | F.json: expected a JSON object, as in a Hugging Face config.json
+size F.json | {} | F.json: field 'model_type' is missing
+size F.json | {"model_type":"llama"} | F.json: field 'num_attention_heads' is missing
+size F.json | {"model_type":"foo"} | F.json: field 'model_type' is 'foo'
+size F.json | {"model_type":3} | F.json: field 'model_type' is 3
+size F.json | LLAMA with 2 -> -1 | F.json: field 'num_hidden_layers' must be an integer
+size F.json | LLAMA with 2 -> "x" | F.json: field 'num_hidden_layers' must be an integer
+size F.json | LLAMA with 4 -> 0 | F.json: field 'num_attention_heads' must be an integer
+size F.json | \xff\xfe\x00 | F.json: not a JSON file: 'utf-16-le' codec can't decode
+simulate W --model F.json | [] | --model: F.json: expected a JSON object
+"""
+"""A command line, the content of the file F, and a fragment of its error."""
+
+GZIP = gzip.compress(ROW.encode(), mtime=0)
+WIDE = REQUEST.replace("16}", "32}").replace('"id":1', '"id":2')
+BYTES = [
+    ("compare F", GZIP[:-9], "F:1: the gzip stream stops early"),
+    ("compare F", GZIP + b"x", "F:1: the gzip stream stops early"),
     (
-        b"\xff\xfea\0",
         "compare F",
-        "F:1: it is UTF-16 text, which is not read: write it as UTF-8",
+        f"{REQUEST}\n{WIDE}".encode(),
+        "F:2: field 'keys': expected at most 1 key (20",
     ),
-    (
-        b"\xfe\xff\0a",
-        "compare F",
-        "F:1: it is UTF-16 text, which is not read: write it as UTF-8",
-    ),
-    (
-        b"7z\xbc\xaf\x27\x1c",
-        "compare F",
-        "F:1: it is a 7z archive, which is not read: give plain lines",
-    ),
-    (b"PAR1aa", "compare F", "F:1: it is a Parquet file, which is not read"),
-    (b'\x04"M\x18aa', "compare F", "F:1: it is compressed with lz4, which is not read"),
-    (
-        gzip.compress(ROW.encode(), mtime=0)[:-9],
-        "compare F",
-        "F:1: the gzip stream stops early",
-    ),
-    (
-        gzip.compress(ROW.encode(), mtime=0) + b"x",
-        "compare F",
-        "F:1: the gzip stream stops early",
-    ),
-    (
-        b"\x1f\x8bgarbage",
-        "compare F",
-        "F:1: the gzip stream is damaged: Error -3 while decompressing",
-    ),
-    (b"\x28\xb5\x2f\xfdxx", "compare F", "F:1: the zstd stream stops early"),
-    (ROW + "\n{", "compare F", "F:2: not JSON: unexpected end of data (column 2)"),
-    (ROW + "\n[]", "compare F", "F:2: expected a JSON object, got []"),
-    (
-        ROW.replace("512", '"x"'),
-        "compare F",
-        "F:1: field 'input_length': expected a whole number",
-    ),
-    (
-        ROW.replace("512", "-1"),
-        "compare F",
-        "F:1: field 'input_length': expected a whole number",
-    ),
-    (
-        ROW.replace(":0,", ":-5,"),
-        "compare F",
-        "F:1: field 'timestamp': expected a whole number",
-    ),
-    (
-        ROW.replace(":0,", ":1e300,"),
-        "compare F",
-        "F:1: field 'timestamp': expected a whole number",
-    ),
-    (ROW.replace("[1]", '["a"]'), "compare F", "F:1: field 'hash_ids[0]': expected an integer"),
-    (
-        ROW.replace("[1]", "[1,2,3]"),
-        "compare F",
-        "F:1: field 'hash_ids': expected at most 1 key (512 tokens",
-    ),
-    (
-        ROW.replace("[1]", "{}"),
-        "compare F",
-        "F:1: field 'hash_ids': expected a list of integers, got {}",
-    ),
-    (
-        ROW.replace('"output_length":1,', ""),
-        "compare F",
-        "F:1: field 'output_length': expected a whole number",
-    ),
-    (
-        ROW.replace('0,"in', '9,"in') + "\n" + ROW,
-        "compare F",
-        "F:2: field 'timestamp': expected 9 or later (sorted rows), got 0",
-    ),
-    (
-        ROW.replace("512", "99999999999999999999999"),
-        "compare F",
-        "F:1: field 'input_length': expected a whole number",
-    ),
-    (
-        ROW.replace(":1,", ":1.5,"),
-        "compare F",
-        "F:1: field 'output_length': expected a whole number",
-    ),
-    (
-        REQUEST.replace('"id":1', '"id":1.5'),
-        "compare F",
-        "F:1: field 'id': expected an integer or a text, got 1.5",
-    ),
-    (
-        REQUEST.replace('"id":1', '"id":null'),
-        "compare F",
-        "F:1: field 'id': expected an integer or a text, got null",
-    ),
-    (
-        REQUEST.replace('"t":0', '"t":-1'),
-        "compare F",
-        "F:1: field 't': expected a whole number",
-    ),
-    (REQUEST.replace("20", "-5"), "compare F", "F:1: field 'prompt': expected a whole number"),
-    (
-        REQUEST.replace('"output":1', '"output":-1'),
-        "compare F",
-        "F:1: field 'output': expected a whole number",
-    ),
-    (
-        REQUEST.replace("16}", "0}"),
-        "compare F",
-        "F:1: field 'key_tokens': expected a whole number",
-    ),
-    (
-        REQUEST.replace("16}", '"a"}'),
-        "compare F",
-        "F:1: field 'key_tokens': expected a whole number",
-    ),
-    (
-        REQUEST.replace("[1,2]", "[1,2,3]"),
-        "compare F",
-        "F:1: field 'keys': expected at most 2 keys (20 tokens",
-    ),
-    (
-        REQUEST.replace("[1,2]", "[1.5]"),
-        "compare F",
-        "F:1: field 'keys[0]': expected an integer",
-    ),
-    (
-        REQUEST.replace("[1,2]", "7"),
-        "compare F",
-        "F:1: field 'keys': expected a list of integers, got 7",
-    ),
-    (
-        REQUEST + "\n" + REQUEST,
-        "compare F --check",
-        "workload jsonl: request 1: an earlier request has the same id",
-    ),
-    (REQUEST + "\n" + REQUEST, "simulate F", "request 1: an earlier request has the same id"),
-    (
-        REQUEST.replace("}", ',"slo":{"ttft":0}}'),
-        "compare F",
-        "F:1: field 'slo': expected an object of ttft, tpot",
-    ),
-    (
-        REQUEST.replace("}", ',"slo":3}'),
-        "compare F",
-        "F:1: field 'slo': expected an object of ttft, tpot",
-    ),
-    (
-        REQUEST.replace("}", ',"retention":[[0]]}'),
-        "compare F",
-        "F:1: field 'retention[0]': expected [start, end or null",
-    ),
-    (
-        REQUEST.replace("}", ',"priority":"x"}'),
-        "compare F",
-        "F:1: field 'priority': expected a whole number",
-    ),
-    (
-        REQUEST.replace("}", ',"after":7,"session":"s"}'),
-        "simulate F",
-        "request 1 comes after request 7, which is not in the workload",
-    ),
-    (
-        REQUEST.replace("}", ',"after":7}'),
-        "simulate F",
-        "request 1 comes after request 7 and has no session: give both the same session",
-    ),
-    (
-        REQUEST + "\n" + REQUEST.replace("16}", "32}").replace('"id":1', '"id":2'),
-        "compare F",
-        "F:2: field 'keys': expected at most 1 key (20 tokens, 32 a key)",
-    ),
-    (
-        REQUEST.replace('"prompt":20', '"prompt":0').replace("[1,2]", "[1]"),
-        "compare F",
-        "F:1: field 'keys': expected at most 0 keys (0 tokens, 16 a key)",
-    ),
-    (REQUEST, "compare mooncake:F", "F:1: field 'timestamp': expected a whole number"),
-    (ROW, "compare jsonl:F", "F:1: field 'event': expected a text, got nothing"),
-    (ROW, "compare azure:F", "F:1: expected the header TIMESTAMP,ContextTokens"),
-    (ROW, "compare lengths:F", "F:1: no column that looks like 'time'; name it by the option"),
-    (ROW, "compare trace:F", "F:1: not a kvcore trace: its first line is no HEADER"),
-    (ROW, "compare weka:F", "F:1: field 'id': expected a text, got nothing"),
-    (ROW, "compare lmcache:F", "F:1: field 'model_name': expected a text, got nothing"),
-    (
-        ROW,
-        "compare kv-events:F,lookups=full",
-        "F:1: no recording of KV events: its first line is neither",
-    ),
-    ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "compare F", "F: no rows after the header"),
-    (
-        "TIMESTAMP,ContextTokens,GeneratedTokens\nx,1,1",
-        "compare F",
-        "F:2: field 'TIMESTAMP': expected a time such as 2023-11-16",
-    ),
-    (
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,x,1",
-        "compare F",
-        "F:2: field 'ContextTokens': expected a whole number of tokens",
-    ),
-    (
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,1",
-        "compare F",
-        "F:2: field 'GeneratedTokens': expected a whole number of tokens",
-    ),
-    (
-        "a,b\n1,2",
-        "compare lengths:F",
-        "F:1: no column that looks like 'time'; name it by the option",
-    ),
-    (
-        "input,output\n1,x",
-        "compare lengths:F,rate=1",
-        "F:2: field 'output': expected",
-    ),
-    ("", "calibrate F", "F: the file is empty: expected one row a line"),
-    ("a,b\n", "calibrate F", "F:1: column 'prefill_tokens' is missing"),
-    (STEPS, "calibrate F", "F: no rows after the header"),
-    (
-        STEPS + "1,1,1,x\n",
-        "calibrate F",
-        "F:2: seconds: expected seconds, above 0 and up to 10^6",
-    ),
-    (
-        STEPS + "1,1,1,-1\n",
-        "calibrate F",
-        "F:2: seconds: expected seconds, above 0 and up to 10^6",
-    ),
-    (STEPS + "-1,1,1,1\n", "calibrate F", "F:2: prefill_tokens: expected a whole number"),
-    (STEPS + "1,1,1\n", "calibrate F", "F:2: expected 4 cells, as in the header, got 3"),
-    (
-        STEPS + "1,1,1,inf\n",
-        "calibrate F",
-        "F:2: seconds: expected seconds, above 0 and up to 10^6",
-    ),
-    (
-        b"\xff\xfea",
-        "calibrate F",
-        "F:1: it is UTF-16 text, which is not read: write it as UTF-8",
-    ),
-    (STEPS + "1.5,1,1,1\n", "calibrate F", "F:2: prefill_tokens: expected a whole number"),
-    (
-        "prefill_tokens,seconds\n1,1\n",
-        "simulate W --latency table:path=F",
-        "--latency: F:1: column 'decode_sequences' is missing",
-    ),
-    (
-        STEPS + "1,1,1,x\n",
-        "simulate W --latency table:path=F",
-        "--latency: F:2: seconds: expected seconds",
-    ),
-    (
-        "",
-        "simulate W --latency table:path=F",
-        "--latency: F: the file is empty: expected one row a line",
-    ),
-    ("", "size F.json", "F.json: not a JSON file: Expecting value: line 1 column 1"),
-    ("{", "size F.json", "F.json: not a JSON file: Expecting property name enclosed"),
-    ("[]", "size F.json", "F.json: expected a JSON object, as in a Hugging Face config.json"),
-    ("{}", "size F.json", "F.json: field 'model_type' is missing"),
-    ('{"model_type":"llama"}', "size F.json", "F.json: field 'num_attention_heads' is missing"),
-    ('{"model_type":"foo"}', "size F.json", "F.json: field 'model_type' is 'foo'"),
-    ('{"model_type":3}', "size F.json", "F.json: field 'model_type' is 3"),
-    (
-        '{"model_type":"llama","num_hidden_layers":-1,"hidden_size":8,"num_attention_heads":2,"vocab_size":9,"intermediate_size":9}',
-        "size F.json",
-        "F.json: field 'num_hidden_layers' must be an integer",
-    ),
-    (
-        '{"model_type":"llama","num_hidden_layers":"x","hidden_size":8,"num_attention_heads":2}',
-        "size F.json",
-        "F.json: field 'num_hidden_layers' must be an integer",
-    ),
-    (
-        '{"model_type":"llama","num_hidden_layers":1e9,"hidden_size":8,"num_attention_heads":0}',
-        "size F.json",
-        "F.json: field 'num_attention_heads' must be an integer",
-    ),
-    (
-        b"\xff\xfe\x00",
-        "size F.json",
-        "F.json: not a JSON file: 'utf-16-le' codec can't decode byte",
-    ),
-    ("[]", "simulate W --model F.json", "--model: F.json: expected a JSON object"),
 ]
-"""Content of the file F, a command line, and a fragment of its error."""
+
+
+def filled(text):
+    """Return the bytes of a content in `INPUTS`, which may have names, escapes and edits."""
+    text, *edits = text.split(" with ")
+    for name, value in CONTENTS.items():
+        text = text.replace(name, value)
+    for edit in edits:
+        text = text.replace(*edit.split(" -> "), 1)
+    return text.encode().decode("unicode_escape").encode("latin-1")
+
+
+FOREIGN = "F:1: not a kvcore trace: its first line is no HEADER"
+
+
+def headed(old, new):
+    """Return an edit of the first line of a trace."""
+    return lambda t: [t[0].replace(old, new), *t[1:]]
+
 
 TRACES = [
     (lambda t: t[:1], "replay F", "F: incomplete: the file ends after line 1, without END"),
     (lambda t: t[:40], "explain F 99999", "request '99999' is not in F"),
-    (lambda t: [t[0][:50]], "replay F", "F:1: not a kvcore trace: its first line is no HEADER"),
-    (lambda t: t[1:], "replay F", "F:1: not a kvcore trace: its first line is no HEADER"),
+    (lambda t: [t[0][:50]], "replay F", FOREIGN),
+    (lambda t: t[1:], "replay F", FOREIGN),
     (lambda t: [t[0], t[2]], "replay F", "F:2: this line has n = 2; 1 lines stand before it"),
-    (
-        lambda t: [*t[:5], "{", *t[5:]],
-        "replay F",
-        "F:6: not JSON: unexpected end of data, at column 2",
-    ),
-    (
-        lambda t: [t[0].replace('"schema":1', '"schema":99'), *t[1:]],
-        "replay F",
-        "F:1: schema 99; this version of kvcore reads schema 1",
-    ),
-    (
-        lambda t: [t[0].replace('"blocks":600', '"blocks":-1'), *t[1:]],
-        "replay F",
-        "F:1: HEADER field 'blocks' must be an integer from 1 to 2**31 -",
-    ),
-    (
-        lambda t: [t[0].replace('"blocks":600', '"blocks":"x"'), *t[1:]],
-        "replay F",
-        "F:1: HEADER field 'blocks' must be an integer from 1 to 2**31 -",
-    ),
-    (
-        lambda t: t[:-1],
-        "replay F --eviction lfu",
-        "F: incomplete: the file ends after line 458, without",
-    ),
-    (lambda _: [ROW], "replay F", "F:1: not a kvcore trace: its first line is no HEADER"),
-    (lambda _: ["[1]"], "replay F", "F:1: not a kvcore trace: its first line is no HEADER"),
+    (lambda t: [*t[:5], "{", *t[5:]], "replay F", "F:6: not JSON: unexpected end of data, at"),
+    (headed('"schema":1', '"schema":99'), "replay F", "F:1: schema 99; this version of kvcore"),
+    (headed(":600", ":-1"), "replay F", "F:1: HEADER field 'blocks' must be an integer from 1"),
+    (headed(":600", ':"x"'), "replay F", "F:1: HEADER field 'blocks' must be an integer from"),
+    (lambda t: t[:-1], "replay F --eviction lfu", "the file ends after line 458, without"),
+    (lambda _: [ROW], "replay F", FOREIGN),
+    (lambda _: ["[1]"], "replay F", FOREIGN),
     (lambda _: [], "replay F", "F: incomplete: the file is empty, without END"),
-    (
-        lambda _: [ROW],
-        "export F --to vllm --out o",
-        "F:1: not a kvcore trace: its first line is no HEADER",
-    ),
-    (
-        lambda _: [],
-        "export F --to mooncake --out o",
-        "F: incomplete: the file is empty, without END",
-    ),
+    (lambda _: [ROW], "export F --to vllm --out o", FOREIGN),
+    (lambda _: [], "export F --to mooncake --out o", "F: incomplete: the file is empty"),
 ]
 """An edit of the lines of a trace in F, a command line, and a fragment of its error."""
 
@@ -1019,17 +966,17 @@ def refused(folder, words, code=2, *, partial=False):
 
 
 def rows(table):
-    """Return the (left, right) pairs of the lines of a table in text."""
+    """Return the cells of the lines of a table in text."""
     lines = [line for line in table.strip().splitlines() if not line.startswith("#")]
-    return [tuple(line.rsplit(" | ", 1)) for line in lines]
+    return [tuple(line.split(" | ")) for line in lines]
 
 
 @pytest.mark.parametrize(("line", "fragment"), rows(LINES))
 def test_wrong_command_lines_have_the_reason(folder, line, fragment):
     """The error for a wrong command line names what is wrong; nothing is printed or written."""
-    before = set(folder.iterdir())
+    before = {path: path.read_bytes() for path in folder.iterdir()}
     assert fragment in refused(folder, shlex.split(line))
-    assert set(folder.iterdir()) == before
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(("config", "fragment"), rows(CONFIGS))
@@ -1042,18 +989,18 @@ def test_wrong_configuration_files_have_the_reason(folder, config, fragment):
     words = [verb, "c.toml"] if verb == "sweep" else [verb, "--config", "c.toml"]
     error = refused(folder, words if own or verb == "sweep" else [*words, "W"])
     assert error.startswith("kvcore: error: c.toml: ")
+    assert error.count("c.toml") == 1
     assert fragment in error
 
 
-@pytest.mark.parametrize(("content", "line", "fragment"), INPUTS)
-def test_wrong_inputs_have_the_reason(folder, content, line, fragment):
+@pytest.mark.parametrize(("line", "content", "fragment"), [*rows(INPUTS), *BYTES])
+def test_wrong_inputs_have_the_reason(folder, line, content, fragment):
     """The error for a wrong input has its place and the reason.
 
     The exit code is 2, or 1 for a file that is read as a trace or a recording.
     """
     name = "F.json" if "F.json" in line else "F"
-    is_text = isinstance(content, str)
-    (folder / name).write_bytes(content.encode() if is_text else content)
+    (folder / name).write_bytes(filled(content) if isinstance(content, str) else content)
     code = 1 if line.startswith(("compare trace:", "compare kv-events:")) else 2
     assert fragment in refused(folder, line.split(), code)
 

@@ -4,8 +4,8 @@ import os
 from importlib.util import find_spec
 
 import pytest
+from helpers.pages import class_on_page
 from helpers.seeds import FewSeeds
-from helpers.snippets import class_on_page
 
 from kvcore import Plugins
 from kvcore.plugins import resolve

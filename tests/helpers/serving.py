@@ -26,6 +26,17 @@ STEP = 10
 
 
 @attrs.define(slots=False, eq=False)
+class Slow(LatencyModel):
+    """A latency model of 100 ns for each prompt token and for each step that decodes."""
+
+    name = "slow"
+
+    def pieces(self, work):
+        """Return a single constant piece."""
+        return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
+
+
+@attrs.define(slots=False, eq=False)
 class Even(LatencyModel):
     """A latency model in which every step takes 10 ns."""
 
@@ -35,17 +46,6 @@ class Even(LatencyModel):
         """Return one flat piece."""
         del work
         return [(STEP * 1000, 0)]
-
-
-@attrs.define(slots=False, eq=False)
-class Slow(LatencyModel):
-    """A latency model of 100 ns for each prompt token and for each step that decodes."""
-
-    name: ClassVar[str] = "slow"
-
-    def pieces(self, work):
-        """Return one flat piece."""
-        return [(100_000 * (work.prefill + (work.decode > 0)), 0)]
 
 
 @attrs.define(slots=False, eq=False)

@@ -247,14 +247,6 @@ def test_to_frame_has_a_row_for_each_policy_and_size():
     assert found["hit_ratio_block"].dtype.is_float()
 
 
-def test_contradicting_sizes_and_unknown_devices_are_refused():
-    """`kvcore.compare` refuses `blocks` together with `memory`, and an unknown device."""
-    with pytest.raises(InputError, match="both say how large the pool is"):
-        kvcore.compare(ZIPF, "lru", blocks=3, memory="1GiB")
-    with pytest.raises(InputError, match="unknown device 'h10'"):
-        kvcore.compare(ZIPF, "lru", blocks=3, device="h10")
-
-
 def test_run_takes_names_prompts_and_a_cache():
     """`kvcore.run` runs a sample of a workload, prompts, or requests on a given cache."""
     pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")

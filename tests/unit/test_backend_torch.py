@@ -158,12 +158,6 @@ def test_staging_copies_beside_the_current_stream(monkeypatch):
     ]
 
 
-def test_an_unknown_attention_is_refused():
-    """An unknown value of `attention` is refused, and the error lists the known ones."""
-    with pytest.raises(InputError, match="takes triton or sdpa or flashinfer or none, not 'fl"):
-        Plugins().build("backend", "torch-cpu:attention=flash")
-
-
 def test_the_error_of_too_large_a_pool_has_the_size_that_fits(monkeypatch, tmp_path):
     """An error gives the memory asked for, the free memory, and how many blocks would fit."""
     (tmp_path / "meminfo").write_text("MemTotal:  9 kB\nMemAvailable:  4 kB\n")

@@ -3,28 +3,12 @@
 from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, start, table
 
 
-def test_unused_ids_are_allocated_in_ascending_order():
-    """A new cache allocates the ids 0, 1, 2 and so on, across all sequences."""
-    cache = make(12)
-    tables = [table(cache, cache.open(ask(text))) for text in ("abc", "x", "mn")]
-    assert tables == [[0, 1, 2], [3], [4, 5]]
-
-
 def test_close_frees_deepest_first():
     """`close` frees the deepest block first, so that the shallowest is allocated first."""
     cache = make(12)
     cache.close(cache.open(ask("abc")))
     assert list(cache.pool.free_ids()) == [2, 1, 0]
     assert table(cache, cache.open(ask("mnop"))) == [0, 1, 2, 3]
-
-
-def test_the_last_freed_blocks_are_allocated_first():
-    """Of two closed sequences, the blocks of the one that closed last are allocated first."""
-    cache = make(12)
-    one, two = cache.open(ask("ab")), cache.open(ask("mn"))
-    cache.close(one)
-    cache.close(two)
-    assert table(cache, cache.open(ask("vwxyz"))) == [2, 3, 0, 1, 4]
 
 
 def test_an_admission_allocates_freed_then_unused_then_evicted_blocks():
@@ -87,12 +71,3 @@ def test_rollback_frees_deepest_first():
     cache.rollback(seq, 3 * BLOCK)
     cache.extend(seq, 4 * BLOCK)
     assert table(cache, seq) == [0, 1, 2, 3, 4]
-
-
-def test_every_block_id_stays_accounted_for_after_many_evictions():
-    """After many evictions each block id is either in one span or free."""
-    cache = make(5)
-    for text in ("abc", "xyz", "abx", "mno", "abcde", "xym"):
-        serve(cache, text)
-    held = [block for span in cache.tree.spans() for block in span.ids]
-    assert sorted([*held, *cache.pool.free_ids()]) == [0, 1, 2, 3, 4]

@@ -141,13 +141,13 @@ def test_a_plan_has_a_bar_for_each_fleet_in_each_panel():
     found = plan(
         f"{SMALL},rate=4", slo="ttft=0.2", tier="none", tensor_parallel=[1, 2], max_gpus=2
     )
-    chart = PlanReport(found).chart()
+    chart = PlanReport(found.as_dict()).chart()
     assert [len(panel.lines) for panel in chart.panels] == [2] * 4
     assert len(found.options) == 2
     assert chart.panels[-1].bound == ("asked for", 0.99)
     assert {"GPUs", "K/V memory in all, GiB", "asked for: 99%"} <= texts(chart)
     none = attrs.evolve(found, options=[])
-    assert "No fleet of up to 2 GPUs does." in texts(PlanReport(none).chart())
+    assert "No fleet of up to 2 GPUs does." in texts(PlanReport(none.as_dict()).chart())
 
 
 @pytest.mark.parametrize(

@@ -207,10 +207,7 @@ def test_keys_of_another_size_are_refused():
         ({"policies": []}, "nothing to compare"),
         ({"policies": "lru", "blocks": []}, "no pool to make a curve of"),
         ({"policies": "lru", "blocks": [0]}, "a pool of 0 blocks"),
-        ({"policies": "lru", "points": 1}, "a curve through 1 sizes"),
         ({"policies": "lru", "jobs": 0}, "0 jobs"),
-        ({"policies": "lru", "block_size": 5}, "block size 5"),
-        ({"policies": "optimum", "accounting": "tokens"}, "`keys` accounting alone"),
         ({"policies": "lru", "accounting": "bytes"}, "accounting 'bytes'"),
     ],
 )

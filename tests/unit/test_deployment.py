@@ -69,9 +69,3 @@ def test_a_block_that_no_device_holds_is_refused():
     layout = KVLayout(LLAMA, "fp16", 10**9)
     with pytest.raises(InputError, match="Take a smaller model, or smaller blocks"):
         Deployment(layout, H100, 1).blocks()
-
-
-def test_no_devices_are_refused():
-    """0 devices are refused, and the error gives the range."""
-    with pytest.raises(InputError, match="on 0 x h200: give 1 to 65,536 devices"):
-        Deployment(KVLayout(LLAMA), H200, 0)

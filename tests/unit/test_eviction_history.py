@@ -189,32 +189,6 @@ def test_experts_keep_separate_data_in_spans():
         assert kept(mixed, 4, texts) == kept(alone, 4, texts)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("lruk:k=0", "k=0 must be from 1 to 1,000"),
-        ("lruk:correlated=-1", "correlated=-1 must be a number of admissions"),
-        ("lruk:history=-1", "history=-1.0 must be a share of the pool"),
-        ("tail-lru:threshold=-1", "threshold=-1.0 must be 0 or more"),
-        ("tail-lru:unit=ms", "takes s or tokens, not 'ms'"),
-        ("tail-lru:turn=-5", "turn=-5 must be a number of tokens"),
-        ("tinylfu:window=2", "window=2.0 must be a share, 0 to 1"),
-        ("tinylfu:protected=-1", "protected=-1.0 must be a share, 0 to 1"),
-        ("tinylfu:period=0", "period=0 must be 1 or more"),
-        ("adaptive:rate=2", "rate=2.0 must be 0 to 1"),
-        ("adaptive:ghosts=inf", "ghosts=inf must be a share of the pool"),
-        ("adaptive:experts=lru", "experts='lru' must be two or more, as in lru+lfu"),
-        ("adaptive:experts=lru+lfo", "did you mean 'lfu'"),
-        ("adaptive:experts=lru+ttl", "'ttl' lets spans expire"),
-    ],
-)
-def test_bad_options_are_refused(text, message):
-    """An option out of range is refused with its value and the valid ones."""
-    with pytest.raises(InputError) as caught:
-        Plugins().build("eviction", text)
-    assert message in str(caught.value)
-
-
 def test_options_are_checked_in_code_too():
     """A constructor refuses invalid options as the command line does."""
     with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):

@@ -11,7 +11,7 @@ from helpers.schedulers import Urgent
 from helpers.serving import ask as request
 from helpers.serving import serve as simulate
 
-from kvcore import InputError, Plugins, PolicyError
+from kvcore import InputError, PolicyError
 from kvcore.analysis import replay, served
 from kvcore_plugins.eviction import LRU, Lookahead
 
@@ -122,48 +122,32 @@ def test_a_paused_request_is_queued():
     assert [line.split()[1] for line in calls] == ["+a", "-a", "+b", "^a", "-b", "-a"]
 
 
-def test_lookahead_keeps_spans_of_queued_requests():
-    """A span that a queued request needs is kept where LRU would evict it."""
+@pytest.mark.parametrize(
+    ("calls", "left"),
+    [
+        (["+a"], {"|a", "|c"}),
+        (["+b", "+a"], {"|b", "|c"}),
+        (["+b", "^a"], {"|a", "|c"}),
+        (["+a", "-a"], {"|b", "|c"}),
+    ],
+    ids=["one", "the last one is evicted", "one at the front", "none is queued now"],
+)
+def test_lookahead_keeps_spans_of_queued_requests(calls, left):
+    """Spans that queued requests need are kept, those of the first in the queue longest.
+
+    Spans that no queued request needs are evicted by LRU.
+    """
     policy = Lookahead()
     cache = make(2, policy, accounting="keys")
     serve(cache, "a", "b")
-    policy.on_queued(ask("a"), 0)
+    requests = {name: ask(name) for name in "ab"}
+    for how, name in calls:
+        if how == "-":
+            policy.on_dequeued(requests[name], 0)
+        else:
+            policy.on_queued(requests[name], 0, front=how == "^")
     serve(cache, "c")
-    assert set(spans(cache)) == {"|a", "|c"}
-
-
-def test_lookahead_evicts_the_span_of_the_last_queued_request():
-    """Of two spans that queued requests need, that of the later request is evicted."""
-    policy = Lookahead()
-    cache = make(2, policy, accounting="keys")
-    serve(cache, "a", "b")
-    policy.on_queued(ask("b"), 0)
-    policy.on_queued(ask("a"), 0)
-    serve(cache, "c")
-    assert set(spans(cache)) == {"|b", "|c"}
-
-
-def test_lookahead_counts_the_front_of_the_queue_first():
-    """The span of a request at the front of the queue counts as needed first."""
-    policy = Lookahead()
-    cache = make(2, policy, accounting="keys")
-    serve(cache, "a", "b")
-    policy.on_queued(ask("b"), 0)
-    policy.on_queued(ask("a"), 0, front=True)
-    serve(cache, "c")
-    assert set(spans(cache)) == {"|a", "|c"}
-
-
-def test_lookahead_without_queued_requests_is_lru():
-    """Without queued requests `lookahead` is LRU."""
-    policy = Lookahead()
-    cache = make(2, policy, accounting="keys")
-    serve(cache, "a", "b")
-    waiting = ask("a")
-    policy.on_queued(waiting, 0)
-    policy.on_dequeued(waiting, 0)
-    serve(cache, "c")
-    assert set(spans(cache)) == {"|b", "|c"}
+    assert set(spans(cache)) == left
 
 
 def test_lookahead_evicts_the_unneeded_end_of_a_span_first():
@@ -250,9 +234,3 @@ def test_a_policy_that_raises_is_reported_with_the_method(method):
     if method != "evictable_blocks":
         with pytest.raises(PolicyError, match=rf"raised RuntimeError in {method}\(\)"):
             simulate([request("a")], eviction=cls())
-
-
-def test_a_negative_window_is_refused():
-    """A negative number of requests is refused."""
-    with pytest.raises(InputError, match="requests=-1 must be 0 or more, or all"):
-        Plugins().build("eviction", "lookahead:requests=-1")

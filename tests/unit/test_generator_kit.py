@@ -4,7 +4,7 @@ import inspect
 
 import attrs
 import pytest
-from helpers.snippets import class_on_page
+from helpers.pages import class_on_page
 
 pytest.importorskip("torch", reason="generators compute on torch")
 

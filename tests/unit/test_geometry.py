@@ -18,30 +18,32 @@ def layout(geometry, request):
     return geometry.prompt(request)[1:]
 
 
-def test_fifty_tokens_in_blocks_of_sixteen():
-    """A prompt of 50 tokens in blocks of 16 occupies 4 blocks, 3 of them cacheable."""
-    assert layout(BlockLayout("tokens", 16, 16), request(50, "abcd", 16)) == (50, 4, 3, 3, 3)
+@pytest.mark.parametrize(
+    ("count", "key_tokens", "prompt", "keys", "counts"),
+    [
+        ("tokens", 16, 50, "abcd", (50, 4, 3, 3, 3)),
+        ("tokens", 16, 48, "abc", (48, 3, 3, 3, 2)),
+        ("tokens", 16, 0, "", (0, 0, 0, 0, 0)),
+        ("tokens", 16, 100, "ab", (100, 7, 2, 2, 2)),
+        ("keys", 16, 50, "abcd", (64, 4, 4, 4, 4)),
+        ("keys", 48, 50, "ab", (96, 6, 6, 6, 6)),
+    ],
+    ids=["partial block", "last token", "empty", "no keys", "length of a key", "coarse keys"],
+)
+def test_the_layout_of_a_prompt_in_blocks_of_sixteen(count, key_tokens, prompt, keys, counts):
+    """A prompt has the tokens and blocks of its accounting, and its last token is computed.
 
-
-def test_the_last_token_is_always_computed():
-    """A prompt of 48 full tokens has 3 cacheable blocks, of which only 2 can hit."""
-    assert layout(BlockLayout("tokens", 16, 16), request(48, "abc", 16)) == (48, 3, 3, 3, 2)
+    Blocks without keys are neither looked up nor cacheable. In `keys` accounting a key is all
+    of its tokens, whatever the length of the prompt.
+    """
+    geometry = BlockLayout(count, 16, key_tokens)
+    assert layout(geometry, request(prompt, keys, key_tokens)) == counts
 
 
 @pytest.mark.parametrize(("tokens", "limit"), [(1, 0), (16, 0), (17, 1), (32, 1), (33, 2)])
 def test_the_hit_limit_leaves_a_token_to_compute(tokens, limit):
     """At most (L - 1) // b blocks of a prompt of L tokens hit, for blocks of b tokens."""
     assert layout(BlockLayout("tokens", 16, 16), request(tokens, "abc", 16))[-1] == limit
-
-
-def test_an_empty_prompt_has_no_blocks():
-    """An empty prompt occupies, looks up and hits no blocks."""
-    assert layout(BlockLayout("tokens", 16, 16), request(0, "", 16)) == (0, 0, 0, 0, 0)
-
-
-def test_blocks_without_keys_are_not_cacheable():
-    """Blocks of a prompt that have no key are neither looked up nor cacheable."""
-    assert layout(BlockLayout("tokens", 16, 16), request(100, "ab", 16)) == (100, 7, 2, 2, 2)
 
 
 def test_coarse_keys_cover_several_blocks():
@@ -57,16 +59,6 @@ def test_a_block_of_several_keys_has_the_key_of_its_last_part():
     keys, *rest = geometry.prompt(request(39, "abcdefghij", 4))
     assert list(keys) == ["d", "h"]
     assert rest == [39, 3, 2, 2, 2]
-
-
-def test_keys_accounting_ignores_the_length_of_a_prompt():
-    """In `keys` accounting a full match is a full hit, whatever the prompt's length."""
-    assert layout(BlockLayout("keys", 16, 16), request(50, "abcd", 16)) == (64, 4, 4, 4, 4)
-
-
-def test_keys_accounting_divides_keys_into_blocks():
-    """In `keys` accounting a key of three blocks counts as exactly three blocks."""
-    assert layout(BlockLayout("keys", 16, 48), request(50, "ab", 48)) == (96, 6, 6, 6, 6)
 
 
 def test_output_keys_make_generated_blocks_cacheable():

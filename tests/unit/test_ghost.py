@@ -127,9 +127,9 @@ def haunted(policy, blocks, count, size):
     return Driver(KVCache(blocks, size, eviction=policy, accounting=count, key_tokens=KEY))
 
 
-def assert_equal_memories(policy, steps, count, size):
+def assert_equal_memories(policy, steps, count, size, driver=None):
     """Drive a cache through `steps`, and compare both memories after each step."""
-    driver = haunted(policy, 9 * KEY // size, count, size)
+    driver = driver or haunted(policy, 9 * KEY // size, count, size)
     for step in steps:
         driver.step(step)
         assert policy.ghosts.tokens == len(policy.blocks_kept.kept) * size
@@ -169,12 +169,7 @@ def test_the_ghosts_of_an_expert_equal_its_blocks(seed):
     """The `GhostTree` of an expert of `adaptive` equals its block-by-block memory."""
     policy = Haunted()
     driver = haunted(Adaptive(experts=(policy, LRU())), 9, "keys", KEY)
-    for step in random_steps(seed, 200, HINTS):
-        driver.step(step)
-        assert policy.ghosts.tokens == len(policy.blocks_kept.kept) * KEY
-        if step.request is not None:
-            found = policy.blocks_kept.match(asked(step.request, KEY)) * KEY
-            assert policy.ghosts.match(step.request) == found
+    assert_equal_memories(policy, random_steps(seed, 200, HINTS), "keys", KEY, driver)
 
 
 def test_a_run_above_the_capacity_loses_its_tail_first():

@@ -130,23 +130,6 @@ def test_rotary_moves_a_key_to_a_later_position():
     assert none.speeds == ()
 
 
-@pytest.mark.parametrize(
-    ("options", "wrong"),
-    [
-        ("head_dim=32", "58 or more"),
-        ("head_dim=63", "must be even"),
-        ("vocab_size=1", "vocab_size must be 2"),
-        ("seed=-1", "seed 0 to"),
-        ("heads=3", "3 query heads cannot share 2"),
-        ("temperature=-1", "temperature"),
-    ],
-)
-def test_impossible_options_are_refused(options, wrong):
-    """Ambiguous codes and sizes that do not fit raise InputError with the reason."""
-    with pytest.raises(InputError, match=wrong):
-        Plugins().build("generator", f"induction:{options}")
-
-
 def test_accepted_codes_are_distinguishable():
     """The narrowest codes that are accepted have cosines of less than 0.7."""
     for size, width in ((16, 24), (1024, 58), (4096, 70)):

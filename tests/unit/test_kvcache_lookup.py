@@ -23,14 +23,6 @@ def test_a_shared_prefix_hits():
     assert table(cache, seq) == [0, 1, 3]
 
 
-def test_the_last_token_is_always_computed():
-    """The last block of a fully cached prompt does not hit, as its last token is computed."""
-    cache = make()
-    serve(cache, "abc")
-    assert cache.probe(ask("abc")) == 2
-    assert cache.probe(ask("abc", 3 * BLOCK + 1)) == 3
-
-
 def test_keys_accounting_hits_the_whole_prompt():
     """In `keys` accounting all blocks of a fully cached prompt hit."""
     cache = make(accounting="keys")

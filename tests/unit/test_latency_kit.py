@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 import pytest
-from helpers.snippets import class_on_page
+from helpers.pages import class_on_page
 
 from kvcore import LatencyModel, PolicyError
 from kvcore.serving import StepWork

@@ -166,13 +166,6 @@ def test_a_deployment_without_a_grid_names_the_nearest():
     assert "kvcore calibrate --from aic" in message
 
 
-@pytest.mark.parametrize("options", [{}, {"path": "x.csv", "engine": "vllm"}])
-def test_either_a_file_or_an_engine_is_required(options):
-    """Both or none of `path` and `engine` raise InputError."""
-    with pytest.raises(InputError, match=r"give either 'path', a file, or 'engine'"):
-        Table(**options)
-
-
 def test_columns_come_in_any_order(table):
     """Columns are found by the header, in any order; unknown ones are ignored."""
     model = table(
@@ -229,9 +222,3 @@ def test_the_grid_on_the_reference_page_can_be_read(table):
     grid = page.read_text("utf-8").split("```csv\n")[1].split("```")[0]
     header, _, rows = grid.partition("\n")
     assert milliseconds(table(rows, header), 0, 1, 200_000) == 5.95
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    """A missing file raises InputError with its name."""
-    with pytest.raises(InputError, match=r"grid\.csv: cannot be read: No such file"):
-        Table(tmp_path / "grid.csv")

@@ -240,9 +240,3 @@ def test_a_file_that_is_no_object_is_refused(read):
     """A JSON file that holds no object raises InputError."""
     with pytest.raises(InputError, match="expected a JSON object"):
         read("[]")
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    """A missing file raises InputError with its path and the reason."""
-    with pytest.raises(InputError, match=r"none/config\.json: cannot be read: No such file"):
-        read_config(tmp_path / "none" / "config.json")

@@ -4,13 +4,12 @@ from collections import deque
 
 import pytest
 
-from kvcore import SLO, InputError
+from kvcore import SLO
 from kvcore.cluster.planner import (
     Demand,
     LoadPlanner,
     Profile,
     ThroughputPlanner,
-    parse_planner,
     regression,
 )
 from kvcore_plugins.latency import TokenRate
@@ -98,27 +97,3 @@ def test_the_regression_is_that_of_least_squares():
     """The regression is the line of least squares, or proportional for a single load."""
     assert regression(deque([(0, 1), (1, 2), (2, 6)])) == pytest.approx((0.5, 2.5))
     assert regression(deque([(2, 4)])) == pytest.approx((0, 2))
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("thruput", "there are: throughput, load"),
-        ("load:least=0", "least of 1 or more"),
-        ("load:most=2,least=3", "least <= start <= most"),
-        ("throughput:interval=0", "interval above 0"),
-        ("throughput:interval=1e-10", "interval above 0"),
-        ("throughput:interval=inf", "none of 292 years"),
-        ("load:start_up=1e10", "none of 292 years"),
-        ("load:cool_down=-1", "no negative times"),
-        ("throughput:headroom=0", "headroom=0.0: give a factor above 0"),
-        ("throughput:headroom=inf", "headroom=inf: give a factor above 0"),
-        ("load:memory=0", "memory=0: give 1 interval"),
-        ("throughput:windows=3", "has no option 'windows'"),
-        ("load,throughput", "is no planner"),
-    ],
-)
-def test_unknown_planners_and_impossible_options_are_refused(text, what):
-    """An unknown planner or an impossible option raises InputError."""
-    with pytest.raises(InputError, match=what):
-        parse_planner(text)

@@ -308,22 +308,6 @@ def test_a_copy_of_a_span_is_no_victim():
     assert_poisoned(cache, caught.value)
 
 
-def test_a_wrong_number_of_evictable_blocks_is_refused():
-    """The error for a wrong `evictable_blocks` names plugin, method, span and number."""
-
-    class Greedy(Failing):
-        def evictable_blocks(self, span):
-            return span.blocks + 1
-
-    cache = make(4, Greedy())
-    serve(cache, "ab")
-    with pytest.raises(
-        PolicyError, match=r"answered evictable_blocks\(\) of <Span .* 3: give 1 to 2"
-    ) as caught:
-        cache.open(ask("uvw"))
-    assert_poisoned(cache, caught.value)
-
-
 def test_an_error_in_a_retention_policy_makes_the_cache_unusable():
     """An error in a retention policy makes the cache unusable as well."""
 

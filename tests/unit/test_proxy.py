@@ -7,6 +7,8 @@ import gzip
 import json
 import re
 from contextlib import suppress
+from functools import partial, wraps
+from inspect import Signature, signature
 from io import BytesIO
 
 import pytest
@@ -74,6 +76,21 @@ def play(scene, count=2, **options):
     return asyncio.run(run())
 
 
+def played(**options):
+    """Return a decorator of a test that plays it as a scene, with these options of `play`."""
+
+    def decorate(scene):
+        @wraps(scene)
+        def test(**given):
+            play(partial(scene, **given), **options)
+
+        # pytest is to give the parameters behind those of the proxy.
+        test.__signature__ = Signature(list(signature(scene).parameters.values())[3:])
+        return test
+
+    return decorate
+
+
 async def ask(client, *, path=COMPLETIONS, headers=None, **more):
     """Post a request, and return status, headers and text of the response."""
     async with client.post(path, json=prompt(**more), headers=headers) as answer:
@@ -106,19 +123,18 @@ def sample(proxy, name, **labels):
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
-def test_a_response_is_passed_on_with_the_name_of_its_server(path):
+@played()
+async def test_a_response_is_passed_on_with_the_name_of_its_server(
+    proxy, servers, client, path
+):
     """A response has the status, type and body of its server, and a header that names it."""
-
-    async def scene(proxy, servers, client):
-        body = {"messages": [{"role": "user", "content": "hello"}]}
-        status, headers, text = await ask(client, path=path, **body)
-        assert (status, json.loads(text)["choices"][0]["text"]) == (200, "one two three")
-        assert headers["x-kvcore-replica"] == servers[0].url.removeprefix("http://")
-        assert headers["content-type"].startswith("application/json")
-        assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
-        assert sample(proxy, "cached_tokens_total") == 32
-
-    play(scene)
+    body = {"messages": [{"role": "user", "content": "hello"}]}
+    status, headers, text = await ask(client, path=path, **body)
+    assert (status, json.loads(text)["choices"][0]["text"]) == (200, "one two three")
+    assert headers["x-kvcore-replica"] == servers[0].url.removeprefix("http://")
+    assert headers["content-type"].startswith("application/json")
+    assert json.loads(text)["usage"]["prompt_tokens_details"]["cached_tokens"] == 32
+    assert sample(proxy, "cached_tokens_total") == 32
 
 
 @pytest.mark.parametrize("traced", [False, True])
@@ -164,174 +180,145 @@ def test_a_prompt_goes_to_the_server_that_has_its_prefix(more):
 
 
 @pytest.mark.parametrize("script", ["die", "busy", "nonsense"])
-def test_a_request_without_a_response_is_sent_to_another_server(script):
+@played()
+async def test_a_request_without_a_response_is_sent_to_another_server(
+    proxy, servers, client, script
+):
     """A request is sent to another server if the first one dies, is busy or returns no JSON."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = script
-        status, headers, _ = await ask(client)
-        assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
-        assert [len(each.calls) for each in servers] == [1, 1]
-        assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
-        assert sample(proxy, "in_flight") == 0
-
-    play(scene)
+    servers[0].script = script
+    status, headers, _ = await ask(client)
+    assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+    assert [len(each.calls) for each in servers] == [1, 1]
+    assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
+    assert sample(proxy, "in_flight") == 0
 
 
-def test_a_stream_that_breaks_off_ends_with_an_error_event():
+@played()
+async def test_a_stream_that_breaks_off_ends_with_an_error_event(proxy, servers, client):
     """A stream that breaks off is not retried; it ends with its whole events and an error."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "break"
-        status, _, text = await ask(client, stream=True)
-        *words, error = events(text)
-        assert (status, [each["choices"][0]["text"] for each in words]) == (200, ["one", "two"])
-        assert error["error"]["code"] == 503
-        assert "[DONE]" not in text
-        assert not servers[1].calls
-
-    play(scene)
+    servers[0].script = "break"
+    status, _, text = await ask(client, stream=True)
+    *words, error = events(text)
+    assert (status, [each["choices"][0]["text"] for each in words]) == (200, ["one", "two"])
+    assert error["error"]["code"] == 503
+    assert "[DONE]" not in text
+    assert not servers[1].calls
 
 
-def test_a_response_500_is_passed_on_and_not_retried():
+@played()
+async def test_a_response_500_is_passed_on_and_not_retried(proxy, servers, client):
     """A response 500 is returned to the client and not retried at another server."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "fail"
-        status, _, text = await ask(client)
-        assert (status, json.loads(text)["error"]["message"]) == (500, "fail")
-        assert not servers[1].calls
-
-    play(scene)
+    servers[0].script = "fail"
+    status, _, text = await ask(client)
+    assert (status, json.loads(text)["error"]["message"]) == (500, "fail")
+    assert not servers[1].calls
 
 
-def test_without_a_server_requests_are_refused():
+@played()
+async def test_without_a_server_requests_are_refused(proxy, servers, client):
     """With all servers down, requests and health checks get 503, with an error of the API."""
-
-    async def scene(proxy, servers, client):
-        for each in servers:
-            await each.stop()
-        await until(lambda: not proxy.fleet.dispatcher.up)
-        status, headers, text = await ask(client)
-        assert (status, headers["retry-after"]) == (503, "1")
-        assert json.loads(text)["error"]["type"] == "server_error"
-        for path in ("/health", "/v1/models"):
-            async with client.get(path) as answer:
-                assert answer.status == 503
-
-    play(scene)
+    for each in servers:
+        await each.stop()
+    await until(lambda: not proxy.fleet.dispatcher.up)
+    status, headers, text = await ask(client)
+    assert (status, headers["retry-after"]) == (503, "1")
+    assert json.loads(text)["error"]["type"] == "server_error"
+    for path in ("/health", "/v1/models"):
+        async with client.get(path) as answer:
+            assert answer.status == 503
 
 
-def test_a_restarted_server_is_used_again():
+@played(count=1, router=Hits())
+async def test_a_restarted_server_is_used_again(proxy, servers, client):
     """A server that restarts at its address is used again, and its prefixes are forgotten."""
-
-    async def scene(proxy, servers, client):
-        (server,) = servers
-        await ask(client, prompt="x" * 640)
-        await server.stop()
-        await until(lambda: not proxy.fleet.dispatcher.up)
-        assert sample(proxy, "up") == 0
-        await server.start()
-        await until(lambda: proxy.fleet.dispatcher.up)
-        status, _, _ = await ask(client, prompt="x" * 640)
-        assert status == 200
-        assert sample(proxy, "hit_tokens_total") == 0
-
-    play(scene, count=1, router=Hits())
+    (server,) = servers
+    await ask(client, prompt="x" * 640)
+    await server.stop()
+    await until(lambda: not proxy.fleet.dispatcher.up)
+    assert sample(proxy, "up") == 0
+    await server.start()
+    await until(lambda: proxy.fleet.dispatcher.up)
+    status, _, _ = await ask(client, prompt="x" * 640)
+    assert status == 200
+    assert sample(proxy, "hit_tokens_total") == 0
 
 
-def test_three_failed_checks_in_a_row_make_a_server_down():
+@played(failures=3)
+async def test_three_failed_checks_in_a_row_make_a_server_down(proxy, servers, client):
     """A server is down after three failed checks in a row, and up again after a success.
 
     Its replica has the usage of its cache.
     """
-
-    async def scene(proxy, servers, client):
-        replica = proxy.fleet.servers[0].replica
-        assert replica.usage == 0.25
-        servers[0].healthy = False
-        await until(lambda: proxy.fleet.servers[0].failures == 2)
-        assert replica.up
-        await until(lambda: not replica.up)
-        servers[0].healthy = True
-        await until(lambda: replica.up)
-
-    play(scene, failures=3)
+    replica = proxy.fleet.servers[0].replica
+    assert replica.usage == 0.25
+    servers[0].healthy = False
+    await until(lambda: proxy.fleet.servers[0].failures == 2)
+    assert replica.up
+    await until(lambda: not replica.up)
+    servers[0].healthy = True
+    await until(lambda: replica.up)
 
 
-def test_a_request_that_waits_at_a_lost_server_is_sent_to_another():
+@played()
+async def test_a_request_that_waits_at_a_lost_server_is_sent_to_another(proxy, servers, client):
     """A request that waits at a server is sent to another one as soon as the first is down."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "wait"
-        asked = asyncio.create_task(ask(client))
-        await until(lambda: servers[0].calls)
-        servers[0].healthy = False
-        status, headers, _ = await asked
-        assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
-        assert [each.replica.requests for each in proxy.fleet.servers] == [0, 0]
-
-    play(scene)
+    servers[0].script = "wait"
+    asked = asyncio.create_task(ask(client))
+    await until(lambda: servers[0].calls)
+    servers[0].healthy = False
+    status, headers, _ = await asked
+    assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+    assert [each.replica.requests for each in proxy.fleet.servers] == [0, 0]
 
 
-def test_a_request_is_sent_to_another_server_after_the_timeout():
+@played(first_byte_timeout=0.1)
+async def test_a_request_is_sent_to_another_server_after_the_timeout(proxy, servers, client):
     """A request is sent to another server after the first-byte timeout, or gets 503."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "wait"
-        assert (await ask(client))[0] == 200
-        servers[1].script = "wait"
-        assert (await ask(client))[0] == 503
-        await until(lambda: servers[0].left == 2)
-
-    play(scene, first_byte_timeout=0.1)
+    servers[0].script = "wait"
+    assert (await ask(client))[0] == 200
+    servers[1].script = "wait"
+    assert (await ask(client))[0] == 503
+    await until(lambda: servers[0].left == 2)
 
 
-def test_a_stream_that_pauses_for_too_long_ends():
+@played(between_timeout=0.1)
+async def test_a_stream_that_pauses_for_too_long_ends(proxy, servers, client):
     """A stream that pauses for longer than its timeout ends with an error event."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "pause"
-        _, _, text = await ask(client, stream=True)
-        assert "error" in events(text)[-1]
-        await until(lambda: servers[0].left == 1)
-
-    play(scene, between_timeout=0.1)
+    servers[0].script = "pause"
+    _, _, text = await ask(client, stream=True)
+    assert "error" in events(text)[-1]
+    await until(lambda: servers[0].left == 1)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_request_of_a_disconnected_client_is_cancelled(stream):
+@played()
+async def test_the_request_of_a_disconnected_client_is_cancelled(
+    proxy, servers, client, stream
+):
     """A request whose client disconnects is cancelled at its server and no longer in flight."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "pause" if stream else "wait"
-        asked = asyncio.create_task(ask(client, stream=stream))
-        await until(lambda: servers[0].calls)
-        asked.cancel()
-        await until(lambda: servers[0].left == 1)
-        await until(lambda: sample(proxy, "in_flight") == 0)
-        assert proxy.fleet.servers[0].replica.requests == 0
-        await until(lambda: sample(proxy, "requests_total", status="499") == 1)
-
-    play(scene)
+    servers[0].script = "pause" if stream else "wait"
+    asked = asyncio.create_task(ask(client, stream=stream))
+    await until(lambda: servers[0].calls)
+    asked.cancel()
+    await until(lambda: servers[0].left == 1)
+    await until(lambda: sample(proxy, "in_flight") == 0)
+    assert proxy.fleet.servers[0].replica.requests == 0
+    await until(lambda: sample(proxy, "requests_total", status="499") == 1)
 
 
-def test_a_client_that_does_not_read_is_disconnected():
+@played(client_timeout=0.3)
+async def test_a_client_that_does_not_read_is_disconnected(proxy, servers, client):
     """A client that does not read is disconnected, and the proxy buffers a bounded amount."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "flood"
-        body = json.dumps(prompt(stream=True)).encode()
-        host, port = proxy.url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        writer.write(http_request(body))
-        await until(lambda: servers[0].left == 1)
-        assert servers[0].flooded < 50_000_000
-        assert sample(proxy, "in_flight") == 0
-        writer.transport.abort()
-        del reader
-
-    play(scene, client_timeout=0.3)
+    servers[0].script = "flood"
+    body = json.dumps(prompt(stream=True)).encode()
+    host, port = proxy.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    writer.write(http_request(body))
+    await until(lambda: servers[0].left == 1)
+    assert servers[0].flooded < 50_000_000
+    assert sample(proxy, "in_flight") == 0
+    writer.transport.abort()
+    del reader
 
 
 def http_request(body, *headers):
@@ -346,18 +333,15 @@ def http_request(body, *headers):
     return "\r\n".join([*lines, "", ""]).encode() + body
 
 
-def test_a_client_that_sends_slowly_is_disconnected():
+@played(client_timeout=0.2)
+async def test_a_client_that_sends_slowly_is_disconnected(proxy, servers, client):
     """A client that sends its body too slowly gets 408; without headers it gets nothing."""
-
-    async def scene(proxy, servers, client):
-        whole = http_request(json.dumps(prompt()).encode())
-        answer = await raw(proxy, whole[:-5])
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b'"the request came too slowly"' in answer
-        assert await raw(proxy, whole[:40]) == b""
-        assert not any(server.calls for server in servers)
-
-    play(scene, client_timeout=0.2)
+    whole = http_request(json.dumps(prompt()).encode())
+    answer = await raw(proxy, whole[:-5])
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b'"the request came too slowly"' in answer
+    assert await raw(proxy, whole[:40]) == b""
+    assert not any(server.calls for server in servers)
 
 
 @pytest.mark.parametrize(
@@ -372,31 +356,23 @@ def test_a_client_that_sends_slowly_is_disconnected():
         (415, b"{}", "text/plain"),
     ],
 )
-def test_a_malformed_request_is_refused(status, body, kind):
+@played(count=1, body="500kB")
+async def test_a_malformed_request_is_refused(proxy, servers, client, status, body, kind):
     """A malformed request gets an error of the API, and does not reach a server."""
-
-    async def scene(proxy, servers, client):
-        async with client.post(
-            COMPLETIONS, data=body, headers={"Content-Type": kind}
-        ) as answer:
-            assert answer.status == status
-            assert (await answer.json())["error"]["type"] == "invalid_request_error"
-        assert not servers[0].calls
-
-    play(scene, count=1, body="500kB")
+    async with client.post(COMPLETIONS, data=body, headers={"Content-Type": kind}) as answer:
+        assert answer.status == status
+        assert (await answer.json())["error"]["type"] == "invalid_request_error"
+    assert not servers[0].calls
 
 
-def test_a_large_request_is_passed_on():
+@played(count=1)
+async def test_a_large_request_is_passed_on(proxy, servers, client):
     """A request of 1.8 MB, below the limit, reaches its server whole."""
-
-    async def scene(proxy, servers, client):
-        body = BytesIO(json.dumps(prompt(["x" * 900_000, "y" * 900_000])).encode())
-        kind = {"Content-Type": "application/json"}
-        async with client.post(COMPLETIONS, data=body, headers=kind) as answer:
-            assert answer.status == 200
-        assert len(servers[0].calls[0]["prompt"][1]) == 900_000
-
-    play(scene, count=1)
+    body = BytesIO(json.dumps(prompt(["x" * 900_000, "y" * 900_000])).encode())
+    kind = {"Content-Type": "application/json"}
+    async with client.post(COMPLETIONS, data=body, headers=kind) as answer:
+        assert answer.status == 200
+    assert len(servers[0].calls[0]["prompt"][1]) == 900_000
 
 
 @pytest.mark.parametrize(
@@ -410,81 +386,66 @@ def test_a_large_request_is_passed_on():
         ["X-Fold: a\r\n b\x00"],
     ],
 )
-def test_wrong_headers_are_refused(headers):
+@played(count=1)
+async def test_wrong_headers_are_refused(proxy, servers, client, headers):
     """Headers that are too long, too many, malformed or contradictory get status 400."""
-
-    async def scene(proxy, servers, client):
-        answer = await raw(proxy, http_request(json.dumps(prompt()).encode(), *headers))
-        assert answer[9:12] == b"400"
-        assert not servers[0].calls
-
-    play(scene, count=1)
+    answer = await raw(proxy, http_request(json.dumps(prompt()).encode(), *headers))
+    assert answer[9:12] == b"400"
+    assert not servers[0].calls
 
 
-def test_headers_of_the_connection_end_at_the_proxy():
+@played(count=1)
+async def test_headers_of_the_connection_end_at_the_proxy(proxy, servers, client):
     """The server gets headers of the API; cookies and headers of the connection are removed."""
-
-    async def scene(proxy, servers, client):
-        sent = {
-            "Authorization": "Bearer key",
-            "X-Request-Id": "7",
-            "Connection": "x-secret, keep-alive",
-            "X-Secret": "1",
-            "Cookie": "a=b",
-            "Proxy-Authorization": "x",
-            "X-Forwarded-For": "10.0.0.1",
-        }
-        await ask(client, headers=sent)
-        (got,) = servers[0].headers
-        assert (got["authorization"], got["x-request-id"]) == ("Bearer key", "7")
-        assert not {"x-secret", "cookie", "proxy-authorization", "x-forwarded-for"} & {
-            name.lower() for name in got
-        }
-
-    play(scene, count=1)
+    sent = {
+        "Authorization": "Bearer key",
+        "X-Request-Id": "7",
+        "Connection": "x-secret, keep-alive",
+        "X-Secret": "1",
+        "Cookie": "a=b",
+        "Proxy-Authorization": "x",
+        "X-Forwarded-For": "10.0.0.1",
+    }
+    await ask(client, headers=sent)
+    (got,) = servers[0].headers
+    assert (got["authorization"], got["x-request-id"]) == ("Bearer key", "7")
+    assert not {"x-secret", "cookie", "proxy-authorization", "x-forwarded-for"} & {
+        name.lower() for name in got
+    }
 
 
 @pytest.mark.parametrize(
     "line",
     ["GET http://example.com/ HTTP/1.1", "GET /tokenize HTTP/1.1", "CONNECT a:1 HTTP/1.1"],
 )
-def test_requests_for_other_paths_or_hosts_are_refused(line):
+@played(count=1)
+async def test_requests_for_other_paths_or_hosts_are_refused(proxy, servers, client, line):
     """Requests for other paths or other hosts get status 404, and do not reach a server."""
-
-    async def scene(proxy, servers, client):
-        answer = await raw(
-            proxy, f"{line}\r\nHost: example.com\r\nConnection: close\r\n\r\n".encode()
-        )
-        assert answer.startswith(b"HTTP/1.1 404 ")
-        assert b'"message":"Not Found"' in answer
-        assert not servers[0].calls
-
-    play(scene, count=1)
+    answer = await raw(
+        proxy, f"{line}\r\nHost: example.com\r\nConnection: close\r\n\r\n".encode()
+    )
+    assert answer.startswith(b"HTTP/1.1 404 ")
+    assert b'"message":"Not Found"' in answer
+    assert not servers[0].calls
 
 
-def test_requests_above_the_limit_are_refused():
+@played(count=1, concurrency=1)
+async def test_requests_above_the_limit_are_refused(proxy, servers, client):
     """A request beyond the concurrency limit gets 503 at once; later ones are served."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "wait"
-        asked = asyncio.create_task(ask(client))
-        await until(lambda: servers[0].calls)
-        assert (await ask(client))[0] == 503
-        servers[0].gate.set()
-        assert (await asked)[0] == 200
-        assert (await ask(client))[0] == 200
-
-    play(scene, count=1, concurrency=1)
+    servers[0].script = "wait"
+    asked = asyncio.create_task(ask(client))
+    await until(lambda: servers[0].calls)
+    assert (await ask(client))[0] == 503
+    servers[0].gate.set()
+    assert (await asked)[0] == 200
+    assert (await ask(client))[0] == 200
 
 
-def test_connections_above_the_limit_are_closed():
+@played(count=1, connections=1)
+async def test_connections_above_the_limit_are_closed(proxy, servers, client):
     """A connection beyond the limit is closed without a response."""
-
-    async def scene(proxy, servers, client):
-        assert (await ask(client))[0] == 200  # its connection stays open
-        assert await raw(proxy, http_request(b"{}")) == b""
-
-    play(scene, count=1, connections=1)
+    assert (await ask(client))[0] == 200  # its connection stays open
+    assert await raw(proxy, http_request(b"{}")) == b""
 
 
 class FailingCallback(Router):
@@ -499,29 +460,17 @@ class FailingCallback(Router):
         """Return the same cost for every replica."""
         return 0
 
-    def _called(self, method):
+
+def _failing(method):
+    def called(self, *_):
         if method in self._failing:
             raise ZeroDivisionError
 
-    def on_routed(self, request, replica, now):
-        """Raise if `on_routed` is to fail."""
-        self._called("on_routed")
+    return called
 
-    def on_first_token(self, request, replica, now):
-        """Raise if `on_first_token` is to fail."""
-        self._called("on_first_token")
 
-    def on_ended(self, request, replica, now):
-        """Raise if `on_ended` is to fail."""
-        self._called("on_ended")
-
-    def on_joined(self, replica, now):
-        """Raise if `on_joined` is to fail."""
-        self._called("on_joined")
-
-    def on_left(self, replica, now):
-        """Raise if `on_left` is to fail."""
-        self._called("on_left")
+for _method in ("on_routed", "on_first_token", "on_ended", "on_joined", "on_left"):
+    setattr(FailingCallback, _method, _failing(_method))
 
 
 class Stubborn(Router):
@@ -554,85 +503,74 @@ def test_a_callback_of_a_router_that_raises_leaves_the_counts_right(method, stat
     play(scene, router=FailingCallback(method))
 
 
-def test_a_router_that_raises_in_on_left_does_not_end_the_checks():
+@played(count=1, router=FailingCallback("on_left"), failures=1)
+async def test_a_router_that_raises_in_on_left_does_not_end_the_checks(proxy, servers, client):
     """A server that recovers is found even if the router raised in `on_left`."""
-
-    async def scene(proxy, servers, client):
-        servers[0].healthy = False
-        await until(lambda: len(proxy.fleet.dispatcher.up) == 0)
-        servers[0].healthy = True
-        await until(lambda: len(proxy.fleet.dispatcher.up) == 1)
-        assert (await ask(client))[0] == 200
-
-    play(scene, 1, router=FailingCallback("on_left"), failures=1)
+    servers[0].healthy = False
+    await until(lambda: len(proxy.fleet.dispatcher.up) == 0)
+    servers[0].healthy = True
+    await until(lambda: len(proxy.fleet.dispatcher.up) == 1)
+    assert (await ask(client))[0] == 200
 
 
-def test_a_router_may_not_return_a_replica_that_refused_the_request():
+@played(router=Stubborn())
+async def test_a_router_may_not_return_a_replica_that_refused_the_request(
+    proxy, servers, client
+):
     """If the router returns a replica that has refused the request, the client gets 500."""
-
-    async def scene(proxy, servers, client):
-        servers[0].script = "busy"
-        assert (await ask(client))[0] == 500
-        assert len(servers[0].calls) == 1
-
-    play(scene, router=Stubborn())
+    servers[0].script = "busy"
+    assert (await ask(client))[0] == 500
+    assert len(servers[0].calls) == 1
 
 
 @pytest.mark.parametrize("usage", ["nan", "inf", "-1"])
-def test_a_cache_usage_that_is_no_share_counts_as_0(usage):
+@played(count=1)
+async def test_a_cache_usage_that_is_no_share_counts_as_0(proxy, servers, client, usage):
     """A cache usage that is not a finite share counts as 0."""
-
-    async def scene(proxy, servers, client):
-        servers[0].usage = usage
-        server = proxy.fleet.servers[0]
-        server.usage = 0.5
-        await until(lambda: server.usage != 0.5)
-        assert server.usage == 0
-
-    play(scene, 1)
+    servers[0].usage = usage
+    server = proxy.fleet.servers[0]
+    server.usage = 0.5
+    await until(lambda: server.usage != 0.5)
+    assert server.usage == 0
 
 
-def test_a_redirect_is_not_followed():
+@played()
+async def test_a_redirect_is_not_followed(proxy, servers, client):
     """A redirect of a server is returned to the client, and not followed by the proxy."""
 
-    async def scene(proxy, servers, client):
-        async def elsewhere(http):
-            to = f"{servers[1].url}{http.path}"
-            raise web.HTTPTemporaryRedirect(to)
+    async def elsewhere(http):
+        to = f"{servers[1].url}{http.path}"
+        raise web.HTTPTemporaryRedirect(to)
 
-        first = servers[0]
-        await first.stop()
-        for name in ("_complete", "_models"):
-            setattr(first, name, elsewhere)
-        await first.start()
-        assert (await ask(client))[0] == 307
-        async with client.get("/v1/models", allow_redirects=False) as answer:
-            assert answer.status == 307
-        assert not servers[1].calls
-
-    play(scene)
+    first = servers[0]
+    await first.stop()
+    for name in ("_complete", "_models"):
+        setattr(first, name, elsewhere)
+    await first.start()
+    assert (await ask(client))[0] == 307
+    async with client.get("/v1/models", allow_redirects=False) as answer:
+        assert answer.status == 307
+    assert not servers[1].calls
 
 
-def test_a_compressed_response_is_not_passed_on():
+@played()
+async def test_a_compressed_response_is_not_passed_on(proxy, servers, client):
     """A request with a compressed response is sent to another server."""
 
-    async def scene(proxy, servers, client):
-        async def packed(http):
-            body = gzip.compress(b"data: [DONE]\n\n")
-            headers = {"Content-Encoding": "gzip", "Content-Type": "text/event-stream"}
-            return web.Response(body=body, headers=headers)
+    async def packed(http):
+        body = gzip.compress(b"data: [DONE]\n\n")
+        headers = {"Content-Encoding": "gzip", "Content-Type": "text/event-stream"}
+        return web.Response(body=body, headers=headers)
 
-        first = servers[0]
-        await first.stop()
-        first._complete = packed
-        await first.start()
-        status, headers, _ = await ask(client, stream=True)
-        assert (status, headers["x-kvcore-replica"]) == (
-            200,
-            proxy.fleet.servers[1].options.name,
-        )
-
-    play(scene)
+    first = servers[0]
+    await first.stop()
+    first._complete = packed
+    await first.start()
+    status, headers, _ = await ask(client, stream=True)
+    assert (status, headers["x-kvcore-replica"]) == (
+        200,
+        proxy.fleet.servers[1].options.name,
+    )
 
 
 @pytest.mark.parametrize(("router", "status"), [(Failing(), 500), (Refusing(), 503)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from helpers.caches import BLOCK, Mortal, ask, make, serve, start
 
 from kvcore.cache import Residency
@@ -208,30 +209,20 @@ def test_json_has_the_counts_and_the_histograms():
     assert rested["never_hit_blocks"] == rested["hits_at_eviction"]["buckets"]["0"] == 1
 
 
-def test_tokens_lost_to_block_granularity():
-    """Lost tokens are those of a partial block that could have hit.
-
-    Of 11 tokens two blocks of 4 hit; the last token is computed in any case, so 2 tokens are
-    lost.
-    """
+@pytest.mark.parametrize(
+    ("prompts", "lost"),
+    [
+        # Of 11 tokens two blocks of 4 hit; the last token is computed in any case.
+        ([("abc", None), ("abc", 11)], 2),
+        # Tokens of a block that misses are not lost.
+        ([("abc", None), ("abx", 12), ("abcd", 4 * BLOCK + 3)], 3),
+        # Tokens after the last key are not lost.
+        ([("ab", None), ("ab", 14)], 0),
+    ],
+)
+def test_tokens_lost_to_block_granularity(prompts, lost):
+    """Lost tokens are those of a partial block that could have hit."""
     cache = make()
-    start(cache, "abc")
-    start(cache, "abc", 11)
-    assert cache.stats.lost_tokens == 2
-
-
-def test_tokens_of_a_missed_block_are_not_lost_to_the_block_size():
-    """Tokens of a block that misses are not lost to the block size."""
-    cache = make()
-    start(cache, "abc")
-    start(cache, "abx", 12)
-    start(cache, "abcd", 4 * BLOCK + 3)
-    assert cache.stats.lost_tokens == 3
-
-
-def test_tokens_without_keys_are_not_lost_to_the_block_size():
-    """Tokens after the last key are not lost to the block size."""
-    cache = make()
-    start(cache, "ab")
-    start(cache, "ab", 14)
-    assert cache.stats.lost_tokens == 0
+    for text, tokens in prompts:
+        start(cache, text, tokens)
+    assert cache.stats.lost_tokens == lost

@@ -167,27 +167,6 @@ def test_lpm_probes_no_request_without_need():
     assert [one.request.id for one in plan.admit] == probed == ["a"]
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("srpt:length=guess", "takes true or predicted, not 'guess'"),
-        ("sjf:error=-1", "sjf: error=-1.0 must be from 0, always right, to 10"),
-        ("sjf:error=11", "from 0, always right, to 10"),
-        ("slo:concurrency=0", "slo: concurrency=0 must be at least 1 sequence"),
-        ("slo:ttft=0", "slo: ttft=0.0 must be a positive number of seconds"),
-        ("slo:tpot=inf", "slo: tpot=inf must be a positive number of seconds"),
-        ("priority:ageing=1e-10", "ageing=1e-10 must be 0 or from 1e-9 seconds on"),
-        ("priority:ageing=inf", "ageing=inf must be 0 or"),
-        ("lpm:sample=0", "lpm: sample=0 must be at least 1 job"),
-        ("fair:decode_weight=0", "fair: decode_weight=0.0 must be a positive number"),
-    ],
-)
-def test_impossible_options_are_refused(spec, message):
-    """An impossible option raises InputError with the values that are accepted."""
-    with pytest.raises(InputError, match=message):
-        Plugins().build("scheduler", spec)
-
-
 def test_an_unknown_length_in_code_is_refused():
     """An unknown `length` given in code raises InputError with the known values."""
     with pytest.raises(InputError, match="length='guess' is not known; there are: true, pred"):

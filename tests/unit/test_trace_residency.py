@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers import traces
 
-from kvcore import InputError, KVCache, TraceError
+from kvcore import KVCache, TraceError
 from kvcore.cache import Residency
 from kvcore.trace.residency import rebuild_residency as residency
 from kvcore_plugins.eviction import LRU
@@ -32,19 +32,6 @@ def test_a_cut_trace_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:-40])
     with pytest.raises(TraceError, match=r"run\.jsonl: incomplete: "):
         residency(file)
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    """An empty file raises TraceError."""
-    (tmp_path / "run.jsonl").write_bytes(b"")
-    with pytest.raises(TraceError, match="is empty, without END"):
-        residency(tmp_path / "run.jsonl")
-
-
-def test_a_missing_file_is_refused(tmp_path):
-    """A missing file raises InputError with its path."""
-    with pytest.raises(InputError, match=r"cannot read the trace .*none\.jsonl"):
-        residency(tmp_path / "none.jsonl")
 
 
 @pytest.mark.parametrize("event", ["HIT", "EVICT", "SPLIT", "COMMIT"])

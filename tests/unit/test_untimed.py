@@ -33,20 +33,3 @@ def test_a_request_longer_than_the_pool_keeps_its_leading_blocks(count):
     cache = make(2, accounting=count)
     stats = replay([ask("abcd"), ask("abcd")], cache)
     assert (cache.tree.cached_blocks, stats.lookup_blocks, stats.hit_blocks) == (2, 8, 2)
-
-
-def test_the_last_token_is_computed():
-    """In `tokens` accounting a prompt of two full blocks hits one of them."""
-    assert replay([ask("ab"), ask("ab")], make(8)).hit_blocks == 1
-
-
-def test_a_partial_block_is_not_cached():
-    """In `tokens` accounting a partial block is not cached."""
-    cache = make(8)
-    replay([ask("abc", 9)], cache)
-    assert cache.tree.cached_blocks == 2
-
-
-def test_a_full_match_in_keys_accounting_is_a_full_hit():
-    """In `keys` accounting a full match is a full hit, whatever the length in tokens."""
-    assert replay([ask("abc", 9), ask("abc", 9)], make(8, accounting="keys")).hit_blocks == 3

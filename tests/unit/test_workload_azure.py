@@ -78,21 +78,3 @@ def test_bad_field_is_named(tmp_path, row, complaint):
     path = write(tmp_path / "t.csv", HEADER, ROW, row)
     with pytest.raises(InputError, match=rf"t\.csv:3: {complaint}"):
         list(Azure(path))
-
-
-def test_a_file_with_other_columns_is_refused(tmp_path):
-    """A file with other columns is refused at its first line."""
-    with pytest.raises(InputError, match=r't\.csv:1: expected the header TIME.*, got "a,b"'):
-        list(Azure(write(tmp_path / "t.csv", "a,b")))
-
-
-def test_a_file_without_rows_is_refused(tmp_path):
-    """A file without rows raises InputError."""
-    with pytest.raises(InputError, match="no rows after the header"):
-        list(Azure(write(tmp_path / "t.csv", HEADER)))
-
-
-def test_key_tokens_must_be_positive(tmp_path):
-    """`key_tokens` below 1 is refused when the workload is built."""
-    with pytest.raises(ValueError, match="'key_tokens' must be >= 1"):
-        Azure(tmp_path / "t.csv", key_tokens=0)

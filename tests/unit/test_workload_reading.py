@@ -59,19 +59,29 @@ def request(name, keys=(), arrival=0):
     )
 
 
+@pytest.fixture
+def rows(tmp_path):
+    """Return a function that writes the file `rows`, and returns its path."""
+
+    def write(content):
+        path = tmp_path / "rows"
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
 @pytest.mark.parametrize("pack", PACK)
-def test_lines_are_read_whatever_the_compression(tmp_path, pack):
+def test_lines_are_read_whatever_the_compression(rows, pack):
     """Compression is recognised by content, and a file may have several streams."""
-    path = tmp_path / "rows"
-    path.write_bytes(PACK[pack](b"one\ntwo\n\nfour"))
+    path = rows(PACK[pack](b"one\ntwo\n\nfour"))
     assert list(lines(path)) == [(1, b"one\n"), (2, b"two\n"), (4, b"four")]
 
 
 @pytest.mark.parametrize("pack", PACK)
-def test_lines_across_buffers_are_read_whole(tmp_path, pack):
+def test_lines_across_buffers_are_read_whole(rows, pack):
     """Lines across the borders of buffers are read whole."""
-    path = tmp_path / "rows"
-    path.write_bytes(PACK[pack](LONG))
+    path = rows(PACK[pack](LONG))
     assert b"".join(line for _, line in lines(path)) == LONG
 
 
@@ -93,10 +103,9 @@ def test_cut_file_yields_lines_before_the_cut(tmp_path, pack, name):
 @pytest.mark.parametrize(
     ("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")]
 )
-def test_a_file_cut_by_one_byte_is_refused(tmp_path, pack, name):
+def test_a_file_cut_by_one_byte_is_refused(rows, pack, name):
     """A compressed file that lacks only its last byte raises InputError."""
-    path = tmp_path / "rows"
-    path.write_bytes(pack(b"one\ntwo\n")[:-1])
+    path = rows(pack(b"one\ntwo\n")[:-1])
     with pytest.raises(InputError, match=f"the {name} stream stops early"):
         list(lines(path))
 
@@ -115,10 +124,9 @@ def test_damaged_file_is_reported(tmp_path, pack, name, place):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n \r\n", gzip.compress(b"", mtime=0)])
-def test_empty_file_is_refused(tmp_path, content):
+def test_empty_file_is_refused(rows, content):
     """A file with no line, or only blank ones, raises InputError."""
-    path = tmp_path / "rows"
-    path.write_bytes(content)
+    path = rows(content)
     with pytest.raises(InputError, match="rows: the file is empty"):
         list(lines(path))
 
@@ -139,37 +147,33 @@ def test_every_format_reports_a_missing_file(tmp_path, cls):
         list(cls(tmp_path / "gone"))
 
 
-def test_digest_is_that_of_the_bytes(tmp_path):
+def test_digest_is_that_of_the_bytes(rows):
     """Without options the digest is the BLAKE2b of the file; options change it."""
-    path = tmp_path / "rows"
-    path.write_bytes(b"one\n")
+    path = rows(b"one\n")
     assert file_digest(path) == hashlib.blake2b(b"one\n", digest_size=16).hexdigest()
     assert file_digest(path, seed=1) == file_digest(path, seed=1) != file_digest(path)
 
 
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("cls", FIRST_LINES)
-def test_formats_are_recognised(tmp_path, cls, pack):
+def test_formats_are_recognised(rows, cls, pack):
     """Each format is recognised by its first line, whatever the compression."""
-    path = tmp_path / "rows"
-    path.write_bytes(PACK[pack](FIRST_LINES[cls]))
+    path = rows(PACK[pack](FIRST_LINES[cls]))
     workload = recognise(path, BUILT_IN)
     assert type(workload) is cls
     assert workload.path == path
 
 
-def test_hand_written_requests_are_recognised(tmp_path):
+def test_hand_written_requests_are_recognised(rows):
     """A REQUEST line without a HEADER is recognised as kvcore's own format."""
-    path = tmp_path / "rows"
-    path.write_bytes(b'{"event":"REQUEST","id":1,"t":0,"prompt":1,"output":1,"keys":[]}')
+    path = rows(b'{"event":"REQUEST","id":1,"t":0,"prompt":1,"output":1,"keys":[]}')
     assert type(recognise(path, BUILT_IN)) is Jsonl
 
 
 @pytest.mark.parametrize("line", [b"a,b,c\n", b"[1]\n", b'{"a":1}\n', b"\xfa\xfb\n"])
-def test_unknown_format_lists_the_known_ones(tmp_path, line):
+def test_unknown_format_lists_the_known_ones(rows, line):
     """An unknown format raises InputError with the known formats and the first line."""
-    path = tmp_path / "rows"
-    path.write_bytes(line)
+    path = rows(line)
     with pytest.raises(
         InputError, match=r"(?s)formats:\n  azure      TIMESTAMP, .*\n  weka       id, block"
     ) as caught:
@@ -178,27 +182,24 @@ def test_unknown_format_lists_the_known_ones(tmp_path, line):
     assert "is not JSON" not in str(caught.value)
 
 
-def test_a_first_line_that_is_almost_json_is_reported(tmp_path):
+def test_a_first_line_that_is_almost_json_is_reported(rows):
     """A first line that begins like JSON but is invalid, as with NaN, is reported as such."""
-    path = tmp_path / "rows"
-    path.write_text('{"id":"a","block_size":64,"requests":[{"t":NaN}]}\n')
+    path = rows('{"id":"a","block_size":64,"requests":[{"t":NaN}]}\n')
     with pytest.raises(InputError, match=r"is not JSON: .* \(column \d+\); formats:\n  azure"):
         recognise(path, BUILT_IN)
 
 
 @pytest.mark.parametrize("pack", PACK)
-def test_a_byte_order_mark_is_skipped(tmp_path, pack):
+def test_a_byte_order_mark_is_skipped(rows, pack):
     """A byte order mark before the first line is skipped."""
-    path = tmp_path / "rows"
-    path.write_bytes(PACK[pack](b"\xef\xbb\xbf" + FIRST_LINES[Azure]))
+    path = rows(PACK[pack](b"\xef\xbb\xbf" + FIRST_LINES[Azure]))
     assert list(lines(path)) == [(1, FIRST_LINES[Azure])]
     assert type(recognise(path, BUILT_IN)) is Azure
 
 
-def test_a_file_with_only_a_byte_order_mark_is_empty(tmp_path):
+def test_a_file_with_only_a_byte_order_mark_is_empty(rows):
     """A file with only a byte order mark is empty."""
-    path = tmp_path / "rows"
-    path.write_bytes(b"\xef\xbb\xbf")
+    path = rows(b"\xef\xbb\xbf")
     with pytest.raises(InputError, match="rows: the file is empty"):
         list(lines(path))
 
@@ -219,10 +220,9 @@ def test_keys_in_errors_are_hexadecimal_digits():
         list(checked(twice))
 
 
-def test_an_ambiguous_format_is_refused(tmp_path):
+def test_an_ambiguous_format_is_refused(rows):
     """A file that two formats recognise raises InputError that names both."""
-    path = tmp_path / "rows"
-    path.write_bytes(FIRST_LINES[Mooncake])
+    path = rows(FIRST_LINES[Mooncake])
     with pytest.raises(InputError, match=r"mooncake and twin .* as in 'mooncake:path="):
         recognise(path, [Twin, *BUILT_IN])
 
@@ -338,36 +338,20 @@ def test_the_default_digest_depends_on_the_options(tmp_path):
         (b'{"timestamp":0,"input_length":1,"output_length":1}', "mooncake: it lacks hash_ids;"),
         (b'{"id":1,"t":0,"prompt":40,"output":8}', "jsonl: it lacks event;"),
         (b"TIMESTAMP,ContextTokens,Generated", "azure: it lacks GeneratedTokens;"),
+        (b'{"messages":"hello"}', "chat: a field is of another type;"),
+        (b"time,prompt,completion", "chat: its lines are JSON objects;"),
     ],
 )
-def test_a_near_miss_of_a_format_names_the_missing_field(tmp_path, line, hint):
-    """A file with most fields of a format raises InputError that names the missing one."""
-    path = tmp_path / "rows"
-    path.write_bytes(line)
+def test_a_near_miss_of_a_format_is_named(rows, line, hint):
+    """The error for a file that is nearly of a format names what it lacks."""
+    formats = [Chat, *BUILT_IN] if "chat" in hint else BUILT_IN
     with pytest.raises(InputError, match=f"; nearly {hint} formats:"):
-        recognise(path, BUILT_IN)
+        recognise(rows(line), formats)
 
 
-def test_a_field_of_another_type_is_a_near_miss(tmp_path):
-    """A file with all fields of a format but a wrong type in one is reported as such."""
-    path = tmp_path / "rows"
-    path.write_bytes(b'{"messages":"hello"}')
-    with pytest.raises(InputError, match="; nearly chat: a field is of another type; formats:"):
-        recognise(path, [Chat, *BUILT_IN])
-
-
-def test_a_header_of_csv_is_no_near_miss_of_objects(tmp_path):
-    """A CSV header with all fields of a format gets a hint that its lines are objects."""
-    path = tmp_path / "rows"
-    path.write_bytes(b"time,prompt,completion")
-    with pytest.raises(InputError, match="; nearly chat: its lines are JSON objects; formats:"):
-        recognise(path, [Chat, *BUILT_IN])
-
-
-def test_a_single_common_field_is_no_near_miss(tmp_path):
+def test_a_single_common_field_is_no_near_miss(rows):
     """A single field in common with a format is no near miss."""
-    path = tmp_path / "rows"
-    path.write_bytes(b'{"event":"start","name":"x"}')
+    path = rows(b'{"event":"start","name":"x"}')
     with pytest.raises(InputError) as caught:
         recognise(path, BUILT_IN)
     assert "nearly" not in str(caught.value)
@@ -379,12 +363,11 @@ ARRAY = b" [\n" + b" ,\n".join(ELEMENTS) + b"\n]\n"
 
 @pytest.mark.parametrize("pack", PACK)
 @pytest.mark.parametrize("chunk", [5, 1 << 16])
-def test_elements_of_a_json_array_are_lines(tmp_path, monkeypatch, pack, chunk):
+def test_elements_of_a_json_array_are_lines(rows, monkeypatch, pack, chunk):
     """The elements of a JSON array are read one at a time, wherever buffers end."""
     monkeypatch.setattr("kvcore.files.CHUNK_BYTES", chunk)
     monkeypatch.setattr("kvcore.workloads.files.CHUNK_BYTES", chunk)
-    path = tmp_path / "rows"
-    path.write_bytes(PACK[pack](ARRAY))
+    path = rows(PACK[pack](ARRAY))
     assert list(lines(path)) == [*enumerate(ELEMENTS, 1)]
 
 
@@ -401,23 +384,21 @@ def test_elements_of_a_json_array_are_lines(tmp_path, monkeypatch, pack, chunk):
         (b'[{"a":1}]\n{"b":2}', "rows:2: other text follows the JSON array"),
     ],
 )
-def test_a_damaged_array_is_refused(tmp_path, content, complaint):
+def test_a_damaged_array_is_refused(rows, content, complaint):
     """A JSON array that is cut, continues or lacks a comma raises InputError.
 
     Its elements before the damage are yielded.
     """
-    path = tmp_path / "rows"
-    path.write_bytes(content)
+    path = rows(content)
     source = lines(path)
     assert next(source) == (1, b'{"a":1}')
     with pytest.raises(InputError, match=complaint):
         next(source)
 
 
-def test_an_invalid_element_of_an_array_is_yielded_unchanged(tmp_path):
+def test_an_invalid_element_of_an_array_is_yielded_unchanged(rows):
     """An invalid element of an array is yielded unchanged."""
-    path = tmp_path / "rows"
-    path.write_bytes(b'[{"a":1}, {"b": nope]')
+    path = rows(b'[{"a":1}, {"b": nope]')
     assert list(lines(path)) == [(1, b'{"a":1}'), (2, b'{"b": nope]')]
 
 

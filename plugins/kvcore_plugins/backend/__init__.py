@@ -2,18 +2,14 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.torch_cpu import TorchCPU
     from kvcore_plugins.backend.torch_cuda import TorchCUDA
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "torch_cpu": "TorchCPU",
-            "torch_cuda": "TorchCUDA",
-        },
-    )
+    from kvcore_engine.hooks import kvcore_backends
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_backends())
 
 __all__ = ["TorchCPU", "TorchCUDA"]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.eviction.adaptive import Adaptive
@@ -24,29 +24,9 @@ if TYPE_CHECKING:
     from kvcore_plugins.eviction.tool_ttl import ToolTTL
     from kvcore_plugins.eviction.ttl import TTL
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "adaptive": "Adaptive",
-            "arc": "ARC",
-            "cost": "Cost",
-            "fifo": "FIFO",
-            "lfu": "LFU",
-            "lookahead": "Lookahead",
-            "lru": "LRU",
-            "lruk": "LRUK",
-            "mru": "MRU",
-            "priority": "Priority",
-            "random": "Random",
-            "s3fifo": "S3FIFO",
-            "sieve": "SIEVE",
-            "slru": "SLRU",
-            "tail_lru": "TailLRU",
-            "tinylfu": "TinyLFU",
-            "tool_ttl": "ToolTTL",
-            "ttl": "TTL",
-        },
-    )
+    from kvcore_plugins.hooks import kvcore_eviction_policies
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_eviction_policies())
 
 __all__ = [
     "ARC",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.generator.huggingface import HuggingFace
@@ -10,14 +10,8 @@ if TYPE_CHECKING:
     from kvcore_plugins.generator.sincos import SinCos
     from kvcore_plugins.generator.transformer import Transformer
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "huggingface": "HuggingFace",
-            "induction": "Induction",
-            "sincos": "SinCos",
-            "transformer": "Transformer",
-        },
-    )
+    from kvcore_engine.hooks import kvcore_generators
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_generators())
 
 __all__ = ["HuggingFace", "Induction", "SinCos", "Transformer"]

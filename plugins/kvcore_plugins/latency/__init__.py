@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.latency.linear import Linear
@@ -10,14 +10,8 @@ if TYPE_CHECKING:
     from kvcore_plugins.latency.table import Table
     from kvcore_plugins.latency.token_rate import TokenRate
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "linear": "Linear",
-            "roofline": "Roofline",
-            "table": "Table",
-            "token_rate": "TokenRate",
-        },
-    )
+    from kvcore_plugins.hooks import kvcore_latency_models
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_latency_models())
 
 __all__ = ["Linear", "Roofline", "Table", "TokenRate"]

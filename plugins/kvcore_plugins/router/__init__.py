@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.router.affinity import PrefixAffinity
@@ -18,23 +18,9 @@ if TYPE_CHECKING:
     from kvcore_plugins.router.session import SessionAffinity
     from kvcore_plugins.router.sglang import SGLang
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "affinity": "PrefixAffinity",
-            "dynamo": "Dynamo",
-            "least_requests": "LeastRequests",
-            "llm_d": "LLMD",
-            "lmetric": "LMetric",
-            "loadaware": "LoadAware",
-            "mooncake": "Mooncake",
-            "preble": "Preble",
-            "random": "PowerOfTwo Random",
-            "round_robin": "RoundRobin",
-            "session": "SessionAffinity",
-            "sglang": "SGLang",
-        },
-    )
+    from kvcore_cluster.hooks import kvcore_routers
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_routers())
 
 __all__ = [
     "LLMD",

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.scheduler.fair import Fair
@@ -13,17 +13,8 @@ if TYPE_CHECKING:
     from kvcore_plugins.scheduler.slo import LeastSlack
     from kvcore_plugins.scheduler.srpt import SRPT
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "fair": "Fair",
-            "fcfs": "FCFS",
-            "lpm": "LPM",
-            "priority": "Priority",
-            "sjf": "SJF",
-            "slo": "LeastSlack",
-            "srpt": "SRPT",
-        },
-    )
+    from kvcore_plugins.hooks import kvcore_schedulers
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_schedulers())
 
 __all__ = ["FCFS", "LPM", "SJF", "SRPT", "Fair", "LeastSlack", "Priority"]

@@ -2,20 +2,15 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
     from kvcore_plugins.tier.disk import Disk
     from kvcore_plugins.tier.host import Host
     from kvcore_plugins.tier.redis import Redis
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "disk": "Disk",
-            "host": "Host",
-            "redis": "Redis",
-        },
-    )
+    from kvcore_tiers.hooks import kvcore_tiers
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_tiers())
 
 __all__ = ["Disk", "Host", "Redis"]

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from kvcore.lazy import deferred
+from kvcore.lazy import deferred_plugins
 from kvcore.moved import former
 
 if TYPE_CHECKING:
@@ -17,22 +17,9 @@ if TYPE_CHECKING:
     from kvcore_plugins.workload.weka import Weka
     from kvcore_plugins.workload.zipf import Zipf
 else:
-    __getattr__, __dir__ = deferred(
-        __name__,
-        {
-            "azure": "Azure",
-            "bench": "Bench",
-            "chat": "Chat",
-            "jsonl": "Jsonl",
-            "lengths": "Lengths",
-            "lmcache": "LMCache",
-            "mooncake": "Mooncake",
-            "trace": "Recording",
-            "weka": "Weka",
-            "zipf": "Zipf",
-        },
-        former(__name__),
-    )
+    from kvcore_plugins.hooks import kvcore_workloads
+
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_workloads(), former(__name__))
 
 __all__ = [
     "Azure",
