@@ -13,7 +13,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers.imports import can_import
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -74,17 +73,20 @@ def may_be_measured(path):
 
 
 def pytest_addoption(parser):
-    """Add the option for an environment that has the core without the packages."""
-    parser.addoption("--core", action="store_true", help="files whose imports are installed")
+    """Add the option for the environment `core`, which has no packages."""
+    parser.addoption("--core", action="store_true", help="skip files that cannot be imported")
 
 
 def pytest_ignore_collect(collection_path, config):
     """Skip files without a test that `-m measured` selects, or that `--core` cannot import."""
     if collection_path.suffix != ".py":
         return None
-    unmeasured = config.option.markexpr == "measured" and not may_be_measured(collection_path)
-    missing = config.option.core and not can_import(collection_path)
-    return True if unmeasured or missing else None
+    if config.getoption("core", default=False):
+        from helpers.imports import can_import  # noqa: PLC0415 - for one environment
+
+        return None if can_import(collection_path) else True
+    selecting = config.option.markexpr == "measured"
+    return True if selecting and not may_be_measured(collection_path) else None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -51,7 +51,7 @@ def copy_core(target):
 
 
 def documents(*options):
-    """Return the JSON documents of `RUNS`, but for the time that the runs took."""
+    """Return the JSON documents of `RUNS`, without the time that the runs took."""
     simulate = [sys.executable, "-P", "-m", "kvcore", "simulate", "--json", *options]
     outputs = [
         subprocess.run([*simulate, *run.split()], stdout=subprocess.PIPE, check=True).stdout

@@ -10,16 +10,7 @@ from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 
 import pytest
-from helpers.imports import (
-    BUILT_IN,
-    CORE,
-    ROOTS,
-    file_of,
-    imports,
-    module_of,
-    parsed,
-    sources_of,
-)
+from helpers.imports import CORE, ROOTS, file_of, imports, module_of, parsed, sources_of
 from helpers.packages import GLOBS, may_import, package_of
 
 import kvcore
@@ -178,7 +169,7 @@ def test_plugins_import_public_names_only():
     """Built-in plugins import only public names of public modules of the core."""
     private = [
         (module_of(path), module, name)
-        for path in FILES[BUILT_IN]
+        for path in FILES[ROOTS["kvcore_plugins"]]
         for module, name in imports(path)
         if module.startswith("kvcore.")
         and any(part.startswith("_") for part in [*module.split("."), name])
