@@ -125,8 +125,15 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     """Return a name of the front door, whose module is imported when it is first asked for."""
     if name in _PLACES:
-        found = globals()[name] = getattr(import_module(_PLACES[name]), name)
-        return found
+        try:
+            module = import_module(_PLACES[name])
+        except ModuleNotFoundError as error:
+            if error.name and _PLACES[name].startswith(error.name):
+                msg = f"kvcore.{name} is in {_PLACES[name]}, which is not installed"
+                raise ImportError(msg) from None
+            raise
+        value = globals()[name] = getattr(module, name)
+        return value
     if name in _ROOMS:
         return import_module(f"kvcore.{name}")
     msg = f"module 'kvcore' has no attribute {name!r}"

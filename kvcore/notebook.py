@@ -23,11 +23,14 @@ class Shown:
         sections: list[Section] = kvcore.report_on(self).sections
         return sections
 
-    def _repr_html_(self) -> str:
-        """Return the result as HTML with escaped texts."""
+    def _repr_html_(self) -> str | None:
+        """Return the result as HTML with escaped texts; None without the package of reports."""
         import kvcore  # noqa: PLC0415 - as above
 
-        return kvcore.report_html(self)
+        try:
+            return kvcore.report_html(self)
+        except ImportError:
+            return None  # A notebook shows its text.
 
 
 def data_frame(data: Sequence[Mapping[str, Any]] | Mapping[str, Any], instead: str) -> Any:

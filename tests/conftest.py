@@ -72,9 +72,20 @@ def may_be_measured(path):
     return file.parts[0] in MEASURED and file.as_posix() not in UNMEASURED
 
 
+def pytest_addoption(parser):
+    """Add the option for the environment `core`, which has no packages."""
+    parser.addoption("--core", action="store_true", help="skip files that cannot be imported")
+
+
 def pytest_ignore_collect(collection_path, config):
-    """Skip files without a test that `-m measured` selects."""
-    selecting = config.option.markexpr == "measured" and collection_path.suffix == ".py"
+    """Skip files without a test that `-m measured` selects, or that `--core` cannot import."""
+    if collection_path.suffix != ".py":
+        return None
+    if config.getoption("core", default=False):
+        from helpers.imports import can_import  # noqa: PLC0415 - for one environment
+
+        return None if can_import(collection_path) else True
+    selecting = config.option.markexpr == "measured"
     return True if selecting and not may_be_measured(collection_path) else None
 
 
@@ -117,6 +128,12 @@ def unmeasured_processes(monkeypatch):
     """
     for name in PROCESSES:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def snapshot():
+    """Return the kits' function that returns the state of a cache as a value to compare."""
+    return pytest.importorskip("kvcore.testing").snapshot
 
 
 @pytest.fixture(scope="module")

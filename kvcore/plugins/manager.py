@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
 from inspect import signature
@@ -585,8 +585,12 @@ def base_of(kind: str) -> type[Plugin]:
     It is looked up only for messages: the base classes are in packages above this one.
     """
     front = import_module(PROJECT)
-    names = (getattr(front, name) for name in front.__all__)
-    return next(v for v in names if isinstance(v, type) and vars(v).get("kind") == kind)
+    for name in front.__all__:
+        with suppress(ImportError):  # of a package that is not installed
+            value = getattr(front, name)
+            if isinstance(value, type) and vars(value).get("kind") == kind:
+                return value
+    raise LookupError(kind)
 
 
 def check_name(plugin: Plugin | type[Plugin]) -> None:

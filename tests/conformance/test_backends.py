@@ -1,11 +1,10 @@
 """The built-in backends pass the tests that every backend must pass."""
 
 import os
-import re
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
+from helpers.pages import class_on_page
 from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
@@ -109,15 +108,7 @@ class TestPage(BackendTests):
 
     def make(self):
         """Build the backend from the code on the page."""
-        page = Path(__file__).parents[2] / "docs/reference/backends.md"
-        (source,) = re.findall(
-            r"^```python\n([^`]*?\nclass Numpy.*?)^```$",
-            page.read_text("utf-8"),
-            re.DOTALL | re.MULTILINE,
-        )
-        names = {"__name__": "page"}
-        exec(source, names)  # noqa: S102
-        return names["Numpy"]()
+        return class_on_page("reference/backends.md", "Numpy")()
 
 
 def test_every_backend_is_in_the_list():

@@ -146,6 +146,7 @@ def recorded(tmp_path, monkeypatch, capsys):
 
 def test_trace_of_an_lru_replay(recorded, tmp_path):
     """An untimed LRU in 1,000 blocks of 512 tokens, in `keys` accounting, writes its trace."""
+    pytest.importorskip("kvcore_lab")
     write_chats(tmp_path / CHATS)
     run = recorded("compare", CHATS, "--eviction", "lru", "--blocks", 1000)
     assert "capacity" in run.ways
@@ -157,6 +158,7 @@ def test_trace_of_an_lfu_replay_in_tokens_accounting(recorded):
 
     Blocks have 16 tokens, and the last block of a prompt is partial.
     """
+    pytest.importorskip("kvcore_lab")
     workload = "zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60"
     arguments = ("--eviction", "lfu:half_life=20", "--blocks", 300, "--block-size", 16)
     run = recorded("compare", workload, *arguments, "--accounting", "tokens")

@@ -1,4 +1,4 @@
-"""The config.json of Llama 3 8B, for tests that read or change one."""
+"""The config.json of Llama 3 8B, and the `config` of a run, for tests that change them."""
 
 LLAMA_3_8B = {
     "model_type": "llama",
@@ -9,4 +9,23 @@ LLAMA_3_8B = {
     "intermediate_size": 14336,
     "vocab_size": 128256,
     "torch_dtype": "bfloat16",
+}
+
+CONFIG = {
+    "workload": {"name": "mine"},
+    "model": "llama-3-8b",
+    "device": "h100",
+    "tensor_parallel": 2,
+    "codec": "fp16",
+    "bytes_per_block": 2**21,
+    "plugins": {
+        kind: {"name": name, "options": {}}
+        for kind, name in [
+            ("scheduler", "fcfs"),
+            ("eviction", "lru"),
+            ("prefix", "radix"),
+            ("latency", "linear"),
+        ]
+    },
+    "rate_scale": 1.0,
 }

@@ -18,10 +18,10 @@ def data_of(page, name):
 def class_on_page(page, name):
     """Return the class whose source, with its imports, is on a page of the documentation."""
     source = re.search(
-        rf"^```python\n(from [^`]*?\nclass {name}.*?)^```$",
+        rf"^```python\n([^`]*?\nclass {name}.*?)^```$",
         (DOCS / page).read_text("utf-8"),
         re.DOTALL | re.MULTILINE,
     )
-    names = {}
+    names = {"__name__": "page"}
     exec(source[1], names)  # noqa: S102
     return names[name]

@@ -3,6 +3,7 @@
 Steps take nanoseconds here, and a block is 4 tokens.
 """
 
+from functools import partial
 from io import BytesIO
 from random import Random
 from typing import Any, ClassVar
@@ -13,10 +14,10 @@ import orjson
 from helpers.policies import POLICIES, build
 from helpers.schedulers import scheduler_of
 
+import kvcore
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
 from kvcore.serving import Batching, simulate
-from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -201,7 +202,7 @@ def serve(
         trace=writer,
     )
     if tiers:
-        Tiers(cache, tiers, slot_bytes)
+        kvcore.Tiers(cache, tiers, slot_bytes)
     result = simulate(
         requests,
         cache=cache,
@@ -434,36 +435,20 @@ def random_talks(draw):
 
 
 @st.composite
-def _drawn(draw, make=random_server):
+def _drawn(draw, make):
     return make(lambda low, high: draw(st.integers(low, high)))
 
 
-def tiered_servers():
-    """Return a strategy for servers with tiers, as `servers` does."""
-    seeds = st.integers(0, 2**32)
-    return _drawn(random_tiered_server) | seeds.map(
-        lambda seed: random_tiered_server(Random(seed).randint)
-    )
-
-
-def ruled_servers():
-    """Return a strategy for servers with random rules, as `servers` does."""
-    seeds = st.integers(0, 2**32)
-    return _drawn(random_ruled_server) | seeds.map(
-        lambda seed: random_ruled_server(Random(seed).randint)
-    )
-
-
-def talks():
-    """Return a strategy for servers of conversations, as `servers` does."""
-    seeds = st.integers(0, 2**32)
-    return _drawn(random_talks) | seeds.map(lambda seed: random_talks(Random(seed).randint))
-
-
-def servers():
+def servers(make=random_server):
     """Return a strategy for servers.
 
     Half of them are drawn by hypothesis, which can shrink them; half at random, for breadth.
     """
     seeds = st.integers(0, 2**32)
-    return _drawn() | seeds.map(lambda seed: random_server(Random(seed).randint))
+    return _drawn(make) | seeds.map(lambda seed: make(Random(seed).randint))
+
+
+tiered_servers = partial(servers, random_tiered_server)
+ruled_servers = partial(servers, random_ruled_server)
+talks = partial(servers, random_talks)
+"""Functions like `servers`, for servers with tiers, with random rules, and of conversations."""

@@ -9,13 +9,12 @@ from hashlib import blake2b
 import orjson
 from helpers.serving import Even
 
+import kvcore
 from kvcore import KVCache, Request, Trace
 from kvcore.serving import Batching, simulate
-from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace import read_events
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.retention.window import Window
 
 BLOCK = 4
 
@@ -96,9 +95,8 @@ def drive(cache):
 def drop_blocks(path):
     """Record sequences that drop blocks by a window: shared ones, own ones, after a fork."""
     with Trace(path) as trace:
-        window = Window(tokens=5)
         cache = KVCache(
-            11, BLOCK, eviction=LRU(), prefix=Radix(), retention=window, trace=trace
+            11, BLOCK, eviction=LRU(), prefix=Radix(), retention="window:tokens=5", trace=trace
         )
         first = cache.open(ask("first", "abcd", 18), 10, 1)
         cache.commit(first, 10, 2)
@@ -154,7 +152,7 @@ def compact(path):
     """Record two requests with a clock that are compacted within and after their prompts."""
     with Trace(path, mode="model") as trace:
         cache = KVCache(
-            9, BLOCK, eviction=LRU(), prefix=Radix(), retention=Window(tokens=99), trace=trace
+            9, BLOCK, eviction=LRU(), prefix=Radix(), retention="window:tokens=99", trace=trace
         )
         old = cache.open(ask("old", "xy"), None, 0)
         cache.commit(old, 8, 1)
@@ -208,7 +206,7 @@ def serve_tiers(path, tiers=TIERS, requests=None, blocks=8, mode="model"):
     with Trace(path, mode=mode, executor="simulate") as trace:
         cache = KVCache(blocks, BLOCK, eviction=LRU(), prefix=Radix(), trace=trace)
         if tiers:
-            Tiers(cache, tiers, 1000)
+            kvcore.Tiers(cache, tiers, 1000)
         simulate(requests, cache=cache, latency=Even(), batching=Batching(watermark=0.0))
     return path
 

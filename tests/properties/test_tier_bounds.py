@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 from helpers.policies import POLICIES, build
+from helpers.reference.optimum import contents, most_hits
 from helpers.tries import requests
 from hypothesis import given, settings
 
@@ -12,8 +13,6 @@ from kvcore import KVCache
 from kvcore.analysis import Belady, Future, replay, served
 from kvcore.cache.layout import BlockLayout
 from kvcore.tiers.hierarchy import Tiers
-
-from .test_optimum import contents, most_hits
 
 NAMES = [name for name in POLICIES if ":" not in name]
 SLOT = 1000

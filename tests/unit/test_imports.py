@@ -6,26 +6,17 @@ import json
 import re
 import subprocess
 import sys
-from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-from helpers.packages import GLOBS, RANK, may_import, package_of
+from helpers.imports import CORE, ROOTS, file_of, imports, module_of, parsed, sources_of
+from helpers.packages import GLOBS, may_import, package_of
 
 import kvcore
-import kvcore_plugins
 from kvcore.config.options import mode_options
+from kvcore.notebook import Shown
 from kvcore.plugins.manager import KINDS, Plugins
-
-CORE = Path(kvcore.__file__).parent
-BUILT_IN = Path(kvcore_plugins.__file__).parent
-OTHERS = [
-    path for name in sorted(RANK) if (path := BUILT_IN.parent / name / "__init__.py").is_file()
-]
-ROOTS = {CORE.name: CORE, **{p.parent.name: p.parent for p in OTHERS if p.is_file()}}
-"""The folders of the packages: the core, the built-in plugins, and those of other features."""
 
 HEAVY = [
     *("torch", "numpy", "numba", "pandas", "transformers"),
@@ -34,77 +25,6 @@ HEAVY = [
     *("pytest", "hypothesis"),
     *("structlog", "kvcore_plugins"),
 ]
-
-
-@cache
-def parsed(path):
-    """Return the syntax tree of a file."""
-    return ast.parse(path.read_text("utf-8"))
-
-
-def statements(tree):
-    """Yield the statements below a node of a syntax tree, among them all imports."""
-    for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, ast.expr):
-            yield node
-            yield from statements(node)
-
-
-@cache
-def imports(path):
-    """Return the (module, name) pairs that the file at `path` imports.
-
-    They include imports for types alone and those inside functions. The name is empty for
-    `import module`.
-    """
-    pairs = []
-    for node in statements(parsed(path)):
-        if isinstance(node, ast.Import):
-            pairs += [(alias.name, "") for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert not node.level, f"{path}: imports are absolute"
-            pairs += [(node.module, alias.name) for alias in node.names]
-    return pairs
-
-
-@cache
-def file_of(module):
-    """Return the file of a module or package of the core or a built-in; None for others."""
-    parts = module.split(".")
-    if parts[0] not in ROOTS:
-        return None
-    base = ROOTS[parts[0]].joinpath(*parts[1:])
-    found = (base.with_suffix(".py"), base / "__init__.py")
-    return next((path for path in found if path.is_file()), None)
-
-
-@cache
-def source(module, name):
-    """Return the module in which `name`, imported from `module`, is defined."""
-    path = file_of(module)
-    if path is None:
-        return None
-    if name and file_of(f"{module}.{name}"):
-        return f"{module}.{name}"
-    if path.name == "__init__.py":
-        for origin, known in imports(path):
-            if known == name and origin != module:
-                return source(origin, name)
-    return module
-
-
-@cache
-def sources_of(path):
-    """Return the modules of the core and the built-ins on which the file at `path` depends."""
-    return {source(module, name) for module, name in imports(path)} - {None}
-
-
-def module_of(path):
-    """Return the dotted name of the module at `path`."""
-    root = next(root for root in ROOTS.values() if root in path.parents)
-    parts = path.relative_to(root.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
 
 FILES = {folder: sorted(folder.rglob("*.py")) for folder in ROOTS.values()}
 NAMES = {
@@ -133,10 +53,25 @@ def test_importing_kvcore_is_light(loaded, package):
     assert package not in loaded
 
 
-def test_the_core_never_imports_the_plugins():
-    """No module of the core imports the built-in plugins, which load as entry points."""
-    pairs = [(module_of(path), module) for path in FILES[CORE] for module, _ in imports(path)]
-    assert [pair for pair in pairs if pair[1].split(".")[0] == "kvcore_plugins"] == []
+@pytest.fixture
+def _alone(monkeypatch):
+    """Make two names of the front door those of packages that are not installed."""
+    for name in ("compare", "report_html"):
+        monkeypatch.delitem(vars(kvcore), name, raising=False)
+        monkeypatch.setitem(sys.modules, kvcore._PLACES[name], None)
+
+
+@pytest.mark.usefixtures("_alone")
+def test_a_name_of_a_missing_package_says_where_it_is():
+    """A name of the front door says which module it is in, if that is not installed."""
+    with pytest.raises(ImportError, match=r"kvcore\.compare is in kvcore_lab\.api, which"):
+        _ = kvcore.compare
+
+
+@pytest.mark.usefixtures("_alone")
+def test_without_the_package_of_reports_a_result_is_shown_as_text():
+    """A notebook gets no HTML of a result if the module that makes it is not installed."""
+    assert Shown()._repr_html_() is None
 
 
 def test_files_import_only_packages_above_theirs():
@@ -152,7 +87,7 @@ def test_files_import_only_packages_above_theirs():
         if module != "kvcore" and (file := file_of(module))
         if not may_import(name, NAMES[file])
     }
-    assert wrong == {"kvcore/__init__.py"}
+    assert wrong <= {"kvcore/__init__.py"}
 
 
 FIELDS = {
@@ -197,6 +132,7 @@ def named_in(path):
 
 def test_the_core_names_nothing_of_packages():
     """No option, verb or call of a package is named in the core, in code or in a string."""
+    pytest.importorskip("kvcore_lab")
     words = vocabulary()
     front = {CORE / "__init__.py", CORE / "moved.py"}
     named = {
@@ -211,6 +147,7 @@ def test_the_core_names_nothing_of_packages():
 
 def test_globs_of_future_packages_name_files():
     """Each glob in the table of future packages names a file of today."""
+    pytest.importorskip("kvcore_lab")
     assert [glob for glob in GLOBS if not fnmatch.filter(NAMES.values(), glob)] == []
 
 
@@ -232,7 +169,7 @@ def test_plugins_import_public_names_only():
     """Built-in plugins import only public names of public modules of the core."""
     private = [
         (module_of(path), module, name)
-        for path in FILES[BUILT_IN]
+        for path in FILES[ROOTS["kvcore_plugins"]]
         for module, name in imports(path)
         if module.startswith("kvcore.")
         and any(part.startswith("_") for part in [*module.split("."), name])

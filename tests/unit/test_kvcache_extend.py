@@ -16,7 +16,6 @@ from helpers.caches import (
 )
 
 from kvcore import InputError, OutOfBlocks
-from kvcore.testing.harness import snapshot
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 2), (1, 2), (2, 2), (3, 3), (6, 3), (7, 4)])
@@ -62,7 +61,7 @@ def test_own_blocks_are_never_victims():
     assert pins(cache) == {"|ab": 1}
 
 
-def test_a_refused_extension_changes_nothing():
+def test_a_refused_extension_changes_nothing(snapshot):
     """An `extend` that does not fit allocates and evicts nothing."""
     cache = make(6, Recorded())
     serve(cache, "xyz")

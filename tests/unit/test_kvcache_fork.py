@@ -19,7 +19,6 @@ from helpers.caches import (
 
 from kvcore import InputError, OutOfBlocks
 from kvcore.request import text_request
-from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import NoPrefix
 
 HALF = BLOCK // 2
@@ -112,7 +111,7 @@ def test_extending_by_nothing_copies_nothing(cache):
     assert table(cache, child) == [0, 1]
 
 
-def test_the_copy_counts_as_a_block_needed():
+def test_the_copy_counts_as_a_block_needed(snapshot):
     """The copy of a shared block counts as a block that the extension needs."""
     cache = make(3)
     seq = start(cache, "ab", BLOCK + HALF)

@@ -4,7 +4,6 @@ import pytest
 from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
 
 from kvcore import InputError
-from kvcore.testing.harness import snapshot
 
 
 def test_an_empty_cache_hits_nothing():
@@ -72,7 +71,7 @@ def test_a_match_goes_down_several_spans():
     assert pins(cache) == {"|ab": 1, "ab|c": 1, "abc|d": 1, "abcd|ef": 1, "abc|x": 0}
 
 
-def test_probe_is_pure():
+def test_probe_is_pure(snapshot):
     """`probe` returns the hit and changes nothing."""
     cache = make(4)
     serve(cache, "abc", "x")

@@ -4,7 +4,6 @@ import pytest
 from helpers.caches import BLOCK, Lines, Recorded, ask, compute, make, pins, serve, spans, start
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request
-from kvcore.testing.harness import snapshot
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 
@@ -63,7 +62,7 @@ def test_first_tokens_may_be_zero():
     cache.check_integrity()
 
 
-def test_negative_first_tokens_are_refused():
+def test_negative_first_tokens_are_refused(snapshot):
     """A negative `first_tokens` raises InputError and changes nothing."""
     cache = make()
     serve(cache, "abc")
@@ -74,7 +73,7 @@ def test_negative_first_tokens_are_refused():
 
 
 @pytest.mark.parametrize("text", ["abcdefgh", "xyz", "xyzxyzxyz"])
-def test_a_refused_admission_changes_nothing(text):
+def test_a_refused_admission_changes_nothing(text, snapshot):
     """A refused admission changes nothing: no split, pin, access or eviction."""
     cache = make(6, Recorded())
     held = cache.open(ask("mnop"))

@@ -4,7 +4,6 @@ import pytest
 from helpers.caches import BLOCK, Lines, ask, compute, make, pins, start, table
 
 from kvcore import InputError
-from kvcore.testing.harness import snapshot
 
 
 def drafted(cache, tokens):
@@ -81,7 +80,7 @@ def test_a_rollback_inside_a_block_is_not_traced():
     assert trace.lines == []
 
 
-def test_a_rollback_into_published_blocks_is_refused():
+def test_a_rollback_into_published_blocks_is_refused(snapshot):
     """A rollback into published blocks raises InputError with both numbers."""
     cache = make()
     seq = drafted(cache, 6)

@@ -214,6 +214,7 @@ def test_resolve_accepts_a_name_a_class_an_instance_or_none(kind):
 
 def test_resolve_refuses_incomplete_classes():
     """An abstract class, and one that lacks a required option, are errors."""
+    pytest.importorskip("kvcore_tiers")
     with pytest.raises(PluginError, match="which does not define victim"):
         resolve("eviction", type("Unfinished", (base_of("eviction"),), {"name": "x"}))
     with pytest.raises(InputError, match="needs a value for option 'memory'"):

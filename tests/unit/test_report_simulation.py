@@ -3,29 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from helpers.configs import CONFIG
 
 from kvcore.report.simulation import SimulationReport, sparkline
 
 SPREAD = {"mean": 1.5, "p50": 1.0, "p90": 2.0, "p95": 2.5, "p99": 0.0125}
-CONFIG = {
-    "workload": {"name": "mine"},
-    "model": "llama-3-8b",
-    "device": "h100",
-    "tensor_parallel": 2,
-    "codec": "fp16",
-    "bytes_per_block": 2**21,
-    "plugins": {
-        kind: {"name": name, "options": {}}
-        for kind, name in [
-            ("scheduler", "fcfs"),
-            ("eviction", "lru"),
-            ("prefix", "radix"),
-            ("latency", "linear"),
-        ]
-    },
-    "rate_scale": 1.0,
-}
-
 SATURATION = {"saturated": True, "why": "3 requests/s come and 2/s are served"}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from helpers.configs import CONFIG
 from helpers.serving import BLOCK, Even, ask
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -11,8 +12,6 @@ from kvcore.report.prometheus import run_metrics
 from kvcore.report.simulation import SimulationReport, thrashing
 from kvcore.serving import Batching
 from kvcore.tiers.hierarchy import Tiers
-
-from .test_report_simulation import CONFIG
 
 SLOT = 1000
 """Bytes of a block."""

@@ -87,7 +87,7 @@ def test_a_missing_file_is_refused(tmp_path):
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
-    """A file that is no trace raises TraceError that suggests `kvcore compare`."""
+    """A file that is no trace raises TraceError that suggests `kvcore simulate`."""
     path = tmp_path / "other.jsonl"
     for text in ('{"timestamp": 0}\n', "TIMESTAMP,ContextTokens\n"):
         path.write_text(text)

@@ -45,6 +45,7 @@ def test_smaller_weights_are_read_in_less_time():
 
 def test_reports_name_the_given_format(tmp_path):
     """Reports of a run and of its trace name the given format, and none without the option."""
+    pytest.importorskip("kvcore_replay")
     options = ["--model", "llama-3-70b", "--trace", tmp_path / "run.jsonl"]
     printed = run_here("simulate", BENCH, *options, "--weights-dtype", "fp8").stdout
     assert "weights in fp8" in " ".join(printed.split())
@@ -55,6 +56,7 @@ def test_reports_name_the_given_format(tmp_path):
 
 def test_a_run_on_tensors_refuses_a_format_of_weights():
     """A run on tensors refuses the option, since its weights are the generator's."""
+    pytest.importorskip("kvcore_engine")
     with pytest.raises(InputError, match="weights_dtype: a run on tensors"):
         kvcore.run(prompts=["a b c"], weights_dtype="fp8")
 

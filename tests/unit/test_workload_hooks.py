@@ -1,4 +1,4 @@
-"""The built-in workloads as plugins, and requests that `jsonl` reads from a trace."""
+"""Options of built-in workloads, and requests that `jsonl` reads from a trace."""
 
 from pathlib import Path
 
@@ -30,24 +30,6 @@ FULL = Request(
     think_time=9,
     output_keys=[b"\x0c" * 16],
 )
-
-
-def test_the_hooks_register_every_built_in_workload():
-    """The hooks of the built-in packages register all workloads."""
-    plugins = Plugins()
-    formats = [
-        "azure",
-        "bench",
-        "chat",
-        "jsonl",
-        "kv-events",
-        "lengths",
-        "lmcache",
-        "mooncake",
-        "trace",
-        "weka",
-    ]
-    assert plugins.names("workload") == [*formats, "zipf"]
 
 
 def test_options_given_as_text_are_converted():
