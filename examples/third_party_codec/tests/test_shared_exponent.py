@@ -1,8 +1,7 @@
 """The conformance kit, on the codec."""
 
-from kvcore_shared_exponent import SharedExponent
-
 from kvcore.testing import CodecTests
+from kvcore_shared_exponent import SharedExponent
 
 
 class TestSharedExponent(CodecTests):

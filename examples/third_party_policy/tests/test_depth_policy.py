@@ -1,8 +1,7 @@
 """The conformance kit, on the policy."""
 
-from kvcore_depth_policy import Deepest
-
 from kvcore.testing import EvictionPolicyTests
+from kvcore_depth_policy import Deepest
 
 
 class TestDeepest(EvictionPolicyTests):

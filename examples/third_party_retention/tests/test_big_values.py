@@ -2,9 +2,8 @@
 
 from functools import partial
 
-from kvcore_big_values import BigValues
-
 from kvcore.testing import RetentionPolicyTests
+from kvcore_big_values import BigValues
 
 
 class TestBigValues(RetentionPolicyTests):

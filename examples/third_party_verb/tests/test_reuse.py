@@ -1,6 +1,7 @@
 """The verb, run as a click command."""
 
 from click.testing import CliRunner
+
 from kvcore_reuse import reuse
 
 
