@@ -34,7 +34,7 @@ def header(path):
 
 
 def test_equal_runs_have_equal_documents():
-    """The document is the same for each run, but for the wall time."""
+    """The document is the same for each run, except for the wall time."""
     assert without_wall_time(report(SMALL)) == without_wall_time(report(SMALL))
 
 
