@@ -1,12 +1,15 @@
-"""`kvcore.simulate`, and what calls of packages share: options of Python, read and flat.
+"""`kvcore.simulate`, and the steps that calls of packages share with it.
 
-Further rooms are imported by the first call that needs them: `import kvcore` stays light.
+The options of a call are those of `RunConfig`; beside a cache of the caller's, those of a
+server alone. Further rooms are imported by the first call that needs them: `import kvcore`
+stays light.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from os import PathLike
 from typing import TYPE_CHECKING, Any, TypeAlias, Unpack
 
@@ -100,7 +103,14 @@ def opened_source(workload: Source, plugins: Plugins | None) -> Iterable[Request
 
 
 def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the fields of `batching` among them, without those that are None."""
+    """Return the options of a call as `RunConfig.of` has them.
+
+    The fields of `batching` become options. A scheduler, a latency model or a `batching` of
+    None stands for the default, and is left out.
+
+    Raises:
+        InputError: an option is given by itself and in `batching`.
+    """
     flat = {
         name: value
         for name, value in options.items()
@@ -114,15 +124,17 @@ def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _served_by(options: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str]]:
-    """Return what serves with these options, and the options that it has besides the core's."""
+    """Return what serves with the caller's cache, and the options that it has of a mode."""
     from kvcore.config.options import MODES, known_modes, mode_options  # noqa: PLC0415 - as above
 
-    mode, added = MODES["simulate"], []
+    mode = MODES["simulate"]
     for other in known_modes().values() if options.keys() - {*SERVING} else ():
         if other.chosen_by and options.keys() & mode_options(other).keys():
-            mode, added = other, list(mode_options(other))
+            mode = other
     parts: type[RunParts] = imported_place(mode.parts)
-    return parts.simulate, added
+    # A cluster has a cache for each server: what serves with one has none of its options.
+    accepted = signature(parts.simulate).parameters
+    return parts.simulate, [name for name in mode_options(mode) if name in accepted]
 
 
 def _caps(batching: object) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """The hooks of kvcore: one for each kind of plugin, and those that add to the command line.
 
 The hook of a kind returns classes derived from `Plugin`, or the places of classes by the names
-of plugins. A place is a text such as `package.module:Class`: what it names is imported when it
-is first used, and not to be listed.
+of plugins. A place is a text such as `package.module:Class`. The class is imported when it is
+first used: the names of plugins are known without an import.
 """
 
 # Specifications have no body: pluggy reads their names and signatures.
@@ -49,16 +49,20 @@ class Verb(NamedTuple):
 class Mode(NamedTuple):
     """A way in which a configuration is run.
 
+    A configuration names its mode. One that names `simulate` is run in another mode if an
+    option chooses that, by a value other than its default.
+
     Attributes:
         parts: the place of its class derived from `RunParts`, whose `run` serves a workload.
         report: the place of the function that makes the report of a result, for people, from
             the result and its document.
         options: the place of a TypedDict of the options that it adds; empty: none.
-        chosen_by: the options of it by which a configuration in mode `simulate` is one of this
-            mode: those of which one differs from its default. Empty: it is named instead.
+        chosen_by: those of its options that choose it; empty: it can only be named.
         defaults: defaults of options, where they are others than elsewhere.
-        refusal: why parts of another mode do not run it, and what to do.
-        missing: why others of its options have no effect without these, and what to give too.
+        refusal: the end of the error where an option of `chosen_by` is given, and the run
+            cannot be in this mode: why not, and what to do.
+        missing: the end of the error where another option of this mode is given, and none of
+            `chosen_by`: why it has no effect, and what to give too.
     """
 
     parts: str = "kvcore.config.parts:RunParts"
@@ -182,8 +186,8 @@ def kvcore_running(
 ) -> AbstractContextManager[Running] | None:
     """Called before a run of the command line; return what is entered around it, or None.
 
-    `parts` are its `RunParts`, and `given` the options of the verb by name. What must be
-    refused is refused here.
+    `parts` are its `RunParts`, and `given` the options of the verb by name. An implementation
+    that cannot do its part raises InputError here: no request has been served yet.
     """
 
 

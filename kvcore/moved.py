@@ -34,7 +34,7 @@ MOVED = {
         "dynamo_batches event_batches write_lines",
     },
     "kvcore.serving.calibration": {
-        "kvcore.serving.measured_steps": "MeasuredStep read_steps write_steps",
+        "kvcore.serving.measured_steps": "write_steps",
     },
     "kvcore.tiers": {
         "kvcore.tiers.hierarchy": "Load Tiers",
@@ -67,16 +67,20 @@ MOVED = {
 """By room, the modules that define the names which it exported before."""
 
 
-def former(room: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a room: a name that it had is found, with a FutureWarning."""
-    modules = {name: at for at, names in MOVED[room].items() for name in names.split()}
+def former(room: str, stacklevel: int = 2) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a room: a name that it had is found, with a FutureWarning.
+
+    `stacklevel` counts the calls from the code that uses the name; 2: the room calls nothing
+    in between.
+    """
+    modules = {name: module for module, names in MOVED[room].items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name not in modules:
             msg = f"module {room!r} has no attribute {name!r}"
             raise AttributeError(msg)
         text = f"{room}.{name} is {modules[name]}.{name} now; import that"
-        warnings.warn(text, FutureWarning, stacklevel=2)
+        warnings.warn(text, FutureWarning, stacklevel=stacklevel)
         return getattr(import_module(modules[name]), name)
 
     return get

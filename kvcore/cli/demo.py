@@ -23,7 +23,7 @@ from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.search import paged_fields
 from kvcore.cli.served import ServedRun
-from kvcore.cli.verb import WIDTH, Count, Verb
+from kvcore.cli.verb import WIDTH, Count, VerbCommand
 from kvcore.demo import (
     WORKED_EXAMPLE,
     CachingReport,
@@ -46,7 +46,7 @@ def demo(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@demo.command(cls=Verb, context_settings={"show_default": True})
+@demo.command(cls=VerbCommand, context_settings={"show_default": True})
 @click.option(
     "--prompt-tokens", type=Count(), default=10, help="Number of tokens of the prompt."
 )
@@ -111,7 +111,9 @@ def cache(
     print_sections(*report.sections, *by_hand.sections)
 
 
-@demo.command(cls=Verb, context_settings={"show_default": True, "max_content_width": WIDTH})
+@demo.command(
+    cls=VerbCommand, context_settings={"show_default": True, "max_content_width": WIDTH}
+)
 @workload_argument
 @part_options
 @server_options

@@ -366,13 +366,15 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     others = []
     if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
         for verb in sorted(known_verbs().keys() - {context.command.name}):
-            with suppress(PluginError):
+            with suppress(KvcoreError):  # of a verb that cannot be loaded
                 if flag in flags_of(loaded_verb(verb).params):
                     others.append(verb)
     if others:
         verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
-        return f"{asked}; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
-    return f"{asked}{nearest(flag, own)}"
+        hint = f"; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
+    else:
+        hint = nearest(flag, own)
+    return f"{asked}{hint}{installed().skips}"
 
 
 def _reason(error: OSError) -> str:

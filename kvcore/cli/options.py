@@ -48,9 +48,10 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 
 def _read(name: str, ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Read the text of an option as `RunConfig` does; None stays, and so does text for None.
+    """Return the value that `RunConfig` reads from the text of an option.
 
-    In a verb that runs a trace again, None means that the option is as recorded.
+    Text that it reads as None, such as `none`, stays text: in a verb that runs a trace again,
+    None means that the option is as recorded.
     """
     if value is None or value == ():
         return None
@@ -230,6 +231,7 @@ poolwide_options = all_of(
     shared("latency"),
     shared("drafter", otherwise="none"),
 )
+"""The policies of a server without tiers below its pool."""
 
 policy_options = all_of(poolwide_options, shared("tier"))
 
@@ -356,6 +358,7 @@ EXCLUSIVE = (
     ("blocks", "memory", "both say how large the pool is"),
     ("trace", "out", "both write a trace"),
 )
+"""Pairs of options that exclude one another, and why."""
 
 
 def names_from_file(ctx: click.Context, given: dict[str, Any]) -> set[str]:

@@ -1,4 +1,16 @@
-"""A run of the command line: its files, what packages do beside it, and its report."""
+"""A run of the command line: its files, what packages do beside it, and its report.
+
+The way of `kvcore simulate WORKLOAD --out DIR` from hooks to report:
+
+    main.loaded_verb   kvcore_commands, kvcore_options  the verb, with options of packages
+    cli.config_of      kvcore_modes                     values of options, which choose a mode
+    RunConfig.build                                     parts of the mode: misfits are refused
+    opened             kvcore_running                   files are open; packages set up theirs
+    ServedRun.run                                       `RunParts.run` serves the requests
+    ServedRun.end      Running.ran, kvcore_ran          fields of packages; DIR is written
+    end of `opened`                                     files are whole, and have their names
+    ServedRun.report   Ran.later                        JSON; or report, sections of packages
+"""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
         result = run.run("simulating")
         document = parts.document(result)
         run.end(result, document)
-    report_of = imported_place(find_mode(next(iter(config.chosen), config.mode)).report)
+    report_of = imported_place(find_mode(config.mode_of_run).report)
     run.report(
         document,
         lambda searching: report_of(result, document, searching=searching).sections,

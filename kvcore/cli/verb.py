@@ -88,8 +88,8 @@ RENAMED = {"--count": "--accounting", "--kv-dtype": "--codec"}
 """Options of earlier releases, which are still accepted, and their present names."""
 
 
-class Verb(click.Command):
-    """A verb. If it has many options, its help page has them under headings.
+class VerbCommand(click.Command):
+    """The command of a verb. If it has many options, its help page has them under headings.
 
     Attributes:
         renamed: present names of options of earlier releases.
@@ -144,7 +144,7 @@ def _heading_of(param: click.Option) -> str:
 
     known = find_option(str(param.name))
     own: str = getattr(param, "heading", "")
-    return own or (REST if known is None else known.heading)
+    return own or (known.heading if known else "") or REST
 
 
 def verb(
@@ -160,7 +160,7 @@ def verb(
     lines = "\n".join(f"  {example}" for example in examples)
     epilog = "\n\n".join(filter(None, (f"\b\nExamples:\n{lines}", more)))
     shown = {"show_default": True, "max_content_width": WIDTH}
-    return click.command(cls=Verb, context_settings=shown, epilog=epilog, **settings)
+    return click.command(cls=VerbCommand, context_settings=shown, epilog=epilog, **settings)
 
 
 WORKLOAD = (

@@ -62,7 +62,7 @@ class ClusterParts(RunParts):
 
     @cached_property
     def groups(self) -> list[tuple[int, RunParts]]:
-        """The groups of identical replicas: their numbers and their parts."""
+        """The groups of identical replicas, each with its count and its parts."""
         groups = self._grouped()
         with self._about("replicas"):
             if sum(count for count, _ in groups) > MOST_REPLICAS:
@@ -76,7 +76,7 @@ class ClusterParts(RunParts):
         return [parts for count, parts in self.groups for _ in range(count)]
 
     def _grouped(self) -> list[tuple[int, RunParts]]:
-        """Return the groups of identical replicas: their numbers and their parts."""
+        """Return the groups; `groups` checks how many replicas they have."""
         groups: list[tuple[int, RunParts]] = []
         alone = without(self.config, find_mode("cluster"))
         for count, own in self.tables:
@@ -95,7 +95,7 @@ class ClusterParts(RunParts):
 
     @property
     def tables(self) -> list[tuple[int, dict[str, Any]]]:
-        """The groups of identical replicas: their numbers, and the options given for them."""
+        """The groups of identical replicas, each with its count and its own options."""
         given = self.config.replicas
         if self.split is not None and (given == 1 or self._split_anew):
             given = self.split.replicas

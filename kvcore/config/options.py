@@ -62,8 +62,8 @@ class Option:
             and no flag.
         what_if: its help text where a recorded run is made again with another value, True if
             that is `help`; empty if a recorded run cannot have another value.
-        metavar: the word for a value whose text is read as TOML's is; None: of numbers and
-            choices.
+        metavar: the word for its value on help pages, if it is text that `read` reads; None: a
+            number or one of several choices, which the command line reads.
         choices: the values that it may have, if they are few and its type does not say.
         optional: whether the text `none` leaves it out, as None does.
         multiple: whether a command line may give it several times.
@@ -507,10 +507,8 @@ def find_mode(name: str) -> Mode:
     Raises:
         InputError: there is no such mode; names those that there are.
     """
-    mode = MODES.get(name) if isinstance(name, str) else None
-    if mode is None and (
-        not isinstance(name, str) or (mode := known_modes().get(name)) is None
-    ):
+    mode = (MODES.get(name) or known_modes().get(name)) if isinstance(name, str) else None
+    if mode is None:
         known = [name for name, mode in known_modes().items() if not mode.chosen_by]
         msg = f"mode: {shown(name)} is not one of {', '.join(map(repr, known))}"
         raise InputError(msg)
@@ -523,15 +521,16 @@ def find_option(name: str) -> Option | None:
 
 
 def option_named(name: str) -> Option:
-    """Return an option that is known to exist.
+    """Return an option by its name.
 
     Raises:
-        InputError: the package that declares it is not installed, or is switched off.
+        InputError: there is none: names the nearest one, and all that there are.
+        PluginError: the same, where a package that may declare it is broken or outdated.
     """
     option = find_option(name)
     if option is None:
-        check_names({name: None}, option_names())
-    assert option is not None
+        error = installed().not_found("kvcore_modes", _unknown(name, option_names()))
+        raise error
     return option
 
 
@@ -598,9 +597,13 @@ def check_names(names: Mapping[str, Any], known: list[str]) -> None:
     """
     for name in names:
         if name not in known:
-            listed = ", ".join(sorted(known))
-            msg = f"there is no option {name!r}{nearest(name, known)}. There are: {listed}"
-            raise InputError(msg)
+            raise InputError(_unknown(name, known))
+
+
+def _unknown(name: str, known: list[str]) -> str:
+    """Return an error text about an option that is not one of `known`."""
+    listed = ", ".join(sorted(known))
+    return f"there is no option {name!r}{nearest(name, known)}. There are: {listed}"
 
 
 @lru_cache(maxsize=1)

@@ -60,6 +60,7 @@ class RunParts:
         ids: whether blocks have ids even without a trace.
         many: whether these may be the parts of several servers.
         runs: the modes that options choose, of which these are the parts.
+        simulate: the function that serves the workload with `arguments`.
 
     Raises:
         InputError: a part that cannot be, or does not fit another one.

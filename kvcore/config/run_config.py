@@ -13,11 +13,11 @@ from kvcore.config.files import read_toml
 from kvcore.config.like import LIKENESSES
 from kvcore.config.options import (
     CORE,
-    check_names,
     find_mode,
     find_option,
     known_modes,
     mode_options,
+    option_named,
     option_names,
     read_option,
     renamed,
@@ -58,15 +58,12 @@ class RunConfig:
         self, mode: str = "simulate", options: Mapping[str, Any] | None = None, **changed: Any
     ) -> None:
         find_mode(mode)
-        values = dict(options or {name: option.default for name, option in CORE.items()})
-        for name, value in changed.items():
-            option = find_option(name)
-            if option is None:
-                check_names(changed, option_names())
-                continue
-            read = values[name] = option.read(value)
-            if name not in CORE and read == option.default:
-                del values[name]
+        values = {name: option.default for name, option in CORE.items()}
+        for name, value in {**(options or {}), **changed}.items():
+            option = option_named(name)
+            read = option.read(value)
+            if name in CORE or read != option.default:
+                values[name] = read
         object.__setattr__(self, "mode", mode)
         object.__setattr__(self, "options", values)
 
@@ -82,6 +79,10 @@ class RunConfig:
             msg = f"a configuration has no option {name!r}"
             raise AttributeError(msg)
         return option.default
+
+    def __dir__(self) -> list[str]:
+        """Return the names of attributes, those of options too, for completion."""
+        return sorted({*super().__dir__(), *option_names()})
 
     @classmethod
     def of(cls, mode: str = "simulate", **options: Any) -> Self:
@@ -140,8 +141,13 @@ class RunConfig:
         }
         return {name: options[0] for name, options in choices.items() if options}
 
+    @property
+    def mode_of_run(self) -> str:
+        """The mode that the run is in: that which options choose, if its own is `simulate`."""
+        return next(iter(self.chosen), self.mode) if self.mode == "simulate" else self.mode
+
     def build(self, plugins: Plugins | None = None, *, many: bool = True, **more: Any) -> Any:
-        """Build the parts of the run, of the class that its mode, or the chosen one, has.
+        """Build the parts of the run, of the class that its mode has.
 
         Args:
             plugins: the plugins by name; None: those that are installed.
@@ -151,11 +157,11 @@ class RunConfig:
         Raises:
             InputError, PluginError: as `RunParts`.
         """
-        name, option = next(iter(self.chosen.items()), (self.mode, ""))
+        name = self.mode_of_run
         mode = find_mode(name)
         parts = imported_place(mode.parts)
         if parts.many and not many:
-            msg = f"{option}: {mode.refusal}"
+            msg = f"{self.chosen.get(name, 'mode')}: {mode.refusal}"
             raise InputError(msg)
         return parts(self, plugins, **more)
 

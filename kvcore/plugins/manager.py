@@ -135,8 +135,10 @@ class Plugins:
         self._manager.add_hookspecs(hookspecs)
         self._origins: dict[str, Origin] = {}
         self._skipped: list[str] = []
+        # By kind and name; a kind is there once it has been looked up.
         self._classes: dict[str, dict[str, Found]] = {}
         self._unusable: list[PluginInfo] = []
+        # Verbs and modes, by hook and name.
         self._named: dict[str, dict[str, tuple[Any, Origin]]] = {}
         for origin, point in self._enabled():
             try:
@@ -188,14 +190,14 @@ class Plugins:
         raise self.not_found(kind, msg)
 
     def not_found(self, kind: str, message: str) -> KvcoreError:
-        """Return the error `message` about a plugin of `kind`, or a verb, that is not found.
+        """Return the error `message` about a plugin of `kind` that is not found.
 
-        It adds possible causes: skipped or broken plugins, or an outdated installation.
+        It adds possible causes: skipped or broken plugins, or an outdated installation. `kind`
+        may be a hook too: that of verbs, or that of modes, which have options.
         """
         if kind in KINDS:
             self._find(kind)
-        if self._skipped:
-            message += f" ({DISABLE} skips {', '.join(self._skipped)})"
+        message += self.skips
         causes = [info.reason for info in self._unusable if info.kind in (None, kind)]
         if not causes:
             from kvcore.plugins._installation import outdated  # noqa: PLC0415
@@ -203,6 +205,11 @@ class Plugins:
             causes = [outdated(self._points)]
         text = "\n".join([message, *filter(None, causes)])
         return InputError(text) if text == message else PluginError(text)
+
+    @property
+    def skips(self) -> str:
+        """The entry points that are skipped, for the end of an error; empty if none is."""
+        return f" ({DISABLE} skips {', '.join(self._skipped)})" if self._skipped else ""
 
     def build(
         self, kind: str, spec: str | Spec, defaults: Mapping[str, Any] | None = None
@@ -465,6 +472,7 @@ class Plugins:
         return claims
 
     def _collect(self, kind: str) -> dict[str, Found]:
+        """Return the classes of `kind` by name; of two of the same name, neither."""
         claims = self._claims(kind)
         for name, given in claims.items():
             if len(given) == 1:

@@ -23,7 +23,7 @@ else:
             "reader": "TraceReader TraceWorkload json_schema read_events read_request",
             "writer": "Trace",
         },
-        former(__name__),
+        former(__name__, stacklevel=3),
     )
 
 __all__ = [

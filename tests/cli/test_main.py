@@ -139,12 +139,23 @@ def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
     assert stream.buffer.getvalue() == b"\\xfc x _\n"
 
 
-@pytest.mark.parametrize("words", [["-h"], ["help"], ["help", "demo", "cache"], ["size", "-h"]])
+PAGES = [
+    ["-h"],
+    ["help"],
+    ["help", "demo", "cache"],
+    ["help", "demo", "paging"],
+    ["size", "-h"],
+]
+
+
+@pytest.mark.parametrize("words", PAGES)
 def test_h_and_help_print_the_help_page(words, capsys):
     """`-h` and `help` print the help page of kvcore or of a verb."""
     assert frame.run(words) == 0
     wanted = [word for word in words if word not in ("-h", "help")]
-    assert capsys.readouterr().out.startswith(f"Usage: {' '.join(['kvcore', *wanted])} ")
+    page = capsys.readouterr().out
+    assert page.startswith(f"Usage: {' '.join(['kvcore', *wanted])} ")
+    assert ":" not in page.splitlines()  # a heading without a name
 
 
 @pytest.mark.parametrize("verb_name", frame.known_verbs())

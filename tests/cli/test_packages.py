@@ -247,3 +247,13 @@ def test_an_unknown_verb_names_skipped_entry_points(monkeypatch):
     done = run_here("curve")
     assert done.returncode == 2
     assert "(KVCORE_DISABLE_PLUGINS skips lab)" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("simulate", "--replicas", "2"), ("routers",)])
+def test_options_of_a_skipped_package_are_reported(words, monkeypatch):
+    """A run with an option of a skipped package, or a verb that has one, is refused."""
+    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "cluster")
+    done = run_here(*words)
+    assert done.returncode == 2
+    assert done.stderr.startswith("kvcore: error: ")
+    assert "(KVCORE_DISABLE_PLUGINS skips cluster)" in done.stderr

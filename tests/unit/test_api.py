@@ -83,6 +83,8 @@ def test_a_given_cache_is_used_and_excludes_pool_options():
     cache = KVCache(60, 16)
     result = kvcore.simulate(ZIPF, cache=cache, scheduler="srpt", slo="ttft=1")
     assert result.cache is cache
+    with pytest.raises(InputError, match="replicas= is for a cache that is built here"):
+        kvcore.simulate(ZIPF, cache=KVCache(60, 16), replicas=2)
     with pytest.raises(InputError, match="blocks= is for a cache that is built here"):
         kvcore.simulate(ZIPF, cache=KVCache(60, 16), blocks=60)
 

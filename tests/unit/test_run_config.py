@@ -59,10 +59,12 @@ def test_the_error_for_a_wrong_value_begins_with_the_option(options, reason):
 
 
 def test_evolve_checks_the_changed_options():
-    """`attrs.evolve` converts and checks the changed options."""
+    """`attrs.evolve` converts and checks the changed options, by their names too."""
     assert attrs.evolve(RunConfig(), memory="1KiB").memory == 1024
     with pytest.raises(InputError, match="blocks: expected a whole number"):
         attrs.evolve(RunConfig(), blocks="many")
+    with pytest.raises(InputError, match="there is no option 'bloks'"):
+        attrs.evolve(RunConfig(), options={"bloks": 3})
 
 
 @pytest.mark.parametrize("policy", ["lfu", LFU, LFU(), partial(LFU), Spec("lfu")])
@@ -146,6 +148,13 @@ def test_an_unknown_mode_is_refused():
     for make in (RunConfig.of, lambda mode: RunConfig(mode=mode)):
         with pytest.raises(InputError, match="mode: 'plan' is not one of 'simulate'"):
             make("plan")
+
+
+@pytest.mark.parametrize("mode", ["compare", "run"])
+def test_options_choose_no_mode_beside_a_named_one(mode):
+    """A configuration that names its mode refuses options that choose another one."""
+    with pytest.raises(InputError, match="replicas: this is for one server"):
+        RunConfig.of(mode, workload=ZIPF, model="llama-3-8b", replicas=2).build()
 
 
 def test_a_trace_gives_the_configuration_of_its_run(tmp_path):

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 else:
     from kvcore_plugins.hooks import kvcore_workloads
 
-    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_workloads(), former(__name__))
+    __getattr__, __dir__ = deferred_plugins(
+        __name__, kvcore_workloads(), former(__name__, stacklevel=3)
+    )
 
 __all__ = [
     "Azure",
