@@ -249,9 +249,9 @@ def test_an_unknown_verb_names_skipped_entry_points(monkeypatch):
     assert "(KVCORE_DISABLE_PLUGINS skips lab)" in done.stderr
 
 
-@pytest.mark.parametrize("words", [("simulate", "--replicas", "2"), ("routers",)])
+@pytest.mark.parametrize("words", [("simulate", "--replicas", "2"), ("routers",), ("plan",)])
 def test_options_of_a_skipped_package_are_reported(words, monkeypatch):
-    """A run with an option of a skipped package, or a verb that has one, is refused."""
+    """A run with an option of a skipped package, or a verb that needs one, is refused."""
     monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "cluster")
     done = run_here(*words)
     assert done.returncode == 2

@@ -12,7 +12,6 @@ from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_f
 from kvcore.analysis.sweep import axes_of
 from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli import main as frame
-from kvcore.cli.simulate import simulate
 from kvcore.config import RunConfig
 from kvcore.config.options import option_named
 from kvcore.config.parts import BLOCK_SIZE
@@ -106,7 +105,7 @@ def test_lru_has_the_known_hits_of_the_bundled_trace(sweep):
 
 def test_defaults_of_a_cell_are_those_of_simulate():
     """The defaults of a cell are the defaults of `kvcore simulate`."""
-    given = simulate.make_context("simulate", []).params
+    given = frame.loaded_verb("simulate").make_context("simulate", []).params
     for name in set(axes_of("simulate")) - {"workload", "block_size"}:
         # An option that may be repeated has the value None if it is not given.
         assert getattr(RunConfig(), name) == (

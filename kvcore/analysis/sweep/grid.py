@@ -73,6 +73,8 @@ class Grid:
             msg = f"mode: {mode!r} is not known; there are: {', '.join(MODES)}"
             raise InputError(msg)
         known, axes = axes_of(mode), renamed(axes)
+        for name in known:
+            option_named(name)  # refused here if its package is switched off
         for name in axes:
             if name not in known:
                 raise InputError(_unknown(name, mode, known))
