@@ -93,7 +93,7 @@ for shown_on in PAGES:
 
 @pytest.fixture(scope="module")
 def short_trace(tmp_path_factory):
-    """Return the first quarter of the bundled trace, for commands whose output no page shows."""
+    """Return a quarter of the bundled trace, for commands whose output no page shows."""
     path = tmp_path_factory.mktemp("trace") / "short.jsonl"
     with gzip.open(ROOT / "kvcore/data/mooncake_conversation.jsonl.gz") as trace:
         path.write_bytes(b"".join(islice(trace, 3000)))
