@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 README = EXAMPLES.parent / "README.md"
-COMPOSE = EXAMPLES / "compose.py"
 
 
-def test_compose_prints_a_line_for_each_policy(tmp_path):
+def lines_of(example, capsys):
+    """Run an example in this process; return the lines that it prints."""
+    runpy.run_path(str(EXAMPLES / example), run_name="__main__")
+    printed = capsys.readouterr()
+    assert not printed.err
+    return printed.out.splitlines()
+
+
+def test_compose_prints_a_line_for_each_policy(capsys):
     """`examples/compose.py` compares three policies on the bundled trace, one per line."""
-    done = subprocess.run(
-        [sys.executable, COMPOSE], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lru, lfu, cost = done.stdout.splitlines()
+    lru, lfu, cost = lines_of("compose.py", capsys)
     assert lru == "lru    39,258 blocks hit, 13.6%"
     assert lfu.startswith("lfu ")
     assert cost.startswith("cost ")
@@ -28,18 +29,10 @@ def test_compose_prints_a_line_for_each_policy(tmp_path):
     assert cost.endswith("%")
 
 
-def test_samples_and_beams_share_blocks(tmp_path):
+def test_samples_and_beams_share_blocks(capsys):
     """`examples/parallel_sampling.py` prints distinct samples and beams that share blocks."""
     pytest.importorskip("torch", reason="the example computes on torch")
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "parallel_sampling.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    lines = lines_of("parallel_sampling.py", capsys)
     assert [line.split()[0] for line in lines] == ["sample"] * 4 + ["blocks"] + ["beam"] * 3
     assert lines[4] == "blocks 10 instead of 16, 4 copied on write"
     assert len(set(lines)) == 8
@@ -59,16 +52,8 @@ def test_same_decisions_prints_the_lines_of_the_readme(capsys):
     assert capsys.readouterr().out.split()[-1] not in lines
 
 
-def test_simulate_prints_a_line_for_each_scheduler(tmp_path):
+def test_simulate_prints_a_line_for_each_scheduler(capsys):
     """`examples/simulate.py` serves requests under three schedulers, one per line."""
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "simulate.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    lines = done.stdout.splitlines()
+    lines = lines_of("simulate.py", capsys)
     assert [line.split()[0] for line in lines] == ["fcfs", "sjf", "slo"]
     assert all(line.endswith("% in time") for line in lines)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -21,22 +20,18 @@ PAGES = {
 }
 
 
-def test_the_conformance_kits_pass_on_the_how_tos(tmp_path):
+def test_the_conformance_kits_pass_on_the_how_tos(tmp_path, monkeypatch, capsys):
     """The snippets of each page make a file of tests in which the conformance kit passes.
 
-    All pages run in one process of pytest, since its start takes half of a short run.
+    They run in this process, since most of a short run is the start of another one.
     """
     for name, page in PAGES.items():
         text = "\n".join(FENCE.findall((DOCS / page).read_text("utf-8")))
         (tmp_path / f"test_{name}.py").write_text(text, "utf-8")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-rA", "."],
-        cwd=tmp_path,
-        env=os.environ | {"COLUMNS": "96"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "96")
+    code = pytest.main(["-q", "-p", "no:cacheprovider", "-rA", "."])
+    printed = capsys.readouterr().out
+    assert code == 0, printed
     for name in PAGES:
-        assert f"PASSED test_{name}.py::Test" in done.stdout, name
+        assert f"PASSED test_{name}.py::Test" in printed, name

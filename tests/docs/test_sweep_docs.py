@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import run_here
 
 from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.analysis.sweep.runner import RESULTS
@@ -31,13 +30,7 @@ def test_the_how_to_shows_the_output_of_the_example(place, tmp_path):
     assert shown("toml")[place] == text
     (tmp_path / name).write_text(text)
     flags, *_ = re.findall(rf"^    kvcore sweep {name}(.*)$", HOW_TO, re.MULTILINE)
-    done = subprocess.run(
-        [sys.executable, "-m", "kvcore", "sweep", name, *flags.split()],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = run_here("sweep", name, *flags.split(), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == shown("text")[place]
 

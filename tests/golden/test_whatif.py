@@ -10,25 +10,24 @@ from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Mooncake
 
-LRU_HITS = {3000: 18_850, 5859: 39_258}
-"""Hit blocks of 288,500, by blocks of 512 tokens in the pool, in `keys` accounting."""
-
 
 def test_whatif_repeats_a_comparison(tmp_path):
-    """`whatif` repeats a comparison at 3,000 blocks byte for byte.
+    """`whatif` repeats a comparison of 4,000 requests at 3,000 blocks byte for byte.
 
     With 5,859 blocks instead, it hits as many blocks as a comparison with 5,859 blocks.
     """
     path, again = tmp_path / "trace.jsonl.gz", tmp_path / "again.jsonl.gz"
-    compare(Mooncake(), "lru", 3000, trace=path)
+    requests = list(islice(Mooncake(), 4000))
+    (small,) = compare(requests, "lru", 3000, trace=path).rows
+    (large,) = compare(requests, "lru", 5859).rows
     found = whatif(path, export=again)
     assert again.read_bytes() == path.read_bytes()
     assert found.changes == []
-    assert found.recorded.hit["hit_blocks"] == LRU_HITS[3000]
+    assert found.recorded.hit["hit_blocks"] == small.hit_blocks
     larger = whatif(path, blocks=5859)
-    assert larger.rerun.hit["hit_blocks"] == LRU_HITS[5859]
+    assert larger.rerun.hit["hit_blocks"] == large.hit_blocks
     gain = sum(change.tokens for change in larger.changes)
-    assert gain == (LRU_HITS[5859] - LRU_HITS[3000]) * 512
+    assert gain == (large.hit_blocks - small.hit_blocks) * 512
 
 
 @pytest.mark.parametrize(("scheduler", "scale"), [("fcfs", 1.0), ("srpt", 3.0)])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore.analysis.capacity import _Search
-from kvcore.config import RunConfig, RunParts
+from kvcore.config import RunConfig
 from kvcore.progress import unseen
-from kvcore.serving.contiguous import simulate
 
 CROWD = "zipf:requests=150,prefix_tokens=256,suffix_tokens=256,output_tokens=200,rate=10"
 TIGHT = {"blocks": 300, "max_seqs": 16}
@@ -34,19 +33,13 @@ def test_a_run_that_ends_early_is_judged_as_the_whole_one(
     first `held` of them. It carries any rate if it rejects requests or sessions wait.
     """
     workload = workload.replace("examples", str(request.config.rootpath / "examples"))
-    parts = RunParts(RunConfig.of("simulate", workload=workload, **options))
-    longest = max(each.output_tokens for each in parts.workload)
-    contiguous = parts.config.allocation == "contiguous"
-    again = {
-        "allocation": parts.config.allocation,
-        "max_output": longest if contiguous else None,
-    }
-    whole = simulate(parts.workload, **parts.arguments(), **again)
+    parts = RunConfig.of("simulate", workload=workload, **options).build()
+    whole = parts.run()
     search = _Search(parts, whole, unseen, list(parts.workload))
     verdicts = []
     for rate in rates:
         made = parts.arguments() | {"rate_scale": rate}
-        saturation = simulate(parts.workload, **made, **again).saturation
+        saturation = parts.simulate(parts.workload, **made).saturation
         verdicts.append(saturation is None or not saturation.saturated)
         assert search._holds(rate_scale=rate) == verdicts[-1], rate
     assert verdicts == [place < held for place in range(len(rates))]
