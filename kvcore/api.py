@@ -1,8 +1,6 @@
 """`kvcore.simulate`, and the steps that calls of packages share with it.
 
-The options of a call are those of `RunConfig`; beside a cache of the caller's, those of a
-server alone. Further rooms are imported by the first call that needs them: `import kvcore`
-stays light.
+Further rooms are imported by the first call that needs them: `import kvcore` stays light.
 """
 
 from __future__ import annotations
@@ -103,13 +101,9 @@ def opened_source(workload: Source, plugins: Plugins | None) -> Iterable[Request
 
 
 def flat_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a call as `RunConfig.of` has them.
+    """Return options with the fields of `batching` among them.
 
-    The fields of `batching` become options. A scheduler, a latency model or a `batching` of
-    None stands for the default, and is left out.
-
-    Raises:
-        InputError: an option is given by itself and in `batching`.
+    A scheduler, a latency model or a `batching` of None is left out: it is the default.
     """
     flat = {
         name: value
@@ -177,7 +171,7 @@ def kept_options(
         from kvcore.config.options import check_names  # noqa: PLC0415 - as above
 
         caps = _caps(kept["batching"])
-        check_names(caps, list(attrs.fields_dict(Batching)))
+        check_names(caps, attrs.fields_dict(Batching))
         kept["batching"] = Batching(**caps)
     return kept
 

@@ -70,10 +70,9 @@ MOVED = {
 def former(room: str, stacklevel: int = 2) -> Callable[[str], Any]:
     """Return the `__getattr__` of a room: a name that it had is found, with a FutureWarning.
 
-    `stacklevel` counts the calls from the code that uses the name; 2: the room calls nothing
-    in between.
+    `stacklevel` is that of the warning: 3 where `deferred` calls the function.
     """
-    modules = {name: module for module, names in MOVED[room].items() for name in names.split()}
+    modules = {name: new for new, names in MOVED[room].items() for name in names.split()}
 
     def get(name: str) -> Any:
         if name not in modules:

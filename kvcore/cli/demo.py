@@ -23,7 +23,7 @@ from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.search import paged_fields
 from kvcore.cli.served import ServedRun
-from kvcore.cli.verb import WIDTH, Count, VerbCommand
+from kvcore.cli.verb import SHOWN, Count, VerbCommand
 from kvcore.demo import (
     WORKED_EXAMPLE,
     CachingReport,
@@ -111,9 +111,7 @@ def cache(
     print_sections(*report.sections, *by_hand.sections)
 
 
-@demo.command(
-    cls=VerbCommand, context_settings={"show_default": True, "max_content_width": WIDTH}
-)
+@demo.command(cls=VerbCommand, context_settings=SHOWN)
 @workload_argument
 @part_options
 @server_options

@@ -369,11 +369,10 @@ def _no_such_option(flag: str, context: click.Context) -> str:
             with suppress(KvcoreError):  # of a verb that cannot be loaded
                 if flag in flags_of(loaded_verb(verb).params):
                     others.append(verb)
+    hint = nearest(flag, own)
     if others:
         verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
         hint = f"; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
-    else:
-        hint = nearest(flag, own)
     return f"{asked}{hint}{installed().skips}"
 
 

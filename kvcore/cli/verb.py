@@ -159,8 +159,7 @@ def verb(
     """
     lines = "\n".join(f"  {example}" for example in examples)
     epilog = "\n\n".join(filter(None, (f"\b\nExamples:\n{lines}", more)))
-    shown = {"show_default": True, "max_content_width": WIDTH}
-    return click.command(cls=VerbCommand, context_settings=shown, epilog=epilog, **settings)
+    return click.command(cls=VerbCommand, context_settings=SHOWN, epilog=epilog, **settings)
 
 
 WORKLOAD = (
@@ -172,6 +171,8 @@ WORKLOAD = (
 
 WIDTH = 96
 """Largest number of columns of a help page."""
+
+SHOWN = {"show_default": True, "max_content_width": WIDTH}
 
 MANY = 14
 """Number of options from which on a help page has headings."""

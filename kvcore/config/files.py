@@ -10,6 +10,7 @@ from typing import Annotated, Any, get_args, get_origin
 import attrs
 
 from kvcore.config.options import (
+    check_names,
     earlier_names,
     find_option,
     option_named,
@@ -22,7 +23,7 @@ from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, installed
-from kvcore.plugins.options import Spec, nearest, takes_path
+from kvcore.plugins.options import Spec, takes_path
 from kvcore.serving import Batching
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore.workloads.selection import with_path
@@ -78,7 +79,7 @@ class _ConfigFile:
             (name,) = (
                 renamed({key: value}) if earlier_names().get(key) in self.types else (key,)
             )
-            _check(name, self.types, "there is no option")
+            check_names([name], self.types)
             if name in found:
                 msg = f"{key!r} is given twice"
                 raise InputError(msg)
@@ -182,12 +183,5 @@ def _entries_of(table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 def _group(name: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the entries of one of `GROUPS`, which has no others."""
     for key, value in _entries_of(table):
-        _check(key, dict.fromkeys(GROUPS[name]), f"[{name}] has no key")
+        check_names([key], GROUPS[name], f"[{name}] has no key")
         yield key, value
-
-
-def _check(key: str, names: Mapping[str, Any], complaint: str) -> None:
-    if key not in names:
-        known = ", ".join(sorted(names))
-        msg = f"{complaint} {key!r}{nearest(key, names)}. There are: {known}"
-        raise InputError(msg)

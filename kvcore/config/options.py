@@ -10,18 +10,9 @@ modes in this way too.
 # Without `from __future__ import annotations`: the annotations are read when they are needed.
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    NamedTuple,
-    TypedDict,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
 
 import attrs
 
@@ -489,16 +480,10 @@ MODES: Mapping[str, Mode] = {
 """The modes of the core: served in the time of a latency model; replayed without a clock."""
 
 
-class _Known(NamedTuple):
-    """The modes and the options that there are, those of packages among them."""
-
-    modes: Mapping[str, Mode]
-    options: Mapping[str, Option]
-
-
 def known_modes() -> Mapping[str, Mode]:
     """Return all modes by name: those of the core, and those that packages add."""
-    return _known(installed()).modes
+    modes, _ = _known(installed())
+    return modes
 
 
 def find_mode(name: str) -> Mode:
@@ -517,7 +502,7 @@ def find_mode(name: str) -> Mode:
 
 def find_option(name: str) -> Option | None:
     """Return an option by its name; None if there is none. Packages are asked if need be."""
-    return CORE.get(name) or _known(installed()).options.get(name)
+    return CORE.get(name) or _known(installed())[1].get(name)
 
 
 def option_named(name: str) -> Option:
@@ -536,7 +521,7 @@ def option_named(name: str) -> Option:
 
 def option_names() -> list[str]:
     """Return the names of all options, those of the core first."""
-    return list(_known(installed()).options)
+    return list(_known(installed())[1])
 
 
 def mode_options(mode: Mode) -> dict[str, Option]:
@@ -589,26 +574,27 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
     return {present.get(name, name): value for name, value in options.items()}
 
 
-def check_names(names: Mapping[str, Any], known: list[str]) -> None:
-    """Refuse a name that is not one of `known`.
+def check_names(
+    names: Iterable[str], known: Collection[str], complaint: str = "there is no option"
+) -> None:
+    """Refuse a name that is not one of `known`, with a complaint that ends before the name.
 
     Raises:
         InputError: names the nearest one, and all that there are.
     """
     for name in names:
         if name not in known:
-            raise InputError(_unknown(name, known))
+            raise InputError(_unknown(name, known, complaint))
 
 
-def _unknown(name: str, known: list[str]) -> str:
-    """Return an error text about an option that is not one of `known`."""
+def _unknown(name: str, known: Collection[str], complaint: str = "there is no option") -> str:
     listed = ", ".join(sorted(known))
-    return f"there is no option {name!r}{nearest(name, known)}. There are: {listed}"
+    return f"{complaint} {name!r}{nearest(name, known)}. There are: {listed}"
 
 
 @lru_cache(maxsize=1)
-def _known(plugins: Plugins) -> _Known:
-    """Return what these plugins have besides the core."""
+def _known(plugins: Plugins) -> tuple[Mapping[str, Mode], Mapping[str, Option]]:
+    """Return all modes and all options by name: those of the core, and of these plugins."""
     modes, options = dict(MODES), dict(CORE)
     for name, mode in plugins.modes(MODES).items():
         try:
@@ -617,4 +603,4 @@ def _known(plugins: Plugins) -> _Known:
             plugins.refuse_mode(name, error)
         else:
             modes[name] = mode
-    return _Known(modes, options)
+    return modes, options

@@ -128,8 +128,7 @@ class RunParts:
             if self.config.codec is None:
                 msg = "no codec is given, and a simulation computes in none: name one, as fp16"
                 raise InputError(msg)
-        codec: Codec = self.built("codec")
-        return codec
+        return cast("Codec", self.built("codec"))
 
     @cached_property
     def deployment(self) -> Deployment:
@@ -183,16 +182,14 @@ class RunParts:
 
     def scheduler(self) -> Scheduler:
         """Build a scheduler for one run."""
-        scheduler: Scheduler = self.built("scheduler")
-        return scheduler
+        return cast("Scheduler", self.built("scheduler"))
 
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build a latency model for one run, by default that of the deployment.
 
         `devices` is the number of GPUs that share the model; None: that of the configuration.
         """
-        latency: LatencyModel = self.built("latency", **self._timing(devices))
-        return latency
+        return cast("LatencyModel", self.built("latency", **self._timing(devices)))
 
     def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
         """Build the keyword arguments of one run, all but its requests."""

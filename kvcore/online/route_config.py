@@ -245,7 +245,7 @@ def _read(table: Any, cls: type, where: str) -> dict[str, Any]:
     given = {str(key).replace("-", "_"): value for key, value in table.items()}
     types = {field.name: field.type for field in attrs.fields(attrs.resolve_types(cls))}
     try:
-        check_names(given, list(types))
+        check_names(given, types)
     except InputError as error:
         msg = f"{where[:-1]}: {error}" if where else str(error)
         raise InputError(msg) from None

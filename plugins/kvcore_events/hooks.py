@@ -9,17 +9,11 @@ from kvcore.hookspecs import Verb
 @hookimpl
 def kvcore_commands() -> dict[str, Verb]:
     """Return the verbs."""
-    about = {
-        "record": (
-            "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
-        ),
-    }
-    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+    about = "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
+    return {"record": Verb("kvcore.cli.record:record", about)}
 
 
 @hookimpl
 def kvcore_workloads() -> dict[str, str]:
     """Return recordings of KV events as workloads."""
-    return {
-        "kv-events": "kvcore_plugins.workload.kv_events:KvEvents",
-    }
+    return {"kv-events": "kvcore_plugins.workload.kv_events:KvEvents"}

@@ -139,16 +139,9 @@ def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
     assert stream.buffer.getvalue() == b"\\xfc x _\n"
 
 
-PAGES = [
-    ["-h"],
-    ["help"],
-    ["help", "demo", "cache"],
-    ["help", "demo", "paging"],
-    ["size", "-h"],
-]
-
-
-@pytest.mark.parametrize("words", PAGES)
+@pytest.mark.parametrize(
+    "words", [["-h"], ["help"], ["help", "demo", "paging"], ["size", "-h"]]
+)
 def test_h_and_help_print_the_help_page(words, capsys):
     """`-h` and `help` print the help page of kvcore or of a verb."""
     assert frame.run(words) == 0

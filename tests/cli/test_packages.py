@@ -241,19 +241,13 @@ def test_an_unknown_verb_finds_an_outdated_installation(acme, tmp_path):
     assert done.stderr.endswith(f"run `pip install -e .` again in {tmp_path}\n")
 
 
-def test_an_unknown_verb_names_skipped_entry_points(monkeypatch):
-    """The error for an unknown verb names the entry points that are disabled."""
-    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "lab")
-    done = run_here("curve")
-    assert done.returncode == 2
-    assert "(KVCORE_DISABLE_PLUGINS skips lab)" in done.stderr
-
-
-@pytest.mark.parametrize("words", [("simulate", "--replicas", "2"), ("routers",), ("plan",)])
-def test_options_of_a_skipped_package_are_reported(words, monkeypatch):
-    """A run with an option of a skipped package, or a verb that needs one, is refused."""
-    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "cluster")
-    done = run_here(*words)
-    assert done.returncode == 2
-    assert done.stderr.startswith("kvcore: error: ")
-    assert "(KVCORE_DISABLE_PLUGINS skips cluster)" in done.stderr
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [("lab", "curve"), ("cluster", "simulate --replicas 2"), ("cluster", "routers")],
+)
+def test_errors_name_skipped_entry_points(package, line, monkeypatch):
+    """The error for an unknown verb or option names the entry points that are disabled."""
+    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", package)
+    done = run_here(*line.split())
+    assert (done.returncode, done.stderr[:15]) == (2, "kvcore: error: ")
+    assert f"(KVCORE_DISABLE_PLUGINS skips {package})" in done.stderr
