@@ -38,11 +38,11 @@ class Verb(NamedTuple):
     """A verb of the command line.
 
     Attributes:
-        place: the place of its click command, which is imported when the verb is used.
+        command: the place of its click command, which is imported when the verb is used.
         about: one sentence on what it does, for the list of verbs.
     """
 
-    place: str
+    command: str
     about: str
 
 

@@ -131,7 +131,7 @@ def loaded_verb(name: str) -> click.Command:
     Raises:
         PluginError: it cannot be imported, or is no click command.
     """
-    place = known_verbs()[name].place
+    place = known_verbs()[name].command
     try:
         # A copy: the command itself stays as it is, for other plugins may add other options.
         command = copy(imported_place(place))

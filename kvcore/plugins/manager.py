@@ -345,7 +345,7 @@ class Plugins:
         infos = []
         for kind, hook in (("verb", "kvcore_commands"), ("mode", "kvcore_modes")):
             for name, (value, origin) in sorted(self._collected(hook, ()).items()):
-                place = value.place if kind == "verb" else value.parts
+                place = value.command if kind == "verb" else value.parts
                 module = place.partition(":")[0]
                 about = origin.distribution, origin.version, module
                 infos.append(PluginInfo(kind, name, *about, usable=True, reason=None))
