@@ -176,9 +176,8 @@ def whole(tmp_path_factory):
     return folder / "whole-results"
 
 
-@pytest.mark.parametrize("kills", [[1, 3, 6], [11]])
-def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
-    """A sweep that is killed and resumed gives the table of an uninterrupted one.
+def test_a_killed_sweep_gives_the_same_table(tmp_path, whole):
+    """A sweep that is killed and resumed, twice, gives the table of an uninterrupted one.
 
     No finished cell is run again.
     """
@@ -186,7 +185,7 @@ def test_a_killed_sweep_gives_the_same_table(tmp_path, whole, kills):
     results = tmp_path / "killed-results"
     journal = results / "journal.jsonl"
     deaths = 0
-    for enough in kills:
+    for enough in (3, 11):
         process = subprocess.Popen(
             command("killed.toml"), cwd=tmp_path, stdout=subprocess.DEVNULL
         )

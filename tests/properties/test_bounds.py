@@ -51,7 +51,7 @@ def hits(comparison):
     pool=st.integers(1, 40),
     block_size=st.sampled_from([1, 3]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
     """hits(policy) ≤ hits(optimum) ≤ hits(optimum with bypass) ≤ hits(infinite cache)."""
     comparison = compare(Prompts(texts), [*POLICIES, *BOUNDS], [pool], block_size=block_size)
@@ -62,7 +62,7 @@ def test_no_policy_hits_more_than_the_optimum(texts, pool, block_size):
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=26), pool=st.integers(1, 30))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_requests_without_common_blocks_have_no_hits(lengths, pool):
     """Requests without a common block have 0 hits, whatever the policy."""
     texts = [chr(ord("a") + number) * length for number, length in enumerate(lengths)]
@@ -72,7 +72,7 @@ def test_requests_without_common_blocks_have_no_hits(lengths, pool):
 
 
 @given(texts=st.lists(st.text("abc", max_size=7), min_size=1, max_size=40))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_a_pool_for_all_blocks_hits_as_an_infinite_cache(texts):
     """Policies that do not expire blocks hit as an infinite cache if all blocks fit."""
     blocks = len({text[: end + 1] for text in texts for end in range(len(text))})

@@ -14,7 +14,7 @@ from kvcore import Request
 from kvcore.cluster.views import EventsView, Holders, SentIndex
 from kvcore_plugins.retention.window import Window
 
-FEW = settings(max_examples=40, deadline=None)
+FEW = settings(max_examples=20, deadline=None)
 
 schedulers = st.sampled_from(SCHEDULERS)
 counts = st.integers(1, 4)

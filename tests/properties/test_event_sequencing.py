@@ -74,7 +74,7 @@ def lives(items):
 
 
 @given(steps=STEPS, keeps=st.integers(1, 8), replay=st.booleans(), data=st.data())
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_no_batch_is_delivered_twice(steps, keeps, replay, data):
     """No batch is delivered twice, and batches and gaps cover all numbers between restarts."""
     fates = st.sampled_from(["sent", "sent", "sent", "dropped", "broken"])
@@ -92,7 +92,7 @@ def test_no_batch_is_delivered_twice(steps, keeps, replay, data):
 
 
 @given(steps=STEPS)
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_complete_replays_leave_no_gap(steps):
     """There is no gap, and no batch missing, if replays have all batches."""
     publisher = Publisher(keeps=100)

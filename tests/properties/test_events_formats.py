@@ -27,7 +27,7 @@ NAMES = ["type", "$x", "event_type", 1, None]
 
 
 @given(batch=batches())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_an_encoded_batch_is_decoded_unchanged(batch):
     """A batch of any format is decoded from its bytes unchanged, times to the last bit."""
     assert decode(wire_payload(batch)) == batch
@@ -41,7 +41,7 @@ def test_decoded_bytes_are_encoded_unchanged(batch):
 
 
 @given(event=wire_arrays(), rest=st.lists(st.none() | st.integers(0, 9), max_size=2))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_positional_arrays_are_encoded_unchanged(event, rest):
     """An event sent as a positional array of any length is encoded to the same bytes."""
     sent = pack([1.0, [event], *rest])

@@ -68,7 +68,7 @@ def check_sums(explanation, hits):
 
 
 @given(policy=st.sampled_from(list(POLICIES)), requests=LISTS, blocks=POOLS, layout=LAYOUTS)
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_the_categories_add_up(policy, requests, blocks, layout):
     """Every token that missed is lost for exactly one reason."""
     out = BytesIO()
@@ -94,7 +94,7 @@ def test_blocks_without_a_prefix_cache_were_never_stored(requests, blocks, layou
     scheduler=st.sampled_from(["fcfs", "lpm", "fair", "srpt"]),
     retention=st.just(lambda: None) | retentions,
 )
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_the_categories_add_up_under_a_clock(server, scheduler, retention):
     """Every token that missed has one reason when requests overlap, wait and are preempted.
 
@@ -126,7 +126,7 @@ def test_the_categories_add_up_under_random_calls(steps, blocks, layout):
     blocks=POOLS,
     layout=LAYOUTS,
 )
-@settings(max_examples=100)
+@settings(max_examples=50)
 def test_blocks_explained_as_evicted_would_have_hit(policy, requests, blocks, layout):
     """Blocks explained as evicted would hit if they and the blocks before them were kept.
 
@@ -187,7 +187,7 @@ def cache_once(cache, opened, now):
     blocks=POOLS,
     layout=LAYOUTS,
 )
-@settings(max_examples=80)
+@settings(max_examples=40)
 def test_an_unbounded_pool_hits_exactly_the_losses_to_capacity(
     policy, requests, blocks, layout
 ):
@@ -214,7 +214,7 @@ def test_an_unbounded_pool_hits_exactly_the_losses_to_capacity(
     blocks=POOLS,
     layout=LAYOUTS,
 )
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_losses_to_the_policy_are_hits_of_the_optimum(policy, requests, blocks, layout):
     """Losses are due to the policy exactly where Belady's rule hits, request by request."""
     explanation = recorded(requests, blocks, layout, policy)

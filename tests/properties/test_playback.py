@@ -234,7 +234,7 @@ def test_a_page_plays_every_kind_of_line(page, tmp_path, name):
 @pytest.mark.parametrize("make", [driven, served, hosted])
 def test_a_page_plays_random_runs(page, tmp_path, make):
     """Spans, pins, tables, counts and next uses on a page equal a replay of random runs."""
-    for seed in range(24):
+    for seed in range(12):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         playback, uses = check(page, path, seed)
         check_uses(playback, path, uses)
@@ -246,7 +246,7 @@ def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, make):
 
     No window ends between two lines of the same time.
     """
-    for seed in range(24):
+    for seed in range(12):
         path = make(tmp_path / f"{make.__name__}{seed}.jsonl", seed)
         times = [event.t for event in read_events(path)]
         draw = Random(seed)

@@ -28,6 +28,9 @@ KEY = 6
 LAYOUTS = [("keys", 6), ("keys", 2), ("tokens", 6), ("tokens", 2), ("tokens", 12)]
 
 layouts = pytest.mark.parametrize(("count", "size"), LAYOUTS)
+seeded_layouts = pytest.mark.parametrize(
+    ("seed", "count", "size"), [(seed, *layout) for seed, layout in enumerate(LAYOUTS)]
+)
 
 
 def seconds(context, tokens):
@@ -61,35 +64,32 @@ def traffic(name, **changes):
     return Traffic(key_tokens=KEY, hints=not name.startswith("slru"), **changes)
 
 
-@layouts
+@seeded_layouts
 @pytest.mark.parametrize("name", SCORED)
-def test_decisions_under_random_concurrency(name, count, size):
+def test_decisions_under_random_concurrency(name, seed, count, size):
     """Decisions are those of the reference when many sequences run concurrently.
 
     They compute in pieces, diverge, grow in place and are refused.
     """
-    for seed in range(3):
-        blocks = (6, 12, 24)[seed] * KEY // size + seed
-        steps = random_steps(seed, 150, traffic(name, mix=EVEN))
-        assert_same_decisions(name, blocks, count, size, steps)
+    blocks = (6, 12, 24)[seed % 3] * KEY // size + seed
+    steps = random_steps(seed, 150, traffic(name, mix=EVEN))
+    assert_same_decisions(name, blocks, count, size, steps)
 
 
-@layouts
+@seeded_layouts
 @pytest.mark.parametrize("name", SCORED)
-def test_decisions_with_forks(name, count, size):
+def test_decisions_with_forks(name, seed, count, size):
     """Decisions are those of the reference when forks share and commit private blocks."""
-    for seed in range(2):
-        steps = random_steps(seed, 150, traffic(name, mix=FORKS))
-        assert_same_decisions(name, 16 * KEY // size, count, size, steps)
+    steps = random_steps(seed, 150, traffic(name, mix=FORKS))
+    assert_same_decisions(name, 16 * KEY // size, count, size, steps)
 
 
-@layouts
+@seeded_layouts
 @pytest.mark.parametrize("name", SCORED)
-def test_decisions_with_compactions(name, count, size):
+def test_decisions_with_compactions(name, seed, count, size):
     """Decisions are those of the reference when sequences and forks are compacted."""
-    for seed in range(2):
-        steps = random_steps(seed, 150, traffic(name, mix=COMPACTIONS))
-        assert_same_decisions(name, 16 * KEY // size, count, size, steps)
+    steps = random_steps(seed, 150, traffic(name, mix=COMPACTIONS))
+    assert_same_decisions(name, 16 * KEY // size, count, size, steps)
 
 
 @layouts

@@ -11,7 +11,7 @@ from kvcore.plugins.options import parse
 from kvcore.trace.check import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
-few = settings(max_examples=max(settings.default.max_examples // 2, 1))
+few = settings(max_examples=max(settings.default.max_examples // 3, 1))
 
 
 def outcome(run):
@@ -24,6 +24,7 @@ def outcome(run):
 
 
 @every_scheduler
+@few
 @given(server=servers() | tiered_servers())
 def test_jumps_change_no_decision(scheduler, server):
     """Running many decode steps at once writes the same trace as one step at a time."""

@@ -44,7 +44,7 @@ def is_detected(path):
 
 
 @given(at=st.integers(0), byte=st.integers(0, 255))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_any_changed_byte_is_detected(recorded, damaged, at, byte):
     """A replay detects any changed byte."""
     at %= len(recorded)
@@ -154,7 +154,7 @@ def test_a_forged_compaction_is_detected(damaged):
 
 
 @given(n=st.integers(1, LINES - 2), data=st.data())
-@settings(max_examples=300, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much])
 def test_forged_block_ids_are_detected(recorded, damaged, n, data):
     """Changed block ids in a line are detected even if the digest is made right."""
     damaged.write_bytes(recorded)
