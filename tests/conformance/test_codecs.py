@@ -5,6 +5,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
+from helpers.seeds import FewSeeds
 
 from kvcore import Plugins
 from kvcore.plugins import resolve
@@ -39,7 +40,7 @@ SMALLEST = {"fp16": 2**-24, "fp8-e4m3": 2**-9, "fp8-e5m2": 2**-16}
 GREATEST = {"fp8-e4m3": 448, "fp8-e5m2": 57344}
 
 
-class TestBuiltIn(CodecTests):
+class TestBuiltIn(FewSeeds, CodecTests):
     """Every configuration in the list above, within the bounds of the reference page."""
 
     @pytest.fixture(autouse=True, params=CONFIGURATIONS)

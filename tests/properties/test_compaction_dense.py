@@ -146,7 +146,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@settings(max_examples=max(settings.default.max_examples // 2, 1))
+@settings(max_examples=max(settings.default.max_examples // 3, 1))
 @given(
     actions=actions,
     size=st.sampled_from((1, 4, 5)),

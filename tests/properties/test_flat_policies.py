@@ -59,8 +59,8 @@ def test_tinylfu_hits_as_published(items, blocks, window, protected, period):
 
 @pytest.fixture(scope="module")
 def trace():
-    """Return the first 30,000 blocks of the bundled trace."""
-    return list(islice((key for request in Mooncake() for key in request.keys), 30_000))
+    """Return the first 15,000 blocks of the bundled trace."""
+    return list(islice((key for request in Mooncake() for key in request.keys), 15_000))
 
 
 @pytest.mark.parametrize(("k", "correlated", "history"), [(2, 0, 1.0), (3, 50, 4.0)])

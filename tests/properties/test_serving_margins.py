@@ -35,7 +35,7 @@ TIGHT_AND_LOOSE = Class(LONG, 2 * ALONE), Class(SHORT, 20)
 ALL_ALIKE = Class(LONG, 5 * ALONE), Class(SHORT, 5 * ALONE, weight=4)
 
 
-def traffic(load, classes, requests=3000):
+def traffic(load, classes, requests=2000):
     """Yield random jobs of `classes` at `load` times the capacity of the server."""
     random, now = Random(0), 0.0
     weights = [each.weight for each in classes]

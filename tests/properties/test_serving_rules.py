@@ -13,7 +13,7 @@ from kvcore.serving import Batching
 from kvcore.trace.check import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
-few = settings(max_examples=max(settings.default.max_examples // 2, 1))
+few = settings(max_examples=max(settings.default.max_examples // 3, 1))
 
 
 def assume_order(scheduler, server):

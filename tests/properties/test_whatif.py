@@ -250,7 +250,7 @@ def test_whatif_repeats_the_keys_of_a_run_on_texts(scheduler, texts, blocks, seq
 def test_whatif_repeats_a_comparison(eviction, tmp_path):
     """`whatif` repeats a traced comparison byte for byte, seed and workload's name included."""
     path = tmp_path / "trace.jsonl.gz"
-    workload = Zipf(requests=200, prefixes=30)
+    workload = Zipf(requests=80, prefixes=30)
     row = compare(workload, eviction, 300, trace=path, seed=3).rows[0]
     found = whatif(path, export=tmp_path / "new.jsonl.gz")
     assert (tmp_path / "new.jsonl.gz").read_bytes() == path.read_bytes()
