@@ -20,11 +20,11 @@ def simulated(*options):
         (["--rate-scale", 1.5], False),
         (["--rate-scale", 1.6], True),
         (
-            ["--limit", 4000, "--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"],
+            ["--limit", 3000, "--device", "h200", "--tensor-parallel", 2, "--scheduler", "slo"],
             True,
         ),
-        (["--limit", 4000, "--tensor-parallel", 1], True),
-        (["--limit", 4000, "--memory", "10GiB"], True),
+        (["--limit", 3000, "--tensor-parallel", 1], True),
+        (["--limit", 3000, "--memory", "10GiB"], True),
     ],
 )
 def test_a_report_begins_with_saturated_if_the_load_is_too_high(deployment, saturated):

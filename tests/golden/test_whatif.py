@@ -12,12 +12,12 @@ from kvcore_plugins.workload import Mooncake
 
 
 def test_whatif_repeats_a_comparison(tmp_path):
-    """`whatif` repeats a comparison of 4,000 requests at 3,000 blocks byte for byte.
+    """`whatif` repeats a comparison of 2,000 requests at 3,000 blocks byte for byte.
 
     With 5,859 blocks instead, it hits as many blocks as a comparison with 5,859 blocks.
     """
     path, again = tmp_path / "trace.jsonl.gz", tmp_path / "again.jsonl.gz"
-    requests = list(islice(Mooncake(), 4000))
+    requests = list(islice(Mooncake(), 2000))
     (small,) = compare(requests, "lru", 3000, trace=path).rows
     (large,) = compare(requests, "lru", 5859).rows
     found = whatif(path, export=again)
@@ -32,11 +32,11 @@ def test_whatif_repeats_a_comparison(tmp_path):
 
 @pytest.mark.parametrize(("scheduler", "scale"), [("fcfs", 1.0), ("srpt", 3.0)])
 def test_whatif_repeats_a_simulation(tmp_path, scheduler, scale):
-    """`whatif` repeats a simulation of 4,000 requests byte for byte, even under overload."""
+    """`whatif` repeats a simulation of 2,000 requests byte for byte, even under overload."""
     path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
     with Trace(path) as trace:
         simulate(
-            islice(Mooncake(), 4000),
+            islice(Mooncake(), 2000),
             cache=KVCache(3000, 512, eviction=LRU(), trace=trace),
             scheduler=Plugins().build("scheduler", scheduler),
             rate_scale=scale,
