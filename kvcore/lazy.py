@@ -26,9 +26,9 @@ def deferred(
     def get(name: str) -> Any:
         if name in modules:
             return import_module(f"{package}.{name}")
-        if name not in places and otherwise is not None:
-            return otherwise(name)
         if name not in places:
+            if otherwise is not None:
+                return otherwise(name)
             msg = f"module {package!r} has no attribute {name!r}"
             raise AttributeError(msg)
         own[name] = found = getattr(import_module(f"{package}.{places[name]}"), name)

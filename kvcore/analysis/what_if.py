@@ -15,12 +15,13 @@ from kvcore.analysis.recorded_run import RunSummary, bills_of, verified_log
 from kvcore.analysis.serial_replay import served
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.config.parts import plugins_of
 from kvcore.config.recorded_parts import RecordedParts
 from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
-from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins import Plugins
 from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
@@ -418,13 +419,6 @@ def _rerun_of(
     return _Rerun(parts, parts.cache(trace), workload)
 
 
-def _used(cache: KVCache, *others: Plugin | None) -> list[Plugin]:
-    """Return the plugins of a run: those of its cache, `others`, and its tiers."""
-    tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
-    plugins = (cache.eviction, cache.prefix, cache.retention, *others, *tiers)
-    return [plugin for plugin in plugins if plugin is not None]
-
-
 def _evicted(cache: KVCache) -> int:
     """Return the number of blocks that left a cache, for room or because they expired."""
     return cache.tree.evicted_blocks + cache.tree.expired_blocks
@@ -451,7 +445,7 @@ class _ClusterRerun:
         """Return the summary of the second run."""
         result, parts = self._result, self._parts
         life = result.lives[0][0]
-        used = _used(life.cache, parts.scheduler(), life.latency, result.router)
+        used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
         evicted = sum(_evicted(each.cache) for each in chain(*result.lives))
         return RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
 
@@ -501,7 +495,7 @@ class _Rerun:
     def summary(self, log: RunLog) -> RunSummary:
         """Return the summary of the second run."""
         cache, parts = self._cache, self._parts
-        config = parts.rerun(_used(cache, *(self._server or ()), self._drafter))
+        config = parts.rerun(plugins_of(cache, *(self._server or ()), self._drafter))
         return RunSummary.of(config, log, cache.stats, _evicted(cache), timed=parts.timed)
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:

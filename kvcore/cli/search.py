@@ -47,9 +47,7 @@ def _searched(parts: RunParts, result: Any) -> Ran:
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
     with progress("searching for what would hold: simulations", None) as tick:
         holds: dict[str, float | int] = search(parts, result, tick)
-    kind = ClusterReport if parts.many else SimulationReport
-    document = parts.document(result)
-    report = kind(document, document["config"])
+    report = ClusterReport if parts.many else SimulationReport
     return Ran({"saturation": {"holds": holds}}, [report.holding(holds)])
 
 

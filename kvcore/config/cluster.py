@@ -16,7 +16,7 @@ from kvcore.cluster.result import ClusterResult
 from kvcore.cluster.simulate import simulate_cluster
 from kvcore.cluster.views import parse_view
 from kvcore.config.options import find_mode
-from kvcore.config.parts import RunParts
+from kvcore.config.parts import RunParts, plugins_of
 from kvcore.config.run_config import without
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, describe
@@ -174,11 +174,9 @@ class ClusterParts(RunParts):
 
     def document(self, result: ClusterResult) -> dict[str, Any]:
         """Return the JSON document of a run."""
-        first, server = result.lives[0][0].cache, self.members[0]
-        policies = (server.scheduler(), first.eviction, first.prefix, first.retention)
-        tiers = () if first.tiers is None else (level.tier for level in first.tiers.levels)
-        described = self.describe(*policies, server.latency(), result.router, *tiers)
-        return {**result.summary(), "config": described}
+        server = self.members[0]
+        used = plugins_of(result.lives[0][0].cache, server.latency(), result.router)
+        return {**result.summary(), "config": self.describe(server.scheduler(), *used)}
 
     def routed(self) -> dict[str, Any]:
         """Return the options of the cluster itself, for JSON; of phases and planner if any."""

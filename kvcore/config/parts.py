@@ -274,11 +274,8 @@ class RunParts:
 
     def document(self, result: Any) -> dict[str, Any]:
         """Return the JSON document of a run."""
-        cache = result.cache
-        tiers = () if cache.tiers is None else (level.tier for level in cache.tiers.levels)
-        policies = (self.scheduler(), cache.eviction, cache.prefix, cache.retention)
-        described = self.describe(*policies, result.latency, result.drafter, *tiers)
-        return {**result.summary(), "config": described}
+        used = plugins_of(result.cache, result.latency, result.drafter)
+        return {**result.summary(), "config": self.describe(self.scheduler(), *used)}
 
     @property
     def traced(self) -> bool:
@@ -435,3 +432,10 @@ class RunParts:
                 raise
             msg = f"{about}{more}{error}"
             raise type(error)(msg) from error
+
+
+def plugins_of(cache: KVCache, *others: Plugin | None) -> list[Plugin]:
+    """Return the plugins of a run: those of its cache, `others`, and its tiers."""
+    tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
+    plugins = (cache.eviction, cache.prefix, cache.retention, *others, *tiers)
+    return [plugin for plugin in plugins if plugin is not None]

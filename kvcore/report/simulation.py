@@ -148,10 +148,11 @@ class SimulationReport:
             f"is.{last}"
         )
 
-    def holding(self, options: Mapping[str, float]) -> str:
+    @classmethod
+    def holding(cls, options: Mapping[str, float]) -> str:
         """Return a sentence about the `options` with which the queue does not grow."""
         if not options:
-            return self.nothing_holds
+            return cls.nothing_holds
         flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
         return (
             f"It would hold with {' or '.join(flags)}: simulated with "
