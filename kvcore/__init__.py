@@ -15,7 +15,7 @@ if TYPE_CHECKING:
         ScoreEviction,
         Span,
     )
-    from kvcore.cluster import Replica, Router
+    from kvcore.cache.tiers import Tier
     from kvcore.config.recorded import recorded_config
     from kvcore.engine import Backend, Codec, Generator
     from kvcore.engine.retention import ScoreRetention
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from kvcore.request import SLO, Request
     from kvcore.serving import Job, LatencyModel, Scheduler
     from kvcore.serving.drafter import Drafter
-    from kvcore.tiers import Tier
+    from kvcore.serving.router import Replica, Router
     from kvcore.tiers.hierarchy import Tiers
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "kvcore.api": "simulate",
     "kvcore.cache": "EvictionPolicy KVCache PrefixIndex RetentionPolicy ScoreEviction Span",
-    "kvcore.cluster": "Replica Router",
+    "kvcore.cache.tiers": "Tier",
     "kvcore.engine": "Backend Codec Generator",
     "kvcore.errors": "InputError KvcoreError OutOfBlocks PluginError PolicyError StorageError "
     "TraceError",
@@ -54,7 +54,7 @@ _MODULES = {
     "kvcore.request": "SLO Request",
     "kvcore.serving": "Job LatencyModel Scheduler",
     "kvcore.serving.drafter": "Drafter",
-    "kvcore.tiers": "Tier",
+    "kvcore.serving.router": "Replica Router",
     "kvcore.trace": "Trace",
     "kvcore.workloads": "Workload",
     # Of packages, which only this table and `hooks.py` of each of them name.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 
 if TYPE_CHECKING:
     from kvcore.sections import Section

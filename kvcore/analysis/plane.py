@@ -23,13 +23,13 @@ from kvcore.analysis.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore.analysis.serial_replay import served
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
+from kvcore.cache.tiers import Tier
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.tiers import Tier
 from kvcore.tiers.hierarchy import Tiers
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys

@@ -17,7 +17,6 @@ from kvcore.analysis.sweep import Executor, Grid, Plan
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
-from kvcore.cluster import Router
 from kvcore.config.cluster import ClusterParts
 from kvcore.config.cluster_options import ReplicaChoices, replicas_text
 from kvcore.config.values import slo_text
@@ -27,6 +26,7 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, silent
 from kvcore.request import SLO, Request
+from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
 
 if TYPE_CHECKING:

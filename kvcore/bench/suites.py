@@ -11,7 +11,7 @@ from kvcore.bench.machine import describe_machine
 from kvcore.bench.result import BenchResult, Settings, Tell
 from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, PluginError
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 from kvcore.plugins import Plugins
 
 CPU, CUDA = "torch-cpu", "torch-cuda"

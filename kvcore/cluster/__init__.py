@@ -1,7 +1,7 @@
 """Clusters: several servers under one clock, and the routers that pick one for a request."""
 
-from kvcore.cluster.router import Replica, Router
 from kvcore.moved import former
+from kvcore.serving.router import Replica, Router
 
 __all__ = ["Replica", "Router"]
 

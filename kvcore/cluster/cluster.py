@@ -28,10 +28,10 @@ import attrs
 from kvcore.cluster.dispatcher import Dispatcher, PrefixView
 from kvcore.cluster.planner import Autoscaler, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
-from kvcore.cluster.router import Replica, Router
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.loop import NEVER, Arrivals
+from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
 
 if TYPE_CHECKING:

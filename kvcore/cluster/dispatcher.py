@@ -6,10 +6,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from kvcore.cache import KVCache
-from kvcore.cluster.router import Replica, Router
 from kvcore.errors import PolicyError
 from kvcore.plugins.base import FAILURES, find_override, raise_policy_error, wrong_answer
 from kvcore.request import Request
+from kvcore.serving.router import Replica, Router
 
 
 class PrefixView:

@@ -26,11 +26,11 @@ from kvcore.cluster.dispatcher import Dispatcher, PrefixView
 from kvcore.cluster.planner import Autoscaler, Phase, Planner
 from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.cluster.result import Phases, Transfers
-from kvcore.cluster.router import Replica, Router
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
+from kvcore.serving.router import Replica, Router
 from kvcore.tiers.link import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
 

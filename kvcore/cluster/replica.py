@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Callable
 
 from kvcore.cache import KVCache
-from kvcore.cluster.router import Replica
 from kvcore.request import SLO, Request
 from kvcore.serving.decode_batch import StepTimes
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.job import Job
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
+from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS

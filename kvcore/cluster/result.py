@@ -13,7 +13,6 @@ import attrs
 from kvcore.cache.residency import CacheStats
 from kvcore.cluster.cluster import Cluster
 from kvcore.cluster.planner import Change
-from kvcore.cluster.router import Router
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
@@ -26,6 +25,7 @@ from kvcore.serving.result import (
     hit_fields,
     saturation_of,
 )
+from kvcore.serving.router import Router
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
 

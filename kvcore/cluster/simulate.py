@@ -16,12 +16,12 @@ from kvcore.cluster.phases import PhaseCluster, PhaseLoop
 from kvcore.cluster.planner import Planner
 from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
 from kvcore.cluster.result import ClusterResult, merge_logs
-from kvcore.cluster.router import Router
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
 from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
+from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache
 from kvcore.trace.cluster import ClusterTrace
 from kvcore.units import PS_PER_NS

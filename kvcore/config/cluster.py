@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any, cast
 
 from kvcore.cache import Recorder
-from kvcore.cluster import Router
 from kvcore.cluster.cluster import Failure
 from kvcore.cluster.dispatcher import PrefixView
 from kvcore.cluster.phases import Split
@@ -21,6 +20,7 @@ from kvcore.config.run_config import without
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, describe
 from kvcore.request import Request
+from kvcore.serving.router import Router
 from kvcore.trace import Trace
 from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
 from kvcore.trace.fields import plain

@@ -39,13 +39,13 @@ import attrs
 
 from kvcore.cache import Ids, KVCache
 from kvcore.cache.sequence import Sequence as Holder
+from kvcore.cache.tiers import StoredBlock, TierStore
 from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
 from kvcore.plugins import FAILURES, describe
 from kvcore.plugins.base import find_override
 from kvcore.request import Key
-from kvcore.tiers import StoredBlock, TierStore
 from kvcore.tiers.hierarchy import Tiers
 from kvcore.tiers.level import Level, Part, path_ids
 

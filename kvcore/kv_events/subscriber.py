@@ -17,7 +17,6 @@ import attrs
 from attrs.validators import ge, gt
 
 from kvcore.errors import InputError
-from kvcore.extras import import_extra
 from kvcore.kv_events.sequencer import (
     NOT_READ,
     BatchSequencer,
@@ -26,6 +25,7 @@ from kvcore.kv_events.sequencer import (
     StreamItem,
     join_gaps,
 )
+from kvcore.lazy import import_extra
 from kvcore.units import format_seconds
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cluster import Replica, Router
 from kvcore.cluster.dispatcher import Dispatcher, PrefixView
 from kvcore.cluster.views import EventsView, SentIndex, parse_view
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
@@ -27,6 +26,7 @@ from kvcore.online.traffic import Flight, Metrics, TrafficLog
 from kvcore.plugins import Plugins, describe, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
+from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from kvcore.errors import InputError, KvcoreError
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 
 if TYPE_CHECKING:
     from aiohttp import web

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import attrs
 import orjson
 
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
 from kvcore.online.listener import (
     METRICS_HEADERS,

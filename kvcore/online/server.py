@@ -16,7 +16,7 @@ import orjson
 from kvcore.config.engine import EngineParts
 from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError, KvcoreError
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
 from kvcore.online.listener import METRICS_HEADERS, ApiError, Listener, signalled, stopped
 from kvcore.online.metrics import server_metrics

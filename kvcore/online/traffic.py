@@ -8,9 +8,9 @@ from typing import Any
 
 import attrs
 
-from kvcore.cluster import Replica
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 from kvcore.request import Request
+from kvcore.serving.router import Replica
 from kvcore.trace.cluster import ClusterTrace
 from kvcore.trace.writer import LiveTrace
 

@@ -13,7 +13,6 @@ from typing import Any
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.extras import import_extra
 from kvcore.files import (
     FOREIGN,
     CutError,
@@ -22,6 +21,7 @@ from kvcore.files import (
     decompressed,
     unreadable_reason,
 )
+from kvcore.lazy import import_extra
 from kvcore.pages.report_documents import FORMS, DocumentResult
 from kvcore.pages.report_parts import Document, Part, Result, command
 from kvcore.pages.report_runs import Run

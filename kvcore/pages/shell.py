@@ -19,7 +19,7 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 
 LEVEL = 6
 """Level of compression: 9 takes four times as long for 2 % less."""

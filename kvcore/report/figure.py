@@ -8,7 +8,7 @@ from collections.abc import Callable
 from math import ceil, floor, log10
 from typing import TYPE_CHECKING, Any
 
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 
 if TYPE_CHECKING:
     from matplotlib.axis import Axis

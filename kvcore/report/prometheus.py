@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvcore.analysis import Comparison
-from kvcore.extras import import_extra
+from kvcore.lazy import import_extra
 from kvcore.report.tables import plugin_text
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import orjson
 from kvcore.analysis.sweep import Grid, Row, Sweep, axes_of
 from kvcore.config.options import is_plain
 from kvcore.errors import InputError
-from kvcore.extras import import_extra
 from kvcore.files import atomic_file, part_path
+from kvcore.lazy import import_extra
 from kvcore.plugins.options import as_text
 from kvcore.report.charts import is_bound
 from kvcore.report.tables import NONE, counted, share

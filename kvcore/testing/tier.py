@@ -14,11 +14,11 @@ import pytest
 
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.cache.tiers import StoredBlock, Tier, TierStore
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Key, Request
 from kvcore.testing.harness import Traffic, random_requests
 from kvcore.testing.plugin import PluginTests, check_is_named
-from kvcore.tiers import StoredBlock, Tier, TierStore
 from kvcore.tiers.hierarchy import Load, Tiers
 from kvcore.tiers.level import Level
 from kvcore.trace import Trace

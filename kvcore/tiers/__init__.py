@@ -1,7 +1,7 @@
 """Tiers: storage for K/V outside the pool, and the transfers between them."""
 
+from kvcore.cache.tiers import StoredBlock, Tier, TierStore, WriteRule, bandwidth
 from kvcore.moved import former
-from kvcore.tiers.tier import StoredBlock, Tier, TierStore, WriteRule, bandwidth
 
 __all__ = ["StoredBlock", "Tier", "TierStore", "WriteRule", "bandwidth"]
 

@@ -23,11 +23,10 @@ from kvcore.cache.kvcache import KVCache
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
-from kvcore.cache.tiers import PrefillTime
+from kvcore.cache.tiers import PrefillTime, Tier
 from kvcore.plugins import describe, resolve
 from kvcore.request import Request
 from kvcore.tiers.level import Level, Mover, Part
-from kvcore.tiers.tier import Tier
 from kvcore.units import NS_PER_S
 
 

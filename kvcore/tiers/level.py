@@ -13,12 +13,12 @@ from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.sequence import Sequence as Holder
 from kvcore.cache.span import Span
+from kvcore.cache.tiers import Tier
 from kvcore.cache.tree import SpanTree
 from kvcore.plugins import policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
 from kvcore.tiers.link import Link
-from kvcore.tiers.tier import Tier
 from kvcore.units import NS_PER_S
 
 

@@ -12,11 +12,11 @@ from time import perf_counter
 import pytest
 
 from kvcore import KVCache, Request
+from kvcore.cache.tiers import StoredBlock
 from kvcore.engine.executor import tensor_layout
 from kvcore.engine.tiers import TensorMover
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins import resolve
-from kvcore.tiers import StoredBlock
 from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.tier import Disk, Host
 

@@ -2,7 +2,7 @@
 
 from random import Random
 
-from kvcore.tiers import StoredBlock
+from kvcore.cache.tiers import StoredBlock
 
 SIZE = 3000
 

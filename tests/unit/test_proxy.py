@@ -15,7 +15,6 @@ import pytest
 from helpers.upstreams import Upstream, prompt, routed, until
 
 from kvcore import Request
-from kvcore.cluster import Router
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
 from kvcore.kv_events import (
@@ -29,6 +28,7 @@ from kvcore.kv_events import (
 from kvcore.online.prompts import Call
 from kvcore.online.proxy import EventStream
 from kvcore.online.traffic import Flight
+from kvcore.serving.router import Router
 from kvcore.trace import TraceWorkload, read_events
 
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")

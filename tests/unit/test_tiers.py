@@ -6,9 +6,9 @@ from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 
 import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
+from kvcore.cache.tiers import Tier
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
-from kvcore.tiers import Tier
 from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.tier import Host
 

@@ -10,10 +10,10 @@ from helpers.engine import CODECS, SPEC, Exact, Slots, compute, slot_bytes_of
 from helpers.serving import ask
 
 from kvcore import InputError, KVCache, PolicyError, run
+from kvcore.cache.tiers import StoredBlock, Tier, TierStore
 from kvcore.engine import tiers as engine_tiers
 from kvcore.engine.executor import tensor_layout
 from kvcore.plugins import resolve
-from kvcore.tiers import StoredBlock, Tier, TierStore
 from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace.check import check_trace
 

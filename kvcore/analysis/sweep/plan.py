@@ -28,8 +28,8 @@ from kvcore.analysis.sweep.runner import (
 )
 from kvcore.analysis.workers import ATTEMPTS, WorkerDied, queue_of, work_all
 from kvcore.errors import InputError, PluginError
-from kvcore.extras import import_extra
 from kvcore.host import cpus
+from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
 

@@ -23,9 +23,9 @@ from __future__ import annotations
 from struct import Struct
 from typing import Any
 
-from kvcore.extras import import_extra
+from kvcore.cache.tiers import StoredBlock
+from kvcore.lazy import import_extra
 from kvcore.request import Key
-from kvcore.tiers import StoredBlock
 
 HEADER_BYTES = 512
 """Bytes reserved for a header, which a disk writes as a whole."""

@@ -18,8 +18,8 @@ import attrs
 import orjson
 
 from kvcore import InputError, StorageError
+from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.files import as_path, make_directory
-from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.units import format_bytes
 from kvcore_plugins.tier._sealing import HEADER_BYTES, Sealer
 

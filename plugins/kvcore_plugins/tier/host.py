@@ -10,8 +10,8 @@ from typing import ClassVar
 import attrs
 
 from kvcore import InputError
+from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.host import memory as host_memory
-from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.units import format_bytes
 
 

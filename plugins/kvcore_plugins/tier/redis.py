@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NoReturn
 import attrs
 
 from kvcore import InputError
+from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.errors import redact
-from kvcore.extras import import_extra
-from kvcore.tiers import StoredBlock, Tier, TierStore, bandwidth
+from kvcore.lazy import import_extra
 from kvcore.units import picoseconds
 from kvcore_plugins.tier._sealing import Sealer
 

@@ -16,8 +16,8 @@ from attrs.converters import optional
 from attrs.validators import ge, in_, lt
 
 from kvcore import InputError, Request
-from kvcore.extras import import_extra
 from kvcore.files import as_path
+from kvcore.lazy import import_extra
 from kvcore.request import block_keys
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import file_digest
