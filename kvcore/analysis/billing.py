@@ -18,7 +18,7 @@ from kvcore.models.pricing import HOUR, PriceModel, find_price
 from kvcore.request import Key, Request, chain_keys
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S
-from kvcore.workloads.logged import LoggedRequest, Usage
+from kvcore_plugins.workload.logged import LoggedRequest, Usage
 
 _HOUR_NS = int(HOUR) * NS_PER_S
 _NEVER = -(1 << 80)

@@ -15,7 +15,7 @@ from kvcore.plugins.options import nearest
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.request import Key, Request
 from kvcore.units import NS_PER_S
-from kvcore.workloads.logged import LoggedRequest
+from kvcore_plugins.workload.logged import LoggedRequest
 
 REASONS = {
     "short": "the prompt is shorter than any that is cached",

@@ -21,9 +21,9 @@ from kvcore.bench.ceilings import COPY, FROM_HOST, READ, TO_HOST
 from kvcore.bench.clocks import Call, clock_of
 from kvcore.bench.result import Row, Settings, Target
 from kvcore.engine import Backend, RaggedBatch, Rotary, Rotation, TensorLayout
-from kvcore.engine.dtypes import TORCH_DTYPES
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import Codec
+from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 16
 

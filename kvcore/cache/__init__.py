@@ -1,7 +1,6 @@
 """Blocks, block tables, pins, eviction: the mechanics of the KV cache."""
 
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
-from kvcore.cache.ghost import GhostTree
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -18,7 +17,6 @@ __all__ = [
     "BlockPool",
     "CountingPool",
     "EvictionPolicy",
-    "GhostTree",
     "Ids",
     "KVCache",
     "LazyHeap",

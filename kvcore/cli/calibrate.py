@@ -22,9 +22,9 @@ from kvcore.plugins import Plugins
 from kvcore.plugins.options import parse
 from kvcore.sections import Table
 from kvcore.serving.calibration import FOLDS, Calibratable, fit_latency
-from kvcore.serving.measured_steps import COUNTS, write_steps
-from kvcore.serving.step_times import Deployment, EngineName, TableDtype
 from kvcore.units import PS_PER_S, format_seconds
+from kvcore_plugins.latency.measured_steps import COUNTS, write_steps
+from kvcore_plugins.latency.step_times import Deployment, EngineName, TableDtype
 
 if TYPE_CHECKING:
     from kvcore.serving.calibration import Calibration

@@ -29,8 +29,8 @@ from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.report.simulation import report_of
 from kvcore.report.tables import counted
 from kvcore.sections import Section
-from kvcore.serving.measured_steps import write_steps
 from kvcore.units import format_bytes, format_seconds
+from kvcore_plugins.latency.measured_steps import write_steps
 
 OF_PROMPTS, OF_WORKLOADS = ("max_output",), ("limit", "window", "shrink")
 OF_WALL = ("stop_at_eos", "step_times")

@@ -501,7 +501,7 @@ class Compactor:
         keys: torch.Tensor,
     ) -> None:
         """Write the keys that are rotated into their places in `into`."""
-        from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch
 
         rotary = self._rotary[layer]
         assert rotary is not None
@@ -529,7 +529,7 @@ def _weights(
     is True for tokens that are attended to, `[kv_heads, n, tokens]`. A query that reaches no
     token has zeros.
     """
-    from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch
+    from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch
 
     (heads, count, width), (kv_heads, tokens, _) = queries.shape, keys.shape
     asked = widened(queries).reshape(kv_heads, -1, width)

@@ -19,11 +19,11 @@ from kvcore.models.codec import Codec
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
-from kvcore.serving.acceptance import DraftedStep, write_acceptance
 from kvcore.serving.drafter import Drafter
-from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache, serve, serving_parts
+from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
+from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 
 @attrs.frozen(slots=False, eq=False, kw_only=True)

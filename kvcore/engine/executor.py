@@ -24,10 +24,10 @@ from kvcore.models.spec import ModelSpec
 from kvcore.plugins import FAILURES, Plugin, policy_error
 from kvcore.request import Key
 from kvcore.serving import Job, LatencyModel, StepResult, StepWork
-from kvcore.serving.acceptance import DraftedStep
 from kvcore.serving.latency import SimulatedExecutor
-from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.units import PS_PER_NS, format_bytes
+from kvcore_plugins.drafter.measured_acceptance import DraftedStep
+from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 if TYPE_CHECKING:
     from kvcore.engine.tiers import TensorMover

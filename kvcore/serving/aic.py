@@ -8,7 +8,7 @@ from itertools import product
 from typing import Any, NoReturn
 
 from kvcore.errors import InputError, PluginError
-from kvcore.serving.step_times import (
+from kvcore_plugins.latency.step_times import (
     CONTEXT,
     DECODE,
     PAIRS,

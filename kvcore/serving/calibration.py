@@ -13,8 +13,8 @@ from kvcore.errors import InputError
 from kvcore.moved import former
 from kvcore.plugins.options import as_text
 from kvcore.serving.latency import LatencyModel, StepWork
-from kvcore.serving.measured_steps import MeasuredStep, read_steps
 from kvcore.units import PS_PER_S
+from kvcore_plugins.latency.measured_steps import MeasuredStep, read_steps
 
 FOLDS = 5
 """How many times the model is fitted again, without the steps that it is then judged by."""

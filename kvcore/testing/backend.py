@@ -518,7 +518,7 @@ class RandomBatch:
         """
         import torch  # noqa: PLC0415 - the kits are imported without it
 
-        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         random = Random(seed)  # noqa: S311
         sizes = random_layout(random, **fixed)

@@ -90,7 +90,7 @@ class CodecTests(PluginTests):
         """Decoded numbers are within the bound: small, large, with offset or outlier."""
         import torch  # noqa: PLC0415 - the kits are imported without it
 
-        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         codec = self.make()
         normal = _rows(self.block_size, self.width)

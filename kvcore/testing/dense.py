@@ -18,7 +18,7 @@ from kvcore.engine import (
     RaggedBatch,
     Rotation,
 )
-from kvcore.engine.dtypes import TORCH_DTYPES
+from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 
 
 @attrs.frozen

@@ -221,8 +221,8 @@ class GeneratorTests:
         self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
     ) -> list[list[_Call]]:
         """Generate over a dense cache; return the calls of `attend` of each step."""
-        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
         from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         cache, steps = DenseCache(), []
         while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:

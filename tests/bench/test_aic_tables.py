@@ -23,9 +23,9 @@ from kvcore.models.cost import attended_pairs
 from kvcore.serving import StepWork
 from kvcore.serving.aic import compile_engine, compose_steps
 from kvcore.serving.calibration import fit_latency
-from kvcore.serving.measured_steps import MeasuredStep, write_steps
-from kvcore.serving.step_times import Deployment, shipped_grids
 from kvcore_plugins.latency import Linear, Roofline, Table
+from kvcore_plugins.latency.measured_steps import MeasuredStep, write_steps
+from kvcore_plugins.latency.step_times import Deployment, shipped_grids
 
 pytest.importorskip("aiconfigurator_core.sdk.engine", reason="run `tox -e bench-aic`")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcore import Request
 from kvcore.units import NS_PER_S
-from kvcore.workloads.logged import LoggedRequest, PromptPart
+from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 
 
 def request(id_, seconds, text, output=0):

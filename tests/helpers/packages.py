@@ -37,12 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_plugins": {
-        "kvcore_plugins": "*",
-        "kvcore/engine": "dtypes",
-        "kvcore/serving": "acceptance measured_steps step_times",
-        "kvcore/workloads": "logged",
-    },
     "kvcore_tiers": {"kvcore/tiers": "hierarchy level link", "kvcore_plugins/tier": "*"},
     "kvcore_events": {
         "kvcore/cli": "record",

@@ -15,9 +15,9 @@ from helpers.step_lists import random_server
 
 from kvcore.serving import StepWork
 from kvcore.serving.calibration import fit_latency
-from kvcore.serving.measured_steps import read_steps
 from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_plugins.latency import Linear, Roofline
+from kvcore_plugins.latency.measured_steps import read_steps
 
 with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from helpers import vllm_engine

@@ -11,8 +11,8 @@ from kvcore.analysis.billing import Charge, PromptCache, bill, hit_charge
 from kvcore.analysis.comparison import compare
 from kvcore.models.pricing import PriceModel, find_price
 from kvcore.units import NS_PER_S
-from kvcore.workloads.logged import Usage
 from kvcore_plugins.workload import Zipf
+from kvcore_plugins.workload.logged import Usage
 
 HOUR = 3600 * NS_PER_S
 PRICE = PriceModel(

@@ -13,8 +13,8 @@ from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
 from kvcore.serving.calibration import fit_latency
-from kvcore.serving.measured_steps import MeasuredStep
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
+from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 GRID = list(product((0, 512, 4096), (1, 16, 64), (1000, 90_000)))

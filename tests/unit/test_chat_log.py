@@ -8,8 +8,8 @@ import pytest
 
 from kvcore.analysis.billing import bill
 from kvcore.errors import InputError
-from kvcore.workloads.logged import LoggedRequest, Usage
 from kvcore_plugins.workload import Chat
+from kvcore_plugins.workload.logged import LoggedRequest, Usage
 
 HOUR = 3600 * 10**9
 TEXT = {"type": "text", "text": "What is a yawl? And a ketch?"}

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, Span
-from kvcore.cache import GhostTree
 from kvcore.testing import Driver, Traffic, random_steps, step_lists
 from kvcore_plugins.eviction import LRU, Adaptive
+from kvcore_plugins.eviction.ghost import GhostTree
 
 KEY = 6
 HINTS = Traffic(key_tokens=KEY, hints=True)

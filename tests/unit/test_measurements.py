@@ -8,7 +8,7 @@ import pytest
 
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
-from kvcore.serving.measured_steps import MeasuredStep, read_steps
+from kvcore_plugins.latency.measured_steps import MeasuredStep, read_steps
 
 HEADER = "prefill_tokens,decode_sequences,context_tokens,seconds"
 

@@ -10,7 +10,7 @@ from kvcore.analysis.prompt_misses import REASONS, explain_prompts
 from kvcore.errors import InputError
 from kvcore.models.pricing import find_price
 from kvcore.units import NS_PER_S
-from kvcore.workloads.logged import Usage
+from kvcore_plugins.workload.logged import Usage
 
 AUTOMATIC = "input=4,cached=1,ttl=300"
 EXPLICIT = "input=4,cached=1,write=5,ttl=300,breakpoints=4"

@@ -16,9 +16,15 @@ from kvcore import InputError, PluginError
 from kvcore.models.catalogue import MODELS
 from kvcore.serving import StepWork
 from kvcore.serving.aic import compose_steps
-from kvcore.serving.measured_steps import write_steps
-from kvcore.serving.step_times import DECODE, PREFILL, Deployment, shipped_grid, shipped_grids
 from kvcore_plugins.latency import Table
+from kvcore_plugins.latency.measured_steps import write_steps
+from kvcore_plugins.latency.step_times import (
+    DECODE,
+    PREFILL,
+    Deployment,
+    shipped_grid,
+    shipped_grids,
+)
 
 HELD_OUT = Path(__file__).parents[1] / "data" / "aic_steps.json.gz"
 ASKED = Deployment("llama-3.1-8b", "h100", 1, "vllm", "bf16")

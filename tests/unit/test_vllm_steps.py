@@ -15,8 +15,8 @@ import pytest
 
 import kvcore.serving.calibration as calibration_module
 from kvcore.serving.calibration import fit_latency
-from kvcore.serving.measured_steps import read_steps
 from kvcore_plugins.latency import Linear
+from kvcore_plugins.latency.measured_steps import read_steps
 
 SOURCE = Path(calibration_module.__file__).with_name("vllm_steps.py")
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from kvcore import InputError
 from kvcore.engine import TensorLayout
-from kvcore.engine.dtypes import PLANE_DTYPES, TORCH_DTYPES
 from kvcore.models.codec import Codec, Part, Plane
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.plugins.base import wrong_answer
@@ -27,6 +26,7 @@ from kvcore_plugins.backend._pool import (
     gathered,
     kernels_for,
 )
+from kvcore_plugins.codec.dtypes import PLANE_DTYPES, TORCH_DTYPES
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.store import Target

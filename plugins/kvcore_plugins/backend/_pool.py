@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch, Rotation, TensorLayout
-from kvcore.engine.dtypes import TORCH_DTYPES
+from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from kvcore_plugins.backend.kernels.copy import RowMover

@@ -17,7 +17,6 @@ from torch.nn.functional import embedding_bag, scaled_dot_product_attention
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch
-from kvcore.engine.dtypes import widened
 from kvcore_plugins.backend._pool import Gather, LayerTensor, Pool
 from kvcore_plugins.backend._step_plan import (
     DecodeGroup,
@@ -28,6 +27,7 @@ from kvcore_plugins.backend._step_plan import (
     StepPlan,
     Tile,
 )
+from kvcore_plugins.codec.dtypes import widened
 
 CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
 """Bytes of K/V gathered at a time: they fit into caches on a CPU, and occupy a GPU."""

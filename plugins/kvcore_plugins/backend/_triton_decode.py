@@ -11,12 +11,12 @@ import triton
 from torch import Tensor
 from triton import language as tl
 
-from kvcore.engine.dtypes import PLANE_DTYPES
 from kvcore_plugins.backend._coded_pool import CodedHalf, CodedPool
 from kvcore_plugins.backend._pool import Half, LayerTensor, Pool
 from kvcore_plugins.backend._step_plan import DecodeKernel, LayerKind, NewToken
 from kvcore_plugins.backend.kernels import decode
 from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
+from kvcore_plugins.codec.dtypes import PLANE_DTYPES
 
 TILE = 64
 """Tokens that a program reads at a time."""

@@ -170,7 +170,7 @@ class TorchBackend(Backend):
         Raises:
             InputError: the dtype is unknown.
         """
-        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - see the module
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - see the module
 
         if dtype is None:
             found = torch.as_tensor(data)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvcore.engine.dtypes import widened
+from kvcore_plugins.codec.dtypes import widened
 
 FP16_MAX = 65504.0
 """The greatest number of fp16, to which greater ones are cut."""

@@ -58,8 +58,8 @@ class _FP8(Codec):
         Greater numbers than the format has, infinite ones too, become its greatest; by head,
         numbers are cut to the range of fp16 first. NaN stays NaN, by head in the whole row.
         """
-        from kvcore.engine.dtypes import PLANE_DTYPES  # noqa: PLC0415 - torch
         from kvcore_plugins.codec._uniform import rounded_up, saturated  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec.dtypes import PLANE_DTYPES  # noqa: PLC0415 - torch
 
         dtype = PLANE_DTYPES[self.name]
         if self.scale == "tensor":

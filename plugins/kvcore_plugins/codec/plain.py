@@ -17,7 +17,7 @@ class _Plain(Codec):
 
     def encode(self, part: Part, rows: Any) -> tuple[Any, ...]:
         """Return the rows rounded to the dtype. Numbers beyond its range become infinite."""
-        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
 
         assert self.dtype is not None
         return (rows.to(TORCH_DTYPES[self.dtype]),)

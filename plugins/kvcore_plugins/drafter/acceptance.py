@@ -13,8 +13,8 @@ from kvcore import Drafter, InputError, LatencyModel, Request
 from kvcore.models.catalogue import find_model
 from kvcore.models.spec import ModelSpec
 from kvcore.serving import StepWork
-from kvcore.serving.acceptance import read_acceptance
 from kvcore.serving.drafter import HeadCost, ModelCost
+from kvcore_plugins.drafter.measured_acceptance import read_acceptance
 
 KEPT = 4096
 """Requests whose last digest is kept."""

@@ -8,8 +8,8 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
-from kvcore.cache import GhostTree
 from kvcore.plugins import find_override
+from kvcore_plugins.eviction.ghost import GhostTree
 
 DRAW_BITS = 53
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 from kvcore import Request, Span
-from kvcore.cache import GhostTree, LazyHeap
+from kvcore.cache import LazyHeap
+from kvcore_plugins.eviction.ghost import GhostTree
 from kvcore_plugins.eviction.queues import QueuePolicy
 
 

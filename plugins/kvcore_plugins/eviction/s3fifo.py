@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import ClassVar, NamedTuple
 
 from kvcore import InputError, Span
-from kvcore.cache import GhostTree, LazyHeap
+from kvcore.cache import LazyHeap
+from kvcore_plugins.eviction.ghost import GhostTree
 from kvcore_plugins.eviction.queues import QueuePolicy, same_history
 
 MAX_FREQUENCY = 3

@@ -18,8 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from kvcore import InputError
 from kvcore.engine import Rotary
-from kvcore.engine.dtypes import TORCH_DTYPES
 from kvcore.models.spec import ModelSpec
+from kvcore_plugins.codec.dtypes import TORCH_DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -169,7 +169,7 @@ class HuggingFace(SamplingGenerator):
             InputError: no tensor has this dtype, or the model does not call attention by
                 name.
         """
-        from kvcore.engine.dtypes import TORCH_DTYPES  # noqa: PLC0415
+        from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415
         from kvcore_plugins.generator._hf_model import switch_over  # noqa: PLC0415
 
         super().load(backend, dtype)

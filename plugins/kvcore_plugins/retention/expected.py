@@ -69,7 +69,7 @@ class Expected(ScoreRetention):
 
     def score(self, held: HeldTokens) -> Tensor:
         """Return the expected attention to each token, times the norm of its value."""
-        from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch: not in a simulation
+        from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch: not in a simulation
 
         keys, queries = widened(held.keys), widened(held.queries)
         position, count = held.seq.position, queries.shape[2]

@@ -31,6 +31,6 @@ class KNorm(ScoreRetention):
 
     def score(self, held: HeldTokens) -> Tensor:
         """Return the negated norm of each key."""
-        from kvcore.engine.dtypes import widened  # noqa: PLC0415 - torch: not in a simulation
+        from kvcore_plugins.codec.dtypes import widened  # noqa: PLC0415 - torch: not in a simulation
 
         return -widened(held.keys).norm(dim=-1)

@@ -12,8 +12,8 @@ from typing import NamedTuple
 import orjson
 
 from kvcore.units import NS_PER_S
-from kvcore.workloads.logged import LoggedRequest, PromptPart, Usage
 from kvcore_plugins.workload._messages import MARK, block_text, unmarked
+from kvcore_plugins.workload.logged import LoggedRequest, PromptPart, Usage
 from kvcore_plugins.workload.rows import Row
 
 _TTLS = {None: 0, "5m": 300 * NS_PER_S, "1h": 3600 * NS_PER_S}

@@ -14,8 +14,8 @@ import attrs
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.serving.measured_steps import MeasuredStep
 from kvcore.units import PS_PER_S
+from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]
 """Engines with step times in the package."""
