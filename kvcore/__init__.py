@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from kvcore.serving import Job, LatencyModel, Scheduler
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.router import Replica, Router
-    from kvcore.tiers.hierarchy import Tiers
     from kvcore.trace import Trace
     from kvcore.workloads import Workload
     from kvcore_cluster.api import simulate_cluster
     from kvcore_engine.api import run
     from kvcore_lab.api import compare, find_capacity, plan, validate
+    from kvcore_tiers.hierarchy import Tiers
 
 _MODULES = {
     "kvcore.api": "simulate",
@@ -61,7 +61,7 @@ _MODULES = {
     "kvcore.config.recorded": "recorded_config",
     "kvcore.engine.retention": "ScoreRetention",
     "kvcore.report.notebook": "report_html report_on",
-    "kvcore.tiers.hierarchy": "Tiers",
+    "kvcore_tiers.hierarchy": "Tiers",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
     "kvcore_lab.api": "compare find_capacity plan validate",

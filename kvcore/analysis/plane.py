@@ -30,10 +30,10 @@ from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
-from kvcore.tiers.hierarchy import Tiers
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
+from kvcore_tiers.hierarchy import Tiers
 
 if TYPE_CHECKING:
     from kvcore.analysis._mrc_kernels import Array

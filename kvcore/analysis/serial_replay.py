@@ -15,7 +15,7 @@ from kvcore.plugins import find_override
 from kvcore.request import Request
 
 if TYPE_CHECKING:
-    from kvcore.tiers.hierarchy import Tiers
+    from kvcore_tiers.hierarchy import Tiers
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
@@ -50,7 +50,7 @@ def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:
     open_, commit, close = cache.open, cache.commit, cache.close
     tiers = cache.tiers
     if tiers is not None:
-        from kvcore.tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
+        from kvcore_tiers.link import InstantLink  # noqa: PLC0415 - most replays have no tiers
 
         for level in cast("Tiers", tiers).levels:
             level.link = InstantLink()

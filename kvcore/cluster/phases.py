@@ -31,8 +31,8 @@ from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
-from kvcore.tiers.link import Link
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
+from kvcore_tiers.link import Link
 
 POOLS = ("prefill", "decode", "mixed")
 """The pools of a cluster with split phases, in the order of their replicas' numbers."""

@@ -29,7 +29,7 @@ from kvcore.trace.fields import plain, slo_field, slo_of
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
-    from kvcore.tiers.hierarchy import Tiers
+    from kvcore_tiers.hierarchy import Tiers
 
 TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
 """Options that only a run with a clock has."""

@@ -31,7 +31,7 @@ from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 if TYPE_CHECKING:
     from kvcore.engine.tiers import TensorMover
-    from kvcore.tiers.hierarchy import Tiers
+    from kvcore_tiers.hierarchy import Tiers
 
 Clock = Literal["model", "wall"]
 """Clock of a run: the latency model's, or the wall clock of this machine."""

@@ -46,8 +46,8 @@ from kvcore.errors import InputError
 from kvcore.plugins import FAILURES, describe
 from kvcore.plugins.base import find_override
 from kvcore.request import Key
-from kvcore.tiers.hierarchy import Tiers
-from kvcore.tiers.level import Level, Part, path_ids
+from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.level import Level, Part, path_ids
 
 SCHEMA = 1
 """Version of the names and the layout of stored K/V: raised if old slots must not be read."""

@@ -19,10 +19,10 @@ from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Key, Request
 from kvcore.testing.harness import Traffic, random_requests
 from kvcore.testing.plugin import PluginTests, check_is_named
-from kvcore.tiers.hierarchy import Load, Tiers
-from kvcore.tiers.level import Level
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S
+from kvcore_tiers.hierarchy import Load, Tiers
+from kvcore_tiers.level import Level
 
 _BLOCK = 4
 _OPEN = 4

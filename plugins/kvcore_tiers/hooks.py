@@ -9,7 +9,7 @@ from kvcore import hookimpl
 def kvcore_tiers() -> dict[str, str]:
     """Return the tiers."""
     return {
-        "disk": "kvcore_plugins.tier.disk:Disk",
-        "host": "kvcore_plugins.tier.host:Host",
-        "redis": "kvcore_plugins.tier.redis:Redis",
+        "disk": "kvcore_tiers.tier.disk:Disk",
+        "host": "kvcore_tiers.tier.host:Host",
+        "redis": "kvcore_tiers.tier.redis:Redis",
     }

@@ -17,8 +17,8 @@ from kvcore.engine.executor import tensor_layout
 from kvcore.engine.tiers import TensorMover
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins import resolve
-from kvcore.tiers.hierarchy import Tiers
-from kvcore_plugins.tier import Disk, Host
+from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.tier import Disk, Host
 
 LEAST = 0.7
 TOTAL = 256 << 20

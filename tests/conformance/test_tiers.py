@@ -6,8 +6,8 @@ import pytest
 
 from kvcore import Plugins
 from kvcore.testing import TierTests
-from kvcore_plugins.tier import Disk, Host, Redis
-from kvcore_plugins.tier._sealing import HEADER_BYTES
+from kvcore_tiers.tier import Disk, Host, Redis
+from kvcore_tiers.tier._sealing import HEADER_BYTES
 
 
 class TestHost(TierTests):

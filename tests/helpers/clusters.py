@@ -17,8 +17,8 @@ from kvcore.cluster.phases import Split
 from kvcore.cluster.simulate import simulate_cluster
 from kvcore.cluster.views import parse_view
 from kvcore.serving import Batching
-from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace.cluster import ClusterTrace
+from kvcore_tiers.hierarchy import Tiers
 
 
 @attrs.define(eq=False)

@@ -19,7 +19,7 @@ from kvcore.engine.executor import tensor_layout
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import resolve
 from kvcore.serving import Batching
-from kvcore.tiers.hierarchy import Tiers
+from kvcore_tiers.hierarchy import Tiers
 
 SPEC = ModelSpec(
     name="exact", layers=2, query_heads=1, kv_heads=1, head_dim=1, hidden_size=1, parameters=1

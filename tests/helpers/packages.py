@@ -37,7 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_tiers": {"kvcore/tiers": "hierarchy level link", "kvcore_plugins/tier": "*"},
     "kvcore_events": {
         "kvcore/cli": "record",
         "kvcore/kv_events": "*",

@@ -18,7 +18,7 @@ from helpers.engine import SPEC, compute, slot_bytes_of
 from helpers.serving import ask
 from helpers.tiers import SIZE, blocks, read, write
 
-from kvcore_plugins.tier import Disk, disk
+from kvcore_tiers.tier import Disk, disk
 
 SLOTS = 8
 SLOT = slot_bytes_of(SPEC, 4)

@@ -16,8 +16,8 @@ from kvcore import KVCache, Trace
 from kvcore.serving import Batching
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals, ServingLoop
-from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace.check import check_trace
+from kvcore_tiers.hierarchy import Tiers
 
 SCHEDULERS = ("fcfs", "srpt", "urgent", "latest", "planning", "fair")
 

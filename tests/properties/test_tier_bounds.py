@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from kvcore import KVCache
 from kvcore.analysis import Belady, Future, replay, served
 from kvcore.cache.layout import BlockLayout
-from kvcore.tiers.hierarchy import Tiers
+from kvcore_tiers.hierarchy import Tiers
 
 NAMES = [name for name in POLICIES if ":" not in name]
 SLOT = 1000

@@ -32,10 +32,10 @@ from kvcore.testing import (
     random_requests,
     random_steps,
 )
-from kvcore.tiers.hierarchy import Tiers
-from kvcore.tiers.level import Level
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
-from kvcore_plugins.tier import Host
+from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.level import Level
+from kvcore_tiers.tier import Host
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 SOME = ("fcfs", "urgent", "planning")

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache
-from kvcore.tiers.hierarchy import Tiers
+from kvcore_tiers.hierarchy import Tiers
 
 ROWS = st.tuples(st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 400))
 """A prompt's branch, blocks, tokens after these, and ns since the last prompt."""

@@ -16,7 +16,7 @@ from kvcore.serving.contiguous import (
 )
 from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.stats import TokenGaps
-from kvcore.tiers.hierarchy import Tiers
+from kvcore_tiers.hierarchy import Tiers
 
 
 def taken(size, *lengths):

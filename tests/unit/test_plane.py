@@ -12,8 +12,8 @@ from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.report.plane import PlaneReport
 from kvcore_plugins.eviction import FIFO
-from kvcore_plugins.tier import Host
 from kvcore_plugins.workload import Zipf
+from kvcore_tiers.tier import Host
 
 pytest.importorskip("numba", reason="needs the extra `lab`")
 

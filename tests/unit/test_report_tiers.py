@@ -11,7 +11,7 @@ from kvcore import KVCache, simulate
 from kvcore.report.prometheus import run_metrics
 from kvcore.report.simulation import SimulationReport, thrashing
 from kvcore.serving import Batching
-from kvcore.tiers.hierarchy import Tiers
+from kvcore_tiers.hierarchy import Tiers
 
 SLOT = 1000
 """Bytes of a block."""

@@ -17,7 +17,7 @@ from helpers import tier_kills
 from helpers.tiers import SIZE, blocks, read, write
 
 from kvcore import InputError, PluginError, StorageError
-from kvcore_plugins.tier import Disk, disk
+from kvcore_tiers.tier import Disk, disk
 
 SLOTS = 8
 

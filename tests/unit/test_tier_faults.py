@@ -14,7 +14,7 @@ from helpers.redis_server import answering, running
 from helpers.tier_kills import OPTIONS, disk_tier, sessions, tier
 
 from kvcore.engine import tiers as engine_tiers
-from kvcore_plugins.tier import disk, redis
+from kvcore_tiers.tier import disk, redis
 
 
 @pytest.fixture(scope="module")

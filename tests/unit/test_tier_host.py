@@ -8,7 +8,7 @@ import pytest
 from helpers.tiers import SIZE, blocks, read, write
 
 from kvcore import InputError
-from kvcore_plugins.tier import Host, host
+from kvcore_tiers.tier import Host, host
 
 SLOTS = 8
 

@@ -14,9 +14,9 @@ from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins import describe
 from kvcore.plugins.options import Spec
-from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.eviction import LFU
-from kvcore_plugins.tier import Disk, Host
+from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.tier import Disk, Host
 from tests.helpers.commands import run_here
 
 ZIPF = "zipf:requests=20,prefixes=3"

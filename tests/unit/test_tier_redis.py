@@ -10,9 +10,9 @@ from helpers.tiers import SIZE, blocks, read, write
 
 from kvcore import InputError, KVCache, PluginError
 from kvcore.plugins import resolve
-from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace import Trace
-from kvcore_plugins.tier import Redis, redis
+from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.tier import Redis, redis
 
 SLOTS = 8
 

@@ -9,8 +9,8 @@ from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.cache.tiers import Tier
 from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
-from kvcore.tiers.hierarchy import Tiers
-from kvcore_plugins.tier import Host
+from kvcore_tiers.hierarchy import Tiers
+from kvcore_tiers.tier import Host
 
 FAST = "read_bandwidth=64GB,write_bandwidth=64GB,latency=0"
 """Bandwidths at which a block of 64 bytes moves in one nanosecond."""

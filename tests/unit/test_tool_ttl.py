@@ -5,8 +5,8 @@ from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, KVCache
 from kvcore.analysis import replay
-from kvcore.tiers.hierarchy import Tiers
 from kvcore_plugins.eviction import LRU, ToolTTL
+from kvcore_tiers.hierarchy import Tiers
 
 SECOND = 10**9
 

@@ -13,7 +13,6 @@ from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 from kvcore import KVCache, Request, Trace, TraceError
 from kvcore.analysis import compare, explain
 from kvcore.serving import Batching, simulate
-from kvcore.tiers.hierarchy import Tiers
 from kvcore.trace import read_events
 from kvcore.trace import tiers as traced
 from kvcore.trace.check import check_trace
@@ -23,6 +22,7 @@ from kvcore.trace.state import CacheState
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
+from kvcore_tiers.hierarchy import Tiers
 
 LINES = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
 

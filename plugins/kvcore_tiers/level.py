@@ -18,8 +18,8 @@ from kvcore.cache.tree import SpanTree
 from kvcore.plugins import policy_error, resolve
 from kvcore.plugins.base import FAILURES
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
-from kvcore.tiers.link import Link
 from kvcore.units import NS_PER_S
+from kvcore_tiers.link import Link
 
 
 @attrs.define

@@ -21,7 +21,7 @@ from kvcore import InputError, StorageError
 from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.files import as_path, make_directory
 from kvcore.units import format_bytes
-from kvcore_plugins.tier._sealing import HEADER_BYTES, Sealer
+from kvcore_tiers.tier._sealing import HEADER_BYTES, Sealer
 
 if sys.platform != "win32":
     import fcntl

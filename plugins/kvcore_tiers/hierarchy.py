@@ -26,8 +26,8 @@ from kvcore.cache.span import Span
 from kvcore.cache.tiers import PrefillTime, Tier
 from kvcore.plugins import describe, resolve
 from kvcore.request import Request
-from kvcore.tiers.level import Level, Mover, Part
 from kvcore.units import NS_PER_S
+from kvcore_tiers.level import Level, Mover, Part
 
 
 @attrs.define(eq=False)

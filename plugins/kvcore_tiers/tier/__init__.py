@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
-    from kvcore_plugins.tier.disk import Disk
-    from kvcore_plugins.tier.host import Host
-    from kvcore_plugins.tier.redis import Redis
+    from kvcore_tiers.tier.disk import Disk
+    from kvcore_tiers.tier.host import Host
+    from kvcore_tiers.tier.redis import Redis
 else:
     from kvcore_tiers.hooks import kvcore_tiers
 

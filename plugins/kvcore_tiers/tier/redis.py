@@ -15,7 +15,7 @@ from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
 from kvcore.errors import redact
 from kvcore.lazy import import_extra
 from kvcore.units import picoseconds
-from kvcore_plugins.tier._sealing import Sealer
+from kvcore_tiers.tier._sealing import Sealer
 
 CHUNK_BYTES = 4 << 20
 """Bytes of a value, which keep a server busy for about a millisecond."""
