@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from kvcore.kv_events import BlockStored, EventBatch, Publisher, encode
+from kvcore_events.formats import encode
+from kvcore_events.model import BlockStored, EventBatch
+from kvcore_events.publisher import Publisher
 from kvcore_plugins.workload import Mooncake
 
 

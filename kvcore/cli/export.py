@@ -29,8 +29,8 @@ USUAL_KEY_TOKENS = 512
 
 
 def _events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
-    from kvcore.kv_events import RecordingWriter  # noqa: PLC0415 - a slow room
-    from kvcore.kv_events.export import event_batches  # noqa: PLC0415 - a slow room
+    from kvcore_events.export import event_batches  # noqa: PLC0415 - a slow room
+    from kvcore_events.recording import RecordingWriter  # noqa: PLC0415 - a slow room
 
     batches = 0
     with RecordingWriter(out, engine="kvcore") as recording:
@@ -45,7 +45,7 @@ def _announce(trace: Path, out: Path, replica: str | None, *, force: bool) -> No
     Raises:
         StorageError: the disk has too little free space, and `force` is not given.
     """
-    from kvcore.kv_events.export import ExportSize  # noqa: PLC0415 - as above
+    from kvcore_events.export import ExportSize  # noqa: PLC0415 - as above
 
     with reading("counting", trace) as tick:
         size = ExportSize.of(trace, tick, replica)
@@ -69,8 +69,9 @@ def _announce(trace: Path, out: Path, replica: str | None, *, force: bool) -> No
 def _publish(
     trace: Path, address: str, replay: str | None, replica: str | None
 ) -> dict[str, Any]:
-    from kvcore.kv_events import Publisher, encode  # noqa: PLC0415 - as above
-    from kvcore.kv_events.export import event_batches  # noqa: PLC0415 - as above
+    from kvcore_events.export import event_batches  # noqa: PLC0415 - as above
+    from kvcore_events.formats import encode  # noqa: PLC0415 - as above
+    from kvcore_events.publisher import Publisher  # noqa: PLC0415 - as above
 
     payloads = map(encode, event_batches(trace, replica=replica))
     # A file that is no trace is refused before a subscriber is waited for.
@@ -81,8 +82,8 @@ def _publish(
 
 
 def _router_events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
-    from kvcore.kv_events import encode  # noqa: PLC0415 - as above
-    from kvcore.kv_events.export import dynamo_batches, write_lines  # noqa: PLC0415 - as above
+    from kvcore_events.export import dynamo_batches, write_lines  # noqa: PLC0415 - as above
+    from kvcore_events.formats import encode  # noqa: PLC0415 - as above
 
     worker = 0 if replica is None else int(replica.partition(":")[0])
     batches = dynamo_batches(trace, worker, tick, replica)
@@ -91,7 +92,7 @@ def _router_events(trace: Path, out: Path, tick: Tick, replica: str | None) -> d
 
 
 def _requests(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
-    from kvcore.kv_events.export import MooncakeRows, write_lines  # noqa: PLC0415 - as above
+    from kvcore_events.export import MooncakeRows, write_lines  # noqa: PLC0415 - as above
 
     _refuse(replica, "mooncake has the requests of all replicas")
     rows = MooncakeRows(trace, tick)
@@ -100,8 +101,8 @@ def _requests(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[s
 
 
 def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
-    from kvcore.kv_events.export import write_lines  # noqa: PLC0415 - as above
     from kvcore.report.perfetto import PerfettoTrace  # noqa: PLC0415 - for this format alone
+    from kvcore_events.export import write_lines  # noqa: PLC0415 - as above
 
     _refuse(replica, "perfetto has all replicas, each with processes of its own")
     document = PerfettoTrace(trace, tick)

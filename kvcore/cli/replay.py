@@ -62,7 +62,7 @@ def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
     FILE may be the directory that --out of simulate or run wrote, or a recording of a real
     server's KV events, as `kvcore record` writes it: it is checked, and its counts are shown.
     """
-    from kvcore.kv_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
+    from kvcore_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 
     price = asked.pop("price")
     given = {name: value for name, value in asked.items() if value is not None}
@@ -106,7 +106,7 @@ def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
 
 def _show_recording(file: Path, *, as_json: bool) -> None:
     """Check a recording of KV events, and print its counts."""
-    from kvcore.kv_events import check_recording  # noqa: PLC0415 - traces do without it
+    from kvcore_events.block_tracker import check_recording  # noqa: PLC0415 - traces do without it
 
     with reading("checking", file) as tick:
         report = check_recording(file, tick=tick)

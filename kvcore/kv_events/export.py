@@ -15,18 +15,18 @@ import orjson
 from msgspec import UNSET
 
 from kvcore.files import MOST_VALUES
-from kvcore.kv_events.model import (
-    NS_PER_MS,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-)
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events, read_events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.trace.replicas import ServerReader
 from kvcore.trace.state import CacheState
 from kvcore.units import NS_PER_S
+from kvcore_events.model import (
+    NS_PER_MS,
+    BlockRemoved,
+    BlockStored,
+    EventBatch,
+)
 
 MEDIUM = "GPU"
 

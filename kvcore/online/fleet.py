@@ -16,11 +16,6 @@ import attrs
 from kvcore.cluster.dispatcher import Dispatcher, PrefixView
 from kvcore.cluster.views import EventsView, SentIndex, parse_view
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
-from kvcore.kv_events.block_tracker import BlockTracker
-from kvcore.kv_events.formats import decode
-from kvcore.kv_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash
-from kvcore.kv_events.sequencer import Delivery, Gap, Restart, StreamItem
-from kvcore.kv_events.subscriber import Server, Subscriber
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.online.traffic import Flight, Metrics, TrafficLog
 from kvcore.plugins import Plugins, describe, resolve
@@ -28,6 +23,11 @@ from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S
+from kvcore_events.block_tracker import BlockTracker
+from kvcore_events.formats import decode
+from kvcore_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash
+from kvcore_events.sequencer import Delivery, Gap, Restart, StreamItem
+from kvcore_events.subscriber import Server, Subscriber
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

@@ -231,7 +231,7 @@ class Server:
             stack.callback(executor.close, whole=True)
             stored = None
             if config.kv_events is not None:
-                from kvcore.kv_events.publisher import Publisher  # noqa: PLC0415 - zmq
+                from kvcore_events.publisher import Publisher  # noqa: PLC0415 - zmq
 
                 publisher = Publisher(config.kv_events, config.kv_replay)
                 stored = StoredBlocks(cache, publisher)

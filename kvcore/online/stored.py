@@ -11,11 +11,11 @@ from time import time
 from kvcore.cache import KVCache, Span
 from kvcore.cache.tree import Watcher
 from kvcore.engine.tokens import TokenStream
-from kvcore.kv_events import encode
-from kvcore.kv_events.model import BlockRemoved, BlockStored, EventBatch
-from kvcore.kv_events.publisher import Publisher
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.job import Job
+from kvcore_events.formats import encode
+from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
+from kvcore_events.publisher import Publisher
 
 MEDIUM = "GPU"
 _POLL_SECONDS = 0.02

@@ -9,8 +9,8 @@ from kvcore.report.tables import setup, share
 from kvcore.sections import Section, Table
 
 if TYPE_CHECKING:
-    from kvcore.kv_events import RecordingReport
     from kvcore.trace.check import Report
+    from kvcore_events.block_tracker import RecordingReport
 
 MOST_ROWS = 16
 """Largest number of replicas in a table."""
@@ -87,7 +87,7 @@ def _recording_counts(report: RecordingReport) -> Iterator[tuple[str, str]]:
 
 
 def _anomalies(report: RecordingReport) -> Iterator[tuple[str, str]]:
-    from kvcore.kv_events.block_tracker import KINDS  # noqa: PLC0415 - traces do without it
+    from kvcore_events.block_tracker import KINDS  # noqa: PLC0415 - traces do without it
 
     for what in ("restarts", "replayed", "garbage"):
         count = getattr(report, what)

@@ -10,10 +10,10 @@ from kvcore.hookspecs import Verb
 def kvcore_commands() -> dict[str, Verb]:
     """Return the verbs."""
     about = "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
-    return {"record": Verb("kvcore.cli.record:record", about)}
+    return {"record": Verb("kvcore_events.cli:record", about)}
 
 
 @hookimpl
 def kvcore_workloads() -> dict[str, str]:
     """Return recordings of KV events as workloads."""
-    return {"kv-events": "kvcore_plugins.workload.kv_events:KvEvents"}
+    return {"kv-events": "kvcore_events.workload:KvEvents"}

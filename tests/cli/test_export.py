@@ -8,9 +8,9 @@ from helpers.traces import BLOCK, ask, lines, record, seal, write
 
 from kvcore.cli import export as exporting
 from kvcore.cli.main import run
-from kvcore.kv_events import check_recording
-from kvcore.kv_events.export import ExportSize
 from kvcore.trace.check import check_trace
+from kvcore_events.block_tracker import check_recording
+from kvcore_events.export import ExportSize
 from kvcore_plugins.workload import Mooncake
 
 

@@ -14,18 +14,15 @@ from helpers.commands import run_here, running
 from helpers.engine_wire import Engine
 
 from kvcore.analysis import compare
-from kvcore.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
+from kvcore_events.formats import encode
+from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvcore_events.recording import (
     Lost,
     Received,
     RecordingReader,
     RecordingWriter,
     Restarted,
     Skipped,
-    encode,
 )
 from kvcore_plugins.workload import Zipf
 
@@ -193,9 +190,9 @@ def test_a_full_disk_leaves_the_written_part(engine, tmp_path):
 
 KILLED = """
 import os, signal, sys
-from kvcore.kv_events.recording import record
-from kvcore.kv_events.recording import RecordingWriter
-from kvcore.kv_events.subscriber import Server, Subscriber
+from kvcore_events.recording import record
+from kvcore_events.recording import RecordingWriter
+from kvcore_events.subscriber import Server, Subscriber
 
 def kill(tally):
     if tally.batches == 2000:

@@ -9,7 +9,7 @@ from helpers.commands import as_process, run_here
 from helpers.kv_events import DYNAMO, batch, record, removed, stored
 from helpers.traces import record as record_trace
 
-from kvcore.kv_events import RecordingWriter
+from kvcore_events.recording import RecordingWriter
 
 run = partial(run_here, "replay")
 

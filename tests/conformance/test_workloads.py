@@ -9,6 +9,7 @@ from helpers.kv_events import batch, record, stored
 
 from kvcore.analysis import compare
 from kvcore.testing.workload import WorkloadTests
+from kvcore_events.workload import KvEvents
 from kvcore_plugins.workload import (
     Azure,
     Bench,
@@ -21,7 +22,6 @@ from kvcore_plugins.workload import (
     Weka,
     Zipf,
 )
-from kvcore_plugins.workload.kv_events import KvEvents
 
 DATA = Path(__file__).parents[1] / "data"
 

@@ -9,9 +9,10 @@ import attrs
 import pytest
 
 from kvcore.cli.export import export
-from kvcore.cli.record import record
-from kvcore.kv_events import Delivery, Gap, InvalidMessage, Restart, Tally
 from kvcore.plugins.base import options_of
+from kvcore_events.cli import record
+from kvcore_events.recording import Tally
+from kvcore_events.sequencer import Delivery, Gap, InvalidMessage, Restart
 from kvcore_plugins.workload import Lengths, LMCache
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"

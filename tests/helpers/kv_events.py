@@ -4,7 +4,8 @@ import msgspec
 import orjson
 from hypothesis import strategies as st
 
-from kvcore.kv_events import (
+from kvcore_events.formats import encode
+from kvcore_events.model import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -13,9 +14,8 @@ from kvcore.kv_events import (
     Page,
     PagesStored,
     PoolCreated,
-    RecordingWriter,
-    encode,
 )
+from kvcore_events.recording import RecordingWriter
 
 # Captured from vLLM 0.33, with a salt in the first block.
 VLLM = [

@@ -37,11 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_events": {
-        "kvcore/cli": "record",
-        "kvcore/kv_events": "*",
-        "kvcore_plugins/workload": "kv_events",
-    },
     "kvcore_hosting": {"kvcore/hosting": "*"},
     "kvcore_cluster": {
         "kvcore/cluster": "cluster dispatcher phases planner replica result simulate views",

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.kv_events.sequencer import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
+from kvcore_events.sequencer import BatchSequencer, Delivery, Gap, ReplayFailed, Restart
 
 STEPS = st.lists(
     st.sampled_from(
@@ -125,7 +125,7 @@ def named(item):
 
 def test_an_endless_replay_needs_bounded_memory(monkeypatch):
     """Only the last batches of a replay are remembered, to drop them if they also come live."""
-    monkeypatch.setattr("kvcore.kv_events.sequencer.MOST_REPLAYED", 5)
+    monkeypatch.setattr("kvcore_events.sequencer.MOST_REPLAYED", 5)
     publisher = Publisher(keeps=20)
     batches = [publisher.publish() for _ in range(20)]
     sequencer = BatchSequencer(0, publisher.replay)

@@ -6,18 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError
-from kvcore.kv_events import (
-    BlockRemoved,
-    BlockTracker,
-    RecordingWriter,
-    check_recording,
-    decode,
-    encode,
-)
-from kvcore.kv_events.export import block_hash, dynamo_batches, event_batches
 from kvcore.request import block_keys
 from kvcore.trace import read_events
 from kvcore.trace.state import CacheState
+from kvcore_events.block_tracker import BlockTracker, check_recording
+from kvcore_events.export import block_hash, dynamo_batches, event_batches
+from kvcore_events.formats import decode, encode
+from kvcore_events.model import BlockRemoved
+from kvcore_events.recording import RecordingWriter
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore import KvcoreError
-from kvcore.kv_events import BlockTracker, RecordingWriter, UnparsedEvent, decode, encode
-from kvcore.kv_events.formats import WRITERS, write_value
-from kvcore.kv_events.recording import RecordingReader, from_json, to_json
+from kvcore_events.block_tracker import BlockTracker
+from kvcore_events.formats import WRITERS, decode, encode, write_value
+from kvcore_events.model import UnparsedEvent
+from kvcore_events.recording import RecordingReader, RecordingWriter, from_json, to_json
 
 MUTATIONS = 2_000
 """Damaged payloads of each of the six kinds."""

@@ -8,9 +8,9 @@ import pytest
 import zmq
 
 from kvcore.errors import InputError
-from kvcore.kv_events.publisher import Publisher
-from kvcore.kv_events.sequencer import Delivery, Gap
-from kvcore.kv_events.subscriber import Server, Subscriber
+from kvcore_events.publisher import Publisher
+from kvcore_events.sequencer import Delivery, Gap
+from kvcore_events.subscriber import Server, Subscriber
 
 PATIENCE = 20
 FREE = "tcp://127.0.0.1:*"

@@ -11,8 +11,8 @@ import zmq
 from helpers.engine_wire import END, Engine, number
 
 from kvcore.errors import InputError, PluginError
-from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart
-from kvcore.kv_events.subscriber import Server, Subscriber
+from kvcore_events.sequencer import Delivery, Gap, InvalidMessage, Restart
+from kvcore_events.subscriber import Server, Subscriber
 
 PATIENCE = 20
 

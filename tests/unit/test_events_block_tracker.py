@@ -2,10 +2,9 @@
 
 from helpers.kv_events import batch, removed, stored
 
-from kvcore.kv_events import (
+from kvcore_events.block_tracker import BlockLocation, BlockTracker
+from kvcore_events.model import (
     AllBlocksCleared,
-    BlockLocation,
-    BlockTracker,
     BlockUpdated,
     EventBatch,
     Page,

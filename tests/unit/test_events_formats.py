@@ -18,14 +18,9 @@ from helpers.kv_events import (
 )
 
 from kvcore import InputError, TraceError
-from kvcore.kv_events import (
-    BlockStored,
-    BlockTracker,
-    PagesStored,
-    UnparsedEvent,
-    decode,
-    encode,
-)
+from kvcore_events.block_tracker import BlockTracker
+from kvcore_events.formats import decode, encode
+from kvcore_events.model import BlockStored, PagesStored, UnparsedEvent
 
 
 def read(*events):

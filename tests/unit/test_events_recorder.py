@@ -6,16 +6,9 @@ import sys
 import pytest
 from helpers.kv_events import batch, stored
 
-from kvcore.kv_events import (
-    Delivery,
-    Lost,
-    Received,
-    RecordingReader,
-    RecordingWriter,
-    encode,
-    record,
-)
-from kvcore.kv_events.sequencer import BatchSequencer
+from kvcore_events.formats import encode
+from kvcore_events.recording import Lost, Received, RecordingReader, RecordingWriter, record
+from kvcore_events.sequencer import BatchSequencer, Delivery
 
 PAYLOAD = encode(batch(stored(1, 2)))
 

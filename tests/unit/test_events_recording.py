@@ -8,15 +8,15 @@ from helpers.kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
 
 from kvcore import InputError, TraceError
 from kvcore.files import MOST_VALUES
-from kvcore.kv_events import (
+from kvcore_events.block_tracker import check_recording
+from kvcore_events.formats import decode
+from kvcore_events.recording import (
     Lost,
     Received,
     RecordingReader,
     RecordingWriter,
     Restarted,
     Skipped,
-    check_recording,
-    decode,
     is_recording,
 )
 

@@ -17,19 +17,14 @@ from helpers.upstreams import Upstream, prompt, routed, until
 from kvcore import Request
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
-from kvcore.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    EventBatch,
-    Publisher,
-    encode,
-)
 from kvcore.online.prompts import Call
 from kvcore.online.proxy import EventStream
 from kvcore.online.traffic import Flight
 from kvcore.serving.router import Router
 from kvcore.trace import TraceWorkload, read_events
+from kvcore_events.formats import encode
+from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from kvcore_events.publisher import Publisher
 
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
 

@@ -13,10 +13,10 @@ import kvcore
 from kvcore import InputError
 from kvcore.config import RunConfig
 from kvcore.config.like import LIKENESSES
-from kvcore.kv_events.export import event_batches
-from kvcore.kv_events.model import BlockStored
 from kvcore.serving import Batching
 from kvcore.serving.scheduler import TokenRatio
+from kvcore_events.export import event_batches
+from kvcore_events.model import BlockStored
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
 

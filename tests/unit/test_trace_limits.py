@@ -11,12 +11,12 @@ from helpers.traces import ask, lines, record, seal, write
 from kvcore import InputError, TraceError
 from kvcore.analysis import explain
 from kvcore.files import LONGEST_LINE, MOST_VALUES, DamageError, decompressed
-from kvcore.kv_events.recording import RecordingReader
 from kvcore.trace import read_events
 from kvcore.trace.check import check_trace
 from kvcore.trace.fields import MOST_BLOCKS_OF_LINE, decode_runs
 from kvcore.trace.jsonl_file import SealedReader
 from kvcore.workloads.files import lines as workload_lines
+from kvcore_events.recording import RecordingReader
 
 MIB = 1 << 20
 ZEROS = b"0" * MIB
@@ -74,7 +74,7 @@ def test_the_expansion_of_traces_and_recordings_is_limited(tmp_path, monkeypatch
 
 def test_a_recording_has_no_more_lines_than_its_size_allows(tmp_path, monkeypatch):
     """A recording with more lines than its compressed size allows is refused."""
-    monkeypatch.setattr("kvcore.kv_events.recording._FREE_LINES", 10)
+    monkeypatch.setattr("kvcore_events.recording._FREE_LINES", 10)
     path = tmp_path / "recording.jsonl.gz"
     line = b'{"kind":"SKIPPED"}\n'
     head = b'{"n":0,"kind":"RECORDING","schema":1,"format":"msgpack"}\n'

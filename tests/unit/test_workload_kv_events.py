@@ -7,11 +7,13 @@ import pytest
 from helpers.kv_events import DYNAMO, batch, record, removed, stored, wire_payload
 
 from kvcore import InputError
-from kvcore.kv_events import EventBatch, Page, PagesStored, RecordingWriter, decode
 from kvcore.request import block_keys
 from kvcore.workloads import checked, recognise
+from kvcore_events.formats import decode
+from kvcore_events.model import EventBatch, Page, PagesStored
+from kvcore_events.recording import RecordingWriter
+from kvcore_events.workload import KvEvents
 from kvcore_plugins.workload import Jsonl, Mooncake
-from kvcore_plugins.workload.kv_events import KvEvents
 
 SECOND = 10**9
 

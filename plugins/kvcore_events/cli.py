@@ -26,7 +26,7 @@ from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from kvcore.kv_events.recording import Tally
+    from kvcore_events.recording import Tally
 
 NOTHING_CAME = 4
 """The exit code if no batch arrived."""
@@ -147,9 +147,9 @@ def record(
     batches are requested at --replay; those that are not sent again are recorded as lost. If
     no batch arrives, nothing is written, an older FILE stays, and the exit code is 4.
     """
-    from kvcore.kv_events.recording import RecordingWriter  # noqa: PLC0415 - as above
-    from kvcore.kv_events.recording import record as run  # noqa: PLC0415 - a slow room
-    from kvcore.kv_events.subscriber import Server, Subscriber  # noqa: PLC0415 - as above
+    from kvcore_events.recording import RecordingWriter  # noqa: PLC0415 - as above
+    from kvcore_events.recording import record as run  # noqa: PLC0415 - a slow room
+    from kvcore_events.subscriber import Server, Subscriber  # noqa: PLC0415 - as above
 
     server = Server(**given)
     with (

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.kv_events.model import (
+from kvcore.progress import Tick, ticked, unseen
+from kvcore_events.model import (
     AllBlocksCleared,
     Block,
     BlockRemoved,
@@ -22,7 +23,7 @@ from kvcore.kv_events.model import (
     UnparsedEvent,
     level_medium,
 )
-from kvcore.kv_events.recording import (
+from kvcore_events.recording import (
     SCHEMA,
     Lost,
     Received,
@@ -30,7 +31,6 @@ from kvcore.kv_events.recording import (
     Restarted,
     Skipped,
 )
-from kvcore.progress import Tick, ticked, unseen
 
 Publisher: TypeAlias = int | str | None
 

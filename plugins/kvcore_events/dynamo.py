@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from kvcore.errors import InputError
-from kvcore.kv_events.model import (
+from kvcore_events.model import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -8,8 +8,8 @@ import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
-from kvcore.kv_events import dynamo, mooncake, tensorrt_llm, vllm
-from kvcore.kv_events.model import DecodeError, EventBatch, brief
+from kvcore_events import dynamo, mooncake, tensorrt_llm, vllm
+from kvcore_events.model import DecodeError, EventBatch, brief
 
 READERS = {
     "msgpack": vllm.read_batch,

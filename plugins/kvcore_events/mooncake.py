@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import msgspec
 
-from kvcore.kv_events.model import (
+from kvcore_events.model import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -24,7 +24,7 @@ from kvcore.kv_events.model import (
     other_fields,
     parse_tagged,
 )
-from kvcore.kv_events.vllm import read_events
+from kvcore_events.vllm import read_events
 
 _NAMES = {
     "hashes": "seq_hashes",

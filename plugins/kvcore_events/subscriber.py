@@ -17,7 +17,9 @@ import attrs
 from attrs.validators import ge, gt
 
 from kvcore.errors import InputError
-from kvcore.kv_events.sequencer import (
+from kvcore.lazy import import_extra
+from kvcore.units import format_seconds
+from kvcore_events.sequencer import (
     NOT_READ,
     BatchSequencer,
     InvalidMessage,
@@ -25,8 +27,6 @@ from kvcore.kv_events.sequencer import (
     StreamItem,
     join_gaps,
 )
-from kvcore.lazy import import_extra
-from kvcore.units import format_seconds
 
 if TYPE_CHECKING:
     import zmq

@@ -26,14 +26,17 @@ from kvcore.files import (
     line_fault,
     part_path,
 )
-from kvcore.kv_events.formats import (
+from kvcore.trace.fields import version
+from kvcore.trace.jsonl_file import SealedReader, SealedWriter
+from kvcore.workloads.files import first_json
+from kvcore_events.formats import (
     FORMATS,
     decode,
     json_format,
     read_value,
     write_value,
 )
-from kvcore.kv_events.model import (
+from kvcore_events.model import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -44,11 +47,8 @@ from kvcore.kv_events.model import (
     UnparsedEvent,
     parse,
 )
-from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
-from kvcore.kv_events.subscriber import Subscriber
-from kvcore.trace.fields import version
-from kvcore.trace.jsonl_file import SealedReader, SealedWriter
-from kvcore.workloads.files import first_json
+from kvcore_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
+from kvcore_events.subscriber import Subscriber
 
 SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""

@@ -8,7 +8,7 @@ from itertools import chain
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
-from kvcore.kv_events.subscriber import (
+from kvcore_events.subscriber import (
     END,
     SEQUENCE_BYTES,
     Endpoint,

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from kvcore.kv_events.model import (
+from kvcore_events.model import (
     BlockRemoved,
     BlockUpdated,
     Count,

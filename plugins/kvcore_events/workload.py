@@ -22,7 +22,8 @@ from kvcore.workloads import file_digest
 from kvcore_plugins.workload.rows import Row, rows
 
 if TYPE_CHECKING:
-    from kvcore.kv_events import BlockStored, Lost, PagesStored, Received, Restarted, Skipped
+    from kvcore_events.model import BlockStored, PagesStored
+    from kvcore_events.recording import Lost, Received, Restarted, Skipped
 
 MODES = (None, "full")
 
@@ -169,7 +170,8 @@ class KvEvents(Workload):
         With each come its time in ns, its stream (the publisher, the source and the rank), and
         the number of gaps and restarts before it.
         """
-        from kvcore.kv_events import BlockStored, PagesStored, Received  # noqa: PLC0415 - a slow import
+        from kvcore_events.model import BlockStored, PagesStored  # noqa: PLC0415 - a slow import
+        from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
         gaps: Counter[int | None] = Counter()
         for item, now in self._timed():
@@ -186,7 +188,7 @@ class KvEvents(Workload):
 
     def _timed(self) -> Iterator[tuple[Received | Lost | Restarted | Skipped, int]]:
         """Yield the items of the recording, with the time from its first batch on, in ns."""
-        from kvcore.kv_events import Received, RecordingReader  # noqa: PLC0415 - a slow import
+        from kvcore_events.recording import Received, RecordingReader  # noqa: PLC0415 - a slow import
 
         reader = RecordingReader(self.path)
         first, now = None, 0
@@ -213,7 +215,7 @@ class KvEvents(Workload):
             raise InputError(msg)
 
     def _logged(self, log: Path) -> Iterator[Request]:
-        from kvcore.kv_events import Received  # noqa: PLC0415 - a slow import
+        from kvcore_events.recording import Received  # noqa: PLC0415 - a slow import
 
         size = self.key_tokens
         times = [
