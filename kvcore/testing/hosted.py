@@ -10,8 +10,8 @@ import attrs
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.hints import PriorityStep, priority_steps
 from kvcore.errors import OutOfBlocks
-from kvcore.hosting import PolicyHost
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
+from kvcore_hosting import PolicyHost
 
 
 @attrs.define(eq=False)

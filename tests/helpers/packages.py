@@ -37,7 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_hosting": {"kvcore/hosting": "*"},
     "kvcore_cluster": {
         "kvcore/cluster": "cluster dispatcher phases planner replica result simulate views",
         "kvcore/config": "cluster cluster_options",

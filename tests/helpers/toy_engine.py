@@ -8,10 +8,10 @@ from random import Random
 import attrs
 
 from kvcore import Request
-from kvcore.hosting import EngineRecorder, PolicyHost
 from kvcore.plugins import resolve
 from kvcore.request import Key
 from kvcore.trace.fields import EvictionDigest
+from kvcore_hosting import EngineRecorder, PolicyHost
 
 SIZE = 4
 

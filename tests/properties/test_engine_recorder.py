@@ -9,9 +9,9 @@ import pytest
 from helpers.toy_engine import SIZE, ToyEngine, drive, random_request
 
 from kvcore import Request
-from kvcore.hosting import EngineRecorder
 from kvcore.plugins import resolve
 from kvcore.trace.check import check_trace
+from kvcore_hosting import EngineRecorder
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3fifo", "slru", "cost"])

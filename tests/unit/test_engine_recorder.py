@@ -15,10 +15,10 @@ from helpers.toy_engine import ToyEngine, random_request
 from kvcore import Request
 from kvcore.analysis import whatif
 from kvcore.errors import InputError, TraceError
-from kvcore.hosting import EngineRecorder
 from kvcore.plugins import resolve
 from kvcore.trace import EvictionDigest, TraceWorkload, read_events
 from kvcore.trace.check import check_trace
+from kvcore_hosting import EngineRecorder
 from kvcore_plugins.workload import Jsonl
 
 SECOND = 1_000_000_000
@@ -421,7 +421,7 @@ def test_a_killed_engine_leaves_a_part_file(tmp_path, suffix):
 def test_a_recording_is_closed_at_exit(tmp_path):
     """A process that exits without closing its recording leaves a complete trace."""
     program = (
-        "from kvcore import Request; from kvcore.hosting import EngineRecorder\n"
+        "from kvcore import Request; from kvcore_hosting import EngineRecorder\n"
         "from kvcore_plugins.eviction import LRU\n"
         "r = EngineRecorder('e.jsonl', blocks=4, block_size=4, eviction=LRU(), engine='toy')\n"
         "r.request(Request(id=1, prompt_tokens=4, keys=[1], key_tokens=4), 0)\n"

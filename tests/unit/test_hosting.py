@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from kvcore import EvictionPolicy, InputError, PolicyError, Request
-from kvcore.hosting import HostSettings, PolicyHost
+from kvcore_hosting import HostSettings, PolicyHost
 from kvcore_plugins.eviction import LRU
 
 CALLBACKS = ("on_insert", "on_access", "on_pin", "on_release", "on_leaf", "on_remove")

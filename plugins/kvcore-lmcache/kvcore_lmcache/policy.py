@@ -17,8 +17,8 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 from kvcore import Request
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
-from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
 from kvcore.plugins import find_override
+from kvcore_hosting import EngineRecorder, HostSettings, PolicyHost
 
 CHUNKS = "KVCORE_LMCACHE_CHUNKS"
 """Variable with the size of a back end in chunks; without it, that of the first eviction."""

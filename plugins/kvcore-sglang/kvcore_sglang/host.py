@@ -14,9 +14,9 @@ import attrs
 from kvcore import EvictionPolicy, InputError, Request, ScoreEviction, Span
 from kvcore.cache import BlockLayout
 from kvcore.cache.tree import root_span
-from kvcore.hosting import EngineRecorder
 from kvcore.plugins import find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key
+from kvcore_hosting import EngineRecorder
 
 _log = logging.getLogger("kvcore")
 

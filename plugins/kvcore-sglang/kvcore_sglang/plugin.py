@@ -13,9 +13,9 @@ from importlib.metadata import version
 from typing import Any
 
 from kvcore import EvictionPolicy, InputError
-from kvcore.hosting import EngineRecorder, HostSettings
 from kvcore.plugins import resolve
 from kvcore.plugins.base import FAILURES
+from kvcore_hosting import EngineRecorder, HostSettings
 from kvcore_sglang.host import TreeHost, refuse
 
 NAME = "kvcore"

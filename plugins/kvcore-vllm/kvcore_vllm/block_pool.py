@@ -24,9 +24,9 @@ from vllm.version import __version__
 
 from kvcore import InputError, Request
 from kvcore.cache.hints import priority_steps
-from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
 from kvcore.plugins import find_override
 from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
+from kvcore_hosting import EngineRecorder, HostSettings, PolicyHost
 from kvcore_vllm.hints import read_hints
 
 # A child of vLLM's logger, whose lines a server prints.

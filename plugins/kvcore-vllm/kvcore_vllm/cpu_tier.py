@@ -24,9 +24,9 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_id
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
 from kvcore import InputError, Request
-from kvcore.hosting import EngineRecorder, HostSettings, PolicyHost
-from kvcore.hosting.host import Id
 from kvcore.request import DEFAULT_PRIORITY, KEY_BYTES
+from kvcore_hosting import EngineRecorder, HostSettings, PolicyHost
+from kvcore_hosting.host import Id
 from kvcore_vllm.hints import read_hints
 
 UNKNOWN_CHUNK_TOKENS = 256

@@ -27,7 +27,7 @@ with catch_warnings(action="ignore"):  # warnings of vLLM's imports
     from vllm.v1.request import RequestStatus
 
     import kvcore_vllm
-    from kvcore.hosting import HostSettings
+    from kvcore_hosting import HostSettings
     from kvcore_vllm.block_pool import host_blocks
 
 LRU = builtin.LRU

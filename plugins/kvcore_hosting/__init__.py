@@ -1,7 +1,7 @@
 """Policies in engines: the host of a policy for blocks that the engine owns, and a recorder."""
 
-from kvcore.hosting.host import Block, PolicyHost
-from kvcore.hosting.recorder import EngineRecorder
-from kvcore.hosting.settings import HostSettings
+from kvcore_hosting.host import Block, PolicyHost
+from kvcore_hosting.recorder import EngineRecorder
+from kvcore_hosting.settings import HostSettings
 
 __all__ = ["Block", "EngineRecorder", "HostSettings", "PolicyHost"]
