@@ -22,7 +22,6 @@ from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
 from kvcore.cli.sweep import sweep
-from kvcore.config.cluster_options import OF_REPLICAS, as_failures, as_replicas
 from kvcore.config.files import GROUPS
 from kvcore.config.like import LIKENESSES, as_engine
 from kvcore.config.options import find_option, option_named
@@ -40,6 +39,7 @@ from kvcore.config.values import (
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
+from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 

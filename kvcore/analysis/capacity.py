@@ -25,8 +25,8 @@ from kvcore.serving.loop import NEVER, AllocatorFactory
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 
 if TYPE_CHECKING:
-    from kvcore.cluster.result import ClusterResult
-    from kvcore.config.cluster import ClusterParts
+    from kvcore_cluster.config import ClusterParts
+    from kvcore_cluster.result import ClusterResult
 
 MOST_RATES = 6
 """The most simulations in a search for a rate or for a number of replicas."""
@@ -91,7 +91,7 @@ def find_replicas(
         result: the result of the run.
         tick: called with 1 after each simulation.
     """
-    from kvcore.cluster.simulate import simulate_cluster  # noqa: PLC0415 - one server does without it
+    from kvcore_cluster.simulate import simulate_cluster  # noqa: PLC0415 - one server does without it
 
     found = result.saturation
     if found is None or not found.saturated or not can_find_replicas(parts):

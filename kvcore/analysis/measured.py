@@ -14,13 +14,13 @@ from typing import Any, TypeAlias
 import attrs
 import orjson
 
-from kvcore.config.cluster_options import OF_REPLICAS
 from kvcore.config.options import read_option
 from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
+from kvcore_cluster.options import OF_REPLICAS
 
 MEASURES = ("ttft", "tpot", "throughput")
 """The columns of measured values: mean seconds, mean seconds, output tokens per second."""

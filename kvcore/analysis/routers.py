@@ -17,8 +17,6 @@ from kvcore.analysis.sweep import Executor, Grid, Plan
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
-from kvcore.config.cluster import ClusterParts
-from kvcore.config.cluster_options import ReplicaChoices, replicas_text
 from kvcore.config.values import slo_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
@@ -28,6 +26,8 @@ from kvcore.progress import Progress, silent
 from kvcore.request import SLO, Request
 from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.options import ReplicaChoices, replicas_text
 
 if TYPE_CHECKING:
     from os import PathLike

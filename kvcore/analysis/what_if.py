@@ -38,9 +38,9 @@ from kvcore.units import NS_PER_S
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.
     # The others are imported for clusters and prices.
-    from kvcore.config.cluster_options import FailureChoices, ReplicaChoices
     from kvcore.models.pricing import PriceModel
     from kvcore.trace import events
+    from kvcore_cluster.options import FailureChoices, ReplicaChoices
 
 
 @attrs.frozen
@@ -435,7 +435,7 @@ class _ClusterRerun:
 
     def run(self, tick: Tick) -> RunLog:
         """Serve every request."""
-        from kvcore.cluster.simulate import simulate_cluster  # noqa: PLC0415 - of several servers
+        from kvcore_cluster.simulate import simulate_cluster  # noqa: PLC0415 - of several servers
 
         requests = ticked(self._workload, tick)
         self._result = simulate_cluster(requests, **self._arguments, residency=False)

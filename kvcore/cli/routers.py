@@ -24,8 +24,8 @@ from kvcore.cli.options import (
 from kvcore.cli.output import emit_json, json_option, print_sections, progress
 from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import option, plugin_completion, verb
-from kvcore.config.cluster_options import CLUSTER
 from kvcore.report.routers import RoutersReport
+from kvcore_cluster.options import CLUSTER
 
 
 @verb(

@@ -41,8 +41,8 @@ def search_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | N
 def _searched(parts: RunParts, result: Any) -> Ran:
     """Search, and show the progress on stderr."""
     from kvcore.analysis import capacity  # noqa: PLC0415 - as above
-    from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - as above
     from kvcore.report.simulation import SimulationReport  # noqa: PLC0415 - as above
+    from kvcore_cluster.report import ClusterReport  # noqa: PLC0415 - as above
 
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
     with progress("searching for what would hold: simulations", None) as tick:

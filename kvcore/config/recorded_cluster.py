@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from kvcore.config.cluster import ClusterParts
 from kvcore.config.parts import RunParts
 from kvcore.config.recorded import replica_groups
 from kvcore.config.recorded_parts import RecordedParts
 from kvcore.plugins import Plugin
 from kvcore.trace.fields import plain
+from kvcore_cluster.config import ClusterParts
 
 ROUTED = ("replicas", "router", "view", "fail", "autoscale", "disaggregate")
 """Options that only a cluster has."""

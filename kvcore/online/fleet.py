@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.cluster.dispatcher import Dispatcher, PrefixView
-from kvcore.cluster.views import EventsView, SentIndex, parse_view
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
 from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.online.traffic import Flight, Metrics, TrafficLog
@@ -23,6 +21,8 @@ from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S
+from kvcore_cluster.dispatcher import Dispatcher, PrefixView
+from kvcore_cluster.views import EventsView, SentIndex, parse_view
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash

@@ -11,8 +11,8 @@ import attrs
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
-from kvcore.trace.cluster import ClusterTrace
 from kvcore.trace.writer import LiveTrace
+from kvcore_cluster.trace import ClusterTrace
 
 MOST_HELD = 1 << 20
 """Largest number of keys of ended requests that wait for a request that arrived before them."""

@@ -15,7 +15,6 @@ from kvcore.analysis.planning import FleetPlan
 from kvcore.analysis.quality import Quality
 from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
-from kvcore.cluster.result import ClusterResult
 from kvcore.errors import PluginError
 from kvcore.report import plots
 from kvcore.report.charts import plot_chart
@@ -32,6 +31,7 @@ from kvcore.report.whatif import WhatIfReport
 from kvcore.sections import Section, Table
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
+from kvcore_cluster.result import ClusterResult
 
 ROWS = 40
 """The most rows of a table."""

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-    from kvcore.cluster.result import ClusterResult
+    from kvcore_cluster.result import ClusterResult
 
 INCHES = 8.4, 4.8
 CAPTION: dict[str, Any] = {"width": 185, "max_lines": 10, "placeholder": " ..."}
@@ -407,7 +407,7 @@ def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     """Return the setup of a run with one server or several."""
     if "replicas" not in summary:
         return SimulationReport(summary, config).setup
-    from kvcore.report.cluster import ClusterReport  # noqa: PLC0415 - of several servers
+    from kvcore_cluster.report import ClusterReport  # noqa: PLC0415 - of several servers
 
     return ClusterReport(dict(summary), dict(config)).setup
 

@@ -11,12 +11,12 @@ from typing import ClassVar
 import attrs
 import pytest
 
-from kvcore.cluster.dispatcher import Dispatcher
-from kvcore.cluster.views import parse_view
 from kvcore.plugins.base import qualified
 from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 from kvcore.testing.plugin import PluginTests, check_is_named
+from kvcore_cluster.dispatcher import Dispatcher
+from kvcore_cluster.views import parse_view
 
 _REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
 

@@ -18,10 +18,10 @@ from msgspec.structs import replace
 
 from kvcore.errors import InputError
 from kvcore.trace import events
-from kvcore.trace.cluster import MOST_REPLICAS
 from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.reader import TraceReader
 from kvcore.units import NS_PER_S
+from kvcore_cluster.trace import MOST_REPLICAS
 
 
 def replica_headers(header: Header) -> list[Header]:

@@ -6,14 +6,14 @@ from os import PathLike
 from typing import TYPE_CHECKING, Unpack
 
 from kvcore.api import Source, flat_options, traced
-from kvcore.cluster.result import ClusterResult
 from kvcore.config import RunConfig
-from kvcore.config.cluster import ClusterParts
 from kvcore.plugins import Plugins
 from kvcore.progress import Progress, silent, ticked
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.result import ClusterResult
 
 if TYPE_CHECKING:
-    from kvcore.config.cluster_options import ClusterOptions
+    from kvcore_cluster.options import ClusterOptions
 
 
 def simulate_cluster(

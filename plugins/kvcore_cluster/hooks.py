@@ -11,9 +11,9 @@ def kvcore_modes() -> dict[str, Mode]:
     """Return the mode of several servers."""
     return {
         "cluster": Mode(
-            parts="kvcore.config.cluster:ClusterParts",
-            report="kvcore.report.cluster:report_of",
-            options="kvcore.config.cluster_options:ClusterOptions",
+            parts="kvcore_cluster.config:ClusterParts",
+            report="kvcore_cluster.report:report_of",
+            options="kvcore_cluster.options:ClusterOptions",
             chosen_by=("replicas", "fail", "autoscale", "disaggregate"),
             refusal="this is for one server: leave it out, or call kvcore.simulate_cluster",
             missing="one server gets all requests: give --replicas too",
@@ -25,17 +25,17 @@ def kvcore_modes() -> dict[str, Mode]:
 def kvcore_routers() -> dict[str, str]:
     """Return the routers."""
     return {
-        "dynamo": "kvcore_plugins.router.dynamo:Dynamo",
-        "least-requests": "kvcore_plugins.router.least_requests:LeastRequests",
-        "llm-d": "kvcore_plugins.router.llm_d:LLMD",
-        "lmetric": "kvcore_plugins.router.lmetric:LMetric",
-        "loadaware": "kvcore_plugins.router.loadaware:LoadAware",
-        "mooncake": "kvcore_plugins.router.mooncake:Mooncake",
-        "power-of-two": "kvcore_plugins.router.random:PowerOfTwo",
-        "preble": "kvcore_plugins.router.preble:Preble",
-        "prefix-affinity": "kvcore_plugins.router.affinity:PrefixAffinity",
-        "random": "kvcore_plugins.router.random:Random",
-        "round-robin": "kvcore_plugins.router.round_robin:RoundRobin",
-        "session": "kvcore_plugins.router.session:SessionAffinity",
-        "sglang": "kvcore_plugins.router.sglang:SGLang",
+        "dynamo": "kvcore_cluster.router.dynamo:Dynamo",
+        "least-requests": "kvcore_cluster.router.least_requests:LeastRequests",
+        "llm-d": "kvcore_cluster.router.llm_d:LLMD",
+        "lmetric": "kvcore_cluster.router.lmetric:LMetric",
+        "loadaware": "kvcore_cluster.router.loadaware:LoadAware",
+        "mooncake": "kvcore_cluster.router.mooncake:Mooncake",
+        "power-of-two": "kvcore_cluster.router.random:PowerOfTwo",
+        "preble": "kvcore_cluster.router.preble:Preble",
+        "prefix-affinity": "kvcore_cluster.router.affinity:PrefixAffinity",
+        "random": "kvcore_cluster.router.random:Random",
+        "round-robin": "kvcore_cluster.router.round_robin:RoundRobin",
+        "session": "kvcore_cluster.router.session:SessionAffinity",
+        "sglang": "kvcore_cluster.router.sglang:SGLang",
     }

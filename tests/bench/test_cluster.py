@@ -21,12 +21,12 @@ from bench.harness import (
 
 from kvcore import KVCache
 from kvcore.cache import Recorder
-from kvcore.cluster.simulate import simulate_cluster
-from kvcore.cluster.views import parse_view
 from kvcore.serving import Batching, simulate
+from kvcore_cluster.router import RoundRobin
+from kvcore_cluster.simulate import simulate_cluster
+from kvcore_cluster.views import parse_view
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
-from kvcore_plugins.router import RoundRobin
 from kvcore_plugins.scheduler import FCFS
 from kvcore_plugins.workload import Mooncake
 
@@ -36,9 +36,9 @@ APART_PROMISED = 1.3
 # Arguments: replicas, requests, router. The pools are small and soon full.
 LARGE = """
 import resource, sys
-from kvcore.cluster.simulate import simulate_cluster
+from kvcore_cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
-from kvcore.config.cluster import ClusterParts
+from kvcore_cluster.config import ClusterParts
 from kvcore_plugins.workload import Zipf
 replicas, requests = int(sys.argv[1]), int(sys.argv[2])
 workload = Zipf(requests=requests, rate=4.0 * replicas, prefixes=20_000, key_tokens=256)

@@ -37,13 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_cluster": {
-        "kvcore/cluster": "cluster dispatcher phases planner replica result simulate views",
-        "kvcore/config": "cluster cluster_options",
-        "kvcore/report": "cluster",
-        "kvcore/trace": "cluster",
-        "kvcore_plugins/router": "*",
-    },
     "kvcore_engine": {
         "kvcore/bench": "*",
         "kvcore/cli": "bench run",

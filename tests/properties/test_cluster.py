@@ -11,7 +11,7 @@ from helpers.serving import Single, early, servers, tiered_servers
 from hypothesis import given, settings
 
 from kvcore import Request
-from kvcore.cluster.views import EventsView, Holders, SentIndex
+from kvcore_cluster.views import EventsView, Holders, SentIndex
 from kvcore_plugins.retention.window import Window
 
 FEW = settings(max_examples=20, deadline=None)

@@ -9,8 +9,8 @@ from helpers.clusters import RandomRouter, serve_cluster
 from helpers.queueing import EXPONENTIAL, LOAD, SERVICE, arrivals, check
 
 from kvcore import Router
+from kvcore_cluster.router import LeastRequests
 from kvcore_plugins.latency import TokenRate
-from kvcore_plugins.router import LeastRequests
 
 
 @attrs.define(eq=False)

@@ -7,12 +7,12 @@ from helpers.serving import ask
 
 import kvcore
 from kvcore import InputError, Request
-from kvcore.cluster.planner import Planner
-from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
-from kvcore.config.cluster import ClusterParts
 from kvcore.trace import Trace, read_events
 from kvcore.trace.check import replay
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.planner import Planner
+from kvcore_cluster.simulate import simulate_cluster
 from kvcore_plugins.latency import TokenRate
 
 SECOND = 10**9

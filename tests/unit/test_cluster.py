@@ -10,11 +10,11 @@ from helpers.clusters import Longest, RandomRouter, serve_cluster
 from helpers.serving import BLOCK, ask
 
 from kvcore import SLO, InputError, PolicyError, Router, Scheduler
-from kvcore.cluster.cluster import Failure
-from kvcore.cluster.views import ExactView, SentIndex, parse_view
 from kvcore.serving import StepPlan
 from kvcore.serving.router import Replica
 from kvcore.units import NS_PER_S
+from kvcore_cluster.cluster import Failure
+from kvcore_cluster.views import ExactView, SentIndex, parse_view
 from kvcore_plugins.drafter.acceptance import Acceptance
 
 

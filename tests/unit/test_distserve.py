@@ -13,11 +13,11 @@ import pytest
 from helpers.schedulers import scheduler_of
 
 from kvcore import KVCache, LatencyModel, Request
-from kvcore.cluster.phases import Split
-from kvcore.cluster.simulate import simulate_cluster
-from kvcore.cluster.views import parse_view
 from kvcore.serving import Batching
-from kvcore_plugins.router import LeastRequests
+from kvcore_cluster.phases import Split
+from kvcore_cluster.router import LeastRequests
+from kvcore_cluster.simulate import simulate_cluster
+from kvcore_cluster.views import parse_view
 
 FIGURE = 1.56
 

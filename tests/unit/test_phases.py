@@ -6,8 +6,8 @@ import pytest
 from helpers.clusters import Longest, serve_cluster
 from helpers.serving import SLOT, ask
 
-from kvcore.cluster.phases import Split
 from kvcore.trace.check import check_trace
+from kvcore_cluster.phases import Split
 from kvcore_plugins.scheduler import Fair
 
 ONE = "prefill=1,decode=1,latency=0s"

@@ -5,7 +5,7 @@ from collections import deque
 import pytest
 
 from kvcore import SLO
-from kvcore.cluster.planner import (
+from kvcore_cluster.planner import (
     Demand,
     LoadPlanner,
     Profile,

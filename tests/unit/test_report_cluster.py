@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
-from kvcore.config.cluster import ClusterParts
-from kvcore.report.cluster import ClusterReport
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.report import ClusterReport
+from kvcore_cluster.simulate import simulate_cluster
 
 SMALL = "zipf:requests=100,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8,rate=50"
 

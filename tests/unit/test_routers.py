@@ -13,8 +13,8 @@ from helpers.clusters import serve_cluster
 from helpers.serving import BLOCK, ask
 
 from kvcore import SLO, LatencyModel, Plugins, PolicyError, Replica, Request, Router
-from kvcore.cluster.dispatcher import Dispatcher
-from kvcore.cluster.views import parse_view
+from kvcore_cluster.dispatcher import Dispatcher
+from kvcore_cluster.views import parse_view
 
 NAMES = Plugins().names("router")
 SIZE = 16

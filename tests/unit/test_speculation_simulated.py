@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, Plugins, simulate
-from kvcore.cluster.simulate import simulate_cluster
 from kvcore.config import RunConfig
-from kvcore.config.cluster import ClusterParts
 from kvcore.models.catalogue import find_model
 from kvcore.serving import StepWork
 from kvcore.serving.speculation import with_drafts
 from kvcore.trace.check import check_trace
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.simulate import simulate_cluster
 from kvcore_plugins.drafter import Acceptance
 
 PLUGINS = Plugins()

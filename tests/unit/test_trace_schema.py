@@ -13,7 +13,6 @@ from helpers.traces import CACHE, drop_blocks, lines, record, serve, serve_tiers
 from kvcore.cache import Recorder
 from kvcore.request import Request
 from kvcore.trace import Trace, json_schema, read_events
-from kvcore.trace.cluster import ClusterTrace
 from kvcore.trace.events import (
     EVENTS,
     OF_CLUSTERS,
@@ -23,6 +22,7 @@ from kvcore.trace.events import (
     describe_fields,
     find_fault,
 )
+from kvcore_cluster.trace import ClusterTrace
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

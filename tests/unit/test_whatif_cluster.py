@@ -10,9 +10,9 @@ import kvcore
 from kvcore import InputError, TraceError
 from kvcore.analysis import whatif
 from kvcore.analysis.recorded_run import recorded_run
-from kvcore.cluster.simulate import simulate_cluster
-from kvcore.config.cluster import ClusterParts
 from kvcore.trace.check import check_trace
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.simulate import simulate_cluster
 
 UNLIKE = [{"count": 2}, {"blocks": 40, "eviction": "fifo", "max_seqs": 4}, {"tier": "none"}]
 

@@ -21,7 +21,6 @@ from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.cluster_options import replicas_text
 from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
 from kvcore.plugins import FAILURES, Plugin, Plugins
@@ -32,9 +31,10 @@ from kvcore.trace.fields import plain, slo_field
 from kvcore.units import window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
+from kvcore_cluster.options import replicas_text
 
 if TYPE_CHECKING:
-    from kvcore.config.cluster import ClusterParts
+    from kvcore_cluster.config import ClusterParts
 
 DIGEST_BYTES = 16
 

@@ -18,11 +18,11 @@ from kvcore.cache import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.span import Span
 from kvcore.cache.tree import Watcher
-from kvcore.cluster.dispatcher import PrefixView
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest, parse
 from kvcore.request import Key, Request
 from kvcore.units import NS_PER_S, parse_seconds, parse_whole
+from kvcore_cluster.dispatcher import PrefixView
 
 
 class Holders:

@@ -7,13 +7,6 @@ from functools import cached_property
 from typing import Any, cast
 
 from kvcore.cache import Recorder
-from kvcore.cluster.cluster import Failure
-from kvcore.cluster.dispatcher import PrefixView
-from kvcore.cluster.phases import Split
-from kvcore.cluster.planner import Planner, parse_planner
-from kvcore.cluster.result import ClusterResult
-from kvcore.cluster.simulate import simulate_cluster
-from kvcore.cluster.views import parse_view
 from kvcore.config.options import find_mode
 from kvcore.config.parts import RunParts, plugins_of
 from kvcore.config.run_config import without
@@ -22,8 +15,15 @@ from kvcore.plugins import Plugin, describe
 from kvcore.request import Request
 from kvcore.serving.router import Router
 from kvcore.trace import Trace
-from kvcore.trace.cluster import MOST_REPLICAS, ClusterTrace
 from kvcore.trace.fields import plain
+from kvcore_cluster.cluster import Failure
+from kvcore_cluster.dispatcher import PrefixView
+from kvcore_cluster.phases import Split
+from kvcore_cluster.planner import Planner, parse_planner
+from kvcore_cluster.result import ClusterResult
+from kvcore_cluster.simulate import simulate_cluster
+from kvcore_cluster.trace import MOST_REPLICAS, ClusterTrace
+from kvcore_cluster.views import parse_view
 
 
 class ClusterParts(RunParts):

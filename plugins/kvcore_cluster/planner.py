@@ -16,7 +16,6 @@ from typing import ClassVar, Literal
 
 import attrs
 
-from kvcore.cluster.replica import Server
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import Plugin
@@ -24,6 +23,7 @@ from kvcore.plugins.options import instantiate, nearest, parse
 from kvcore.request import SLO
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import INT64_LIMIT, NS_PER_S, PS_PER_S
+from kvcore_cluster.replica import Server
 
 Phase = Literal["both", "prefill", "decode"]
 """The work of the replicas of a pool."""

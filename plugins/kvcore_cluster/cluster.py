@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
 
-from kvcore.cluster.dispatcher import Dispatcher, PrefixView
-from kvcore.cluster.planner import Autoscaler, Planner
-from kvcore.cluster.replica import ReplicaLoop, Server
 from kvcore.errors import InputError, PolicyError
 from kvcore.request import SLO, Request
 from kvcore.serving.loop import NEVER, Arrivals
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_seconds
+from kvcore_cluster.dispatcher import Dispatcher, PrefixView
+from kvcore_cluster.planner import Autoscaler, Planner
+from kvcore_cluster.replica import ReplicaLoop, Server
 
 if TYPE_CHECKING:
-    from kvcore.trace.cluster import ClusterTrace
+    from kvcore_cluster.trace import ClusterTrace
 
 FAIL, RETURN, PLAN, MOVED, ARRIVAL, END, BEGIN = range(7)
 """The kinds of events, in the order in which those of one time are handled."""

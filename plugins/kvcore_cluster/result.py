@@ -11,8 +11,6 @@ from typing import Any
 import attrs
 
 from kvcore.cache.residency import CacheStats
-from kvcore.cluster.cluster import Cluster
-from kvcore.cluster.planner import Change
 from kvcore.request import SLO
 from kvcore.serving.drafter import DraftStats
 from kvcore.serving.job import DecodeSteps, Job
@@ -28,6 +26,8 @@ from kvcore.serving.result import (
 from kvcore.serving.router import Router
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S, PS_PER_S
+from kvcore_cluster.cluster import Cluster
+from kvcore_cluster.planner import Change
 
 
 def _column() -> array[int]:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import InputError, Replica, Request, Router
-from kvcore_plugins.router._draw import lowest
+from kvcore_cluster.router._draw import lowest
 
 
 @attrs.define(slots=False, eq=False)

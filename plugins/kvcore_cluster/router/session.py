@@ -10,7 +10,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import InputError, Replica, Request, Router
-from kvcore_plugins.router._draw import draw
+from kvcore_cluster.router._draw import draw
 
 
 @attrs.define(slots=False, eq=False)

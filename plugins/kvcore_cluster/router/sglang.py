@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import Replica, Request, Router
-from kvcore_plugins.router.least_requests import by_load
+from kvcore_cluster.router.least_requests import by_load
 
 
 @attrs.define(slots=False, eq=False)

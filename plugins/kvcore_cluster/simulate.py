@@ -10,12 +10,6 @@ from time import perf_counter
 from typing import Any
 
 from kvcore.cache import KVCache, Recorder
-from kvcore.cluster.cluster import Cluster, Failure, Start
-from kvcore.cluster.dispatcher import PrefixView
-from kvcore.cluster.phases import PhaseCluster, PhaseLoop
-from kvcore.cluster.planner import Planner
-from kvcore.cluster.replica import ReplicaLoop, SpeculativeReplica
-from kvcore.cluster.result import ClusterResult, merge_logs
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
@@ -23,9 +17,15 @@ from kvcore.serving.loop import Arrivals
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.router import Router
 from kvcore.serving.simulate import check_cache
-from kvcore.trace.cluster import ClusterTrace
 from kvcore.units import PS_PER_NS
 from kvcore.workloads import check_keys
+from kvcore_cluster.cluster import Cluster, Failure, Start
+from kvcore_cluster.dispatcher import PrefixView
+from kvcore_cluster.phases import PhaseCluster, PhaseLoop
+from kvcore_cluster.planner import Planner
+from kvcore_cluster.replica import ReplicaLoop, SpeculativeReplica
+from kvcore_cluster.result import ClusterResult, merge_logs
+from kvcore_cluster.trace import ClusterTrace
 
 ReplicaParts = Callable[[Recorder | None], Mapping[str, Any]]
 """Builds the cache, scheduler, latency model and batching of one life of a replica."""

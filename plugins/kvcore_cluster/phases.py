@@ -21,17 +21,17 @@ from typing import Any, ClassVar, Literal
 
 import attrs
 
-from kvcore.cluster.cluster import MOVED, Cluster, exact_seconds
-from kvcore.cluster.dispatcher import Dispatcher, PrefixView
-from kvcore.cluster.planner import Autoscaler, Phase, Planner
-from kvcore.cluster.replica import ReplicaLoop, Server
-from kvcore.cluster.result import Phases, Transfers
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
+from kvcore_cluster.cluster import MOVED, Cluster, exact_seconds
+from kvcore_cluster.dispatcher import Dispatcher, PrefixView
+from kvcore_cluster.planner import Autoscaler, Phase, Planner
+from kvcore_cluster.replica import ReplicaLoop, Server
+from kvcore_cluster.result import Phases, Transfers
 from kvcore_tiers.link import Link
 
 POOLS = ("prefill", "decode", "mixed")

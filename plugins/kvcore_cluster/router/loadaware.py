@@ -8,7 +8,7 @@ from typing import ClassVar
 import attrs
 
 from kvcore import Replica, Request, Router
-from kvcore_plugins.router._draw import lowest
+from kvcore_cluster.router._draw import lowest
 
 
 @attrs.define(slots=False, eq=False)
