@@ -13,9 +13,9 @@ from kvcore import KVCache, Request
 from kvcore.cache import Sequence
 from kvcore.engine import Attend, RaggedBatch, Tensor, TensorLayout
 from kvcore.request import block_keys
-from kvcore_plugins.backend import TorchCPU
-from kvcore_plugins.generator import Transformer
-from kvcore_plugins.generator.sampling import sample
+from kvcore_engine.backend import TorchCPU
+from kvcore_engine.generator import Transformer
+from kvcore_engine.generator.sampling import sample
 
 BLOCK = 4
 PROMPT = "the cache keeps what the model has read so far"

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvcore.cache.tiers import Tier
     from kvcore.config.recorded import recorded_config
     from kvcore.engine import Backend, Codec, Generator
-    from kvcore.engine.retention import ScoreRetention
     from kvcore.errors import (
         InputError,
         KvcoreError,
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from kvcore.workloads import Workload
     from kvcore_cluster.api import simulate_cluster
     from kvcore_engine.api import run
+    from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_lab.api import compare, find_capacity, plan, validate
     from kvcore_tiers.hierarchy import Tiers
 
@@ -59,7 +59,7 @@ _MODULES = {
     "kvcore.workloads": "Workload",
     # Of packages, which only this table and `hooks.py` of each of them name.
     "kvcore.config.recorded": "recorded_config",
-    "kvcore.engine.retention": "ScoreRetention",
+    "kvcore_engine.retention.token_retention": "ScoreRetention",
     "kvcore.report.notebook": "report_html report_on",
     "kvcore_tiers.hierarchy": "Tiers",
     "kvcore_cluster.api": "simulate_cluster",

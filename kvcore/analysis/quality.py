@@ -11,8 +11,6 @@ import attrs
 
 from kvcore.cache import KVCache, RetentionPolicy
 from kvcore.engine import Backend, Codec, Generator, RaggedBatch, Tensor, TensorLayout
-from kvcore.engine.compaction import Compactor
-from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.codec import BYTES_PER_NUMBER, Part
 from kvcore.notebook import Shown, data_frame
@@ -22,6 +20,8 @@ from kvcore.plugins.manager import Plugins, resolve
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import Request
+from kvcore_engine.compaction import Compactor
+from kvcore_engine.executor import tensor_layout
 
 __all__ = ["Quality", "QualityRow", "measure"]
 

@@ -16,9 +16,9 @@ from kvcore.cli.options import (
 )
 from kvcore.cli.output import file_path, warn_if_open
 from kvcore.cli.verb import Count, Seconds, echo, option, verb
-from kvcore.config.engine import EngineParts
 from kvcore.hookspecs import OUTPUT
 from kvcore.workloads import ClientWorkload
+from kvcore_engine.config import EngineParts
 
 if TYPE_CHECKING:
     from kvcore.online.server import Server

@@ -18,7 +18,6 @@ from typing import Any
 import attrs
 
 from kvcore.cache import KVCache
-from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError
 from kvcore.online.stored import StoredBlocks
 from kvcore.request import Key, Request, TextRequest
@@ -28,6 +27,7 @@ from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
+from kvcore_engine.executor import TensorExecutor
 
 FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
 """The ways in which a request ends."""

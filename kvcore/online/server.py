@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from kvcore.config.engine import EngineParts
-from kvcore.engine.executor import TensorExecutor
 from kvcore.errors import InputError, KvcoreError
 from kvcore.lazy import import_extra
 from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
@@ -26,6 +24,8 @@ from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
 from kvcore.serving.simulate import check_cache
 from kvcore.trace.writer import LiveTrace
+from kvcore_engine.config import EngineParts
+from kvcore_engine.executor import TensorExecutor
 
 if TYPE_CHECKING:
     from aiohttp import web

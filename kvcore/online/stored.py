@@ -10,9 +10,9 @@ from time import time
 
 from kvcore.cache import KVCache, Span
 from kvcore.cache.tree import Watcher
-from kvcore.engine.tokens import TokenStream
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.job import Job
+from kvcore_engine.tokens import TokenStream
 from kvcore_events.formats import encode
 from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher

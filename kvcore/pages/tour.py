@@ -22,7 +22,6 @@ from kvcore.demo import (
     with_and_without_cache,
 )
 from kvcore.demo.caching import DTYPE
-from kvcore.engine.engine import run
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.codec import BYTES_PER_NUMBER
@@ -35,6 +34,7 @@ from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
 from kvcore.trace.state import CacheState
+from kvcore_engine.engine import run
 
 BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""

@@ -9,13 +9,13 @@ from typing import Any, ClassVar
 import pytest
 
 from kvcore.cache import KVCache
-from kvcore.engine.drafter import TokenDrafter
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request, text_request
 from kvcore.serving import Batching, LatencyModel, StepWork, simulate
 from kvcore.serving.drafter import Drafter
 from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.trace import Trace
+from kvcore_engine.drafter.token_drafter import TokenDrafter
 
 _MANY = 40
 
@@ -30,7 +30,7 @@ class DrafterTests(PluginTests):
             drafter = Mine
 
     A drafter for simulations (`accepted`) serves requests in simulated time. A drafter of
-    tokens (`kvcore.engine.drafter.TokenDrafter`) drafts continuations of texts of some 30
+    tokens (`kvcore_engine.drafter.token_drafter.TokenDrafter`) drafts continuations of texts of some 30
     tokens for a tiny model, in blocks of 4, which needs torch.
 
     Attributes:
@@ -122,7 +122,7 @@ class DrafterTests(PluginTests):
         generated: Any = None
         if drafter is None or isinstance(drafter, TokenDrafter):
             pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
-            from kvcore.engine.engine import run  # noqa: PLC0415 - as above
+            from kvcore_engine.engine import run  # noqa: PLC0415 - as above
 
             generated = run(
                 texts,

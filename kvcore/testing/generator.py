@@ -17,11 +17,11 @@ from kvcore.engine import (
     Rotation,
     attend_through,
 )
-from kvcore.engine.executor import tensor_layout
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
 from kvcore.testing.plugin import check_is_named
+from kvcore_engine.executor import tensor_layout
 
 if TYPE_CHECKING:
     from kvcore.engine import Attend, Tensor

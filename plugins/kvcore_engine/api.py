@@ -17,14 +17,14 @@ from kvcore.api import (
 )
 from kvcore.cache import KVCache
 from kvcore.config import RunConfig
-from kvcore.config.engine import EngineParts
-from kvcore.engine.engine import RunResult
-from kvcore.engine.engine import run as run_engine
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
+from kvcore_engine.config import EngineParts
+from kvcore_engine.engine import RunResult
+from kvcore_engine.engine import run as run_engine
 
 if TYPE_CHECKING:
-    from kvcore.config.engine_options import EngineOptions
+    from kvcore_engine.options import EngineOptions
 
 
 COMPUTING = (

@@ -11,8 +11,8 @@ def kvcore_modes() -> dict[str, Mode]:
     """Return the mode of runs on tensors."""
     return {
         "run": Mode(
-            parts="kvcore.config.engine:EngineParts",
-            options="kvcore.config.engine_options:EngineOptions",
+            parts="kvcore_engine.config:EngineParts",
+            options="kvcore_engine.options:EngineOptions",
             defaults={"model": None, "tensor_parallel": 1, "codec": None},
         )
     }
@@ -34,8 +34,8 @@ def kvcore_commands() -> dict[str, Verb]:
 def kvcore_backends() -> dict[str, str]:
     """Return the backends."""
     return {
-        "torch-cpu": "kvcore_plugins.backend.torch_cpu:TorchCPU",
-        "torch-cuda": "kvcore_plugins.backend.torch_cuda:TorchCUDA",
+        "torch-cpu": "kvcore_engine.backend.torch_cpu:TorchCPU",
+        "torch-cuda": "kvcore_engine.backend.torch_cuda:TorchCUDA",
     }
 
 
@@ -43,10 +43,10 @@ def kvcore_backends() -> dict[str, str]:
 def kvcore_generators() -> dict[str, str]:
     """Return the generators."""
     return {
-        "huggingface": "kvcore_plugins.generator.huggingface:HuggingFace",
-        "induction": "kvcore_plugins.generator.induction:Induction",
-        "sincos": "kvcore_plugins.generator.sincos:SinCos",
-        "transformer": "kvcore_plugins.generator.transformer:Transformer",
+        "huggingface": "kvcore_engine.generator.huggingface:HuggingFace",
+        "induction": "kvcore_engine.generator.induction:Induction",
+        "sincos": "kvcore_engine.generator.sincos:SinCos",
+        "transformer": "kvcore_engine.generator.transformer:Transformer",
     }
 
 
@@ -54,9 +54,9 @@ def kvcore_generators() -> dict[str, str]:
 def kvcore_drafters() -> dict[str, str]:
     """Return the drafters that see tokens."""
     return {
-        "draft-model": "kvcore_plugins.drafter.draft_model:DraftModel",
-        "medusa": "kvcore_plugins.drafter.medusa:Medusa",
-        "prompt-lookup": "kvcore_plugins.drafter.prompt_lookup:PromptLookup",
+        "draft-model": "kvcore_engine.drafter.draft_model:DraftModel",
+        "medusa": "kvcore_engine.drafter.medusa:Medusa",
+        "prompt-lookup": "kvcore_engine.drafter.prompt_lookup:PromptLookup",
     }
 
 
@@ -64,11 +64,11 @@ def kvcore_drafters() -> dict[str, str]:
 def kvcore_retention_policies() -> dict[str, str]:
     """Return the retention policies that see tokens."""
     return {
-        "expected": "kvcore_plugins.retention.expected:Expected",
-        "h2o": "kvcore_plugins.retention.h2o:H2O",
-        "knorm": "kvcore_plugins.retention.knorm:KNorm",
-        "random": "kvcore_plugins.retention.random:Random",
-        "snapkv": "kvcore_plugins.retention.snapkv:SnapKV",
-        "tova": "kvcore_plugins.retention.tova:TOVA",
-        "window": "kvcore_plugins.retention.window:Window",
+        "expected": "kvcore_engine.retention.expected:Expected",
+        "h2o": "kvcore_engine.retention.h2o:H2O",
+        "knorm": "kvcore_engine.retention.knorm:KNorm",
+        "random": "kvcore_engine.retention.random:Random",
+        "snapkv": "kvcore_engine.retention.snapkv:SnapKV",
+        "tova": "kvcore_engine.retention.tova:TOVA",
+        "window": "kvcore_engine.retention.window:Window",
     }

@@ -16,7 +16,7 @@ from bench.harness import medians
 
 from kvcore import Backend, Codec, Plugins
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
 
 torch = pytest.importorskip("torch")
 

@@ -17,9 +17,9 @@ from bench.test_attention import timed
 from kvcore import KVCache, Request, RetentionPolicy
 from kvcore.cache import Ids
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore.engine.compaction import Compactor
 from kvcore.plugins import resolve
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
+from kvcore_engine.compaction import Compactor
 
 torch = pytest.importorskip("torch")
 

@@ -9,8 +9,8 @@ torch = pytest.importorskip("torch", reason="the engine computes on torch")
 from kvcore import KVCache, run  # noqa: E402
 from kvcore.request import text_request  # noqa: E402
 from kvcore.serving import Batching  # noqa: E402
-from kvcore_plugins.backend import TorchCPU  # noqa: E402
-from kvcore_plugins.generator import Transformer  # noqa: E402
+from kvcore_engine.backend import TorchCPU  # noqa: E402
+from kvcore_engine.generator import Transformer  # noqa: E402
 
 SEQUENCES, PROMPT, OUTPUT = 32, 64, 24
 

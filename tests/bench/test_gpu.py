@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore_plugins.backend import TorchCUDA
+from kvcore_engine.backend import TorchCUDA
 
 pytest.importorskip("torch")
 

@@ -7,7 +7,7 @@ import pytest
 from helpers.commands import run_here
 
 from kvcore import InputError, Plugins
-from kvcore.bench import (
+from kvcore_engine.bench import (
     BenchResult,
     Row,
     Settings,
@@ -16,11 +16,11 @@ from kvcore.bench import (
     caches,
     run_suites,
 )
-from kvcore.report.bench import BenchReport
+from kvcore_engine.bench.report import BenchReport
 
 torch = pytest.importorskip("torch", reason="the suites of tensors need torch")
 
-from kvcore_plugins.backend import TorchCPU  # noqa: E402 - needs torch
+from kvcore_engine.backend import TorchCPU  # noqa: E402 - needs torch
 
 SMALL = ("--quick", "--dtype", "fp32")
 
@@ -28,7 +28,7 @@ SMALL = ("--quick", "--dtype", "fp32")
 @pytest.fixture(autouse=True)
 def _few_requests(monkeypatch):
     """Limit the suites to 120 requests and 1 MiB of memory, so that they run quickly."""
-    from kvcore.bench import ceilings  # noqa: PLC0415 - needs torch
+    from kvcore_engine.bench import ceilings  # noqa: PLC0415 - needs torch
 
     monkeypatch.setattr(caches, "QUICK", 120)
     monkeypatch.setattr(ceilings, "BYTES", {"cpu": 1 << 20})

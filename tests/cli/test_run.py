@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from helpers.commands import error_of, stdout_of
 
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
 
 pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 

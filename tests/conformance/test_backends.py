@@ -13,7 +13,11 @@ from kvcore.testing import BackendTests
 
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
 
-from kvcore_plugins.backend import TorchCPU, _sdpa, _step_plan  # noqa: E402 - these need torch
+from kvcore_engine.backend import (  # noqa: E402 - these need torch
+    TorchCPU,  # noqa: E402 - these need torch
+    _sdpa,
+    _step_plan,
+)
 
 CONFIGURATIONS = ["torch-cpu", "torch-cuda"]
 HERE = [name for name in CONFIGURATIONS if Plugins().get("backend", name).unavailable() is None]

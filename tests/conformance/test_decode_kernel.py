@@ -13,14 +13,14 @@ from helpers.serving import ask
 
 from kvcore import Plugins
 from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'")
 
 from helpers.decoding import Decoding  # noqa: E402 - needs torch
 
-from kvcore_plugins.backend import _triton_decode  # noqa: E402 - needs Triton
+from kvcore_engine.backend import _triton_decode  # noqa: E402 - needs Triton
 
 pytestmark = pytest.mark.skipif(
     not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"

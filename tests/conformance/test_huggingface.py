@@ -9,7 +9,7 @@ from helpers.hugging import tiny
 from helpers.seeds import FewSeeds
 
 from kvcore.testing import GeneratorTests
-from kvcore_plugins.generator import HuggingFace
+from kvcore_engine.generator import HuggingFace
 
 FAMILIES = ["llama", "mistral-window", "qwen2-mixed", "qwen3"]
 

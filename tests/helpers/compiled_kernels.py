@@ -17,7 +17,7 @@ from triton import language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvcore_plugins.backend.kernels import decode
+from kvcore_engine.backend.kernels import decode
 
 BUFFERS = re.compile(r"ttg\.local_alloc : \(\) -> !ttg\.memdesc<\d+x(\d+x\d+)x")
 

@@ -6,7 +6,7 @@ import torch
 
 from kvcore import Plugins
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
 
 TOLERANCES = {"fp32": 4e-6, "fp16": 3e-3, "bf16": 2e-2}
 """Greatest difference from float64 over the same numbers, which are normally distributed."""

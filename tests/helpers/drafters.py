@@ -6,7 +6,7 @@ from typing import ClassVar
 import attrs
 from helpers.engine import VOCABULARY, digest
 
-from kvcore.engine.drafter import TokenDrafter
+from kvcore_engine.drafter.token_drafter import TokenDrafter
 
 
 def coin(*parts):

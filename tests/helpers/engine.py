@@ -15,10 +15,10 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, Run
 
 from kvcore import Backend, Generator, InputError, KVCache, Trace, run
-from kvcore.engine.executor import tensor_layout
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import resolve
 from kvcore.serving import Batching
+from kvcore_engine.executor import tensor_layout
 from kvcore_tiers.hierarchy import Tiers
 
 SPEC = ModelSpec(

@@ -7,8 +7,8 @@ matrices, and the tokens to keep are found by sorting.
 import attrs
 import torch
 
-from kvcore.engine.retention import HeldTokens
 from kvcore.testing.dense import Text, next_batch
+from kvcore_engine.retention.token_retention import HeldTokens
 
 
 @attrs.define(eq=False)

@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from kvcore import KVCache
-from kvcore_plugins.backend import TorchCPU
-from kvcore_plugins.generator._hf_model import cache_argument
-from kvcore_plugins.generator.hf_cache import PagedCache
+from kvcore_engine.backend import TorchCPU
+from kvcore_engine.generator._hf_model import cache_argument
+from kvcore_engine.generator.hf_cache import PagedCache
 
 torch.set_num_threads(1)
 

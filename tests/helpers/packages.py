@@ -37,18 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_engine": {
-        "kvcore/bench": "*",
-        "kvcore/cli": "bench run",
-        "kvcore/config": "engine engine_options",
-        "kvcore/engine": "compaction drafter engine executor retention speculation tiers"
-        " tokens",
-        "kvcore/report": "bench",
-        "kvcore_plugins/backend": "*",
-        "kvcore_plugins/drafter": "draft_model medusa prompt_lookup",
-        "kvcore_plugins/generator": "*",
-        "kvcore_plugins/retention": "expected h2o knorm random snapkv tova window",
-    },
     "kvcore_replay": {
         "kvcore/analysis": "belady billing miss_* misses prompt_misses recorded_run"
         " serial_replay timeline what_if",

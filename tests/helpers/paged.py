@@ -5,13 +5,13 @@ from itertools import count
 
 from kvcore import KVCache, OutOfBlocks, Request
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore.engine.compaction import Compactor
 from kvcore.plugins.options import instantiate, parse
 from kvcore.request import block_keys
 from kvcore.testing.dense import DenseCache, Text, advance, loaded, next_batch
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
+from kvcore_engine.compaction import Compactor
+from kvcore_engine.generator import Transformer
 from kvcore_plugins.eviction import LRU
-from kvcore_plugins.generator import Transformer
 from kvcore_plugins.prefix import Radix
 
 NAN = float("nan")

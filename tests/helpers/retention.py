@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvcore import ScoreRetention
 from kvcore.cache import RetentionPolicy
-from kvcore_plugins.retention.window import Window
+from kvcore_engine.retention.window import Window
 
 
 class Budget(ScoreRetention):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from kvcore import Request
 from kvcore_cluster.views import EventsView, Holders, SentIndex
-from kvcore_plugins.retention.window import Window
+from kvcore_engine.retention.window import Window
 
 FEW = settings(max_examples=20, deadline=None)
 

@@ -14,8 +14,8 @@ from helpers.forgetting import Forgetful  # noqa: E402 - needs torch
 from helpers.paged import Paged, loaded_model  # noqa: E402 - needs torch
 
 from kvcore import OutOfBlocks  # noqa: E402
-from kvcore.engine.retention import ScoreRetention, TokenRetention  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
+from kvcore_engine.retention.token_retention import ScoreRetention, TokenRetention  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

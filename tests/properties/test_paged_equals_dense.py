@@ -13,7 +13,7 @@ from helpers.paged import Paged, loaded_model, uncached  # noqa: E402 - needs to
 
 from kvcore import OutOfBlocks  # noqa: E402
 from kvcore.testing.dense import Text, advance, loaded  # noqa: E402
-from kvcore_plugins.generator import SinCos  # noqa: E402
+from kvcore_engine.generator import SinCos  # noqa: E402
 
 pytestmark = pytest.mark.slow
 

@@ -22,7 +22,7 @@ from kvcore.pages.playback import Playback, Window, share_phrases
 from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
 from kvcore.trace import read_events
 from kvcore.trace.state import CacheState
-from kvcore_plugins.retention.window import Window as Recent
+from kvcore_engine.retention.window import Window as Recent
 
 RUN = """
 async ({ name, blocks, rows, stride }) => {

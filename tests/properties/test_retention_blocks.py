@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from kvcore import KVCache
 from kvcore.testing import COMPACTIONS, FORKS, Driver, Traffic, random_steps, step_lists
+from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_plugins.retention.window import Window
 
 KEY = 6
 TRAFFIC = Traffic(key_tokens=KEY, mix=COMPACTIONS)

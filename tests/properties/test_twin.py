@@ -10,10 +10,10 @@ from helpers.schedulers import SCHEDULERS
 from helpers.serving import EVICTIONS, Bent, Server, ask, servers, talks
 from hypothesis import given, settings
 
-from kvcore.engine.tokens import TokenStream
 from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.options import parse
 from kvcore.workloads import WorkloadSample
+from kvcore_engine.tokens import TokenStream
 from kvcore_plugins.workload import Mooncake
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))

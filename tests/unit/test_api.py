@@ -20,11 +20,11 @@ from kvcore import (
 )
 from kvcore.analysis import compare
 from kvcore.cli import main as frame
-from kvcore.config.engine_options import EngineOptions
 from kvcore.config.options import option_names
 from kvcore.serving import Batching
 from kvcore.trace import read_events
 from kvcore_cluster.options import ClusterOptions
+from kvcore_engine.options import EngineOptions
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
 

@@ -7,8 +7,8 @@ torch = pytest.importorskip("torch", reason="the backends here keep K/V in torch
 
 from kvcore.engine import DeviceMemory, TensorLayout  # noqa: E402 - these need torch
 from kvcore.testing import BackendTests  # noqa: E402
-from kvcore_plugins.backend import TorchCPU  # noqa: E402
-from kvcore_plugins.backend._pool import Pool  # noqa: E402
+from kvcore_engine.backend import TorchCPU  # noqa: E402
+from kvcore_engine.backend._pool import Pool  # noqa: E402
 
 
 class Narrow(TorchCPU):

@@ -9,7 +9,7 @@ import pytest
 from kvcore import InputError, PluginError, Plugins, StorageError, host
 from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.models.catalogue import MODELS
-from kvcore_plugins.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
+from kvcore_engine.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
 
 torch = pytest.importorskip("torch", reason="these keep K/V in torch tensors")
 

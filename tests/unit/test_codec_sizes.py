@@ -8,7 +8,6 @@ import pytest
 
 from kvcore import Codec, PolicyError
 from kvcore.config import RunConfig
-from kvcore.config.engine import EngineParts
 from kvcore.engine import Plane
 from kvcore.errors import InputError
 from kvcore.models.catalogue import MODELS, find_device, find_model
@@ -17,6 +16,7 @@ from kvcore.models.memory import Deployment, KVLayout
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import spec_of
+from kvcore_engine.config import EngineParts
 from kvcore_plugins.codec import FP16, INT8, KIVI
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.latency.roofline import NARROW_KV

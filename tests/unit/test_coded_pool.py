@@ -4,15 +4,15 @@ import pytest
 
 from kvcore import Codec, InputError, KVCache, PolicyError, Request
 from kvcore.engine import Plane, RaggedBatch, TensorLayout
-from kvcore.engine.compaction import Compactor
+from kvcore_engine.compaction import Compactor
 
 torch = pytest.importorskip("torch", reason="K/V lies in tensors")
 
-from kvcore_plugins.backend import TorchCPU  # noqa: E402 - need torch
+from kvcore_engine.backend import TorchCPU  # noqa: E402 - need torch
+from kvcore_engine.retention.knorm import KNorm  # noqa: E402
 from kvcore_plugins.codec import E4M3, FP16, FP32, INT4, INT8, KIVI  # noqa: E402
 from kvcore_plugins.eviction import LRU  # noqa: E402
 from kvcore_plugins.prefix import Radix  # noqa: E402
-from kvcore_plugins.retention.knorm import KNorm  # noqa: E402
 
 SIZE = 8
 

@@ -24,7 +24,7 @@ from kvcore import InputError, OutOfBlocks, PolicyError, Request
 from kvcore.testing.harness import snapshot
 from kvcore.trace import read_events
 from kvcore.trace.server_check import TraceChecker
-from kvcore_plugins.retention.window import Window
+from kvcore_engine.retention.window import Window
 
 
 def unkeyed(cache, tokens):

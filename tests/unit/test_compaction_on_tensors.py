@@ -14,13 +14,13 @@ from helpers.paged import Paged, loaded_model  # noqa: E402
 from helpers.retention import Eager  # noqa: E402
 
 from kvcore import InputError, PolicyError, Request, ScoreRetention  # noqa: E402
-from kvcore.engine.compaction import SAMPLED, _bar  # noqa: E402
-from kvcore.engine.retention import Reads  # noqa: E402
 from kvcore.testing.dense import loaded  # noqa: E402
-from kvcore_plugins.generator import SinCos  # noqa: E402
-from kvcore_plugins.retention.knorm import KNorm  # noqa: E402
-from kvcore_plugins.retention.random import Random  # noqa: E402
-from kvcore_plugins.retention.window import Window  # noqa: E402
+from kvcore_engine.compaction import SAMPLED, _bar  # noqa: E402
+from kvcore_engine.generator import SinCos  # noqa: E402
+from kvcore_engine.retention.knorm import KNorm  # noqa: E402
+from kvcore_engine.retention.random import Random  # noqa: E402
+from kvcore_engine.retention.token_retention import Reads  # noqa: E402
+from kvcore_engine.retention.window import Window  # noqa: E402
 
 MODEL = "layers=2,hidden=16,heads=4,kv_heads=2,head_dim=4,vocab_size=61"
 

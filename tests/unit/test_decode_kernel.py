@@ -6,15 +6,15 @@ import pytest
 
 from kvcore import InputError, Plugins
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore_plugins.backend import TorchCPU, torch_backend
+from kvcore_engine.backend import TorchCPU, torch_backend
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'")
 
 from helpers.decoding import Decoding  # noqa: E402 - needs torch
 
-from kvcore_plugins.backend import _triton_decode  # noqa: E402 - needs Triton
-from kvcore_plugins.backend._step_plan import BY_POSITION, KernelPart, LayerKind  # noqa: E402
+from kvcore_engine.backend import _triton_decode  # noqa: E402 - needs Triton
+from kvcore_engine.backend._step_plan import BY_POSITION, KernelPart, LayerKind  # noqa: E402
 
 pytestmark = pytest.mark.skipif(
     not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"

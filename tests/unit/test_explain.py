@@ -10,9 +10,9 @@ from kvcore import InputError, KVCache, Request, Trace, TraceError
 from kvcore.analysis import explain, replay
 from kvcore.models.cost import default_prefill_cost
 from kvcore.request import Retention
+from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
-from kvcore_plugins.retention.window import Window
 
 
 @pytest.fixture

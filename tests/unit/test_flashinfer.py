@@ -7,12 +7,12 @@ import pytest
 
 from kvcore import InputError
 from kvcore.engine import RaggedBatch, TensorLayout
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 
-from kvcore_plugins.backend import _flashinfer  # noqa: E402 - needs torch
-from kvcore_plugins.backend._step_plan import LayerKind  # noqa: E402 - needs torch
+from kvcore_engine.backend import _flashinfer  # noqa: E402 - needs torch
+from kvcore_engine.backend._step_plan import LayerKind  # noqa: E402 - needs torch
 
 LENGTHS = [1, 16, 17, 70]
 KV_HEADS, GROUP, WIDTH, BLOCK = 2, 4, 64, 16

@@ -21,9 +21,9 @@ from kvcore.testing.dense import (  # noqa: E402
     loaded,
     next_batch,
 )
-from kvcore_plugins.backend import TorchCPU  # noqa: E402
-from kvcore_plugins.generator import SinCos, Transformer  # noqa: E402
-from kvcore_plugins.generator.sampling import sample  # noqa: E402
+from kvcore_engine.backend import TorchCPU  # noqa: E402
+from kvcore_engine.generator import SinCos, Transformer  # noqa: E402
+from kvcore_engine.generator.sampling import sample  # noqa: E402
 
 
 def stored(generator, tokens, positions=None):
@@ -53,7 +53,7 @@ def test_listing_generators_does_not_import_torch():
 
 def test_transformer_without_torch_names_the_missing_package(monkeypatch):
     """Without torch, `transformer` is unusable and its reason names the package to install."""
-    monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcore_engine.generator.sampling.find_spec", lambda _: None)
     info = next(i for i in Plugins().listing() if i.name == "transformer")
     assert not info.usable
     assert "pip install 'kvcore[torch]'" in Transformer.unavailable()

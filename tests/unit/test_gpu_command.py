@@ -97,7 +97,7 @@ def test_no_part_runs_after_the_deadline(monkeypatch, tmp_path):
 
 def test_an_unavailable_backend_ends_with_code_3(monkeypatch, capsys):
     """An unavailable backend ends the command with code 3 and the reason."""
-    from kvcore_plugins.backend import TorchCPU  # noqa: PLC0415 - needs torch
+    from kvcore_engine.backend import TorchCPU  # noqa: PLC0415 - needs torch
 
     monkeypatch.setattr(TorchCPU, "unavailable", classmethod(lambda _: "it is Sunday"))
     assert gpu.main(["--backend", "torch-cpu"]) == 3

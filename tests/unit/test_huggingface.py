@@ -31,8 +31,8 @@ from kvcore.engine import RaggedBatch  # noqa: E402
 from kvcore.models.spec import ModelSpec  # noqa: E402
 from kvcore.request import text_request, word_tokens  # noqa: E402
 from kvcore.testing.dense import DenseCache, Text, advance, generate, loaded  # noqa: E402
-from kvcore_plugins.generator import HuggingFace  # noqa: E402
-from kvcore_plugins.generator import huggingface as module  # noqa: E402
+from kvcore_engine.generator import HuggingFace  # noqa: E402
+from kvcore_engine.generator import huggingface as module  # noqa: E402
 
 SPARSE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 

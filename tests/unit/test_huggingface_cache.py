@@ -21,9 +21,9 @@ from transformers import DynamicCache  # noqa: E402
 from kvcore import InputError, KVCache, OutOfBlocks  # noqa: E402
 from kvcore.plugins import resolve  # noqa: E402
 from kvcore.testing.dense import loaded  # noqa: E402
-from kvcore_plugins.backend import TorchCPU  # noqa: E402
-from kvcore_plugins.generator import HuggingFace  # noqa: E402
-from kvcore_plugins.generator.hf_cache import PagedCache  # noqa: E402
+from kvcore_engine.backend import TorchCPU  # noqa: E402
+from kvcore_engine.generator import HuggingFace  # noqa: E402
+from kvcore_engine.generator.hf_cache import PagedCache  # noqa: E402
 from kvcore_tiers.hierarchy import Tiers  # noqa: E402
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

@@ -14,7 +14,7 @@ from kvcore.testing.dense import (  # noqa: E402
     loaded,
     next_batch,
 )
-from kvcore_plugins.generator import Induction  # noqa: E402
+from kvcore_engine.generator import Induction  # noqa: E402
 
 KEY, VALUE = 700, 800
 
@@ -144,5 +144,5 @@ def test_accepted_codes_are_distinguishable():
 
 def test_without_torch_the_reason_names_the_package(monkeypatch):
     """Without torch, `unavailable()` names the package to install."""
-    monkeypatch.setattr("kvcore_plugins.generator.sampling.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcore_engine.generator.sampling.find_spec", lambda _: None)
     assert "pip install 'kvcore[torch]'" in Induction.unavailable()

@@ -9,15 +9,15 @@ import pytest
 
 from kvcore import Plugins, run
 from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
-from kvcore_plugins.backend import TorchCPU
+from kvcore_engine.backend import TorchCPU
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 pytest.importorskip("triton", reason="the kernels are Triton's")
 
-from kvcore_plugins.backend import _coded_pool, _pool  # noqa: E402 - these need torch
-from kvcore_plugins.backend.kernels import store  # noqa: E402 - needs Triton
-from kvcore_plugins.backend.kernels.copy import RowMover  # noqa: E402 - needs Triton
-from kvcore_plugins.backend.kernels.store import (  # noqa: E402 - likewise
+from kvcore_engine.backend import _coded_pool, _pool  # noqa: E402 - these need torch
+from kvcore_engine.backend.kernels import store  # noqa: E402 - needs Triton
+from kvcore_engine.backend.kernels.copy import RowMover  # noqa: E402 - needs Triton
+from kvcore_engine.backend.kernels.store import (  # noqa: E402 - likewise
     PLAIN,
     Target,
     store_rows,
@@ -293,7 +293,7 @@ import re, subprocess, sys, tempfile, triton
 from pathlib import Path
 from triton import language as tl
 from triton.backends.compiler import GPUTarget
-from kvcore_plugins.backend.kernels import copy, store
+from kvcore_engine.backend.kernels import copy, store
 
 programs = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 even = [["tt.divisibility", 16]]

@@ -6,7 +6,7 @@ from helpers.caches import BLOCK, Lines, ask, compute, make, start, table
 from kvcore import InputError, KVCache, OutOfBlocks, PolicyError, Request, simulate
 from kvcore.cache import RetentionPolicy
 from kvcore.testing.harness import snapshot
-from kvcore_plugins.retention.window import Window
+from kvcore_engine.retention.window import Window
 
 
 class Ranges(RetentionPolicy):

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 
 from kvcore import InputError, PolicyError, RetentionPolicy, ScoreRetention
-from kvcore.engine.retention import Reads, TokenRetention
 from kvcore.testing import RetentionPolicyTests
+from kvcore_engine.retention.token_retention import Reads, TokenRetention
 
 torch = pytest.importorskip("torch", reason="scores are computed on torch tensors")
 

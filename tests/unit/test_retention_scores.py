@@ -6,16 +6,16 @@ import pytest
 
 from kvcore import KVCache, PolicyError, Request, ScoreRetention
 from kvcore.engine import Rotary
-from kvcore.engine.compaction import Compactor
-from kvcore.engine.retention import HeldTokens, Reads
 from kvcore.plugins.options import instantiate
-from kvcore_plugins.retention.expected import Expected
-from kvcore_plugins.retention.h2o import H2O
-from kvcore_plugins.retention.knorm import KNorm
-from kvcore_plugins.retention.random import Random
-from kvcore_plugins.retention.snapkv import SnapKV
-from kvcore_plugins.retention.tova import TOVA
-from kvcore_plugins.retention.window import Window
+from kvcore_engine.compaction import Compactor
+from kvcore_engine.retention.expected import Expected
+from kvcore_engine.retention.h2o import H2O
+from kvcore_engine.retention.knorm import KNorm
+from kvcore_engine.retention.random import Random
+from kvcore_engine.retention.snapkv import SnapKV
+from kvcore_engine.retention.token_retention import HeldTokens, Reads
+from kvcore_engine.retention.tova import TOVA
+from kvcore_engine.retention.window import Window
 
 torch = pytest.importorskip("torch", reason="scores are computed on torch tensors")
 
@@ -220,7 +220,7 @@ def gaussian(heads, width, *, spread=0.6):
 
 def test_expected_attention_is_the_mean_over_gaussian_queries():
     """The closed form equals the mean of exp(s q·k) over sampled Gaussian queries."""
-    from kvcore_plugins.retention.expected import log_expected  # noqa: PLC0415 - needs torch
+    from kvcore_engine.retention.expected import log_expected  # noqa: PLC0415 - needs torch
 
     source = torch.Generator().manual_seed(5)
     mean, covariance, factor = gaussian(4, 8)
@@ -235,7 +235,7 @@ def test_expected_attention_is_the_mean_over_gaussian_queries():
 def test_expected_attention_in_parts(monkeypatch):
     """A long text scored in parts has the same scores as the whole text."""
     whole = Expected().score(expectable())
-    monkeypatch.setattr("kvcore_plugins.retention.expected._TOKENS", 5)
+    monkeypatch.setattr("kvcore_engine.retention.expected._TOKENS", 5)
     assert Expected().score(expectable()).allclose(whole)
 
 
@@ -245,7 +245,7 @@ def test_future_queries_are_rotated_past_ones(adjacent):
 
     Mean and covariance are those of the queries without their rotation.
     """
-    from kvcore_plugins.retention.expected import future_queries  # noqa: PLC0415 - needs torch
+    from kvcore_engine.retention.expected import future_queries  # noqa: PLC0415 - needs torch
 
     rotary = Rotary(SPEEDS, adjacent)
     plain = torch.randn(2, 40, 10, generator=torch.Generator().manual_seed(0)).double()

@@ -26,9 +26,9 @@ from kvcore.errors import PolicyError
 from kvcore.online.server import ServeConfig, Text
 from kvcore.trace import read_events
 from kvcore.trace.check import replay
+from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
-from kvcore_plugins.generator import HuggingFace
 
 PROMPT = " ".join(f"word{place}" for place in range(40))
 

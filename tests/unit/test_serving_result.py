@@ -13,8 +13,8 @@ from hypothesis import given
 
 import kvcore
 from kvcore import SLO, InputError, KVCache
-from kvcore.engine.engine import run as run_on_tensors
 from kvcore.serving import Batching, Result, simulate
+from kvcore_engine.engine import run as run_on_tensors
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.prefix import NoPrefix

@@ -1,0 +1,283 @@
+"""Attention over block tables by torch's scaled_dot_product_attention.
+
+Every layer gathers the K/V of one part of a step after the other into a buffer, and calls
+torch on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import sqrt
+
+import attrs
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag, scaled_dot_product_attention
+
+from kvcore import InputError
+from kvcore.engine import RaggedBatch
+from kvcore_engine.backend._pool import Gather, LayerTensor, Pool
+from kvcore_engine.backend._step_plan import (
+    DecodeGroup,
+    DecodeKernel,
+    Divider,
+    KernelPart,
+    LayerKind,
+    StepPlan,
+    Tile,
+)
+from kvcore_plugins.codec.dtypes import widened
+
+CPU_GATHER_BYTES, GPU_GATHER_BYTES = 1 << 21, 1 << 30
+"""Bytes of K/V gathered at a time: they fit into caches on a CPU, and occupy a GPU."""
+
+WEIGHED_BYTES = 1 << 24
+"""Bytes of attention weights held at a time while they are summed up."""
+
+
+class Sdpa:
+    """Gathers the attended K/V piece by piece, and calls torch on each piece.
+
+    Nothing is repeated for the query heads that share a K/V head: of a single query they
+    are the rows of one small matrix, for a chunk K/V is expanded without a copy. Neither
+    blocks out of the window are read nor slots behind a sequence's last token.
+
+    Of single queries, those of short contexts are gathered and computed together, a long
+    one by itself, as many heads at a time as the caches hold. In fp32 and fp64 on a CPU, V
+    of a long one is not gathered at all: `embedding_bag` adds up its rows in place.
+
+    Source: Dao et al., "FlashAttention", NeurIPS 2022, for torch's function; Kwon et al.,
+    "Efficient memory management for large language model serving with PagedAttention",
+    SOSP 2023, for attention over block tables.
+    """
+
+    def __init__(
+        self, pool: Pool, kernel: DecodeKernel | None, on_fallback: Callable[[str], None]
+    ) -> None:
+        """Store the pool, and the kernel that computes single tokens in place of torch."""
+        group_bytes = tile_bytes = GPU_GATHER_BYTES
+        on_cpu = pool.device.type == "cpu"
+        if on_cpu:
+            group_bytes = CPU_GATHER_BYTES
+            tile_bytes = 2 * CPU_GATHER_BYTES * torch.get_num_threads()
+        bags = on_cpu and isinstance(pool.values[0], LayerTensor)
+        bags = bags and pool.dtype in {torch.float32, torch.float64}
+        self._pool = pool
+        self._divider = Divider(pool, group_bytes, tile_bytes, bags, kernel, on_fallback)
+        self._buffers: dict[str, Tensor] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the gather buffers, which grow as needed and are used again."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def plan(self, batch: RaggedBatch) -> StepPlan:
+        """Return what the layers of a step share. O(blocks).
+
+        Raises:
+            InputError: there is no sequence, or a block table does not hold its sequence.
+        """
+        tables = self._pool.host_tables(batch)
+        if batch.held_positions and len(batch.positions) != batch.total_tokens:
+            msg = (
+                "held_positions say what windows reach only together with positions: give both"
+            )
+            raise InputError(msg)
+        slots = self._pool.slots(batch, tables)
+        return StepPlan(batch, tables, self._divider, *slots, self._pool.writes(batch, tables))
+
+    def zero_sums(self, plan: StepPlan, queries: Tensor) -> list[Tensor]:
+        """Return zeros, `[kv_heads, tokens]` for each sequence, to add attention weights to."""
+        dtype = torch.promote_types(queries.dtype, torch.float32)
+        kv_heads, batch = self._pool.layout.kv_heads, plan.batch
+        return [
+            queries.new_zeros(kv_heads, context + length, dtype=dtype)
+            for context, length in zip(batch.contexts, batch.lengths, strict=True)
+        ]
+
+    @torch.no_grad()
+    def attend(
+        self,
+        layer: int,
+        plan: StepPlan,
+        queries: Tensor,
+        scale: float | None,
+        window: int | None,
+        sinks: int,
+        sums: list[Tensor] | None = None,
+    ) -> Tensor:
+        """Return attention's output, `[rows, query_heads, value_dim]`.
+
+        Attention weights are added to `sums` of `zero_sums`, if it is given.
+        """
+        pool, layout = self._pool, self._pool.layout
+        rows, heads, width = queries.shape
+        kind = LayerKind(heads // layout.kv_heads, window, sinks, sums is not None)
+        grouped = queries.reshape(rows, layout.kv_heads, kind.group, width)
+        out = queries.new_empty(rows, layout.kv_heads, kind.group, layout.value_dim)
+        by_torch = _LayerAttention(pool, layer, self.gather, grouped, out, scale, sums)
+        for part in plan.parts(kind):
+            if isinstance(part, KernelPart):
+                assert self._divider.kernel is not None
+                self._divider.kernel.attend(layer, part.plan, grouped, out, scale, sums)
+            elif isinstance(part, DecodeGroup):
+                by_torch.group(part)
+            else:
+                by_torch.tile(part, plan.mask(part, layer, kind))
+        return out.view(rows, heads, layout.value_dim)
+
+    def gather(self, name: str) -> Gather:
+        """Return a function that gathers rows into the buffer of that name, used again."""
+        return partial(self._gathered, name)
+
+    def _gathered(self, name: str, rows: Tensor, index: Tensor) -> Tensor:
+        """Gather `rows[index]` into the buffer of that name, which the next call reuses."""
+        count, width = len(index), rows.shape[1]
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < count * width:
+            self._buffers[name] = buffer = rows.new_empty(count * width)
+        out = buffer[: count * width].view(count, width)
+        return torch.index_select(rows, 0, index, out=out)
+
+
+@attrs.define(eq=False)
+class _LayerAttention:
+    """Attention of one layer in one step, part by part.
+
+    Attributes:
+        pool, layer: the pool with the K/V, and the number of the layer.
+        gather: returns the function that gathers into the buffer of a name.
+        queries: `[rows, kv_heads, group, head_dim]`.
+        out: the output, `[rows, kv_heads, group, value_dim]`; each part writes its rows.
+        scale: as in `Backend.attend`.
+        sums: sums of the attention weights of each sequence, to add to; None: no sums.
+    """
+
+    pool: Pool
+    layer: int
+    gather: Callable[[str], Gather]
+    queries: Tensor
+    out: Tensor
+    scale: float | None
+    sums: list[Tensor] | None
+
+    def group(self, group: DecodeGroup) -> None:
+        """Compute one token of each sequence; query heads of a K/V head are its rows."""
+        layout = self.pool.layout
+        shape = len(group.rows), layout.kv_heads, -1
+        keys = self.pool.keys[self.layer].tokens(group.keys, self.gather("keys"))
+        values = self.pool.values[self.layer].tokens(group.values, self.gather("values"))
+        keys, values = keys.view(*shape, layout.head_dim), values.view(*shape, layout.value_dim)
+        asked = self.queries.index_select(0, group.rows)
+        if self.sums is None:
+            found = scaled_dot_product_attention(
+                asked, keys, values, attn_mask=group.mask, scale=self.scale
+            )
+        else:
+            weights = _weights(asked, keys, self.scale, group.mask)
+            found = weights.to(values.dtype) @ values
+            places = self.pool.upload(group.places)
+            for number, there, got in zip(group.sequences, places, weights.sum(2), strict=True):
+                self.sums[number].index_add_(1, there, got)
+        self.out.index_copy_(0, group.rows, found)
+
+    def tile(self, tile: Tile, mask: Tensor | None) -> None:
+        """Compute consecutive tokens of one sequence, in the heads of the tile."""
+        sums = None if self.sums is None else self.sums[tile.sequence][tile.heads]
+        if tile.reach.length == 1:
+            self._single(tile, mask, sums)
+        elif sums is None:
+            self._chunk(tile, mask)
+        else:
+            self._weighed_chunk(tile, mask, sums)
+
+    def _single(self, tile: Tile, mask: Tensor | None, sums: Tensor | None) -> None:
+        """Compute one token in some heads, without gathering V if the tile has bags."""
+        asked = self.queries[tile.row, tile.heads]
+        keys = self._keys(tile)
+        if tile.bags is None and sums is None:
+            found = scaled_dot_product_attention(
+                asked[None],
+                keys[None],
+                self._values(tile)[None],
+                attn_mask=mask,
+                scale=self.scale,
+            )
+        else:
+            weights = _weights(asked, keys, self.scale, mask)
+            if tile.bags is None:
+                found = weights.to(keys.dtype) @ self._values(tile)
+            else:
+                stored = self.pool.values[self.layer]
+                assert isinstance(stored, LayerTensor)
+                found = embedding_bag(
+                    tile.bags[0],
+                    stored.by_token,
+                    tile.bags[1],
+                    mode="sum",
+                    per_sample_weights=weights.flatten(),
+                )
+            if sums is not None:
+                tile.reach.add(sums, weights.sum(1), self.pool.layout.block_size)
+        place = self.out[tile.row, tile.heads]
+        place.copy_(found.view(place.shape))
+
+    def _chunk(self, tile: Tile, mask: Tensor | None) -> None:
+        """Compute several tokens of one sequence, with K/V expanded to the query heads."""
+        rows = slice(tile.row, tile.row + tile.reach.length)
+        asked = self.queries[rows].permute(1, 2, 0, 3)  # [kv_heads, group, length, head_dim]
+        shared = -1, asked.shape[1], -1, -1
+        found = scaled_dot_product_attention(
+            asked,
+            self._keys(tile)[:, None].expand(shared),
+            self._values(tile)[:, None].expand(shared),
+            attn_mask=mask[:, None] if tile.by_position and mask is not None else mask,
+            is_causal=mask is None and tile.reach.causal,
+            scale=self.scale,
+        )
+        self.out[rows] = found.permute(2, 0, 1, 3)
+
+    def _weighed_chunk(self, tile: Tile, mask: Tensor | None, sums: Tensor) -> None:
+        """Compute a chunk as `_chunk` does, some tokens at a time, and sum up the weights."""
+        keys, values = self._keys(tile), self._values(tile)
+        reach, (heads, group) = tile.reach, self.queries.shape[1:3]
+        step = max(1, WEIGHED_BYTES // (heads * group * reach.total * sums.dtype.itemsize))
+        for first in range(0, reach.length, step):
+            end = min(first + step, reach.length)
+            rows = slice(tile.row + first, tile.row + end)
+            # Gathered tokens end with the new ones: those behind the last row are not seen.
+            seen = reach.total - reach.length + end
+            if mask is None:
+                here = torch.arange(seen - end + first, seen, device=keys.device)
+                part = torch.arange(seen, device=keys.device) <= here[:, None]
+            else:
+                part = mask[..., first:end, :seen]
+            asked = self.queries[rows].transpose(0, 1)  # [kv_heads, rows, group, head_dim]
+            part = part.repeat_interleave(group, -2)
+            weights = _weights(asked.flatten(1, 2), keys[:, :seen], self.scale, part)
+            found = weights.to(values.dtype) @ values[:, :seen]
+            self.out[rows] = found.view(*asked.shape[:3], -1).transpose(0, 1)
+            reach.add(sums, weights.sum(1), self.pool.layout.block_size)
+
+    def _keys(self, tile: Tile) -> Tensor:
+        """Gather K of a tile, `[heads, total, head_dim]`."""
+        half, gather = self.pool.keys[self.layer], self.gather("keys")
+        return half.heads(tile.keys, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
+
+    def _values(self, tile: Tile) -> Tensor:
+        """Gather V of a tile, `[heads, total, value_dim]`."""
+        half, gather = self.pool.values[self.layer], self.gather("values")
+        return half.heads(tile.values, tile.blocks, tile.heads, gather)[:, : tile.reach.total]
+
+
+def _weights(queries: Tensor, keys: Tensor, scale: float | None, mask: Tensor | None) -> Tensor:
+    """Return attention weights in fp32 or better, `[..., rows, tokens]`.
+
+    Queries are `[..., rows, head_dim]`, keys `[..., tokens, head_dim]`.
+    """
+    scale = 1 / sqrt(queries.shape[-1]) if scale is None else scale
+    scores = widened((queries * scale) @ keys.transpose(-1, -2))
+    if mask is not None:
+        scores.masked_fill_(~mask, -torch.inf)
+    return scores.softmax(-1)

@@ -1,0 +1,431 @@
+"""Attention of decoding sequences by Triton: limits, plan and launch of the kernels."""
+
+from __future__ import annotations
+
+from math import gcd, log, sqrt
+from typing import Any
+
+import attrs
+import torch
+import triton
+from torch import Tensor
+from triton import language as tl
+
+from kvcore_engine.backend._coded_pool import CodedHalf, CodedPool
+from kvcore_engine.backend._pool import Half, LayerTensor, Pool
+from kvcore_engine.backend._step_plan import DecodeKernel, LayerKind, NewToken
+from kvcore_engine.backend.kernels import decode
+from kvcore_plugins.codec import E4M3, E5M2, INT4, INT8
+from kvcore_plugins.codec.dtypes import PLANE_DTYPES
+
+TILE = 64
+"""Tokens that a program reads at a time."""
+
+STAGES = 2
+"""Stages of the pipeline: a tile is computed while the next one is copied."""
+
+TILE_BYTES = 1 << 16
+"""Bytes of K and V of a tile, as they are multiplied; wider heads have fewer tokens a tile.
+
+In fp32, which tensor cores do not multiply exactly, registers hold a quarter of that.
+"""
+
+PER_MULTIPROCESSOR = 4
+"""Programs that a multiprocessor runs at once, in a full wave of chunks."""
+
+MULTIPROCESSORS = 132
+"""Multiprocessors of an H100 or H200, assumed without a GPU."""
+
+FINER = 4
+"""How much shorter chunks are where contexts differ, so that the last ones end together."""
+
+EVEN = 8
+"""Contexts are even if the longest is longer than the mean by an eighth at most."""
+
+LEAST_CHUNK = 128
+"""Tokens of a chunk at least, unless the context is shorter."""
+
+PARTS = 16
+"""Chunks that are combined at a time."""
+
+MOST_GROUP, MOST_WIDTH = 64, 256
+"""Query heads that share a K/V head, and numbers of a head, that kernels are made for."""
+
+CAPABILITY, FP8_CAPABILITY = (8, 0), (8, 9)
+"""Compute capabilities from which on there are kernels, and instructions that widen fp8."""
+
+DOTS = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+
+INTERPRETED = not isinstance(decode.attend_chunks, triton.JITFunction)
+"""Whether kernels run in Triton's interpreter, on the CPU."""
+
+
+def uncovered(pool: Pool) -> str | None:
+    """Return why the kernels cannot attend to a pool; None if they can."""
+    layout = pool.layout
+    reasons = {
+        "on a CPU Triton has its interpreter alone, for tests: set TRITON_INTERPRET=1": (
+            pool.device.type == "cpu" and not INTERPRETED
+        ),
+        "Triton's kernels need a GPU of compute capability 8.0": (
+            pool.device.type == "cuda"
+            and torch.cuda.get_device_capability(pool.device) < CAPABILITY
+        ),
+        f"Triton's kernels compute in fp32, fp16 and bf16, not in {layout.dtype}": (
+            pool.dtype not in DOTS
+        ),
+        "Triton's kernels need blocks of a power of two of tokens, not of "
+        f"{layout.block_size}": bool(layout.block_size & (layout.block_size - 1)),
+        f"Triton's kernels take heads of up to {MOST_WIDTH} numbers": (
+            max(layout.head_dim, layout.value_dim) > MOST_WIDTH
+        ),
+        "Triton's kernels decode fp8, and int8 and int4 by token, but not "
+        f"{layout.codec and layout.codec.name} as it is set": not _decodes(pool),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _decodes(pool: Pool) -> bool:
+    """Return True if kernels can read the numbers of a pool."""
+    codec = pool.layout.codec
+    if codec is None or not isinstance(pool, CodedPool):
+        return True
+    return type(codec) in {E4M3, E5M2, INT8, INT4} and pool.by_token
+
+
+def _widens_fp8(pool: Pool) -> bool:
+    """Return True if the device has an instruction for it."""
+    if pool.device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(pool.device) >= FP8_CAPABILITY
+
+
+@attrs.frozen
+class Coding:
+    """How kernels read the numbers of a pool.
+
+    Attributes:
+        way: the coding, a constant of `kernels.decode` such as `PLAIN`.
+        bits: see `decode._widened`.
+        fp8: dtype that numbers are read as; None: as they are, or as bytes.
+        keys, values: factors of scores and of outputs.
+        packed: numbers in a byte.
+    """
+
+    way: int = decode.PLAIN
+    bits: int = 0
+    fp8: torch.dtype | None = None
+    keys: float = 1.0
+    values: float = 1.0
+    packed: int = 1
+
+    @classmethod
+    def of(cls, pool: Pool) -> Coding:
+        """Return the coding of a pool."""
+        codec = pool.layout.codec
+        if not isinstance(pool.keys[0], CodedHalf):
+            return cls()
+        if isinstance(codec, INT8):
+            return cls(decode.INT8_BY_TOKEN)
+        if isinstance(codec, INT4):
+            return cls(decode.INT4_BY_TOKEN, packed=2)
+        assert isinstance(codec, (E4M3, E5M2))
+        bits = 4 if isinstance(codec, E4M3) else 5
+        if _widens_fp8(pool):
+            bits = 0
+        shift = 256.0 if bits == 4 else 1.0  # noqa: PLR2004 - a 256th of E4M3
+        dtype = None if bits else PLANE_DTYPES[codec.name]
+        if codec.scale == "head":
+            return cls(decode.FP8_BY_HEAD, bits, dtype, keys=shift)
+        factor = shift * codec.factor
+        return cls(decode.FP8, bits, dtype, keys=factor, values=factor)
+
+    def read(self, half: Half) -> tuple[Tensor, Tensor | None]:
+        """Return the numbers of K or V of a layer, and the scales or grids of its tokens."""
+        if isinstance(half, LayerTensor):
+            return half.by_token, None
+        assert isinstance(half, CodedHalf)
+        numbers, *rest = half.planes
+        if self.fp8 is not None:
+            numbers = numbers.view(self.fp8)
+        if not rest:
+            return numbers, None
+        return numbers, rest[0].view(
+            torch.float16 if self.way == decode.FP8_BY_HEAD else torch.int32
+        )
+
+
+@attrs.frozen(eq=False)
+class DecodePlan:
+    """The work list of programs for the decoding sequences of a step, in layers of a kind.
+
+    Attributes:
+        singles: the new tokens.
+        firsts: where the blocks of each sequence begin in `tables`.
+        work: entries of the work list, on the device, `[entries, 5]` of int32: row of the new
+            token, first block in `tables`, first token of the chunk, the one after its last,
+            and slot of the partial output; -1: there is one chunk, whose output is that of
+            the sequence. Longest chunks come first. An empty chunk does nothing.
+        splits: row, first slot, and slot after the last of each sequence with several
+            chunks, `[sequences, 3]`.
+        tables: block ids of all sequences, one sequence after the other.
+        slots: number of partial outputs.
+        windowed: whether a chunk may begin inside a block.
+    """
+
+    singles: list[NewToken]
+    firsts: list[int]
+    work: Tensor
+    splits: Tensor
+    tables: Tensor
+    slots: int
+    windowed: bool
+
+
+def chunk_of(lengths: list[int], heads: int, programs: int) -> int:
+    """Return the most tokens of a chunk, for sequences that attend to `lengths` tokens.
+
+    If lengths are even, chunks make one wave of up to `programs` programs, and no second wave
+    with few. If they differ, chunks are so short that the last one to end does not matter.
+    """
+    count, total, longest = len(lengths), sum(lengths), max(lengths)
+    if EVEN * longest * count <= (EVEN + 1) * total:
+        chunk = -(-longest // max(1, programs // (count * heads)))
+    else:
+        chunk = -(-total * heads // (FINER * programs))
+    return max(chunk, LEAST_CHUNK)
+
+
+def _attended_ranges(singles: list[NewToken], kind: LayerKind) -> list[tuple[int, int, int]]:
+    """Return the ranges of tokens that new tokens attend to: place in `singles`, begin, end."""
+    ranges = []
+    for place, single in enumerate(singles):
+        end = single.context + 1
+        begin = 0 if kind.window is None else max(0, end - kind.window)
+        if begin <= kind.sinks:
+            begin = 0
+        elif kind.sinks:
+            ranges.append((place, 0, kind.sinks))
+        ranges.append((place, begin, end))
+    return ranges
+
+
+def _cut(
+    ranges: list[tuple[int, int, int]], most: int, tile: int, part: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the chunks of ranges, of up to `most` tokens in tiles: places, begins and ends.
+
+    Chunks of a range have equally many tiles; the first begins at a multiple of `part`.
+    """
+    owners, begins, ends = torch.tensor(ranges).unbind(1)
+    firsts = begins // part * part
+    counts = -(-(ends - firsts) // most)
+    steps = (ends - firsts + counts * tile - 1) // (counts * tile) * tile
+    counts = -(-(ends - firsts) // steps)
+    which = torch.repeat_interleave(counts)
+    number = torch.arange(len(which)) - (counts.cumsum(0) - counts)[which]
+    lows = torch.maximum(firsts[which] + number * steps[which], begins[which])
+    highs = torch.minimum(firsts[which] + (number + 1) * steps[which], ends[which])
+    return owners[which], lows, highs
+
+
+class TritonDecode(DecodeKernel):
+    """Launches the kernels of `kernels.decode`.
+
+    Where programs keep the memory busy, time is that of reading the attended K/V once. Takes
+    memory beside the pool: an output in fp32 for each chunk and query head.
+
+    Attributes:
+        programs: programs that run at once, one for each chunk and K/V head.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        """Choose tiles and strides for a pool for which `uncovered` is None."""
+        self._pool, layout = pool, pool.layout
+        self._coding = coding = Coding.of(pool)
+        dot = DOTS[pool.dtype]
+        if coding.way and dot != tl.float32:
+            dot = tl.float16  # which holds codes exactly
+        if INTERPRETED and dot == tl.bfloat16:
+            dot = tl.float32  # the interpreter's product of bf16 is wrong
+        widths = layout.head_dim // coding.packed, layout.value_dim // coding.packed
+        padded = [max(16, triton.next_power_of_2(width)) for width in widths]
+        tile = TILE // 2 if coding.way > decode.FP8 else TILE
+        size = 16 if pool.dtype == torch.float32 else 2
+        while tile > 16 and tile * sum(padded) * coding.packed * size > TILE_BYTES:  # noqa: PLR2004
+            tile //= 2
+        self._tile = tile
+        halves = pool.keys[0], pool.values[0]
+        self._strides = [
+            half.row_stride * layout.block_size * width
+            for half, width in zip(halves, widths, strict=True)
+        ]
+        units = [
+            gcd(16, width, stride) for width, stride in zip(widths, self._strides, strict=True)
+        ]
+        # Arguments of all kernels, and further ones of those that read values.
+        self._keys = {
+            "full": layout.head_dim,
+            "width": widths[0],
+            "padded": padded[0],
+            "key_unit": units[0],
+            "block_size": layout.block_size,
+            "tile": tile,
+            "way": coding.way,
+            "bits": coding.bits,
+            "dot": dot,
+        }
+        self._values = {
+            "value_width": widths[1],
+            "value_padded": padded[1],
+            "value_unit": units[1],
+            "stages": STAGES,
+        }
+        multiprocessors = MULTIPROCESSORS
+        if pool.device.type == "cuda":
+            properties: Any = torch.cuda.get_device_properties(pool.device)
+            multiprocessors = properties.multi_processor_count
+        self.programs = PER_MULTIPROCESSOR * multiprocessors
+
+    def refusal(self, kind: LayerKind) -> str | None:
+        """Return why the kernels cannot attend in layers of a kind; None if they can."""
+        if kind.group > MOST_GROUP:
+            return (
+                f"Triton's kernels take {MOST_GROUP} query heads of a K/V head, not "
+                f"{kind.group}"
+            )
+        return None
+
+    def plan(
+        self, singles: list[NewToken], tables: list[Tensor], kind: LayerKind
+    ) -> DecodePlan:
+        """Divide the contexts of new tokens into chunks. O(blocks), one copy to the device."""
+        part, tile = min(self._tile, self._pool.layout.block_size), self._tile
+        ranges = _attended_ranges(singles, kind)
+        lengths = [0] * len(singles)
+        for place, begin, end in ranges:
+            lengths[place] += end - begin
+        most = chunk_of(lengths, self._pool.layout.kv_heads, self.programs)
+        owner, lows, highs = _cut(ranges, most, tile, part)
+        chunks = torch.bincount(owner, minlength=len(singles))
+        divided = chunks > 1
+        slots = torch.where(divided[owner], divided[owner].cumsum(0) - 1, -1)
+        rows = torch.tensor([single.row for single in singles])
+        sizes = torch.tensor([len(tables[single.number]) for single in singles])
+        places = sizes.cumsum(0) - sizes
+        work = torch.stack((rows[owner], places[owner], lows, highs, slots), 1)
+        work = work[(lows - highs).argsort(stable=True)]
+        there = chunks[divided]
+        splits = torch.stack((rows[divided], there.cumsum(0) - there, there.cumsum(0)), 1)
+        numbers = [work.flatten(), splits.flatten()]
+        numbers += [tables[single.number] for single in singles]
+        sent = self._pool.upload(torch.cat(numbers).to(torch.int32))
+        bounds = work.numel(), work.numel() + splits.numel()
+        return DecodePlan(
+            singles,
+            places.tolist(),
+            sent[: bounds[0]].view(-1, 5),
+            sent[bounds[0] : bounds[1]].view(-1, 3),
+            sent[bounds[1] :],
+            int(there.sum()),
+            kind.window is not None and part > 1,
+        )
+
+    def attend(
+        self,
+        layer: int,
+        plan: DecodePlan,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        sums: list[Tensor] | None,
+    ) -> None:
+        """Compute the rows of the plan's tokens; add their weights to `sums`."""
+        device: Any = torch.cuda.device_of  # which has no types
+        with device(queries):  # kernels are launched on the current one
+            self._launch(layer, plan, queries.contiguous(), out, scale, sums)
+
+    def _launch(
+        self,
+        layer: int,
+        plan: DecodePlan,
+        queries: Tensor,
+        out: Tensor,
+        scale: float | None,
+        sums: list[Tensor] | None,
+    ) -> None:
+        """Attend as `attend` does, on the current device."""
+        _, kv_heads, group, width = queries.shape
+        pool, coding = self._pool, self._coding
+        size, value_width = pool.layout.block_size, out.shape[3]
+        keys, key_grids = coding.read(pool.keys[layer])
+        values, value_grids = coding.read(pool.values[layer])
+        heads, slots = kv_heads * group, max(1, plan.slots)
+        partial = queries.new_empty(slots, heads, value_width, dtype=torch.float32)
+        logs = queries.new_empty(slots, heads, dtype=torch.float32)
+        totals = None
+        if sums is not None:
+            totals = queries.new_empty(len(queries), heads, dtype=torch.float32)
+        scale = 1 / sqrt(width) if scale is None else scale
+        scale *= coding.keys / log(2)
+        rows = max(16, triton.next_power_of_2(group))
+        shape = {"group": group, "rows": rows, **self._keys}
+        grid = kv_heads, len(plan.work)
+        grid_stride = kv_heads * size
+        share = 256 if queries.dtype == torch.float32 else 1024
+        warps = min(8, max(2, rows * self._values["value_padded"] * coding.packed // share))
+        decode.attend_chunks[grid](
+            queries,
+            keys,
+            values,
+            key_grids,
+            value_grids,
+            plan.tables,
+            plan.work,
+            out,
+            partial,
+            logs,
+            totals,
+            scale,
+            coding.values,
+            *self._strides,
+            grid_stride,
+            **shape,
+            **self._values,
+            windowed=plan.windowed,
+            num_warps=warps,
+        )
+        if plan.slots:
+            decode.combine_chunks[heads, len(plan.splits)](
+                partial,
+                logs,
+                plan.splits,
+                out,
+                totals,
+                width=value_width,
+                padded=triton.next_power_of_2(value_width),
+                parts=PARTS,
+                num_warps=4,
+            )
+        if sums is None:
+            return
+        tokens = len(plan.tables) * size
+        masses = queries.new_zeros(kv_heads, tokens, dtype=torch.float32)
+        decode.weigh_chunks[grid](
+            queries,
+            keys,
+            key_grids,
+            plan.tables,
+            plan.work,
+            totals,
+            masses,
+            scale,
+            self._strides[0],
+            grid_stride,
+            tokens,
+            **shape,
+            num_warps=warps,
+        )
+        for single, first in zip(plan.singles, plan.firsts, strict=True):
+            end = first * size + single.context + 1
+            sums[single.number] += masses[:, first * size : end]

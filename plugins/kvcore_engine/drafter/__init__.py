@@ -1,0 +1,1 @@
+"""Drafters that see tokens, and their contract."""

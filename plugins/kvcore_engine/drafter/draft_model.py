@@ -1,0 +1,180 @@
+"""A draft model: a smaller generator, with K/V of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import attrs
+from attrs.validators import ge
+
+from kvcore import Backend, Generator, InputError, LatencyModel
+from kvcore.engine import Attend, RaggedBatch, Tensor, attend_through
+from kvcore.plugins.manager import installed
+from kvcore.plugins.options import Spec
+from kvcore.serving import StepWork
+from kvcore.serving.drafter import ModelCost
+from kvcore_engine.drafter.token_drafter import Draft, DraftSequence, TokenDrafter
+from kvcore_engine.executor import tensor_layout
+from kvcore_engine.speculation import inverted
+from kvcore_engine.tokens import uniform
+
+
+@attrs.define(slots=False, eq=False)
+class DraftModel(TokenDrafter):
+    """Draft with a smaller model that continues the text, token by token.
+
+    Its K/V lies in a pool of its own, with the number of blocks and the block tables of the
+    served model: tokens that are hit, preempted or rolled back there are so here. It computes a
+    prompt in the same steps as the served model.
+
+    Options:
+        tokens: drafts a step, k.
+        generator: the draft model: the name of a generator; in code also an instance. It
+            needs the token ids of the served model.
+        model, layers, hidden, heads, kv_heads, head_dim, vocab_size: options of that generator,
+            if they are given.
+        temperature: 0: the likeliest token is drafted; else drafts are drawn, and accepted
+            by rejection sampling: at best with the temperature of the served model.
+        seed: seed of the generator, if it has one.
+
+    Raises:
+        InputError: the generator is unknown, or has other token ids.
+
+    Source: Leviathan et al., "Fast inference from transformers via speculative decoding",
+    2023; Chen et al., "Accelerating large language model decoding with speculative
+    sampling", 2023.
+    """
+
+    name: ClassVar[str] = "draft-model"
+
+    tokens: int = attrs.field(default=4)
+    generator: str | Generator = attrs.field(default="transformer")
+    model: str | None = attrs.field(default=None)
+    layers: int | None = attrs.field(default=None)
+    hidden: int | None = attrs.field(default=None)
+    heads: int | None = attrs.field(default=None)
+    kv_heads: int | None = attrs.field(default=None)
+    head_dim: int | None = attrs.field(default=None)
+    vocab_size: int | None = attrs.field(default=None)
+    temperature: float = attrs.field(default=0.0, validator=ge(0))
+    seed: int = attrs.field(default=0)
+
+    _drafting: Generator = attrs.field(init=False, repr=False)
+    _pool: Backend = attrs.field(init=False, repr=False)
+    _cost: ModelCost = attrs.field(init=False, repr=False)
+    # By request: tokens with K/V in this pool. The last ones may have been rejected.
+    _known: dict[int | str, int] = attrs.field(init=False, repr=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        """Build the generator."""
+        if isinstance(self.generator, Generator):
+            self._drafting = self.generator
+            return
+        names = ("model", "layers", "hidden", "heads", "kv_heads", "head_dim", "vocab_size")
+        sizes = {name: getattr(self, name) for name in names}
+        options = {name: str(size) for name, size in sizes.items() if size is not None}
+        if self.temperature:
+            options["temperature"] = str(self.temperature)
+        spec = Spec(self.generator, options)
+        self._drafting = installed().build("generator", spec, {"seed": self.seed})
+
+    def attach(self, latency: LatencyModel, seed: int = 0) -> None:
+        """Build the cost of the draft model."""
+        super().attach(latency, seed)
+        self._cost = ModelCost(latency, self._drafting.spec)
+
+    def load(self, generator: Generator, backend: Backend, seed: int) -> None:
+        """Load the draft model, and allocate its pool."""
+        del seed
+        drafting = self._drafting
+        if drafting.vocabulary != generator.vocabulary:
+            msg = (
+                f"draft-model: {drafting.name} has {drafting.vocabulary} token ids, the "
+                f"served model {generator.vocabulary}: take a draft model with the same ones"
+            )
+            raise InputError(msg)
+        drafting.bind()
+        layout = backend.layout
+        self._pool = type(backend)(**backend.options())
+        self._pool.bind()
+        drafting.load(self._pool, layout.dtype)
+        own = tensor_layout(drafting.spec, layout.blocks, layout.block_size, layout.dtype)
+        self._pool.allocate(own)
+        # The last tokens of a shared block may never be computed here.
+        self._pool.fill(0)
+
+    def on_prefill(self, requests: Sequence[int | str], batch: RaggedBatch) -> None:
+        """Compute K/V of prompt tokens."""
+        self._drafting.forward(
+            attrs.evolve(batch, output_indices=[None] * len(requests)), self._attend(batch)
+        )
+        for request, context, length in zip(
+            requests, batch.contexts, batch.lengths, strict=True
+        ):
+            self._known[request] = context + length
+
+    def drafts(self, sequences: Sequence[DraftSequence]) -> list[Draft]:
+        """Draft for all sequences together, a pass for each position."""
+        texts: list[list[int]] = [[] for _ in sequences]
+        weights: list[list[Tensor]] = [[] for _ in sequences]
+        # Tokens that were accepted since, and the newest one, are computed first.
+        starts = [min(self._known.get(s.request, 0), s.position) for s in sequences]
+        news = [
+            each.stream.token_ids(start, each.position + 1)
+            for each, start in zip(sequences, starts, strict=True)
+        ]
+        for place in range(max(each.most for each in sequences)):
+            going = [n for n, each in enumerate(sequences) if each.most > place]
+            batch = self._batch([(sequences[n], starts[n], news[n]) for n in going], place)
+            for n, (token, row) in zip(going, self._next(batch), strict=True):
+                texts[n].append(token)
+                weights[n].append(row)
+                starts[n] += len(news[n])
+                news[n] = [token]
+        for each in sequences:
+            self._known[each.request] = each.position + each.most
+        if not self.temperature:
+            return [Draft(text) for text in texts]
+        import torch  # noqa: PLC0415 - the generator has imported it
+
+        return [
+            Draft(text, torch.stack(rows)) for text, rows in zip(texts, weights, strict=True)
+        ]
+
+    def duration(self, work: StepWork, drafts: Sequence[int]) -> int:
+        """Return the time of the passes of the draft model."""
+        return self._cost.duration(work, drafts)
+
+    def _batch(
+        self, parts: Sequence[tuple[DraftSequence, int, list[int]]], place: int
+    ) -> RaggedBatch:
+        """Return the batch of a pass: of each sequence some tokens, from a position on."""
+        size = self._pool.layout.block_size
+        return RaggedBatch(
+            block_tables=[
+                each.block_table[: -(-(start + len(new)) // size)] for each, start, new in parts
+            ],
+            contexts=[start for _, start, _ in parts],
+            lengths=[len(new) for _, _, new in parts],
+            token_ids=[token for _, _, new in parts for token in new],
+            positions=[at for _, start, new in parts for at in range(start, start + len(new))],
+            output_indices=[each.index + place for each, _, _ in parts],
+            seeds=[each.stream.seed for each, _, _ in parts],
+        )
+
+    def _next(self, batch: RaggedBatch) -> list[tuple[int, Tensor]]:
+        """Return the next token of each sequence, and the distribution of a drawn one."""
+        attend = self._attend(batch)
+        if not self.temperature:
+            return [(token or 0, None) for token in self._drafting.forward(batch, attend)]
+        rows = self._drafting.probabilities(batch, attend)
+        return [
+            (inverted(row.tolist(), uniform("draft", seed, index or 0)), row)
+            for row, seed, index in zip(rows, batch.seeds, batch.output_indices, strict=True)
+        ]
+
+    def _attend(self, batch: RaggedBatch) -> Attend:
+        """Return the function through which a pass reaches the pool of the draft model."""
+        pool = self._pool
+        return attend_through(pool.plan(batch), pool.store_rotated, pool.attend)

@@ -1,0 +1,181 @@
+"""Serve a workload by computing it on tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.engine.backend import Backend
+from kvcore.engine.generator import Generator
+from kvcore.errors import InputError
+from kvcore.models.codec import Codec
+from kvcore.plugins.manager import resolve
+from kvcore.request import SLO, Request, TextRequest
+from kvcore.serving import Batching, LatencyModel, Scheduler
+from kvcore.serving.drafter import Drafter
+from kvcore.serving.result import Result
+from kvcore.serving.simulate import check_cache, serve, serving_parts
+from kvcore_engine.executor import Clock, TensorExecutor
+from kvcore_engine.speculation import SpeculativeTensorExecutor
+from kvcore_plugins.drafter.measured_acceptance import DraftedStep, write_acceptance
+from kvcore_plugins.latency.measured_steps import MeasuredStep
+
+
+@attrs.frozen(slots=False, eq=False, kw_only=True)
+class RunResult(Result):
+    """Result of a run on tensors: that of a simulation, and the generated tokens.
+
+    Attributes:
+        outputs: generated token ids, by request id.
+        steps: duration of each step, under the wall clock; empty under the model's.
+        scheduler: the scheduler of the run.
+        drafted: outcome of the drafts of every step of a request; empty without a drafter.
+    """
+
+    outputs: dict[int | str, list[int]] = attrs.field(repr=False)
+    steps: list[MeasuredStep] = attrs.field(repr=False)
+    scheduler: Scheduler
+    drafted: list[DraftedStep] = attrs.field(factory=list, repr=False)
+
+    def write_acceptance(self, path: Path | str) -> None:
+        """Write which drafts were accepted, for the drafter `acceptance` of simulations.
+
+        Raises:
+            InputError: the run had no drafter.
+            StorageError: the file cannot be written.
+        """
+        if self.log.drafts is None:
+            msg = "no drafts were verified: run with a drafter, such as prompt-lookup"
+            raise InputError(msg)
+        write_acceptance(path, self.log.drafts.probabilities(), self.drafted)
+
+
+def run(
+    workload: Iterable[Request],
+    *,
+    cache: KVCache,
+    generator: Generator | type[Generator] | str,
+    backend: Backend | type[Backend] | str,
+    dtype: str = "fp32",
+    codec: Codec | type[Codec] | str | None = None,
+    scheduler: Scheduler | None = None,
+    latency: LatencyModel | None = None,
+    batching: Batching | None = None,
+    slo: SLO | None = None,
+    rate_scale: float = 1.0,
+    clock: Clock = "model",
+    stop_at_eos: bool = False,
+    seed: int = 0,
+    threads: int | None = None,
+    fragmentation: bool = False,
+    residency: bool = True,
+    drafter: Drafter | type[Drafter] | str | None = None,
+) -> RunResult:
+    """Serve `workload` by computing it on tensors. All decisions are those of `simulate`.
+
+    Token ids are derived from the block keys of the requests (see `TokenStream`), so equal
+    keys have equal K/V. The whole pool is allocated on the backend's device.
+
+    Args:
+        workload: a workload, or requests in order of arrival; `text_request` makes requests
+            from text.
+        cache: a new cache that counts tokens and has block ids: made with `ids=True` or
+            with a trace.
+        generator: computes K/V and next tokens; an instance that is not in use, a class, or
+            a text such as `transformer:layers=1`.
+        backend: stores K/V and computes attention; an instance, a class or a text.
+        dtype: dtype of the computation, one of `TENSOR_DTYPES`.
+        codec: codes the stored K/V, such as `int8`; None: K/V is stored as it is computed.
+        scheduler: decides which jobs run; None is the `fcfs` plugin.
+        latency: gives the duration of a step under the model's clock; None is the
+            `roofline` plugin.
+        batching: caps of a step; None is `Batching()`.
+        slo: SLO of the requests that have none of their own.
+        rate_scale: factor by which open-loop requests arrive faster than recorded.
+        clock: `model`: a step takes the duration that `latency` returns, so that a trace is
+            that of `simulate` except for its header; `wall`: the time that it takes on this
+            machine. Requests arrive by the same clock, without waiting for it.
+        stop_at_eos: whether a text may end before its output is complete; wall clock only.
+        seed: seed of token ids and samples.
+        threads: number of threads of the host that compute; None: one for a tiny model, else
+            the default of the backend's library, up to the CPUs of this process. Set for this
+            run alone.
+        fragmentation: whether to measure the use of memory, as for `simulate`.
+        residency: whether to measure how long blocks rest, as for `simulate`.
+        drafter: drafts tokens that a step verifies; an instance, a class or a text. None: a
+            step generates one token a sequence.
+
+    Raises:
+        InputError: the arguments do not fit one another, the backend or the generator
+            cannot compute in this dtype or shape, a tier cannot be opened, or the workload is
+            out of order.
+        PolicyError: a plugin failed, or the scheduler selects nothing to run.
+        StorageError: the pool does not fit into the device's memory.
+    """
+    check_cache(cache, "run")
+    scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
+    if batching.commit == "scheduled" and scheduler.preemptive:
+        msg = (
+            f"commit='scheduled' with scheduler {scheduler.name!r}, which pauses: blocks could "
+            "be read that are never computed; give commit='computed', or preemptive=false"
+        )
+        raise InputError(msg)
+    built_generator: Generator = resolve("generator", generator)
+    built_backend: Backend = resolve("backend", backend)
+    batching = batching.within(built_generator.positions)
+    texts = False
+    if cache.tiers is not None:
+        requests = iter(workload)
+        first = next(requests, None)
+        texts = isinstance(first, TextRequest)
+        if requests is workload and first is not None:
+            workload = chain((first,), requests)
+    with built_backend.limit_threads(threads, built_generator.spec):
+        parts = cache, built_generator, built_backend, latency
+        options: dict[str, Any] = {
+            "dtype": dtype,
+            "codec": resolve("codec", codec),
+            "clock": clock,
+            "stop_at_eos": stop_at_eos,
+            "seed": seed,
+            "texts": texts,
+        }
+        built_drafter: Drafter | None = resolve("drafter", drafter)
+        if built_drafter is None:
+            executor = TensorExecutor(*parts, **options)
+        else:
+            executor = SpeculativeTensorExecutor(*parts, drafter=built_drafter, **options)
+        whole = False
+        try:
+            loop, took = serve(
+                workload,
+                cache,
+                scheduler,
+                executor,
+                batching,
+                slo=slo,
+                rate_scale=rate_scale,
+                fragmentation=fragmentation,
+                residency=residency,
+            )
+            whole = True
+        finally:
+            executor.close(whole=whole)
+    return RunResult(
+        log=loop.log,
+        cache=cache,
+        batching=batching,
+        latency=latency,
+        fragmentation=loop.fragmentation(),
+        wall_s=took,
+        outputs={name: stream.output for name, stream in executor.streams.items()},
+        steps=executor.measured,
+        scheduler=scheduler,
+        drafter=built_drafter,
+        drafted=executor.drafted,
+    )

@@ -1,0 +1,1 @@
+"""Retention policies that see tokens, and their contract."""
