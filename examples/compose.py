@@ -6,10 +6,10 @@ Run it with `python examples/compose.py`.
 from __future__ import annotations
 
 from kvcore import KVCache
-from kvcore.analysis import replay
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.serial_replay import replay
 
 
 def main() -> None:

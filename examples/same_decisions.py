@@ -21,9 +21,9 @@ import attrs
 
 import kvcore
 from kvcore import KVCache, Request, Trace
-from kvcore.analysis import replay
-from kvcore.trace.check import check_trace
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.serial_replay import replay
 
 BLOCKS, SIZE = 400, 16
 

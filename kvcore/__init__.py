@@ -16,7 +16,6 @@ if TYPE_CHECKING:
         Span,
     )
     from kvcore.cache.tiers import Tier
-    from kvcore.config.recorded import recorded_config
     from kvcore.engine import Backend, Codec, Generator
     from kvcore.errors import (
         InputError,
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_lab.api import compare, find_capacity, plan, validate
+    from kvcore_replay.recorded.config import recorded_config
     from kvcore_tiers.hierarchy import Tiers
 
 _MODULES = {
@@ -58,7 +58,7 @@ _MODULES = {
     "kvcore.trace": "Trace",
     "kvcore.workloads": "Workload",
     # Of packages, which only this table and `hooks.py` of each of them name.
-    "kvcore.config.recorded": "recorded_config",
+    "kvcore_replay.recorded.config": "recorded_config",
     "kvcore_engine.retention.token_retention": "ScoreRetention",
     "kvcore.report.notebook": "report_html report_on",
     "kvcore_tiers.hierarchy": "Tiers",

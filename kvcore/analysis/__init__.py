@@ -5,15 +5,15 @@ from typing import TYPE_CHECKING
 from kvcore.lazy import deferred
 
 if TYPE_CHECKING:
-    from kvcore.analysis.belady import Belady, Future
     from kvcore.analysis.capacity import find_capacity
     from kvcore.analysis.comparison import SHARING, Comparison, Infinite, Row, Source, compare
-    from kvcore.analysis.miss_reasons import Explanation
-    from kvcore.analysis.misses import explain
     from kvcore.analysis.mrc import Curve, Curves, Steps, curve
-    from kvcore.analysis.recorded_run import RunSummary
-    from kvcore.analysis.serial_replay import replay, served
-    from kvcore.analysis.what_if import Change, RequestOutcome, WhatIf, whatif
+    from kvcore_replay.belady import Belady, Future
+    from kvcore_replay.misses.explain import explain
+    from kvcore_replay.misses.reasons import Explanation
+    from kvcore_replay.recorded_run import RunSummary
+    from kvcore_replay.serial_replay import replay, served
+    from kvcore_replay.what_if import Change, RequestOutcome, WhatIf, whatif
 else:
     __getattr__, __dir__ = deferred(
         __name__,

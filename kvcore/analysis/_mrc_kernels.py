@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from kvcore.analysis.belady import belady
+from kvcore_replay.belady import belady
 
 Array: TypeAlias = npt.NDArray[np.int64]
 
@@ -172,4 +172,4 @@ def reuse_depths(lengths: Array, owners: Array, wanted: Array, ends: Array) -> A
 
 
 served_by_belady = compiled("i8(i8[:], i8[:], i8[:], i8[:], i8[:], i8, b1, i8[:])")(belady)
-"""`kvcore.analysis.belady.belady`, compiled."""
+"""`kvcore_replay.belady.belady`, compiled."""

@@ -8,12 +8,12 @@ from typing import Any, TypeAlias
 
 import attrs
 
-from kvcore.analysis.belady import Belady
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import Spec, parse
 from kvcore.trace.fields import plain
+from kvcore_replay.belady import Belady
 
 Policy: TypeAlias = str | Belady | Callable[[], EvictionPolicy]
 """A name with its options, the optimum, a policy class, or a function that builds a policy."""

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
-from kvcore.analysis.serial_replay import replay, served
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
 from kvcore.cache.layout import BlockLayout
@@ -32,11 +30,13 @@ from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
+from kvcore_replay.belady import Belady, Future
+from kvcore_replay.serial_replay import replay, served
 
 if TYPE_CHECKING:
     # Imported when there are prices.
-    from kvcore.analysis.billing import Bill, Bills
-    from kvcore.models.pricing import PriceModel
+    from kvcore_replay.billing import Bill, Bills
+    from kvcore_replay.pricing import PriceModel
 
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes if none are given: the distinct blocks of the workload divided by these."""
@@ -241,7 +241,7 @@ def compare(
         refuse_overwrite(trace, requested.options().values())
     source = Source.of(requested)
     if isinstance(price, str):
-        from kvcore.models.pricing import find_price  # noqa: PLC0415 - for prices alone
+        from kvcore_replay.pricing import find_price  # noqa: PLC0415 - for prices alone
 
         price = find_price(price)
     maker = _RowMaker(setup, residency, price)
@@ -264,7 +264,7 @@ def compare(
     found = _with_shares(rows)
     bills = None
     if price is not None:
-        from kvcore.analysis.billing import bill  # noqa: PLC0415 - as above
+        from kvcore_replay.billing import bill  # noqa: PLC0415 - as above
 
         bills = bill(requested, price)
     return Comparison(
@@ -504,7 +504,7 @@ class _RowMaker:
 
     def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
         """Return the bill of requests; each comes with the number of blocks that it hits."""
-        from kvcore.analysis.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
+        from kvcore_replay.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
 
         size = self.setup.geometry.block_size
         assert self.price is not None

@@ -10,9 +10,7 @@ from typing import Any, Literal, Self
 
 import attrs
 
-from kvcore.analysis.belady import Foresight
 from kvcore.analysis.early_end import DecidedError, EarlyEndLoop, loop_of
-from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.runner import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
@@ -23,6 +21,8 @@ from kvcore.serving.result import Outcome
 from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
+from kvcore_replay.belady import Foresight
+from kvcore_replay.serial_replay import replay
 
 Grant = Literal["", "foresight", "endless", "seen"]
 """An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.analysis.belady import Belady
 from kvcore.analysis.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore.analysis.comparison import ReplaySetup, Source, pool_sizes
-from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
@@ -29,6 +27,8 @@ from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
+from kvcore_replay.belady import Belady
+from kvcore_replay.serial_replay import replay
 
 if TYPE_CHECKING:
     from kvcore.analysis._reuse import Reuse

@@ -16,11 +16,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
-from kvcore.analysis.belady import Belady
 from kvcore.analysis.candidates import Policy, candidates_of
 from kvcore.analysis.comparison import ReplaySetup, Source, pool_sizes
 from kvcore.analysis.mrc import LRU, check_points, compiled_reuse, spread_sizes
-from kvcore.analysis.serial_replay import served
 from kvcore.analysis.workers import Call, call_all, check_jobs
 from kvcore.cache import EvictionPolicy
 from kvcore.cache.tiers import Tier
@@ -33,6 +31,8 @@ from kvcore.request import Request
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import opened
+from kvcore_replay.belady import Belady
+from kvcore_replay.serial_replay import served
 from kvcore_tiers.hierarchy import Tiers
 
 if TYPE_CHECKING:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from kvcore.analysis.belady import Future, belady
 from kvcore.analysis.comparison import SHARING, Source
-from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep import Executor, Grid, Plan
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache import KVCache
@@ -28,6 +26,8 @@ from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
+from kvcore_replay.belady import Future, belady
+from kvcore_replay.serial_replay import replay
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -23,8 +23,6 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.plots import plot_file, plot_option
-from kvcore.cli.trace_options import price_option
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.options import option_default
@@ -42,6 +40,8 @@ from kvcore.report.policies import block_bytes, memory_fields
 from kvcore.report.prometheus import comparison_metrics
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
+from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.trace_options import price_option
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"
 MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))

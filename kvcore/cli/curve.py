@@ -24,7 +24,6 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
@@ -36,10 +35,11 @@ from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
-from kvcore.report.figure import FORMS, matplotlib
 from kvcore.report.mrc import CurvesReport
 from kvcore.report.plane import PlaneReport
 from kvcore.workloads import Workload, part_of
+from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.report.figure import FORMS, matplotlib
 
 POLICIES = "lru,lfu"
 MOST_POINTS = 100_000

@@ -20,7 +20,6 @@ from kvcore.cli.options import (
     workload_argument,
 )
 from kvcore.cli.output import emit_json, json_option, print_sections, progress
-from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.search import paged_fields
 from kvcore.cli.served import ServedRun
 from kvcore.cli.verb import SHOWN, Count, VerbCommand
@@ -34,6 +33,7 @@ from kvcore.plugins import Plugins, describe
 from kvcore.report.paging import report_of
 from kvcore.trace.fields import plain
 from kvcore.units import INT64_LIMIT
+from kvcore_replay.cli.plots import plot_file, plot_option
 
 GENERATIONS = 3
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.analysis import SHARING, Explanation, compare
-from kvcore.analysis import explain as explain_trace
+from kvcore.analysis import SHARING, compare
 from kvcore.cli.options import part_options, shared
 from kvcore.cli.output import (
     emit_json,
@@ -21,18 +20,20 @@ from kvcore.cli.output import (
     reading,
     trace_in,
 )
-from kvcore.cli.trace_options import price_option, replica_option
 from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
 from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.plugins.manager import Plugins
-from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.workloads import part_of
 from kvcore.workloads.files import first_json
+from kvcore_replay.cli.trace_options import price_option, replica_option
+from kvcore_replay.misses.explain import explain as explain_trace
+from kvcore_replay.misses.reasons import Explanation
+from kvcore_replay.report.misses import RequestReport, SummaryReport
 
 if TYPE_CHECKING:
-    from kvcore.models.pricing import PriceModel
+    from kvcore_replay.pricing import PriceModel
 
 EVICTION = "lru"
 ACCOUNTING = "keys"
@@ -156,7 +157,7 @@ def _billed(
     as_json: bool,
 ) -> None:
     """Explain which tokens of prompts an API did not read from its cache."""
-    from kvcore.analysis.prompt_misses import explain_prompts  # noqa: PLC0415 - for prices alone
+    from kvcore_replay.misses.prompts import explain_prompts  # noqa: PLC0415 - for prices alone
 
     kept = ("limit", "window", "seed")
     needless = [name for name in given if name not in kept and given[name] is not None]
@@ -173,7 +174,7 @@ def _billed(
     if as_json:
         emit_json(found.as_dict() | ({} if chosen is None else chosen.as_dict()))
     else:
-        from kvcore.report.billing import PromptReport  # noqa: PLC0415 - as above
+        from kvcore_replay.report.billing import PromptReport  # noqa: PLC0415 - as above
 
         report = PromptReport(found)
         print_sections(*(report.sections if chosen is None else [report.about(chosen)]))

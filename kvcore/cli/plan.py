@@ -31,11 +31,11 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.hookspecs import OUTPUT
 from kvcore.report.plan import PlanReport
+from kvcore_replay.cli.plots import plot_file, plot_option
 
 NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""

@@ -16,11 +16,11 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
 from kvcore.report.quality import QualityReport
+from kvcore_replay.cli.plots import plot_file, plot_option
 
 RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
 

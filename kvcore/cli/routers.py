@@ -22,10 +22,10 @@ from kvcore.cli.options import (
     workload_argument,
 )
 from kvcore.cli.output import emit_json, json_option, print_sections, progress
-from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import option, plugin_completion, verb
 from kvcore.report.routers import RoutersReport
 from kvcore_cluster.options import CLUSTER
+from kvcore_replay.cli.plots import plot_file, plot_option
 
 
 @verb(

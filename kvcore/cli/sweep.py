@@ -20,7 +20,6 @@ from kvcore.cli.output import (
     print_text,
     progress,
 )
-from kvcore.cli.plots import plot_file, plot_option
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
@@ -34,6 +33,7 @@ from kvcore.report.sweep import (
     write_table,
 )
 from kvcore.report.tables import counted
+from kvcore_replay.cli.plots import plot_file, plot_option
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""

@@ -19,11 +19,11 @@ from kvcore.cli.output import (
     print_sections,
     progress,
 )
-from kvcore.cli.plots import picture_option, plot_file
 from kvcore.cli.verb import Count, option, verb
 from kvcore.files import input_path, refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.report.validation import ValidationReport
+from kvcore_replay.cli.plots import picture_option, plot_file
 
 
 def _conditions(

@@ -26,18 +26,18 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from kvcore.analysis import Explanation
-from kvcore.analysis.miss_classifier import MissClassifier
 from kvcore.errors import InputError, TraceError
 from kvcore.progress import Tick, ticked, unseen
-from kvcore.report.misses import RequestReport
 from kvcore.report.tables import setup
-from kvcore.trace.check import check_event
-from kvcore.trace.layout import TracedPrompt
-from kvcore.trace.replicas import ServerReader
-from kvcore.trace.server_check import TraceChecker
-from kvcore.trace.state import TracedSpan, run_blocks
 from kvcore.units import NS_PER_S, format_seconds
+from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.check.trace import check_event
+from kvcore_replay.misses.classifier import MissClassifier
+from kvcore_replay.misses.reasons import Explanation
+from kvcore_replay.report.misses import RequestReport
+from kvcore_replay.state.cache import TracedSpan, run_blocks
+from kvcore_replay.state.layout import TracedPrompt
+from kvcore_replay.state.replicas import ServerReader
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

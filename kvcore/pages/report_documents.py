@@ -15,26 +15,11 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from kvcore.analysis import (
-    Belady,
-    Change,
-    Comparison,
-    Curve,
-    Curves,
-    Infinite,
-    RequestOutcome,
-    Row,
-    RunSummary,
-    Source,
-    WhatIf,
-)
-from kvcore.analysis.billing import Bill, Bills
-from kvcore.analysis.miss_reasons import OF_CLUSTERS
+from kvcore.analysis import Comparison, Curve, Curves, Infinite, Row, Source
 from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.analysis.quality import FULL, Quality, QualityRow
 from kvcore.analysis.sweep import Sweep, axes_of
 from kvcore.errors import InputError
-from kvcore.models.pricing import PriceModel
 from kvcore.pages.report_parts import (
     REASONS,
     Axis,
@@ -53,9 +38,7 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.plugins.options import as_text
-from kvcore.report.billing import BILLS, bill_sections
 from kvcore.report.comparison import ComparisonReport, ResidencyReport
-from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import PlanReport
 from kvcore.report.plane import PlaneReport
@@ -64,9 +47,17 @@ from kvcore.report.quality import PANELS, QualityReport
 from kvcore.report.size import size_sections
 from kvcore.report.sweep import SweepReport, chart_axis
 from kvcore.report.tables import NONE, counted, plugin_text, share
-from kvcore.report.whatif import WhatIfReport, change_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
+from kvcore_replay.belady import Belady
+from kvcore_replay.billing import Bill, Bills
+from kvcore_replay.misses.reasons import OF_CLUSTERS
+from kvcore_replay.pricing import PriceModel
+from kvcore_replay.recorded_run import RunSummary
+from kvcore_replay.report.billing import BILLS, bill_sections
+from kvcore_replay.report.misses import SummaryReport, spaced
+from kvcore_replay.report.whatif import WhatIfReport, change_text
+from kvcore_replay.what_if import Change, RequestOutcome, WhatIf
 
 Content: TypeAlias = Iterator[Section | Part]
 """The sections of a report, and the parts that only a page has."""

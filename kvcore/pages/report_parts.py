@@ -12,11 +12,11 @@ from typing import Any, TypeAlias
 import attrs
 
 from kvcore.plugins.options import as_text
-from kvcore.report.charts import as_percent, is_bound
 from kvcore.report.tables import plugin_text, share, slo_times
-from kvcore.report.whatif import config_text
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_replay.report.charts import as_percent, is_bound
+from kvcore_replay.report.whatif import config_text
 
 Document: TypeAlias = Mapping[str, Any]
 Part: TypeAlias = dict[str, Any]

@@ -13,10 +13,6 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.analysis import Explanation, RunSummary, explain
-from kvcore.analysis.miss_reasons import CATEGORIES, Summary
-from kvcore.analysis.recorded_run import recorded_run
-from kvcore.analysis.timeline import Series, Timeline
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
 from kvcore.pages.report_parts import (
@@ -39,18 +35,22 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.progress import Progress, silent
-from kvcore.report.billing import bill_sections
-from kvcore.report.misses import SummaryReport, spaced
 from kvcore.report.paging import PagingReport
-from kvcore.report.plots import Latencies
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import counted, setup, share
-from kvcore.report.whatif import run_rows
 from kvcore.sections import Table
 from kvcore.serving.result import REQUESTS, TRACE
-from kvcore.trace.check import check_trace
-from kvcore.trace.replicas import ServerReader
 from kvcore.units import NS_PER_S, format_seconds
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.misses.reasons import CATEGORIES, Explanation, Summary
+from kvcore_replay.recorded_run import RunSummary, recorded_run
+from kvcore_replay.report.billing import bill_sections
+from kvcore_replay.report.misses import SummaryReport, spaced
+from kvcore_replay.report.plots import Latencies
+from kvcore_replay.report.whatif import run_rows
+from kvcore_replay.state.replicas import ServerReader
+from kvcore_replay.timeline import Series, Timeline
 
 POINTS = 960
 """Points of a line over time."""

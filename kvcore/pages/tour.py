@@ -13,7 +13,6 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis import replay
 from kvcore.cache import KVCache
 from kvcore.demo import (
     OneHead,
@@ -33,8 +32,9 @@ from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
-from kvcore.trace.state import CacheState
 from kvcore_engine.engine import run
+from kvcore_replay.serial_replay import replay
+from kvcore_replay.state.cache import CacheState
 
 BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""

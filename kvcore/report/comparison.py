@@ -9,15 +9,16 @@ from typing import Any, ClassVar, TextIO
 
 import attrs
 
-from kvcore.analysis import SHARING, Belady, Comparison, Infinite, Row
+from kvcore.analysis import SHARING, Comparison, Infinite, Row
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
-from kvcore.report.charts import TIERS, as_percent
 from kvcore.report.policies import block_bytes, looked_up, named, option_texts, replay_setup
 from kvcore.report.simulation import thrashing
 from kvcore.report.tables import cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_seconds
+from kvcore_replay.belady import Belady
+from kvcore_replay.report.charts import TIERS, as_percent
 
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),

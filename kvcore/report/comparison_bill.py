@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcore.analysis import Comparison
-from kvcore.report.billing import BILLS, dollars, setup_of
 from kvcore.report.policies import named
 from kvcore.report.tables import TableRow
 from kvcore.sections import Section, Table
+from kvcore_replay.report.billing import BILLS, dollars, setup_of
 
 
 def comparison_bill(

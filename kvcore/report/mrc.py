@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import attrs
 
-from kvcore.analysis import SHARING, Belady, Curves
+from kvcore.analysis import SHARING, Curves
 from kvcore.models.memory import KVLayout
-from kvcore.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
 from kvcore.report.policies import (
     block_bytes,
     looked_up,
@@ -23,6 +22,8 @@ from kvcore.report.policies import (
 from kvcore.report.tables import counted, plugin_text
 from kvcore.sections import Section, Table
 from kvcore.units import BINARY, format_bytes
+from kvcore_replay.belady import Belady
+from kvcore_replay.report.figure import COLOURS, GREY, INK, MARGIN, MARKERS, log_axis, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,16 +10,13 @@ from typing import Any
 
 import attrs
 
-from kvcore.analysis import Comparison, Curves, Explanation, WhatIf
+from kvcore.analysis import Comparison, Curves
 from kvcore.analysis.planning import FleetPlan
 from kvcore.analysis.quality import Quality
 from kvcore.analysis.routers import RouterComparison
 from kvcore.analysis.sweep import Sweep
 from kvcore.errors import PluginError
-from kvcore.report import plots
-from kvcore.report.charts import plot_chart
 from kvcore.report.comparison import ComparisonReport
-from kvcore.report.misses import SummaryReport
 from kvcore.report.mrc import CurvesReport
 from kvcore.report.plan import PlanReport
 from kvcore.report.quality import QualityReport
@@ -27,11 +24,16 @@ from kvcore.report.routers import RoutersReport
 from kvcore.report.simulation import COLUMNS, TIMES
 from kvcore.report.sweep import SweepReport
 from kvcore.report.tables import cell, counted, share
-from kvcore.report.whatif import WhatIfReport
 from kvcore.sections import Section, Table
 from kvcore.serving import Result
 from kvcore.units import format_number, format_seconds
 from kvcore_cluster.result import ClusterResult
+from kvcore_replay.misses.reasons import Explanation
+from kvcore_replay.report import plots
+from kvcore_replay.report.charts import plot_chart
+from kvcore_replay.report.misses import SummaryReport
+from kvcore_replay.report.whatif import WhatIfReport
+from kvcore_replay.what_if import WhatIf
 
 ROWS = 40
 """The most rows of a table."""

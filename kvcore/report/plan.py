@@ -9,11 +9,11 @@ import attrs
 
 from kvcore.config.options import is_plain
 from kvcore.plugins.options import as_text
-from kvcore.report.charts import as_percent
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import BINARY, format_bytes, format_number, format_seconds
+from kvcore_replay.report.charts import as_percent
 
 SHOWN = 3
 """The most policies that are named as sufficient."""

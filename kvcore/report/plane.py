@@ -11,12 +11,12 @@ import attrs
 from kvcore.analysis.plane import Plane, PlanePoint
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
-from kvcore.report.figure import INK, log_axis, picture
 from kvcore.report.policies import block_bytes, looked_up, memory_fields, replay_setup
 from kvcore.report.tables import share
 from kvcore.sections import Section, Table
 from kvcore.trace.fields import plain
 from kvcore.units import BINARY, format_bytes, format_seconds
+from kvcore_replay.report.figure import INK, log_axis, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

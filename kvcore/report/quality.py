@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.analysis.quality import FULL, Quality, QualityRow
-from kvcore.report.figure import (
+from kvcore.report.mrc import percent
+from kvcore.report.tables import counted
+from kvcore.sections import Section, Table
+from kvcore.trace.fields import version
+from kvcore.units import format_number
+from kvcore_replay.report.figure import (
     COLOURS,
     GREY,
     INK,
@@ -18,11 +23,6 @@ from kvcore.report.figure import (
     log_axis,
     picture,
 )
-from kvcore.report.mrc import percent
-from kvcore.report.tables import counted
-from kvcore.sections import Section, Table
-from kvcore.trace.fields import version
-from kvcore.units import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,11 +19,11 @@ from kvcore.errors import InputError
 from kvcore.files import atomic_file, part_path
 from kvcore.lazy import import_extra
 from kvcore.plugins.options import as_text
-from kvcore.report.charts import is_bound
 from kvcore.report.tables import NONE, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore_replay.report.charts import is_bound
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
 """The axes whose values compete: cells that differ in nothing else are compared."""

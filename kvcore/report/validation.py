@@ -13,10 +13,10 @@ import attrs
 
 from kvcore.analysis.measured import LABELS, LOAD, MEASURES, OPTIONS
 from kvcore.analysis.validation import GROUPS, Compared, Errors, Validation
-from kvcore.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
 from kvcore.report.tables import NONE, counted, printable
 from kvcore.sections import Section, Table
 from kvcore.units import format_number, format_seconds
+from kvcore_replay.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

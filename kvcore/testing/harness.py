@@ -15,7 +15,6 @@ import attrs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvcore.analysis import served
 from kvcore.cache import (
     BlockLayout,
     BlockPool,
@@ -27,6 +26,7 @@ from kvcore.cache import (
 )
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import NO_HINTS, Hints, Key, Request, Retention
+from kvcore_replay.serial_replay import served
 
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""

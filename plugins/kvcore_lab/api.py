@@ -23,11 +23,11 @@ from kvcore.config import RunConfig, RunParts, SimulateOptions
 from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError
 from kvcore.models.cost import PrefillCost
-from kvcore.models.pricing import PriceModel
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
+from kvcore_replay.pricing import PriceModel
 
 
 def find_capacity(

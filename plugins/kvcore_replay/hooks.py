@@ -40,7 +40,7 @@ def kvcore_options(verb: str) -> list[Any]:
     """Return options that show a run while it is made, and bill it."""
     if verb not in ("run", "simulate"):
         return []
-    from kvcore.cli.trace_options import live_option, price_option  # noqa: PLC0415 - of two verbs
+    from kvcore_replay.cli.trace_options import live_option, price_option  # noqa: PLC0415 - of two verbs
 
     return [live_option] if verb == "run" else [live_option, price_option]
 
@@ -52,7 +52,7 @@ def kvcore_running(
     """Show the run while it is made, with `--live`."""
     if not given.get("live"):
         return None
-    from kvcore.cli.live import showing  # noqa: PLC0415 - for --live alone
+    from kvcore_replay.cli.live import showing  # noqa: PLC0415 - for --live alone
 
     return showing(parts, given)
 
@@ -62,6 +62,6 @@ def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | 
     """Bill the run, with `--price`."""
     if given.get("price") is None:
         return None
-    from kvcore.cli.trace_options import billed  # noqa: PLC0415 - for --price alone
+    from kvcore_replay.cli.trace_options import billed  # noqa: PLC0415 - for --price alone
 
     return billed(parts, result, given)

@@ -16,8 +16,9 @@ from time import perf_counter
 import pytest
 from bench.harness import KEY_TOKENS, bundled, medians
 
-from kvcore.analysis import Belady, Future, Steps
+from kvcore.analysis import Steps
 from kvcore.cache.layout import BlockLayout
+from kvcore_replay.belady import Belady, Future
 
 pytest.importorskip("numba")
 peer = pytest.importorskip("kvcache_sim", reason="run `tox -e bench-curves`")

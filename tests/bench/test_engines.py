@@ -12,9 +12,9 @@ import pytest
 from helpers.block_pools import SIZE, conversations, serve
 from helpers.engines import required
 
-from kvcore.analysis.belady import Belady, Future
 from kvcore.cache import BlockLayout
 from kvcore_plugins import eviction as builtin
+from kvcore_replay.belady import Belady, Future
 
 required("vllm")
 with catch_warnings(action="ignore"):  # from packages that vLLM imports

@@ -8,9 +8,10 @@ from time import perf_counter
 
 from bench.harness import POOL, measured, medians
 
-from kvcore.analysis import compare, explain
-from kvcore.trace.check import check_trace
+from kvcore.analysis import compare
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
 
 RUNS = 3
 PROMISED = 5

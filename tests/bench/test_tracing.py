@@ -18,11 +18,11 @@ import pytest
 from bench.harness import KEY_TOKENS, POOL, bundled, medians
 
 from kvcore import KVCache, Request, Trace
-from kvcore.analysis import replay
 from kvcore.cache import Recorder
 from kvcore.trace import encode_runs
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.serial_replay import replay
 
 RUNS = 5
 PROMISED = 1.3

@@ -11,8 +11,8 @@ from helpers.commands import error_of, stdout_of
 from helpers.traces import lines, record, seal, serve
 
 from kvcore.analysis import compare
-from kvcore.analysis.miss_reasons import CATEGORIES
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.misses.reasons import CATEGORIES
 
 SMALL = "zipf:requests=60,prefixes=6,prefix_tokens=64,suffix_tokens=32"
 PROGRAM = "from kvcore.cli.main import main; main()"

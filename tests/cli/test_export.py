@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from helpers.traces import BLOCK, ask, lines, record, seal, write
 
-from kvcore.cli import export as exporting
 from kvcore.cli.main import run
-from kvcore.trace.check import check_trace
 from kvcore_events.block_tracker import check_recording
-from kvcore_events.export import ExportSize
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.cli import export as exporting
+from kvcore_replay.export import ExportSize
 
 
 @pytest.fixture

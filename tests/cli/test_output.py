@@ -12,11 +12,11 @@ from helpers.commands import run_here
 from helpers.traces import ask, lines, seal, write
 
 from kvcore.cli import output
-from kvcore.cli import replay as replaying
 from kvcore.cli.output import emit_json, print_sections, print_table, print_text, progress
 from kvcore.cli.verb import echo, escaped
 from kvcore.errors import InputError
 from kvcore.sections import Chart, Table
+from kvcore_replay.cli import replay as replaying
 
 
 class Terminal(io.StringIO):

@@ -11,7 +11,7 @@ import pytest
 from helpers.commands import json_of as document
 from helpers.commands import run_here
 
-from kvcore.models.pricing import PRICES
+from kvcore_replay.pricing import PRICES
 
 LOG = Path(__file__).parents[2] / "examples" / "api_log.jsonl.gz"
 SMALL = "zipf:requests=50,prefixes=5,prefix_tokens=64,suffix_tokens=32,rate=50"

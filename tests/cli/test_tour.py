@@ -9,7 +9,7 @@ from helpers.pages import data_of
 
 from kvcore.cli.main import run
 from kvcore.plugins.manager import Plugins
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
 
 if Plugins().get("generator", "transformer").unavailable() is not None:
     pytest.skip("needs torch", allow_module_level=True)

@@ -20,7 +20,7 @@ from kvcore.pages import view_page
 from kvcore.pages.playback import Window
 from kvcore.pages.server import PageServer
 from kvcore.trace import read_events
-from kvcore.trace.check import replay
+from kvcore_replay.check.trace import replay
 
 SERVED = (
     *("simulate", "zipf:requests=150,rate=40,prefixes=15,prefix_tokens=256,suffix_tokens=64"),

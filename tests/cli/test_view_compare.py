@@ -7,12 +7,12 @@ from helpers.browser import tab, until
 from helpers.commands import run_here
 from helpers.evictions import TraceBlocks, differing
 
-from kvcore.analysis import explain
 from kvcore.cli import main as frame
 from kvcore.pages import view_page
 from kvcore.pages.playback import Playback
 from kvcore.pages.view import find_differences
 from kvcore.units import NS_PER_S
+from kvcore_replay.misses.explain import explain
 
 SERVED = (
     "compare",

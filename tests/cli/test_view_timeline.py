@@ -6,10 +6,10 @@ import pytest
 from helpers import traces
 from helpers.browser import NARROW, WIDE, drawn, tab, until
 
-from kvcore.analysis.timeline import NEVER, Timeline
 from kvcore.cli import main as frame
 from kvcore.pages import view_page
 from kvcore.pages.playback import Window
+from kvcore_replay.timeline import NEVER, Timeline
 
 OVERLOADED = (
     *(

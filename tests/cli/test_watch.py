@@ -13,8 +13,8 @@ from helpers import traces
 from helpers.commands import run_here
 
 from kvcore import KVCache, Trace
-from kvcore.cli.live import Player
 from kvcore.units import NS_PER_S
+from kvcore_replay.cli.live import Player
 
 SMALL = [
     "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90,rate=2"
@@ -55,7 +55,7 @@ def test_events_before_from_are_not_waited_for(monkeypatch, recorded):
     """Events before `--from` are shown at once, and later ones at the speed of `--speed`."""
     waits = []
     player = partial(Player, clock=lambda: sum(waits), wait=waits.append)
-    monkeypatch.setattr("kvcore.cli.live.Player", player)
+    monkeypatch.setattr("kvcore_replay.cli.live.Player", player)
     command = ("watch", recorded, "--to", "12", "--every", "4", "--speed", "2")
     whole = run_here(*command)
     assert sum(waits) == pytest.approx(12 / 2, abs=0.5)

@@ -8,12 +8,12 @@ from pathlib import Path
 import attrs
 import pytest
 
-from kvcore.cli.export import export
 from kvcore.plugins.base import options_of
 from kvcore_events.cli import record
 from kvcore_events.recording import Tally
 from kvcore_events.sequencer import Delivery, Gap, InvalidMessage, Restart
 from kvcore_plugins.workload import Lengths, LMCache
+from kvcore_replay.cli.export import export
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 

@@ -9,8 +9,8 @@ import pytest
 from helpers.browser import tab
 from helpers.evictions import TraceBlocks
 
-from kvcore.analysis import explain
 from kvcore.cli.main import run
+from kvcore_replay.misses.explain import explain
 
 GUIDE = Path(__file__).parents[2] / "docs/how-to/see-why-a-policy-loses.md"
 COMMAND = re.compile(r"^\$ kvcore (.*)\n((?:(?!\$|```).*\n)*)", re.MULTILINE)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import pytest
 
 from kvcore import KVCache, Plugins, Request
-from kvcore.analysis import Belady, replay
-from kvcore.analysis.belady import Future
 from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.belady import Belady, Future
+from kvcore_replay.serial_replay import replay
 
 MISSES = {
     "lru": {1_827: 273_420, 18_279: 208_177},

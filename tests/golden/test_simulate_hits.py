@@ -8,11 +8,12 @@ from helpers.schedulers import SCHEDULERS, scheduler_of
 from helpers.serving import ask, serve
 
 from kvcore import KVCache
-from kvcore.analysis import compare, replay
+from kvcore.analysis import compare
 from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.serial_replay import replay
 
 SIZES = (3_000, 30_000)
 TOLERANCE = 0.015

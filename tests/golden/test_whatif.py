@@ -5,10 +5,11 @@ from itertools import islice
 import pytest
 
 from kvcore import KVCache, Plugins, Trace
-from kvcore.analysis import compare, whatif
+from kvcore.analysis import compare
 from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.what_if import whatif
 
 
 def test_whatif_repeats_a_comparison(tmp_path):

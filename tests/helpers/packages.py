@@ -37,16 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_replay": {
-        "kvcore/analysis": "belady billing miss_* misses prompt_misses recorded_run"
-        " serial_replay timeline what_if",
-        "kvcore/cli": "export live plot plots replay trace_options watch",
-        "kvcore/config": "recorded*",
-        "kvcore/kv_events": "export",
-        "kvcore/models": "pricing",
-        "kvcore/report": "billing charts checks figure live misses perfetto plots whatif",
-        "kvcore/trace": "check *_check layout lifecycle replicas residency state tiers",
-    },
     "kvcore_lab": {
         "kvcore/analysis": "*",
         "kvcore/cli": "calibrate compare curve demo explain lab_options metrics plan quality"

@@ -6,10 +6,10 @@ from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
 from kvcore import KVCache, Plugins, Trace
-from kvcore.analysis import replay
 from kvcore.hookspecs import hookimpl
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.eviction import LRU
+from kvcore_replay.serial_replay import replay
 
 
 class StepModels:

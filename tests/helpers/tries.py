@@ -1,9 +1,9 @@
 """Prompts of a small tree, as texts whose letters are keys of some blocks each."""
 
 from kvcore import KVCache, Request
-from kvcore.analysis import replay
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.serial_replay import replay
 
 
 def requests(texts, ratio=1, key=str):

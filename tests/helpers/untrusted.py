@@ -17,8 +17,8 @@ from msgspec.inspect import (
 )
 
 from kvcore.errors import TraceError
-from kvcore.trace.check import check_trace
 from kvcore.trace.events import End, _struct_of
+from kvcore_replay.check.trace import check_trace
 
 EVIL = (
     "<script>alert(1)</script></script></style></title><img src=x onerror=alert(1)><!--\"'>`"

@@ -16,7 +16,7 @@ from kvcore import KVCache, Trace
 from kvcore.serving import Batching
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals, ServingLoop
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
 from kvcore_tiers.hierarchy import Tiers
 
 SCHEDULERS = ("fcfs", "srpt", "urgent", "latest", "planning", "fair")

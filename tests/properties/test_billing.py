@@ -6,8 +6,8 @@ import hypothesis.strategies as st
 from helpers.billing import entries_read, prefixes_read, request, requests
 from hypothesis import given
 
-from kvcore.analysis.billing import Bill, PromptCache, bill, hit_charge
-from kvcore.models.pricing import PriceModel
+from kvcore_replay.billing import Bill, PromptCache, bill, hit_charge
+from kvcore_replay.pricing import PriceModel
 
 GAPS = st.integers(0, 4)
 ROWS = st.lists(st.tuples(GAPS, st.text("ab", max_size=9)), max_size=12).map(

@@ -7,8 +7,9 @@ import pytest
 from helpers.tries import number, replayed_hits, requests
 from hypothesis import given, settings
 
-from kvcore.analysis import Belady, Future, Steps
+from kvcore.analysis import Steps
 from kvcore.cache.layout import BlockLayout
+from kvcore_replay.belady import Belady, Future
 
 pytest.importorskip("numba")
 from kvcore.analysis._reuse import Reuse

@@ -10,8 +10,8 @@ from helpers.toy_engine import SIZE, ToyEngine, drive, random_request
 
 from kvcore import Request
 from kvcore.plugins import resolve
-from kvcore.trace.check import check_trace
 from kvcore_hosting import EngineRecorder
+from kvcore_replay.check.trace import check_trace
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "arc", "s3fifo", "slru", "cost"])

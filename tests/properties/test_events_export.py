@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from kvcore import KVCache, OutOfBlocks, Request, Trace, TraceError
 from kvcore.request import block_keys
 from kvcore.trace import read_events
-from kvcore.trace.state import CacheState
 from kvcore_events.block_tracker import BlockTracker, check_recording
-from kvcore_events.export import block_hash, dynamo_batches, event_batches
 from kvcore_events.formats import decode, encode
 from kvcore_events.model import BlockRemoved
 from kvcore_events.recording import RecordingWriter
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.export import block_hash, dynamo_batches, event_batches
+from kvcore_replay.state.cache import CacheState
 
 ROWS = st.lists(
     st.tuples(st.text("ab", min_size=1, max_size=6), st.booleans(), st.integers(0, 3)),

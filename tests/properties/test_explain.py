@@ -13,11 +13,13 @@ from helpers.serving import servers
 from hypothesis import given, settings
 
 from kvcore import KVCache, Request, Trace
-from kvcore.analysis import Belady, Future, explain, replay, served
 from kvcore.cache.layout import BlockLayout
 from kvcore.testing import COMPACTIONS, Driver, Traffic, request_lists, step_lists
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
+from kvcore_replay.belady import Belady, Future
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.serial_replay import replay, served
 
 TRAFFIC = Traffic(key_tokens=6, hints=True)
 LAYOUTS = st.sampled_from(

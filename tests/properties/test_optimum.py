@@ -7,8 +7,8 @@ from helpers.reference.optimum import most_hits
 from hypothesis import given, settings
 
 from kvcore import Request
-from kvcore.analysis import Belady, Future
 from kvcore.cache.layout import BlockLayout
+from kvcore_replay.belady import Belady, Future
 
 PROMPTS = st.lists(st.text("ab", max_size=3), min_size=1, max_size=7)
 

@@ -9,7 +9,7 @@ from helpers.serving import BLOCK, SLOT, ask
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
 
 REQUESTS = st.lists(
     st.tuples(

@@ -21,8 +21,8 @@ from kvcore.pages import view_page
 from kvcore.pages.playback import Playback, Window, share_phrases
 from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
 from kvcore.trace import read_events
-from kvcore.trace.state import CacheState
 from kvcore_engine.retention.window import Window as Recent
+from kvcore_replay.state.cache import CacheState
 
 RUN = """
 async ({ name, blocks, rows, stride }) => {

@@ -7,9 +7,9 @@ import pytest
 from helpers.serving import random_talks, talks
 from hypothesis import given, settings
 
-from kvcore.analysis import explain
-from kvcore.trace.check import check_trace
-from kvcore.trace.residency import rebuild_residency
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.state.residency import rebuild_residency
 
 few = settings(max_examples=max(settings.default.max_examples // 2, 1))
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning", "fickle"])

@@ -22,10 +22,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache, Request
-from kvcore.analysis import served
 from kvcore.request import Retention
 from kvcore.testing import RecordingPolicy, Traffic, random_requests, replay, request_lists
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.serial_replay import served
 
 KEY = 6
 PLAIN = {

@@ -14,12 +14,12 @@ from helpers.serving import servers
 from hypothesis import given
 
 from kvcore import KVCache, Trace
-from kvcore.analysis import replay
 from kvcore.cache import Residency
 from kvcore.cache.residency import Refaults
 from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
-from kvcore.trace.residency import rebuild_residency as residency
+from kvcore_replay.serial_replay import replay
+from kvcore_replay.state.residency import rebuild_residency as residency
 
 
 def of_trace(content):

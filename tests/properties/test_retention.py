@@ -10,7 +10,7 @@ from helpers.serving import BLOCK, Bent, ask, random_server, serve, servers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
 
 schedulers = pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "fickle"])
 

@@ -8,7 +8,7 @@ from hypothesis import find, given, settings
 
 from kvcore import Plugins
 from kvcore.plugins.options import parse
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 few = settings(max_examples=max(settings.default.max_examples // 3, 1))

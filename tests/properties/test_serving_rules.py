@@ -10,7 +10,7 @@ from helpers.serving import COLUMNS, RULES, Bent, random_ruled_server, ruled_ser
 from hypothesis import assume, given, settings
 
 from kvcore.serving import Batching
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
 few = settings(max_examples=max(settings.default.max_examples // 3, 1))

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, OutOfBlocks, Request, Trace, TraceError
 from kvcore.trace import read_events
-from kvcore.trace.check import check_trace
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.check.trace import check_trace
 
 LINES = 49
 

@@ -10,8 +10,8 @@ from helpers.schedulers import SCHEDULERS
 from helpers.serving import servers, tiered_servers
 from hypothesis import given
 
-from kvcore.analysis.timeline import GAUGES, Kind, Timeline
-from kvcore.trace.check import check_trace
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.timeline import GAUGES, Kind, Timeline
 
 
 @given(server=servers() | tiered_servers(), scheduler=st.sampled_from(SCHEDULERS))

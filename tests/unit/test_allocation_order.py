@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from kvcore.trace.events import ViolationError
-from kvcore.trace.pool_check import AllocationOrder
+from kvcore_replay.check.pool import AllocationOrder
 
 
 def ids(*blocks):

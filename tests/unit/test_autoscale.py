@@ -9,11 +9,11 @@ import kvcore
 from kvcore import InputError, Request
 from kvcore.config import RunConfig
 from kvcore.trace import Trace, read_events
-from kvcore.trace.check import replay
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.planner import Planner
 from kvcore_cluster.simulate import simulate_cluster
 from kvcore_plugins.latency import TokenRate
+from kvcore_replay.check.trace import replay
 
 SECOND = 10**9
 BUSY = 160

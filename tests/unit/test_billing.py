@@ -7,12 +7,12 @@ import pytest
 from helpers.billing import logged, request, requests
 
 import kvcore
-from kvcore.analysis.billing import Charge, PromptCache, bill, hit_charge
 from kvcore.analysis.comparison import compare
-from kvcore.models.pricing import PriceModel, find_price
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload import Zipf
 from kvcore_plugins.workload.logged import Usage
+from kvcore_replay.billing import Charge, PromptCache, bill, hit_charge
+from kvcore_replay.pricing import PriceModel, find_price
 
 HOUR = 3600 * NS_PER_S
 PRICE = PriceModel(

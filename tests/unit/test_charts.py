@@ -10,11 +10,11 @@ import pytest
 from kvcore import InputError, compare, plan
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
 from kvcore.analysis.sweep.plan import ThisProcess
-from kvcore.report.charts import plot_chart, spread
 from kvcore.report.comparison import ComparisonReport
 from kvcore.report.plan import PlanReport
 from kvcore.report.sweep import SweepReport, chart_axis
 from kvcore.sections import Chart, Panel
+from kvcore_replay.report.charts import plot_chart, spread
 
 pytest.importorskip("matplotlib")
 

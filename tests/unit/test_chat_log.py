@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from kvcore.analysis.billing import bill
 from kvcore.errors import InputError
 from kvcore_plugins.workload import Chat
 from kvcore_plugins.workload.logged import LoggedRequest, Usage
+from kvcore_replay.billing import bill
 
 HOUR = 3600 * 10**9
 TEXT = {"type": "text", "text": "What is a yawl? And a ketch?"}

@@ -23,8 +23,8 @@ from helpers.serving import serve as serve_all
 from kvcore import InputError, OutOfBlocks, PolicyError, Request
 from kvcore.testing.harness import snapshot
 from kvcore.trace import read_events
-from kvcore.trace.server_check import TraceChecker
 from kvcore_engine.retention.window import Window
+from kvcore_replay.check.server import TraceChecker
 
 
 def unkeyed(cache, tokens):

@@ -12,12 +12,13 @@ import pytest
 
 import kvcore
 from kvcore import InputError, PolicyError
-from kvcore.analysis import Belady, compare, comparison
+from kvcore.analysis import compare, comparison
 from kvcore.analysis.comparison import default_sizes
 from kvcore.models.cost import PrefillCost
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Jsonl, Mooncake, Zipf
+from kvcore_replay.belady import Belady
 
 
 def small(**options):

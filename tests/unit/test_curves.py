@@ -15,11 +15,12 @@ from helpers.failing import Deadly, Failing
 from helpers.tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
-from kvcore.analysis import Belady, Steps, compare, curve
+from kvcore.analysis import Steps, compare, curve
 from kvcore.analysis.mrc import spread_sizes
 from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.belady import Belady
 
 pytest.importorskip("numba")
 from kvcore.analysis import _mrc_kernels as kernels

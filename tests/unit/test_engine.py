@@ -15,10 +15,10 @@ from helpers.serving import Bent, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, PolicyError, run
 from kvcore.request import block_keys, text_request
-from kvcore.trace.check import check_trace
 from kvcore_engine import tokens as streams
 from kvcore_plugins.latency.measured_steps import read_steps, write_steps
 from kvcore_plugins.workload import Jsonl
+from kvcore_replay.check.trace import check_trace
 
 WORDS = list(range(100, 140))
 

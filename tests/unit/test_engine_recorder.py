@@ -13,13 +13,13 @@ import pytest
 from helpers.toy_engine import ToyEngine, random_request
 
 from kvcore import Request
-from kvcore.analysis import whatif
 from kvcore.errors import InputError, TraceError
 from kvcore.plugins import resolve
 from kvcore.trace import EvictionDigest, TraceWorkload, read_events
-from kvcore.trace.check import check_trace
 from kvcore_hosting import EngineRecorder
 from kvcore_plugins.workload import Jsonl
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.what_if import whatif
 
 SECOND = 1_000_000_000
 

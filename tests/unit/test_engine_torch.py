@@ -10,7 +10,7 @@ from helpers.serving import Bent, ask, serve
 import kvcore
 from kvcore import Plugins
 from kvcore.trace import read_events
-from kvcore.trace.check import replay
+from kvcore_replay.check.trace import replay
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 torch.set_num_threads(1)

@@ -12,8 +12,8 @@ from helpers.serving import ask as request
 from helpers.serving import serve as simulate
 
 from kvcore import InputError, PolicyError
-from kvcore.analysis import replay, served
 from kvcore_plugins.eviction import LRU, Lookahead
+from kvcore_replay.serial_replay import replay, served
 
 
 @attrs.define(slots=False, eq=False)

@@ -7,12 +7,13 @@ from helpers.caches import Mortal
 from helpers.traces import BLOCK, ask, lines, record, seal, serve
 
 from kvcore import InputError, KVCache, Request, Trace, TraceError
-from kvcore.analysis import explain, replay
 from kvcore.models.cost import default_prefill_cost
 from kvcore.request import Retention
 from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.serial_replay import replay
 
 
 @pytest.fixture

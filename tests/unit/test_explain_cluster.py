@@ -9,13 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore.analysis import explain
-from kvcore.analysis.misses import Holders
 from kvcore.errors import TraceError
-from kvcore.report.misses import RequestReport
 from kvcore.trace import read_events
-from kvcore.trace.check import check_event
-from kvcore.trace.replicas import ServerReader
+from kvcore_replay.check.trace import check_event
+from kvcore_replay.misses.explain import Holders, explain
+from kvcore_replay.report.misses import RequestReport
+from kvcore_replay.state.replicas import ServerReader
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvcore.analysis.miss_classifier import LastEventIndex
-from kvcore.analysis.miss_reasons import Eviction
+from kvcore_replay.misses.classifier import LastEventIndex
+from kvcore_replay.misses.reasons import Eviction
 
 KEYS = ["a", "ab", "abc"]
 

@@ -3,9 +3,9 @@
 import pytest
 from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve_tiers
 
-from kvcore.analysis import explain
-from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore.units import format_seconds
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.report.misses import RequestReport, SummaryReport
 
 SLOW = [tier.replace("load=always", "load=cost") for tier in TIERS]
 

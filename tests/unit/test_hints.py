@@ -8,8 +8,8 @@ from helpers.serving import serve as simulate
 
 from kvcore import InputError, OutOfBlocks, Request
 from kvcore.request import NO_HINTS, Hints
-from kvcore.trace.check import check_trace
 from kvcore_plugins.eviction import LRU, MRU, SIEVE
+from kvcore_replay.check.trace import check_trace
 
 PIN = {"hints": Hints(pin=50)}
 DEMOTE = {"hints": Hints(demote=True)}

@@ -13,12 +13,12 @@ from rich.console import Console
 from rich.live import Live
 
 from kvcore import KVCache, Trace
-from kvcore.analysis.timeline import Timeline
-from kvcore.cli.live import FRAME_SECONDS, Lines, Picture, Player
-from kvcore.report.live import PARTS, LiveView, clock
 from kvcore.trace import read_events
-from kvcore.trace.check import check_trace
 from kvcore.units import NS_PER_S
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.cli.live import FRAME_SECONDS, Lines, Picture, Player
+from kvcore_replay.report.live import PARTS, LiveView, clock
+from kvcore_replay.timeline import Timeline
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import pytest
 from helpers import traces
 
 from kvcore import PluginError, compare, plan, simulate, simulate_cluster
-from kvcore.analysis import curve, explain, whatif
+from kvcore.analysis import curve
 from kvcore.analysis.quality import Quality, QualityRow
 from kvcore.analysis.routers import compare_routers
 from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
@@ -21,6 +21,8 @@ from kvcore.notebook import data_frame
 from kvcore.report.notebook import ROWS
 from kvcore.report.notebook import report_html as html
 from kvcore.sections import Table
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.what_if import whatif
 
 SMALL = "zipf:requests=60,prefixes=4,rate=40"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore import InputError, Request
-from kvcore.analysis import Belady, Future
 from kvcore.cache.layout import BlockLayout
+from kvcore_replay.belady import Belady, Future
 
 
 def requests(prompts, key_tokens=1):

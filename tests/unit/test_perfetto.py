@@ -12,8 +12,8 @@ from helpers import traces
 from helpers.clusters import record_cluster
 from helpers.commands import run_here
 
-from kvcore.analysis.timeline import Timeline
-from kvcore.report import perfetto
+from kvcore_replay.report import perfetto
+from kvcore_replay.timeline import Timeline
 
 SMALL = [
     "zipf:requests=60,prefixes=12,prefix_tokens=256,suffix_tokens=300,output_tokens=90,rate=60",

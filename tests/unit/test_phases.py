@@ -6,9 +6,9 @@ import pytest
 from helpers.clusters import Longest, serve_cluster
 from helpers.serving import SLOT, ask
 
-from kvcore.trace.check import check_trace
 from kvcore_cluster.phases import Split
 from kvcore_plugins.scheduler import Fair
+from kvcore_replay.check.trace import check_trace
 
 ONE = "prefill=1,decode=1,latency=0s"
 SLOW = f"{ONE},bandwidth=1GB"

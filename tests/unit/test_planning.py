@@ -10,8 +10,6 @@ from random import Random
 import pytest
 
 from kvcore import InputError, KVCache, PluginError, Request, plan
-from kvcore.analysis import replay
-from kvcore.analysis.belady import Belady, Foresight, Future
 from kvcore.analysis.fleet import Fleet, Traffic, replica_of
 from kvcore.analysis.planning import Limit
 from kvcore.analysis.planning import plan as search
@@ -19,6 +17,8 @@ from kvcore.analysis.sweep import Grid, Journal, Plan
 from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
+from kvcore_replay.belady import Belady, Foresight, Future
+from kvcore_replay.serial_replay import replay
 
 KEY = 512
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, PluginError, Trace, simulate
-from kvcore.analysis.timeline import Kind, Timeline
-from kvcore.report import plots
-from kvcore.report.figure import log_ticks
-from kvcore.trace.residency import rebuild_residency
+from kvcore_replay.report import plots
+from kvcore_replay.report.figure import log_ticks
+from kvcore_replay.state.residency import rebuild_residency
+from kvcore_replay.timeline import Kind, Timeline
 
 pytest.importorskip("matplotlib")
 

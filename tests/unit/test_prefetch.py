@@ -7,13 +7,13 @@ from helpers.serving import BLOCK, Slow, ask, serve
 from helpers.traces import lines, seal
 
 from kvcore import TraceError
-from kvcore.analysis import explain
 from kvcore.request import Hints
 from kvcore.serving import StepPlan
 from kvcore.serving.job import LOADING
 from kvcore.serving.loop import Arrivals
-from kvcore.trace.check import check_trace
 from kvcore_plugins.scheduler import FCFS
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
 
 SLOW_LINK = "host:memory=1MB,read_bandwidth=1GB,write_bandwidth=64GB,latency=0"
 """A block of 64 bytes takes 64 ns to read, and 1 ns to write."""

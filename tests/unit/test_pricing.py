@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from kvcore.cli.trace_options import PRICED
 from kvcore.errors import InputError
-from kvcore.models.pricing import PRICES, PROVIDERS, PriceModel, find_price
+from kvcore_replay.cli.trace_options import PRICED
+from kvcore_replay.pricing import PRICES, PROVIDERS, PriceModel, find_price
 
 
 @pytest.mark.parametrize("price", PRICES.values(), ids=str)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from helpers.billing import logged, request, requests
 
-from kvcore.analysis import prompt_misses
-from kvcore.analysis.prompt_misses import REASONS, explain_prompts
 from kvcore.errors import InputError
-from kvcore.models.pricing import find_price
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.logged import Usage
+from kvcore_replay.misses import prompts as prompt_misses
+from kvcore_replay.misses.prompts import REASONS, explain_prompts
+from kvcore_replay.pricing import find_price
 
 AUTOMATIC = "input=4,cached=1,ttl=300"
 EXPLICIT = "input=4,cached=1,write=5,ttl=300,breakpoints=4"

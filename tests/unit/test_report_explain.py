@@ -7,9 +7,10 @@ from helpers.caches import Mortal
 from helpers.traces import BLOCK, ask
 
 from kvcore import KVCache, Trace
-from kvcore.analysis import explain, replay
-from kvcore.report.misses import RequestReport, SummaryReport
 from kvcore_plugins.eviction import LRU
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.report.misses import RequestReport, SummaryReport
+from kvcore_replay.serial_replay import replay
 
 
 @pytest.fixture

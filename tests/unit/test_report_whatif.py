@@ -3,8 +3,9 @@
 import attrs
 import pytest
 
-from kvcore.analysis import Change, RequestOutcome, RunSummary, WhatIf
-from kvcore.report.whatif import WhatIfReport, run_rows
+from kvcore_replay.recorded_run import RunSummary
+from kvcore_replay.report.whatif import WhatIfReport, run_rows
+from kvcore_replay.what_if import Change, RequestOutcome, WhatIf
 
 RATIOS = {"block": 0.25, "token": 0.2, "request": None}
 HIT = {"lookup_blocks": 40, "hit_blocks": 10, "self_hit_blocks": 0, "ratio": RATIOS}

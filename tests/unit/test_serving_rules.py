@@ -15,8 +15,8 @@ from kvcore.config import RunConfig
 from kvcore.config.like import LIKENESSES
 from kvcore.serving import Batching
 from kvcore.serving.scheduler import TokenRatio
-from kvcore_events.export import event_batches
 from kvcore_events.model import BlockStored
+from kvcore_replay.export import event_batches
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
 

@@ -6,7 +6,7 @@ from helpers.serving import STEP, ask, serve
 from helpers.traces import lines, seal
 
 from kvcore.errors import TraceError
-from kvcore.trace.check import replay as check_trace
+from kvcore_replay.check.trace import replay as check_trace
 
 PREEMPTION = ("PREEMPT", "RESUME")
 

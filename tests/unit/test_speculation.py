@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from kvcore import InputError, Plugins, PolicyError
 from kvcore.request import text_request
-from kvcore.trace.check import check_trace
 from kvcore_engine import speculation
 from kvcore_engine.drafter.prompt_lookup import PromptLookup
 from kvcore_engine.drafter.token_drafter import Draft, TokenDrafter
 from kvcore_engine.speculation import SpeculativeTensorExecutor, inverted, judged
 from kvcore_engine.tokens import TokenStream
 from kvcore_plugins.drafter import Acceptance
+from kvcore_replay.check.trace import check_trace
 
 PLUGINS = Plugins()
 SIZE = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=31"

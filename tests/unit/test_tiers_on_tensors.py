@@ -12,9 +12,9 @@ from helpers.serving import ask
 from kvcore import InputError, KVCache, PolicyError, run
 from kvcore.cache.tiers import StoredBlock, Tier, TierStore
 from kvcore.plugins import resolve
-from kvcore.trace.check import check_trace
 from kvcore_engine import tiers as engine_tiers
 from kvcore_engine.executor import tensor_layout
+from kvcore_replay.check.trace import check_trace
 from kvcore_tiers.hierarchy import Tiers
 
 MODEL = "transformer:layers=2,hidden=16,heads=2,kv_heads=1,head_dim=8,mlp=16,vocab_size=64"

@@ -4,8 +4,8 @@ import pytest
 from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, KVCache
-from kvcore.analysis import replay
 from kvcore_plugins.eviction import LRU, ToolTTL
+from kvcore_replay.serial_replay import replay
 from kvcore_tiers.hierarchy import Tiers
 
 SECOND = 10**9

@@ -10,14 +10,14 @@ from helpers.traces import lines, record, seal
 
 import kvcore
 from kvcore import InputError, TraceError
-from kvcore.analysis.timeline import Timeline
 from kvcore.trace import read_events
-from kvcore.trace.check import check_event, check_trace
-from kvcore.trace.replicas import ServerReader
-from kvcore.trace.residency import rebuild_residency
-from kvcore.trace.server_check import TraceChecker
-from kvcore_events.export import event_batches
 from kvcore_events.model import BlockStored
+from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.check.trace import check_event, check_trace
+from kvcore_replay.export import event_batches
+from kvcore_replay.state.replicas import ServerReader
+from kvcore_replay.state.residency import rebuild_residency
+from kvcore_replay.timeline import Timeline
 
 SCALED = {
     "autoscale": "throughput:interval=0.2,start_up=0.1,cool_down=0",

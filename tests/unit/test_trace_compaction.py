@@ -5,11 +5,11 @@ from helpers.traces import BLOCK, ask, compact, lines, seal
 
 from kvcore import KVCache, Trace, TraceError
 from kvcore.trace import read_events
-from kvcore.trace.check import check_trace
-from kvcore.trace.server_check import TraceChecker
 from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.check.trace import check_trace
 
 
 @pytest.fixture

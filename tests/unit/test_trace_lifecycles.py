@@ -6,9 +6,9 @@ import pytest
 from helpers.traces import ask, lines, seal, serve, write
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.trace.check import check_trace
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.check.trace import check_trace
 
 
 @pytest.fixture

@@ -9,14 +9,14 @@ import zstandard
 from helpers.traces import ask, lines, record, seal, write
 
 from kvcore import InputError, TraceError
-from kvcore.analysis import explain
 from kvcore.files import LONGEST_LINE, MOST_VALUES, DamageError, decompressed
 from kvcore.trace import read_events
-from kvcore.trace.check import check_trace
 from kvcore.trace.fields import MOST_BLOCKS_OF_LINE, decode_runs
 from kvcore.trace.jsonl_file import SealedReader
 from kvcore.workloads.files import lines as workload_lines
 from kvcore_events.recording import RecordingReader
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
 
 MIB = 1 << 20
 ZEROS = b"0" * MIB
@@ -198,7 +198,7 @@ def begun(tmp_path, *more):
 
 def test_the_blocks_in_use_of_a_trace_are_limited(tmp_path, monkeypatch):
     """The blocks in use of a trace are limited, over all of its lines."""
-    monkeypatch.setattr("kvcore.trace.state.MOST_BLOCKS", 20)
+    monkeypatch.setattr("kvcore_replay.state.cache.MOST_BLOCKS", 20)
     more = [{"event": "ALLOC", "seq": 1, "first": at, "runs": [[at, 10]]} for at in (0, 10, 20)]
     with pytest.raises(TraceError, match=":6: ALLOC: more than 20 blocks are in use"):
         check_trace(begun(tmp_path, *more))
@@ -206,8 +206,8 @@ def test_the_blocks_in_use_of_a_trace_are_limited(tmp_path, monkeypatch):
 
 def test_the_blocks_that_lines_name_are_limited(tmp_path, monkeypatch):
     """The blocks that all lines of a trace name are limited, repetitions included."""
-    monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
-    monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
+    monkeypatch.setattr("kvcore_replay.state.cache.WORK", 1000)
+    monkeypatch.setattr("kvcore_replay.state.cache.WORK_OF_LINE", 1)
     more = [
         {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 300]]},
         {"event": "FREE", "seq": 1, "runs": [[299, -300]], "reason": "rollback"},
@@ -219,8 +219,8 @@ def test_the_blocks_that_lines_name_are_limited(tmp_path, monkeypatch):
 
 def test_a_compaction_counts_its_whole_block_table_as_work(tmp_path, monkeypatch):
     """A COMPACT counts as work for the whole block table, however short its line is."""
-    monkeypatch.setattr("kvcore.trace.state.WORK", 1000)
-    monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
+    monkeypatch.setattr("kvcore_replay.state.cache.WORK", 1000)
+    monkeypatch.setattr("kvcore_replay.state.cache.WORK_OF_LINE", 1)
     alloc = {"event": "ALLOC", "seq": 1, "first": 0, "runs": [[0, 300]]}
     stay = {"event": "COMPACT", "seq": 1, "tokens": 1, "held": 2, "runs": []}
     with pytest.raises(TraceError, match=r"lines name [0-9,]+ blocks and spans: too many"):

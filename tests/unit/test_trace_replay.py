@@ -7,11 +7,11 @@ from helpers.traces import ask, drive, lines, record, seal, write
 
 from kvcore import KVCache, Trace, TraceError
 from kvcore.trace import read_events
-from kvcore.trace.check import check_trace
-from kvcore.trace.state import CacheState
 from kvcore_plugins.eviction import LRU, TTL
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.state.cache import CacheState
 
 
 @pytest.fixture

@@ -7,9 +7,9 @@ from helpers import traces
 
 from kvcore import KVCache, TraceError
 from kvcore.cache import Residency
-from kvcore.trace.residency import rebuild_residency as residency
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
+from kvcore_replay.state.residency import rebuild_residency as residency
 
 
 def test_statistics_of_a_trace_equal_those_of_its_run(tmp_path):

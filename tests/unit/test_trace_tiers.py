@@ -11,17 +11,18 @@ from helpers.serving import serve as simulate_server
 from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 
 from kvcore import KVCache, Request, Trace, TraceError
-from kvcore.analysis import compare, explain
+from kvcore.analysis import compare
 from kvcore.serving import Batching, simulate
 from kvcore.trace import read_events
-from kvcore.trace import tiers as traced
-from kvcore.trace.check import check_trace
 from kvcore.trace.events import decode, find_fault
-from kvcore.trace.server_check import TraceChecker
-from kvcore.trace.state import CacheState
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
+from kvcore_replay.state import tiers as traced
+from kvcore_replay.state.cache import CacheState
 from kvcore_tiers.hierarchy import Tiers
 
 LINES = ("OFFLOAD", "LOAD_START", "LOAD", "DROP")
@@ -514,8 +515,8 @@ def test_keys_of_lines_of_tiers_count_as_work(tmp_path, monkeypatch):
 
     Without them the same requests keep within it.
     """
-    monkeypatch.setattr("kvcore.trace.state.WORK", 300)
-    monkeypatch.setattr("kvcore.trace.state.WORK_OF_LINE", 1)
+    monkeypatch.setattr("kvcore_replay.state.cache.WORK", 300)
+    monkeypatch.setattr("kvcore_replay.state.cache.WORK_OF_LINE", 1)
     assert check_trace(serve_tiers(tmp_path / "trace.jsonl", ())).complete
     with pytest.raises(TraceError, match=r"lines name [0-9]+ blocks and spans: too many"):
         check_trace(serve_tiers(tmp_path / "trace.jsonl"))

@@ -9,7 +9,7 @@ import pytest
 from helpers import traces
 
 from kvcore import KVCache, Trace, TraceError
-from kvcore.analysis.timeline import Kind, Series, Timeline
+from kvcore_replay.timeline import Kind, Series, Timeline
 
 
 def phases(timeline):

@@ -11,7 +11,7 @@ from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
 from kvcore import SLO, InputError, KVCache, Trace
-from kvcore.analysis import compare, replay, whatif
+from kvcore.analysis import compare
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost, cost_fields, read_cost
 from kvcore.serving import Batching
@@ -19,6 +19,8 @@ from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.serial_replay import replay
+from kvcore_replay.what_if import whatif
 
 
 class TestAnotherPolicy:

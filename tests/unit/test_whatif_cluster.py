@@ -8,11 +8,11 @@ from helpers.traces import lines, seal
 
 import kvcore
 from kvcore import InputError, TraceError
-from kvcore.analysis import whatif
-from kvcore.analysis.recorded_run import recorded_run
-from kvcore.trace.check import check_trace
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.simulate import simulate_cluster
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.recorded_run import recorded_run
+from kvcore_replay.what_if import whatif
 
 UNLIKE = [{"count": 2}, {"blocks": 40, "eviction": "fifo", "max_seqs": 4}, {"tier": "none"}]
 

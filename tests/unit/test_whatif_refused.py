@@ -10,9 +10,9 @@ from helpers.traces import lines, record, seal
 from helpers.traces import serve as serve_by_hand
 
 from kvcore import SLO, InputError, KVCache, PluginError, Trace, TraceError
-from kvcore.analysis import whatif
 from kvcore_plugins.eviction import LFU, LRU
 from kvcore_plugins.scheduler import FCFS, Priority
+from kvcore_replay.what_if import whatif
 
 
 class TestRefused:
@@ -46,9 +46,9 @@ class TestRefused:
     ):
         """A trace with more requests than its file size allows is refused."""
         path = timed(tmp_path / "trace.jsonl", [ask("a"), ask("b"), ask("c")])
-        monkeypatch.setattr("kvcore.analysis.recorded_run.FREE_REQUESTS", 2)
+        monkeypatch.setattr("kvcore_replay.recorded_run.FREE_REQUESTS", 2)
         monkeypatch.setattr(
-            "kvcore.analysis.recorded_run.BYTES_OF_REQUEST", path.stat().st_size + 1
+            "kvcore_replay.recorded_run.BYTES_OF_REQUEST", path.stat().st_size + 1
         )
         self.refused(path, TraceError, "of this size has at most 2 requests")
 

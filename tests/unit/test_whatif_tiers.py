@@ -5,9 +5,9 @@ from helpers.commands import run_here
 from helpers.traces import lines, seal
 
 from kvcore import InputError, KvcoreError, api
-from kvcore.analysis import whatif
-from kvcore.trace.check import check_trace
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.what_if import whatif
 
 HOST = "host:memory=100MiB,eviction=lfu:half_life=60,keep=exclusive,load=always"
 
@@ -86,7 +86,7 @@ def test_a_header_with_tiers_that_cannot_be_built_is_refused(path, change, reaso
 def test_the_policy_of_a_tier_opens_no_file(path, monkeypatch):
     """A recorded option that is a path is refused in the policy of a tier, too."""
     monkeypatch.setattr(
-        "kvcore.config.recorded.takes_path", lambda _, name: name == "half_life"
+        "kvcore_replay.recorded.config.takes_path", lambda _, name: name == "half_life"
     )
     with pytest.raises(InputError, match="no file is opened because a trace names it"):
         whatif(path)

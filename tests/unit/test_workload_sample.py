@@ -9,10 +9,10 @@ import pytest
 from helpers.serving import ask
 
 from kvcore import InputError, KVCache, Request, Workload
-from kvcore.analysis.serial_replay import replay
 from kvcore.request import Hints, KeyPrefix, Retention
 from kvcore.workloads import RequestList, WorkloadSample
 from kvcore_plugins.workload import Mooncake
+from kvcore_replay.serial_replay import replay
 
 
 @attrs.define(slots=False, eq=False)

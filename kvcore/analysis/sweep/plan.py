@@ -14,7 +14,6 @@ from uuid import uuid4
 
 import attrs
 
-from kvcore.analysis.belady import Belady
 from kvcore.analysis.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore.analysis.sweep.journal import Journal
 from kvcore.analysis.sweep.runner import (
@@ -32,6 +31,7 @@ from kvcore.host import cpus
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
+from kvcore_replay.belady import Belady
 
 Row: TypeAlias = dict[str, Any]
 """A row of the results, by the names of its columns."""

@@ -15,9 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import attrs
 import orjson
 
-from kvcore.analysis.belady import Belady, Future
 from kvcore.analysis.comparison import SHARING
-from kvcore.analysis.serial_replay import replay
 from kvcore.analysis.sweep.grid import Mode, axes_of
 from kvcore.cache import EvictionPolicy, KVCache
 from kvcore.config import RunConfig, RunParts
@@ -32,6 +30,8 @@ from kvcore.units import window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
+from kvcore_replay.belady import Belady, Future
+from kvcore_replay.serial_replay import replay
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts

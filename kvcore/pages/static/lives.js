@@ -6,7 +6,7 @@
 const PHASES = ["queued", "loading", "prefill", "decode", "preempted"];
 const PHASE = Object.fromEntries(PHASES.map((name, kind) => [name, kind]));
 
-/** The lives of all requests of a trace, in rows, by the rules of kvcore.analysis.timeline. */
+/** The lives of all requests of a trace, in rows, by the rules of kvcore_replay.timeline. */
 class Lives {
   constructor(playback) {
     const count = playback.requests.id.length;

@@ -16,10 +16,10 @@ from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
 from kvcore.errors import InputError
 from kvcore.plugins import Plugins
-from kvcore.trace.check import check_trace
 from kvcore_lmcache.policy import CHUNKS, Entries, KvcorePolicy, refuse_unfit
 from kvcore_lmcache.policy import key_of as kvcore_key
 from kvcore_plugins.eviction import LRU, SIEVE
+from kvcore_replay.check.trace import check_trace
 
 FLAT = ("lru", "fifo", "lfu", "slru", "sieve", "s3fifo", "arc", "tinylfu", "lruk", "mru")
 SAME = {"lru": "LRU", "fifo": "FIFO", "lfu:half_life=inf": "LFU", "mru": "MRU"}

@@ -14,8 +14,8 @@ from helpers.engines import required
 from helpers.step_lists import conversation, encode, first_difference, random_server
 
 from kvcore import InputError
-from kvcore.trace.check import check_trace
 from kvcore_plugins import eviction as builtin
+from kvcore_replay.check.trace import check_trace
 
 required("vllm")
 with catch_warnings(action="ignore"):  # warnings of vLLM's imports

@@ -1,0 +1,310 @@
+"""The bill of a workload: the price of its tokens at an API that caches prompts.
+
+Tokens of a prompt are read from the cache, written to it, or neither: each kind has its price.
+The tokens that are read follow from the hits of a simulated cache, or from the rule of the API:
+a cache without bounds, whose entries live for a TTL after their last use.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping
+from operator import add
+from typing import Any, NamedTuple, Self
+
+import attrs
+
+from kvcore.request import Key, Request, chain_keys
+from kvcore.serving.stats import RunLog
+from kvcore.units import NS_PER_S
+from kvcore_plugins.workload.logged import LoggedRequest, Usage
+from kvcore_replay.pricing import HOUR, PriceModel, find_price
+
+_HOUR_NS = int(HOUR) * NS_PER_S
+_NEVER = -(1 << 80)
+
+
+class Charge(NamedTuple):
+    """The tokens of one request by price. All but the output add up to its prompt."""
+
+    uncached: int
+    read: int
+    written: int
+    written_1h: int
+    output: int
+
+
+@attrs.frozen(kw_only=True)
+class Bill:
+    """The tokens and dollars of a workload.
+
+    Attributes:
+        requests: number of requests that were billed.
+        uncached_tokens, read_tokens, written_tokens, written_1h_tokens: tokens of their
+            prompts, each counted once; without a price for writing no token counts as written.
+        output_tokens: generated tokens.
+        usd: tokens times their prices.
+    """
+
+    requests: int
+    uncached_tokens: int
+    read_tokens: int
+    written_tokens: int
+    written_1h_tokens: int
+    output_tokens: int
+    usd: float
+
+    @classmethod
+    def of(cls, price: PriceModel, charges: Iterable[Charge]) -> Self:
+        """Add up `charges`. O(requests), and no memory."""
+        requests, sums = 0, [0] * len(Charge._fields)
+        for charge in charges:
+            requests += 1
+            for place, tokens in enumerate(charge):
+                sums[place] += tokens
+        usd = sum(tokens * rate for tokens, rate in zip(sums, price.rates, strict=True)) / 1e6
+        fields = [f"{name}_tokens" for name in Charge._fields]
+        return cls(requests=requests, usd=usd, **dict(zip(fields, sums, strict=True)))
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        written = self.written_tokens + self.written_1h_tokens
+        return self.uncached_tokens + self.read_tokens + written
+
+
+@attrs.frozen(kw_only=True)
+class Bills:
+    """The bills of a workload at an API, and that of a run.
+
+    Attributes:
+        price: the prices of tokens, and the rule of the API.
+        uncached: the bill without any cache.
+        api: the bill by the API's own rule.
+        reported: the bill of the tokens that a log reports as billed; None if a request has no
+            such report.
+        run: the bill with the hits of a run under a policy; None without a run.
+    """
+
+    price: PriceModel
+    uncached: Bill
+    api: Bill
+    reported: Bill | None
+    run: Bill | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return attrs.asdict(self)
+
+
+class PromptSize(NamedTuple):
+    """The length of a prompt as the API counts it, and as its keys do.
+
+    A log counts by the API's tokenizer, keys by another tokenizer or by an estimate: positions
+    in a prompt are scaled by the ratio of the two lengths.
+    """
+
+    billed: int
+    counted: int
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        """Return the two lengths of the prompt of `request`."""
+        counted = request.prompt_tokens
+        usage = request.usage if isinstance(request, LoggedRequest) else None
+        return cls(counted if usage is None else usage.prompt_tokens, counted)
+
+    def scaled(self, tokens: int) -> int:
+        """Return the tokens that the API counts for the first `tokens` tokens of the keys."""
+        return min(tokens, self.counted) * self.billed // self.counted if self.counted else 0
+
+
+def output_tokens(request: Request) -> int:
+    """Return the tokens generated for a request: as reported, otherwise as requested."""
+    usage = request.usage if isinstance(request, LoggedRequest) else None
+    return request.output_tokens if usage is None else usage.output_tokens
+
+
+def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
+    """Return the charge of a request of which a simulated cache hit `hit` tokens.
+
+    Lengths are rounded to those that the API caches; tokens with keys that missed are written.
+    """
+    size = PromptSize.of(request)
+    read = price.cacheable(size.scaled(hit))
+    stored = price.cacheable(size.scaled(len(request.keys) * request.key_tokens))
+    output = output_tokens(request)
+    return _charge(price, size.billed, read, stored, price.ttl_ns, output)
+
+
+def _charge(
+    price: PriceModel, prompt: int, read: int, stored: int, ttl_ns: int, output: int
+) -> Charge:
+    """Return the charge of a prompt whose tokens `[read, stored)` are written to the cache."""
+    written = max(stored - read, 0) if price.write is not None else 0
+    long = written if ttl_ns >= _HOUR_NS else 0
+    return Charge(prompt - read - written, read, written - long, long, output)
+
+
+class PromptCache:
+    """The cache of an API: no bounds, exact prefixes, a TTL that each use renews.
+
+    Prompts come in order of arrival, and are cached from their arrival on. A prompt of a
+    workload has a breakpoint at its end. A prompt of a log has its own breakpoints; one at its
+    end if it has none and its API needs none.
+
+    O(keys) a prompt; memory grows with the distinct keys.
+
+    Args:
+        price: the rule.
+        lapses: whether TTLs lapse.
+    """
+
+    def __init__(self, price: PriceModel, *, lapses: bool = True) -> None:
+        self._price = price
+        self._lapses = lapses
+        # By key, when (ns) it was last part of a prompt.
+        self._used: dict[Key, int] = {}
+        # By key, when (ns) an entry expires, and its TTL.
+        self._entries: dict[Key, tuple[int, int]] = {}
+
+    def charge(self, request: Request, now: int) -> Charge:
+        """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
+        size, output = PromptSize.of(request), output_tokens(request)
+        serve = self._entry if self._price.breakpoints else self._prefix
+        return serve(request, size, now, output)
+
+    def _prefix(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
+        """Serve a prompt by a rule that finds any common prefix again."""
+        price, used = self._price, self._used
+        keys = full_keys(request)
+        live = live_keys(keys, used, now - price.ttl_ns if self._lapses else -1)
+        used.update(dict.fromkeys(keys, now))
+        read, stored = (
+            price.cacheable(size.scaled(count * request.key_tokens))
+            for count in (live, len(keys))
+        )
+        return _charge(price, size.billed, read, stored, price.ttl_ns, output)
+
+    def _entry(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
+        """Serve a prompt by a rule that finds only prefixes that end at a breakpoint."""
+        price, entries = self._price, self._entries
+        ends, path, marks, lookback = self._path(request, size)
+        read = reached = 0
+        for mark, _ in marks:
+            for place in range(mark, max(-1, mark - lookback), -1):
+                if self._lives(path[place], now):
+                    read, reached = max((read, reached), (ends[place], place + 1))
+                    break
+        for key in path[:reached]:
+            if self._lives(key, now):
+                _, ttl = entries[key]
+                entries[key] = now + ttl, ttl
+        stored = long = read
+        for mark, ttl in marks:
+            if (end := price.cacheable(ends[mark])) > read:
+                entries[path[mark]] = now + ttl, ttl
+                stored = max(stored, end)
+                long = max(long, end) if ttl >= _HOUR_NS else long
+        first = _charge(price, size.billed, read, long, _HOUR_NS, output)
+        rest = _charge(price, size.billed, long, stored, 0, output)
+        written = first.written_1h + rest.written
+        uncached = size.billed - read - written
+        return Charge(uncached, read, rest.written, first.written_1h, output)
+
+    def _lives(self, key: Key, now: int) -> bool:
+        """Return True if there is an entry of `key` within its TTL."""
+        entry = self._entries.get(key)
+        return entry is not None and (entry[0] > now or not self._lapses)
+
+    def _path(
+        self, request: Request, size: PromptSize
+    ) -> tuple[list[int], list[Key], list[tuple[int, int]], int]:
+        """Return ends and keys of the possible entries, breakpoints (place, TTL), look-back."""
+        price = self._price
+        if not isinstance(request, LoggedRequest) or not request.parts:
+            keys = list(full_keys(request))
+            ends = [size.scaled(n * request.key_tokens) for n in range(1, len(keys) + 1)]
+            return ends, keys, [(len(keys) - 1, price.ttl_ns)] if keys else [], len(keys)
+        parts = request.parts
+        path: list[Key] = [*chain_keys([request.salt or "", *(p.digest for p in parts)])]
+        marks = [
+            (place, part.ttl_ns or price.ttl_ns)
+            for place, part in enumerate(parts)
+            if part.ttl_ns is not None
+        ]
+        if not marks and not request.explicit:
+            marks = [(len(parts) - 1, price.ttl_ns)]
+        ends = [size.scaled(part.end) for part in parts]
+        return ends, path[1:], marks[-price.breakpoints :], price.lookback
+
+
+def full_keys(request: Request) -> Any:
+    """Return the keys of a prompt, without one that covers less than `key_tokens` tokens."""
+    return request.keys[: request.prompt_tokens // request.key_tokens]
+
+
+def live_keys(keys: Any, used: Mapping[Key, int], since: int) -> int:
+    """Return the number of first keys that were used after `since` (ns).
+
+    A prompt uses all of its keys at once, so no key is used later than the one before it.
+    """
+    return bisect_left(
+        range(len(keys)), 1, key=lambda place: used.get(keys[place], _NEVER) <= since
+    )
+
+
+def reported_charge(price: PriceModel, usage: Usage) -> Charge:
+    """Return the charge that a log reports."""
+    written, long = usage.written_tokens, usage.written_1h_tokens
+    if price.write is None:
+        written = long = 0
+    uncached = usage.prompt_tokens - usage.read_tokens - written - long
+    return Charge(uncached, usage.read_tokens, written, long, usage.output_tokens)
+
+
+def bill(
+    requests: Iterable[Request], price: PriceModel | str, *, log: RunLog | None = None
+) -> Bills:
+    """Return the bills of an API for `requests`, in order of arrival.
+
+    With the `log` of a run of these requests, their arrival times are those of the run, and its
+    hits are billed too; requests that it rejected are left out of all bills. O(keys); with a
+    `log`, the requests are held in memory.
+
+    Args:
+        requests: a workload, or its requests.
+        price: the prices, or their text.
+        log: the log of a run, such as `result.log`.
+
+    Raises:
+        InputError: an unknown price, or a request that cannot be read.
+    """
+    price = find_price(price) if isinstance(price, str) else price
+    cache = PromptCache(price)
+    rows: dict[int | str, int] = {}
+    arrived = requests
+    if log is not None:
+        rows = {id_: row for row, id_ in enumerate(log.ids) if row not in log.reasons}
+        served = (each for each in requests if each.id in rows)
+        came, hits = log.arrival.tolist(), list(map(add, log.hit, log.loaded))
+        arrived = sorted(served, key=lambda each: came[rows[each.id]])
+    uncached, api, reported, run = (list[Charge]() for _ in range(4))
+    for request in arrived:
+        now, output = request.arrival, output_tokens(request)
+        if log is not None:
+            row = rows[request.id]
+            now = came[row]
+            run.append(hit_charge(price, request, hits[row]))
+        uncached.append(Charge(PromptSize.of(request).billed, 0, 0, 0, output))
+        api.append(cache.charge(request, now))
+        if isinstance(request, LoggedRequest) and request.usage is not None:
+            reported.append(reported_charge(price, request.usage))
+    all_reported = len(reported) == len(uncached) > 0
+    return Bills(
+        price=price,
+        uncached=Bill.of(price, uncached),
+        api=Bill.of(price, api),
+        reported=Bill.of(price, reported) if all_reported else None,
+        run=None if log is None else Bill.of(price, run),
+    )

@@ -1,0 +1,432 @@
+"""The check of a cluster's trace: of each replica's lives, and of the routing between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.trace import events
+from kvcore.trace.events import Event, Header, violated
+from kvcore.trace.fields import EvictionDigest
+from kvcore.units import parse_seconds
+from kvcore_replay.check.server import TraceChecker, expires
+from kvcore_replay.state.cache import Hits
+from kvcore_replay.state.layout import count_known
+from kvcore_replay.state.lifecycle import PREEMPTIONS
+from kvcore_replay.state.replicas import CHANGES, Replicas
+
+
+@attrs.define(eq=False)
+class CheckedReplica:
+    """A replica of a traced cluster: its present life, and counts of the earlier ones.
+
+    Attributes:
+        header: HEADER of the replica alone.
+        leaving: whether it gets no more requests, and stops when all of its own have ended.
+        failures: how often it failed, or stopped.
+        routed, finished, rejected, preemptions, hits, evictions: counts of the lives before
+            this one; `routed` and `evictions` of this one too.
+        sent: keys of the requests that were routed to it in this life, and of the blocks
+            that they generated.
+        handed: requests that it has prefilled in this life, and that another one decodes.
+    """
+
+    header: Header
+    leaving: bool = False
+    failures: int = 0
+    routed: int = 0
+    finished: int = 0
+    rejected: int = 0
+    preemptions: dict[str, int] = attrs.field(factory=lambda: dict.fromkeys(PREEMPTIONS, 0))
+    hits: Hits = attrs.field(factory=Hits)
+    evictions: EvictionDigest = attrs.field(factory=EvictionDigest)
+    sent: set[Any] = attrs.field(factory=set)
+    handed: set[int | str] = attrs.field(factory=set)
+    _life: TraceChecker | None = None
+
+    @property
+    def life(self) -> TraceChecker:
+        """The checker of the present life, made at its first line."""
+        if self._life is None:
+            self._life = TraceChecker(self.header)
+            self._life.evictions = self.evictions
+        return self._life
+
+    def fail(self) -> None:
+        """End the current life of the replica."""
+        report = self.report()
+        self.finished, self.rejected = report["finished"], report["rejected"]
+        self.preemptions = report["preemptions"]
+        self.hits.add(self.life.state.hits)
+        self._life, self.leaving = None, False
+        self.failures += 1
+        self.sent.clear()
+        self.handed.clear()
+
+    def end(self, event: events.End) -> None:
+        """Check that nothing is left open."""
+        if self._life is not None:
+            self._life.apply(event)
+
+    def report(self) -> dict[str, Any]:
+        """Return its state, and counts over all lives, in the form of a server's report."""
+        own = self.life.report()
+        hits = attrs.evolve(self.hits)
+        hits.add(self.life.state.hits)
+        preempted = self.preemptions
+        return own | {
+            "finished": self.finished + own["finished"],
+            "rejected": self.rejected + own["rejected"],
+            "preemptions": {how: n + preempted[how] for how, n in own["preemptions"].items()},
+            "hit": hits.as_dict(),
+        }
+
+
+@attrs.define
+class Moving:
+    """A request between the replica that prefills it and the one that decodes it.
+
+    Attributes:
+        source, target: the replicas; None: not known yet.
+        blocks: blocks of it that were moved.
+        missing: blocks of its prompt that the target had not.
+        due: when the source may let go, ns: it is prefilled, room is made, K/V is there.
+    """
+
+    source: int
+    target: int | None = None
+    blocks: int = 0
+    missing: int = 0
+    due: int = 0
+
+
+class ClusterChecker:
+    """Checks each event of a cluster's trace.
+
+    It is checked as `TraceChecker` does that of its replica; and every request is routed to a
+    replica that is up, to one at a time, until it has ended.
+
+    Attributes:
+        replicas: by number.
+    """
+
+    def __init__(self, header: Header) -> None:
+        """Start with the empty caches that HEADER gives.
+
+        Raises:
+            ValueError: sizes that do not fit one another, or fields that cannot be.
+        """
+        self._header = header
+        self._placed = Replicas(header)
+        self.replicas = [CheckedReplica(own) for own in self._placed.headers]
+        self._up = self._placed.up[:]
+        self._rejected = 0
+        self._known: set[int | str] = set()
+        # The replica of each request; and for requests without one, since when (ns).
+        self._at: dict[int | str, int] = {}
+        self._since: dict[int | str, int] = {}
+        self._returned: int | None = None
+        # Of split phases: requests between their replicas, and how much of them has moved.
+        self._moving: dict[int | str, Moving] = {}
+        self._handed = 0
+        # Requests given up where they were to decode, since their prefill was lost.
+        self._dropped: dict[int | str, int] = {}
+        routing = header.routing or {}
+        self._scales = "autoscale" in routing
+        self._failures = None
+        if "fail" in routing and not self._scales:
+            self._failures = _schedule(routing["fail"])
+        self._pools = _pools(routing["disaggregate"]) if "disaggregate" in routing else None
+        eviction = header.plugins.get("eviction")
+        self._exact = routing.get("view") == "exact" and not (
+            eviction is None or expires(eviction.name)
+        )
+
+    def apply(self, event: Event) -> None:
+        """Check the next event after HEADER, and apply it. Costs little more than on a server.
+
+        Raises:
+            ViolationError: the event contradicts what came before.
+        """
+        placed = self._placed.place(event)
+        if placed is None:
+            self._apply_unplaced(event)
+            return
+        number, line = placed
+        replica = self.replicas[number]
+        if event.event in CHANGES:
+            self._change(event, number)
+            return
+        if not self._up[number]:
+            violated(f"replica {number} is not up")
+        if isinstance(event, events.Route) and isinstance(line, events.Request):
+            self._route(event, line, number)
+        replica.life.apply(line)
+        if isinstance(event, (events.Finish, events.Reject)):
+            self._finish(event, number)
+        elif isinstance(event, (events.Route, events.Hit, events.Miss, events.FirstToken)):
+            self._arrived(event, number)
+        elif isinstance(event, events.Keys):
+            replica.sent.update(event.keys)
+
+    def report(self) -> dict[str, Any]:
+        """Return the sums over all replicas, and what each has."""
+        parts = [replica.report() for replica in self.replicas]
+        hits = Hits()
+        for replica in self.replicas:
+            hits.add(replica.hits)
+            hits.add(replica.life.state.hits)
+        return {
+            "pool": _sums(part["pool"] for part in parts),
+            "finished": sum(part["finished"] for part in parts) - self._handed,
+            "rejected": self._rejected + sum(part["rejected"] for part in parts),
+            "preemptions": _sums(part["preemptions"] for part in parts),
+            "evictions": EvictionDigest.joined(r.evictions for r in self.replicas).as_dict(),
+            "hit": hits.as_dict(),
+            "tiers": [],
+            "header": self._header.as_dict(),
+            "replicas": [
+                {"replica": number, "up": self._up[number], "failures": each.failures}
+                | {"routed": each.routed}
+                | {name: value for name, value in part.items() if name != "header"}
+                for number, (each, part) in enumerate(zip(self.replicas, parts, strict=True))
+            ],
+        }
+
+    def _apply_unplaced(self, event: Event) -> None:
+        """Check a line of no replica: of a router, of the links between replicas, or END."""
+        if isinstance(event, events.Request):
+            self._request(event)
+        elif isinstance(event, events.Transfer):
+            self._transfer(event)
+        elif isinstance(event, events.Reject):
+            self._refuse(event)
+        elif isinstance(event, events.End):
+            self._end(event)
+
+    def _request(self, event: events.Request) -> None:
+        if event.id in self._known:
+            violated(f"request {event.id!r} has a REQUEST line already")
+        self._known.add(event.id)
+        self._since[event.id] = event.t
+
+    def _refuse(self, event: events.Reject) -> None:
+        """Check that the router may turn a request away."""
+        if self._since.pop(event.request, None) is None:
+            violated(f"request {event.request!r} does not wait to be routed")
+        self._forget(event.request)
+        self._rejected += 1
+
+    def _transfer(self, event: events.Transfer) -> None:
+        """Check that K/V moves between the replicas of a request, and how much."""
+        moving = self._moving.get(event.request)
+        if moving is None or (moving.source, moving.target) != (event.source, event.target):
+            violated(f"request {event.request!r} does not move so")
+        moving.blocks += event.blocks
+        size = (self._header.routing or {}).get("block_bytes")
+        if type(size) is not int or event.bytes != event.blocks * size:
+            violated(f"{event.blocks} blocks of {size} bytes are not {event.bytes} bytes")
+        if event.done < event.t:
+            violated(f"K/V is there at {event.done} ns, before it moves")
+        moving.due = max(moving.due, event.done)
+
+    def _arrived(
+        self,
+        event: events.Route | events.Hit | events.Miss | events.FirstToken,
+        number: int,
+    ) -> None:
+        """Record how far a request is on its way from one replica to another."""
+        moving = self._moving.get(event.request)
+        if moving is None or number not in (moving.source, moving.target):
+            return
+        if isinstance(event, events.FirstToken) or number == moving.target:
+            moving.due = max(moving.due, event.t)
+        if number == moving.target:
+            if isinstance(event, events.Route):
+                self.replicas[number].life.lifecycles.adopt(event.request)
+            elif isinstance(event, events.Hit):
+                moving.missing -= event.blocks
+
+    def _finish(self, event: events.Finish | events.Reject, number: int) -> None:
+        """Record that a request has ended at a replica, or goes on elsewhere."""
+        request, moving = event.request, self._moving.get(event.request)
+        if moving is not None and moving.source == number:
+            at = self._at.get(request)
+            if at not in (number, None) and moving.blocks != moving.missing:
+                violated(
+                    f"{moving.blocks} blocks of request {request!r} are moved, "
+                    f"{moving.missing} were missing"
+                )
+            if at not in (number, None) and event.t != moving.due:
+                violated(f"request {request!r} goes on at {moving.due} ns")
+            del self._moving[request]
+            if event.event == "FINISH":
+                self._handed += 1
+                self.replicas[number].handed.add(request)
+                if at == number:
+                    self._since[request] = self._at.pop(request)
+                return
+        del self._at[request]
+
+    def _forget(self, request: int | str) -> None:
+        """Record that a request no longer goes to the replica that was to decode it."""
+        target = self._dropped.pop(request, None)
+        if target is not None:
+            self.replicas[target].life.forget(request)
+
+    def _route(self, event: events.Route, request: events.Request, number: int) -> None:
+        """Check that a request may go to a replica, and record that it is there."""
+        self._must_be_in_pool(event, request, number)
+        id_, replica = event.request, self.replicas[number]
+        if replica.leaving:
+            violated(f"replica {number} leaves: it is sent no more requests")
+        if event.leg == "decode":
+            moving = self._moving.get(id_)
+            if moving is None or moving.target is not None:
+                violated(f"request {id_!r} is not being prefilled elsewhere")
+            moving.target = number
+            moving.missing = -(-request.prompt // self._header.block_size)
+        else:
+            if event.leg == "prefill":
+                self._moving[id_] = Moving(number)
+            if id_ in self._at:
+                violated(f"request {id_!r} is at replica {self._at[id_]}")
+            self._forget(id_)
+            if id_ in replica.handed:
+                # It went on elsewhere, was lost there, and begins again.
+                replica.handed.remove(id_)
+                replica.life.forget(id_)
+            since = self._since.pop(id_)
+            if self._header.mode != "wall" and event.t not in (since, self._returned):
+                violated(f"request {id_!r} waits since {since} ns, with replicas up")
+        self._at[id_] = number
+        self._must_be_thought(event.tokens or 0, request, replica)
+        replica.routed += 1
+        replica.sent.update(request.keys, request.output_keys or ())
+
+    def _must_be_in_pool(
+        self, event: events.Route, request: events.Request, number: int
+    ) -> None:
+        """Check that a replica belongs to the pool of the phase that is routed to it."""
+        leg = event.leg if isinstance(event.leg, str) else ""
+        if self._pools is None:
+            fits = not leg
+        else:
+            prefill, decode = self._pools
+            mixed, prefills = number >= prefill + decode, number < prefill
+            fits = {"prefill": prefills, "decode": not prefills}.get(
+                leg, mixed or (prefills and request.output <= 1)
+            )
+        if not fits:
+            violated(f"replica {number} is not in a pool for {leg or 'whole requests'}")
+
+    def _must_be_thought(
+        self, tokens: int, request: events.Request, replica: CheckedReplica
+    ) -> None:
+        """Check that a router may think that `replica` has `tokens` tokens of a prompt."""
+        most = count_known(request.keys, replica.sent) * request.key_tokens
+        if tokens > most:
+            violated(f"the router expects {tokens} cached tokens; {most} were ever sent")
+        if tokens and self._exact:
+            cached = replica.life.cached_tokens(request)
+            if tokens != cached:
+                violated(f"the router expects {tokens} cached tokens; {cached} are")
+
+    def _change(self, event: Event, number: int) -> None:
+        """Apply FAIL, RETURN or LEAVE."""
+        name, replica = event.event, self.replicas[number]
+        if self._up[number] is (name == "RETURN"):
+            violated(f"replica {number} is {'up' if self._up[number] else 'not up'}")
+        if name == "LEAVE":
+            if replica.leaving or not self._scales:
+                violated(f"replica {number} does not leave")
+            replica.leaving = True
+            return
+        if self._failures is not None:
+            due = self._failures.pop() if self._failures else None
+            if due != (event.t, name == "RETURN", number):
+                violated("HEADER has no such failure next")
+        self._up[number] = name == "RETURN"
+        if name == "RETURN":
+            self._returned = event.t
+            return
+        lost = self._lost(number)
+        if self._scales and (lost or not replica.leaving):
+            violated(f"replica {number} stops before it has ended all")
+        replica.fail()
+        for id_ in lost:
+            del self._at[id_]
+            self._since[id_] = event.t
+
+    def _lost(self, number: int) -> list[int | str]:
+        """Return the requests that begin again, since a replica fails."""
+        lost = [id_ for id_, at in self._at.items() if at == number]
+        for id_, moving in [*self._moving.items()]:
+            if moving.source == number:
+                del self._moving[id_]
+                # A request that its decoding replica has rejected is not lost.
+                if moving.target is not None and id_ in self._at:
+                    if self._at[id_] != number:
+                        lost.append(id_)
+                    self._dropped[id_] = moving.target
+            elif moving.target == number and id_ in lost:
+                # Its prefill replica still has it, and sends it to another one.
+                lost.remove(id_)
+                self._at[id_], self._moving[id_] = moving.source, Moving(moving.source)
+        self._dropped = {id_: at for id_, at in self._dropped.items() if at != number}
+        return lost
+
+    def _end(self, event: events.End) -> None:
+        for replica in self.replicas:
+            replica.end(event)
+        left = [*self._since, *self._at]
+        if left:
+            violated(f"requests that are not served: {len(left)}; the first is {left[0]!r}")
+        stuck = [n for n, replica in enumerate(self.replicas) if replica.leaving]
+        if stuck:
+            violated(f"replica {stuck[0]} has ended all, and does not stop")
+        if self._failures:
+            violated(f"failures of HEADER that are not there: {len(self._failures)}")
+
+
+def _schedule(failures: Any) -> list[tuple[int, bool, int]]:
+    """Return when replicas fail and return, the last first: time, whether it returns, replica.
+
+    Raises:
+        ViolationError: HEADER has a text that is no failure.
+    """
+    found: list[tuple[int, bool, int]] = []
+    try:
+        for text in failures:
+            given = dict(piece.split("=") for piece in text.split(","))
+            at, number = parse_seconds(given["at"]), int(given["replica"])
+            found.append((at, False, number))
+            if "for" in given:
+                found.append((at + parse_seconds(given["for"]), True, number))
+    except (AttributeError, InputError, LookupError, TypeError, ValueError):
+        violated(f"HEADER has failures that cannot be: {failures!r:.80}")
+    return sorted(found, reverse=True)
+
+
+def _pools(text: Any) -> tuple[int, int]:
+    """Return how many replicas prefill, and how many decode.
+
+    Raises:
+        ViolationError: HEADER has a text that gives no pools.
+    """
+    try:
+        given = dict(piece.split("=") for piece in text.split(","))
+        return int(given["prefill"]), int(given["decode"])
+    except (AttributeError, LookupError, ValueError):
+        violated(f"HEADER has pools that cannot be: {text!r:.80}")
+
+
+def _sums(tables: Any) -> dict[str, int]:
+    """Return the sums of tables that have the same names."""
+    total: dict[str, int] = {}
+    for table in tables:
+        for name, value in table.items():
+            total[name] = total.get(name, 0) + value
+    return total

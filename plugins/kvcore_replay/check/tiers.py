@@ -1,0 +1,481 @@
+"""The check of the tier lines of a trace.
+
+Between two lines of the pool stand those of tiers, in the order in which they happen:
+
+    EVICT of the pool, COMMIT, HIT        the reason that blocks go down, by `write` of a tier
+    DROP capacity, OFFLOAD                blocks that make room, and blocks that need it
+    PREEMPT swap, OFFLOAD parked, FREE    a sequence that rests in a tier
+    LOAD_START after an admission,        blocks that come up
+    LOAD, its DROP lines, COMMIT
+
+The blocks in a tier follow from OFFLOAD and DROP alone, and `done` from the queue of its link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kvcore.trace import events
+from kvcore.trace.events import methods_by_event, unfit, violated
+from kvcore_replay.check.pool import CachedKeys
+from kvcore_replay.state.cache import TIERED, CacheState, TracedSequence
+from kvcore_replay.state.layout import TracedPrompt
+from kvcore_replay.state.lifecycle import Lifecycles
+from kvcore_replay.state.tiers import TracedTier, TracedTiers
+
+LOADED = frozenset({"COMMIT", "SPLIT", "FREE", "EVICT", "OFFLOAD", "DROP"})
+"""Events between a load and the last commit of the loaded blocks."""
+
+FAULTS = ("corrupt", "gone", "failed")
+"""Reasons of DROP that only a run on tensors has, which moves bytes."""
+
+
+class TierChecker:
+    """Checks the lines of tiers, and the lines of the pool that must come before or after."""
+
+    def __init__(
+        self,
+        state: CacheState,
+        tiers: TracedTiers,
+        cached: CachedKeys,
+        lifecycles: Lifecycles,
+        *,
+        shares: bool,
+        expires: Callable[[str], bool],
+    ) -> None:
+        """Store the accounts of the check of the pool.
+
+        Args:
+            state: the pool.
+            tiers: the tiers below it.
+            cached: the keys in the pool.
+            lifecycles: the life cycles of the requests.
+            shares: whether the pool is sure to store computed blocks.
+            expires: returns whether the eviction policy of that name may expire spans.
+        """
+        self._state, self._tiers, self._cached = state, tiers, cached
+        self._lifecycles, self._shares = lifecycles, shares
+        header = state.header
+        self._expires = {
+            name: expires(str(tier.record.options.get("eviction")).partition(":")[0])
+            for name, tier in tiers.levels.items()
+        }
+        self._moves_bytes = header.executor == "run"
+        # By the wall clock a transfer takes as long as it takes.
+        self._exact = header.mode != "wall"
+        self._ratio = state.layout.ratio
+        self._rule = next(iter(tiers.levels.values())).record.options.get("write")
+        self._by_hits = type(self._rule) is int
+        # The blocks that the line before evicted or committed: keys, and the end of the blocks.
+        self._leaving: tuple[list[Any], int] | None = None
+        self._kept: tuple[list[Any], int] | None = None
+        # The preempted sequence that is to be parked, whether it is, and the tier of its shared
+        # blocks; the sequence that was just admitted, and the one with some of its loads done.
+        self._swapped: events.Preempt | None = None
+        self._parked = False
+        self._rests: TracedTier | None = None
+        self._admitted = self._arriving = -1
+        # The end of its loaded blocks before the first that is missing.
+        self._come = 0
+        # The last load: its tier, keys, and the end of its blocks.
+        self._loaded: tuple[TracedTier, list[Any], int] | None = None
+        # The sequence that must commit loaded blocks, and their end.
+        self._owed: tuple[int, int] | None = None
+        # Whether a call begins with this line.
+        self._begins = False
+        # Sequences that load ahead of a request, and the end of their loaded blocks; the times
+        # at which requests were announced so.
+        self._ahead: dict[int, int] = {}
+        self._announced: dict[int | str, int] = {}
+        # Tiers that dropped blocks for others that are yet to come.
+        self._short: set[str] = set()
+        # Tiers that evict blocks which were written farther down just before; tiers in which
+        # blocks were stored in this call; and whether they go down for a load to come.
+        self._leaves: set[str] = set()
+        self._stored: set[str] = set()
+        self._load_due = False
+        # Whether RECOVER lines may come: nothing else has.
+        self._starts = True
+        # Whether a HIT must follow at the same time, and its request, if that is known.
+        self._hit_due = False
+        self._hit_by: int | str | None = None
+        self._checks = methods_by_event(self, *TIERED)
+
+    @property
+    def swaps(self) -> bool:
+        """Whether a preempted sequence is about to be parked in a tier and closed."""
+        return self._swapped is not None
+
+    def check(self, event: Any, *, begins: bool) -> bool:
+        """Check the next event; return True if it is of a tier.
+
+        Args:
+            event: the event.
+            begins: whether its time is not that of the line before, so that a call begins.
+
+        Raises:
+            ViolationError: it contradicts what came before.
+        """
+        self._begins = begins
+        if self._starts and event.event != "RECOVER":
+            self._must_be_recovered()
+        if self._owed is not None:
+            self._must_commit(event)
+        check = self._checks.get(event.event)
+        if check is None:
+            self._between(event)
+            return False
+        if begins:
+            self._stored.clear()
+            unfinished = self._short or self._leaves or self._load_due or self._hit_due
+            if unfinished or self._swapped or self._arriving > 0:
+                violated("it is of one call with the line before, which was earlier")
+        try:
+            check(event)
+        except LookupError as error:
+            raise unfit(error) from error
+        return True
+
+    # The lines of the pool.
+
+    def _between(self, event: Any) -> None:  # noqa: C901, PLR0912 - a line, from top to bottom
+        """Check that a line of the pool may stand here, and record its effects."""
+        name, seq = event.event, getattr(event, "seq", -1)
+        self._must_be_settled(event)
+        if seq in self._tiers.loads:
+            violated(f"sequence {seq} waits for what it loads")
+        self._stored.clear()
+        self._swapped = self._leaving = self._loaded = None
+        # Blocks of a commit may have other owners, by a fork, whose lines come before OFFLOAD.
+        if name not in ("COMMIT", "SPLIT", "FREE"):
+            self._kept = None
+        if name in ("HIT", "MISS", "PREFETCH"):
+            self._admitted = seq
+        elif name != "ALLOC" and not (name == "EVICT" and self._admitted in self._ahead):
+            self._admitted = -1
+        if name == "PREFETCH":
+            self._ahead[seq] = event.blocks
+            self._announced[event.request] = event.t
+        elif seq in self._ahead:
+            self._must_be_ahead(event)
+        if name == "EVICT":
+            if event.scope == "cache" and event.reason == "capacity":
+                span = self._state.span(event.span)
+                self._leaving = span.keys, span.end
+        elif name == "COMMIT":
+            prompt = self._state.sequence(seq).prompt
+            if seq not in self._ahead:
+                self._must_not_rest(prompt.id)
+            if event.how in ("new", "grown"):
+                self._kept = prompt.keys, event.first + event.blocks
+        elif name == "FINISH":
+            self._must_not_rest(event.request)
+        elif name == "PREEMPT" and event.how == "swap":
+            self._swapped, self._parked, self._rests = event, False, None
+
+    def _must_be_ahead(self, event: Any) -> None:
+        """Check that a sequence ahead of its request loads, commits that, and closes."""
+        allowed = event.event in ("ALLOC", "COMMIT", "FREE")
+        if event.event == "ALLOC":
+            seq = self._state.sequence(event.seq)
+            allowed = self._admitted == seq.id and not seq.private
+        elif event.event == "COMMIT":
+            allowed = event.first + event.blocks <= self._ahead[event.seq]
+        if not allowed:
+            violated(f"sequence {event.seq} is there to load blocks before a request arrives")
+
+    def arrive(self, event: events.Request, known: TracedPrompt) -> None:
+        """Check that an arriving request has the prompt that was prefetched for it.
+
+        Raises:
+            ViolationError: it has not, or not so early, or it has another prompt.
+        """
+        early = event.hints.get("prefetch") if event.hints else None
+        at = self._announced.get(event.id)
+        if at is None or type(early) is not int or at < event.t - early:
+            violated(f"request {event.id!r} has not asked for a prefetch at {at} ns")
+        keys = self._state.layout.prompt(event).keys
+        if keys[: len(known.keys)] != known.keys:
+            violated(f"request {event.id!r} has other keys than its PREFETCH")
+
+    def close(self, seq: int) -> bool:
+        """Record that `seq` closes; return True if it was ahead of its request."""
+        return self._ahead.pop(seq, None) is not None
+
+    def _must_be_settled(self, event: Any) -> None:
+        """Check that all lines that the lines of tiers call for have come."""
+        if self._short:
+            violated(f"tier {min(self._short)!r} dropped blocks to make room for nothing")
+        if self._leaves:
+            violated(f"tier {min(self._leaves)!r} keeps what was written below to evict it")
+        if self._load_due:
+            violated("blocks were offloaded for a load that must come here")
+        if self._arriving > 0:
+            violated(f"sequence {self._arriving} waits for a load that is done")
+        if self._swapped is not None and not self._parked:
+            violated(f"sequence {self._swapped.seq} is swapped out, and parked nowhere")
+        if self._hit_due:
+            hits = event.event == "HIT" and self._hit_by in (None, event.request)
+            if self._begins or not hits:
+                violated("blocks were offloaded for a hit that must come here")
+            self._hit_due, self._hit_by = False, None
+
+    def _must_commit(self, event: Any) -> None:
+        """Check that loaded blocks are committed before anything else happens."""
+        assert self._owed is not None
+        seq, upto = self._owed
+        if self._state.sequence(seq).span.end >= upto:
+            self._owed = None
+        elif self._begins or event.event not in LOADED:
+            violated(f"sequence {seq} has loaded blocks up to {upto}, and must commit them")
+
+    def _must_not_rest(self, request: int | str) -> None:
+        for tier in self._tiers.levels.values():
+            if request in tier.parked:
+                violated(f"request {request!r} has parked blocks in {tier.name!r} still")
+
+    def _must_be_recovered(self) -> None:
+        """Check that RECOVER lines name as many blocks as HEADER."""
+        self._starts = False
+        for name, tier in self._tiers.levels.items():
+            if tier.recovered != tier.record.recovered:
+                violated(
+                    f"tier {name!r} had {tier.record.recovered} blocks from an earlier run by "
+                    f"HEADER, and {tier.recovered} by RECOVER"
+                )
+
+    # The lines of tiers.
+
+    def _recover(self, event: events.Recover) -> None:
+        tier, end = self._tiers.tier(event.tier), event.first + event.blocks
+        if self._begins or not (self._starts and self._moves_bytes):
+            violated("only a run on tensors finds blocks of an earlier one, before all else")
+        if tier.used + event.blocks > tier.record.slots:
+            violated(f"tier {tier.name!r} has {tier.record.slots} slots")
+        if len(event.keys) != -(-end // self._ratio):
+            violated(f"{end} blocks have not {len(event.keys)} keys")
+
+    def _offload(self, event: events.Offload) -> None:
+        tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
+        end = event.first + event.blocks
+        source = event.source or None
+        # Swapped blocks come from the pool, whatever the tier, and all go to the same one.
+        swaps = self.swaps and source is None and self._rests in (None, tier)
+        if (source != tier.above or (event.parked and source)) and not swaps:
+            place = repr(tier.above) if tier.above else "the pool"
+            violated(f"tier {tier.name!r} takes blocks from {place}")
+        used, slots = tier.used + event.blocks, tier.record.slots
+        if used > slots:
+            violated(f"{used} slots of tier {tier.name!r} would be in use; it has {slots}")
+        if tier.name in self._short and used < slots:
+            violated(f"tier {tier.name!r} dropped {slots - used} more blocks than were missing")
+        self._short.discard(tier.name)
+        if event.parked:
+            self._park(event, tier, end)
+        else:
+            if self._exact and tier.free_at - event.t > _max_wait(tier):
+                violated(f"the link of tier {tier.name!r} is busy for longer than it may be")
+            if source is None:
+                self._must_be_in_pool(event, prompt, end)
+            else:
+                self._must_come_down(self._tiers.tier(source), tier, prompt, end)
+                if self._begins:
+                    self._begin()
+            self._stored.add(tier.name)
+        self._must_be_done(event, tier, write=True)
+
+    def _must_be_in_pool(self, event: events.Offload, prompt: TracedPrompt, end: int) -> None:
+        """Check that blocks are in the pool, or have just left it, and go down by the rule."""
+        keys, last = prompt.keys, (end - 1) // self._ratio
+        if last >= len(keys):
+            violated(f"request {prompt.id!r} has {len(keys)} keys: none for block {end - 1}")
+        here, leaves = self._cached.match(keys), self._rule == "evict" or self.swaps
+        reason = self._leaving if leaves else self._kept
+        led = reason is not None and end <= reason[1] and reason[0][last] == keys[last]
+        if here < end and not (leaves and led):
+            violated(f"{here} blocks of request {prompt.id!r} are cached, not {end}")
+        if self._swapped is not None:
+            seq = self._state.sequence(self._swapped.seq)
+            shares = end <= seq.span.end and seq.prompt.keys[last] == keys[last]
+            if self._parked or not shares:
+                violated("only what the swapped sequence shares goes down with it")
+            self._rests = self._tiers.tier(event.tier)
+        elif self._by_hits:
+            if self._begins:
+                self._begin()
+            self._hit_due, self._hit_by = True, event.request
+        elif self._begins or not led:
+            violated("nothing was evicted or stored just before that goes down")
+
+    def _must_come_down(
+        self, above: TracedTier, tier: TracedTier, prompt: TracedPrompt, end: int
+    ) -> None:
+        """Check that blocks are in the tier `above`, and go down from there by the rule."""
+        if above.directory.match(prompt.keys) < end:
+            violated(f"tier {above.name!r} has not the blocks up to {end}")
+        rule = tier.record.options.get("write")
+        if rule == "evict":
+            self._leaves.add(above.name)
+        elif rule == "through":
+            if above.name not in self._stored:
+                violated(f"nothing was stored just before in tier {above.name!r}")
+        elif self._admitted < 0:
+            violated(f"nothing is loaded here from tier {above.name!r}")
+        else:
+            self._load_due = True
+
+    def _begin(self) -> None:
+        """Record that a call begins with this line: it must be an admission that hits."""
+        if not self._by_hits:
+            violated("nothing was evicted or stored just before that goes down")
+        self._hit_due = True
+
+    def _park(self, event: events.Offload, tier: TracedTier, end: int) -> None:
+        swapped = self._swapped
+        if swapped is None or self._parked or event.request != swapped.request:
+            violated(f"request {event.request!r} is not swapped out here")
+        self._must_not_rest(event.request)
+        seq = self._state.sequence(swapped.seq)
+        shared = min(tier.directory.match(seq.prompt.keys), seq.span.end)
+        if event.first != shared or not shared < end <= seq.blocks:
+            violated(
+                f"sequence {seq.id} has {seq.blocks} blocks; {shared} of them are shared, and "
+                f"in tier {tier.name!r}"
+            )
+        self._parked = True
+
+    def _load_start(self, event: events.LoadStart) -> None:
+        seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
+        prompt, end = seq.prompt, event.first + event.blocks
+        if self._begins or event.seq != self._admitted:
+            violated(f"sequence {seq.id} is not admitted here: it loads nothing")
+        if event.request != prompt.id:
+            violated(f"sequence {seq.id} is of request {prompt.id!r}")
+        before = self._tiers.loads.get(seq.id, [])
+        first = before[-1].first + before[-1].blocks if before else seq.span.end
+        if event.first != first or end > seq.blocks:
+            violated(f"sequence {seq.id} has {seq.blocks} blocks, {first} of them already")
+        self._load_due = False
+        names = list(self._tiers.levels)
+        if before and names.index(before[-1].tier) >= names.index(tier.name):
+            violated(f"tier {tier.name!r} is not asked after {before[-1].tier!r}")
+        if tier.record.options.get("load") == "never":
+            violated(f"nothing is loaded from tier {tier.name!r}")
+        self._must_hold(seq, tier, end, alone=not before)
+        self._must_be_done(event, tier, write=False)
+
+    def _must_hold(
+        self, seq: TracedSequence, tier: TracedTier, end: int, *, alone: bool
+    ) -> None:
+        """Check that the blocks of `seq` up to `end` are in a tier."""
+        prompt = seq.prompt
+        here = tier.directory.match(prompt.keys)
+        for other in self._tiers.levels.values():
+            parked = other.parked.get(prompt.id)
+            if parked is not None:
+                if other is not tier or not alone or end != parked[1] or here < parked[0]:
+                    violated(f"request {prompt.id!r} has parked {parked} in {other.name!r}")
+                return
+        limit = prompt.cacheable if seq.resumed else prompt.limit
+        if end > min(here, limit):
+            violated(f"{here} blocks of request {prompt.id!r} are in tier {tier.name!r}")
+
+    def _load(self, event: events.Load) -> None:
+        seq, tier = self._state.sequence(event.seq), self._tiers.tier(event.tier)
+        if self._arriving not in (-1, event.seq):
+            violated(f"sequence {self._arriving} waits for a load that is done")
+        waiting = self._tiers.loads.get(event.seq)
+        if not waiting:
+            violated(f"sequence {event.seq} has no LOAD_START before this")
+        start = waiting[0]
+        told = event.tier, event.request, event.first
+        if told != (start.tier, start.request, start.first):
+            violated(f"sequence {event.seq} loads {start.first} from {start.tier!r} next")
+        done = max(each.done for each in waiting)
+        if self._exact and event.t < done:
+            violated(f"what sequence {event.seq} loads is there at {done} ns")
+        # Blocks after a part that is not whole are of no use.
+        whole = self._arriving == -1 or self._come == start.first
+        most = start.blocks if whole else 0
+        if event.blocks > most or (event.blocks < most and not self._moves_bytes):
+            violated(f"{most} blocks are loaded, not {event.blocks}")
+        end = event.first + event.blocks
+        self._loaded = tier, seq.prompt.keys, end
+        if whole:
+            self._come = end
+        self._arriving = event.seq if len(waiting) > 1 else -1
+        # The last block of a parked sequence may have room for more tokens.
+        parked = seq.prompt.id in tier.parked
+        upto = min(self._come - parked, seq.prompt.cacheable)
+        if seq.prompt.share is not None:
+            upto = min(upto, seq.prompt.share)
+        if self._arriving == -1 and seq.id in self._ahead:
+            self._ahead[seq.id] = upto
+        if self._arriving == -1 and self._shares and upto > seq.span.end:
+            self._owed = seq.id, upto
+
+    def _drop(self, event: events.Discard) -> None:
+        tier, prompt = self._tiers.tier(event.tier), self._state.prompt(event.request)
+        reason, end = event.reason, event.first + event.blocks
+        if reason == "parked":
+            if self._begins or self._swapped is not None or self._lifecycles.waits(prompt.id):
+                violated(f"request {prompt.id!r} still waits for what it has parked")
+            return
+        self._must_be_free(tier, prompt, event.first)
+        if reason in FAULTS:
+            if not self._moves_bytes:
+                violated(f"no bytes are moved here, so none are {reason}")
+            return
+        if reason == "moved":
+            self._must_be_loaded(tier, prompt, end)
+            return
+        if reason == "expired" and not self._expires[tier.name]:
+            violated(f"the eviction policy of tier {tier.name!r} expires nothing")
+        if self._begins:
+            self._begin()
+        if reason == "capacity":
+            self._short.add(tier.name)
+            self._leaves.discard(tier.name)
+
+    def _must_be_loaded(self, tier: TracedTier, prompt: TracedPrompt, end: int) -> None:
+        """Check that a tier that keeps no loaded blocks has just loaded these."""
+        loaded, last = self._loaded, (end - 1) // self._ratio
+        exclusive = tier.record.options.get("keep") == "exclusive"
+        if self._begins or loaded is None or loaded[0] is not tier or not exclusive:
+            violated(f"nothing was loaded just before from an exclusive {tier.name!r}")
+        if end > loaded[2] or loaded[1][last] != prompt.keys[last]:
+            violated(f"block {end - 1} is not of what was loaded")
+
+    def _must_be_free(self, tier: TracedTier, prompt: TracedPrompt, first: int) -> None:
+        """Check that no transfer and no parked sequence needs a block of a prompt.
+
+        A parked sequence needs its shared blocks: the others have slots of their own.
+        """
+        at = first // self._ratio
+        needed = [
+            (start.request, start.first + start.blocks)
+            for loads in self._tiers.loads.values()
+            for start in loads
+            if start.tier == tier.name and start.request not in tier.parked
+        ]
+        needed += [(request, parked) for request, (parked, _) in tier.parked.items()]
+        self._state.count_work(len(needed))
+        for request, upto in needed:
+            keys = self._state.prompt(request).keys
+            if first < upto and at < len(keys) and keys[at] == prompt.keys[at]:
+                violated(f"request {request!r} needs block {first} in tier {tier.name!r}")
+
+    def _must_be_done(
+        self, event: events.Offload | events.LoadStart, tier: TracedTier, *, write: bool
+    ) -> None:
+        """Check the end of a transfer, by its place in the queue and its bandwidth."""
+        done = tier.done_at(event.blocks, event.t, write=write)
+        if event.done != done if self._exact else event.done < event.t:
+            violated(f"by the link of tier {tier.name!r} it is done at {done} ns")
+
+
+def _max_wait(tier: TracedTier) -> int:
+    """Return the ns that a store may wait in the queue."""
+    wait = tier.record.options.get("max_wait")
+    return round(wait * 10**9) if type(wait) in (int, float) else 0  # type: ignore[operator]

@@ -1,0 +1,159 @@
+"""The check of a trace: its lines must describe a run that could have happened."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Protocol
+
+import attrs
+
+from kvcore.progress import Tick, ticked, unseen
+from kvcore.trace import events
+from kvcore.trace.fields import SCHEMA, EvictionDigest
+from kvcore.trace.reader import TraceReader
+from kvcore_replay.check.cluster import ClusterChecker
+from kvcore_replay.check.server import TraceChecker
+from kvcore_replay.state.cache import Hits
+from kvcore_replay.state.lifecycle import PREEMPTIONS
+
+
+@attrs.frozen
+class Report:
+    """Counts of a trace, up to its end or to a given time.
+
+    Attributes:
+        file: path of the trace.
+        complete: whether the file has its END.
+        cut_reason: where an incomplete file stops; None for a complete one.
+        lines: number of lines read, HEADER and END included.
+        events: number of lines by event.
+        pool: blocks `free`, `cached` and `private`, and the number of `spans`.
+        requests: number of REQUEST lines; `finished` and `rejected` of them have ended.
+        preemptions: number of preemptions by kind: `pause`, `recompute` and `swap`.
+        evictions: number of blocks that were evicted for capacity, and the digest of their
+            keys (`EvictionDigest`); of a cluster, the digest of its replicas' digests.
+        hit: lookup, hit and self-hit blocks of the admissions, and the hit ratio by block
+            and by request (null without lookups).
+        tiers: for each tier, nearest first: its slots; the blocks in it and on their way from
+            it; the blocks stored, loaded and dropped so far; and the use of its link.
+        header: the fields of HEADER; empty if the file has none.
+        replicas: the counts of each replica of a cluster, besides whether it is `up`, its
+            `failures` and its `routed` requests. The counts of tiers stand only here; all
+            other counts of the report are sums over the replicas. None for one server.
+    """
+
+    file: str
+    complete: bool
+    cut_reason: str | None
+    lines: int
+    events: dict[str, int]
+    pool: dict[str, int]
+    requests: int
+    finished: int
+    rejected: int
+    preemptions: dict[str, int]
+    evictions: dict[str, Any]
+    hit: dict[str, Any]
+    tiers: list[dict[str, Any]]
+    header: dict[str, Any]
+    replicas: list[dict[str, Any]] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as JSON has it, with the schema number."""
+        fields = attrs.asdict(self)
+        del fields["cut_reason"]
+        if self.replicas is None:
+            del fields["replicas"]
+        return {"schema": SCHEMA, **fields}
+
+
+def check_trace(
+    file: str | os.PathLike[str], at: int | None = None, tick: Tick = unseen
+) -> Report:
+    """Check every line of a trace against the state that the lines before it make.
+
+    Costs about 10 µs a line.
+
+    Args:
+        file: path of the trace.
+        at: time in ns of the state that is reported; lines after it are checked as well.
+            None: the state at the end.
+        tick: called with the number of bytes of the file that are done.
+
+    Raises:
+        InputError: the file cannot be opened.
+        TraceError: a line is damaged, or contradicts what came before: file, line, reason.
+    """
+    reader = TraceReader(file)
+    checker: Checker | None = None
+    counts: dict[str, int] = {}
+    report: Report | None = None
+    for event in ticked(reader, tick):
+        if at is not None and report is None and event.t > at:
+            report = _report(reader, checker, counts)
+        checker = check_event(reader, checker, event)
+        name = event.event
+        counts[name] = counts.get(name, 0) + 1
+    report = report or _report(reader, checker, counts)
+    return attrs.evolve(report, complete=reader.complete, cut_reason=reader.cut_reason)
+
+
+def check_event(reader: TraceReader, checker: Checker | None, event: events.Event) -> Checker:
+    """Check the event that `reader` read last; return the checker, which HEADER makes.
+
+    Raises:
+        TraceError: the event contradicts what came before: file, line, reason.
+    """
+    try:
+        if checker is None:
+            return checker_of(event)  # type: ignore[arg-type]  # the reader has seen to it
+        checker.apply(event)
+    except ValueError as error:
+        reader.fail(f"{event.event}: {error}")
+    return checker
+
+
+replay = check_trace
+
+
+class Checker(Protocol):
+    """Checks the lines of a trace after HEADER, one by one."""
+
+    def apply(self, event: Any, /) -> None:
+        """Check the next event, and apply it; raise ViolationError if it cannot be."""
+
+    def report(self) -> dict[str, Any]:
+        """Return the state, and counts, as fields of a `Report`."""
+
+
+def checker_of(header: events.Header) -> Checker:
+    """Return the checker of the lines after `header`, of one server or of several.
+
+    Raises:
+        ValueError: the sizes do not fit one another.
+    """
+    if not header.replicas:
+        return TraceChecker(header)
+    if "eviction" not in header.plugins:
+        msg = (
+            "a proxy has written this trace: it tells of requests and where they went, and "
+            "nothing of caches; `kvcore simulate FILE` runs the requests"
+        )
+        raise ValueError(msg)
+    return ClusterChecker(header)
+
+
+def _report(reader: TraceReader, checker: Checker | None, counts: dict[str, int]) -> Report:
+    pool = dict.fromkeys(("free", "cached", "private", "spans"), 0)
+    nothing: dict[str, Any] = {"preemptions": dict.fromkeys(PREEMPTIONS, 0)}
+    nothing |= {"hit": Hits().as_dict(), "evictions": EvictionDigest().as_dict()}
+    nothing |= {"pool": pool, "finished": 0, "rejected": 0, "tiers": [], "header": {}}
+    return Report(
+        file=str(reader.file),
+        complete=reader.complete,
+        cut_reason=reader.cut_reason,
+        lines=sum(counts.values()),
+        events=dict(counts),
+        requests=counts.get("REQUEST", 0),
+        **(nothing if checker is None else checker.report()),
+    )

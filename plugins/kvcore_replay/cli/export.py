@@ -1,0 +1,221 @@
+"""`kvcore export`: write a trace in the formats of other tools."""
+
+from __future__ import annotations
+
+from itertools import chain, islice
+from pathlib import Path
+from shutil import disk_usage
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcore.cli.output import emit_json, file_path, json_option, reading, trace_file
+from kvcore.cli.verb import echo, verb
+from kvcore.errors import InputError, StorageError
+from kvcore.files import compressor, part_path, refuse_overwrite
+from kvcore.progress import Tick
+from kvcore.units import DECIMAL, format_bytes
+from kvcore_replay.cli.trace_options import replica_option
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+SCHEMA = 1
+ANNOUNCED = 100 * 10**6
+"""Size of an export in bytes from which on a notice is printed."""
+
+USUAL_KEY_TOKENS = 512
+"""Tokens of a key in the traces of Mooncake's authors."""
+
+
+def _events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
+    from kvcore_events.recording import RecordingWriter  # noqa: PLC0415 - a slow room
+    from kvcore_replay.export import event_batches  # noqa: PLC0415 - a slow room
+
+    batches = 0
+    with RecordingWriter(out, engine="kvcore") as recording:
+        for batches, batch in enumerate(event_batches(trace, tick, replica), 1):
+            recording.batch(batch, seq=batches - 1)
+    return {"batches": batches}
+
+
+def _announce(trace: Path, out: Path, replica: str | None, *, force: bool) -> None:
+    """Print a notice if the events of a trace will be large.
+
+    Raises:
+        StorageError: the disk has too little free space, and `force` is not given.
+    """
+    from kvcore_replay.export import ExportSize  # noqa: PLC0415 - as above
+
+    with reading("counting", trace) as tick:
+        size = ExportSize.of(trace, tick, replica)
+    asked = size.bytes(compressed=compressor(out) is not None)
+    about = (
+        f"about {format_bytes(asked, DECIMAL)}: {size.tokens:,} stand-ins for the token ids "
+        f"of {size.blocks:,} blocks"
+    )
+    if part_path(out) != out and out.parent.is_dir():  # not a device or a pipe
+        free = disk_usage(out.parent).free
+        if asked > free and not force:
+            msg = (
+                f"{out} takes {about}, and its disk has {format_bytes(free, DECIMAL)} free: "
+                "name a file that ends in .gz, or one on another disk, or give --force"
+            )
+            raise StorageError(msg)
+    if asked >= ANNOUNCED:
+        echo(f"kvcore: writing {about}", err=True)
+
+
+def _publish(
+    trace: Path, address: str, replay: str | None, replica: str | None
+) -> dict[str, Any]:
+    from kvcore_events.formats import encode  # noqa: PLC0415 - as above
+    from kvcore_events.publisher import Publisher  # noqa: PLC0415 - as above
+    from kvcore_replay.export import event_batches  # noqa: PLC0415 - as above
+
+    payloads = map(encode, event_batches(trace, replica=replica))
+    # A file that is no trace is refused before a subscriber is waited for.
+    first = list(islice(payloads, 1))
+    with Publisher(address, replay) as publisher:
+        echo(f"kvcore: publishing at {publisher.address}, once someone listens", err=True)
+        return {"batches": publisher.serve_all(chain(first, payloads))}
+
+
+def _router_events(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
+    from kvcore_events.formats import encode  # noqa: PLC0415 - as above
+    from kvcore_replay.export import dynamo_batches, write_lines  # noqa: PLC0415 - as above
+
+    worker = 0 if replica is None else int(replica.partition(":")[0])
+    batches = dynamo_batches(trace, worker, tick, replica)
+    lines = (encode(batch) + b"\n" for batch in batches)
+    return {"events": write_lines(out, lines)}
+
+
+def _requests(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
+    from kvcore_replay.export import MooncakeRows, write_lines  # noqa: PLC0415 - as above
+
+    _refuse(replica, "mooncake has the requests of all replicas")
+    rows = MooncakeRows(trace, tick)
+    found: dict[str, Any] = {"requests": write_lines(out, rows)}
+    return found | {"key_tokens": rows.key_tokens, "left_out": dict(rows.left_out)}
+
+
+def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str, Any]:
+    from kvcore_replay.export import write_lines  # noqa: PLC0415 - as above
+    from kvcore_replay.report.perfetto import PerfettoTrace  # noqa: PLC0415 - for this format alone
+
+    _refuse(replica, "perfetto has all replicas, each with processes of its own")
+    document = PerfettoTrace(trace, tick)
+    write_lines(out, document)
+    counts = {name: getattr(document, name) for name in ("requests", "tracks", "evictions")}
+    return {"events": document.written, **counts}
+
+
+def _refuse(replica: str | None, why: str) -> None:
+    if replica is not None:
+        msg = f"--to {why}: leave --replica out"
+        raise InputError(msg)
+
+
+FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
+    "vllm": _events,
+    "dynamo": _router_events,
+    "mooncake": _requests,
+    "perfetto": _tracks,
+}
+"""Functions that write a trace and return counts to report, by format."""
+
+
+@verb(
+    "kvcore export run.jsonl.gz --to mooncake --out requests.jsonl",
+    "kvcore export run.jsonl.gz --to perfetto --out run.json.gz",
+    "kvcore export run.jsonl.gz --to vllm --zmq tcp://127.0.0.1:5557",
+    renamed={"--format": "--to"},
+)
+@click.argument("trace", callback=trace_file)
+@click.option(
+    "--to",
+    "kind",
+    type=click.Choice(list(FORMATS)),
+    required=True,
+    help="Format: KV events of vLLM, router events of Dynamo, requests of Mooncake, or tracks "
+    "for Perfetto and chrome://tracing.",
+)
+@click.option(
+    "--out",
+    metavar="FILE",
+    callback=file_path,
+    help="File to write; compressed if its name ends in .gz or .zst.",
+)
+@click.option(
+    "--zmq",
+    metavar="ADDRESS",
+    help="Address at which events are published over ZMQ, as vLLM does, in place of a file.",
+)
+@click.option(
+    "--replay",
+    metavar="ADDRESS",
+    help="With --zmq: address at which subscribers can ask for missing batches again.",
+)
+@replica_option
+@click.option(
+    "--force",
+    is_flag=True,
+    help="Write the file even if the disk seems to have too little space.",
+)
+@json_option
+def export(
+    *,
+    trace: Path,
+    kind: str,
+    out: Path | None,
+    zmq: str | None,
+    replay: str | None,
+    replica: str | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Export the TRACE of a run as KV events, requests or tracks, for other tools.
+
+    Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
+    ZMQ, from the first subscriber's connection until the last subscriber leaves. The TRACE
+    may be the directory that --out of simulate or run wrote.
+    """
+    if out is not None and zmq is None and replay is None:
+        refuse_overwrite(out, [trace])
+        if kind == "vllm":
+            _announce(trace, out, replica, force=force)
+        with reading("exporting", trace) as tick:
+            found = FORMATS[kind](trace, out, tick, replica)
+    elif out is None and zmq is not None and kind == "vllm":
+        found = _publish(trace, zmq, replay, replica)
+    else:
+        msg = "give --out FILE, or with --to vllm --zmq ADDRESS and perhaps --replay"
+        raise click.UsageError(msg)
+    to = out or zmq
+    for note in _notes(found):
+        echo(f"kvcore: {note}", err=True)
+    if as_json:
+        emit_json({"schema": SCHEMA, "format": kind, "out": str(to), **found})
+    else:
+        name, count = next(iter(found.items()))
+        echo(f"{to}: {count:,} {name}")
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    """Return sentences on the parts of a trace that the format cannot express."""
+    from kvcore.report.tables import counted  # noqa: PLC0415 - most exports have no notes
+
+    notes = []
+    if found.get("key_tokens", USUAL_KEY_TOKENS) not in (0, USUAL_KEY_TOKENS):
+        notes.append(
+            f"a key is {found['key_tokens']} tokens, which the format cannot say: its readers "
+            f"take {USUAL_KEY_TOKENS} without an option such as that of kvcore, "
+            f"mooncake:path=FILE,key_tokens={found['key_tokens']}"
+        )
+    for field, count in found.get("left_out", {}).items():
+        lost = f"left out: {field!r}"
+        if field == "t":
+            lost = "rounded down to milliseconds: the times"
+        notes.append(f"{lost} of {counted(count, 'request')}")
+    return notes

@@ -1,0 +1,62 @@
+"""The option of a file for a plot, and the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import click
+
+from kvcore.cli.output import file_path
+from kvcore.cli.verb import option
+from kvcore.errors import InputError
+from kvcore.files import atomic_file, refuse_overwrite
+from kvcore.hookspecs import OUTPUT
+from kvcore.sections import Chart
+
+
+def _picture(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:
+    """Return the path of a plot; refuse one that cannot be drawn here."""
+    path = file_path(ctx, param, value)
+    if path is not None and not ctx.resilient_parsing:
+        from kvcore_replay.report.figure import FORMS, matplotlib  # noqa: PLC0415 - for plots alone
+
+        if path.suffix[1:].lower() not in FORMS:
+            flag, forms = param.opts[-1], " or .".join(FORMS)
+            msg = f"{flag} {path}: a name says what is drawn; end it with .{forms}"
+            raise InputError(msg)
+        matplotlib()
+    return path
+
+
+picture_option = partial(option, heading=OUTPUT, callback=_picture, metavar="FILE")
+"""Return the option of a file for a plot, from its flags and further settings."""
+
+plot_option = picture_option("--plot", "picture", help="File for a plot: .png or .svg.")
+
+
+@contextmanager
+def plot_file(
+    path: Path | None, inputs: Iterable[object] = ()
+) -> Iterator[Callable[[Chart | Callable[[str], bytes]], object]]:
+    """Open the file of a plot; yield the function that draws a chart into it.
+
+    In place of a chart it takes a function that returns a plot as `png` or `svg`. If the body
+    raises, no file is left. Without a path nothing is drawn.
+
+    Raises:
+        InputError: the file is one of the `inputs`, or cannot be written.
+    """
+    if path is None:
+        yield lambda _: None
+        return
+    from kvcore_replay.report.charts import plot_chart  # noqa: PLC0415 - for plots alone
+
+    refuse_overwrite(path, inputs)
+    form = path.suffix[1:].lower()
+    with atomic_file(path) as file:
+        yield lambda plot: file.buffer.write(
+            plot_chart(plot, form) if isinstance(plot, Chart) else plot(form)
+        )

@@ -1,0 +1,86 @@
+"""The options of verbs that read a trace: what to change in it, its replica, and prices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvcore.cli.options import Command, shared
+from kvcore.cli.output import print_table
+from kvcore.cli.verb import option
+from kvcore.config import RunParts
+from kvcore.config.options import option_named, option_names
+from kvcore.errors import InputError
+from kvcore.hookspecs import OUTPUT, Ran
+
+WHAT_IF = "What if: "
+
+
+def what_if_options(command: Command) -> Command:
+    """Give a verb the options of a recorded run that may change; None: as recorded."""
+    for name in reversed(option_names()):
+        declaration = option_named(name)
+        if declaration.what_if:
+            text = declaration.help if declaration.what_if is True else declaration.what_if
+            shown = f"{WHAT_IF}{text[0].lower()}{text[1:]}"
+            command = shared(name, text=shown, default=None)(command)
+    return command
+
+
+replica_option = click.option(
+    "--replica",
+    metavar="NUMBER[:LIFE]",
+    help="Number of a replica in the trace of a cluster; if it failed and returned, also the "
+    "number of its life, such as 1:2.",
+)
+
+live_option = option(
+    "--live",
+    heading=OUTPUT,
+    is_flag=True,
+    help="Show pool and queue on stderr during the run, as `kvcore watch` shows a trace.",
+)
+"""The option that shows a run while it is made."""
+
+PRICED = ("anthropic", "openai", "gemini", "deepseek", "xai")
+"""Providers of `kvcore_replay.pricing`, which is imported with `--price` alone."""
+
+
+def _price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Return the prices that the text of `--price` names; for `list` print all, and exit."""
+    if value is None or ctx.resilient_parsing:
+        return None
+    from kvcore_replay.pricing import PRICES, find_price  # noqa: PLC0415 - for prices alone
+
+    if value == "list":
+        from kvcore_replay.report.billing import PRICE_HEADERS, price_rows  # noqa: PLC0415 - as above
+
+        print_table(PRICE_HEADERS, price_rows(PRICES.values()), right=PRICE_HEADERS[1:6])
+        ctx.exit()
+    try:
+        return find_price(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+price_option = click.option(
+    "--price",
+    callback=_price,
+    is_eager=True,
+    metavar="PRICE",
+    help=f"Prices by which to bill the workload: those of {', '.join(PRICED)}, or of one of "
+    "their models (`list` shows all); or figures in USD per million tokens and a TTL in "
+    "seconds, such as input=3.00,cached=0.30,write=3.75,write_1h=6.00,ttl=300.",
+)
+"""The option that bills a workload by the prices of an API."""
+
+
+def billed(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
+    """Return the bills of the prices of `--price` for a run."""
+    from kvcore_replay.billing import bill  # noqa: PLC0415 - for prices alone
+    from kvcore_replay.report.billing import bill_sections  # noqa: PLC0415 - as above
+
+    bills = bill(parts.workload, given["price"], log=result.log).as_dict()
+    return Ran({"bill": bills}, bill_sections(bills))

@@ -1,0 +1,1 @@
+"""Why prompts missed: reasons by request and in total."""

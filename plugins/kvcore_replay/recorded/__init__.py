@@ -1,0 +1,1 @@
+"""The configuration and the parts of a recorded run, from its trace."""

@@ -1,0 +1,228 @@
+"""Build the parts of a recorded run again, some of them different."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from kvcore.cache import KVCache, Recorder
+from kvcore.config.parts import RunParts
+from kvcore.config.run_config import RunConfig
+from kvcore.errors import InputError
+from kvcore.models.catalogue import find_model
+from kvcore.models.cost import PrefillCost, read_cost
+from kvcore.models.spec import ModelSpec
+from kvcore.plugins import Plugin, Plugins, describe
+from kvcore.serving import Batching, LatencyModel
+from kvcore.trace.fields import plain, slo_field, slo_of
+from kvcore.workloads import Workload
+from kvcore_replay.recorded.config import (
+    OF_CACHES,
+    OF_SERVERS,
+    OPTIONAL,
+    deployment_options,
+    recorded_options,
+    unknown_caps,
+)
+
+if TYPE_CHECKING:
+    from kvcore_tiers.hierarchy import Tiers
+
+TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
+"""Options that only a run with a clock has."""
+
+
+class RecordedParts(RunParts):
+    """The parts of a recorded run that is made again, some of them different.
+
+    Args:
+        file: the trace, named in errors.
+        header: its first line.
+        workload: the requests of the trace.
+        changes: changed options of `RunConfig`. A block size without a number of blocks keeps
+            the memory of the pool. `batching` is a `Batching`, or a table of changed caps.
+        plugins: the plugins by name; None: those that are installed.
+
+    Attributes:
+        config: the configuration with the changes.
+        timed: whether the run has a clock.
+
+    Raises:
+        InputError: an option that cannot change, or a header that lacks a field.
+    """
+
+    def __init__(
+        self,
+        file: Path,
+        header: Mapping[str, Any],
+        workload: Workload,
+        changes: Mapping[str, Any],
+        plugins: Plugins | None = None,
+    ) -> None:
+        self._file, self._header = file, header
+        self.timed = header["mode"] != "untimed"
+        changes = {name: value for name, value in changes.items() if value is not None}
+        self._check_changes(changes)
+        self._changes, self._changed = changes, changes.keys()
+        plugins = plugins or Plugins()
+        recorded = RunConfig(**recorded_options(file, header, workload, plugins))
+        config = self._changed_config(recorded, changes)
+        super().__init__(config, plugins, workload=workload, naming=lambda _: "")
+        if "slo" in header and "slo" not in changes:
+            self.slo = slo_of(header["slo"])
+
+    def cache(self, trace: Recorder | None = None) -> KVCache:
+        """Build a cache for one run, and the tiers below it, as recorded in the trace too."""
+        cache = super().cache(trace)
+        if trace is not None and cache.tiers is not None and "tier" not in self._changed:
+            # Their paths are in the header still, which was not to open them.
+            pairs = zip(self._header["tiers"], cast("Tiers", cache.tiers).levels, strict=True)
+            sizes = (
+                tier | {"slots": level.pool.blocks, "slot_bytes": level.slot_bytes}
+                for tier, level in pairs
+            )
+            # Blocks that an earlier run had left in them are not there now.
+            trace.describe(
+                tiers=[{k: v for k, v in tier.items() if k != "recovered"} for tier in sizes]
+            )
+        return cache
+
+    def latency(self, devices: int | None = None) -> LatencyModel:
+        """Build the latency model.
+
+        Raises:
+            InputError, PluginError: it cannot be built as it was, or has other coefficients.
+        """
+        latency = super().latency(devices)
+        recorded = self._header.get("latency")
+        if "latency" not in self._changed and plain(latency.coefficients()) != recorded:
+            msg = (
+                f"{self._file}: latency model {latency.name!r} had other coefficients when "
+                "this was recorded, by another version of it. Give "
+                f"one: --latency {latency.name}"
+            )
+            raise InputError(msg)
+        return latency
+
+    def recorded(self) -> dict[str, Any]:
+        """Return the configuration in which the trace was recorded, for JSON."""
+        header = self._header
+        names = ("batching", "slo", "rate_scale") if self.timed else ()
+        kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
+        return {
+            "blocks": header["blocks"],
+            "block_size": header["block_size"],
+            **{kind: header["plugins"][kind] for kind in kinds if kind in header["plugins"]},
+            **{name: header.get(name) for name in names},
+            "tiers": [
+                {name: tier[name] for name in ("name", "options")}
+                for tier in header.get("tiers", ())
+            ],
+        }
+
+    def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
+        """Return the configuration of the new run in the same form; these plugins ran it."""
+        used = list(plugins)
+        tiers = [plain(describe(plugin)) for plugin in used if plugin.kind == "tier"]
+        if "tier" not in self._changed:
+            tiers = self.recorded()["tiers"]
+        served = {
+            "batching": self.batching.as_dict(),
+            "slo": None if self.slo is None else slo_field(self.slo),
+            "rate_scale": self.config.rate_scale,
+        }
+        return {
+            "blocks": self.blocks,
+            "block_size": self.geometry.block_size,
+            **{p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
+            **(served if self.timed else {}),
+            "tiers": tiers,
+        }
+
+    def header(self) -> dict[str, Any]:
+        """Return the optional fields of the new header, in their order."""
+        required = ("n", "t", "event", "schema", "kvcore", "mode", "count", "block_size")
+        known = (*required, "key_tokens", "blocks", "plugins", "workload", "seed")
+        fields = {name: value for name, value in self._header.items() if name not in known}
+        if self.slo is None:
+            fields.pop("slo", None)
+        if not self.config.tier:
+            fields.pop("tiers", None)
+        run = {name: self._header[name] for name in ("mode", "workload", "seed")}
+        return run | fields
+
+    def _check_changes(self, changes: Mapping[str, Any]) -> None:
+        """Refuse a changed option that only a run with a clock has, where there is none."""
+        timed = [name for name in TIMED if name in changes]
+        if timed and not self.timed:
+            msg = (
+                f"{self._file} was recorded without a clock: it has no {timed[0]}. "
+                "`kvcore simulate trace:FILE` serves its requests under one"
+            )
+            raise InputError(msg)
+
+    def _changed_config(self, recorded: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+        changes = dict(changes)
+        caps = changes.pop("batching", {})
+        if isinstance(caps, Batching):
+            caps = attrs.asdict(caps)
+        unknown = caps.keys() - attrs.fields_dict(Batching).keys()
+        if unknown:
+            raise unknown_caps(self._file, caps, KeyError(*unknown))
+        if "block_size" in changes and "blocks" not in changes:
+            changes["blocks"] = self._blocks_of(changes["block_size"])
+        return recorded.changed(**caps, **changes)
+
+    def _blocks_of(self, block_size: int) -> int:
+        """Return how many blocks of another size take the memory of the recorded pool."""
+        recorded, size = int(self._header["blocks"]), int(self._header["block_size"])
+        recorded += bool(self._header.get("batching", {}).get("null_block"))
+        if block_size < 1:
+            return recorded
+        blocks = recorded * size // block_size
+        if not blocks:
+            msg = (
+                f"{self._file}: a pool of {recorded} blocks of {size} tokens is less than a "
+                f"block of {block_size}; give the blocks too: --blocks N"
+            )
+            raise InputError(msg)
+        return blocks
+
+    def _block_bytes(self) -> int:
+        """Return the bytes of a block: the recorded ones, if its size has not changed."""
+        tiers, size = self._header.get("tiers"), self._header["block_size"]
+        if tiers and self.geometry.block_size == size:
+            return int(tiers[0]["slot_bytes"])
+        return super()._block_bytes()
+
+    def _devices(self) -> int:
+        """Return the number of GPUs that share the model; 1 if the header does not give it."""
+        known = deployment_options(self._header)
+        counts = [tier["devices"] for tier in self._header.get("tiers", ())]
+        return int(known.get("tensor_parallel") or max(counts, default=1))
+
+    def _recompute(self) -> PrefillCost | None:
+        if "recompute" not in self._header:
+            return None
+        try:
+            return read_cost(self._header["recompute"])
+        except InputError as error:
+            msg = f"{self._file}: {error}"
+            raise InputError(msg) from error
+
+    def _served(self) -> ModelSpec:
+        """Return a model of the catalogue: no file that a header names is opened."""
+        return find_model(str(self.config.model))
+
+    def _check_deployment(self) -> None:
+        """Check nothing: no pool is sized here, and the header need not name a deployment."""
+
+    def _defaults(self) -> dict[str, Any]:
+        """Return the recorded seed and deployment, for plugins that leave them out."""
+        return {"seed": self._header["seed"]} | deployment_options(self._header)
+
+    def _timing(self, devices: int | None) -> dict[str, Any]:
+        return {} if devices is None else {"tensor_parallel": devices}

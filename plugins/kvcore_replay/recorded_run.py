@@ -1,0 +1,438 @@
+"""The request log of a recorded run, rebuilt from its trace, and its summary."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.residency import CacheStats
+from kvcore.errors import InputError, TraceError
+from kvcore.progress import Tick, ticked, unseen
+from kvcore.request import SLO
+from kvcore.serving import DecodeSteps, Job
+from kvcore.serving.result import Outcome, hit_fields
+from kvcore.serving.stats import RunLog
+from kvcore.trace import TraceWorkload
+from kvcore.trace.events import methods_by_event
+from kvcore.trace.fields import slo_of
+from kvcore.trace.reader import TraceReader, read_request
+from kvcore_replay.check.trace import check_event
+from kvcore_replay.state.replicas import ServerReader
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    # The others are imported when there are prices.
+    from kvcore.trace import events
+    from kvcore_replay.billing import Bills
+    from kvcore_replay.check.trace import Checker
+    from kvcore_replay.pricing import PriceModel
+
+
+@attrs.frozen(kw_only=True)
+class RunSummary:
+    """Summary of a run as far as a trace records it. Times are None without a clock.
+
+    Attributes:
+        config: its configuration: `blocks`, `block_size`, plugins by kind, and with a clock
+            `batching`, `slo` (ns) and `rate_scale`.
+        requests, completed, rejected: number of requests, in all and by outcome.
+        hit: `lookup_blocks`, `hit_blocks`, `self_hit_blocks`, `lookup_tokens`, `hit_tokens`
+            and `ratio` by `block`, `token` and `request`, as in a simulation's summary.
+        evicted_blocks: blocks that left the cache, for room or because they expired.
+        forgotten_blocks: blocks of running sequences that the retention policy dropped.
+        compactions, compacted_tokens: compactions of running sequences, and the tokens that
+            they removed.
+        preemptions: number of preemptions by kind: `pause`, `recompute` and `swap`.
+        loaded_tokens: prompt tokens that were loaded from tiers at first admissions.
+        ttft_s, tpot_s, e2e_s, queue_s: distributions in seconds.
+        simulated_s: seconds from the first arrival to the last end.
+        throughput_tokens_s: generated tokens per second.
+        goodput: requests per second that met their SLO; None without SLOs.
+        slo_met: share of the requests with an SLO that met it; None without SLOs.
+        bill: the bill of an API that caches prompts; None without prices.
+    """
+
+    config: dict[str, Any]
+    requests: int
+    completed: int
+    rejected: int
+    hit: dict[str, Any]
+    evicted_blocks: int
+    forgotten_blocks: int
+    compactions: int
+    compacted_tokens: int
+    preemptions: dict[str, int]
+    loaded_tokens: int = 0
+    ttft_s: dict[str, float] | None
+    tpot_s: dict[str, float] | None
+    e2e_s: dict[str, float] | None
+    queue_s: dict[str, float] | None
+    simulated_s: float | None
+    throughput_tokens_s: float | None
+    goodput: float | None
+    slo_met: float | None
+    bill: Bills | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: dict[str, Any],
+        log: RunLog,
+        stats: CacheStats,
+        evicted: int,
+        *,
+        timed: bool,
+    ) -> RunSummary:
+        """Summarise a run from its log. O(n log n) in its requests."""
+        run = Outcome(log)
+        clock: dict[str, Any] = {
+            "simulated_s": run.simulated_s,
+            "throughput_tokens_s": run.throughput_tokens_s,
+            "goodput": run.goodput,
+            "slo_met": run.slo_attainment,
+        }
+        for name in ("ttft", "tpot", "e2e", "queue"):
+            times = getattr(run, name)
+            clock[f"{name}_s"] = None if times is None else times.as_dict()
+        return cls(
+            config=config,
+            requests=len(log.ids),
+            completed=len(log.ids) - len(log.reasons),
+            rejected=len(log.reasons),
+            hit=hit_fields(stats),
+            evicted_blocks=evicted,
+            forgotten_blocks=stats.dropped_blocks,
+            compactions=stats.compactions,
+            compacted_tokens=stats.compacted_tokens,
+            preemptions={
+                "pause": sum(log.pauses),
+                "recompute": sum(log.recomputes),
+                "swap": sum(log.swaps),
+            },
+            loaded_tokens=sum(log.loaded),
+            **clock if timed else dict.fromkeys(clock),
+        )
+
+
+BY_HAND = (
+    "is no replay of one request after another, so its calls were made by hand; what "
+    "`kvcore compare`, `simulate` and `run` have recorded can be run again"
+)
+
+FREE_REQUESTS, BYTES_OF_REQUEST = 1 << 16, 16
+"""Requests that every trace may have, and the bytes of the file that each further one needs: a
+request takes 1 kB of memory."""
+
+
+class Recorded:
+    """Rebuilds the request log of a run from the lines of its trace.
+
+    Args:
+        reader: the reader of the trace, which errors name.
+        header: its first line.
+        slo: the SLO of requests that have none of their own.
+        log: the log to which requests are added; None: a new one.
+
+    Attributes:
+        log, stats: those of the run. Without a clock a request ends when it is closed.
+        evicted: blocks that left the cache, for room or because they expired.
+    """
+
+    def __init__(
+        self,
+        reader: TraceReader,
+        header: events.Header,
+        slo: SLO | None,
+        log: RunLog | None = None,
+    ) -> None:
+        self.log = RunLog(header.blocks, slo) if log is None else log
+        self.stats = CacheStats()
+        self.evicted = 0
+        self._reader = reader
+        self._timed = header.mode != "untimed"
+        self._drafts = "drafter" in header.plugins
+        self._geometry = BlockLayout(header.count, header.block_size, header.key_tokens)
+        self._jobs: dict[int | str, Job] = {}
+        self._open: dict[int, Job] = {}
+        self._resumed: set[int] = set()
+        self._steps = DecodeSteps()
+        self._serial = 0
+        size = reader.file.stat().st_size
+        self._most_requests = FREE_REQUESTS + size // BYTES_OF_REQUEST
+        self._take = methods_by_event(
+            self,
+            *("REQUEST", "HIT", "MISS", "LOAD", "EVICT", "COMPACT", "FREE", "FIRST_TOKEN"),
+            *("PREEMPT", "FINISH", "REJECT", "FORK", "END"),
+        )
+
+    def take(self, event: events.Event) -> None:
+        """Apply a line after HEADER. O(1), or O(keys) of a request.
+
+        Raises:
+            InputError: the trace is of no run that can be made again.
+            TraceError: a request is not valid.
+        """
+        take = self._take.get(event.event)
+        if take is not None:
+            take(event)
+
+    def job(self, request: int | str) -> Job | None:
+        """Return the job of a request that has not ended; None if there is none."""
+        return self._jobs.get(request)
+
+    def hand_over(self, request: int | str) -> Job:
+        """Remove and return the job of a request that continues on another replica."""
+        return self._jobs.pop(request)
+
+    def _request(self, event: events.Request) -> None:
+        if not self._timed and self._jobs:
+            self._by_hand()
+        try:
+            request = read_request(event)
+        except InputError as error:
+            self._reader.fail(f"REQUEST: {error}")
+        self._serial += 1
+        if self._serial > self._most_requests:
+            self._reader.fail(
+                f"REQUEST: to run it again, a file of this size has at most "
+                f"{self._most_requests:,} requests; if you trust it, decompress it first"
+            )
+        slo = request.slo or self.log.slo
+        job = Job(request, self._serial, event.t, self._steps, request.prompt_tokens, slo)
+        self._jobs[request.id] = job
+
+    def _hit(self, event: events.Hit) -> None:
+        self._admit(event, event.blocks)
+
+    def _miss(self, event: events.Miss) -> None:
+        if event.seq not in self._open:
+            self._admit(event, 0)
+
+    def _admit(self, event: events.Hit | events.Miss, hit: int) -> None:
+        job = self._jobs.get(event.request)
+        again = bool(event.again)
+        if job is None or (again and not self._timed):
+            self._by_hand()
+        self._open[event.seq] = job
+        _, tokens, _, _, lookup, _ = self._geometry.prompt(job.request)
+        hit_tokens = hit * self._geometry.block_size
+        self.stats.admitted(lookup, hit, tokens, hit_tokens, resumed=again)
+        if again:
+            self._resumed.add(event.seq)
+        else:
+            job.admitted, job.hit = event.t, hit_tokens
+
+    def _load(self, event: events.Load) -> None:
+        if event.seq not in self._resumed:
+            self._open[event.seq].loaded += event.blocks * self._geometry.block_size
+
+    def _evict(self, event: events.Evict | events.Drop) -> None:
+        if event.scope == "sequence":
+            self.stats.dropped_blocks += event.blocks
+        else:
+            self.evicted += sum(abs(count) for _, count in event.runs)
+
+    def _compact(self, event: events.Compact) -> None:
+        self.stats.compactions += 1
+        self.stats.compacted_tokens += event.held - event.tokens
+
+    def _free(self, event: events.Free) -> None:
+        if event.reason == "rollback":
+            if not self._drafts:
+                self._by_hand()
+        elif event.reason == "close":
+            job = self._open.pop(event.seq)
+            if not self._timed:
+                self.log.ended(self._jobs.pop(job.request.id), event.t)
+
+    def _first_token(self, event: events.FirstToken) -> None:
+        self._jobs[event.request].first_token = event.t
+
+    def _preempt(self, event: events.Preempt) -> None:
+        job = self._jobs[event.request]
+        job.pauses += event.how == "pause"
+        job.recomputes += event.how == "recompute"
+        job.swaps += event.how == "swap"
+
+    def _finish(self, event: events.Finish) -> None:
+        self.log.ended(self._jobs.pop(event.request), event.t)
+
+    def _reject(self, event: events.Reject) -> None:
+        self.log.rejected(self._jobs.pop(event.request), event.why)
+
+    def _fork(self, event: events.Fork) -> None:
+        del event
+        self._by_hand()
+
+    def _end(self, event: events.End) -> None:
+        del event
+        if self._jobs:
+            self._by_hand()
+
+    def _by_hand(self) -> NoReturn:
+        msg = f"{self._reader.file}:{self._reader.line}: the trace {BY_HAND}"
+        raise InputError(msg)
+
+
+class RecordedLives:
+    """Rebuilds the request log of a cluster from the lines of its trace.
+
+    Args: those of `Recorded`.
+
+    Attributes:
+        log: the log of all requests; of a request that was served again, its last time.
+    """
+
+    def __init__(self, reader: TraceReader, header: events.Header, slo: SLO | None) -> None:
+        from kvcore_replay.state.replicas import Replicas  # noqa: PLC0415  (imports msgspec)
+
+        self.log = RunLog(header.blocks, slo)
+        self._placed = Replicas(header)
+        self._reader, self._slo = reader, slo
+        self._lives = [[self._make(own)] for own in self._placed.headers]
+        # The requests that the router rejected are those of a server without other requests.
+        self._refused = self._make(header)
+        # With split phases, the replica that prefills a request, and its job there when that is
+        # done.
+        self._prefills: dict[int | str, Recorded] = {}
+        self._prefilled: dict[int | str, Job] = {}
+
+    def _make(self, header: events.Header) -> Recorded:
+        return Recorded(self._reader, header, self._slo, self.log)
+
+    @property
+    def stats(self) -> CacheStats:
+        """The counts of the caches, in the order in which a result adds them."""
+        return CacheStats.sum(life.stats for lives in self._lives for life in lives)
+
+    @property
+    def evicted(self) -> int:
+        """Blocks that left the caches, for room or because they expired."""
+        return sum(life.evicted for lives in self._lives for life in lives)
+
+    def take(self, event: events.Event) -> None:
+        """Apply a line. O(1), or O(keys) of a request.
+
+        Raises:
+            TraceError: a request is not valid.
+        """
+        if event.event == "HEADER":
+            return
+        request = self._placed.requests.get(getattr(event, "request", ""))
+        placed = self._placed.place(event)
+        if placed is not None:
+            number, line = placed
+            if event.event == "FAIL":
+                self._lives[number].append(self._make(self._placed.headers[number]))
+                return
+            life = self._lives[number][-1]
+            if event.event == "FINISH" and self._hands_over(life, event):  # type: ignore[arg-type]
+                return
+            if getattr(event, "leg", None) == "prefill":
+                self._prefills[event.request] = life  # type: ignore[attr-defined]
+            # It arrived when it came to the cluster, not when it came to the replica.
+            life.take(request if event.event == "ROUTE" and request else line)
+        elif event.event == "REJECT" and request:
+            self._refused.take(request)
+            self._refused.take(event)
+
+    def _hands_over(self, life: Recorded, event: events.Finish) -> bool:
+        """Return True if the request that ends on a replica continues on another one.
+
+        Where it continues, its job takes over the times and counts of the prefill.
+        """
+        name = event.request
+        if self._prefills.get(name) is life:
+            del self._prefills[name]
+            self._prefilled[name] = life.hand_over(name)
+            return True
+        job, before = life.job(name), self._prefilled.pop(name, None)
+        if job is not None and before is not None:
+            job.admitted, job.first_token = before.admitted, before.first_token
+            job.hit, job.loaded = before.hit, before.loaded
+            job.pauses += before.pauses
+            job.recomputes += before.recomputes
+            job.swaps += before.swaps
+        return False
+
+
+def bill_trace(
+    file: str | os.PathLike[str], price: PriceModel | str, tick: Tick = unseen
+) -> Bills:
+    """Return the bills of an API for the requests of a trace, also with the hits of its run.
+
+    `tick` is called with the bytes of the file that have been read.
+
+    Raises:
+        InputError: an unknown price, or a trace of calls that were made by hand.
+        TraceError: the trace is damaged, or cut.
+    """
+    workload = TraceWorkload(file)
+    recorded = verified_log(workload.file, workload.header, None, tick)
+    (found,) = bills_of(workload, price, recorded.log)
+    assert found is not None
+    return found
+
+
+def recorded_run(
+    file: str | os.PathLike[str], tick: Tick = unseen, replica: int | str | None = None
+) -> RunSummary:
+    """Return the summary of a recorded run; its trace is checked line by line.
+
+    The summary of a cluster is over all requests, or over those of a `replica`. Its
+    configuration and its SLO are those of the header. `tick` is called with the bytes of the
+    file that have been read.
+
+    Raises:
+        InputError: the file cannot be opened, or is a trace of calls that were made by hand.
+        TraceError: the trace is damaged, or cut.
+    """
+    workload = TraceWorkload(file)
+    header = workload.header.as_dict()
+    slo = slo_of(header["slo"]) if header.get("slo") else None
+    recorded = verified_log(workload.file, workload.header, slo, tick, replica)
+    timed = header["mode"] != "untimed"
+    return RunSummary.of(header, recorded.log, recorded.stats, recorded.evicted, timed=timed)
+
+
+def bills_of(
+    workload: TraceWorkload, price: PriceModel | str | None, *logs: RunLog
+) -> list[Bills | None]:
+    """Return the bills of runs of `workload`, if there are prices."""
+    if price is None:
+        return [None] * len(logs)
+    from kvcore_replay.billing import bill  # noqa: PLC0415 - for prices alone
+
+    return [bill(workload, price, log=log) for log in logs]
+
+
+def verified_log(
+    file: Path,
+    header: events.Header,
+    slo: SLO | None,
+    tick: Tick = unseen,
+    replica: int | str | None = None,
+) -> Recorded | RecordedLives:
+    """Check every line of a trace; return the log of its requests.
+
+    Raises:
+        InputError, TraceError: as `whatif` does.
+    """
+    whole = replica is None
+    reader = TraceReader(file) if whole else ServerReader(file, replica)
+    checker: Checker | None = None
+    recorded = (RecordedLives if header.replicas and whole else Recorded)(reader, header, slo)
+    for event in ticked(reader, tick):
+        checker = check_event(reader, checker, event)
+        recorded.take(event)
+    if not reader.complete:
+        msg = (
+            f"{file}: incomplete: {reader.cut_reason}. A run that was cut cannot be compared "
+            "with a whole one: record it again, or see with `kvcore replay` what there is"
+        )
+        raise TraceError(msg)
+    return recorded

@@ -1,0 +1,1 @@
+"""What a trace tells as tables, plots and other formats."""

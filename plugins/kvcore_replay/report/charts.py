@@ -1,0 +1,195 @@
+"""Plots of charts: lines over the values of an axis, or bars where there is one value."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from itertools import cycle
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import shorten
+from kvcore.report.tables import printable
+from kvcore.sections import Chart, Panel
+from kvcore_replay.belady import Belady
+from kvcore_replay.report.figure import COLOURS, GREY, INK, MARKERS, add_title, picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WIDE, HIGH, SMALL = 5.2, 4.4, (5.6, 3.0)
+"""Inches: width and height of a panel, and the size of a chart in a notebook."""
+
+CAPTION = 24
+"""Characters of the caption per inch."""
+
+BAR = 0.28
+"""Inches of a bar."""
+
+NAME, GAP = 44, 0.055
+"""The most characters of a name beside a line, and its height as a share of the panel's."""
+
+DECADE = 8
+"""The ratio of its largest to its smallest value from which an axis is logarithmic."""
+
+MOST_TICKS = 8
+"""The most ticks of the axis of a chart."""
+
+TIERS = " + tiers"
+"""End of the name of a line for the hits of pool and tiers: the line of the pool, dashed."""
+
+
+def plot_chart(chart: Chart, form: str, *, small: bool = False) -> bytes:
+    """Return a chart as `png` or `svg` bytes; a `small` one has the first panel alone.
+
+    Raises:
+        PluginError: matplotlib is not installed.
+    """
+    panels = chart.panels[:1] if small else chart.panels
+    names = max((len(panel.lines) for panel in panels), default=0)
+    size = WIDE * max(len(panels), 1) + 2, max(HIGH, 1.6 + BAR * names)
+    if all(len(points) < 2 for panel in panels for points in panel.lines.values()):  # noqa: PLR2004 - bars
+        size = size[0], 1.8 + BAR * max(names, 3)
+    return picture(form, lambda figure: _draw(figure, chart, panels), SMALL if small else size)
+
+
+def _draw(figure: Figure, chart: Chart, panels: Sequence[Panel]) -> None:
+    every = figure.subplots(1, len(panels), squeeze=False)[0]
+    rows = [*dict.fromkeys(name for panel in panels for name in panel.lines)]
+    for axes, panel in zip(every, panels, strict=True):
+        points = [at for points in panel.lines.values() for at, _ in points]
+        if len(set(points)) > 1:
+            _lines(axes, panel)
+            places = sorted(set(points))
+            if chart.logarithmic and places[0] > 0 and places[-1] / places[0] >= DECADE:
+                axes.set_xscale("log")
+            _ticks(axes, places, chart.place)
+            axes.set_xlabel(chart.across)
+            axes.set_ylabel(panel.label)
+        else:
+            _bars(axes, panel, rows, named=axes is every[0])
+            axes.set_xlabel(panel.label)
+        axes.grid(axis="both" if len(set(points)) > 1 else "x")
+        axes.tick_params(labelsize=8)
+    caption = ""
+    if panels is chart.panels:
+        width = int(CAPTION * figure.get_figwidth())
+        caption = fill(printable(" ".join(chart.caption.splitlines())), width)
+    add_title(figure, printable(chart.title), caption)
+
+
+def _lines(axes: Axes, panel: Panel) -> None:
+    """Draw a line for each name, with the name at its end."""
+    looks = zip(cycle(COLOURS[:-1]), cycle(MARKERS), strict=False)
+    known: dict[str, dict[str, Any]] = {}
+    ends = []
+    for name, points in panel.lines.items():
+        base, beside, _ = name.partition(TIERS)
+        if base not in known:
+            colour, marker = (INK, ".") if is_bound(name) else next(looks)
+            known[base] = {"color": colour, "marker": marker, "markersize": 4}
+        style = {**known[base], "linewidth": 1.2, "linestyle": "--" if beside else "-"}
+        if points:
+            axes.plot(*zip(*sorted(points), strict=True), **style)
+            ends.append((*max(points), printable(shorten(name, NAME)), style["color"]))
+    values = [value for points in panel.lines.values() for _, value in points]
+    if panel.bound is not None:
+        name, bound = panel.bound
+        values.append(bound)
+        axes.axhline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+        text = f"{name}: {panel.text(bound)}"
+        axes.annotate(
+            text, (0, bound), (4, 3), xycoords=("axes fraction", "data"),
+            textcoords="offset points", color=GREY, fontsize=8,
+        )  # fmt: skip
+    axes.set_ylim(0, 1.1 * max(values, default=0) or 1)
+    axes.yaxis.set_major_formatter(lambda value, _: panel.text(value))
+    end_labels(axes, ends)
+
+
+def end_labels(axes: Axes, ends: Iterable[tuple[float, float, str, str]]) -> None:
+    """Write names at the ends (x, y, name, colour) of lines, so that none overlap.
+
+    The limits of `axes` must be set before.
+    """
+    ends = sorted(ends, key=lambda end: end[1])
+    low, high = axes.get_ylim()
+    places = spread([y for _, y, _, _ in ends], GAP * (high - low), low, high)
+    right = max((x for x, *_ in ends), default=0)
+    for at, (_, _, name, colour) in zip(places, ends, strict=True):
+        axes.annotate(
+            name, (right, at), (8, 0), textcoords="offset points", color=colour,
+            fontsize=8, va="center", annotation_clip=False,
+        )  # fmt: skip
+
+
+def spread(values: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Return places near ascending values that are `gap` apart, from `low` to `high`.
+
+    Values that are nearer to one another form a group, which is centred on its mean.
+    """
+    groups: list[tuple[float, int]] = []
+    for value in values:
+        sums, count = value, 1
+        while groups:
+            before, size = groups[-1]
+            if sums / count - before / size >= gap * (count + size) / 2:
+                break
+            sums, count = sums + before, count + size
+            groups.pop()
+        groups.append((sums, count))
+    places: list[float] = []
+    for sums, count in groups:
+        first = sums / count - gap * (count - 1) / 2
+        first = max(min(first, high - gap * (count - 1)), low)
+        places += [first + gap * place for place in range(count)]
+    return places
+
+
+def is_bound(name: str) -> bool:
+    """Return True if a line is that of the optimum, which is black."""
+    return re.split("[:,]| ", name)[0] in Belady.names
+
+
+def _ticks(axes: Axes, places: list[float], text: Callable[[float], str]) -> None:
+    """Set the ticks of the horizontal axis: at each place, or at some of many places."""
+    step = -(-len(places) // MOST_TICKS)
+    ticks = places[::-step][::-1]
+    axes.set_xticks(ticks, [text(tick) for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None:
+    """Draw a bar for each name, with its value, in the same row in all panels."""
+    drawn = {name: points[0][1] for name, points in panel.lines.items() if points}
+    for name, value in drawn.items():
+        row = rows.index(name)
+        axes.barh(row, value, height=0.7, color=INK if is_bound(name) else COLOURS[0])
+        axes.annotate(
+            panel.text(value), (value, row), (3, 0), textcoords="offset points", va="center",
+            fontsize=8,
+        )  # fmt: skip
+    values = [*drawn.values()]
+    if panel.bound is not None:
+        name, bound = panel.bound
+        values.append(bound)
+        axes.axvline(bound, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+        axes.set_title(f"{name}: {panel.text(bound)}", loc="right", fontsize=8, color=GREY)
+    names = [printable(shorten(name, NAME)) if named else "" for name in rows]
+    axes.set_yticks(range(len(rows)), names)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.25 * max(values, default=0) or 1)
+    axes.xaxis.set_major_locator(_few())
+    axes.xaxis.set_major_formatter(lambda value, _: panel.text(value))
+
+
+def _few() -> Any:
+    from matplotlib.ticker import MaxNLocator  # noqa: PLC0415 - as in `picture`
+
+    return MaxNLocator(4)
+
+
+def as_percent(value: float) -> str:
+    """Format a share as a percentage with three digits: `12.3%`."""
+    return f"{100 * value:.3g}%"

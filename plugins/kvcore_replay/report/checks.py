@@ -1,0 +1,103 @@
+"""Reports on checked files: the counts of a trace, and those of a recording of KV events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from kvcore.report.tables import setup, share
+from kvcore.sections import Section, Table
+
+if TYPE_CHECKING:
+    from kvcore_events.block_tracker import RecordingReport
+    from kvcore_replay.check.trace import Report
+
+MOST_ROWS = 16
+"""Largest number of replicas in a table."""
+
+COUNTS = ("routed", "finished", "rejected", "failures")
+"""Columns of the table of replicas that are counts."""
+
+
+def trace_sections(report: Report) -> list[Section]:
+    """Return the report on the check of a trace."""
+    rows = [(what, f"{count:,}") for what, count in _trace_counts(report)]
+    rows += [(f"hit ratio by {by}", share(ratio)) for by, ratio in report.hit["ratio"].items()]
+    evicted, replicas = report.evictions, report.replicas or []
+    rows.append(("evictions", f"{evicted['blocks']:,} blocks, digest {evicted['digest'][:16]}"))
+    cluster: Section = Table(
+        ["replica", *COUNTS, "hit ratio by block", "blocks cached"],
+        [[*_replica(replica)] for replica in replicas],
+    )
+    if len(replicas) > MOST_ROWS:
+        cluster = f"--json has each of the {len(replicas):,} replicas."
+    setting = setup(report.header) if report.header else ""
+    return [Table(["trace", report.file], rows), cluster, setting]
+
+
+def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
+    yield "lines", report.lines
+    yield from ((f"  {event}", count) for event, count in report.events.items())
+    for place in ("free", "cached", "private"):
+        yield f"blocks {place}", report.pool[place]
+    yield "spans", report.pool["spans"]
+    for how, count in report.preemptions.items():
+        if count:
+            yield f"preempted by {how}", count
+    yield "blocks looked up", report.hit["lookup_blocks"]
+    yield "blocks hit", report.hit["hit_blocks"]
+    yield "own blocks found again", report.hit["self_hit_blocks"]
+    for tier in report.tiers:
+        yield f"tier {tier['tier']}: blocks of {tier['slots']:,} slots", tier["used_blocks"]
+        for what in ("parked", "loading", "recovered"):
+            if tier[f"{what}_blocks"]:
+                yield f"  {what}", tier[f"{what}_blocks"]
+        yield "  stored so far", tier["stored_blocks"]
+        yield "  loaded", tier["loaded_blocks"]
+        for reason, blocks in tier["dropped_blocks"].items():
+            yield f"  dropped, {reason}", blocks
+
+
+def _replica(replica: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the cells of a replica, over all its lives."""
+    yield str(replica["replica"])
+    yield from (f"{replica[name]:,}" for name in COUNTS)
+    yield share(replica["hit"]["ratio"]["block"])
+    yield f"{replica['pool']['cached']:,}" if replica["up"] else "down"
+
+
+def recording_sections(report: RecordingReport) -> list[Section]:
+    """Return the report on the check of a recording: counts, then anomalies."""
+    rows = [*_recording_counts(report), *_anomalies(report)]
+    return [Table(["recording", report.file], rows), report.tells]
+
+
+def _recording_counts(report: RecordingReport) -> Iterator[tuple[str, str]]:
+    yield "format", report.format
+    if report.engine is not None:
+        yield "engine", report.engine
+    yield "batches", f"{report.batches:,}"
+    for event, count in report.events.items():
+        yield f"  {event}", f"{count:,}"
+    for what, count in report.blocks.items():
+        if count or what in ("stored", "removed"):
+            yield f"blocks {what.replace('_', ' ')}", f"{count:,}"
+    for medium, count in report.resident.items():
+        yield f"resident on {medium}", f"{count:,}"
+
+
+def _anomalies(report: RecordingReport) -> Iterator[tuple[str, str]]:
+    from kvcore_events.block_tracker import KINDS  # noqa: PLC0415 - traces do without it
+
+    for what in ("restarts", "replayed", "garbage"):
+        count = getattr(report, what)
+        if count:
+            yield what, f"{count:,}"
+    for gap in report.gaps:
+        last = gap["first"] + gap["count"] - 1
+        yield f"missing from {gap['publisher']}", f"batches {gap['first']:,} to {last:,}"
+    for kind, count in report.anomalies.items():
+        if count:
+            yield KINDS[kind], f"{count:,}"
+    for example in report.examples:
+        yield f"  {example.where}", example.what

@@ -1,0 +1,696 @@
+"""Plots of a run: its pool, hits, ages of blocks, requests and latencies, as PNG or SVG.
+
+Each function takes its data and the form, `png` or `svg`, and returns the bytes of the file.
+Equal runs give equal bytes with the same matplotlib. All raise PluginError without it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from math import ceil, floor, isnan, log10
+from operator import add
+from pathlib import Path
+from textwrap import fill
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import orjson
+
+from kvcore.cache import Residency
+from kvcore.errors import InputError, shorten
+from kvcore.histogram import Histogram, borders
+from kvcore.report.simulation import SimulationReport
+from kvcore.report.tables import counted, printable, setup
+from kvcore.request import SLO
+from kvcore.serving.result import REQUESTS, SUMMARY, Result
+from kvcore.trace.fields import slo_field
+from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_replay.report.charts import end_labels
+from kvcore_replay.report.figure import COLOURS, GREY, INK, PALE, add_title, log_ticks, picture
+from kvcore_replay.timeline import Kind, Series, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from kvcore_cluster.result import ClusterResult
+
+INCHES = 8.4, 4.8
+CAPTION: dict[str, Any] = {"width": 185, "max_lines": 10, "placeholder": " ..."}
+"""Size of a plot in inches, and the wrapping of its caption."""
+
+POINTS, BINS = 1500, 600
+"""Number of points of a line, and of time spans in which requests are counted."""
+
+WINDOWS, SAMPLES = 40, 10
+"""The most windows of a trace for its windowed hit ratio, and the mean requests of a window."""
+
+ROWS, BARS, NAMED = 100, 5000, 40
+"""The most requests with a row each, phases with a bar each, and rows with a name."""
+
+BLUE, RED, GREEN, PINK, ORANGE, SKY, _ = COLOURS
+
+BANDS = {"private": BLUE, "cached": SKY, "free": PALE}
+
+PHASES = {
+    Kind.DECODE: BLUE,
+    Kind.PREFILL: ORANGE,
+    Kind.LOADING: PINK,
+    Kind.PREEMPTED: RED,
+    Kind.QUEUED: "#C8C8C8",
+}
+"""The colours of phases, from the bottom of a stack to its top."""
+
+DECADES = 1e5
+"""The largest ratio of the longest to the shortest time on a logarithmic axis."""
+
+THIN = 0.13
+"""Share of the height below which a band has no room for its name."""
+
+PLACES = 100
+"""Number of places that are tried for the name of a band."""
+
+FEW = 4
+"""The most ticks of a small logarithmic axis."""
+
+COLUMNS = {"queue": "queue_s", "TTFT": "ttft_s", "TPOT": "tpot_s", "E2E": "e2e_s"}
+"""The columns of latencies in a result, by the names in plots."""
+
+SLO_NAMES = {"ttft": "TTFT", "tpot": "TPOT", "deadline": "E2E"}
+"""The measures that an SLO limits, by its fields."""
+
+UNITS = {"ns": 1, "µs": 10**3, "ms": 10**6, "s": 10**9, "min": 60 * 10**9, "h": 3600 * 10**9}
+
+
+def occupancy(timeline: Timeline, form: str) -> bytes:
+    """Plot the blocks of the pool over time, and below them waiting and running requests."""
+
+    def draw(figure: Figure) -> None:
+        series = timeline.series.thinned(POINTS)
+        unit, times = _times(series)
+        most = max(*series.running, *series.waiting, 0)
+        rows = 2 if most else 1
+        panels = figure.subplots(
+            rows, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:rows]
+        )
+        above, below = panels[0, 0], panels[-1, 0]
+        layers = [getattr(series, name) for name in BANDS]
+        _bands(above, times, layers, list(BANDS), list(BANDS.values()))
+        above.set_ylabel(f"blocks of {counted(timeline.header['block_size'], 'token')}")
+        above.set_ylim(0, timeline.header["blocks"])
+        above.yaxis.set_major_formatter("{x:,.0f}")
+        below.set_xlabel(f"time, {unit}")
+        _plain(above, below)
+        if not most:
+            return
+        below.set_ylim(0, 1.4 * most)
+        below.set_ylabel("requests")
+        for place, (name, colour) in enumerate((("running", BLUE), ("waiting", RED))):
+            counts = getattr(series, name)
+            below.plot(times, counts, color=colour, linewidth=1, drawstyle="steps-post")
+            peak, at = f"{name} (at most {max(counts):,})", (0.01 + 0.26 * place, 0.97)
+            below.text(*at, peak, color=colour, fontsize=8, va="top", transform=below.transAxes)
+
+    return _framed(form, draw, f"Pool of {_requests(timeline)}", _caption(timeline))
+
+
+def hits(timeline: Timeline, form: str) -> bytes:
+    """Plot the hit ratio over time: in the window before, and since the start."""
+
+    def draw(figure: Figure) -> None:
+        axes, series = figure.add_subplot(), timeline.series
+        looked_up = series.lookup_blocks[-1]
+        if not looked_up:
+            _empty(axes, "Nothing was looked up.")
+            return
+        span = timeline.end - timeline.begin
+        admitted = sum(time >= 0 for time in timeline.requests.admitted)
+        window = _round_time(max(span // WINDOWS, span * SAMPLES // admitted, 1))
+        unit, times = _times(series)
+        lines = [(series.hit_ratio(), "since the start", BLUE, 2.0)]
+        if window < span / 2:
+            name = f"in the last {_time(window)}"
+            lines.insert(0, (series.hit_ratio(window), name, SKY, 1.0))
+        ends: list[tuple[float, float, str, str]] = []
+        highest = 0.0
+        for ratios, name, colour, width in lines:
+            rows = _even(series, timeline.begin, span)
+            shares = [100 * ratios[row] for row in rows]
+            axes.plot([times[row] for row in rows], shares, color=colour, linewidth=width)
+            known = [share for share in shares if not isnan(share)]
+            if not known:  # All lookups are in windows without a point.
+                continue
+            highest = max(highest, *known)
+            ends.append((times[-1], known[-1], f"{name}: {known[-1]:.1f}%", colour))
+        axes.set_ylim(0, 1.08 * highest or 1)
+        end_labels(axes, ends)
+        axes.yaxis.set_major_formatter("{x:g}%")
+        axes.set_ylabel(f"of {looked_up:,} blocks looked up that hit")
+        axes.set_xlabel(f"time, {unit}")
+        _plain(axes)
+
+    return _framed(form, draw, f"Hits of {_requests(timeline)}", _caption(timeline))
+
+
+def ages(residency: Residency, header: Mapping[str, Any], form: str) -> bytes:
+    """Plot the time since the last use of blocks at hits and evictions, and their lifetime."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        residency.settle()
+        drawn: list[float] = []
+        for histogram, name, colour, dashes in (
+            (residency.age_at_hit, "since last use, at a hit", GREEN, "-"),
+            (residency.age_at_eviction, "since last use, at eviction", RED, "-"),
+            (residency.lifetime, "in the cache, at eviction", BLUE, "--"),
+        ):
+            found = histogram.percentiles()
+            if found is None:
+                continue
+            times, shares = _distribution(histogram)
+            figures = ", ".join(f"{p} {_time(found[p])}" for p in ("p50", "p99"))
+            label = f"{name}: {figures} ({counted(histogram.weight, 'block')})"
+            line: Any = {"color": colour, "linestyle": dashes, "drawstyle": "steps-post"}
+            axes.plot(times, shares, label=label, linewidth=1.6, **line)
+            drawn += times[0], times[-1]
+        if not drawn:
+            _empty(axes, "No block was hit, and none was evicted.")
+            return
+        low, high = min(drawn), max(drawn)
+        _shares(axes)
+        axes.set_ylabel("blocks")
+        _time_axis(axes.xaxis, max(low, high / DECADES), high, "time, at most")
+        axes.legend(loc="upper left", edgecolor="none", framealpha=0.85, fontsize=8)
+        axes.set_ylim(0, 130)
+        _plain(axes)
+
+    return _framed(form, draw, "Ages of blocks", setup(header))
+
+
+def timeline(timeline: Timeline, form: str) -> bytes:
+    """Plot the phases of requests: a row each; or, of many, the number in each phase.
+
+    Raises:
+        InputError: no request took any time, as in a trace without a clock, or if none was
+            admitted.
+    """
+    requests, phases = timeline.requests, timeline.phases
+    if len(requests) and not len(phases):
+        msg = f"{timeline.source}: no request was admitted in it, so that there is no timeline"
+        if timeline.header["mode"] == "untimed":
+            msg = (
+                f"{timeline.source}: requests take no time in it, so that there is no "
+                "timeline: give the trace of a run with a clock, as `kvcore simulate --trace` "
+                "writes it"
+            )
+        raise InputError(msg)
+    few = len(requests) <= ROWS and len(phases) <= BARS
+    title = f"Requests of {_requests(timeline)}"
+    if few:
+        size = INCHES[0], min(max(3.0, 1.8 + 0.2 * len(requests)), 14)
+        return _framed(
+            form, lambda figure: _rows(figure, timeline), title, _caption(timeline), size
+        )
+    title += ": too many for rows, so how many are in each phase"
+    return _framed(form, lambda figure: _density(figure, timeline), title, _caption(timeline))
+
+
+def _rows(figure: Figure, timeline: Timeline) -> None:
+    """Draw a row for each request."""
+    axes, requests, phases = figure.add_subplot(), timeline.requests, timeline.phases
+    if not len(requests):
+        _empty(axes, "There are no requests.")
+        return
+    unit, factor = _unit(timeline.end - timeline.begin)
+    for kind in map(Kind, sorted(set(phases.kind))):
+        bars = [(row, begin, end) for row, of, begin, end, _ in phases if of is kind]
+        rows, starts, ends = zip(*bars, strict=True)
+        widths = [(end - begin) / factor for begin, end in zip(starts, ends, strict=True)]
+        left = [begin / factor for begin in starts]
+        height = 0.3 if kind.waits else 0.8
+        label, colour = kind.name.lower(), PHASES[kind]
+        axes.barh(rows, widths, height, left, color=colour, linewidth=0, label=label)
+        if kind is Kind.PREEMPTED:
+            axes.plot(left, rows, "x", color=INK, markersize=4, label="preemption")
+    chunks = timeline.chunks
+    ended = [time / factor for time in chunks.time]
+    axes.plot(ended, chunks.request, "|", color="white", markersize=4, markeredgewidth=0.6)
+    first = [row for row, time in enumerate(requests.first_token) if time >= 0]
+    refused = list(requests.rejected)
+    for label, marked, times, marker, colour in (
+        ("first token", first, requests.first_token, "o", "white"),
+        ("rejected", refused, requests.arrival, "D", GREY),
+    ):
+        if marked:
+            at = [times[row] / factor for row in marked]
+            look: Any = {"marker": marker, "color": colour, "markersize": 3.5}
+            axes.plot(at, marked, label=label, linestyle="", markeredgecolor=INK, **look)
+    if len(requests) <= NAMED:
+        names = [printable(shorten(str(name))) for name in requests.ids]
+        axes.set_yticks(range(len(requests)), names, fontsize=7)
+    axes.set_ylim(len(requests) - 0.4, -0.6)
+    axes.set_ylabel("request")
+    axes.set_xlabel(f"time, {unit}")
+    _legend(axes, axes.get_legend_handles_labels()[0], "lower left")
+    _plain(axes)
+
+
+def _density(figure: Figure, timeline: Timeline) -> None:
+    """Draw the number of requests in each phase, and the times to first token."""
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+    begin, span = timeline.begin, max(timeline.end - timeline.begin, 1)
+    unit, factor = _unit(span)
+    counts = _means(timeline, begin, span)
+    present = [kind for kind in PHASES if kind in counts]
+    times = [(begin + span * part / BINS) / factor for part in range(BINS + 1)]
+    layers = [[*counts[kind], counts[kind][-1]] for kind in present]
+    colours = [PHASES[kind] for kind in present]
+    names = [kind.name.lower() for kind in present]
+    _bands(above, times, layers, names, colours)
+    above.set_ylim(0, None)
+    above.set_ylabel(f"requests, mean of {_time(span // BINS)}")
+    requests, phases = timeline.requests, timeline.phases
+    waits = [
+        ((first / factor), (first - came) / NS_PER_S)
+        for came, first in zip(requests.arrival, requests.first_token, strict=True)
+        if first > came
+    ]
+    if waits:
+        dots = {"markersize": 2, "alpha": 0.5, "rasterized": True}
+        below.plot(*zip(*waits, strict=True), ".", color=ORANGE, **dots)
+        _time_axis(below.yaxis, min(w for _, w in waits), max(w for _, w in waits), "TTFT", FEW)
+    lost = [start for _, kind, start, _, _ in phases if kind is Kind.PREEMPTED]
+    if lost:
+        where = {"transform": below.get_xaxis_transform(), "clip_on": False}
+        below.plot([at / factor for at in lost], [0] * len(lost), "x", color=RED, **where)
+    tokens, losses = counted(len(waits), "first token"), counted(len(lost), "preemption")
+    title = f"{tokens}, dots; {losses}{', crosses' if lost else ''}"
+    below.set_title(title, loc="left", fontsize=8)
+    below.set_xlabel(f"time, {unit}")
+    _plain(above, below)
+
+
+def _means(timeline: Timeline, begin: int, span: int) -> dict[Kind, list[float]]:
+    """Return the mean number of requests in each phase, by bins of time (`BINS`)."""
+    wide = span / BINS
+    found: dict[Kind, list[float]] = {}
+    changes: dict[Kind, list[int]] = {}
+    for _, kind, start, end, _ in timeline.phases:
+        parts = found.setdefault(kind, [0.0] * BINS)
+        whole = changes.setdefault(kind, [0] * (BINS + 1))
+        low, high = (start - begin) / wide, (end - begin) / wide
+        first, last = min(int(low), BINS - 1), min(int(high), BINS - 1)
+        # The bins at both ends count in part; those between them by the changes of the count.
+        parts[last] += high - last
+        parts[first] += first - low
+        whole[first] += 1
+        whole[last] -= 1
+    return {
+        kind: list(map(add, parts, accumulate(changes[kind]))) for kind, parts in found.items()
+    }
+
+
+@attrs.frozen
+class Latencies:
+    """Latencies of the requests of a run, in seconds.
+
+    Attributes:
+        samples: the latencies of all requests, by measure.
+        gaps: percentiles of the times between two tokens; empty if they are not known.
+        expected: the SLO of the run, by measure.
+        title, caption: the run, in a few words and with all options.
+    """
+
+    samples: dict[str, list[float]]
+    gaps: dict[str, float]
+    expected: dict[str, float]
+    title: str
+    caption: str
+
+    @classmethod
+    def of(cls, timeline: Timeline) -> Latencies:
+        """Return the latencies of a trace.
+
+        Raises:
+            InputError: the trace has no clock.
+        """
+        if timeline.header["mode"] == "untimed":
+            msg = (
+                f"{timeline.source}: it has no clock, so that there are no latencies: give "
+                "the trace or the folder that `kvcore simulate --out` writes"
+            )
+            raise InputError(msg)
+        requests = timeline.requests
+        came, first, done = requests.arrival, requests.first_token, requests.finish
+        samples = {
+            "queue": _between(came, requests.admitted),
+            "TTFT": _between(came, first),
+            "TPOT": [
+                (end - begin) / (tokens - 1) / NS_PER_S
+                for begin, end, tokens in zip(first, done, requests.output, strict=True)
+                if end >= 0 and tokens > 1
+            ],
+            "E2E": _between(came, done),
+        }
+        expected = _limits(timeline.header.get("slo", {}))
+        return cls(samples, {}, expected, _requests(timeline), _caption(timeline))
+
+    @classmethod
+    def of_result(cls, result: Result | ClusterResult) -> Latencies:
+        """Return the latencies of a result."""
+        log, rows = result.log, result.requests
+        samples = {
+            name: [time for time in rows[column] if time is not None]
+            for name, column in COLUMNS.items()
+        }
+        gaps = {} if result.itl is None else result.itl.as_dict()
+        expected = _limits(slo_field(log.slo or SLO()))
+        return cls(samples, gaps, expected, counted(len(log.ids), "request"), "")
+
+    @classmethod
+    def read(cls, folder: Path) -> Latencies:
+        """Return the latencies of a result that was written to a folder.
+
+        Raises:
+            InputError: the folder has no result, or a file of it is damaged.
+        """
+        summary, rows = _document(folder / SUMMARY), _lines(folder / REQUESTS)
+        try:
+            samples = {
+                name: [float(row[column]) for row in rows if row[column] is not None]
+                for name, column in COLUMNS.items()
+            }
+            slo = summary["slo"]
+            limits = {name: slo[f"{part}_s"] for part, name in SLO_NAMES.items()}
+            expected = {name: time for name, time in limits.items() if time is not None}
+            gaps, config = summary["itl_s"] or {}, summary.get("config")
+            requests = counted(summary["requests"], "request")
+            caption = "" if config is None else _setup(summary, config)
+        except (KeyError, TypeError, ValueError) as error:
+            msg = f"{folder}: {SUMMARY} and {REQUESTS} are not those of a run ({error!r:.80})"
+            raise InputError(msg) from error
+        if summary["rejected"]:
+            requests += f", {summary['rejected']:,} rejected"
+        name = "" if config is None else f"{shorten(config['workload']['name'])}, "
+        return cls(samples, gaps, expected, printable(f"{name}{requests}"), caption)
+
+
+def _limits(slo: Mapping[str, int]) -> dict[str, float]:
+    """Return the limits of an SLO in seconds, by measure; its fields are in ns."""
+    return {SLO_NAMES[part]: time / NS_PER_S for part, time in slo.items()}
+
+
+def _setup(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Return the setup of a run with one server or several."""
+    if "replicas" not in summary:
+        return SimulationReport(summary, config).setup
+    from kvcore_cluster.report import ClusterReport  # noqa: PLC0415 - of several servers
+
+    return ClusterReport(dict(summary), dict(config)).setup
+
+
+def latency(found: Latencies, form: str) -> bytes:
+    """Plot the distribution of each latency, with its percentiles and the SLO."""
+    known = {name: sorted(times) for name, times in found.samples.items() if times}
+
+    def draw(figure: Figure) -> None:
+        panels = [*known, *(["ITL"] if found.gaps else [])]
+        if not panels:
+            _empty(figure.add_subplot(), "No request was admitted.")
+            return
+        across = min(3, len(panels))
+        grid = figure.subplots(ceil(len(panels) / across), across, squeeze=False, sharey=True)
+        for axes, name in zip(grid.flat, panels, strict=False):
+            if name in known:
+                _sampled(axes, known[name])
+                rest = counted(len(known[name]), "request")
+            else:
+                _recorded(axes, found.gaps)
+                rest = "percentiles as recorded"
+            axes.set_title(f"{name}, {rest}", loc="left", fontsize=9)
+            _expected(axes, found.expected.get(name))
+            _shares(axes)
+            _plain(axes)
+            axes.tick_params(labelsize=7)
+        for axes in grid.flat[len(panels) :]:
+            axes.set_axis_off()
+        for axes in grid[:, 0]:
+            axes.set_ylabel("requests, at most")
+
+    return _framed(form, draw, f"Latencies of {found.title}", found.caption)
+
+
+def _sampled(axes: Axes, times: Sequence[float]) -> None:
+    """Draw the distribution of sorted seconds, its median and its 99th percentile."""
+    size = len(times)
+    ranks = sorted({0, size - 1, *range(0, size, ceil(size / BINS))})
+    shares = [100 * (rank + 1) / size for rank in ranks]
+    low = _lowest(times)
+    drawn = [max(times[rank], low) for rank in ranks]
+    axes.plot(drawn, shares, color=BLUE, drawstyle="steps-post")
+    _time_axis(axes.xaxis, low, max(times[-1], low), "", FEW)
+    for percent in (50, 99):
+        _percentile(axes, percent, times[max(0, ceil(percent * size / 100) - 1)], low)
+
+
+def _recorded(axes: Axes, gaps: Mapping[str, float]) -> None:
+    """Draw the known percentiles of a distribution."""
+    known = [(float(name[1:]), gaps[name]) for name in gaps if name.startswith("p")]
+    percents, times = zip(*known, strict=True)
+    low = _lowest(times)
+    axes.plot(
+        [max(time, low) for time in times], percents, ":", color=BLUE, marker="o", markersize=4
+    )
+    _time_axis(axes.xaxis, low / 2, 2 * max(*times, low), "", FEW)
+    for percent, time in known:
+        if percent in (50, 99):
+            _percentile(axes, percent, time, low)
+
+
+def _lowest(times: Sequence[float]) -> float:
+    """Return the least time on a logarithmic axis."""
+    least = next((time for time in sorted(times) if time > 0), 1e-3)
+    return max(least, max(times) / DECADES)
+
+
+def _percentile(axes: Axes, percent: float, time: float, low: float) -> None:
+    """Mark a percentile, and label it with its value on the side that has room."""
+    axes.plot([max(time, low)], [percent], "o", color=INK, markersize=4)
+    start, end = axes.get_xlim()
+    left = log10(max(time, low) / start) > 0.55 * log10(end / start)
+    axes.annotate(
+        f"p{percent:g} {format_seconds(time)}",
+        (max(time, low), percent),
+        (-5 if left else 5, -11),
+        textcoords="offset points",
+        ha="right" if left else "left",
+        fontsize=8,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.85},
+    )
+
+
+def _expected(axes: Axes, limit: float | None) -> None:
+    """Draw the SLO if it is near the curve; otherwise write its value."""
+    if limit is None:
+        return
+    low, high = axes.get_xlim()
+    near = low <= limit <= 4 * high
+    if near:
+        axes.set_xlim(low, max(high, 1.3 * limit))
+        axes.axvline(limit, color=RED, linewidth=1, linestyle="--")
+    where = "" if near else f", {'beyond' if limit > high else 'before'} this axis"
+    text = f"SLO {format_seconds(limit)}{where}"
+    place = (limit, 4) if near else (low, 4)
+    axes.annotate(
+        text, place, (-3 if near else 3, 0), textcoords="offset points", color=RED,
+        fontsize=8, ha="right" if near else "left",
+    )  # fmt: skip
+
+
+def _framed(
+    form: str,
+    draw: Callable[[Figure], None],
+    title: str,
+    caption: str,
+    inches: tuple[float, float] = INCHES,
+) -> bytes:
+    """Return a plot with a title above and the setup below."""
+
+    def fill_in(figure: Figure) -> None:
+        draw(figure)
+        lines = (fill(printable(line), **CAPTION) for line in caption.splitlines())
+        add_title(figure, title, "\n".join(lines))
+
+    return picture(form, fill_in, inches)
+
+
+def _requests(timeline: Timeline) -> str:
+    """Return the workload and the number of requests of a timeline, as text."""
+    workload = timeline.header.get("workload") or {}
+    rejected = len(timeline.requests.rejected)
+    refused = f", {rejected:,} rejected" if rejected else ""
+    name = f"{shorten(workload['name'])}, " if workload else ""
+    return printable(f"{name}{counted(len(timeline.requests), 'request')}{refused}")
+
+
+def _caption(timeline: Timeline) -> str:
+    """Return the setup of the run, and where its trace stops if it is incomplete."""
+    cut = "" if timeline.complete else f"Incomplete: {timeline.cut_reason}.\n"
+    return f"{cut}{setup(timeline.header)}"
+
+
+def _unit(span: int) -> tuple[str, int]:
+    """Return the unit of an axis over `span` ns: its name and its ns."""
+    return next(
+        ((name, size) for name, size in reversed(UNITS.items()) if span >= 10 * size), ("ns", 1)
+    )
+
+
+def _times(series: Series) -> tuple[str, list[float]]:
+    """Return the unit of the times of a series, and the times in this unit."""
+    unit, factor = _unit(series.time[-1] - series.time[0])
+    return unit, [time / factor for time in series.time]
+
+
+def _time(time: int) -> str:
+    return format_seconds(time / NS_PER_S)
+
+
+def _round_time(time: int) -> int:
+    """Return the least of 1, 2 and 5 times a power of ten that is not below `time` ns."""
+    power: int = 10 ** floor(log10(time))
+    return next(size for size in (power, 2 * power, 5 * power, 10 * power) if size >= time)
+
+
+def _even(series: Series, begin: int, span: int) -> list[int]:
+    """Return the rows of a series at about `POINTS` even times, without repetitions."""
+    times = (begin + span * part // POINTS for part in range(POINTS + 1))
+    rows = (min(bisect_left(series.time, time), len(series) - 1) for time in times)
+    return list(dict.fromkeys(rows))
+
+
+def _between(begin: Iterable[int], end: Iterable[int]) -> list[float]:
+    """Return the seconds from `begin` to `end`, without those that have no end."""
+    return [(b - a) / NS_PER_S for a, b in zip(begin, end, strict=True) if b >= 0]
+
+
+def _distribution(histogram: Histogram) -> tuple[list[float], list[float]]:
+    """Return seconds, from 1 ns on, and the percent of the samples that are at most these."""
+    bounds = borders()
+    bounds = bounds[1 : bisect_left(bounds, max(histogram.high, 1)) + 1]
+    parts = histogram.at_most(bounds)
+    first = max(bisect_left(parts, 1) - 1, 0)
+    last = bisect_left(parts, histogram.weight)
+    kept = slice(first, last + 1)
+    times = [bound / NS_PER_S for bound in bounds[kept]]
+    return times, [100 * part / histogram.weight for part in parts[kept]]
+
+
+def _bands(
+    axes: Axes,
+    times: Sequence[float],
+    layers: Sequence[Sequence[float]],
+    names: Sequence[str],
+    colours: Sequence[str],
+) -> None:
+    """Draw layers on top of one another; the names of thin layers are in a legend."""
+    if times[-1] == times[0]:
+        times, layers = [times[0], times[0] + 1], [[layer[-1]] * 2 for layer in layers]
+    bottom = [0.0] * len(times)
+    height = max(map(sum, zip(*layers, strict=True)), default=0) or 1
+    thin = []
+    for layer, name, colour in zip(layers, names, colours, strict=True):
+        top = [low + part for low, part in zip(bottom, layer, strict=True)]
+        band = axes.fill_between(times, bottom, top, step="post", color=colour, linewidth=0)
+        band.set_label(f"{name} (at most {format_number(max(layer))})")
+        at, thick = _widest(times, layer)
+        if thick < THIN * height and any(layer):
+            thin.append(band)
+        elif any(layer):
+            dark = colour in (BLUE, RED)
+            where = at, bottom[_row_at(times, at)] + thick / 2
+            axes.text(*where, name, ha="center", va="center", color="white" if dark else INK)
+        bottom = top
+    axes.set_xlim(times[0], times[-1])
+    if thin:
+        _legend(axes, thin, "lower right")
+
+
+def _legend(axes: Axes, handles: Sequence[Any], loc: Any) -> None:
+    """Draw a legend in one row above the axes."""
+    place: Any = {"bbox_to_anchor": (float("right" in loc), 1), "ncols": len(handles)}
+    axes.legend(handles=handles, loc=loc, frameon=False, fontsize=8, handlelength=1, **place)
+
+
+def _widest(times: Sequence[float], layer: Sequence[float]) -> tuple[float, float]:
+    """Return the middle of the tenth of all times with the thickest layer, and its height."""
+    step = (times[-1] - times[0]) / PLACES
+    places = [times[0] + step * place for place in range(PLACES + 1)]
+    parts = [layer[_row_at(times, place)] for place in places]
+    half = PLACES // 20
+    middles = range(half, PLACES - half + 1)
+    least = {at: min(parts[at - half : at + half + 1]) for at in middles}
+    best = max(least, key=least.__getitem__)
+    return places[best], least[best]
+
+
+def _row_at(times: Sequence[float], time: float) -> int:
+    return max(bisect_right(times, time) - 1, 0)
+
+
+def _shares(axes: Axes) -> None:
+    axes.set_ylim(0, 104)
+    axes.set_yticks([0, 25, 50, 75, 99], ["0", "25%", "50%", "75%", "99%"])
+
+
+def _time_axis(axis: Axis, low: float, high: float, label: str, most: int = 8) -> None:
+    """Set a logarithmic axis from `low` to `high` seconds, with a limited number of ticks."""
+    low, high = low / 1.15, high * 1.15
+    ticks = log_ticks(low, high)
+    if len(ticks) > most:
+        powers = [tick for tick in ticks if log10(tick).is_integer()]
+        ticks = powers if len(powers) > 1 else ticks
+        ticks = ticks[:: ceil(len(ticks) / most)]
+    axes = axis.axes
+    across = axis is axes.xaxis
+    (axes.set_xscale if across else axes.set_yscale)("log")
+    (axes.set_xlim if across else axes.set_ylim)(low, high)
+    axis.set_ticks(ticks, [format_seconds(tick) for tick in ticks])
+    axis.set_ticks([], minor=True)
+    if label:
+        axis.set_label_text(label)
+
+
+def _empty(axes: Axes, text: str) -> None:
+    """Write into empty axes why nothing is drawn."""
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, text, ha="center", va="center", transform=axes.transAxes)
+
+
+def _plain(*panels: Axes) -> None:
+    for axes in panels:
+        axes.grid()
+        axes.tick_params(labelsize=8)
+
+
+def _document(file: Path) -> Any:
+    """Return the JSON of a file of a result; raise InputError if it cannot be read."""
+    try:
+        return orjson.loads(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise _no_result(file, error) from error
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    try:
+        return [orjson.loads(line) for line in file.read_bytes().splitlines()]
+    except (OSError, ValueError) as error:
+        raise _no_result(file, error) from error
+
+
+def _no_result(file: Path, error: Exception) -> InputError:
+    wrote = "no result that `kvcore simulate --out` wrote"
+    return InputError(f"{file.parent} is {wrote}: {file.name}: {error}")

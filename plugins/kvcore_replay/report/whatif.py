@@ -1,0 +1,245 @@
+"""Report on a what-if: tables and sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from math import isclose
+from typing import Any
+
+import attrs
+
+from kvcore.plugins.options import as_text
+from kvcore.report.tables import (
+    NONE,
+    TableRow,
+    cell,
+    counted,
+    plugin_text,
+    setup,
+    share,
+    slo_times,
+)
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore_replay.recorded_run import RunSummary
+from kvcore_replay.what_if import Change, WhatIf
+
+SAME, ABOUT = "=", "≈"
+
+MANY = 10
+"""The factor above which a change is reported as a factor."""
+
+TIMES = (("ttft_s", "TTFT"), ("tpot_s", "TPOT"), ("e2e_s", "E2E"), ("queue_s", "queueing"))
+
+
+@attrs.frozen
+class WhatIfReport:
+    """Two runs of the same requests, side by side.
+
+    Attributes:
+        whatif: the result of the what-if.
+        most: the most rows of each table of requests.
+    """
+
+    whatif: WhatIf
+    most: int = 5
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report on both runs, with their bills if there are prices."""
+        old, new = (run.bill for run in (self.whatif.recorded, self.whatif.rerun))
+        bills: list[Section] = []
+        if old is not None and new is not None:
+            from kvcore_replay.report.billing import bill_sections  # noqa: PLC0415 - for prices alone
+
+            bills = bill_sections(old.as_dict(), new.as_dict()["run"])
+        return [
+            self.headline,
+            self.table,
+            self.verdict,
+            self.chart(),
+            *self.tables,
+            self.setup,
+            *bills,
+        ]
+
+    @property
+    def headline(self) -> str:
+        """Sentences about the run and the options that changed."""
+        found = self.whatif
+        one, other = (_settings(run.config) for run in (found.recorded, found.rerun))
+        requests = counted(found.recorded.requests, "request")
+        lines = [f"{found.workload}: {requests} of {found.file}."]
+        # The configuration of a run without a retention policy has no such key.
+        names = [n for n in {**one, **other} if one.get(n) != other.get(n)]
+        if not names:
+            lines.append("Run again as recorded: nothing was to be different.")
+        for name in names:
+            old, new = (_setting(name, config.get(name)) for config in (one, other))
+            lines.append(f"{name.replace('_', ' ')}: {new} instead of {old}")
+        if found.kvcore != found.here:
+            lines.append(
+                f"Recorded by kvcore {found.kvcore}; this is {found.here}, which may decide "
+                "otherwise by itself: run it again as recorded (--export FILE) to see."
+            )
+        return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """A sentence with all options of the new run."""
+        found, config = self.whatif, self.whatif.rerun.config
+        plugins = {n: v for n, v in config.items() if isinstance(v, Mapping) and "options" in v}
+        return setup({**found.header, **config, "kvcore": found.here, "plugins": plugins})
+
+    @property
+    def table(self) -> Table:
+        """Both runs, the most important figures first."""
+        runs = [self.whatif.recorded, self.whatif.rerun]
+        rows = list(run_rows(runs, timed=self.whatif.timed))
+        return Table(["", "recorded", "what if", "change"], rows)
+
+    @property
+    def verdict(self) -> str:
+        """Sentences about the numbers of requests that gained and lost."""
+        changes = self.whatif.changes
+        gained = sum(change.tokens > 0 for change in changes)
+        lost = sum(change.tokens < 0 for change in changes)
+        text = f"{counted(gained, 'request')} hit more, {lost:,} less."
+        if self.whatif.timed:
+            sooner = sum(change.ttft < 0 for change in changes)
+            later = sum(change.ttft > 0 for change in changes)
+            text += f" The first token comes earlier for {sooner:,}, later for {later:,}."
+        served = sum(change.recorded.rejected > change.rerun.rejected for change in changes)
+        refused = sum(change.recorded.rejected < change.rerun.rejected for change in changes)
+        if served or refused:
+            text += f" Served only now: {served:,}; rejected only now: {refused:,}."
+        return text
+
+    @property
+    def tables(self) -> Iterator[Table]:
+        """Tables of the requests that gained and lost most."""
+        found = self.whatif
+        times = ["TTFT, recorded", "TTFT, what if"] if found.timed else []
+        for title, changes in (
+            ("gained hits", found.gained(self.most)),
+            ("lost hits", found.lost(self.most)),
+            ("first token earlier", found.sooner(self.most)),
+            ("first token later", found.later(self.most)),
+        ):
+            if changes:
+                rows = [self._request(change) for change in changes]
+                yield Table([title, "prompt", "hit, recorded", "hit, what if", *times], rows)
+
+    def chart(self) -> Chart:
+        """Return a chart of the share of blocks that hit in both runs."""
+        runs = {"recorded": self.whatif.recorded, "what if": self.whatif.rerun}
+        hits = {name: [(0.0, run.hit["ratio"]["block"] or 0.0)] for name, run in runs.items()}
+        return Chart("", "", "", [Panel("blocks looked up that hit", hits, share)])
+
+    def _request(self, change: Change) -> TableRow:
+        fates = change.recorded, change.rerun
+        seconds = [None if fate.ttft is None else fate.ttft / NS_PER_S for fate in fates]
+        times = [cell(each, format_seconds) for each in seconds] if self.whatif.timed else []
+        hits = [f"{fate.hit_tokens:,}" for fate in fates]
+        return [str(change.request), f"{change.prompt:,}", *hits, *times]
+
+
+def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[TableRow]:  # noqa: C901 - in order
+    """Yield the rows of a table of runs, the most important first.
+
+    A row has its name, the value of the first run, and for each other run its value and the
+    change from the first.
+    """
+    hits = [run.hit for run in runs]
+    for weight in ("block", "token", "request"):
+        ratios = [hit["ratio"][weight] for hit in hits]
+        yield _row(f"hit ratio by {weight}", ratios, share)
+    yield _row("blocks hit", [hit["hit_blocks"] for hit in hits], _count)
+    own = [hit["self_hit_blocks"] for hit in hits]
+    if any(own):
+        yield _row("own blocks found again", own, _count)
+    yield _row("blocks evicted", [run.evicted_blocks for run in runs], _count)
+    forgotten = [run.forgotten_blocks for run in runs]
+    if any(forgotten):
+        yield _row("blocks forgotten", forgotten, _count)
+    if any(run.compactions for run in runs):
+        yield _row("compactions", [run.compactions for run in runs], _count)
+        yield _row("tokens forgotten", [run.compacted_tokens for run in runs], _count)
+    if not timed:
+        return
+    for key, name in TIMES:
+        spreads = [getattr(run, key) or {} for run in runs]
+        for column in ("mean", "p50", "p99"):
+            times = [spread.get(column) for spread in spreads]
+            yield _row(f"{name}, {column}", times, format_seconds)
+    yield _row("generated tokens/s", [r.throughput_tokens_s for r in runs], format_number)
+    if any(run.goodput is not None for run in runs):
+        yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
+        yield _row("within the SLO", [run.slo_met for run in runs], share)
+    for how, name in (("pause", "paused"), ("recompute", "recomputed")):
+        yield _row(f"preempted, {name}", [run.preemptions[how] for run in runs], _count)
+    if any(run.config.get("tiers") for run in runs):
+        swaps = [run.preemptions["swap"] for run in runs]
+        yield _row("preempted, swapped", swaps, _count)
+        yield _row("tokens from tiers", [run.loaded_tokens for run in runs], _count)
+    yield _row("rejected", [run.rejected for run in runs], _count)
+
+
+def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> TableRow:
+    before = values[0]
+    cells = [cell(value, write) for value in values]
+    changes = [change_text(before, after, write) for after in values[1:]]
+    return [name, cells[0], *chain(*zip(cells[1:], changes, strict=True))]
+
+
+def change_text(before: float | None, after: float | None, write: Callable[[Any], str]) -> str:
+    """Return a change in words: of shares in points, of counts as a number, else in percent.
+
+    `=` stands for no change, `≈` for a change that rounds to 0.
+    """
+    if before is None or after is None:
+        return NONE
+    if isclose(before, after):
+        return SAME
+    if write is _count:
+        return f"{after - before:+,}"
+    if write is share:
+        change = f"{100 * (after - before):+.1f} points"
+    elif before and after > MANY * before:
+        return f"{format_number(after / before)} times"
+    elif before:
+        change = f"{after / before - 1:+.1%}"
+    else:
+        return NONE
+    return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
+
+
+def _count(count: int) -> str:
+    return f"{count:,}"
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a configuration, each limit of a step as one of them."""
+    alone = {name: value for name, value in config.items() if name != "batching"}
+    return {**alone, **(config.get("batching") or {})}
+
+
+def _setting(name: str, value: Any) -> str:
+    """Format a setting of a configuration as the command line has it."""
+    if name == "slo" and isinstance(value, Mapping):
+        return slo_times(value)
+    return config_text(value)
+
+
+def config_text(value: Any) -> str:
+    """Format a part of a configuration as on the command line."""
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, list):
+        return ", ".join(map(config_text, value))
+    if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
+        return plugin_text(value["name"], value["options"])
+    if isinstance(value, Mapping):
+        return plugin_text("", value).removeprefix(":") or "none"
+    return f"{value:,}" if type(value) is int else as_text(value)

@@ -1,0 +1,1 @@
+"""The state of a traced run at any line, rebuilt from the lines alone."""

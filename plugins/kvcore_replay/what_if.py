@@ -1,0 +1,682 @@
+"""What-if: run the requests of a trace again with other options, and compare both runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.cache import Sequence as CacheSequence
+from kvcore.config.parts import plugins_of
+from kvcore.config.values import PluginChoice, TierChoices
+from kvcore.errors import InputError, OutOfBlocks
+from kvcore.files import file_bytes, refuse_overwrite
+from kvcore.notebook import Shown, data_frame
+from kvcore.plugins import Plugins
+from kvcore.progress import Progress, Tick, silent, ticked
+from kvcore.request import SLO, Key, Request, TextRequest
+from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.simulate import serve
+from kvcore.serving.stats import RunLog
+from kvcore.trace import Trace, TraceWorkload
+from kvcore.trace.events import methods_by_event
+from kvcore.trace.fields import version
+from kvcore.trace.reader import TraceReader, read_keys, read_request
+from kvcore.units import NS_PER_S
+from kvcore_replay.recorded.parts import RecordedParts
+from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
+from kvcore_replay.serial_replay import served
+from kvcore_replay.state.cache import run_blocks
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    # The others are imported for clusters and prices.
+    from kvcore.trace import events
+    from kvcore_cluster.options import FailureChoices, ReplicaChoices
+    from kvcore_replay.pricing import PriceModel
+
+
+@attrs.frozen
+class RequestOutcome:
+    """Outcome of a request in one run.
+
+    Attributes:
+        hit_tokens: prompt tokens that hit at first admission.
+        ttft: ns to its first token; None without a clock, or where there was none.
+        rejected: whether the request was rejected.
+    """
+
+    hit_tokens: int
+    ttft: int | None
+    rejected: bool
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        ttft = None if self.ttft is None else self.ttft / NS_PER_S
+        return {"hit_tokens": self.hit_tokens, "ttft_s": ttft, "rejected": self.rejected}
+
+
+@attrs.frozen
+class Change:
+    """A request whose outcome differs between the two runs.
+
+    Attributes:
+        request: its id.
+        prompt: tokens of its prompt.
+        recorded, rerun: its outcomes.
+    """
+
+    request: int | str
+    prompt: int
+    recorded: RequestOutcome
+    rerun: RequestOutcome
+
+    @property
+    def tokens(self) -> int:
+        """Hit tokens gained in the second run; negative if lost."""
+        return self.rerun.hit_tokens - self.recorded.hit_tokens
+
+    @property
+    def ttft(self) -> int:
+        """Delay of the first token in ns, second run minus first; 0 if either has none."""
+        before, after = self.recorded.ttft, self.rerun.ttft
+        return 0 if before is None or after is None else after - before
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return {
+            "id": self.request,
+            "prompt": self.prompt,
+            "recorded": self.recorded.as_dict(),
+            "rerun": self.rerun.as_dict(),
+        }
+
+
+def changes(recorded: RunLog, rerun: RunLog) -> Iterator[Change]:
+    """Yield the requests whose outcomes differ, in the order in which they ended. O(n)."""
+    fates = dict(_outcomes(rerun))
+    prompts = dict(zip(recorded.ids, recorded.prompt, strict=True))
+    for name, fate in _outcomes(recorded):
+        if fates[name] != fate:
+            yield Change(name, prompts[name], fate, fates[name])
+
+
+def _outcomes(log: RunLog) -> Iterator[tuple[int | str, RequestOutcome]]:
+    columns = zip(log.ids, log.hit, log.arrival, log.first_token, strict=True)
+    for row, (name, hit, arrival, first) in enumerate(columns):
+        ttft = None if first < 0 else first - arrival
+        yield name, RequestOutcome(hit, ttft, rejected=row in log.reasons)
+
+
+RecordedKeys: TypeAlias = Mapping[int | str, Sequence[Key]]
+
+
+class RecordedKeysExecutor(SimulatedExecutor):
+    """Simulates steps and replays the recorded keys of generated blocks as they fill.
+
+    Each step is run by itself, as on tensors.
+
+    Args:
+        latency: the latency model.
+        keys: keys of generated blocks by request, in order.
+    """
+
+    def __init__(self, latency: LatencyModel, keys: RecordedKeys) -> None:
+        super().__init__(latency)
+        self.jumps = False
+        self._keys = keys
+        self._count = dict.fromkeys(keys, 0)
+
+    def run(
+        self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
+    ) -> StepResult:
+        """Return the time of the step, and the keys of the blocks that it fills."""
+        done = [job for job, tokens in chunks if job.computed + tokens == job.target]
+        named = [(job, keys) for job in (*done, *decoding) if (keys := self._keys_of_next(job))]
+        return super().run(work, chunks, decoding)._replace(named=named)
+
+    def _keys_of_next(self, job: Job) -> Sequence[Key]:
+        """Return the keys of the blocks that the next token of `job` fills."""
+        request = job.request
+        if request.id not in self._keys:
+            return ()
+        # The K/V of the last token is never computed.
+        known = request.prompt_tokens + min(job.generated + 1, request.output_tokens - 1)
+        full = known // request.key_tokens - request.prompt_tokens // request.key_tokens
+        keys = self._keys[request.id][self._count[request.id] : full]
+        if keys:
+            self._count[request.id] = full
+        return keys
+
+
+def as_text(request: Request) -> TextRequest:
+    """Return `request` as one that publishes the keys it generates while it runs."""
+    fields = {name: getattr(request, name) for name in _FIELDS}
+    return TextRequest(**fields, tokens=(), publish=True)
+
+
+_FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "output_keys")
+
+
+SCHEMA = 1
+
+
+@attrs.frozen(kw_only=True)
+class WhatIf(Shown):
+    """The result of `whatif`: a recorded run, and the same requests run again.
+
+    Attributes:
+        file: path of the trace.
+        header: its first line.
+        kvcore, here: the versions of kvcore that recorded the run and ran it again. Two
+            versions may decide differently.
+        workload: name of its workload.
+        timed: whether the run had a clock.
+        recorded, rerun: summaries of the two runs.
+        changes: the requests with different outcomes, in the order in which they ended.
+    """
+
+    file: str
+    header: Mapping[str, Any] = attrs.field(repr=False)
+    kvcore: str
+    here: str
+    workload: str
+    timed: bool
+    recorded: RunSummary
+    rerun: RunSummary
+    changes: list[Change] = attrs.field(repr=False)
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the requests with different outcomes.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [
+            {"request": str(change.request), "prompt": change.prompt}
+            | {f"recorded_{name}": value for name, value in change.recorded.as_dict().items()}
+            | {f"rerun_{name}": value for name, value in change.rerun.as_dict().items()}
+            for change in self.changes
+        ]
+        return data_frame(rows, "`whatif.changes`")
+
+    def gained(self, most: int = 5) -> list[Change]:
+        """Return the requests that gained most hit tokens, largest gain first."""
+        return _first(self.changes, most, lambda change: -change.tokens)
+
+    def lost(self, most: int = 5) -> list[Change]:
+        """Return the requests that lost most hit tokens, largest loss first."""
+        return _first(self.changes, most, lambda change: change.tokens)
+
+    def sooner(self, most: int = 5) -> list[Change]:
+        """Return the requests whose first token comes earlier, largest change first."""
+        return _first(self.changes, most, lambda change: change.ttft)
+
+    def later(self, most: int = 5) -> list[Change]:
+        """Return the requests whose first token comes later, largest change first."""
+        return _first(self.changes, most, lambda change: -change.ttft)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        unbilled = attrs.filters.exclude("bill") if self.recorded.bill is None else None
+        return {
+            "schema": SCHEMA,
+            "file": self.file,
+            "kvcore": {"recorded": self.kvcore, "rerun": self.here},
+            "workload": self.workload,
+            "timed": self.timed,
+            "recorded": attrs.asdict(self.recorded, filter=unbilled),
+            "rerun": attrs.asdict(self.rerun, filter=unbilled),
+            "changes": [change.as_dict() for change in self.changes],
+        }
+
+
+def whatif(
+    file: str | os.PathLike[str],
+    *,
+    eviction: PluginChoice | None = None,
+    prefix: PluginChoice | None = None,
+    retention: PluginChoice | None = None,
+    scheduler: PluginChoice | None = None,
+    latency: PluginChoice | None = None,
+    drafter: PluginChoice | None = None,
+    tier: TierChoices = None,
+    blocks: int | None = None,
+    block_size: int | None = None,
+    batching: Batching | Mapping[str, Any] | None = None,
+    slo: SLO | None = None,
+    rate_scale: float | None = None,
+    export: str | os.PathLike[str] | None = None,
+    router: PluginChoice | None = None,
+    replicas: ReplicaChoices | None = None,
+    view: str | None = None,
+    fail: FailureChoices | None = None,
+    autoscale: str | None = None,
+    disaggregate: str | None = None,
+    price: PriceModel | str | None = None,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+) -> WhatIf:
+    """Check a trace, run its requests again with other options, and compare the runs.
+
+    An option that is None keeps its value of the header: without options the new run equals
+    the recorded one, line by line. The requests of a session arrive when the one before has
+    ended and the client has thought, both in the time of the new run. Costs about 15 us per
+    line of the trace, and the new run.
+
+    Args:
+        file: a trace of `kvcore compare`, or a trace of `simulate` or `run` by the model's
+            clock; or the recording of an engine, whose calls are made again at their times.
+        eviction: the eviction policy: a name with options (`"lfu:half_life=300"`), an instance,
+            a class, or a function that builds one. All plugins are given in one of these ways.
+        prefix: the prefix cache.
+        retention: the retention policy; `"none"`: running requests drop no blocks.
+        scheduler: the scheduler.
+        latency: the latency model.
+        drafter: the drafter; `"none"`: a step generates one token per sequence.
+        tier: the tiers below the pool, nearest first; `"none"`: no tiers.
+        blocks: number of blocks in the pool.
+        block_size: tokens of a block; without `blocks`, the memory of the pool stays the same.
+        batching: the limits of a step: a `Batching`, or those that change (`{"max_seqs": 8}`).
+        slo: the SLO of requests that have none of their own; `SLO()`: no SLO. It judges the
+            recorded run as well.
+        rate_scale: speed at which open-loop requests arrive, as a multiple of the workload's.
+        export: the file to which the trace of the new run is written.
+        router: the plugin that picks the replica of a request in a cluster.
+        replicas: number of replicas, or tables of their options; the trace of one server is
+            then run again on several such servers.
+        view: the knowledge that the router has of the replicas' caches.
+        fail: the failures of replicas; `"none"`: no failure.
+        autoscale: the planner that starts and stops replicas; `"none"`: all are up.
+        disaggregate: the pools of prefill and decode replicas; `"none"`: each does both.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows the bytes of the trace that are checked, then the requests that have
+            been run again; None: no progress.
+
+    Raises:
+        InputError: a trace that cannot be run again (wall clock, calls made by hand), options
+            that do not fit one another or the trace, or an export over the trace itself.
+        PluginError: a plugin is not installed, or cannot be used here.
+        PolicyError: a plugin failed.
+        TraceError: the trace is damaged, or cut.
+    """
+    options = {
+        "eviction": eviction,
+        "prefix": prefix,
+        "retention": retention,
+        "scheduler": scheduler,
+        "latency": latency,
+        "drafter": drafter,
+        "tier": tier,
+        "blocks": blocks,
+        "block_size": block_size,
+        "batching": batching,
+        "slo": slo,
+        "rate_scale": rate_scale,
+    }
+    routing = {
+        "router": router,
+        "replicas": replicas,
+        "view": view,
+        "fail": () if fail in NO_FAILURES else fail,
+        "autoscale": autoscale,
+        "disaggregate": disaggregate,
+    }
+    workload = TraceWorkload(file)
+    header = workload.header
+    parts = _parts(workload, header, options, routing, plugins)
+    if export is not None:
+        refuse_overwrite(export, [workload.file])
+    progress = progress or silent
+    with ExitStack() as stack:
+        trace = None
+        if export is not None:
+            trace = stack.enter_context(Trace(export, **parts.header()))
+            if header.engine:
+                trace.describe(mode="wall")
+        rerun = _rerun_of(parts, trace, workload)
+        with progress(f"checking {workload.file}", file_bytes(workload.file)) as tick:
+            recorded = verified_log(workload.file, workload.header, parts.slo, tick)
+        shown = f"running {workload.name} again", len(recorded.log.ids)
+        log = rerun.run(stack.enter_context(progress(*shown)))
+    before, after = bills_of(workload, price, recorded.log, log)
+    return WhatIf(
+        file=str(workload.file),
+        header=header.as_dict(),
+        kvcore=header.kvcore,
+        here=version(),
+        workload=workload.name,
+        timed=parts.timed,
+        recorded=attrs.evolve(
+            RunSummary.of(
+                parts.recorded(),
+                recorded.log,
+                recorded.stats,
+                recorded.evicted,
+                timed=parts.timed,
+            ),
+            bill=before,
+        ),
+        rerun=attrs.evolve(rerun.summary(log), bill=after),
+        changes=list(changes(recorded.log, log)),
+    )
+
+
+NO_FAILURES = ("none", ["none"], ("none",))
+"""Values of `fail` that stand for no failure."""
+
+
+def _parts(
+    workload: TraceWorkload,
+    header: events.Header,
+    options: dict[str, Any],
+    routing: dict[str, Any],
+    plugins: Plugins | None,
+) -> RecordedParts:
+    """Return the parts of the second run: those of a cluster, or of one server."""
+    given = [name for name, value in routing.items() if value is not None]
+    if header.replicas or routing["replicas"] is not None:
+        from kvcore_replay.recorded.cluster import RecordedCluster  # noqa: PLC0415 - of several
+
+        kind: type[RecordedParts] = RecordedCluster
+    elif given:
+        msg = (
+            f"{workload.file} is the trace of one server, which has no {given[0]}: give "
+            "--replicas too, to see what several of it would do"
+        )
+        raise InputError(msg)
+    else:
+        kind = RecordedParts
+    fields = header.as_dict()
+    if header.engine:
+        if given:
+            msg = (
+                f"{workload.file} is the recording of one engine, whose calls are of one cache"
+            )
+            raise InputError(msg)
+        # The times of its steps were measured: no latency model can run them again.
+        fields["mode"] = "untimed"
+        del fields["engine"]
+    return kind(workload.file, fields, workload, options | routing, plugins)
+
+
+def _rerun_of(
+    parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
+) -> _Rerun | _ClusterRerun:
+    """Return the object that runs the requests of a trace again."""
+    if parts.many:
+        return _ClusterRerun(parts, trace, workload)
+    if workload.header.engine:
+        return _EngineRerun(parts, parts.cache(trace), workload)
+    return _Rerun(parts, parts.cache(trace), workload)
+
+
+def _evicted(cache: KVCache) -> int:
+    """Return the number of blocks that left a cache, for room or because they expired."""
+    return cache.tree.evicted_blocks + cache.tree.expired_blocks
+
+
+class _ClusterRerun:
+    """Runs the requests of a cluster's trace again, or those of one server on several."""
+
+    def __init__(
+        self, parts: RecordedParts, trace: Trace | None, workload: TraceWorkload
+    ) -> None:
+        self._parts, self._workload = parts, workload
+        self._arguments = parts.cluster(trace)  # type: ignore[attr-defined]  # of RecordedCluster
+
+    def run(self, tick: Tick) -> RunLog:
+        """Serve every request."""
+        from kvcore_cluster.simulate import simulate_cluster  # noqa: PLC0415 - of several servers
+
+        requests = ticked(self._workload, tick)
+        self._result = simulate_cluster(requests, **self._arguments, residency=False)
+        return self._result.log
+
+    def summary(self, log: RunLog) -> RunSummary:
+        """Return the summary of the second run."""
+        result, parts = self._result, self._parts
+        life = result.lives[0][0]
+        used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
+        evicted = sum(_evicted(each.cache) for each in chain(*result.lives))
+        return RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
+
+
+class _Rerun:
+    """Runs the requests of a trace again."""
+
+    def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
+        self._parts, self._cache, self._workload = parts, cache, workload
+        self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
+        self._drafter = None if parts.config.drafter is None else parts.built("drafter")
+
+    def run(self, tick: Tick) -> RunLog:
+        """Serve every request: by the model's clock, or serially without a clock."""
+        keys = self._workload.recorded_keys
+        requests = (
+            as_text(request) if request.id in keys else request
+            for request in ticked(self._workload, tick)
+        )
+        if self._server is None:
+            return self._replayed(requests)
+        scheduler, latency = self._server
+        latency.bind()
+        executor = RecordedKeysExecutor(latency, keys) if keys else SimulatedExecutor(latency)
+        if drafter := self._drafter:
+            from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
+
+            if keys:
+                msg = (
+                    f"drafter {drafter.name!r} with texts that publish what they generate, "
+                    "which a run alone knows: give drafter 'none'"
+                )
+                raise InputError(msg)
+            executor = SpeculativeSimulator(latency, drafter)
+        loop, _ = serve(
+            requests,
+            self._cache,
+            scheduler,
+            executor,
+            self._parts.batching,
+            slo=self._parts.slo,
+            rate_scale=self._parts.config.rate_scale,
+            residency=False,
+        )
+        return loop.log
+
+    def summary(self, log: RunLog) -> RunSummary:
+        """Return the summary of the second run."""
+        cache, parts = self._cache, self._parts
+        config = parts.rerun(plugins_of(cache, *(self._server or ()), self._drafter))
+        return RunSummary.of(config, log, cache.stats, _evicted(cache), timed=parts.timed)
+
+    def _replayed(self, requests: Iterable[Request]) -> RunLog:
+        log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
+        for serial, seq in enumerate(served(requests, self._cache), 1):
+            request = seq.request
+            job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
+            job.hit = seq.hit_blocks * self._cache.geometry.block_size
+            log.ended(job, request.arrival)
+        return log
+
+
+class _EngineRerun(_Rerun):
+    """Makes the calls of an engine again, each at the time of the recording."""
+
+    def run(self, tick: Tick) -> RunLog:
+        """Make all calls of the recording."""
+        return _EngineCalls(self._workload.file, self._cache, tick).run()
+
+
+@attrs.define(eq=False)
+class _RecordedRequest:
+    """A request of the recording.
+
+    Attributes:
+        request: the request, with the keys of the blocks that it has generated so far.
+        job: its row in the log.
+        resumed: whether it was admitted before.
+        preempted: whether the next FREE of its sequence is due to a preemption.
+    """
+
+    request: Request
+    job: Job
+    resumed: bool = False
+    preempted: bool = False
+
+
+class _EngineCalls:
+    """Makes the calls of a recording again: admissions, growth, commits and ends.
+
+    Each call is made at its time in the engine and in the same order, whatever hits. So no
+    assumption is made about how the engine would have scheduled with other hits, or how fast.
+    Blocks that the engine had lost are not lost here, and no block is evicted before its room
+    is needed.
+
+    Args:
+        file: the recording.
+        cache: the cache; its size may differ from the engine's.
+        tick: called with 1 for each request.
+    """
+
+    def __init__(self, file: Path, cache: KVCache, tick: Tick) -> None:
+        self._log = RunLog(cache.pool.blocks)
+        self._file, self._cache, self._tick = file, cache, tick
+        self._steps = DecodeSteps()
+        self._requests: dict[int | str, _RecordedRequest] = {}
+        self._seqs: dict[int, tuple[_RecordedRequest, CacheSequence]] = {}
+        # The admission whose ALLOC, if it has one, is the next line.
+        self._admitted: events.Hit | events.Miss | None = None
+        self._calls = methods_by_event(
+            self,
+            *("REQUEST", "ALLOC", "KEYS", "COMMIT", "PREEMPT", "FREE"),
+            *("FIRST_TOKEN", "FINISH", "REJECT"),
+        )
+
+    def run(self) -> RunLog:
+        """Make all calls; return the log of the requests, at the engine's times.
+
+        Raises:
+            InputError: at some time the blocks in use are more than the cache has.
+        """
+        for event in TraceReader(self._file):
+            try:
+                if event.event in ("HIT", "MISS"):
+                    self._admitted = self._admitted or event  # type: ignore[assignment]
+                    continue
+                if self._admitted is not None and event.event != "ALLOC":
+                    self._open(self._admitted, 0)
+                call = self._calls.get(event.event)
+                if call is not None:
+                    call(event)
+            except OutOfBlocks as error:
+                msg = (
+                    f"{self._file}: at line {event.n + 1} the engine had more in use than "
+                    f"there is room for: {error}; give more blocks"
+                )
+                raise InputError(msg) from error
+        return self._log
+
+    def _request(self, event: events.Request) -> None:
+        request, serial = read_request(event), len(self._requests) + 1
+        job = Job(request, serial, event.t, self._steps, request.prompt_tokens)
+        self._requests[event.id] = _RecordedRequest(request, job)
+        self._cache.announce(request, event.t)
+        self._tick(1)
+
+    def _open(self, event: events.Hit | events.Miss, allocated: int) -> None:
+        """Admit the request of `event`, whose table has `allocated` blocks after its hit."""
+        self._admitted = None
+        record, cache, size = self._requests[event.request], self._cache, self._size
+        request = record.request
+        hit = event.blocks if event.event == "HIT" else 0  # type: ignore[union-attr]
+        blocks = hit + allocated
+        # A resumed request computes the last of its earlier tokens again.
+        end = max(request.prompt_tokens, (blocks - 1) * size + 1)
+        target = end if record.resumed else None
+        found = cache.match(request, event.t, target).blocks
+        first = max(0, blocks - found) * size
+        seq = cache.open(request, first, event.t, resumed=record.resumed, target=target)
+        if not record.resumed:
+            record.job.admitted, record.job.hit = event.t, seq.hit_blocks * size
+        record.resumed = True
+        self._seqs[event.seq] = record, seq
+
+    def _alloc(self, event: events.Alloc) -> None:
+        blocks = run_blocks(event.runs)
+        if self._admitted is not None:
+            self._open(self._admitted, blocks)
+            return
+        _, seq = self._seqs[event.seq]
+        missing = event.first + blocks - seq.blocks
+        if missing > 0:
+            self._cache.extend(seq, missing * self._size, event.t)
+
+    def _keys(self, event: events.Keys) -> None:
+        record, keys = self._requests[event.request], read_keys(event.keys)
+        output = [*record.request.output_keys, *keys]
+        record.request = attrs.evolve(record.request, output_keys=output)
+        for owner, seq in self._seqs.values():
+            if owner is record:
+                seq.keys = [*seq.keys, *keys]
+                seq.cacheable += len(keys)
+        if self._cache.trace is not None:
+            self._cache.trace.keys(event.t, request=event.request, keys=keys)
+
+    def _commit(self, event: events.Commit) -> None:
+        _, seq = self._seqs[event.seq]
+        tokens = (event.first + event.blocks) * self._size - seq.computed
+        if tokens > 0:
+            self._cache.commit(seq, tokens, event.t)
+
+    def _preempt(self, event: events.Preempt) -> None:
+        record, seq = self._seqs[event.seq]
+        record.preempted = True
+        record.job.recomputes += 1
+        if self._cache.trace is not None:
+            self._cache.trace.preempt(
+                event.t, request=event.request, seq=seq.id, how="recompute"
+            )
+
+    def _first_token(self, event: events.FirstToken) -> None:
+        self._requests[event.request].job.first_token = event.t
+        if self._cache.trace is not None:
+            seq = self._seqs[event.seq][1].id
+            self._cache.trace.first_token(event.t, request=event.request, seq=seq)
+
+    def _finish(self, event: events.Finish) -> None:
+        record, seq = self._seqs[event.seq]
+        if self._cache.trace is not None:
+            self._cache.trace.finish(
+                event.t, request=event.request, seq=seq.id, output=event.output
+            )
+        self._log.ended(record.job, event.t)
+
+    def _reject(self, event: events.Reject) -> None:
+        if self._cache.trace is not None:
+            self._cache.trace.reject(event.t, request=event.request, why=event.why)
+        self._log.rejected(self._requests[event.request].job, event.why)
+
+    def _free(self, event: events.Free) -> None:
+        if event.reason != "close":
+            return
+        record, seq = self._seqs.pop(event.seq)
+        self._cache.close(seq, event.t, preempted=record.preempted)
+        record.preempted = False
+
+    @property
+    def _size(self) -> int:
+        return self._cache.geometry.block_size
+
+
+def _first(changed: list[Change], most: int, key: Callable[[Change], int]) -> list[Change]:
+    """Return at most `most` changes whose `key` is below 0, the lowest first."""
+    return sorted((change for change in changed if key(change) < 0), key=key)[:most]
