@@ -18,10 +18,8 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import attrs
 import orjson
 
-from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
-from kvcore.cli.sweep import sweep
 from kvcore.config.files import GROUPS
 from kvcore.config.like import LIKENESSES, as_engine
 from kvcore.config.options import find_option, option_named
@@ -40,6 +38,8 @@ from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
+from kvcore_lab.cli.sweep import sweep
+from kvcore_lab.sweep.grid import sweep_keys
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 

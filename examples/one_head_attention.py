@@ -5,7 +5,7 @@ Run it with `python examples/one_head_attention.py`.
 
 from __future__ import annotations
 
-from kvcore.demo import OneHead
+from kvcore_lab.demo import OneHead
 
 QUERY = [1, 0]
 KEYS = [[2, 0], [1, 0], [0, 0], [-1, 0]]

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     )
     from kvcore.hookspecs import Mode, Ran, Running, Verb, hookimpl
     from kvcore.plugins import Plugins
-    from kvcore.report.notebook import report_html, report_on
     from kvcore.request import SLO, Request
     from kvcore.serving import Job, LatencyModel, Scheduler
     from kvcore.serving.drafter import Drafter
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_lab.api import compare, find_capacity, plan, validate
+    from kvcore_lab.report.notebook import report_html, report_on
     from kvcore_replay.recorded.config import recorded_config
     from kvcore_tiers.hierarchy import Tiers
 
@@ -60,7 +60,7 @@ _MODULES = {
     # Of packages, which only this table and `hooks.py` of each of them name.
     "kvcore_replay.recorded.config": "recorded_config",
     "kvcore_engine.retention.token_retention": "ScoreRetention",
-    "kvcore.report.notebook": "report_html report_on",
+    "kvcore_lab.report.notebook": "report_html report_on",
     "kvcore_tiers.hierarchy": "Tiers",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",

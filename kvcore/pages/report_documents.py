@@ -15,10 +15,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 
-from kvcore.analysis import Comparison, Curve, Curves, Infinite, Row, Source
-from kvcore.analysis.plane import Plane, PlanePoint
-from kvcore.analysis.quality import FULL, Quality, QualityRow
-from kvcore.analysis.sweep import Sweep, axes_of
 from kvcore.errors import InputError
 from kvcore.pages.report_parts import (
     REASONS,
@@ -38,17 +34,22 @@ from kvcore.pages.report_parts import (
     table,
 )
 from kvcore.plugins.options import as_text
-from kvcore.report.comparison import ComparisonReport, ResidencyReport
-from kvcore.report.mrc import CurvesReport
-from kvcore.report.plan import PlanReport
-from kvcore.report.plane import PlaneReport
-from kvcore.report.policies import named
-from kvcore.report.quality import PANELS, QualityReport
 from kvcore.report.size import size_sections
-from kvcore.report.sweep import SweepReport, chart_axis
 from kvcore.report.tables import NONE, counted, plugin_text, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
+from kvcore_lab.comparison import Comparison, Infinite, Row, Source
+from kvcore_lab.curves.mrc import Curve, Curves
+from kvcore_lab.curves.plane import Plane, PlanePoint
+from kvcore_lab.quality import FULL, Quality, QualityRow
+from kvcore_lab.report.comparison import ComparisonReport, ResidencyReport
+from kvcore_lab.report.mrc import CurvesReport
+from kvcore_lab.report.plan import PlanReport
+from kvcore_lab.report.plane import PlaneReport
+from kvcore_lab.report.policies import named
+from kvcore_lab.report.quality import PANELS, QualityReport
+from kvcore_lab.report.sweep import SweepReport, chart_axis
+from kvcore_lab.sweep import Sweep, axes_of
 from kvcore_replay.belady import Belady
 from kvcore_replay.billing import Bill, Bills
 from kvcore_replay.misses.reasons import OF_CLUSTERS

@@ -14,13 +14,6 @@ from typing import Any
 import attrs
 
 from kvcore.cache import KVCache
-from kvcore.demo import (
-    OneHead,
-    RecordingCache,
-    generate,
-    with_and_without_cache,
-)
-from kvcore.demo.caching import DTYPE
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.codec import BYTES_PER_NUMBER
@@ -33,6 +26,13 @@ from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
 from kvcore.trace import Trace, decode_runs
 from kvcore_engine.engine import run
+from kvcore_lab.demo import (
+    OneHead,
+    RecordingCache,
+    generate,
+    with_and_without_cache,
+)
+from kvcore_lab.demo.caching import DTYPE
 from kvcore_replay.serial_replay import replay
 from kvcore_replay.state.cache import CacheState
 

@@ -7,16 +7,6 @@ from contextlib import nullcontext
 from os import PathLike, fspath
 from typing import Any, Literal, Unpack
 
-from kvcore.analysis import Comparison
-from kvcore.analysis import compare as compare_policies
-from kvcore.analysis import find_capacity as search_capacity
-from kvcore.analysis.candidates import Policy
-from kvcore.analysis.planning import FleetPlan
-from kvcore.analysis.planning import plan as search_plan
-from kvcore.analysis.sweep import Journal
-from kvcore.analysis.sweep.plan import executor_for
-from kvcore.analysis.validation import Validation
-from kvcore.analysis.validation import validate as compare_rows
 from kvcore.api import Source, flat_options
 from kvcore.cache import PrefixIndex
 from kvcore.config import RunConfig, RunParts, SimulateOptions
@@ -27,6 +17,16 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
+from kvcore_lab.candidates import Policy
+from kvcore_lab.comparison import Comparison
+from kvcore_lab.comparison import compare as compare_policies
+from kvcore_lab.measured.validation import Validation
+from kvcore_lab.measured.validation import validate as compare_rows
+from kvcore_lab.plans.capacity import find_capacity as search_capacity
+from kvcore_lab.plans.planning import FleetPlan
+from kvcore_lab.plans.planning import plan as search_plan
+from kvcore_lab.sweep import Journal
+from kvcore_lab.sweep.plan import executor_for
 from kvcore_replay.pricing import PriceModel
 
 
@@ -124,7 +124,7 @@ def compare(
         kv_dtype: an earlier name of `codec`.
 
     Raises:
-        InputError: as `kvcore.analysis.compare`, or an option that cannot be.
+        InputError: as `kvcore_lab.comparison.compare`, or an option that cannot be.
         PluginError: a plugin that cannot work here.
         PolicyError: a policy failed.
     """

@@ -53,9 +53,9 @@ def kvcore_modes() -> dict[str, Mode]:
     """Return the mode of contiguous memory."""
     return {
         "contiguous": Mode(
-            parts="kvcore.config.contiguous:ContiguousParts",
-            report="kvcore.report.paging:report_of",
-            options="kvcore.config.contiguous_options:ContiguousOptions",
+            parts="kvcore_lab.contiguous.config:ContiguousParts",
+            report="kvcore_lab.report.paging:report_of",
+            options="kvcore_lab.contiguous.options:ContiguousOptions",
             chosen_by=("allocation", "max_output"),
             refusal="memory is paged here: leave it out",
         )
@@ -67,8 +67,8 @@ def kvcore_options(verb: str) -> list[Any]:
     """Return the file for metrics of a run, and for simulations the search."""
     if verb not in ("run", "simulate"):
         return []
-    from kvcore.cli.metrics import prometheus_option  # noqa: PLC0415 - of two verbs
-    from kvcore.cli.search import search_option  # noqa: PLC0415 - as above
+    from kvcore_lab.cli.metrics import prometheus_option  # noqa: PLC0415 - of two verbs
+    from kvcore_lab.cli.search import search_option  # noqa: PLC0415 - as above
 
     return [prometheus_option] if verb == "run" else [prometheus_option, search_option]
 
@@ -85,7 +85,7 @@ def kvcore_running(
         echo(f"kvcore: --allocation contiguous is {now}", err=True)
     if given.get("prometheus") is None:
         return None
-    from kvcore.cli.metrics import measuring  # noqa: PLC0415 - for --prometheus alone
+    from kvcore_lab.cli.metrics import measuring  # noqa: PLC0415 - for --prometheus alone
 
     return measuring(parts, given)
 
@@ -95,6 +95,6 @@ def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | 
     """Run paged memory beside contiguous one, and search where the load is too high."""
     if "search" not in given:
         return None
-    from kvcore.cli.search import ran_of  # noqa: PLC0415 - of simulations
+    from kvcore_lab.cli.search import ran_of  # noqa: PLC0415 - of simulations
 
     return ran_of(parts, result, given)

@@ -44,7 +44,7 @@ def belady(
     """Serve all requests by Belady's rule in a pool of `pool` blocks; return the evictions.
 
     The arguments are arrays of integers, so that numba can compile this same function (see
-    `kvcore.analysis._mrc_kernels`). O(runs · log requests).
+    `kvcore_lab.curves._mrc_kernels`). O(runs · log requests).
 
     Args:
         lengths: blocks of each request that other requests may share.

@@ -21,8 +21,8 @@ import pytest
 from kvcore import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.serving import StepWork
-from kvcore.serving.aic import compile_engine, compose_steps
-from kvcore.serving.calibration import fit_latency
+from kvcore_lab.measured.aic import compile_engine, compose_steps
+from kvcore_lab.measured.calibration import fit_latency
 from kvcore_plugins.latency import Linear, Roofline, Table
 from kvcore_plugins.latency.measured_steps import MeasuredStep, write_steps
 from kvcore_plugins.latency.step_times import Deployment, shipped_grids

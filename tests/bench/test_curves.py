@@ -16,8 +16,8 @@ from time import perf_counter
 import pytest
 from bench.harness import KEY_TOKENS, bundled, medians
 
-from kvcore.analysis import Steps
 from kvcore.cache.layout import BlockLayout
+from kvcore_lab.curves.mrc import Steps
 from kvcore_replay.belady import Belady, Future
 
 pytest.importorskip("numba")
@@ -28,7 +28,7 @@ from kvcache_sim.plan import build_execution_plan  # noqa: E402
 from kvcache_sim.policies import simulate_policy  # noqa: E402
 from kvcache_sim.trace import TraceData  # noqa: E402
 
-from kvcore.analysis._reuse import Reuse  # noqa: E402
+from kvcore_lab.curves._reuse import Reuse  # noqa: E402
 
 POINTS, TIMES = 30, 50
 

@@ -8,7 +8,7 @@ from time import perf_counter
 
 from bench.harness import POOL, measured, medians
 
-from kvcore.analysis import compare
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain

@@ -14,10 +14,10 @@ from helpers.serving import ask
 from helpers.traces import lines
 
 import kvcore
-from kvcore.analysis.sweep import Grid
 from kvcore.config import RunConfig, RunParts
 from kvcore.config.files import read_toml
 from kvcore.plugins import Plugins
+from kvcore_lab.sweep import Grid
 from kvcore_plugins.latency import Roofline
 from kvcore_replay.what_if import whatif
 

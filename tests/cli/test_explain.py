@@ -10,7 +10,7 @@ from helpers import serving
 from helpers.commands import error_of, stdout_of
 from helpers.traces import lines, record, seal, serve
 
-from kvcore.analysis import compare
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.misses.reasons import CATEGORIES
 

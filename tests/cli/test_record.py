@@ -13,7 +13,6 @@ import pytest
 from helpers.commands import run_here, running
 from helpers.engine_wire import Engine
 
-from kvcore.analysis import compare
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.recording import (
@@ -24,6 +23,7 @@ from kvcore_events.recording import (
     Restarted,
     Skipped,
 )
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
 
 PATIENCE = 60

@@ -9,12 +9,12 @@ import subprocess
 import pytest
 from helpers.sweeps import SMALL, command, finished, install_mortal, run, wait_for
 
-from kvcore.analysis.sweep import axes_of
-from kvcore.analysis.sweep.grid import sweep_keys
 from kvcore.cli import main as frame
 from kvcore.config import RunConfig
 from kvcore.config.options import option_named
 from kvcore.config.parts import BLOCK_SIZE
+from kvcore_lab.sweep import axes_of
+from kvcore_lab.sweep.grid import sweep_keys
 
 pytestmark = pytest.mark.slow
 

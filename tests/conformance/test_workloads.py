@@ -7,9 +7,9 @@ from typing import ClassVar
 import pytest
 from helpers.kv_events import batch, record, stored
 
-from kvcore.analysis import compare
 from kvcore.testing.workload import WorkloadTests
 from kvcore_events.workload import KvEvents
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import (
     Azure,
     Bench,

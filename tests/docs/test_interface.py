@@ -12,7 +12,13 @@ import pytest
 import kvcore
 
 SCRIPT = Path(__file__).parents[2] / "docs" / "interface.py"
-INTERNAL = {"kvcore.testing.gpu", "kvcore.cli", "kvcore.demo", "kvcore.online", "kvcore.report"}
+INTERNAL = {
+    "kvcore.testing.gpu",
+    "kvcore.cli",
+    "kvcore_lab.demo",
+    "kvcore.online",
+    "kvcore.report",
+}
 """Packages that serve the command line and have no public interface."""
 
 

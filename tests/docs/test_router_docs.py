@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvcore import simulate_cluster
-from kvcore.analysis.routers import compare_routers
-from kvcore.report.routers import OPTIMUM, SHARED
+from kvcore_lab.report.routers import OPTIMUM, SHARED
+from kvcore_lab.routers import compare_routers
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/choose-a-router.md").read_text("utf-8")
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from golden.test_mooncake import LRU_KEYS, MAY_BYPASS, MUST_ADMIT, SIZES
 
-from kvcore.analysis import compare, curve
+from kvcore_lab.comparison import compare
+from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.workload import Mooncake
 
 pytest.importorskip("numba")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.analysis import compare
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import Lookahead
 from kvcore_plugins.workload import Mooncake
 

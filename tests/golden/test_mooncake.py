@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.analysis import compare
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Mooncake
 
 SIZES = (1_000, 3_000, 5_859, 10_000, 30_000, 50_000, 100_000)

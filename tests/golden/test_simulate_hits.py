@@ -8,8 +8,8 @@ from helpers.schedulers import SCHEDULERS, scheduler_of
 from helpers.serving import ask, serve
 
 from kvcore import KVCache
-from kvcore.analysis import compare
 from kvcore.serving import simulate
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.workload import Mooncake

@@ -5,8 +5,8 @@ from itertools import islice
 import pytest
 
 from kvcore import KVCache, Plugins, Trace
-from kvcore.analysis import compare
 from kvcore.serving import simulate
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.what_if import whatif

@@ -37,16 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_lab": {
-        "kvcore/analysis": "*",
-        "kvcore/cli": "calibrate compare curve demo explain lab_options metrics plan quality"
-        " routers search sweep validate",
-        "kvcore/config": "contiguous*",
-        "kvcore/demo": "*",
-        "kvcore/report": "comparison* mrc notebook paging plan plane policies prometheus"
-        " quality routers sweep validation",
-        "kvcore/serving": "aic calibration contiguous",
-    },
     "kvcore_pages": {"kvcore/cli": "report tour view", "kvcore/pages": "*"},
     "kvcore_online": {"kvcore/cli": "route serve", "kvcore/online": "*"},
     "kvcore_testing": {"kvcore/testing": "*"},

@@ -14,8 +14,8 @@ import pytest
 from helpers.step_lists import random_server
 
 from kvcore.serving import StepWork
-from kvcore.serving.calibration import fit_latency
 from kvcore.units import NS_PER_S, PS_PER_S
+from kvcore_lab.measured.calibration import fit_latency
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.latency.measured_steps import read_steps
 

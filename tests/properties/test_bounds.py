@@ -11,7 +11,7 @@ from helpers.policies import POLICIES, build
 from hypothesis import given, settings
 
 from kvcore import Request, Workload
-from kvcore.analysis import compare
+from kvcore_lab.comparison import compare
 
 BOUNDS = ("optimum", "optimum:bypass=true")
 LASTING = [name for name in POLICIES if not build(name).expires_spans]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvcore.analysis.capacity import _Search
 from kvcore.config import RunConfig
 from kvcore.progress import unseen
+from kvcore_lab.plans.capacity import _Search
 
 CROWD = "zipf:requests=150,prefix_tokens=256,suffix_tokens=256,output_tokens=200,rate=10"
 TIGHT = {"blocks": 300, "max_seqs": 16}

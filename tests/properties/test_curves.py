@@ -7,12 +7,12 @@ import pytest
 from helpers.tries import number, replayed_hits, requests
 from hypothesis import given, settings
 
-from kvcore.analysis import Steps
 from kvcore.cache.layout import BlockLayout
+from kvcore_lab.curves.mrc import Steps
 from kvcore_replay.belady import Belady, Future
 
 pytest.importorskip("numba")
-from kvcore.analysis._reuse import Reuse
+from kvcore_lab.curves._reuse import Reuse
 
 TEXTS = st.lists(st.text("ab", max_size=6), max_size=14)
 

@@ -15,12 +15,12 @@ from helpers.serving import EVICTIONS, Bent, Single, servers
 from hypothesis import given, settings
 
 from kvcore import SLO, KVCache, Plugins, Trace
-from kvcore.analysis import compare
 from kvcore.hookspecs import hookimpl
 from kvcore.request import Retention, text_request
 from kvcore.serving import Batching, simulate
 from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.serial_replay import replay
 from kvcore_replay.what_if import whatif

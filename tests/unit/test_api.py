@@ -18,13 +18,13 @@ from kvcore import (
     Workload,
     find_capacity,
 )
-from kvcore.analysis import compare
 from kvcore.cli import main as frame
 from kvcore.config.options import option_names
 from kvcore.serving import Batching
 from kvcore.trace import read_events
 from kvcore_cluster.options import ClusterOptions
 from kvcore_engine.options import EngineOptions
+from kvcore_lab.comparison import compare
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
 

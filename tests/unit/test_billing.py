@@ -7,8 +7,8 @@ import pytest
 from helpers.billing import logged, request, requests
 
 import kvcore
-from kvcore.analysis.comparison import compare
 from kvcore.units import NS_PER_S
+from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
 from kvcore_plugins.workload.logged import Usage
 from kvcore_replay.billing import Charge, PromptCache, bill, hit_charge

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.serving import StepWork
-from kvcore.serving.calibration import fit_latency
+from kvcore_lab.measured.calibration import fit_latency
 from kvcore_plugins.latency import Linear, Roofline, TokenRate
 from kvcore_plugins.latency.measured_steps import MeasuredStep
 

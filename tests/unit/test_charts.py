@@ -8,12 +8,12 @@ import attrs
 import pytest
 
 from kvcore import InputError, compare, plan
-from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
-from kvcore.analysis.sweep.plan import ThisProcess
-from kvcore.report.comparison import ComparisonReport
-from kvcore.report.plan import PlanReport
-from kvcore.report.sweep import SweepReport, chart_axis
 from kvcore.sections import Chart, Panel
+from kvcore_lab.report.comparison import ComparisonReport
+from kvcore_lab.report.plan import PlanReport
+from kvcore_lab.report.sweep import SweepReport, chart_axis
+from kvcore_lab.sweep import Grid, Journal, Plan, sweep
+from kvcore_lab.sweep.plan import ThisProcess
 from kvcore_replay.report.charts import plot_chart, spread
 
 pytest.importorskip("matplotlib")

@@ -12,9 +12,9 @@ import pytest
 
 import kvcore
 from kvcore import InputError, PolicyError
-from kvcore.analysis import compare, comparison
-from kvcore.analysis.comparison import default_sizes
 from kvcore.models.cost import PrefillCost
+from kvcore_lab import comparison
+from kvcore_lab.comparison import compare, default_sizes
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Jsonl, Mooncake, Zipf
@@ -282,7 +282,7 @@ def test_a_policy_that_fails_leaves_no_trace(tmp_path):
 
 def test_a_workload_beyond_the_largest_pool_is_refused(monkeypatch):
     """A workload with more distinct blocks than the largest pool is refused."""
-    monkeypatch.setattr(sys.modules["kvcore.analysis.comparison"], "MOST_BLOCKS", 30)
+    monkeypatch.setattr(sys.modules["kvcore_lab.comparison"], "MOST_BLOCKS", 30)
     with pytest.raises(PolicyError, match="the workload has more than 30 distinct blocks"):
         compare(small(), ["lru"], [10])
 

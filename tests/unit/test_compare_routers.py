@@ -8,10 +8,10 @@ import pytest
 
 import kvcore
 from kvcore import InputError, PluginError, Router
-from kvcore.analysis import compare
-from kvcore.analysis.routers import compare_routers
-from kvcore.analysis.sweep import Processes
-from kvcore.report.routers import OPTIMUM, SHARED, RoutersReport
+from kvcore_lab.comparison import compare
+from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
+from kvcore_lab.routers import compare_routers
+from kvcore_lab.sweep import Processes
 
 ZIPF = (
     "zipf:requests=120,prefixes=12,prefix_tokens=512,suffix_tokens=16,output_tokens=4,rate=20"

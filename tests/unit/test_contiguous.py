@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from kvcore import InputError, Job, KVCache, OutOfBlocks, Trace
 from kvcore.serving import Batching, DecodeSteps
-from kvcore.serving.contiguous import (
+from kvcore.serving.decode_batch import DecodeBatch
+from kvcore.serving.stats import TokenGaps
+from kvcore_lab.contiguous.loop import (
     AddressSpace,
     ContiguousAllocator,
     contiguous_cache,
     simulate,
 )
-from kvcore.serving.decode_batch import DecodeBatch
-from kvcore.serving.stats import TokenGaps
 from kvcore_tiers.hierarchy import Tiers
 
 

@@ -12,10 +12,11 @@ import attrs
 import pytest
 
 from kvcore import PluginError
-from kvcore.analysis import Curve, Curves, Source, Steps
 from kvcore.models.catalogue import find_model
 from kvcore.models.memory import KVLayout
-from kvcore.report.mrc import CurvesReport, draw, percent
+from kvcore_lab.comparison import Source
+from kvcore_lab.curves.mrc import Curve, Curves, Steps
+from kvcore_lab.report.mrc import CurvesReport, draw, percent
 
 PNG, SVG = b"\x89PNG\r\n", b"<?xml"
 LAYOUT = KVLayout(find_model("llama-3-8b"), "fp16", 16)

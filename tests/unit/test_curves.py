@@ -15,16 +15,16 @@ from helpers.failing import Deadly, Failing
 from helpers.tries import number, requests
 
 from kvcore import InputError, PluginError, PolicyError, Request, Workload
-from kvcore.analysis import Steps, compare, curve
-from kvcore.analysis.mrc import spread_sizes
 from kvcore.cache.layout import BlockLayout
+from kvcore_lab.comparison import compare
+from kvcore_lab.curves.mrc import Steps, curve, spread_sizes
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.belady import Belady
 
 pytest.importorskip("numba")
-from kvcore.analysis import _mrc_kernels as kernels
-from kvcore.analysis._reuse import Reuse
+from kvcore_lab.curves import _mrc_kernels as kernels
+from kvcore_lab.curves._reuse import Reuse
 
 pytestmark = pytest.mark.slow
 
@@ -163,7 +163,7 @@ def test_keys_of_any_type_give_the_same_curve(key):
 )
 def test_the_size_of_portions_does_not_change_the_counts(monkeypatch, key):
     """The number of keys that are read at a time does not change the counts."""
-    monkeypatch.setattr("kvcore.analysis._reuse.AT_ONCE", 3)
+    monkeypatch.setattr("kvcore_lab.curves._reuse.AT_ONCE", 3)
     texts = ["abcd", "ab", "", "abce", "xyz", "abcd", "xy"] * 2
     reuse = Reuse.read(requests(texts, key=key), BlockLayout("keys", 1))
     assert (reuse.lookup_blocks, reuse.distinct_blocks) == (38, 8)
@@ -191,7 +191,7 @@ def test_a_key_after_two_others_is_refused(prompts, place, key):
 
 def test_too_many_keys_for_an_exact_curve_are_refused(monkeypatch):
     """More keys than an exact curve can count are refused with both numbers."""
-    monkeypatch.setattr("kvcore.analysis._reuse.MOST_KEYS", 3)
+    monkeypatch.setattr("kvcore_lab.curves._reuse.MOST_KEYS", 3)
     with pytest.raises(InputError, match="has 4 keys, and an exact curve takes at most 3"):
         curve(Prompts(requests(["ab", "ac"])), "lru")
 
@@ -282,7 +282,7 @@ def test_a_policy_that_cannot_be_sent_to_processes_is_refused():
 @pytest.mark.parametrize("policies", ["lru", "optimum"])
 def test_without_numba_the_extra_is_named(monkeypatch, policies):
     """Without numba exact curves raise PluginError with the extra; others are replayed."""
-    monkeypatch.setitem(sys.modules, "kvcore.analysis._reuse", None)
+    monkeypatch.setitem(sys.modules, "kvcore_lab.curves._reuse", None)
     with pytest.raises(PluginError, match=r"pip install 'kvcore\[lab\]'"):
         curve(SMALL, policies, SIZES)
     assert curve(SMALL, "fifo", SIZES).hit_blocks
@@ -292,7 +292,7 @@ def test_only_exact_curves_import_numba():
     """Only an exact curve imports numba and numpy, and no curve imports matplotlib."""
     code = """
 import sys
-import kvcore.cli.curve, kvcore.analysis, kvcore.report
+import kvcore_lab.cli.curve, kvcore.analysis, kvcore.report
 from kvcore.analysis import curve
 from kvcore_plugins.workload import Zipf
 heavy = {"numba", "numpy", "matplotlib"}
@@ -357,7 +357,7 @@ def test_uncompiled_functions_give_the_same_results(monkeypatch):
         monkeypatch.setattr(kernels, name, getattr(kernels, name).py_func)
     for name in ("find_runs", "reuse_depths", "served_by_belady"):
         plain = getattr(kernels, name).py_func
-        monkeypatch.setattr(f"kvcore.analysis._reuse.{name}", plain)
+        monkeypatch.setattr(f"kvcore_lab.curves._reuse.{name}", plain)
     found = Reuse.read(served, geometry)
     assert found.lru() == compiled.lru()
     assert expected == [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError
-from kvcore.demo import WORKED_EXAMPLE, OneHead, OneHeadReport
+from kvcore_lab.demo import WORKED_EXAMPLE, OneHead, OneHeadReport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "one_head_attention.py"
 

@@ -7,10 +7,10 @@ import attrs
 import pytest
 
 from kvcore import Generator, InputError, PluginError
-from kvcore.demo import OneHead, causal_attention, with_and_without_cache
 from kvcore.models.cost import token_projections
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
+from kvcore_lab.demo import OneHead, causal_attention, with_and_without_cache
 
 torch = pytest.importorskip("torch")
 

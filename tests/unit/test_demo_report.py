@@ -1,7 +1,7 @@
 """The report of what a cache saves."""
 
-from kvcore.demo import CachingReport, Generation
 from kvcore.models.spec import ModelSpec
+from kvcore_lab.demo import CachingReport, Generation
 
 MODEL = ModelSpec(
     name="tiny",

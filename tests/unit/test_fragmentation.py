@@ -9,7 +9,7 @@ from hypothesis import given
 
 from kvcore import KVCache
 from kvcore.serving import Batching, Fragmentation
-from kvcore.serving.contiguous import simulate
+from kvcore_lab.contiguous.loop import simulate
 
 
 def run(requests, blocks=5, **options):

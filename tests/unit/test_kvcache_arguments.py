@@ -14,8 +14,8 @@ from kvcore import (
     Request,
     ScoreEviction,
 )
-from kvcore.analysis import compare
 from kvcore.request import Retention
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LFU, LRU, TTL
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf

@@ -12,15 +12,15 @@ import pytest
 from helpers import traces
 
 from kvcore import PluginError, compare, plan, simulate, simulate_cluster
-from kvcore.analysis import curve
-from kvcore.analysis.quality import Quality, QualityRow
-from kvcore.analysis.routers import compare_routers
-from kvcore.analysis.sweep import Grid, Journal, Plan, sweep
-from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.notebook import data_frame
-from kvcore.report.notebook import ROWS
-from kvcore.report.notebook import report_html as html
 from kvcore.sections import Table
+from kvcore_lab.curves.mrc import curve
+from kvcore_lab.quality import Quality, QualityRow
+from kvcore_lab.report.notebook import ROWS
+from kvcore_lab.report.notebook import report_html as html
+from kvcore_lab.routers import compare_routers
+from kvcore_lab.sweep import Grid, Journal, Plan, sweep
+from kvcore_lab.sweep.plan import ThisProcess
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.what_if import whatif
 

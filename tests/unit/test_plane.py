@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvcore import InputError
-from kvcore.analysis import curve
-from kvcore.analysis.plane import plane
 from kvcore.models.catalogue import load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
-from kvcore.report.plane import PlaneReport
+from kvcore_lab.curves.mrc import curve
+from kvcore_lab.curves.plane import plane
+from kvcore_lab.report.plane import PlaneReport
 from kvcore_plugins.eviction import FIFO
 from kvcore_plugins.workload import Zipf
 from kvcore_tiers.tier import Host

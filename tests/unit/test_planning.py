@@ -10,13 +10,13 @@ from random import Random
 import pytest
 
 from kvcore import InputError, KVCache, PluginError, Request, plan
-from kvcore.analysis.fleet import Fleet, Traffic, replica_of
-from kvcore.analysis.planning import Limit
-from kvcore.analysis.planning import plan as search
-from kvcore.analysis.sweep import Grid, Journal, Plan
-from kvcore.analysis.sweep.plan import ThisProcess
 from kvcore.cache.layout import BlockLayout
 from kvcore.workloads import Workload
+from kvcore_lab.plans.fleet import Fleet, Traffic, replica_of
+from kvcore_lab.plans.planning import Limit
+from kvcore_lab.plans.planning import plan as search
+from kvcore_lab.sweep import Grid, Journal, Plan
+from kvcore_lab.sweep.plan import ThisProcess
 from kvcore_replay.belady import Belady, Foresight, Future
 from kvcore_replay.serial_replay import replay
 
@@ -255,7 +255,7 @@ def test_a_policy_that_cannot_serve_is_left_out_with_a_note(served):
 
 def test_a_simulation_that_fails_ends_the_search(served, monkeypatch):
     """A failed simulation raises PluginError with its fleet and the error."""
-    monkeypatch.setattr("kvcore.analysis.fleet.Traffic.split", lambda *_: 1 / 0)
+    monkeypatch.setattr("kvcore_lab.plans.fleet.Traffic.split", lambda *_: 1 / 0)
     with pytest.raises(PluginError, match="1 x 1 GPUs could not be simulated: ZeroDivision"):
         served([[1, 2]])
 

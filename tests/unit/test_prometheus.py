@@ -9,9 +9,9 @@ from helpers.serving import BLOCK, Even, ask
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvcore import KVCache, PluginError, simulate
-from kvcore.analysis import compare
-from kvcore.report.prometheus import comparison_metrics, run_metrics
 from kvcore.serving import Batching
+from kvcore_lab.comparison import compare
+from kvcore_lab.report.prometheus import comparison_metrics, run_metrics
 from kvcore_plugins.eviction import LFU, LRU
 from kvcore_plugins.workload import Zipf
 

@@ -17,9 +17,9 @@ from kvcore import (  # noqa: E402
     ScoreRetention,
     hookimpl,
 )
-from kvcore.analysis.quality import FULL, divergence, measure  # noqa: E402
 from kvcore.testing.dense import Text, attention, loaded, next_batch  # noqa: E402
 from kvcore_engine.generator import Transformer  # noqa: E402
+from kvcore_lab.quality import FULL, divergence, measure  # noqa: E402
 
 SMALL = {"prompt_tokens": 96, "tokens": 12, "texts": 2, "needles": 0, "block_size": 4}
 WORDS = " ".join(f"word{number % 37}" for number in range(400))

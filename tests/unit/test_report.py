@@ -8,10 +8,10 @@ import io
 import attrs
 import pytest
 
-from kvcore.analysis import Comparison, Infinite, Row, Source
 from kvcore.models.cost import default_prefill_cost
-from kvcore.report.comparison import ComparisonReport, write_csv
 from kvcore.report.tables import setup
+from kvcore_lab.comparison import Comparison, Infinite, Row, Source
+from kvcore_lab.report.comparison import ComparisonReport, write_csv
 
 
 def row(eviction, blocks, hits, *, best=None, **options):

@@ -1,6 +1,6 @@
 """The report that compares a contiguous run with a paged one."""
 
-from kvcore.report.paging import PagingReport
+from kvcore_lab.report.paging import PagingReport
 
 TIMES = {"mean": 1.5, "p99": 2.0}
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from kvcore.analysis import compare
-from kvcore.report.comparison import ResidencyReport
 from kvcore.report.simulation import thrashing
+from kvcore_lab.comparison import compare
+from kvcore_lab.report.comparison import ResidencyReport
 from kvcore_plugins.eviction import LRU, MRU
 from kvcore_plugins.workload import Zipf
 

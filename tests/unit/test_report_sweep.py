@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvcore import InputError, PluginError
-from kvcore.analysis.sweep import Grid, Sweep
-from kvcore.report.sweep import SweepReport, check_table, sweep_document, write_table
+from kvcore_lab.report.sweep import SweepReport, check_table, sweep_document, write_table
+from kvcore_lab.sweep import Grid, Sweep
 
 COLUMNS = {
     "saturated": None,

@@ -15,7 +15,7 @@ from helpers.aic import FakeEngine, fake_aic
 from kvcore import InputError, PluginError
 from kvcore.models.catalogue import MODELS
 from kvcore.serving import StepWork
-from kvcore.serving.aic import compose_steps
+from kvcore_lab.measured.aic import compose_steps
 from kvcore_plugins.latency import Table
 from kvcore_plugins.latency.measured_steps import write_steps
 from kvcore_plugins.latency.step_times import (

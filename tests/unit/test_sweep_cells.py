@@ -9,8 +9,10 @@ import pytest
 from helpers.serving import BLOCK, ask
 
 from kvcore import KVCache, PluginError, ScoreEviction, simulate
-from kvcore.analysis import compare
-from kvcore.analysis.sweep import (
+from kvcore.config import RunConfig
+from kvcore.workloads import RequestList
+from kvcore_lab.comparison import compare
+from kvcore_lab.sweep import (
     CellRunner,
     Grid,
     Journal,
@@ -22,10 +24,8 @@ from kvcore.analysis.sweep import (
     executor_named,
     sweep,
 )
-from kvcore.analysis.sweep.plan import ThisProcess
-from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
-from kvcore.config import RunConfig
-from kvcore.workloads import RequestList
+from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_lab.sweep.runner import CellRun, WorkloadCache
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.workload import Zipf
@@ -181,7 +181,7 @@ def test_the_model_changes_the_digest_of_an_untimed_cell():
 def test_another_version_of_kvcore_changes_the_digest(monkeypatch):
     """Another version of kvcore changes the digest."""
     before = digest()
-    monkeypatch.setattr("kvcore.analysis.sweep.runner.version", lambda _: "99")
+    monkeypatch.setattr("kvcore_lab.sweep.runner.version", lambda _: "99")
     assert digest() != before
 
 

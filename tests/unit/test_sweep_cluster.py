@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import kvcore
-from kvcore.analysis.sweep import Grid, Journal, Plan, Processes, sweep
-from kvcore.analysis.sweep.plan import ThisProcess
-from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig
-from kvcore.report.sweep import SweepReport
+from kvcore_lab.report.sweep import SweepReport
+from kvcore_lab.sweep import Grid, Journal, Plan, Processes, sweep
+from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_lab.sweep.runner import CellRun, WorkloadCache
 
 ZIPF = "zipf:requests=60,prefixes=4,rate=50"
 ROUTERS = ["round-robin", "least-requests"]

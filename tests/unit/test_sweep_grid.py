@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcore import SLO, InputError
-from kvcore.analysis.sweep import Grid, Plan, axes_of
 from kvcore.config import RunConfig
+from kvcore_lab.sweep import Grid, Plan, axes_of
 
 
 def test_the_last_axis_changes_fastest():

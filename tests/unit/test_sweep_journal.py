@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError
-from kvcore.analysis.sweep import Journal
+from kvcore_lab.sweep import Journal
 
 CELLS = {f"{number:032x}": {"hit_blocks": number, "ratio": number / 7} for number in range(5)}
 
@@ -136,7 +136,7 @@ def test_a_journal_in_use_is_refused(tmp_path):
 def test_a_journal_of_a_killed_process_can_be_opened(tmp_path):
     """A journal of a killed process can be opened again without removing any file."""
     code = (
-        "import os, signal, sys; from kvcore.analysis.sweep import Journal\n"
+        "import os, signal, sys; from kvcore_lab.sweep import Journal\n"
         "with Journal(sys.argv[1]) as journal:\n"
         "    journal.add('ab', {}, {'hits': 1}, 0.5)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"

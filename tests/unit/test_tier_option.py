@@ -9,11 +9,11 @@ from functools import partial
 import pytest
 
 from kvcore import InputError, KVCache, compare, simulate
-from kvcore.analysis.sweep import Grid
-from kvcore.analysis.sweep.runner import CellRun, WorkloadCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins import describe
 from kvcore.plugins.options import Spec
+from kvcore_lab.sweep import Grid
+from kvcore_lab.sweep.runner import CellRun, WorkloadCache
 from kvcore_plugins.eviction import LFU
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.tier import Disk, Host

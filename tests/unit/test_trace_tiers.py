@@ -11,10 +11,10 @@ from helpers.serving import serve as simulate_server
 from helpers.traces import BLOCK, TIERS, ask, lines, seal, serve, serve_tiers
 
 from kvcore import KVCache, Request, Trace, TraceError
-from kvcore.analysis import compare
 from kvcore.serving import Batching, simulate
 from kvcore.trace import read_events
 from kvcore.trace.events import decode, find_fault
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Zipf

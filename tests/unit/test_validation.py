@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kvcore
-from kvcore.analysis import measured
-from kvcore.analysis.validation import Errors
 from kvcore.errors import InputError, PluginError
+from kvcore_lab.measured import rows as measured
+from kvcore_lab.measured.validation import Errors
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "tensorrt_llm_1_0.csv"
 

@@ -13,8 +13,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import kvcore.serving.calibration as calibration_module
-from kvcore.serving.calibration import fit_latency
+import kvcore_lab.measured.calibration as calibration_module
+from kvcore_lab.measured.calibration import fit_latency
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.latency.measured_steps import read_steps
 

@@ -11,10 +11,10 @@ from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
 from kvcore import SLO, InputError, KVCache, Trace
-from kvcore.analysis import compare
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost, cost_fields, read_cost
 from kvcore.serving import Batching
+from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.prefix import NoPrefix

@@ -12,8 +12,8 @@ from threading import Event, Thread, current_thread, get_ident, main_thread
 import pytest
 from helpers.sweeps import suicide
 
-from kvcore.analysis import workers
-from kvcore.analysis.workers import WorkerDied, work_all
+from kvcore_lab import workers
+from kvcore_lab.workers import WorkerDied, work_all
 
 
 def test_the_signal_that_killed_a_worker_is_reported(monkeypatch):

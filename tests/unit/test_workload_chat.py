@@ -6,12 +6,12 @@ from itertools import islice
 import pytest
 
 from kvcore import KVCache, simulate
-from kvcore.analysis import compare
 from kvcore.cli import main
 from kvcore.errors import InputError
 from kvcore.plugins.manager import Plugins
 from kvcore.request import block_keys
 from kvcore.workloads import WorkloadSample, checked, recognise
+from kvcore_lab.comparison import compare
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Chat, Jsonl, Lengths, Mooncake, Recording
 

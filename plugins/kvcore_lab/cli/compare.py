@@ -1,0 +1,271 @@
+"""`kvcore compare`: eviction policies and the optimum on one workload, by pool size."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import attrs
+import click
+
+from kvcore.cli.options import Numbers, naming, part_options, shared, workload_argument
+from kvcore.cli.output import (
+    STDOUT,
+    emit_json,
+    file_path,
+    json_option,
+    optional_file,
+    print_notes,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, option, plugin_completion, verb
+from kvcore.config import RunConfig, RunParts, find_workload
+from kvcore.config.options import option_default
+from kvcore.errors import InputError
+from kvcore.files import refuse_overwrite
+from kvcore.hookspecs import OUTPUT, REQUESTS
+from kvcore.models.catalogue import find_device, load_model
+from kvcore.models.cost import PrefillCost
+from kvcore.models.memory import KVLayout
+from kvcore.plugins import describe
+from kvcore.plugins.manager import Plugins
+from kvcore.progress import ticked
+from kvcore.units import format_bytes, parse_bytes
+from kvcore.workloads import Workload, checked, part_of
+from kvcore_lab.cli.lab_options import block_size_option, policies_option, tokens_of
+from kvcore_lab.cli.metrics import metrics_file, prometheus_option
+from kvcore_lab.comparison import SHARING, Comparison
+from kvcore_lab.comparison import compare as run_comparison
+from kvcore_lab.report.comparison import ComparisonReport, write_csv
+from kvcore_lab.report.policies import block_bytes, memory_fields
+from kvcore_lab.report.prometheus import comparison_metrics
+from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.trace_options import price_option
+
+POLICIES = "lru,fifo,lfu,slru,cost,random"
+MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
+
+
+@verb(
+    "kvcore compare",
+    "kvcore compare requests.jsonl.gz --memory 40GiB,80GiB --model llama-3-70b",
+    "zcat requests.gz | kvcore compare - --eviction lru,lfu:half_life=300 --blocks 5000",
+)
+@workload_argument
+@part_options
+@policies_option(POLICIES)
+@click.option(
+    "--blocks",
+    type=Numbers("several are a list, such as 1000,3000"),
+    metavar="LIST",
+    help="Numbers of KV blocks in the pool, such as 1000,3000.",
+)
+@click.option("--memory", metavar="LIST", help="Bytes of K/V in the pool, such as 40GiB,80GiB.")
+@shared(
+    "model",
+    default=None,
+    text="Model whose K/V is cached; `kvcore size --help` lists all.",
+    otherwise=MODEL,
+)
+@shared("codec", default=None, otherwise=str(CODEC))
+@block_size_option
+@shared("accounting", default="keys")
+@shared("tier")
+@click.option(
+    "--prefix",
+    metavar="PLUGIN",
+    help=f"Prefix cache: which cached blocks a prompt can reuse.  [default: {SHARING}]",
+    **plugin_completion("prefix"),
+)
+@shared("seed", default=None)
+@option(
+    "--check",
+    heading=REQUESTS,
+    is_flag=True,
+    help="Check all keys, ids and times of the workload first. Without it, the keys of the "
+    "first 4000 requests are checked.",
+)
+@option(
+    "--trace",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="FILE",
+    help="JSONL file to write every decision to.",
+)
+@option(
+    "--csv",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="FILE",
+    help="CSV file to write the rows to.",
+)
+@option(
+    "--residency",
+    heading=OUTPUT,
+    is_flag=True,
+    help="Measure how long blocks rest in the cache between uses.",
+)
+@click.option(
+    "--jobs",
+    type=Count(),
+    default=1,
+    help="Number of processes that replay policies and pool sizes.",
+)
+@price_option
+@plot_option
+@prometheus_option
+@json_option
+def compare(workload: str | None, **given: Any) -> None:
+    """Compare eviction policies on WORKLOAD, by pool size.
+
+    Requests are replayed one after another, without a clock. The optimum is the most that
+    any eviction can hit; it is known in `keys` counting, for prefixes shared as `radix` does.
+    What a --tier holds is loaded in no time.
+    """
+    plugins = Plugins()
+    source = part_of(find_workload(workload, plugins), given["limit"], given["window"])
+    _refuse(source, given)
+    spec = load_model(MODEL if given["model"] is None else given["model"])
+    recompute = PrefillCost.of(spec, find_device(DEVICE))
+    sizes, budget = given["blocks"], None
+    if given["memory"] is not None:
+        codec = plugins.build("codec", given["codec"] or CODEC)
+        layout = KVLayout(spec, codec, tokens_of(source, given))
+        budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
+        sizes = list(budget.labels)
+    below = _below(source, given, plugins) if given["tier"] else None
+    if given["check"]:
+        with progress(f"checking {source.name}", source.size) as tick:
+            deque(ticked(checked(source), tick), maxlen=0)
+    prefix = SHARING if given["prefix"] is None else given["prefix"]
+    csv, prometheus, as_json = given["csv"], given["prometheus"], given["as_json"]
+    with (
+        optional_file(csv) as rows,
+        metrics_file(prometheus, source, as_json=as_json) as metrics,
+        plot_file(given["picture"], source.options().values()) as write_plot,
+    ):
+        comparison = run_comparison(
+            source,
+            _candidates(given["accounting"], prefix)
+            if given["eviction"] is None
+            else given["eviction"],
+            sizes,
+            block_size=given["block_size"],
+            accounting=given["accounting"],
+            prefix=prefix,
+            recompute=recompute,
+            seed=given["seed"],
+            trace=given["trace"],
+            residency=given["residency"] or prometheus is not None,
+            tiers=None if below is None else below.add_tiers,
+            price=given["price"],
+            jobs=given["jobs"],
+            plugins=plugins,
+            progress=progress,
+        )
+        if rows is not None:
+            write_csv(comparison, rows)
+        if metrics is not None:
+            metrics(comparison_metrics(comparison))
+        labels = None if budget is None else budget.labels
+        tiers = () if below is None else tuple(map(describe, below.tiers()))
+        report = ComparisonReport(
+            comparison,
+            labels,
+            prefix,
+            recompute,
+            tiers,
+            layout=None if budget is None else budget.layout,
+            residency=given["residency"],
+        )
+        write_plot(report.chart())
+    if as_json:
+        document = _document(comparison)
+        if budget is not None:
+            document["memory"] = budget.document()
+        if given["prefix"] is not None:
+            document["prefix"] = prefix
+        emit_json(document)
+    elif prometheus != STDOUT:
+        print_sections(*report.sections, compact=True)
+    print_notes(source)
+
+
+def _document(comparison: Comparison) -> dict[str, Any]:
+    """Return the JSON document of a comparison, without bills or tiers if it has none."""
+    fields = attrs.asdict(comparison)
+    left_out = set() if comparison.bills else {"bill"}
+    if all(row.reuse_ratio is None for row in comparison.rows):
+        left_out |= {"reused_blocks", "reuse_ratio", "tiers"}
+    rows = [{k: v for k, v in row.items() if k not in left_out} for row in fields["rows"]]
+    document = {"schema": 1, "workload": fields["workload"], "count": fields["accounting"]}
+    document |= {"rows": rows, "infinite": fields["infinite"]}
+    return document if comparison.bills is None else document | {"bill": fields["bills"]}
+
+
+@attrs.frozen
+class Budget:
+    """Sizes of pools in bytes.
+
+    Attributes:
+        layout: the K/V of a block.
+        bytes: sizes of the pools.
+
+    Raises:
+        InputError: a pool is smaller than a block.
+    """
+
+    layout: KVLayout
+    bytes: list[int]
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a size below one block."""
+        for budget in self.bytes:
+            if not self.layout.blocks_in(budget):
+                size = block_bytes(self.layout)
+                msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
+                raise InputError(msg)
+
+    @property
+    def labels(self) -> dict[int, str]:
+        """Sizes in bytes as text, by the number of blocks."""
+        return {self.layout.blocks_in(size): format_bytes(size) for size in self.bytes}
+
+    def document(self) -> dict[str, Any]:
+        """Return the JSON document of the sizes."""
+        sizes = ({"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes)
+        return memory_fields(self.layout) | {"budgets": list(sizes)}
+
+
+def _refuse(source: Workload, given: dict[str, Any]) -> None:
+    """Refuse options that exclude or need one another, and a CSV file over the workload's."""
+    blocks, memory, trace, csv = (given[name] for name in ("blocks", "memory", "trace", "csv"))
+    one_row = {"--eviction NAME": given["eviction"], "--blocks N": blocks or memory}
+    missing = " ".join(option for option, value in one_row.items() if value is None)
+    msg = ""
+    if blocks is not None and memory is not None:
+        msg = "--blocks and --memory both say how large the pool is: give one of them"
+    elif given["codec"] is not None and memory is None and not given["tier"]:
+        msg = "--codec says what a token takes of --memory, or of a --tier: give one of them"
+    elif trace is not None and missing:
+        msg = f"a trace is of one policy in a pool of one size: add `{missing}`"
+    if msg:
+        raise InputError(msg)
+    if csv is not None:
+        refuse_overwrite(csv, source.options().values())
+
+
+def _below(source: Workload, given: dict[str, Any], plugins: Plugins) -> RunParts:
+    """Return the parts of a run that make the tiers below the cache of each row."""
+    names = ("model", "codec", "block_size", "accounting", "seed", "tier")
+    options = {name: given[name] for name in names if given[name] is not None}
+    # The pool has a block here: the sizes are those of the rows.
+    config = RunConfig.of("compare", blocks=1, **options)
+    return RunParts(config, plugins, workload=source, naming=naming(None, set()))
+
+
+def _candidates(accounting: str, prefix: str) -> str:
+    """Return the default policies, with the optimum if it is a bound."""
+    bounded = accounting == "keys" and prefix.partition(":")[0].strip() == SHARING
+    return f"{POLICIES},optimum" if bounded else POLICIES

@@ -1,0 +1,229 @@
+"""`kvcore explain`: the reasons of misses in a trace or a workload."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcore.cli.options import part_options, shared
+from kvcore.cli.output import (
+    emit_json,
+    json_option,
+    print_notes,
+    print_sections,
+    progress,
+    reading,
+    trace_in,
+)
+from kvcore.cli.verb import Count, complete_workload, flag_of, plugin_completion, verb
+from kvcore.config import find_workload
+from kvcore.errors import InputError
+from kvcore.files import input_path
+from kvcore.plugins.manager import Plugins
+from kvcore.workloads import part_of
+from kvcore.workloads.files import first_json
+from kvcore_lab.comparison import SHARING, compare
+from kvcore_replay.cli.trace_options import price_option, replica_option
+from kvcore_replay.misses.explain import explain as explain_trace
+from kvcore_replay.misses.reasons import Explanation
+from kvcore_replay.report.misses import RequestReport, SummaryReport
+
+if TYPE_CHECKING:
+    from kvcore_replay.pricing import PriceModel
+
+EVICTION = "lru"
+ACCOUNTING = "keys"
+
+
+@verb(
+    "kvcore explain run.jsonl.gz --summary",
+    "kvcore explain run.jsonl.gz 7",
+    "kvcore explain mooncake 7 --blocks 5000 --eviction lfu",
+)
+@click.argument("source", shell_complete=complete_workload)
+@click.argument("request", required=False)
+@click.option("--summary", is_flag=True, help="Explain all requests together.")
+@click.option(
+    "--top",
+    type=Count(),
+    default=5,
+    help="With --summary: number of rows in each ranking.",
+)
+@replica_option
+@part_options
+@shared("blocks", text="Of a workload: number of KV blocks in the pool of its replay.")
+@click.option(
+    "--eviction",
+    metavar="PLUGIN",
+    **plugin_completion("eviction"),
+    help=f"Of a workload: eviction policy of its replay.  [default: {EVICTION}]",
+)
+@shared(
+    "block_size",
+    text="Of a workload: number of tokens in a KV block.",
+    otherwise="as in a key",
+)
+@shared(
+    "accounting",
+    default=None,
+    text="Of a workload: count blocks by keys, or by tokens.",
+    otherwise=ACCOUNTING,
+)
+@click.option(
+    "--prefix",
+    metavar="PLUGIN",
+    **plugin_completion("prefix"),
+    help=f"Of a workload: prefix cache of its replay.  [default: {SHARING}]",
+)
+@shared("seed", default=None, text="Of a workload: seed of policies that draw random numbers.")
+@price_option
+@json_option
+def explain(
+    source: str,
+    request: str | None,
+    *,
+    summary: bool,
+    top: int,
+    price: PriceModel | None,
+    replica: str | None,
+    as_json: bool,
+    **given: Any,
+) -> None:
+    """Explain why the prompt of REQUEST missed, or with --summary where hits were lost.
+
+    SOURCE is a trace, as --trace of compare, simulate and run writes it, or the directory that
+    --out of simulate or run wrote, or a workload as for compare, which is then replayed in
+    --blocks blocks, one request after another. An unfinished trace is explained up to its cut.
+
+    With --price, SOURCE is a workload, such as the log of a chat API; the command explains why
+    the API did not read more from its own cache: lapsed TTLs, edited prompts, evictions.
+
+    In the trace of a cluster, each request is explained by the replica that served it last;
+    blocks that another replica had when the request was routed were lost by the router.
+    """
+    if (request is None) is not summary:
+        msg = "say what to explain: a REQUEST, such as `kvcore explain FILE 7`, or --summary"
+        raise InputError(f"{msg}, not both" if summary else msg)
+    plugins = Plugins()
+    source = trace_in(source)
+    is_trace = price is None and _is_trace(source, plugins)
+    if replica is not None and not is_trace:
+        msg = f"{source} is a workload, which has no replicas: leave --replica out"
+        raise InputError(msg)
+    if price is not None:
+        _billed(source, request, price, given, plugins, as_json=as_json)
+        return
+    if is_trace:
+        _refuse(source, given)
+        path = input_path(source)
+        with reading("explaining", path) as tick:
+            explanation = explain_trace(path, replica=replica, tick=tick)
+    else:
+        explanation = _replayed(source, plugins, given)
+    if summary:
+        _summary(explanation, top, as_json=as_json)
+    else:
+        assert request is not None
+        _request(explanation, request, as_json=as_json)
+
+
+def _request(explanation: Explanation, request: str, *, as_json: bool) -> None:
+    reasons = explanation.of(request)
+    if as_json:
+        emit_json(explanation.as_dict() | explanation.request_dict(reasons))
+    else:
+        print_sections(*RequestReport(explanation, reasons).sections)
+
+
+def _summary(explanation: Explanation, top: int, *, as_json: bool) -> None:
+    sums = explanation.summary(top)
+    if as_json:
+        emit_json(explanation.as_dict() | sums.as_dict())
+    else:
+        print_sections(*SummaryReport.of(explanation, sums).sections)
+
+
+def _billed(
+    source: str,
+    request: str | None,
+    price: PriceModel,
+    given: Mapping[str, Any],
+    plugins: Plugins,
+    *,
+    as_json: bool,
+) -> None:
+    """Explain which tokens of prompts an API did not read from its cache."""
+    from kvcore_replay.misses.prompts import explain_prompts  # noqa: PLC0415 - for prices alone
+
+    kept = ("limit", "window", "seed")
+    needless = [name for name in given if name not in kept and given[name] is not None]
+    if needless:
+        options = ", ".join(map(flag_of, needless))
+        msg = f"--price explains the cache of an API, which has no {options}: leave it out"
+        raise InputError(msg)
+    workload = part_of(
+        find_workload(source, plugins, given["seed"]), given["limit"], given["window"]
+    )
+    with progress(f"explaining {workload.name}", workload.size) as tick:
+        found = explain_prompts(workload, price, source=workload.name, tick=tick)
+    chosen = None if request is None else found.of(request)
+    if as_json:
+        emit_json(found.as_dict() | ({} if chosen is None else chosen.as_dict()))
+    else:
+        from kvcore_replay.report.billing import PromptReport  # noqa: PLC0415 - as above
+
+        report = PromptReport(found)
+        print_sections(*(report.sections if chosen is None else [report.about(chosen)]))
+    print_notes(workload)
+
+
+def _is_trace(source: str, plugins: Plugins) -> bool:
+    """Return True if `source` is the file of a trace, and names no workload plugin."""
+    path = input_path(source)
+    name = source.partition(":")[0].strip()
+    if name in plugins.names("workload") or not path.is_file():
+        return False
+    line = first_json(path)
+    return isinstance(line, dict) and line.get("event") == "HEADER"
+
+
+def _refuse(source: str, given: Mapping[str, object]) -> None:
+    """Refuse options of workloads: those of a trace are in its header."""
+    options = [flag_of(name) for name, value in given.items() if value is not None]
+    if options:
+        msg = (
+            f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "
+            "cannot change; `kvcore replay` runs its requests under another policy"
+        )
+        raise InputError(msg)
+
+
+def _replayed(source: str, plugins: Plugins, given: Mapping[str, Any]) -> Explanation:
+    """Replay a workload into a temporary trace, and explain that."""
+    found = find_workload(source, plugins, given["seed"])
+    workload = part_of(found, given["limit"], given["window"])
+    if given["blocks"] is None:
+        msg = f"{source} is a workload: say how large the pool is, such as --blocks 1000"
+        msg += ", or what an API charges, such as --price openai"
+        raise InputError(msg)
+    with TemporaryDirectory(prefix="kvcore-") as folder:
+        trace = Path(folder) / "trace.jsonl"
+        compare(
+            workload,
+            given["eviction"] or EVICTION,
+            given["blocks"],
+            block_size=given["block_size"],
+            accounting=given["accounting"] or ACCOUNTING,
+            prefix=given["prefix"] or SHARING,
+            seed=given["seed"],
+            trace=trace,
+            plugins=plugins,
+            progress=progress,
+        )
+        print_notes(workload)
+        with reading("explaining", trace) as tick:
+            return explain_trace(trace, source=workload.name, tick=tick)

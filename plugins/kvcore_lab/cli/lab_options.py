@@ -1,0 +1,77 @@
+"""The options that experiments share: policies to compare, and where simulations run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvcore.cli.options import Command, all_of, shared
+from kvcore.cli.verb import Count, option, plugin_completion
+from kvcore.errors import InputError
+from kvcore.files import STDIN, is_copy
+from kvcore.hookspecs import POLICIES
+from kvcore.workloads import Workload
+
+if TYPE_CHECKING:
+    from kvcore_lab.sweep.plan import Executor
+
+
+def policies_option(policies: str) -> Callable[[Command], Command]:
+    """Return the option of the policies to compare: by default `policies` and the optimum."""
+    return option(
+        "--eviction",
+        heading=POLICIES,
+        metavar="LIST",
+        help="Eviction policies, such as lru,lfu:half_life=300,optimum.  "
+        f"[default: {policies},optimum]",
+        **plugin_completion("eviction"),
+    )
+
+
+block_size_option = shared("block_size", otherwise="as in a key")
+"""The block size of a verb without a clock; None: the tokens of a key of the workload."""
+
+
+def tokens_of(source: Workload, given: dict[str, Any]) -> int:
+    """Return the tokens of a block: those of the option, or else of a key of `source`."""
+    size: int | None = given["block_size"]
+    return source.key_tokens if size is None else size
+
+
+executor_options = all_of(
+    click.option(
+        "--jobs", type=Count(), help="Number of runs at a time.  [default: one a CPU]"
+    ),
+    click.option(
+        "--executor",
+        metavar="WHERE",
+        help="Machines for the runs: local, ray, or ray:HOST:PORT.  [default: local]",
+    ),
+)
+"""The options for the number and the place of the runs of a search or sweep."""
+
+
+def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
+    """Return the executor for the simulations of a search over a workload.
+
+    Each simulation opens the workload by its name, so that of a pipe is `-` alone, and this
+    process runs all simulations of it.
+
+    Raises:
+        InputError: the workload is another pipe, or other processes are to read it.
+    """
+    from kvcore_lab.sweep.plan import executor_for  # noqa: PLC0415 - for searches alone
+
+    where, jobs = given["executor"], given["jobs"]
+    pipes = [str(value) for value in source.options().values() if is_copy(value)]
+    if any(name != STDIN for name in pipes):
+        msg = f"WORKLOAD {pipes[0]}: a pipe is read from {STDIN} alone: name that, or a file"
+        raise InputError(msg)
+    if pipes:
+        if where not in (None, "local") or jobs not in (None, 1):
+            msg = "WORKLOAD -: other processes cannot read it: name a file, or give --jobs 1"
+            raise InputError(msg)
+        jobs = 1
+    return executor_for(where, jobs)

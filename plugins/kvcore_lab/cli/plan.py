@@ -1,0 +1,157 @@
+"""`kvcore plan`: the smallest fleets that meet an SLO, and the limit of smaller ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from kvcore.cli.options import (
+    Numbers,
+    batching_options,
+    named_workload,
+    part_options,
+    poolwide_options,
+    run_options,
+    shared,
+    traffic_options,
+    workload_argument,
+)
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_bytes,
+    json_option,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, echo, option, verb
+from kvcore.files import atomic_file, make_directory, refuse_overwrite
+from kvcore.hookspecs import OUTPUT
+from kvcore_lab.cli.lab_options import executor_options, search_executor
+from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
+from kvcore_lab.plans.planning import plan as make_plan
+from kvcore_lab.report.plan import PlanReport
+from kvcore_lab.sweep import Journal
+from kvcore_replay.cli.plots import plot_file, plot_option
+
+NONE_FOUND = 1
+"""The exit code if no fleet meets the SLO."""
+
+RESULTS = Path("plan-results")
+"""The default directory of the journal and the plan."""
+
+
+HINT = "expected numbers, such as 1,2,4"
+
+
+@verb(
+    "kvcore plan --device h100 --slo ttft=2,tpot=0.05",
+    "kvcore plan requests.jsonl --model llama-3-70b --slo ttft=5 --percentile 95 --tier none",
+)
+@workload_argument
+@part_options
+@poolwide_options
+@shared(
+    "tier",
+    text="Tier below the pool of a replica: the memory of `host` is the upper bound of the "
+    f"search, other tiers are taken as given; `none` leaves tiers out.  [default: {HOST}]",
+)
+@shared("model")
+@shared("device")
+@shared("codec")
+@shared("weights_dtype")
+@shared(
+    "memory",
+    text="Largest size of a replica's pool in bytes of K/V.",
+    otherwise="as much as fits",
+)
+@batching_options
+@traffic_options
+@click.option(
+    "--percentile",
+    type=float,
+    default=99.0,
+    help="Percentage of the requests that must meet the SLO.",
+)
+@click.option(
+    "--tensor-parallel",
+    type=Numbers(HINT),
+    metavar="LIST",
+    default=",".join(map(str, DEGREES)),
+    help="Numbers of GPUs that share the model, each of which is tried.",
+)
+@click.option(
+    "--replicas",
+    type=Numbers(HINT),
+    metavar="LIST",
+    help="Numbers of replicas of the model to try.  [default: the fewest that meet the SLO]",
+)
+@click.option(
+    "--max-gpus", type=Count(), default=MOST_GPUS, help="Largest number of GPUs of a fleet."
+)
+@option(
+    "--out",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="DIR",
+    help="Directory for plan.json, and for the journal from which an interrupted search goes "
+    f"on.  [default: {RESULTS}]",
+)
+@executor_options
+@plot_option
+@json_option
+@click.pass_context
+def plan(ctx: click.Context, /, **given: Any) -> None:
+    """Find the fewest GPUs, and the least K/V memory and host RAM, for the SLO of WORKLOAD.
+
+    Fleets of replicas are simulated, with sessions divided among the replicas by hash, until
+    the smallest ones that meet the SLO are found. Simulations of a smaller fleet with ideal
+    parts, such as an endless pool, then show its limit: the policy, the capacity of its
+    memory, the content of the prompts, or compute. Finished simulations are kept: after an
+    interruption the same command goes on with the rest.
+    """
+    source = named_workload(given)
+    out = given["out"] or RESULTS
+    written = out / "plan.json"
+    refuse_overwrite(written, source.options().values())
+    not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
+    options = run_options(given, "workload", "tier", "tensor_parallel", "replicas")
+    make_directory(out)
+    try:
+        with (
+            Journal(out / "journal.jsonl") as journal,
+            plot_file(given["picture"], source.options().values()) as write_plot,
+        ):
+            found = make_plan(
+                source,
+                percentile=given["percentile"],
+                tensor_parallel=given["tensor_parallel"],
+                replicas=given["replicas"],
+                max_gpus=given["max_gpus"],
+                tier=HOST if not_given else given["tier"],
+                journal=journal,
+                executor=search_executor(given, source),
+                progress=progress,
+                **options,
+            )
+            report = PlanReport(found.as_dict())
+            document = {"schema": 1, **report.plan}
+            limit = document["limit"]
+            document["limit"] = {"verdict": limit["verdict"], "why": report.limit} | limit
+            with atomic_file(written) as file:
+                file.buffer.write(json_bytes(document))
+            write_plot(report.chart())
+    except KeyboardInterrupt:
+        echo(f"kvcore: what is finished is in {out}; run it again to go on", err=True)
+        raise
+    if given["as_json"]:
+        emit_json(document)
+    else:
+        print_sections(*report.sections)
+    for note in found.notes:
+        echo(f"kvcore: {note}", err=True)
+    if found.best is None:
+        ctx.exit(NONE_FOUND)

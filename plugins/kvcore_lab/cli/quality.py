@@ -1,0 +1,160 @@
+"""`kvcore quality`: the loss of quality under bounded or compressed K/V, at equal bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcore.cli.options import shared
+from kvcore.cli.output import (
+    emit_json,
+    input_file,
+    json_option,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, option, plugin_completion, verb
+from kvcore.errors import InputError
+from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
+from kvcore_lab.quality import measure
+from kvcore_lab.report.quality import QualityReport
+from kvcore_replay.cli.plots import plot_file, plot_option
+
+RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
+
+
+@verb(
+    "kvcore quality --plot quality.svg",
+    "kvcore quality --generator huggingface:model=DIR --text book.txt --retention snapkv,tova",
+)
+@shared("generator")
+@shared("backend")
+@shared("dtype")
+@click.option(
+    "--retention",
+    metavar="LIST",
+    default=RETENTION,
+    help="Retention policies, such as h2o,window:sinks=4; `full` is always measured.",
+    **plugin_completion("retention"),
+)
+@click.option(
+    "--codec",
+    metavar="LIST",
+    default=CODEC,
+    help="Codecs, such as fp16,kivi:bits=2; the first one keeps the full K/V that budgets are "
+    "shares of.",
+    **plugin_completion("codec"),
+)
+@option(
+    "--budget",
+    heading=POLICIES,
+    metavar="LIST",
+    default=BUDGET,
+    help="Bytes that a policy may keep, as shares of the bytes of all tokens.",
+)
+@option(
+    "--text",
+    heading=REQUESTS,
+    callback=input_file,
+    metavar="FILE",
+    help="Text file to compute.  "
+    "[default: random tokens, followed by tokens that the generator samples]",
+)
+@option(
+    "--prompt-tokens",
+    heading=REQUESTS,
+    type=Count(),
+    default=512,
+    help="Number of tokens of a prompt.",
+)
+@option(
+    "--tokens",
+    heading=REQUESTS,
+    type=Count(),
+    default=64,
+    help="Number of tokens after a prompt to compare.",
+)
+@option(
+    "--texts",
+    heading=REQUESTS,
+    type=Count(),
+    default=4,
+    help="Number of texts, and of haystacks to search.",
+)
+@click.option("--block-size", type=Count(), default=16, help="Number of tokens in a KV block.")
+@option(
+    "--needles",
+    heading=REQUESTS,
+    type=Count(0),
+    default=12,
+    help="Number of questions about each haystack.",
+)
+@option(
+    "--announce/--no-announce",
+    heading=REQUESTS,
+    default=True,
+    help="End the haystack with the questions, so that policies can see them.",
+)
+@option(
+    "--needle-generator",
+    heading=MODEL,
+    metavar="PLUGIN",
+    help="Generator that answers the questions.  [default: induction for transformer, else "
+    "that of --generator]",
+    **plugin_completion("generator"),
+)
+@shared("threads")
+@shared("seed", default=0, text="Seed of texts, haystacks, and plugins that draw.")
+@plot_option
+@json_option
+def quality(**given: Any) -> None:
+    """Measure the loss of quality if a retention policy bounds K/V, or a codec shrinks it.
+
+    A generator computes the same texts with all of its K/V, and with the part of it that each
+    policy and codec leave at each budget of bytes. Three differences are measured: those of
+    attention's output, of the distribution of the next token, and of the share of needles
+    that are found in a haystack.
+    """
+    text = given["text"]
+    with plot_file(given["picture"], [] if text is None else [text]) as write:
+        report = QualityReport(
+            measure(
+                str(given["generator"]),
+                backend=str(given["backend"]),
+                text=None if text is None else _read(text),
+                budgets=_budgets(given["budget"]),
+                announced=given["announce"],
+                progress=progress,
+                **{name: given[name] for name in AS_GIVEN},
+            )
+        )
+        write(report.plot)
+    if given["as_json"]:
+        emit_json({"schema": 1, **report.document()})
+    else:
+        print_sections(*report.sections, compact=True)
+
+
+AS_GIVEN = (
+    *("retention", "codec", "dtype", "block_size", "prompt_tokens", "tokens", "texts"),
+    *("needles", "needle_generator", "threads", "seed"),
+)
+"""Options with the names of arguments of `measure`."""
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        msg = f"--text {path}: not UTF-8 at byte {error.start}: give a file of text"
+        raise InputError(msg) from error
+
+
+def _budgets(text: str) -> list[float]:
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        msg = f"--budget {text}: expected shares of the full bytes, such as 0.1,0.25"
+        raise InputError(msg) from None

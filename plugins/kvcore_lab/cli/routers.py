@@ -1,0 +1,85 @@
+"""`kvcore routers`: hits and latencies of each router, beside one cache for all servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvcore.cli.options import (
+    Numbers,
+    batching_options,
+    named_workload,
+    names_from_file,
+    part_options,
+    policy_options,
+    run_options,
+    server_options,
+    shared,
+    traffic_options,
+    workload_argument,
+)
+from kvcore.cli.output import emit_json, json_option, print_sections, progress
+from kvcore.cli.verb import option, plugin_completion, verb
+from kvcore_cluster.options import CLUSTER
+from kvcore_lab.cli.lab_options import executor_options, search_executor
+from kvcore_lab.report.routers import RoutersReport
+from kvcore_lab.routers import compare_routers
+from kvcore_replay.cli.plots import plot_file, plot_option
+
+
+@verb(
+    "kvcore routers --replicas 8 --tensor-parallel 1",
+    "kvcore routers requests.jsonl --replicas 2,4,8 --routers round-robin,least-requests",
+)
+@workload_argument
+@part_options
+@option(
+    "--routers",
+    heading=CLUSTER,
+    metavar="LIST",
+    help="Routers, such as round-robin,least-requests.  [default: all that are installed]",
+    **plugin_completion("router"),
+)
+@click.option(
+    "--replicas",
+    type=Numbers("expected numbers, such as 2,4,8"),
+    metavar="LIST",
+    default="8",
+    help="Numbers of servers that share the requests.",
+)
+@shared("view")
+@shared("fail")
+@policy_options
+@server_options
+@batching_options
+@traffic_options
+@executor_options
+@plot_option
+@json_option
+@click.pass_context
+def routers(ctx: click.Context, /, **given: Any) -> None:
+    """Compare routers: simulate serving WORKLOAD with several servers under each of them.
+
+    One table has hits, the balance of load, latencies and goodput of each router, and the hits
+    of one cache with the memory of all servers, under the same eviction policy and under the
+    optimum. Several --replicas show how these change with the number of servers.
+    """
+    names_from_file(ctx, given)
+    source = named_workload(given)
+    options = run_options(given, "workload", "replicas")
+    with plot_file(given["picture"], source.options().values()) as write_plot:
+        found = compare_routers(
+            source,
+            given["routers"],
+            given["replicas"],
+            executor=search_executor(given, source),
+            progress=progress,
+            **{name: value for name, value in options.items() if value is not None},
+        )
+        report = RoutersReport(found)
+        write_plot(report.chart())
+    if given["as_json"]:
+        emit_json(report.document())
+    else:
+        print_sections(*report.sections)

@@ -1,0 +1,161 @@
+"""`kvcore sweep`: a grid of runs, which can be interrupted and resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    print_sections,
+    print_text,
+    progress,
+)
+from kvcore.cli.verb import echo, verb
+from kvcore.errors import InputError, PluginError
+from kvcore.files import make_directory, refuse_overwrite
+from kvcore.plugins.manager import Plugins
+from kvcore.report.tables import counted
+from kvcore_lab.cli.lab_options import executor_options
+from kvcore_lab.report.sweep import (
+    WRITERS,
+    SweepReport,
+    chart_axis,
+    check_table,
+    sweep_document,
+    write_table,
+)
+from kvcore_lab.sweep import Grid, Journal, Plan, Sweep, executor_named
+from kvcore_lab.sweep import sweep as run_sweep
+from kvcore_lab.sweep.grid import SweepFile
+from kvcore_replay.cli.plots import plot_file, plot_option
+
+JOURNAL = "journal.jsonl"
+"""The name of the journal in a directory."""
+
+FAILED = 1
+"""The exit code if a cell failed."""
+
+SHOWN = 10
+"""Largest number of failed cells to name."""
+
+
+@verb("kvcore sweep grid.toml --out results.csv --jobs 4")
+@click.argument("file", callback=file_path, metavar="NAME.TOML")
+@click.option(
+    "--out",
+    callback=file_path,
+    metavar="DIR|FILE",
+    help="File for the results (.csv, .json or .parquet), or a directory.  "
+    "[default: NAME-results]",
+)
+@executor_options
+@plot_option
+@click.option(
+    "--plot-axis",
+    metavar="NAME",
+    help="Axis of the grid for the x-axis of the plot.  [default: the only one with numbers]",
+)
+@json_option
+@click.pass_context
+def sweep(
+    ctx: click.Context,
+    /,
+    *,
+    file: Path,
+    out: Path | None,
+    jobs: int | None,
+    executor: str | None,
+    picture: Path | None,
+    plot_axis: str | None,
+    as_json: bool,
+) -> None:
+    """Run each combination of the workloads, policies, sizes and other options in NAME.TOML.
+
+    Each cell of the grid is simulated (mode "simulate") or replayed without a clock (mode
+    "compare"), in processes of this machine or on a Ray cluster. Finished cells are kept: after
+    a crash the same command goes on with the rest.
+    """
+    source = SweepFile.read(file)
+    with _naming(None if executor or jobs else file):
+        runner = executor_named(executor or source.executor or "local", jobs or source.jobs)
+    with _naming(None if out else file):
+        journal, tables = _places(out or source.out or file.with_name(f"{file.stem}-results"))
+    with _naming(file):
+        plan = Plan.of(source.grid)
+    written = [journal, *tables, *([] if picture is None else [picture])]
+    _refuse_overwrite(plan.grid, written)
+    axis = None if picture is None else chart_axis(plan.grid, plot_axis)
+    if journal.name == JOURNAL:
+        make_directory(journal.parent)
+    try:
+        with Journal(journal) as opened, plot_file(picture) as write_plot:
+            for number in opened.damaged:
+                text = f"{journal}:{number}: does not match its digest: its cell is run again"
+                echo(f"kvcore: {text}, unless a later line has it", err=True)
+            result = run_sweep(plan, opened, executor=runner, progress=progress)
+            for table in tables:
+                write_table(result, table)
+            if axis is not None:
+                write_plot(SweepReport(result).chart(axis))
+    except KeyboardInterrupt:
+        echo(f"kvcore: what is finished is in {journal}; run it again to go on", err=True)
+        raise
+    if as_json:
+        emit_json(sweep_document(result))
+    else:
+        print_sections(*SweepReport(result).sections)
+        print_text(f"All rows: {', '.join(map(str, tables))}.")
+    if result.failed:
+        _report_failures(result)
+        ctx.exit(FAILED)
+
+
+@contextmanager
+def _naming(file: Path | None) -> Iterator[None]:
+    """Prefix errors of the body with the name of the file, if one is given."""
+    try:
+        yield
+    except (InputError, PluginError) as error:
+        if file is None:
+            raise
+        msg = f"{file}: {error}"
+        raise type(error)(msg) from error
+
+
+def _places(out: Path) -> tuple[Path, list[Path]]:
+    """Return the paths of the journal and of the tables."""
+    if out.is_dir() or not out.suffix:
+        return out / JOURNAL, [out / "results.csv", out / "results.json"]
+    if out.suffix not in WRITERS:
+        msg = f"out {out}: give a directory, or a file that ends in {', '.join(WRITERS)}"
+        raise InputError(msg)
+    check_table(out)
+    return out.with_name(f"{out.name}.journal"), [out]
+
+
+def _refuse_overwrite(grid: Grid, written: list[Path]) -> None:
+    """Refuse to write over files that the workloads read."""
+    plugins = Plugins()
+    for spec in grid.axes.get("workload", ()):
+        workload = plugins.build("workload", spec)
+        for path in written:
+            refuse_overwrite(path, workload.options().values())
+
+
+def _report_failures(result: Sweep) -> None:
+    """Print the failed cells and their errors on stderr."""
+    failed = result.failed
+    varied = [name for name in result.grid.varied if name in result.rows[0]]
+    for row in failed[:SHOWN]:
+        cell = ", ".join(f"{name} {row[name]}" for name in varied) or row["workload"]
+        echo(f"kvcore: failed: {cell}: {row['error']}", err=True)
+    if len(failed) > SHOWN:
+        more = counted(len(failed) - SHOWN, "more cell")
+        echo(f"kvcore: failed: {more}", err=True)
+    echo("kvcore: the same command tries the failed cells again", err=True)

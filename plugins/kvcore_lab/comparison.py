@@ -1,0 +1,610 @@
+"""Comparison of eviction policies with Belady's bound and an unbounded cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property, partial
+from itertools import product
+from numbers import Integral
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import attrs
+
+from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.pool import MOST_BLOCKS
+from kvcore.cache.residency import CacheStats
+from kvcore.errors import InputError, shorten
+from kvcore.files import refuse_overwrite
+from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
+from kvcore.notebook import Shown, data_frame
+from kvcore.plugins.manager import Plugins, check_name
+from kvcore.plugins.options import as_text
+from kvcore.progress import Progress, Tick, silent, ticked, unseen
+from kvcore.request import Request
+from kvcore.trace import Trace
+from kvcore.trace.fields import plain
+from kvcore.workloads import Workload, check_keys
+from kvcore.workloads.selection import opened
+from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
+from kvcore_lab.workers import Call, call_all, check_jobs
+from kvcore_replay.belady import Belady, Future
+from kvcore_replay.serial_replay import replay, served
+
+if TYPE_CHECKING:
+    # Imported when there are prices.
+    from kvcore_replay.billing import Bill, Bills
+    from kvcore_replay.pricing import PriceModel
+
+PARTS = (180, 60, 30, 18, 6)
+"""The pool sizes if none are given: the distinct blocks of the workload divided by these."""
+
+HELD_BYTES = 32 << 20
+REQUEST_BYTES, KEY_BYTES = 500, 8
+"""The most memory in which the requests of a workload are held, and about how much a request
+and each of its keys take."""
+
+SHARING = "radix"
+"""The prefix cache for which the optimum is a bound; also the default."""
+
+
+@attrs.frozen(kw_only=True)
+class Row:
+    """One eviction policy in a pool of one size.
+
+    Attributes:
+        eviction, options: name and options of the policy.
+        blocks, block_size: blocks of the pool, and tokens of a block.
+        requests: number of requests that were replayed.
+        lookup_blocks, hit_blocks: blocks looked up, and blocks hit before the first miss.
+        hit_ratio: share of the lookups that hit, weighted by `block`, `token` or `request`
+            (the mean over requests with a lookup block); None if no block was looked up.
+        reused_blocks, reuse_ratio: the same for hits in the pool or in a tier below it; None
+            without tiers. For the optimum: the most that any policies of both can reach.
+        tiers: transfers and drops of each tier, as from `Tiers.as_dict()`; None without tiers
+            and for the optimum.
+        evicted_blocks: blocks that left the cache, for room or because they expired.
+        share_of_optimum: hits of the row divided by those of the optimum (without bypass) in
+            the same pool; None if the optimum was not run or hits nothing.
+        residency: how long blocks stayed, by tier, as from `Residency.as_dict()`, in the time
+            of the workload; None if it was not measured and for the optimum.
+        bill: the bill of an API that has this cache; None without prices.
+        wall_s: seconds that the row took, the reading of the workload included. Rows of the
+            optimum share one reading, which is part of no row.
+    """
+
+    eviction: str
+    options: dict[str, Any]
+    blocks: int
+    block_size: int
+    requests: int
+    lookup_blocks: int
+    hit_blocks: int
+    hit_ratio: dict[str, float | None]
+    evicted_blocks: int
+    share_of_optimum: float | None = None
+    reused_blocks: int | None = None
+    reuse_ratio: dict[str, float | None] | None = None
+    tiers: list[dict[str, Any]] | None = None
+    residency: dict[str, Any] | None = None
+    bill: Bill | None = None
+    wall_s: float
+
+
+@attrs.frozen(kw_only=True)
+class Infinite:
+    """Hits of a cache that never evicts: the upper bound for every pool size.
+
+    Attributes:
+        distinct_blocks: blocks in the cache at the end; a pool of that size hits as much.
+        lookup_blocks, hit_blocks, hit_ratio: the same as in `Row`.
+    """
+
+    distinct_blocks: int
+    lookup_blocks: int
+    hit_blocks: int
+    hit_ratio: dict[str, float | None]
+
+
+@attrs.frozen(kw_only=True)
+class Source:
+    """The workload of a comparison, without its requests."""
+
+    name: str
+    digest: str
+    requests: int
+    key_tokens: int
+    options: dict[str, Any]
+
+    @classmethod
+    def of(cls, workload: Workload) -> Source:
+        """Describe `workload`; its requests are not read, and `requests` is 0."""
+        return cls(
+            name=workload.name,
+            digest=workload.digest,
+            requests=0,
+            key_tokens=workload.key_tokens,
+            options=plain(workload.options()),
+        )
+
+
+@attrs.frozen(kw_only=True)
+class Comparison(Shown):
+    """The result of `compare`: one row per policy and size, in the order of the arguments.
+
+    Attributes:
+        workload: the workload that was replayed.
+        accounting: the accounting of blocks, `keys` or `tokens`.
+        rows: the policies.
+        infinite: the hits of a cache that never evicts.
+        bills: the bills of an API by its own rule and without any cache; None without prices.
+    """
+
+    workload: Source
+    accounting: str
+    rows: list[Row]
+    infinite: Infinite
+    bills: Bills | None = None
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        left_out = attrs.filters.exclude(
+            "options", "hit_ratio", "reuse_ratio", "residency", "tiers", "bill"
+        )
+        rows = [
+            attrs.asdict(row, filter=left_out)
+            | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
+            | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
+            | {f"reuse_ratio_{k}": ratio for k, ratio in (row.reuse_ratio or {}).items()}
+            | ({} if row.bill is None else {"bill_usd": row.bill.usd})
+            for row in self.rows
+        ]
+        return data_frame(rows, "`comparison.rows`")
+
+
+def compare(
+    workload: Workload | Iterable[Request] | str | os.PathLike[str],
+    policies: Policy | Iterable[Policy],
+    blocks: int | Iterable[int] | None = None,
+    *,
+    block_size: int | None = None,
+    accounting: str = "keys",
+    prefix: str | Callable[[], PrefixIndex] = SHARING,
+    recompute: PrefillCost | None = None,
+    seed: int | None = None,
+    trace: str | os.PathLike[str] | None = None,
+    residency: bool = False,
+    tiers: Callable[[KVCache], object] | None = None,
+    price: PriceModel | str | None = None,
+    jobs: int = 1,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Replay `workload`, serial and untimed, under each policy in a pool of each size.
+
+    The workload is read once for each row, unless its requests take less than `HELD_BYTES`:
+    then they are held in memory. A row takes the memory of one cache. Equal policies and equal
+    sizes are run once.
+
+    Args:
+        workload: the source of the requests: an instance, a plugin's name with options, the
+            path of a file, or an iterable of requests.
+        policies: one or several: names with options (`"lfu:half_life=300"`; one text may
+            hold several), policy classes, functions that build a policy, and `Belady` or
+            its name.
+        blocks: one or several pool sizes; None: a few fractions of the workload's distinct
+            blocks.
+        block_size: tokens of a block; None: the tokens of a key of the workload.
+        accounting: `keys` or `tokens`.
+        prefix: the prefix cache, as a name with options, a class, or a function.
+        recompute: the seconds to compute a block again, for policies that weigh them; None:
+            those of Llama 3 8B on an H100.
+        seed: the seed of named policies that have an option `seed` and do not set it.
+        trace: the file to which every decision is written; needs one policy and one size.
+        residency: whether to measure how long blocks stay; a row then takes two to three times
+            as long.
+        tiers: puts tiers below a cache, as `Tiers(cache, ...)` does, new ones for each row;
+            None: no tiers. Loads from them take no time, since no clock runs.
+        price: the prices of an API that caches prompts, or their text; None: no bills.
+        jobs: processes that replay rows, each with the memory of a row. The result does not
+            depend on it.
+        plugins: the plugins by which names are resolved; None: those installed.
+        progress: shows the number of requests that have been replayed; None: no progress.
+
+    Raises:
+        InputError: no workload, no policy, a size that no pool can have, an unknown name or
+            option, a block size that does not fit the keys, fewer than 1 job, a policy or a
+            workload that several jobs cannot share, a trace of several rows, of the optimum or
+            over the workload's own file, the optimum in `tokens` accounting or with another
+            prefix cache than `radix`, or a request that cannot be read.
+        PluginError: a plugin cannot be used here.
+        PolicyError: a policy failed.
+    """
+    plugins = plugins or Plugins()
+    requested: Workload = opened(workload, plugins)
+    make_prefix = (
+        partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
+    )
+    setup = ReplaySetup.of(requested, accounting, block_size, recompute, make_prefix)
+    setup = attrs.evolve(setup, put_tiers=tiers)
+    candidates = candidates_of(policies, plugins, seed)
+    sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
+    _check(candidates, sizes, accounting, make_prefix, trace)
+    check_jobs(jobs)
+    if trace is not None:
+        refuse_overwrite(trace, requested.options().values())
+    source = Source.of(requested)
+    if isinstance(price, str):
+        from kvcore_replay.pricing import find_price  # noqa: PLC0415 - for prices alone
+
+        price = find_price(price)
+    maker = _RowMaker(setup, residency, price)
+    replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
+    steps = None if requested.size is None else requested.size * replays
+    with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
+        bounded = has_bound(candidates)
+        if jobs > 1 and trace is None and sizes is not None and not bounded:
+            pairs = list(product(candidates, sizes))
+            (requests, infinite), *rows = maker.in_processes(pairs, jobs, infinite=True)
+        else:
+            requests, infinite = maker.infinite(bounded=bounded)
+            if sizes is None:
+                sizes = default_sizes(infinite.distinct_blocks)
+            if trace is None:
+                rows = maker.rows(candidates, sizes, jobs)
+            else:
+                rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
+    source = attrs.evolve(source, requests=requests)
+    found = _with_shares(rows)
+    bills = None
+    if price is not None:
+        from kvcore_replay.billing import bill  # noqa: PLC0415 - as above
+
+        bills = bill(requested, price)
+    return Comparison(
+        workload=source, accounting=accounting, rows=found, infinite=infinite, bills=bills
+    )
+
+
+def default_sizes(distinct_blocks: int) -> list[int]:
+    """Return pool sizes from tight to roomy for a workload, of one digit and zeros."""
+    sizes = (distinct_blocks // part for part in PARTS)
+    return list(dict.fromkeys(max(1, round(size, 1 - len(str(size)))) for size in sizes))
+
+
+@attrs.frozen(slots=False)
+class ReplaySetup:
+    """A workload and all settings of its untimed replays but the policy and the pool size.
+
+    Attributes:
+        workload: the source of the requests.
+        geometry: the layout of their keys in blocks.
+        recompute: the seconds to compute a block again.
+        make_prefix: builds a prefix cache; None: the default.
+        put_tiers: puts tiers below a cache; None: no tiers.
+    """
+
+    workload: Workload
+    geometry: BlockLayout
+    recompute: PrefillCost
+    make_prefix: Callable[[], PrefixIndex] | None
+    put_tiers: Callable[[KVCache], object] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        workload: Workload,
+        accounting: str,
+        block_size: int | None,
+        recompute: PrefillCost | None,
+        make_prefix: Callable[[], PrefixIndex] | None = None,
+    ) -> ReplaySetup:
+        """Return the setup of a workload, with the defaults of `compare` for None.
+
+        Raises:
+            InputError: no workload, or an accounting or block size that does not fit its keys.
+            PluginError: the workload has no name.
+        """
+        if not isinstance(workload, Workload):
+            msg = (
+                f"{shorten(repr(workload))} is no workload: give requests, or an instance "
+                "such as one of Plugins().build('workload', 'zipf:skew=1.5')"
+            )
+            raise InputError(msg)
+        check_name(workload)
+        keys = workload.key_tokens
+        geometry = BlockLayout(accounting, keys if block_size is None else block_size, keys)
+        return cls(workload, geometry, recompute or default_prefill_cost(), make_prefix)
+
+    def cache(
+        self, eviction: EvictionPolicy, blocks: int, trace: Trace | None = None
+    ) -> KVCache:
+        """Return an empty cache of `blocks` blocks under `eviction`."""
+        return KVCache(
+            blocks,
+            self.geometry.block_size,
+            eviction=eviction,
+            prefix=None if self.make_prefix is None else self.make_prefix(),
+            accounting=self.geometry.accounting,
+            key_tokens=self.geometry.key_tokens,
+            trace=trace,
+            recompute=self.recompute,
+        )
+
+    @cached_property
+    def slots(self) -> int:
+        """Number of slots in all tiers below a cache together."""
+        if self.put_tiers is None:
+            return 0
+        cache = self.cache(_NoEviction(), 1)
+        self.put_tiers(cache)
+        return sum(tier["slots"] for tier in cache.tiers.as_dict()) if cache.tiers else 0
+
+    def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
+        """Replay in a cache that never evicts; return its counts and its final blocks."""
+        cache = self.cache(_NoEviction(), MOST_BLOCKS)
+        return replay(requests, cache), cache.tree.cached_blocks
+
+
+@attrs.define
+class _RowMaker:
+    """Makes the rows of a comparison: one replay of the workload each."""
+
+    setup: ReplaySetup
+    residency: bool
+    price: PriceModel | None
+    tick: Tick = attrs.field(init=False, repr=False)
+    future: Future | None = attrs.field(init=False, default=None)
+    held: list[Request] = attrs.field(init=False, factory=list, repr=False)
+
+    def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
+        """Return the number of requests, and the hits of a cache without bounds.
+
+        With `bounded`, for comparisons with Belady's bound, both follow from the future that
+        the bound needs anyway; else from a replay.
+        """
+        requests = ticked(self._holding(check_keys(self.setup.workload)), self.tick)
+        if bounded:
+            geometry = self.setup.geometry
+            self.future = future = Future.read(requests, geometry)
+            stats = future.stats(future.reused, geometry.block_size)
+            distinct = stats.lookup_blocks - stats.hit_blocks
+        else:
+            stats, distinct = self.setup.unbounded(requests)
+        return stats.requests, Infinite(
+            distinct_blocks=distinct,
+            lookup_blocks=stats.lookup_blocks,
+            hit_blocks=stats.hit_blocks,
+            hit_ratio=stats.ratios(),
+        )
+
+    def _holding(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield `requests`, and hold them for the rows if they take little memory."""
+        held: list[Request] = []
+        size = 0
+        for request in requests:
+            size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
+            if size <= HELD_BYTES:
+                held.append(request)
+            else:
+                held.clear()
+            yield request
+        self.held = held
+
+    @property
+    def _requests(self) -> Iterable[Request]:
+        """The held requests; the workload if they are not held."""
+        return self.held or self.setup.workload
+
+    def rows(self, policies: list[Candidate], sizes: list[int], jobs: int) -> list[Row]:
+        """Return the row of each policy in a pool of each size, made by `jobs` processes."""
+        pairs = list(product(policies, sizes))
+        if jobs == 1:
+            return [self.row(policy, size) for policy, size in pairs]
+        # The future that the bound needs is read in this process: it takes more memory than a
+        # row.
+        sent = [pair for pair in pairs if pair[0].kind is not Belady]
+        made = iter(self.in_processes(sent, jobs))
+        return [self.row(*pair) if pair[0].kind is Belady else next(made) for pair in pairs]
+
+    def in_processes(
+        self, pairs: list[tuple[Candidate, int]], jobs: int, *, infinite: bool = False
+    ) -> list[Any]:
+        """Return the row of each policy and size, made by `jobs` processes.
+
+        With `infinite`, the first item is the result of `infinite(bounded=False)`.
+        """
+        calls: list[Call[Any]] = [self._call(policy, size) for policy, size in pairs]
+        if infinite:
+            unbounded = partial(self._sent.infinite, bounded=False)
+            calls.insert(0, Call(unbounded, self._parts, "the replay without bounds"))
+        made: dict[int, Any] = {}
+        for number, result in call_all(calls, jobs):
+            made[number] = result
+            self.tick(result.requests if isinstance(result, Row) else result[0])
+        return [made[number] for number in range(len(calls))]
+
+    def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
+        """Return the call that makes the row of a policy, in this process or another."""
+        built = attrs.evolve(policy, make=partial(_prebuilt, policy.build()))
+        return Call(
+            partial(self._sent.row, built, blocks),
+            f"{self._parts} with policy {policy.name!r}",
+            f"the replay of {self.setup.workload.name} with {blocks} blocks",
+        )
+
+    @property
+    def _sent(self) -> _RowMaker:
+        """A copy for a worker process, without held requests and progress."""
+        setup, prefix = self.setup, self.setup.make_prefix
+        if prefix is not None:
+            setup = attrs.evolve(setup, make_prefix=partial(_prebuilt, prefix()))
+        sent = _RowMaker(setup, self.residency, self.price)
+        sent.tick = unseen
+        return sent
+
+    @property
+    def _parts(self) -> str:
+        return f"workload {self.setup.workload.name!r}"
+
+    def row(self, policy: Candidate, blocks: int, trace: Trace | None = None) -> Row:
+        """Replay under one policy in a pool of one size."""
+        begin = perf_counter()
+        cache: KVCache | None = None
+        reused: CacheStats | None = None
+        size, charged = self.setup.geometry.block_size, None
+        if isinstance(policy.make, Belady):
+            assert self.future is not None, "`infinite` has read it"
+            self.tick(len(self.future.lengths))
+            hits, evicted = policy.make.hits(self.future, blocks)
+            stats = self.future.stats(hits, size)
+            if self.setup.slots:
+                # Pool and tiers hit at most what one cache hits that need not keep its prompts.
+                reused, _ = Belady(bypass=True).replay(
+                    self.future, blocks + self.setup.slots, size
+                )
+            if self.price is not None:
+                charged = self._bill(zip(self._requests, hits, strict=True))
+        else:
+            cache = self.setup.cache(policy.make(), blocks, trace)
+            if self.setup.put_tiers is not None:
+                self.setup.put_tiers(cache)
+            if self.residency:
+                cache.record_residency()
+            requests = ticked(self._requests, self.tick)
+            if self.price is not None:
+                done = served(requests, cache)
+                charged = self._bill((seq.request, seq.hit_blocks) for seq in done)
+            stats = cache.stats if self.price else replay(requests, cache)
+            reused = None if cache.tiers is None else cache.tiers.hit_stats()
+            evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
+        return Row(
+            eviction=policy.name,
+            options=policy.options,
+            blocks=blocks,
+            block_size=self.setup.geometry.block_size,
+            requests=stats.requests,
+            lookup_blocks=stats.lookup_blocks,
+            hit_blocks=stats.hit_blocks,
+            hit_ratio=stats.ratios(),
+            evicted_blocks=evicted,
+            reused_blocks=None if reused is None else reused.hit_blocks,
+            reuse_ratio=None if reused is None else reused.ratios(),
+            tiers=None if cache is None or cache.tiers is None else cache.tiers.as_dict(),
+            residency=None if cache is None else cache.residency_by_tier(),
+            bill=charged,
+            wall_s=round(perf_counter() - begin, 6),
+        )
+
+    def _bill(self, hits: Iterable[tuple[Request, int]]) -> Bill:
+        """Return the bill of requests; each comes with the number of blocks that it hits."""
+        from kvcore_replay.billing import Bill, hit_charge  # noqa: PLC0415 - for prices alone
+
+        size = self.setup.geometry.block_size
+        assert self.price is not None
+        price = self.price
+        return Bill.of(price, (hit_charge(price, each, hit * size) for each, hit in hits))
+
+    def traced_row(
+        self, policy: Candidate, blocks: int, file: str | os.PathLike[str], seed: int | None
+    ) -> Row:
+        """Replay under one policy and write every decision to the trace `file`."""
+        cost = cost_fields(self.setup.recompute)
+        with Trace(file, workload=self.setup.workload, seed=seed, recompute=cost) as trace:
+            return self.row(policy, blocks, trace)
+
+
+def _prebuilt(part: Any) -> Any:
+    """Return `part`: with `partial`, a function that builds it and can be pickled."""
+    return part
+
+
+@attrs.define(slots=False, eq=False)
+class _NoEviction(EvictionPolicy):
+    """The policy of a cache that never evicts."""
+
+    name: ClassVar[str] = "no eviction"
+
+    def victim(self, now: int) -> Span:
+        """Raise LookupError: even the largest possible pool is full."""
+        del now
+        msg = f"the workload has more than {MOST_BLOCKS} distinct blocks"
+        raise LookupError(msg)
+
+
+def pool_sizes(blocks: int | Iterable[int], purpose: str) -> list[int]:
+    """Return pool sizes without repetitions.
+
+    `purpose` completes the error message for no size: `to compare in`.
+
+    Raises:
+        InputError: a size that no pool can have, or no size.
+    """
+    if isinstance(blocks, str) or not isinstance(blocks, Iterable):
+        blocks = [blocks]
+    sizes: list[Any] = list(dict.fromkeys(blocks))
+    for size in sizes:
+        whole = isinstance(size, Integral) and not isinstance(size, bool)
+        if not whole or not 0 < size <= MOST_BLOCKS:
+            msg = (
+                f"a pool of {size!r} blocks was asked for; give 1 or more, at most "
+                f"{MOST_BLOCKS}"
+            )
+            raise InputError(msg)
+    if not sizes:
+        msg = f"there is no pool {purpose}: give at least one size"
+        raise InputError(msg)
+    return [int(size) for size in sizes]
+
+
+def _check(
+    candidates: list[Candidate],
+    sizes: list[int] | None,
+    accounting: str,
+    make_prefix: Callable[[], PrefixIndex],
+    trace: str | os.PathLike[str] | None,
+) -> None:
+    """Refuse combinations of arguments that have no meaning."""
+    refuse_bound(candidates, accounting)
+    optimum = has_bound(candidates)
+    prefix = getattr(make_prefix(), "name", None) if optimum else SHARING
+    if prefix != SHARING:
+        msg = (
+            f"the optimum is a bound for sharing by prefix, as {SHARING!r} does it; it says "
+            f"nothing of prefix cache {prefix!r}: leave it out"
+        )
+        raise InputError(msg)
+    if trace is None:
+        return
+    if sizes is None or len(candidates) * len(sizes) > 1:
+        number = "none" if sizes is None else len(sizes)
+        msg = (
+            "a trace is of one policy in a pool of one size: "
+            f"policies given: {len(candidates)}, sizes given: {number}"
+        )
+        raise InputError(msg)
+    if optimum:
+        msg = "the optimum is a bound and decides nothing: there is no trace of it"
+        raise InputError(msg)
+
+
+def _with_shares(rows: list[Row]) -> list[Row]:
+    """Return the rows, each with its share of the hits of the optimum in the same pool."""
+    optimum = Belady()
+    best = {
+        row.blocks: row.hit_blocks
+        for row in rows
+        if (row.eviction, row.options) == (optimum.name, optimum.options())
+    }
+    return [
+        attrs.evolve(row, share_of_optimum=row.hit_blocks / best[row.blocks])
+        if best.get(row.blocks)
+        else row
+        for row in rows
+    ]

@@ -1,0 +1,1 @@
+"""Runs with contiguous memory, as servers allocated it before paging."""

@@ -1,0 +1,1 @@
+"""Hits by the size of the pool, and of a tier below it."""

@@ -1,0 +1,1 @@
+"""Measured servers: latency models fitted to them, and simulations beside them."""

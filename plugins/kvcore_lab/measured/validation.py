@@ -1,0 +1,205 @@
+"""Validation: simulated TTFT, TPOT and throughput against those of measured servers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import attrs
+
+from kvcore.config import RunConfig, RunParts
+from kvcore.config.like import LIKENESSES
+from kvcore.config.options import check_names, option_names
+from kvcore.errors import InputError, PolicyError
+from kvcore.histogram import nearest_rank
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import Spec, as_text
+from kvcore.progress import Progress, silent
+from kvcore.serving import Result, simulate
+from kvcore.units import check_whole
+from kvcore_lab.measured.rows import MEASURES, Measured, check_columns, read_measured
+
+ROUNDS, SPREAD = 10, 0.2
+"""Requests of each client of a closed loop, and the share by which their lengths vary."""
+
+REQUESTS = 1_000
+"""Requests of an open loop."""
+
+GROUPS = ("model", "device", "engine", "tensor_parallel", "weights_dtype", "concurrency")
+"""The columns by which rows are grouped, one after another."""
+
+
+@attrs.frozen
+class Errors:
+    """Relative errors of one measure over some rows: simulated / measured - 1.
+
+    Attributes:
+        rows: number of rows.
+        signed: the median error; below 0 if simulated values are too small.
+        absolute, p90: the median and the 90th percentile of the absolute errors.
+    """
+
+    rows: int
+    signed: float
+    absolute: float
+    p90: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Errors | None:
+        """Return the statistics of errors; None if there are none."""
+        if not errors:
+            return None
+        absolute = sorted(map(abs, errors))
+        p90 = absolute[nearest_rank(90, len(absolute)) - 1]
+        return cls(len(errors), median(errors), median(absolute), p90)
+
+
+@attrs.frozen
+class Compared:
+    """A measured row and its simulation.
+
+    Attributes:
+        row: the measured row.
+        options: the options of `RunConfig` of its simulation, without the workload.
+        config: the configuration of its simulation.
+        values: the simulated values, by the names of `MEASURES`.
+    """
+
+    row: Measured
+    options: Mapping[str, Any]
+    config: RunConfig
+    values: Mapping[str, float]
+
+    def error(self, measure: str) -> float | None:
+        """Return simulated / measured - 1; None if one of the two is missing."""
+        measured, simulated = self.row.values.get(measure), self.values.get(measure)
+        return None if measured is None or simulated is None else simulated / measured - 1
+
+
+@attrs.frozen
+class Validation:
+    """Measured rows beside their simulations.
+
+    Attributes:
+        source: the file.
+        compared: the rows that were simulated, in the order of the file.
+        left_out: number of rows that were not simulated, by reason.
+    """
+
+    source: str
+    compared: list[Compared]
+    left_out: Mapping[str, int]
+
+    @property
+    def measures(self) -> list[str]:
+        """The `MEASURES` that at least one row has."""
+        return [name for name in MEASURES if self.errors(name) is not None]
+
+    def errors(self, measure: str, of: Iterable[Compared] | None = None) -> Errors | None:
+        """Return the errors of a measure over rows (None: all rows); None without any."""
+        found = (each.error(measure) for each in (self.compared if of is None else of))
+        return Errors.of([error for error in found if error is not None])
+
+    def groups(self, by: str) -> dict[str, list[Compared]]:
+        """Return the rows by the value of a column, or of several: `model+engine`."""
+        check_columns(by.split("+"))
+        found: dict[str, list[Compared]] = {}
+        for each in self.compared:
+            found.setdefault(each.row.label(by), []).append(each)
+        return dict(sorted(found.items(), key=_natural))
+
+    def worst(self, measure: str, most: int = 5) -> list[Compared]:
+        """Return the rows with the largest absolute errors of a measure, largest first."""
+        off = {id(each): each.error(measure) for each in self.compared}
+        rows = [each for each in self.compared if off[id(each)] is not None]
+        return sorted(rows, key=lambda each: -abs(off[id(each)] or 0))[:most]
+
+
+def validate(
+    source: str | Path,
+    *,
+    where: Mapping[str, str] | None = None,
+    rounds: int = ROUNDS,
+    spread: float = SPREAD,
+    plugins: Plugins | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> Validation:
+    """Simulate each row of a file of measurements, and compare the simulation with the row.
+
+    A row with a `concurrency` is simulated as a closed loop: that number of clients start
+    together, and each sends a request as soon as the one before is answered. A row with a
+    `rate` has Poisson arrivals; at an infinite rate all requests arrive at once. A row with a
+    known `engine` is served by the rules of that engine (`like`). Costs about 15 ms per row.
+
+    Arguments and errors are those of `kvcore.validate`.
+    """
+    check_whole(rounds, 1)
+    check_names(options, option_names())
+    plugins = plugins or Plugins()
+    wanted = {name: set(values.split(",")) for name, values in (where or {}).items()}
+    check_columns(wanted)
+    rows: list[Measured] = []
+    left_out: Counter[str] = Counter()
+    for row in read_measured(source):
+        if isinstance(row, str):
+            left_out[row] += 1
+        elif all(row.label(name) in values for name, values in wanted.items()):
+            rows.append(row)
+    compared = []
+    with (progress or silent)("simulating rows", len(rows)) as tick:
+        for row in rows:
+            try:
+                compared.append(_compare(row, rounds, spread, plugins, options))
+            except (InputError, PolicyError) as error:
+                left_out[str(error)] += 1
+            tick(1)
+    if not compared:
+        reason = next((f"; the first: {each}" for each in left_out), "")
+        if where and not left_out:
+            labels = ", ".join(f"{name}={values}" for name, values in where.items())
+            reason = f": no row has {labels}"
+        msg = f"{source}: none of {sum(left_out.values()):,} rows can be simulated{reason}"
+        raise InputError(msg)
+    return Validation(str(source), compared, dict(left_out.most_common()))
+
+
+def _compare(
+    row: Measured, rounds: int, spread: float, plugins: Plugins, options: Mapping[str, Any]
+) -> Compared:
+    """Simulate a row."""
+    clients = row.load.get("concurrency")
+    requests = REQUESTS if clients is None else clients * rounds
+    load = {"requests": requests, "spread": spread, **row.load}
+    workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
+    engine = row.labels.get("engine")
+    like = {"like": engine} if engine in LIKENESSES else {}
+    given = {**like, **options, **row.options}
+    config = RunConfig.of("simulate", **given, workload=workload)
+    parts = RunParts(config, plugins)
+    result = simulate(parts.workload, residency=False, **parts.arguments())
+    return Compared(row, given, config, _values(result))
+
+
+def _values(result: Result) -> dict[str, float]:
+    """Return the simulated values, in the units of `MEASURES`.
+
+    Raises:
+        InputError: a request was rejected.
+    """
+    if result.log.reasons:
+        msg = f"requests are rejected: {next(iter(result.log.reasons.values()))}"
+        raise InputError(msg)
+    times = {"ttft": result.ttft, "tpot": result.tpot}
+    values = {name: time.mean for name, time in times.items() if time is not None}
+    throughput = result.throughput_tokens_s
+    return values if throughput is None else {**values, "throughput": throughput}
+
+
+def _natural(group: tuple[str, object]) -> tuple[bool, float, str]:
+    """Return the sort key of a group: numbers by size, then names."""
+    name = group[0]
+    return (False, float(name), "") if name.isdecimal() else (True, 0.0, name)

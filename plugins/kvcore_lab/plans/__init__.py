@@ -1,0 +1,1 @@
+"""Plans: the load that a server takes, and the servers that a load needs."""

@@ -1,0 +1,288 @@
+"""Search, by simulation, for the load or the memory with which a server keeps up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context
+from fractions import Fraction
+from functools import partial
+from math import ceil
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from kvcore.config import RunParts
+from kvcore.errors import InputError
+from kvcore.progress import Tick, unseen
+from kvcore.request import Request
+from kvcore.serving import Result
+from kvcore.serving.decode_batch import DecodeAllocator
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor
+from kvcore.serving.loop import NEVER, AllocatorFactory
+from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
+from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
+from kvcore_lab.plans.early_end import DecidedError, EarlyEndLoop, loop_of
+
+if TYPE_CHECKING:
+    from kvcore_cluster.config import ClusterParts
+    from kvcore_cluster.result import ClusterResult
+
+MOST_RATES = 6
+"""The most simulations in a search for a rate or for a number of replicas."""
+
+DOUBLINGS = 5
+"""The most times that a pool or a number of GPUs is doubled."""
+
+MORE = 1.25
+"""Factor from one number of replicas to the next one that is tried."""
+
+CLOSE = 1.05
+"""Ratio of two rates, rounded to two digits, between which no further rate is tried."""
+
+
+def find_capacity(
+    parts: RunParts, result: Result, tick: Tick = unseen
+) -> dict[str, float | int]:
+    """Return options with which the queue of a workload does not grow until its last request.
+
+    Empty if the queue does not grow anyway. Otherwise each of these that is found, to be
+    changed alone: `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the
+    smallest doubling of a pool whose size was given; `tensor_parallel`, the smallest doubling
+    of the GPUs. Each was simulated, without drafts: mostly 3 to 5 runs, at most 16, which end
+    as soon as it is certain whether the queue grows. The requests are read once, and stay in
+    memory during the search.
+
+    Args:
+        parts: the parts of the run; plugins must be given by name, since each simulation
+            builds its own.
+        result: the result of the run.
+        tick: called with 1 after each simulation.
+    """
+    if result.saturation is None or not result.saturation.saturated:
+        return {}
+    search = _Search(parts, result, tick, list(parts.workload))
+    found = {
+        "rate_scale": search.rate(),
+        "blocks": search.blocks(),
+        "tensor_parallel": search.devices(),
+    }
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def can_find_replicas(parts: ClusterParts) -> bool:
+    """Return True if all replicas are equal and do both phases: only their number can grow."""
+    return isinstance(parts.config.replicas, int) and parts.split is None
+
+
+def find_replicas(
+    parts: ClusterParts, result: ClusterResult, tick: Tick = unseen
+) -> dict[str, float | int]:
+    """Return a number of replicas with which the queue of a cluster does not grow to the end.
+
+    Empty if the queue does not grow anyway, if replicas differ or have split phases, or if no
+    number was found. The first number tried would serve requests as fast as they arrive if each
+    replica served as fast as in `result`; each further one is `MORE` times the last. At most
+    `MOST_RATES` numbers are tried.
+
+    Args:
+        parts: the parts of the run; plugins must be given by name, since each simulation
+            builds its own.
+        result: the result of the run.
+        tick: called with 1 after each simulation.
+    """
+    from kvcore_cluster.simulate import simulate_cluster  # noqa: PLC0415 - one server does without it
+
+    found = result.saturation
+    if found is None or not found.saturated or not can_find_replicas(parts):
+        return {}
+    number = cast("int", parts.config.replicas)
+    load = result.offered_load or 0
+    needed = number * max(found.arrivals_per_s / found.served_per_s, load)
+    for _ in range(MOST_RATES):
+        number = max(ceil(needed), number + 1)
+        config = parts.config.changed(replicas=number)
+        again = type(parts)(config, parts.plugins, workload=parts.workload)
+        tried = simulate_cluster(again.workload, **again.cluster(), residency=False).saturation
+        tick(1)
+        if tried is None or not tried.saturated:
+            return {"replicas": number}
+        needed = number * MORE
+    return {}
+
+
+@attrs.frozen
+class _Search:
+    """Simulates one workload again and again, each time with one option changed."""
+
+    parts: RunParts
+    result: Result
+    tick: Tick
+    requests: Sequence[Request]
+
+    def rate(self) -> float | None:
+        """Return the fastest rate at which the queue does not grow; None if none was found.
+
+        The first guess is the rate at which requests were served. If the queue does not grow
+        at that rate, the rate 5 % above is tried, at which it mostly does; otherwise the search
+        is a bisection.
+        """
+        saturation, load = self.result.saturation, self.result.offered_load or 0
+        assert saturation is not None
+        given = self.parts.config.rate_scale
+        # Above an offered load of 1 every queue grows.
+        high, low = given / max(load, 1), 0.0
+        served = given * saturation.served_per_s / saturation.arrivals_per_s
+        rate = _two_digits(min(high, served), ROUND_FLOOR)
+        for number in range(MOST_RATES):
+            if not low < rate < high:
+                break
+            if self._holds(rate_scale=rate):
+                low = rate
+            else:
+                high = rate
+            above = _two_digits(CLOSE * low, ROUND_CEILING)
+            if low and high <= above:
+                break
+            if low and not number:
+                rate = above
+            else:
+                rate = _two_digits((low + high) / 2 if low else 0.8 * high, ROUND_FLOOR)
+        return low or None
+
+    def blocks(self) -> int | None:
+        """Return the smallest pool with which the queue does not grow, if a size was given."""
+        if not self.parts.sized:
+            return None
+        sizes = [self.parts.blocks << doubling for doubling in range(1, DOUBLINGS + 1)]
+        able = [blocks for blocks in sizes if self._may(blocks, None)]
+        found = (blocks for blocks in able if self._holds(blocks=blocks, memory=None))
+        return next(found, None)
+
+    def devices(self) -> int | None:
+        """Return the smallest number of GPUs with which the queue does not grow."""
+        parts = self.parts
+        for doubling in range(1, DOUBLINGS + 1):
+            devices = parts.deployment.devices << doubling
+            with suppress(InputError):  # The model may not be divisible by this number.
+                blocks = parts.blocks
+                if not parts.sized:
+                    blocks = attrs.evolve(parts.deployment, devices=devices).blocks(
+                        parts.batching.max_seqs
+                    )
+                if self._may(blocks, devices) and self._holds(tensor_parallel=devices):
+                    return devices
+        return None
+
+    def _may(self, blocks: int, devices: int | None) -> bool:
+        """Return False if the offered load shows that a queue would grow."""
+        parts, tokens = self.parts, blocks * self.parts.geometry.block_size
+        latency = self.result.latency if devices is None else parts.latency(devices)
+        forgetting = self.result.cache.retention is not None
+        work = finished_work(self.result.log)
+        load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
+        return load is None or load <= 1
+
+    def _holds(self, **changes: Any) -> bool:
+        """Return True if the queue does not grow with these options."""
+        parts = self.parts
+        config = parts.config.changed(**changes)
+        again = config.build(parts.plugins, workload=parts.workload)
+        cache, latency = again.cache(), again.latency()
+        latency.bind()
+        allocator: AllocatorFactory = DecodeAllocator
+        if config.allocation == "contiguous":
+            cache = contiguous_cache(cache)
+            allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
+        executor = SimulatedExecutor(latency)
+        loop = loop_of(_QueueLoop, again, self.requests, cache, executor, allocator)
+        loop.moments = self._moments(loop, again, latency)
+        loop.run_until_decided()
+        self.tick(1)
+        if loop.grows is None:
+            run = Result(loop.log, cache, parts.batching, latency, None)
+            return run.saturation is None or not run.saturation.saturated
+        return not loop.grows
+
+    def _moments(self, loop: _QueueLoop, parts: RunParts, latency: LatencyModel) -> list[int]:
+        """Return times (ns), latest first: an empty queue at one shows that no queue grows.
+
+        There are such times if the offered load is at most 1 even if nothing hits. Without
+        them, or if arrival times depend on the run, the list is empty.
+        """
+        fits = loop.allocator.never_fits
+        served = [each for each in self.requests if each.prompt_tokens and not fits(each)]
+        if not served or any(each.session is not None for each in served):
+            return []
+        scale = Fraction(str(parts.config.rate_scale))
+        came = [int(each.arrival / scale) for each in served]
+        prompts = [each.prompt_tokens for each in served]
+        outputs = [each.output_tokens for each in served]
+        misses_alone = [(came, prompts, [0] * len(served), outputs)]
+        tokens = parts.blocks * parts.geometry.block_size
+        forgetting = parts.config.retention is not None
+        load = offered_load(
+            misses_alone, parts.batching, latency, tokens, forgetting=forgetting
+        )
+        if load is None or load > 1:
+            return []
+        return moments(came[0], came[-1])[: -LAST - 1 : -1]
+
+
+class _QueueLoop(EarlyEndLoop):
+    """A serving loop that ends when it is decided whether its queue grows.
+
+    That is decided after the last arrival, or earlier if the queue does not grow.
+
+    Attributes:
+        moments: times (ns), latest first: an empty queue at one shows that no queue grows.
+        grows: whether the queue grows; None: only the whole run decides it.
+    """
+
+    moments: list[int]
+    grows: bool | None = None
+    _all_came: int | None = None
+
+    def _pass(self, *step: Any) -> int:
+        """Advance the clock over executed steps; check the queue before that time."""
+        now = super()._pass(*step)
+        # All jobs that were admitted before `now` are known: the clock has gone on.
+        while self.moments and self.moments[-1] < now:
+            if not self._waits(self.moments.pop()):
+                self.grows = False
+                raise DecidedError
+        if self._all_came is None:
+            if self._arrivals.next_at >= NEVER and not self._arrivals.following:
+                self._all_came = now
+        elif 0 <= self._all_came < now:
+            self._all_came = -1
+            self._look()
+        return now
+
+    def _waits(self, at: int) -> bool:
+        """Return True if a job waited at the time `at`, which lies before the clock."""
+        jobs = self.batcher
+        return any(job.arrival < at for job in jobs.waiting) or any(
+            job.arrival < at < (job.admitted or 0) for job in jobs.running
+        )
+
+    def _look(self) -> None:
+        """End the loop once it is decided whether the queue grows."""
+        log = self.log
+        rows = [row for row, finish in enumerate(log.finish) if finish >= 0]
+        jobs = [*self.batcher.running, *self.batcher.waiting]
+        queue = Queue.of(
+            [log.arrival[row] for row in rows] + [job.arrival for job in jobs],
+            [log.admitted[row] for row in rows]
+            + [job.admitted for job in jobs if job.admitted is not None],
+            [log.finish[row] for row in rows],
+            self.batcher.batching.max_seqs,
+        )
+        if queue is None or not queue.grows or queue.persists:
+            self.grows = queue is not None and queue.grows
+            raise DecidedError
+
+
+def _two_digits(number: float, rounding: str) -> float:
+    """Round a number to two digits."""
+    return float(Context(prec=2, rounding=rounding).create_decimal(number))

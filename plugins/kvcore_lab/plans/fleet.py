@@ -1,0 +1,300 @@
+"""Simulation of a fleet: replicas of a model that divide the sessions of a workload."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from fractions import Fraction
+from math import isqrt
+from typing import Any, Literal, Self
+
+import attrs
+
+from kvcore.cache.pool import MOST_BLOCKS
+from kvcore.config import RunConfig, RunParts
+from kvcore.plugins.options import Spec
+from kvcore.request import Request
+from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.result import Outcome
+from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
+from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
+from kvcore.workloads import Workload, check_keys
+from kvcore_lab.plans.early_end import DecidedError, EarlyEndLoop, loop_of
+from kvcore_lab.sweep.runner import DIGEST_BYTES, CellRun, Task, WorkloadCache
+from kvcore_replay.belady import Foresight
+from kvcore_replay.serial_replay import replay
+
+Grant = Literal["", "foresight", "endless", "seen"]
+"""An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a
+pool that never fills and holds every prompt before the first request arrives. Empty: none."""
+
+GRANTS: tuple[Grant, ...] = ("foresight", "endless", "seen")
+
+LOOK = 50
+"""Number of requests that end between two counts of the missed SLOs."""
+
+
+@attrs.frozen(kw_only=True)
+class Fleet:
+    """Identical replicas of a model.
+
+    Attributes:
+        replicas: number of replicas.
+        devices: GPUs of a replica, which share its model.
+        blocks: blocks in the pool of a replica.
+        host_bytes: bytes of host memory that a replica has as a tier; 0: no such tier.
+        policy: a plugin, as (kind, name), that replaces that of the configuration; None: none.
+        grant: the advantage that the fleet is given.
+        whole: whether it is simulated to the end even if it misses the SLO.
+    """
+
+    replicas: int
+    devices: int
+    blocks: int
+    host_bytes: int = 0
+    policy: tuple[str, str] | None = None
+    grant: Grant = ""
+    whole: bool = False
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of all replicas."""
+        return self.replicas * self.devices
+
+
+@attrs.frozen(kw_only=True)
+class Served:
+    """Outcome of a workload on a fleet.
+
+    Attributes:
+        requests: number of requests of the workload.
+        whole: whether all requests were served. A simulation ends when more requests have
+            missed their SLO than may miss it; then all others count as judged and not met.
+        judged, met: requests with an SLO, and those that met it. A rejected one missed it.
+        rejected: requests for which no pool was large enough.
+        ttft_s, tpot_s: mean and percentiles over all requests, from `Percentiles.as_dict()`.
+        prompt_tokens, hit_tokens, loaded_tokens: tokens of prompts, those that hit in the
+            pool, and those loaded from tiers.
+        busiest: share of the prompt tokens that the busiest replica received.
+    """
+
+    requests: int
+    whole: bool
+    judged: int
+    met: int
+    rejected: int
+    ttft_s: dict[str, float] | None
+    tpot_s: dict[str, float] | None
+    prompt_tokens: int
+    hit_tokens: int
+    loaded_tokens: int
+    busiest: float
+
+    @property
+    def attainment(self) -> float:
+        """Share of the judged requests that met their SLO."""
+        return self.met / self.judged
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Share of the prompt tokens that hit, in the pool or in a tier."""
+        hits = self.hit_tokens + self.loaded_tokens
+        return hits / self.prompt_tokens if self.prompt_tokens else None
+
+
+@attrs.frozen
+class Traffic:
+    """The requests of a workload, and the key by which each is kept on one replica.
+
+    Attributes:
+        requests: all requests. Equal keys are one object: requests of a session have most of
+            their keys in common.
+        groups: for each request, the hash of its session, or of what stands for a session.
+    """
+
+    requests: list[Request]
+    groups: list[int]
+
+    @classmethod
+    def of(cls, workload: Workload) -> Self:
+        """Read a workload.
+
+        Requests of a session form a group. Requests without a session form a group if their
+        first *rare* key is the same: a key that at most √n of n requests have. The keys before
+        it, those of a system prompt, would bring all requests to one replica. A request
+        without a rare key is a group of its own.
+        """
+        known: dict[Any, Any] = {}
+        requests = [
+            attrs.evolve(each, keys=[known.setdefault(key, key) for key in each.keys])
+            for each in check_keys(workload)
+        ]
+        alone = [each for each in requests if each.session is None]
+        uses = Counter(key for each in alone for key in each.keys)
+        most = isqrt(len(requests))
+
+        def group(request: Request) -> Any:
+            if request.session is not None:
+                return request.session
+            return next((key for key in request.keys if uses[key] <= most), request.id)
+
+        return cls(requests, [_hashed(group(each)) for each in requests])
+
+    def split(self, replicas: int) -> list[list[Request]]:
+        """Return the requests of each replica, in order, without replicas that get none."""
+        parts: list[list[Request]] = [[] for _ in range(replicas)]
+        for request, group in zip(self.requests, self.groups, strict=True):
+            parts[replica_of(group, replicas)].append(request)
+        return [part for part in parts if part]
+
+
+def _hashed(name: Any) -> int:
+    """Return 64 bits of BLAKE2b of a session, a key or an id."""
+    digest = hashlib.blake2b(repr(name).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def replica_of(group: int, replicas: int) -> int:
+    """Return the replica, out of `replicas`, to which a hash of 64 bits belongs.
+
+    If a replica is added, a group stays on its replica or moves to the new one.
+    Source: Lamping and Veach, "A fast, minimal memory, consistent hash algorithm", 2014.
+    """
+    chosen, jump = 0, 0
+    while jump < replicas:
+        chosen = jump
+        group = (group * 2862933555777941757 + 1) % 2**64
+        jump = int((chosen + 1) * (2**31 / ((group >> 33) + 1)))
+    return chosen
+
+
+@attrs.frozen
+class FleetTask(Task):
+    """The simulation of a fleet, named by its digest.
+
+    Attributes:
+        fleet: the fleet; `cell` has its pool and its GPUs as well.
+        percentile: the simulation ends early when less than this percentage of the requests
+            can still meet the SLO; 0: never.
+    """
+
+    fleet: Fleet
+    percentile: float
+
+    @classmethod
+    def of(cls, cell: RunConfig, fleet: Fleet, percentile: float, known: WorkloadCache) -> Self:
+        """Name the simulation of a fleet.
+
+        Raises:
+            InputError, PluginError: a part cannot be built; names the option.
+        """
+        if fleet.policy is not None:
+            change: dict[str, Any] = dict([fleet.policy])
+            cell = cell.changed(**change)
+        cell = cell.changed(
+            blocks=fleet.blocks,
+            memory=None,
+            tensor_parallel=fleet.devices,
+            tier=_resized(cell.tier, fleet.host_bytes),
+        )
+        task = cls("", cell, fleet, percentile)
+        return attrs.evolve(task, digest=task.named(CellRun(cell, known)))
+
+    def named(self, cell: CellRun) -> str:
+        """Return the digest of the cell and of what a fleet adds to it."""
+        fleet = self.fleet
+        text = f"fleet 1 {cell.digest} {fleet.replicas} {fleet.grant} {self.percentile!r}"
+        return hashlib.blake2b(text.encode(), digest_size=DIGEST_BYTES).hexdigest()
+
+    def run(self, known: WorkloadCache) -> dict[str, Any]:
+        """Return the fields of `Served`."""
+        cell = CellRun(self.cell, known)
+        self.check(self.named(cell))
+        traffic = known.kept(cell.parts, Traffic.of)
+        left = len(traffic.requests) * (1 - Fraction(str(self.percentile)) / 100)
+        logs, whole = [], True
+        for part in traffic.split(self.fleet.replicas):
+            log, whole = _served(cell.parts, part, self.fleet.grant, left)
+            logs.append(log)
+            left -= log.verdict.count(MISSED)
+            if not whole:
+                break
+        merged = RunLog(0)
+        for log in logs:
+            for name, column in merged.columns().items():
+                column.extend(log.columns()[name])
+        outcome, verdicts = Outcome(merged), merged.verdict
+        prompts = [sum(log.prompt) for log in logs]
+        judged = len(verdicts) - verdicts.count(UNJUDGED)
+        served = Served(
+            requests=len(traffic.requests),
+            whole=whole,
+            judged=judged if whole else len(traffic.requests),
+            met=verdicts.count(MET),
+            rejected=sum(len(log.reasons) for log in logs),
+            ttft_s=None if outcome.ttft is None else outcome.ttft.as_dict(),
+            tpot_s=None if outcome.tpot is None else outcome.tpot.as_dict(),
+            prompt_tokens=sum(prompts),
+            hit_tokens=sum(sum(log.hit) for log in logs),
+            loaded_tokens=sum(sum(log.loaded) for log in logs),
+            busiest=max(prompts, default=0) / (sum(prompts) or 1),
+        )
+        return attrs.asdict(served)
+
+
+def _is_host(tier: Any) -> bool:
+    return isinstance(tier, Spec) and tier.name == "host"
+
+
+def _resized(tiers: Any, host_bytes: int) -> tuple[Any, ...]:
+    """Return the tiers with a host tier of `host_bytes`; for 0, without the host tier."""
+    memory = {"memory": f"{host_bytes}B"}
+    return tuple(
+        Spec(tier.name, {**tier.options, **memory}) if _is_host(tier) else tier
+        for tier in tiers
+        if host_bytes or not _is_host(tier)
+    )
+
+
+def _served(
+    parts: RunParts, requests: list[Request], grant: Grant, most_missed: Fraction
+) -> tuple[RunLog, bool]:
+    """Simulate one replica; return its log, and whether all its requests were served."""
+    config = parts.config
+    if grant == "foresight":
+        config = config.changed(eviction=Foresight(requests, parts.geometry))
+    elif grant:
+        config = config.changed(blocks=MOST_BLOCKS)
+    parts = RunParts(config, parts.plugins, workload=parts.workload)
+    cache, latency = parts.cache(), parts.latency()
+    if grant == "seen":
+        begin = requests[0].arrival
+        replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
+    latency.bind()
+    kind, executor = _JudgedLoop, SimulatedExecutor(latency)
+    if config.drafter is not None:
+        kind, executor = _JudgedDrafts, SpeculativeSimulator(latency, parts.built("drafter"))
+    loop = loop_of(kind, parts, requests, cache, executor)
+    loop.most_missed = most_missed
+    whole = loop.run_until_decided()
+    return loop.log, whole
+
+
+class _JudgedLoop(EarlyEndLoop):
+    """A serving loop that ends when more than `most_missed` requests have missed their SLO."""
+
+    most_missed: Fraction
+    _looked = 0
+
+    def _pass(self, *step: Any) -> int:
+        """Advance the clock over executed steps; sometimes count the missed SLOs."""
+        verdicts = self.log.verdict
+        if len(verdicts) > self._looked + LOOK:
+            self._looked = len(verdicts)
+            if verdicts.count(MISSED) > self.most_missed:
+                raise DecidedError
+        return super()._pass(*step)
+
+
+class _JudgedDrafts(_JudgedLoop, SpeculativeLoop):
+    """The same loop where steps verify drafts."""

@@ -1,0 +1,692 @@
+"""Plans: the smallest fleet that meets an SLO in simulation, and what limits a smaller one.
+
+A fleet is a number of replicas of the model, all on equal numbers of GPUs. There is no router:
+sessions are divided among the replicas by a hash, and each replica is simulated alone.
+
+    GPUs       1, 2, 4 miss ──► 8 meets ──► 16      however they are divided into replicas
+    replicas   bisected between the last number that misses and the first that meets
+    pool       bisected down from all that fits     in steps of an eighth of a doubling
+    host RAM   bisected down from all there is      in steps of a quarter of a doubling
+
+More of a resource mostly helps, but not always: the sessions may be divided unevenly, and a
+smaller pool may admit requests in a better order. So a few sizes below the least one that
+bisection finds are tried as well.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from fractions import Fraction
+from itertools import count, takewhile
+from math import inf
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import attrs
+
+from kvcore.config import RunConfig
+from kvcore.config.options import read_option
+from kvcore.errors import InputError, PluginError
+from kvcore.notebook import Shown, data_frame
+from kvcore.progress import Progress, Tick, silent, unseen
+from kvcore.request import SLO
+from kvcore.workloads import given_workload
+from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
+from kvcore_lab.sweep.grid import CLUSTER, Grid
+from kvcore_lab.sweep.journal import Journal
+from kvcore_lab.sweep.plan import Executor, ThisProcess
+from kvcore_lab.sweep.runner import CellRun, Outcome, WorkloadCache
+
+T = TypeVar("T")
+
+Verdict = Literal["capacity", "policy", "content", "compute", "none"]
+"""The reason why a smaller fleet misses the SLO; `none`: no fleet that was tried misses it."""
+
+HOST = "host:memory=1TiB"
+"""The most host memory of a replica if no tier is given."""
+
+DEGREES = (1, 2, 4, 8)
+"""Numbers of GPUs of a replica that are tried if none are given."""
+
+BUDGET = 30
+"""About the most simulations for each number of GPUs of a replica."""
+
+MOST_GPUS = 64
+"""The most GPUs of a fleet if no number is given."""
+
+POOL_STEPS, RAM_STEPS = 8, 4
+"""Number of sizes of a pool, and of host RAM, from one size to half of it."""
+
+POLICY_KINDS = ("eviction", "scheduler")
+"""The kinds of policies that a verdict tries."""
+
+NEIGHBOURS = 2
+"""Number of further sizes that are tried below the least one that bisection finds."""
+
+
+@attrs.frozen(kw_only=True)
+class Option:
+    """A fleet that meets the SLO, with the least memory that was found for it.
+
+    Attributes:
+        fleet: the fleet.
+        pool_bytes: K/V memory of a replica, on all its GPUs together.
+        served: the outcome of the workload.
+    """
+
+    fleet: Fleet
+    pool_bytes: int
+    served: Served
+
+
+@attrs.frozen(kw_only=True)
+class Limit:
+    """The resource that limits a fleet, found by simulating the fleet with one thing changed.
+
+    Attributes:
+        verdict: the first of these that holds. `policy`: the fleet meets the SLO with another
+            eviction policy or scheduler. `capacity`: it does with foresight, or with a pool
+            that never fills. `content`: no fleet of the search does, but this one would if
+            all its prompts had been seen before. `compute`: none of these.
+        fleet: the fleet that misses the SLO; None if no fleet does.
+        attainment: share of its requests that meet the SLO.
+        grants: the same share with each of `GRANTS`.
+        policies: the same share by (kind, name) of each policy with which the fleet meets the
+            SLO, best first.
+    """
+
+    verdict: Verdict
+    fleet: Fleet | None = None
+    attainment: float | None = None
+    grants: dict[str, float] = attrs.field(factory=dict)
+    policies: dict[tuple[str, str], float] = attrs.field(factory=dict)
+
+
+@attrs.frozen(kw_only=True)
+class FleetPlan(Shown):
+    """The result of `plan`.
+
+    Attributes:
+        setup: the options that all simulations share, in the form of a row of a sweep.
+        requests: number of requests of the workload.
+        percentile: percentage of the requests that must meet the SLO.
+        max_gpus: the most GPUs of a fleet.
+        block_bytes: bytes of a block, by GPUs of a replica.
+        options: fleets that meet the SLO, best first: the fewest GPUs, then the least host
+            RAM, then the smallest pools.
+        limit: why a smaller fleet misses the SLO; or, if no fleet meets it, why the best one
+            misses it.
+        simulations: number of fleets that were simulated or found in the journal.
+        notes: GPUs and policies that were left out, with the reason.
+    """
+
+    setup: dict[str, Any]
+    requests: int
+    percentile: float
+    max_gpus: int
+    block_bytes: dict[int, int]
+    options: list[Option]
+    limit: Limit
+    simulations: int
+    notes: list[str]
+
+    @property
+    def best(self) -> Option | None:
+        """The best fleet; None if no fleet meets the SLO."""
+        return self.options[0] if self.options else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        limit = self.limit
+        return {
+            "setup": self.setup,
+            "requests": self.requests,
+            "percentile": self.percentile,
+            "max_gpus": self.max_gpus,
+            "plans": [
+                self._sizes(option.fleet)
+                | {"slo_met": option.served.attainment, "hit_ratio": option.served.hit_ratio}
+                | attrs.asdict(option.served, filter=attrs.filters.exclude("whole", "requests"))
+                for option in self.options
+            ],
+            "limit": {
+                "verdict": limit.verdict,
+                "fleet": None if limit.fleet is None else self._sizes(limit.fleet),
+                "slo_met": limit.attainment,
+                "granted": limit.grants,
+                "policies": [
+                    {"kind": kind, "name": name, "slo_met": met}
+                    for (kind, name), met in limit.policies.items()
+                ],
+            },
+            "simulations": self.simulations,
+            "notes": self.notes,
+        }
+
+    def _sizes(self, fleet: Fleet) -> dict[str, int]:
+        return {
+            "replicas": fleet.replicas,
+            "tensor_parallel": fleet.devices,
+            "gpus": fleet.gpus,
+            "blocks": fleet.blocks,
+            "pool_bytes": fleet.blocks * self.block_bytes[fleet.devices],
+            "host_bytes": fleet.host_bytes,
+        }
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the fleets that meet the SLO, best first.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [
+            {
+                "replicas": option.fleet.replicas,
+                "devices": option.fleet.devices,
+                "blocks": option.fleet.blocks,
+                "host_bytes": option.fleet.host_bytes,
+                "gpus": option.fleet.gpus,
+                "pool_bytes": option.pool_bytes,
+                "slo_met": option.served.attainment,
+                "hit_ratio": option.served.hit_ratio,
+                "ttft_s_p99": (option.served.ttft_s or {}).get("p99"),
+                "tpot_s_p99": (option.served.tpot_s or {}).get("p99"),
+                "busiest": option.served.busiest,
+            }
+            for option in self.options
+        ]
+        return data_frame(rows, "`plan.options`")
+
+
+def plan(
+    workload: Any = "mooncake",
+    *,
+    percentile: float = 99,
+    tensor_parallel: Iterable[int] | int = DEGREES,
+    replicas: Iterable[int] | int | None = None,
+    max_gpus: int = MOST_GPUS,
+    tier: Any = HOST,
+    policies: Iterable[tuple[str, str]] | None = None,
+    journal: Journal | None = None,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> FleetPlan:
+    """Return the least fleets on which `workload` meets its SLO, and what limits smaller ones.
+
+    For each number of GPUs of a replica: the fewest replicas that meet it, with the smallest
+    pool; and, if fewer replicas meet it with host RAM, these with the least host RAM. Fleets
+    of more than twice the GPUs of the first one that meets it are not searched. Takes 30 to
+    120 simulations of the workload, which is held in memory; a simulation ends when too many
+    requests have missed the SLO.
+
+    Arguments and errors are those of `kvcore.plan`, except that `journal` is open, and that an
+    `executor` of None simulates in this process.
+    """
+    if not 0 < percentile <= 100:  # noqa: PLR2004
+        msg = f"percentile {percentile:g}: give a percentage above 0 and up to 100"
+        raise InputError(msg)
+    degrees = _numbers("tensor_parallel", tensor_parallel)
+    counts = None if replicas is None else _numbers("replicas", replicas)
+    if (given := given_workload(workload)) is not None:
+        workload = given  # to a grid, a list is one of alternatives
+    grid = Grid("simulate", workload=workload, tensor_parallel=degrees, **options)
+    _check_options(grid)
+    tiers = read_option("tier", tier)
+    cells = [cell.changed(tier=tiers) for cell in grid]
+    if cells[0].slo == SLO():
+        msg = "slo: nothing is expected, so there is nothing to plan for: give ttft or tpot"
+        raise InputError(msg)
+    planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
+    planner.add(cells, counts)
+    return planner.plan(counts, policies, progress or silent)
+
+
+def _check_options(grid: Grid) -> None:
+    """Raise InputError for several values of an option, and for options of clusters."""
+    for name, values in grid.axes.items():
+        if name in CLUSTER:
+            msg = (
+                f"{name}: a plan divides sessions by hash among replicas that are always up: "
+                "leave it out"
+            )
+            raise InputError(msg)
+        if len(values) > 1 and name != "tensor_parallel":
+            msg = f"{name}: {len(values)} values were given, and a plan is for one: give one"
+            raise InputError(msg)
+
+
+def _numbers(what: str, given: Iterable[int] | int) -> list[int]:
+    """Return numbers of 1 or more, ascending and without repetitions."""
+    numbers = sorted({int(given)} if isinstance(given, int | Integral) else set(given))
+    if not numbers or numbers[0] < 1:
+        msg = f"{what}: {numbers} was given; give numbers of 1 or more"
+        raise InputError(msg)
+    return numbers
+
+
+Search: TypeAlias = Generator[list[Fleet], None, T]
+"""Yields fleets to simulate; is resumed when all of them are simulated."""
+
+Phases: TypeAlias = Generator[None, None, T]
+"""Queues fleets to simulate; is resumed after each simulation that ends."""
+
+
+@attrs.define
+class _Planner:
+    """Runs several searches over fleets at a time, by the results of finished simulations.
+
+    Attributes:
+        cells: the configuration of a replica, by its GPUs.
+        full: blocks of the largest pool, by the GPUs of a replica.
+        block_bytes: bytes of a block, by the GPUs of a replica.
+        host: the most bytes of host memory of a replica.
+        queue: the tasks to run next; workers take them from it.
+        running: the fleets that are queued or being simulated, by the digest of their task.
+        served: the outcome of each fleet that was simulated.
+        failed: why a fleet with another policy could not be simulated.
+        notes: GPUs and policies that were left out, with the reason.
+        left: simulations that progress still expects.
+    """
+
+    percentile: float
+    max_gpus: int
+    journal: Journal | None
+    executor: Executor
+    known: WorkloadCache = attrs.field(factory=WorkloadCache)
+    cells: dict[int, RunConfig] = attrs.field(factory=dict)
+    full: dict[int, int] = attrs.field(factory=dict)
+    block_bytes: dict[int, int] = attrs.field(factory=dict)
+    host: int = 0
+    queue: deque[FleetTask] = attrs.field(factory=deque)
+    running: dict[str, Fleet] = attrs.field(factory=dict)
+    served: dict[Fleet, Served] = attrs.field(factory=dict)
+    failed: dict[Fleet, str] = attrs.field(factory=dict)
+    notes: list[str] = attrs.field(factory=list)
+    tick: Tick = unseen
+    left: int = 0
+
+    @property
+    def share(self) -> Fraction:
+        """The share of the judged requests that must meet their SLO."""
+        return Fraction(str(self.percentile)) / 100
+
+    def add(self, cells: Iterable[RunConfig], counts: list[int] | None) -> None:
+        """Add the configurations that can be simulated; leave a note for each other one.
+
+        Raises:
+            InputError: no configuration can be simulated; says why the last one cannot.
+        """
+        fault: InputError | None = None
+        for cell in cells:
+            devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
+            if devices * least > self.max_gpus:
+                msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"
+                fault = InputError(f"max_gpus: {msg}")
+                self.notes.append(f"{msg}: not tried")
+                continue
+            try:
+                parts = self.known.parts(cell)
+            except InputError as error:
+                fault = error
+                self.notes.append(f"{devices} GPUs a replica: {error}")
+                continue
+            self.cells[devices] = cell
+            self.full[devices] = parts.blocks + parts.null_blocks
+            self.block_bytes[devices] = parts.deployment.bytes_per_block
+            self.host = sum(tier.memory for tier in parts.tiers() if tier.name == "host")
+        if not self.cells and fault is not None:
+            raise fault
+
+    def plan(
+        self,
+        counts: list[int] | None,
+        policies: Iterable[tuple[str, str]] | None,
+        progress: Progress,
+    ) -> FleetPlan:
+        """Search for the least fleets, then for what limits smaller ones."""
+        tried = self._policies(policies)
+        budget = BUDGET * len(self.cells) * len(counts or "1") + len(tried) + len(GRANTS)
+        with progress("planning: simulations", budget) as self.tick:
+            self.left = budget
+            options, limit = self._run(self._phases(counts, tried))
+            self.tick(self.left)
+        return FleetPlan(
+            setup=self._setup(),
+            requests=next(iter(self.served.values())).requests,
+            percentile=self.percentile,
+            max_gpus=self.max_gpus,
+            block_bytes=self.block_bytes,
+            options=options,
+            limit=limit,
+            simulations=len(self.served),
+            notes=self.notes,
+        )
+
+    def _phases(
+        self, counts: list[int] | None, tried: list[tuple[str, str]]
+    ) -> Phases[tuple[list[Option], Limit]]:
+        """Return the least fleets, best first, and what limits smaller ones."""
+        start = self._ladder() if counts is None else self._each(counts)
+        (starts,) = yield from self._together([start])
+        fewer = [self._least(self._replicas(*each)) for each in starts]
+        fleets = _worthwhile((yield from self._together(fewer)))
+        less = [self._least(self._memories(each)) for each in fleets]
+        found = yield from self._together(less)
+        fewest = min((each.gpus for each in found), default=0)
+        smaller = [self._small(each) for each in found if each.gpus == fewest]
+        small = yield from self._together(smaller)
+        found += [each for each in small if each is not None]
+        options = sorted(map(self._option, dict.fromkeys(found)), key=_rank)
+        (limit,) = yield from self._together([self._limit(options, tried)])
+        return options, limit
+
+    def _setup(self) -> dict[str, Any]:
+        """Return the options that all fleets have in common, in the form of a row."""
+        cell = next(iter(self.cells.values()))
+        searched = ("tensor_parallel", "blocks", "pool_bytes")
+        row = CellRun(cell, self.known).row
+        return {n: value for n, value in row.items() if n not in (*searched, *CLUSTER)}
+
+    def _meets(self, fleet: Fleet) -> bool:
+        """Return True if enough requests met their SLO on a fleet that was simulated."""
+        served = self.served.get(fleet)
+        if served is None or not served.judged:
+            return False
+        return Fraction(served.met, served.judged) >= self.share
+
+    def _option(self, fleet: Fleet) -> Option:
+        size = fleet.blocks * self.block_bytes[fleet.devices]
+        return Option(fleet=fleet, pool_bytes=size, served=self.served[fleet])
+
+    def _full(self, devices: int, replicas: int) -> list[Fleet]:
+        """Return fleets with the largest pool: one without host RAM, and one with all of it."""
+        bare = Fleet(replicas=replicas, devices=devices, blocks=self.full[devices])
+        return [bare, attrs.evolve(bare, host_bytes=self.host)] if self.host else [bare]
+
+    def _ladder(self) -> Search[list[tuple[Fleet, int]]]:
+        """Return fleets that meet the SLO, each with a number of replicas that misses it.
+
+        The number of GPUs is doubled until a fleet meets the SLO, and then once more.
+        """
+        found: dict[tuple[int, int], tuple[Fleet, int]] = {}
+        missed: dict[tuple[int, int], int] = {}
+        gpus, last = min(self.cells), self.max_gpus
+        while True:
+            rung = [
+                fleet
+                for devices in self.cells
+                if devices <= gpus
+                for fleet in self._full(devices, gpus // devices)
+                if (devices, fleet.host_bytes) not in found
+            ]
+            yield rung
+            for fleet in rung:
+                kind = fleet.devices, fleet.host_bytes
+                if self._meets(fleet):
+                    found[kind] = fleet, missed.get(kind, 0)
+                else:
+                    missed[kind] = fleet.replicas
+            if gpus == last:
+                return list(found.values())
+            if found and last == self.max_gpus:
+                last = min(2 * gpus, last)
+            gpus = min(2 * gpus, last)
+
+    def _each(self, counts: list[int]) -> Search[list[tuple[Fleet, int]]]:
+        """Return fleets as `_ladder` does, with one of `counts` as number of replicas."""
+        fleets = [
+            fleet
+            for devices in self.cells
+            for number in counts
+            if number * devices <= self.max_gpus
+            for fleet in self._full(devices, number)
+        ]
+        yield fleets
+        return [(fleet, fleet.replicas - 1) for fleet in fleets if self._meets(fleet)]
+
+    def _replicas(self, fleet: Fleet, missed: int) -> list[Fleet]:
+        """Return the fleet, then those with fewer replicas down to `missed + 1`."""
+        numbers = range(fleet.replicas, missed, -1)
+        return [attrs.evolve(fleet, replicas=number) for number in numbers]
+
+    def _memories(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, then those with less host RAM; without any, with smaller pools."""
+        return self._hosts(fleet) if fleet.host_bytes else self._pools(fleet)
+
+    def _small(self, fleet: Fleet) -> Search[Fleet | None]:
+        """Return a fleet with host RAM and the smallest pool, then with the least host RAM.
+
+        None if the pool is not smaller by a quarter at least.
+        """
+        helped = attrs.evolve(fleet, host_bytes=self.host)
+        yield [helped]
+        if not self.host or not self._meets(helped):
+            return None
+        small = yield from self._least(self._pools(helped))
+        if 4 * small.blocks > 3 * fleet.blocks:
+            return None
+        return (yield from self._least(self._hosts(small)))
+
+    def _pools(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, then those with a smaller pool, largest first."""
+        sizes = _smaller(fleet.blocks, POOL_STEPS)
+        return [attrs.evolve(fleet, blocks=size) for size in sizes]
+
+    def _hosts(self, fleet: Fleet) -> list[Fleet]:
+        """Return the fleet, then those with less host RAM, most first."""
+        sizes = _smaller(fleet.host_bytes, RAM_STEPS, 64 * self.block_bytes[fleet.devices])
+        return [attrs.evolve(fleet, host_bytes=size) for size in sizes]
+
+    def _least(self, fleets: Sequence[Fleet]) -> Search[Fleet]:
+        """Return the last of `fleets`, in descending order, that meets the SLO.
+
+        The first fleet meets it. After a bisection the next few smaller ones are tried.
+        """
+        low, high = 0, len(fleets)
+        while high - low > 1:
+            middle = (low + high) // 2
+            yield [fleets[middle]]
+            low, high = (middle, high) if self._meets(fleets[middle]) else (low, middle)
+        while True:
+            below = range(low + 2, min(low + 2 + NEIGHBOURS, len(fleets)))
+            yield [fleets[place] for place in below]
+            lower = [place for place in below if self._meets(fleets[place])]
+            if not lower:
+                return fleets[low]
+            low = lower[-1]
+
+    def _policies(self, given: Iterable[tuple[str, str]] | None) -> list[tuple[str, str]]:
+        """Return the policies that the verdict tries: all but those of the configuration."""
+        config = next(iter(self.cells.values()))
+        plugins = self.known.plugins
+        if given is None:
+            given = [(kind, name) for kind in POLICY_KINDS for name in plugins.names(kind)]
+        own = {(kind, str(getattr(config, kind))) for kind in POLICY_KINDS}
+        tried = [each for each in given if each not in own]
+        for kind, name in tried:
+            if kind not in POLICY_KINDS:
+                known = ", ".join(POLICY_KINDS)
+                msg = f"policies: {name!r} is given as {kind!r}; kinds are: {known}"
+                raise InputError(msg)
+        return tried
+
+    def _limit(self, options: list[Option], tried: list[tuple[str, str]]) -> Search[Limit]:
+        """Return the resource that limits the fleet that misses the SLO by the least."""
+        fleet = self._nearest_miss(options)
+        if fleet is None:
+            return Limit(verdict="none")
+        granted = [attrs.evolve(fleet, grant=grant, whole=True) for grant in ("", *GRANTS)]
+        yield granted
+        asked, *granted = granted
+        foresight, endless, seen = map(self._meets, granted)
+        # If even a pool that never evicts misses the SLO, no eviction policy meets it.
+        kinds = POLICY_KINDS if endless or foresight else ("scheduler",)
+        others = [attrs.evolve(fleet, policy=each) for each in tried if each[0] in kinds]
+        yield others
+        verdict: Verdict = "compute"
+        if any(map(self._meets, others)):
+            verdict = "policy"
+        elif foresight or endless:
+            verdict = "capacity"
+        elif seen and not options:
+            verdict = "content"
+        shares = {
+            each.policy: self.served[each].attainment
+            for each in others
+            if each.policy is not None and self._meets(each)
+        }
+        self.notes += [
+            f"{each.policy[1]} was not tried: {why}"
+            for each, why in self.failed.items()
+            if each.policy is not None
+        ]
+        return Limit(
+            verdict=verdict,
+            fleet=fleet,
+            attainment=self.served[asked].attainment,
+            grants={each.grant: self.served[each].attainment for each in granted},
+            policies=dict(sorted(shares.items(), key=lambda item: -item[1])),
+        )
+
+    def _nearest_miss(self, options: list[Option]) -> Fleet | None:
+        """Return the fleet whose limit is explained; None if no fleet misses the SLO.
+
+        It is the one with the most requests in time among fleets with all memory: those with
+        fewer GPUs than the best plan, or all if there is no plan. If there is none, it is the
+        best plan with the most memory that was too little.
+        """
+        misses = [each for each in self.served if not self._meets(each)]
+        full = [
+            each
+            for each in misses
+            if (each.blocks, each.host_bytes) == (self.full[each.devices], self.host)
+        ]
+        if not options:
+            return max(full, key=lambda each: (self.served[each].attainment, -each.gpus))
+        best = options[0].fleet
+        fewer = [each for each in full if each.gpus < best.gpus]
+        if fewer:
+            return max(fewer, key=lambda each: (self.served[each].attainment, -each.gpus))
+        less = [
+            each
+            for each in misses
+            if attrs.evolve(each, blocks=best.blocks, host_bytes=best.host_bytes) == best
+            and each.blocks <= best.blocks
+            and each.host_bytes <= best.host_bytes
+        ]
+        return max(less, key=lambda each: (each.host_bytes, each.blocks), default=None)
+
+    def _run(self, phases: Phases[T]) -> T:
+        """Simulate the fleets that phases queue until they end; return their result.
+
+        The workers are started once, so that each reads the workload once.
+        """
+        try:
+            next(phases)
+            with closing(self.executor.run(self.queue)) as outcomes:
+                for outcome in outcomes:
+                    self._ended(outcome)
+                    next(phases)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        msg = f"{type(self.executor).__name__}: it ended without an outcome for each task"
+        raise PluginError(msg)
+
+    def _ended(self, outcome: Outcome) -> None:
+        """Record the outcome of a fleet that was queued, also in the journal."""
+        fleet = self.running.pop(outcome.digest)
+        if outcome.result is None:
+            self._fail(fleet, str(outcome.error))
+            return
+        if self.journal is not None:
+            row = attrs.asdict(fleet)
+            self.journal.add(outcome.digest, row, outcome.result, outcome.wall_s)
+        self._record(fleet, outcome.result)
+
+    def _together(self, searches: list[Search[T]]) -> Phases[list[T]]:
+        """Run searches to their ends, all at the same time; return their results in order."""
+        results: dict[int, T] = {}
+        asked: dict[int, list[Fleet]] = {place: [] for place in range(len(searches))}
+        while True:
+            for place, search in enumerate(searches):
+                while place not in results and all(map(self._done, asked[place])):
+                    try:
+                        asked[place] = next(search)
+                    except StopIteration as end:
+                        results[place] = end.value
+                    else:
+                        for fleet in asked[place]:
+                            self._ask(fleet)
+            if len(results) == len(searches):
+                return [results[place] for place in range(len(searches))]
+            yield
+
+    def _done(self, fleet: Fleet) -> bool:
+        return fleet in self.served or fleet in self.failed
+
+    def _ask(self, fleet: Fleet) -> None:
+        """Queue the simulation of a fleet, unless its result is known."""
+        if self._done(fleet):
+            return
+        try:
+            percentile = 0 if fleet.whole else self.percentile
+            task = FleetTask.of(self.cells[fleet.devices], fleet, percentile, self.known)
+        except (InputError, PluginError) as error:
+            if fleet.policy is None:
+                raise
+            self._fail(fleet, str(error))
+            return
+        results = {} if self.journal is None else self.journal.results
+        known = results.get(task.digest)
+        if known is not None and known.keys() == attrs.fields_dict(Served).keys():
+            self._record(fleet, known)
+        elif task.digest not in self.running:
+            self.running[task.digest] = fleet
+            self.queue.append(task)
+
+    def _record(self, fleet: Fleet, result: dict[str, Any]) -> None:
+        served = Served(**result)
+        if not served.judged:
+            msg = "slo: it judges no request of this workload, so there is nothing to plan for"
+            raise InputError(msg)
+        self.served[fleet] = served
+        self._ticked()
+
+    def _fail(self, fleet: Fleet, why: str) -> None:
+        """Record that a policy cannot serve; raise PluginError for any other fleet."""
+        if fleet.policy is None:
+            msg = f"{fleet.replicas} x {fleet.devices} GPUs could not be simulated: {why}"
+            raise PluginError(msg)
+        self.failed[fleet] = why
+        self._ticked()
+
+    def _ticked(self) -> None:
+        """Report a finished simulation, if progress still expects one."""
+        self.tick(min(1, self.left))
+        self.left = max(0, self.left - 1)
+
+
+def _smaller(most: int, steps: int, least: int = 1) -> list[int]:
+    """Return sizes from `most` down to `least`, `steps` sizes for each halving."""
+    sizes = (int(most * 2 ** (-step / steps)) for step in count())
+    return list(dict.fromkeys(takewhile(lambda size: size >= least, sizes)))
+
+
+def _worthwhile(fleets: list[Fleet]) -> list[Fleet]:
+    """Return the fleets, without those whose host RAM saves no replica."""
+    bare = {each.devices: each.replicas for each in fleets if not each.host_bytes}
+    return [
+        each
+        for each in fleets
+        if not each.host_bytes or each.replicas < bare.get(each.devices, inf)
+    ]
+
+
+def _rank(option: Option) -> tuple[int, ...]:
+    fleet = option.fleet
+    each = fleet.replicas
+    return fleet.gpus, each * fleet.host_bytes, each * option.pool_bytes, each

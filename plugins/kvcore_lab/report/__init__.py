@@ -1,0 +1,1 @@
+"""Results of experiments as tables, plots, metrics and notebooks."""

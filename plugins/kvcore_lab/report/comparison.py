@@ -1,0 +1,330 @@
+"""Report on a comparison: a table with a headline and sentences, CSV, and a chart."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TextIO
+
+import attrs
+
+from kvcore.models.cost import PrefillCost
+from kvcore.models.memory import KVLayout
+from kvcore.report.simulation import thrashing
+from kvcore.report.tables import cell, counted, share
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.units import format_seconds
+from kvcore_lab.comparison import SHARING, Comparison, Infinite, Row
+from kvcore_lab.report.policies import block_bytes, looked_up, named, option_texts, replay_setup
+from kvcore_replay.belady import Belady
+from kvcore_replay.report.charts import TIERS, as_percent
+
+CSV_COLUMNS = (
+    *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
+    *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
+    *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "reused_blocks"),
+    *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
+)
+
+AGES = ("age_at_hit_s", "age_at_eviction_s", "lifetime_s")
+
+WEIGHS_COST = "cost"
+"""The policy that ranks blocks by the cost of computing them again."""
+
+
+@attrs.frozen
+class ComparisonReport:
+    """A comparison as a table with a headline and sentences.
+
+    Attributes:
+        comparison: the comparison.
+        memory: names of the pool sizes, by blocks, if the sizes were given in bytes.
+        prefix: name of the prefix cache of the pools.
+        recompute: the cost of computing a block again; None: it is not reported.
+        tiers: the tiers below the pool, from `describe`.
+        layout: the bytes of a block; None: they are not reported.
+        residency: whether residency is reported, if it was measured.
+    """
+
+    comparison: Comparison
+    memory: Mapping[int, str] | None = None
+    prefix: str = SHARING
+    recompute: PrefillCost | None = None
+    tiers: Sequence[Mapping[str, Any]] = ()
+    layout: KVLayout | None = None
+    residency: bool = True
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report on the comparison: hits, and if measured, residency and bills."""
+        if self.empty:
+            return [self.headline]
+        about = [self.reading, *([] if self.layout is None else [block_bytes(self.layout)])]
+        sections: list[Section] = [self.headline, self.table, "\n".join(about), self.chart()]
+        if self.residency:
+            sections += ResidencyReport(self.comparison).sections
+        if self.comparison.bills is not None:
+            from kvcore_lab.report.comparison_bill import (  # noqa: PLC0415 - for prices alone
+                comparison_bill,
+            )
+
+            sections += comparison_bill(self.comparison, self.memory)
+        return [*sections, self.setup]
+
+    @property
+    def headline(self) -> str:
+        """Sentences about the workload and the numbers of the table."""
+        source, infinite = self.comparison.workload, self.comparison.infinite
+        by = "blocks in the pool" if self.memory is None else "the pool's K/V memory"
+        if not infinite.lookup_blocks:
+            requests = counted(source.requests, "request")
+            return f"{source.name}: {requests}.\n{self._nothing()}"
+        size, accounting = self.comparison.rows[0].block_size, self.comparison.accounting
+        brackets = "; in brackets, the share of the optimum's hits" if self._ranked else ""
+        return (
+            f"{looked_up(source, infinite.lookup_blocks, size, accounting)}\n"
+            f"The share of these that hit, by {by}{brackets}."
+        )
+
+    @property
+    def setup(self) -> str:
+        """A sentence with the options of the comparison, without those of the rows."""
+        found = self.comparison
+        return replay_setup(
+            found.workload,
+            found.rows[0].block_size,
+            found.accounting,
+            plugins={"prefix": {"name": self.prefix, "options": {}}},
+            tiers=self.tiers,
+        )
+
+    @property
+    def empty(self) -> bool:
+        """True if nothing was looked up, so that there is nothing but the headline."""
+        return not self.comparison.infinite.lookup_blocks
+
+    @property
+    def table(self) -> Table:
+        """Hits by pool size: a row per policy, and one of the infinite cache."""
+        sizes = dict.fromkeys(row.blocks for row in self.comparison.rows)
+        table: dict[str, list[str]] = {}
+        for name, row in named(self.comparison.rows):
+            table.setdefault(name, []).append(_cell(row))
+            if self._tiered:
+                table.setdefault(f"{name} + tiers", []).append(self._reuse_cell(row))
+        infinite = _cell(self.comparison.infinite)
+        table["infinite"] = [infinite] * len(sizes)
+        headers = ["eviction", *(f"{self._size(size):>5}" for size in sizes)]
+        return Table(headers, [[name, *cells] for name, cells in table.items()], (), split=True)
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the results in the table."""
+        infinite = self.comparison.infinite
+        if not infinite.hit_blocks:
+            if self.prefix != SHARING:
+                return f"With prefix cache {self.prefix!r} nothing can hit."
+            return "No request shares a block with an earlier one: nothing can hit."
+        blocks = counted(infinite.distinct_blocks, "block")
+        lines = (
+            f"infinite: a cache that never evicts ({blocks} in the end). No pool hits more.",
+            self._tiers(),
+            self._most_hits(),
+            self._saturation(),
+            self._options(),
+        )
+        return "\n".join(line for line in lines if line)
+
+    def chart(self) -> Chart:
+        """Return a chart of the share of blocks that hit, by the size of the pool."""
+        found, memory = self.comparison, self.memory
+        lines: dict[str, list[tuple[float, float]]] = {}
+        for name, row in named(found.rows):
+            for suffix, ratios in (("", row.hit_ratio), (TIERS, row.reuse_ratio)):
+                if ratios is not None and ratios["block"] is not None:
+                    points = lines.setdefault(f"{name}{suffix}", [])
+                    points.append((row.blocks, ratios["block"]))
+        never = found.infinite.hit_ratio["block"]
+        bound = None if never is None else ("never evicts", never)
+        tokens = counted(found.rows[0].block_size, "token")
+        return Chart(
+            f"{found.workload.name}, {counted(found.workload.requests, 'request')}, "
+            f"{found.accounting} counting",
+            self.setup,
+            f"pool, blocks of {tokens}" if memory is None else "K/V memory of the pool",
+            [Panel("blocks looked up that hit", lines, as_percent, bound)],
+            lambda blocks: self._size(int(blocks)),
+        )
+
+    @property
+    def _ranked(self) -> bool:
+        return any(row.share_of_optimum is not None for row in self.comparison.rows)
+
+    @property
+    def _tiered(self) -> bool:
+        return any(row.reuse_ratio is not None for row in self.comparison.rows)
+
+    def _reuse_cell(self, row: Row) -> str:
+        """Return the hits of pool and tiers as a share of lookups, and of the most possible."""
+        rows, reused = self.comparison.rows, row.reused_blocks
+        most = {each.blocks: each.reused_blocks for each in rows if _is_optimum(each)}
+        bound = None if _is_optimum(row) else most.get(row.blocks)
+        ratio = None if row.reuse_ratio is None else row.reuse_ratio["block"]
+        return _reused(ratio, reused / bound if bound and reused is not None else None)
+
+    def _nothing(self) -> str:
+        keys = "The requests have no keys"
+        if self.comparison.accounting != "keys":
+            keys += ", or none that fills a block"
+        return f"{keys}: there is nothing to look up."
+
+    def _size(self, blocks: int) -> str:
+        return f"{blocks:,}" if self.memory is None else self.memory[blocks]
+
+    def _sizes(self, sizes: list[str]) -> str:
+        unit = "" if self.memory else " block" if sizes == ["1"] else " blocks"
+        return f"{_enumerated(sizes)}{unit}"
+
+    def _policies(self) -> list[tuple[str, Row]]:
+        rows = named(self.comparison.rows)
+        return [(name, row) for name, row in rows if row.eviction != Belady.name]
+
+    def _tiers(self) -> str:
+        """Return the sentence about the rows with tiers."""
+        found = next((row.tiers for row in self.comparison.rows if row.tiers), None)
+        if not found:
+            return ""
+        sizes = (f"{counted(tier['slots'], 'block')} in {tier['tier']}" for tier in found)
+        below = _enumerated(list(sizes))
+        bound = ", of which optimum + tiers is the most" if self._ranked else ""
+        return f"+ tiers: what the pool or a tier below it had ({below}){bound}."
+
+    def _most_hits(self) -> str:
+        """Return the sentence about the policy that hits most at each pool size."""
+        policies = self._policies()
+        won: dict[str, list[str]] = {}
+        for size in dict.fromkeys(row.blocks for _, row in policies):
+            ranking = sorted(
+                ((row.hit_blocks, name) for name, row in policies if row.blocks == size),
+                reverse=True,
+            )
+            if len(ranking) > 1 and ranking[0][0] > ranking[1][0]:
+                won.setdefault(ranking[0][1], []).append(self._size(size))
+        winners = [f"{name} with {self._sizes(sizes)}" for name, sizes in won.items()]
+        return f"Most hits: {'; '.join(winners)}." if winners else ""
+
+    def _saturation(self) -> str:
+        """Return the sentence about the size from which the optimum hits all that can hit."""
+        enough = [
+            row.blocks
+            for row in self.comparison.rows
+            if _is_optimum(row) and row.hit_blocks == self.comparison.infinite.hit_blocks
+        ]
+        if not enough:
+            return ""
+        return (
+            f"With {counted(min(enough), 'block')} the optimum hits all that can hit: from "
+            "there on, policies lack foresight, not memory."
+        )
+
+    def _options(self) -> str:
+        """Return the options that the policies' names do not show."""
+        texts: dict[str, str] = {}
+        for name, row in self._policies():
+            rest = (text for text in option_texts(row.options) if text not in name)
+            texts[row.eviction] = ", ".join(rest)
+        parts = [f"{name} {text}" for name, text in texts.items() if text]
+        if WEIGHS_COST in texts and self.recompute is not None:
+            deployment = f"{self.recompute.model} on {self.recompute.device}"
+            parts.append(f"{WEIGHS_COST}: recompute cost of {deployment}")
+        return f"Options: {'; '.join(parts)}." if parts else ""
+
+
+def write_csv(comparison: Comparison, file: TextIO) -> None:
+    """Write the rows of a comparison as CSV with a header, ratios in full precision.
+
+    The options are one column, as JSON. An empty cell is a missing value.
+    """
+    writer = csv.DictWriter(file, CSV_COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    for row in comparison.rows:
+        fields: dict[str, Any] = {name: getattr(row, name, None) for name in CSV_COLUMNS}
+        fields |= {"workload": comparison.workload.name, "count": comparison.accounting}
+        fields |= {f"hit_ratio_{kind}": ratio for kind, ratio in row.hit_ratio.items()}
+        reused = row.reuse_ratio or {}
+        fields |= {f"reuse_ratio_{kind}": ratio for kind, ratio in reused.items()}
+        writer.writerow(fields | {"options": json.dumps(row.options)})
+
+
+def _is_optimum(row: Row) -> bool:
+    return row.eviction == Belady.name and not row.options["bypass"]
+
+
+def _reused(ratio: float | None, part: float | None) -> str:
+    """Format a hit ratio, and in brackets the share of the most possible hits."""
+    text = f"{share(ratio):>5}"
+    return text if part is None else f"{text} {f'({part:.0%})':>5}"
+
+
+def _cell(result: Row | Infinite) -> str:
+    part = None
+    if isinstance(result, Row) and not _is_optimum(result):
+        part = result.share_of_optimum
+    return _reused(result.hit_ratio["block"], part)
+
+
+def _enumerated(words: list[str]) -> str:
+    return " and ".join(part for part in (", ".join(words[:-1]), words[-1]) if part)
+
+
+@attrs.frozen
+class ResidencyReport:
+    """Residency of blocks under each policy of a comparison, in each pool.
+
+    Attributes:
+        comparison: a comparison with `residency=True`.
+    """
+
+    comparison: Comparison
+
+    headers: ClassVar[tuple[str, ...]] = (
+        *("eviction", "blocks", "age at hit", "age at eviction", "lifetime"),
+        *("never hit", "stored again"),
+    )
+
+    @property
+    def sections(self) -> list[Section]:
+        """The page on residency; empty if it was not measured."""
+        table = Table(self.headers, self.rows)
+        return [table, self.reading] if table.rows else []
+
+    @property
+    def rows(self) -> list[list[str]]:
+        """Rows of the table: one per policy and pool, with medians of times."""
+        rows = []
+        for name, row in named(self.comparison.rows):
+            for rested in (row.residency or {}).values():
+                ages = (rested[key] for key in AGES)
+                gone = sum(rested["evicted_blocks"].values())
+                stored = rested["stored_blocks"]
+                times = [cell(age and age["p50"], format_seconds) for age in ages]
+                never = share(rested["never_hit_blocks"] / gone if gone else None)
+                again = share(rested["restored_blocks"] / stored if stored else None)
+                rows.append([name, f"{row.blocks:,}", *times, never, again])
+        return rows
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the columns, and warnings about policies that thrash."""
+        columns = (
+            "Ages are medians, by block, in the workload's own time: from arrival to arrival, "
+            "since no clock runs here. Never hit: of what was evicted. Stored again: of what "
+            "was stored, after at most a pool of other evictions."
+        )
+        lines = [columns]
+        for name, row in named(self.comparison.rows):
+            warning = thrashing(row.residency, row.blocks)
+            if warning:
+                lines.append(f"{name}, {row.blocks:,} blocks: {warning}")
+        return "\n".join(lines)

@@ -1,0 +1,83 @@
+"""Parts of reports on policies without a clock: their names, their setup, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import attrs
+
+from kvcore.plugins.options import as_text
+from kvcore.report.tables import counted, setup
+from kvcore.trace.fields import version
+from kvcore.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvcore.models.memory import KVLayout
+    from kvcore_lab.comparison import Row, Source
+    from kvcore_lab.curves.mrc import Curve
+
+Named = TypeVar("Named", "Row", "Curve")
+"""A result of one policy."""
+
+
+def replay_setup(source: Source, block_size: int, accounting: str, **more: Any) -> str:
+    """Return the `setup` of a replay without a clock; `more` are further fields of a header."""
+    header = {
+        "kvcore": version(),
+        "mode": "untimed",
+        "workload": attrs.asdict(source),
+        "block_size": block_size,
+        "count": accounting,
+    }
+    return setup(header | more)
+
+
+def block_bytes(layout: KVLayout) -> str:
+    """Return a sentence about the bytes of a block."""
+    return (
+        f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
+        f"{layout.codec} takes {format_bytes(layout.bytes_per_block)}."
+    )
+
+
+def memory_fields(layout: KVLayout) -> dict[str, Any]:
+    """Return the bytes of a block, with model and codec, as a JSON object."""
+    return {
+        "model": layout.model.name,
+        "codec": str(layout.codec),
+        "bytes_per_block": layout.bytes_per_block,
+    }
+
+
+def looked_up(workload: Source, blocks: int, block_size: int, count: str) -> str:
+    """Return a sentence about the blocks that were looked up, and the requests."""
+    look = "looks" if workload.requests == 1 else "look"
+    return (
+        f"{workload.name}: {counted(workload.requests, 'request')} {look} up "
+        f"{counted(blocks, 'block')} of {counted(block_size, 'token')} ({count} counting)."
+    )
+
+
+def named(rows: list[Named]) -> list[tuple[str, Named]]:
+    """Return each row with the name of its policy, and options that distinguish equal names."""
+    named = []
+    for row in rows:
+        others = [other.options for other in rows if other.eviction == row.eviction]
+        telling = {
+            key: value
+            for key, value in row.options.items()
+            if any(options.get(key) != value for options in others)
+        }
+        text = ",".join(option_texts(telling))
+        named.append((f"{row.eviction}:{text}" if text else row.eviction, row))
+    return named
+
+
+def option_texts(options: Mapping[str, Any]) -> Iterable[str]:
+    """Yield options as on the command line; those of None are left out."""
+    for key, value in options.items():
+        if isinstance(value, float):
+            yield f"{key}={value:.15g}"
+        elif value is not None:
+            yield f"{key}={as_text(value)}"

@@ -1,0 +1,158 @@
+"""Report on a comparison of routers: a table, and charts over the number of replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import Any
+
+import attrs
+
+from kvcore.report.tables import NONE, cell, counted, setup, share
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore_lab.routers import RouterComparison, RouterRow, SharedCache
+
+SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
+
+
+@attrs.frozen(slots=False)
+class RoutersReport:
+    """A comparison of routers as a table with sentences, as JSON, and as a chart.
+
+    Attributes:
+        comparison: the comparison.
+    """
+
+    comparison: RouterComparison
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report on the comparison."""
+        return [self.headline, self.table, self.chart(), f"{self.reading}\n{self.setup}"]
+
+    @property
+    def headline(self) -> str:
+        """A sentence about the workload and the clusters."""
+        comparison, config = self.comparison, self.comparison.config
+        source = comparison.workload
+        *others, last = (str(shared.replicas) for shared in comparison.shared)
+        fleets = f"{', '.join(others)} or {last}" if others else last
+        memory = format_bytes(config["replicas"][0]["blocks"] * config["bytes_per_block"])
+        first = "each" if len(config["replicas"]) == 1 else "in the first"
+        return (
+            f"{source.name}: {counted(source.requests, 'request')} to "
+            f"{config['model']} on {fleets} replicas of {config['tensor_parallel']} x "
+            f"{config['device']} with {memory} of K/V {first}; view {comparison.view}."
+        )
+
+    @property
+    def table(self) -> Table:
+        """The routers by replicas, those with the most goodput first, and the shared cache."""
+        numbers = ["token hits", "of optimum", "busiest", "mean TTFT", "p99 TTFT", "p99 TPOT"]
+        numbers += ["goodput", "in SLO"]
+        replicas = ["replicas"] if self._several else []
+        cells: list[list[str]] = []
+        for shared in self.comparison.shared:
+            rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
+            rows.sort(key=lambda row: (-(row.goodput or 0), row.ttft_mean_s or 0))
+            first = [str(shared.replicas)] if self._several else []
+            cells.extend([*first, *each] for each in (*map(_cells, rows), *_bounds(shared)))
+        return Table([*replicas, "router", *numbers], cells, [*replicas, *numbers])
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the columns, and a warning about saturated runs."""
+        table = (
+            "Busiest: time in which the busiest replica ran steps, over the mean. Goodput: "
+            "requests/s within their SLO."
+        )
+        bounded = any(shared.optimum is not None for shared in self.comparison.shared)
+        optimum = "and the optimum, which is Belady's rule in that cache, serve"
+        bounds = (
+            "One shared cache has the memory of all replicas; it "
+            f"{optimum if bounded else 'serves'} requests one after another, without a clock."
+        )
+        lines = [table, bounds]
+        saturated = sum(bool(row.saturated) for row in self.comparison.rows)
+        if saturated:
+            lines.append(
+                f"Saturated: {counted(saturated, 'run')}, marked *, whose queue grows for as "
+                "long as requests arrive; their times tell how long the workload is."
+            )
+        return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """A sentence with all options of the replicas, of the first where they differ."""
+        config = self.comparison.config
+        model = {"name": config["model"], "codec": config["codec"]}
+        header = {
+            **{name: value for name, value in config.items() if name != "replicas"},
+            "mode": "model",
+            "model": model | {"weights_dtype": config.get("weights_dtype")},
+            "device": {"name": config["device"], "count": config["tensor_parallel"]},
+            "count": "tokens",
+            "blocks": config["replicas"][0]["blocks"],
+            "slo": self.comparison.slo,
+        }
+        failures = [f"fail {each}" for each in config["fail"]]
+        return f"{'; '.join([setup(header).removesuffix('.'), *failures])}."
+
+    def document(self) -> dict[str, Any]:
+        """Return the comparison as a JSON object."""
+        return {"schema": 1, **attrs.asdict(self.comparison)}
+
+    def chart(self) -> Chart:
+        """Return a chart of hits, latency and balance over the number of replicas."""
+        shared, rows = self.comparison.shared, self.comparison.rows
+        places = {each.replicas: place for place, each in enumerate(shared)}
+        numbers = all(isinstance(each.replicas, int) for each in shared)
+
+        def at(replicas: int | str) -> float:
+            return float(replicas) if numbers else places[replicas]
+
+        def lines(name: str) -> dict[str, list[tuple[float, float]]]:
+            found: dict[str, list[tuple[float, float]]] = {}
+            for row in rows:
+                points, value = found.setdefault(row.router, []), getattr(row, name)
+                if value is not None:
+                    points.append((at(row.replicas), value))
+            return found
+
+        hits = lines("hit_ratio")
+        for name, part in ((SHARED, "hit_ratio"), (OPTIMUM, "optimum")):
+            known = [each for each in shared if getattr(each, part) is not None]
+            hits |= {name: [(at(each.replicas), getattr(each, part)) for each in known]}
+        panels = [
+            Panel("hits, share of prompt tokens", hits, share),
+            Panel("TTFT, mean", lines("ttft_mean_s"), format_seconds),
+            Panel("busiest replica, over the mean", lines("imbalance_busy"), format_number),
+        ]
+        return Chart(
+            f"Routers on {self.comparison.workload.name}", self.headline, "replicas", panels
+        )
+
+    @cached_property
+    def _several(self) -> bool:
+        return len(self.comparison.shared) > 1
+
+
+def _cells(row: RouterRow) -> Iterator[str]:
+    yield f"{row.router} *" if row.saturated else row.router
+    yield share(row.hit_ratio)
+    yield share(row.share_of_optimum)
+    yield cell(row.imbalance_busy, "{:.2f}".format)
+    for time in (row.ttft_mean_s, row.ttft_p99_s, row.tpot_p99_s):
+        yield cell(time, format_seconds)
+    yield cell(row.goodput, format_number)
+    yield share(row.slo_met)
+
+
+def _bounds(shared: SharedCache) -> Iterator[list[str]]:
+    """Yield the rows of one cache for all replicas."""
+    most = shared.optimum
+    for name, hits in ((SHARED, shared.hit_ratio), (OPTIMUM, most)):
+        if hits is not None:
+            part = share(hits / most if most else None)
+            yield [name, share(hits), part, *[NONE] * 6]

@@ -1,0 +1,336 @@
+"""Report on a sweep: tables of the best policies, a chart, and rows as CSV, JSON or Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import attrs
+import orjson
+
+from kvcore.config.options import is_plain
+from kvcore.errors import InputError
+from kvcore.files import atomic_file, part_path
+from kvcore.lazy import import_extra
+from kvcore.plugins.options import as_text
+from kvcore.report.tables import NONE, counted, share
+from kvcore.sections import Chart, Panel, Section, Table
+from kvcore.trace.fields import version
+from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
+from kvcore_replay.report.charts import is_bound
+
+POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
+"""The axes whose values compete: cells that differ in nothing else are compared."""
+
+MOST_LINES = 24
+"""Lines of a chart that can be told apart."""
+
+
+@attrs.frozen
+class Measure:
+    """A quantity by which cells are ranked.
+
+    Attributes:
+        title: header of the column with the best cells.
+        column: its column in the rows of a sweep.
+        unit: header of the column with its value.
+        text: formats a value.
+        best: `max` or `min`.
+    """
+
+    title: str
+    column: str
+    unit: str
+    text: Callable[[float], str]
+    best: Callable[..., float] = max
+
+
+MEASURES: Mapping[str, Sequence[Measure]] = {
+    "compare": [Measure("most hits", "hit_ratio_block", "of blocks", share)],
+    "simulate": [
+        Measure("most goodput", "goodput", "requests/s", format_number),
+        Measure("least TTFT", "ttft_s_mean", "mean", format_seconds, min),
+        Measure("most hits", "hit_ratio_token", "of tokens", share),
+    ],
+}
+
+
+@attrs.frozen
+class SweepReport:
+    """A sweep as a table with sentences, and as a chart.
+
+    Attributes:
+        sweep: the sweep.
+    """
+
+    sweep: Sweep
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report on the sweep, with a chart if one axis of numbers varies."""
+        sections: list[Section] = [self.headline, self.table]
+        with suppress(InputError):
+            sections.append(self.chart(chart_axis(self.sweep.grid, None)))
+        return [*sections, f"{self.reading}\n{self.setup}".lstrip()]
+
+    @property
+    def headline(self) -> str:
+        """A sentence about the cells of the sweep."""
+        sweep, axes = self.sweep, self.sweep.grid.axes
+        varied = ", ".join(f"{len(axes[name])} x {name}" for name in sweep.grid.varied)
+        how = "simulated" if sweep.grid.mode == "simulate" else "replayed without a clock"
+        failed = f" {counted(len(sweep.failed), 'cell')} failed." if sweep.failed else ""
+        were = "was" if sweep.found == 1 else "were"
+        kept = f" {sweep.found:,} {were} there already." if sweep.found else ""
+        of = f" ({varied})" if varied else ""
+        return f"{counted(len(sweep.rows), 'cell')}{of}, {how}.{kept}{failed}"
+
+    @property
+    def table(self) -> Table:
+        """The best of each group of competing cells by each measure, in the grid's order."""
+        contests: dict[tuple[str, ...], list[Row]] = {}
+        for row in self.sweep.rows:
+            key = tuple(written(name, row) for name in self._given)
+            contests.setdefault(key, []).append(row)
+        rows = [[*key, *self._best(rows)] for key, rows in contests.items()]
+        best = (header for each in self.measures for header in (each.title, each.unit))
+        headers = [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
+        numbers = ["blocks", "memory", "block_size", "replicas", "of the optimum"]
+        numbers += (each.unit for each in self.measures)
+        return Table(headers, rows, numbers, split=True)
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the table, and a warning about saturated cells."""
+        lines = []
+        if self._competing:
+            by = " and ".join(self._competing)
+            lines.append(f"Each row: the best by {by}, all else being equal.")
+        saturated = sum(row.get("saturated") is True for row in self.sweep.rows)
+        if saturated:
+            lines.append(
+                f"Saturated: {counted(saturated, 'cell')}, whose queue grows for as long as "
+                "requests arrive; their times tell how long the workload is."
+            )
+        return "\n".join(lines)
+
+    @property
+    def setup(self) -> str:
+        """A sentence with the options that all cells share."""
+        grid, row = self.sweep.grid, self.sweep.rows[0]
+        # The blocks of a given memory follow from it.
+        known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
+        same = [name for name in axes_of(grid.mode) if name not in known]
+        if "like" in grid.varied:
+            # An engine sets other options, in which the cells differ as well.
+            others = self.sweep.rows[1:]
+            same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
+        names = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
+        parts = [f"{name} {written(name, row)}" for name in names]
+        return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
+
+    def chart(self, axis: str) -> Chart:
+        """Return a chart of the cells over the values of an axis, as `chart_axis` allows it.
+
+        Cells that failed have no point.
+        """
+        sweep, grid = self.sweep, self.sweep.grid
+        others = [name for name in grid.varied if name != axis]
+        # Policies come first: their names say more than the values of other options.
+        others.sort(key=lambda name: name not in ("eviction", "scheduler"))
+        column = "pool_bytes" if axis == "memory" else axis
+        panels = []
+        for measure in self.measures:
+            lines: dict[str, list[tuple[float, float]]] = {}
+            for row in sweep.rows:
+                name = ", ".join(written(each, row) for each in others) or measure.title
+                value = row[measure.column]
+                points = lines.setdefault(name, [])
+                if value is not None and row[column] is not None:
+                    points.append((row[column], value))
+            label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+            panels.append(Panel(label, lines, measure.text))
+        if not panels:
+            panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
+        place: Callable[[float], str] = format_number
+        if axis == "memory":
+            place = _bytes
+        return Chart(self.headline.partition(". ")[0], self.setup, axis, panels, place)
+
+    @property
+    def _competing(self) -> list[str]:
+        return [name for name in self.sweep.grid.varied if name in POLICIES]
+
+    @property
+    def _given(self) -> list[str]:
+        return [name for name in self.sweep.grid.varied if name not in POLICIES]
+
+    @property
+    def measures(self) -> list[Measure]:
+        """The measures that at least one cell has."""
+        measures, rows = MEASURES[self.sweep.grid.mode], self.sweep.rows
+        if "tier" in self.sweep.grid.axes:
+            tiered = {
+                "hit_ratio_block": "reuse_ratio_block",
+                "hit_ratio_token": "reuse_ratio_token",
+            }
+            measures = [
+                attrs.evolve(each, column=tiered.get(each.column, each.column))
+                for each in measures
+            ]
+        return [each for each in measures if any(row[each.column] is not None for row in rows)]
+
+    @property
+    def _bounded(self) -> bool:
+        return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
+
+    def _best(self, rows: list[Row]) -> Iterator[str]:
+        """Yield the best cells by each measure, and the value of the measure."""
+        candidates = [row for row in rows if not is_bound(str(row["eviction"]))] or rows
+        best: list[Row] = []
+        for measure in self.measures:
+            ranked = [row for row in candidates if row[measure.column] is not None]
+            if not ranked:
+                yield from (NONE, NONE)
+                continue
+            value = measure.best(row[measure.column] for row in ranked)
+            best = [row for row in ranked if row[measure.column] == value]
+            yield self._names(best, len(candidates))
+            yield measure.text(value)
+        if self._bounded:
+            yield share(best[0]["share_of_optimum"] if best else None)
+
+    def _names(self, rows: list[Row], candidates: int) -> str:
+        if len(rows) == candidates > 1:
+            return "all alike"
+        axes = self._competing or ["eviction"]
+        names = [" + ".join(written(name, row) for name in axes) for row in rows]
+        return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def chart_axis(grid: Grid, asked: str | None) -> str:
+    """Return the axis over which a sweep is drawn: `asked`, or the only one with numbers.
+
+    Raises:
+        InputError: `asked` has no several numbers; or it is None and there are several axes,
+            or none; or there would be too many lines.
+    """
+    numbers = [name for name in grid.varied if _is_number(name, grid.axes[name])]
+    names = " and ".join(numbers)
+    if asked is not None and asked not in numbers:
+        there = f"there are: {names}" if numbers else "no axis has several numbers"
+        msg = f"--plot-axis {asked}: no axis of numbers that varies; {there}"
+    elif not numbers:
+        msg = "--plot: no number varies: give blocks, memory or rate_scale several values"
+    elif asked is None and len(numbers) > 1:
+        msg = f"--plot: {names} vary: choose one of them with --plot-axis"
+    else:
+        axis = asked or numbers[0]
+        lines = prod(len(grid.axes[name]) for name in grid.varied if name != axis)
+        if lines <= MOST_LINES:
+            return axis
+        msg = f"--plot: {lines} lines over {axis} cannot be told apart; {MOST_LINES} can"
+    raise InputError(msg)
+
+
+def _is_number(name: str, values: Iterable[Any]) -> bool:
+    if name in ("seed", "chunked"):
+        return False
+    return name == "memory" or all(type(value) in (int, float) for value in values)
+
+
+def _bytes(value: float) -> str:
+    return format_bytes(int(value))
+
+
+def sweep_document(sweep: Sweep) -> dict[str, Any]:
+    """Return a sweep as a JSON object; it is the same if the sweep was killed and resumed."""
+    return {
+        "schema": 1,
+        "mode": sweep.grid.mode,
+        "cells": len(sweep.rows),
+        "failed": len(sweep.failed),
+        "rows": sweep.rows,
+    }
+
+
+def check_table(path: Path) -> None:
+    """Check that `write_table` can write a file of this name here.
+
+    Raises:
+        InputError: the name ends in no known format.
+        PluginError: Parquet, and polars is not installed.
+    """
+    if path.suffix not in WRITERS:
+        known = ", ".join(WRITERS)
+        msg = f"{path}: a table ends in one of {known}"
+        raise InputError(msg)
+    if path.suffix == ".parquet":
+        _polars()
+
+
+def write_table(sweep: Sweep, path: Path) -> None:
+    """Write the rows of a sweep to a file: CSV, JSON or Parquet (extra `lab`) by its name.
+
+    The file appears when it is whole. A part that a killed sweep has left is removed: call this
+    while the journal is open, so that no other process writes the file.
+
+    Raises:
+        InputError, PluginError: as `check_table`, or it cannot be opened for writing.
+        StorageError: the disk refused it.
+    """
+    check_table(path)
+    data = WRITERS[path.suffix](sweep)
+    if part_path(path) != path:
+        part_path(path).unlink(missing_ok=True)
+    with atomic_file(path) as file:
+        file.buffer.write(data)
+
+
+def _csv(sweep: Sweep) -> bytes:
+    """Return the rows as CSV with a header; an empty cell is a missing value."""
+    file = io.StringIO(newline="")
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(sweep.rows[0])
+    for row in sweep.rows:
+        writer.writerow([None if value is None else as_text(value) for value in row.values()])
+    return file.getvalue().encode()
+
+
+def _json(sweep: Sweep) -> bytes:
+    options = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+    return orjson.dumps(sweep_document(sweep), option=options)
+
+
+def _parquet(sweep: Sweep) -> bytes:
+    file = io.BytesIO()
+    frame = _polars().DataFrame(sweep.rows, infer_schema_length=None)
+    frame.write_parquet(file)
+    return file.getvalue()
+
+
+WRITERS: Mapping[str, Callable[[Sweep], bytes]] = {
+    ".csv": _csv,
+    ".json": _json,
+    ".parquet": _parquet,
+}
+"""The formats of a table, by the end of its name."""
+
+
+def _polars() -> Any:
+    needed = "Parquet needs polars, which cannot be imported"
+    return import_extra("polars", needed, "lab", ", or write .csv or .json")
+
+
+def written(name: str, row: Row) -> str:
+    """Format the value of an axis."""
+    if name == "memory":
+        return format_bytes(row["pool_bytes"])
+    value = row[name]
+    return f"{value:,}" if type(value) is int and name != "seed" else as_text(value)

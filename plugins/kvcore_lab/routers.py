@@ -1,0 +1,314 @@
+"""Comparison of routers: hits and latency of replicas, beside one cache of all their memory."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, cast
+
+import attrs
+
+from kvcore.cache import KVCache
+from kvcore.cache.layout import BlockLayout
+from kvcore.config.values import slo_text
+from kvcore.errors import PluginError
+from kvcore.notebook import Shown, data_frame
+from kvcore.plugins import Plugins
+from kvcore.plugins.options import Spec, parse
+from kvcore.progress import Progress, silent
+from kvcore.request import SLO, Request
+from kvcore.serving.router import Router
+from kvcore.workloads import Workload, check_keys, given_workload
+from kvcore_cluster.config import ClusterParts
+from kvcore_cluster.options import ReplicaChoices, replicas_text
+from kvcore_lab.comparison import SHARING, Source
+from kvcore_lab.sweep import Executor, Grid, Plan
+from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_replay.belady import Future, belady
+from kvcore_replay.serial_replay import replay
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+COLUMNS = {
+    "hit_ratio": "reuse_ratio_token",
+    "imbalance_requests": "imbalance_requests",
+    "imbalance_busy": "imbalance_busy",
+    "ttft_mean_s": "ttft_s_mean",
+    "ttft_p99_s": "ttft_s_p99",
+    "tpot_p99_s": "tpot_s_p99",
+    "goodput": "goodput",
+    "slo_met": "slo_met",
+    "rejected": "rejected",
+    "saturated": "saturated",
+}
+"""Attributes of a row, and the columns of a sweep from which they come."""
+
+
+@attrs.frozen(kw_only=True)
+class RouterRow:
+    """A workload on replicas under one router.
+
+    Attributes:
+        replicas: their number; the text of `replicas_text` if they differ.
+        router: name and options.
+        hit_ratio: share of the prompt tokens that hit, in a pool or a tier below it.
+        share_of_optimum: `hit_ratio` divided by that of the optimum in one cache; None if the
+            optimum hits nothing.
+        imbalance_requests, imbalance_busy: requests, and busy time, of the replica with the
+            most, divided by the mean.
+        ttft_mean_s, ttft_p99_s, tpot_p99_s: seconds; None without a value.
+        goodput: requests per second that meet their SLO.
+        slo_met: share of the requests that meet their SLO.
+        rejected: number of rejected requests.
+        saturated: whether the queue grew as long as requests arrived; None: unknown.
+    """
+
+    replicas: int | str
+    router: str
+    hit_ratio: float | None
+    share_of_optimum: float | None
+    imbalance_requests: float | None
+    imbalance_busy: float | None
+    ttft_mean_s: float | None
+    ttft_p99_s: float | None
+    tpot_p99_s: float | None
+    goodput: float | None
+    slo_met: float | None
+    rejected: int
+    saturated: bool | None
+
+
+@attrs.frozen(kw_only=True)
+class SharedCache:
+    """Hits of one cache that has the memory of all replicas.
+
+    Serial and untimed: requests come one after another, and each finds the blocks of those
+    before it. That bounds routers if requests are served in this order too; under a clock they
+    overlap, and running ones take room.
+
+    Attributes:
+        replicas: the same as in `RouterRow`.
+        blocks: blocks of the cache, including those of tiers.
+        hit_ratio: share of the prompt tokens that hit, with the eviction policy of the
+        replicas.
+        optimum: the same share with Belady's rule; None if that is no bound, as with a
+            retention policy.
+    """
+
+    replicas: int | str
+    blocks: int
+    hit_ratio: float | None
+    optimum: float | None
+
+
+@attrs.frozen(kw_only=True)
+class RouterComparison(Shown):
+    """The result of `compare_routers`.
+
+    Attributes:
+        workload: the workload that was served.
+        config: the configuration of the first cluster, in the form of `kvcore simulate --json`.
+        view: the knowledge that routers have of the replicas' caches.
+        slo: the SLO of all requests that bring none, such as `ttft=30,tpot=0.1`.
+        rows: for each number of replicas, one per router in the order of the arguments.
+        shared: one cache for each number of replicas.
+    """
+
+    workload: Source
+    config: dict[str, Any]
+    view: str
+    slo: str
+    rows: list[RouterRow]
+    shared: list[SharedCache]
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of the rows.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        rows = [attrs.asdict(row) | {"replicas": str(row.replicas)} for row in self.rows]
+        return data_frame(rows, "`comparison.rows`")
+
+
+def compare_routers(
+    workload: str | PathLike[str] | Spec | Workload | Iterable[Request] = "mooncake",
+    routers: str | type[Router] | Iterable[Any] | None = None,
+    replicas: Iterable[ReplicaChoices] | ReplicaChoices = 8,
+    *,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> RouterComparison:
+    """Serve a workload with replicas under each router, and once with one cache for all.
+
+    `compare_routers("mooncake", "round-robin,least-requests", replicas=[2, 4, 8])`.
+
+    Args:
+        workload: a plugin's name with options, the path of a file, a workload, or an iterable
+            of `Request`.
+        routers: one or several: names with options (one text may hold several) or classes;
+            None: all installed routers.
+        replicas: their number; several numbers make a cluster each, and so does a list of
+            tables of options, with a `count` each.
+        executor: runs the simulations; None: one after another in this process. Any other
+            executor needs routers that are installed.
+        progress: shows the number of simulations that are done; None: no progress.
+        options: options of `RunConfig`, such as `tensor_parallel`, `view`, `fail`.
+
+    Raises:
+        InputError: no router, or an option or workload that is not valid.
+        PluginError: a plugin cannot be used here, or a simulation failed.
+    """
+    if (given := given_workload(workload)) is not None:
+        workload = given  # to a grid, a list is one of alternatives
+    if routers is None:
+        routers = map(Spec, Plugins().names("router"))
+    elif isinstance(routers, str):
+        routers = parse(routers)
+    elif not isinstance(routers, Iterable):
+        routers = [routers]
+    alone = isinstance(replicas, int | Integral | str)
+    clusters: list[Any] = [replicas] if alone else list(cast("Iterable[Any]", replicas))
+    if all(isinstance(each, Mapping) for each in clusters):
+        clusters = [clusters]
+    one = {name: [value] for name, value in options.items()}
+    grid = Grid("simulate", workload=workload, replicas=clusters, router=[*routers], **one)
+    plan = Plan.of(grid)
+    shares = _Shares(plan)
+    results = {}
+    tasks = {task.digest: task for task in plan.tasks}
+    steps = len(tasks) + len(shares.parts)
+    name = shares.source.name
+    with (
+        (progress or silent)(f"comparing routers on {name}: simulations", steps) as tick,
+        closing((executor or ThisProcess()).run(tasks.values())) as outcomes,
+    ):
+        for outcome in outcomes:
+            if outcome.result is None:
+                router = _name(tasks[outcome.digest].cell.router)
+                msg = f"the simulation with router {router} failed: {outcome.error}"
+                raise PluginError(msg)
+            results[outcome.digest] = outcome.result
+            tick(1)
+        shared = {}
+        for text, cache in shares:
+            shared[text] = cache
+            tick(1)
+    rows = [
+        _row(axes, results[task.digest], shared[axes["replicas"]])
+        for task, axes in zip(plan.tasks, plan.rows, strict=True)
+    ]
+    return RouterComparison(
+        workload=attrs.evolve(
+            shares.source, requests=results[plan.tasks[0].digest]["requests"]
+        ),
+        config=shares.config,
+        view=plan.tasks[0].cell.view,
+        slo=slo_text(cast("SLO", plan.tasks[0].cell.slo)),
+        rows=rows,
+        shared=list(shared.values()),
+    )
+
+
+def _name(router: Any) -> str:
+    """Return a router as text: its name with options, or that of its class."""
+    return str(router if isinstance(router, str | Spec) else getattr(router, "name", router))
+
+
+def _row(axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache) -> RouterRow:
+    values = {name: result[column] for name, column in COLUMNS.items()}
+    hits, most = values["hit_ratio"], shared.optimum
+    return RouterRow(
+        replicas=axes["replicas"],
+        router=_name(axes["router"]),
+        share_of_optimum=hits / most if hits is not None and most else None,
+        **values,
+    )
+
+
+class _Shares:
+    """Hits of one cache with the memory of all replicas, for each cluster of a plan.
+
+    Attributes:
+        parts: the parts of each cluster, by its replicas.
+        source: the workload.
+        config: the configuration of the first cluster.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.parts: dict[int | str, ClusterParts] = {}
+        workload: Workload | None = None
+        for task in plan.tasks:
+            text = replicas_text(cast("Any", task.cell.replicas))
+            if text not in self.parts:
+                self.parts[text] = parts = ClusterParts(task.cell, workload=workload)
+                workload = parts.workload
+        first = next(iter(self.parts.values()))
+        self.source = Source.of(first.workload)
+        cache = first.cache()
+        plugins = first.scheduler(), cache.eviction, cache.prefix, cache.retention
+        self.config = first.describe(*plugins, first.latency(), *first.tiers())
+        self._futures: dict[int, tuple[Future, array[int], array[int], int]] = {}
+
+    def __iter__(self) -> Iterator[tuple[int | str, SharedCache]]:
+        """Yield the replicas of each cluster, and the hits of one cache for them."""
+        for text, parts in self.parts.items():
+            blocks = sum(each.blocks + each.tier_blocks for each in parts.members)
+            cache = self._cache(parts, blocks)
+            stats = replay(check_keys(parts.workload), cache)
+            hits = stats.ratios()["token"]
+            optimum = self._optimum(parts, blocks) if cache.prefix.name == SHARING else None
+            yield (
+                text,
+                SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum),
+            )
+
+    def _cache(self, parts: ClusterParts, blocks: int) -> KVCache:
+        return KVCache(
+            blocks,
+            parts.geometry.block_size,
+            eviction=parts.built("eviction"),
+            prefix=parts.built("prefix"),
+            accounting="tokens",
+            key_tokens=parts.workload.key_tokens,
+            recompute=parts.recompute,
+        )
+
+    def _optimum(self, parts: ClusterParts, blocks: int) -> float | None:
+        """Return the share of the prompt tokens that Belady's rule hits."""
+        if parts.config.retention is not None:
+            return None
+        size = parts.geometry.block_size
+        if size not in self._futures:
+            self._futures[size] = self._read(parts.workload, size)
+        future, shareable, limits, tokens = self._futures[size]
+        hits = array("i", bytes(4 * len(shareable)))
+        runs = future.starts, future.wanted, future.ends
+        # With tiers the blocks of a prompt need not stay in the pool.
+        bypass = bool(parts.config.tier)
+        belady(shareable, future.lengths, *runs, blocks, bypass, hits)
+        return sum(map(min, hits, limits)) * size / tokens if tokens else None
+
+    @staticmethod
+    def _read(workload: Workload, size: int) -> tuple[Future, array[int], array[int], int]:
+        """Return the future of a workload, and by request the blocks that can be shared or hit.
+
+        The last item is the number of prompt tokens.
+        """
+        layout = BlockLayout("tokens", size, workload.key_tokens)
+        shareable, limits, tokens = array("i"), array("i"), 0
+
+        def requests() -> Iterator[Request]:
+            nonlocal tokens
+            for request in check_keys(workload):
+                prompt = layout.prompt(request)
+                shareable.append(prompt.cacheable)
+                limits.append(prompt.limit)
+                tokens += prompt.tokens
+                yield request
+
+        return Future.read(requests(), layout), shareable, limits, tokens

@@ -1,0 +1,431 @@
+"""Run one cell of a sweep: simulated under a clock, or replayed without one."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from importlib.metadata import version
+from pathlib import Path
+from time import perf_counter
+from traceback import extract_tb
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import attrs
+import orjson
+
+from kvcore.cache import EvictionPolicy, KVCache
+from kvcore.config import RunConfig, RunParts
+from kvcore.config.values import slo_text, tiers_text
+from kvcore.errors import InputError, KvcoreError
+from kvcore.plugins import FAILURES, Plugin, Plugins
+from kvcore.plugins.options import Spec, spec_of
+from kvcore.request import SLO
+from kvcore.serving import LatencyModel, Scheduler, simulate
+from kvcore.trace.fields import plain, slo_field
+from kvcore.units import window_text
+from kvcore.workloads import Workload
+from kvcore.workloads.files import file_digest
+from kvcore_cluster.options import replicas_text
+from kvcore_lab.comparison import SHARING
+from kvcore_lab.sweep.grid import Mode, axes_of
+from kvcore_replay.belady import Belady, Future
+from kvcore_replay.serial_replay import replay
+
+if TYPE_CHECKING:
+    from kvcore_cluster.config import ClusterParts
+
+DIGEST_BYTES = 16
+
+T = TypeVar("T")
+
+HITS = {
+    "lookup_blocks": "lookup_blocks",
+    "hit_blocks": "hit_blocks",
+    "hit_ratio_block": "ratio.block",
+    "hit_ratio_token": "ratio.token",
+    "hit_ratio_request": "ratio.request",
+}
+
+TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
+
+SPREAD = ("mean", "p50", "p90", "p95", "p99")
+
+TIMED_COLUMNS = {
+    **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
+    "saturated": "saturation.saturated",
+    "simulated_s": "simulated_s",
+    # The axis `steps` is the kind of steps.
+    "step_count": "steps",
+    **{f"{time}_{part}": f"{time}.{part}" for time in TIMES for part in SPREAD},
+    "throughput_tokens_s": "throughput_tokens_s",
+    "goodput": "goodput",
+    "slo_met": "slo.met",
+    "preemptions_pause": "preemptions.pause",
+    "preemptions_recompute": "preemptions.recompute",
+    "preemptions_swap": "preemptions.swap",
+    "evicted_blocks": "evicted_blocks",
+    **{name: f"hit.{path}" for name, path in HITS.items()},
+    "loaded_tokens": "loaded_tokens",
+    **{f"reuse_ratio_{unit}": f"reuse_ratio.{unit}" for unit in ("block", "token", "request")},
+    "lost_tokens": "lost_tokens",
+    "pool_active_mean": "pool.active.mean",
+    "pool_active_peak": "pool.active.peak",
+}
+"""Columns of a simulated cell, and the path of each in the summary of its run."""
+
+CLUSTER_COLUMNS = {
+    "imbalance_requests": "imbalance.requests.most",
+    "imbalance_busy": "imbalance.busy.most",
+    "retried": "retried",
+    "replica_s": "replica_s",
+}
+"""Further columns of a cell with several servers, and their paths."""
+
+UNTIMED_COLUMNS = (
+    *("requests", *HITS, "evicted_blocks", "reused_blocks"),
+    *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
+)
+
+RESULTS: dict[Mode, tuple[str, ...]] = {
+    "simulate": (*TIMED_COLUMNS, *CLUSTER_COLUMNS),
+    "compare": UNTIMED_COLUMNS,
+}
+"""The columns of the result of a cell, by mode."""
+
+
+@attrs.frozen
+class Task:
+    """A cell to run, and its digest."""
+
+    digest: str
+    cell: RunConfig
+
+    def run(self, known: WorkloadCache) -> dict[str, Any]:
+        """Return the columns of the result.
+
+        Raises:
+            KvcoreError: the cell has another digest in this process.
+        """
+        cell = CellRun(self.cell, known)
+        self.check(cell.digest)
+        return cell.run()
+
+    def check(self, digest: str) -> None:
+        """Raise KvcoreError if `digest`, computed in this process, is not that of the task."""
+        if digest != self.digest:
+            msg = (
+                "this process would run another cell: a file, a plugin or kvcore itself has "
+                "changed since it was named, or is not the same on this machine"
+            )
+            raise KvcoreError(msg)
+
+
+@attrs.frozen
+class Outcome:
+    """The result of a task, or the reason of its failure.
+
+    Attributes:
+        digest: digest of the task.
+        result: the columns of the result; None if the task failed.
+        error: the reason of a failure.
+        wall_s: seconds that the task took.
+    """
+
+    digest: str
+    result: dict[str, Any] | None
+    error: str | None = None
+    wall_s: float = 0.0
+
+
+class WorkloadCache:
+    """The plugins, open workloads and digests that the cells of one process share.
+
+    A workload is opened once and read again by each cell, so memory holds none of its requests,
+    except the future that Belady's algorithm needs or the traffic of a fleet.
+
+    Attributes:
+        plugins: the installed plugins.
+        file: returns the digest of a file, which is computed once.
+    """
+
+    def __init__(self) -> None:
+        self.plugins = Plugins()
+        self._workloads: dict[tuple[object, ...], Workload] = {}
+        self._digests: dict[tuple[object, ...], str] = {}
+        self.file = cache(file_digest)
+        self._kept: tuple[object, Any] = None, None
+
+    def parts(self, cell: RunConfig) -> RunParts:
+        """Return the parts of a cell.
+
+        Raises:
+            InputError, PluginError: a part cannot be built; names the option.
+        """
+        key = _workload_key(cell)
+        workload = self._workloads.get(key)
+        parts: RunParts = cell.build(self.plugins, workload=workload, naming="{}: ".format)
+        self._workloads[key] = parts.workload
+        return parts
+
+    def digest(self, parts: RunParts) -> str:
+        """Return the digest of a workload, which is computed once."""
+        key = _workload_key(parts.config)
+        return self._digests.get(key) or self._digests.setdefault(key, parts.workload.digest)
+
+    def future(self, parts: RunParts) -> Future:
+        """Return the future of a workload; only the latest one is kept in memory."""
+        geometry = parts.geometry
+        read = partial(Future.read, geometry=geometry)
+        return self.kept(parts, read, geometry.accounting, geometry.block_size)
+
+    def kept(self, parts: RunParts, read: Callable[[Workload], T], *more: object) -> T:
+        """Return `read(workload)`; the latest result is kept, and `more` is part of its key."""
+        key = self.digest(parts), *more
+        if self._kept[0] != key:
+            self._kept = key, read(parts.workload)
+        kept: T = self._kept[1]
+        return kept
+
+
+def _workload_key(cell: RunConfig) -> tuple[object, ...]:
+    workload = cell.workload
+    named = workload if isinstance(workload, Workload) else str(workload)
+    return named, cell.seed, cell.limit, cell.window
+
+
+class CellRun:
+    """One cell with its parts, for one run.
+
+    Attributes:
+        parts: its parts.
+        eviction: the eviction policy, or the optimum.
+        cache: the cache; None for the optimum, which needs none.
+        scheduler, latency: the scheduler and the latency model; None without a clock.
+        drafter: the drafter; None without one.
+
+    Raises:
+        InputError, PluginError: a part cannot be built; names the option.
+    """
+
+    def __init__(self, cell: RunConfig, known: WorkloadCache) -> None:
+        self._known = known
+        self.parts = parts = known.parts(cell)
+        self.eviction: EvictionPolicy | Belady
+        self.cache: KVCache | None = None
+        if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
+            self.eviction = _optimum(parts)
+        else:
+            self.cache = parts.cache()
+            self.eviction = self.cache.eviction
+        self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
+        self.latency: LatencyModel | None = parts.latency() if cell.timed else None
+        self.drafter = None if cell.drafter is None else parts.built("drafter")
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The axes of the cell in the form of a table: text, numbers, true or false."""
+        parts, cell = self.parts, self.parts.config
+        row: dict[str, Any] = {name: getattr(cell, name) for name in axes_of(cell.mode)}
+        row |= {name: text for name, value in row.items() if (text := _named(value))}
+        row["tier"] = tiers_text(cast("Any", cell.tier))
+        del row["memory"]
+        if cell.window is not None:
+            row["window"] = window_text(cast("Any", cell.window))
+        if cell.timed:
+            row["slo"] = slo_text(cast("SLO", cell.slo))
+            row["replicas"] = replicas_text(row["replicas"])
+            row["fail"] = "; ".join(row["fail"])
+        else:
+            row["accounting"] = parts.geometry.accounting
+        blocks = parts.blocks + parts.null_blocks
+        return row | {
+            "model": parts.model.name,
+            "block_size": parts.geometry.block_size,
+            "blocks": blocks,
+            "pool_bytes": blocks * parts.deployment.bytes_per_block,
+        }
+
+    @property
+    def digest(self) -> str:
+        """The BLAKE2b digest of everything that the result depends on, as canonical JSON.
+
+        That is the version of kvcore, the digest of the workload, the sizes, and for every
+        plugin its name, its options and the content of its source file: an edited policy is
+        another policy. Files that plugins read count by their content.
+        """
+        text = orjson.dumps(self._description(), option=orjson.OPT_SORT_KEYS)
+        return hashlib.blake2b(text, digest_size=DIGEST_BYTES).hexdigest()
+
+    def run(self) -> dict[str, Any]:
+        """Return the columns of the result."""
+        if self.scheduler is None or self.latency is None:
+            return self._replayed()
+        summary = self._summary()
+        paths = TIMED_COLUMNS | CLUSTER_COLUMNS
+        return {column: _at(summary, path) for column, path in paths.items()}
+
+    def _summary(self) -> dict[str, Any]:
+        """Simulate the cell; return the numbers of the run."""
+        parts = self.parts
+        if parts.many:
+            summary: dict[str, Any] = parts.run(residency=False).summary()
+            return summary
+        return simulate(
+            self.parts.workload,
+            cache=cast("KVCache", self.cache),
+            scheduler=self.scheduler,
+            latency=self.latency,
+            batching=self.parts.batching,
+            slo=self.parts.slo,
+            rate_scale=self.parts.config.rate_scale,
+            drafter=self.drafter,
+            residency=False,
+        ).summary()
+
+    def _replayed(self) -> dict[str, Any]:
+        parts = self.parts
+        if self.cache is None:
+            future = self._known.future(parts)
+            optimum = cast("Belady", self.eviction)
+            size = parts.geometry.block_size
+            stats, evicted = optimum.replay(future, parts.blocks, size)
+            reused = stats
+            if parts.tier_blocks:
+                most = Belady(bypass=True)
+                reused, _ = most.replay(future, parts.blocks + parts.tier_blocks, size)
+        else:
+            tiers = self.cache.tiers
+            stats = replay(parts.workload, self.cache)
+            reused = stats if tiers is None else tiers.hit_stats()
+            evicted = self.cache.tree.evicted_blocks + self.cache.tree.expired_blocks
+        return {
+            "requests": stats.requests,
+            "lookup_blocks": stats.lookup_blocks,
+            "hit_blocks": stats.hit_blocks,
+            **{f"hit_ratio_{unit}": ratio for unit, ratio in stats.ratios().items()},
+            "evicted_blocks": evicted,
+            "reused_blocks": reused.hit_blocks,
+            **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
+        }
+
+    def _description(self) -> dict[str, Any]:
+        parts, cell, cache = self.parts, self.parts.config, self.cache
+        prefix = parts.built("prefix") if cache is None else cache.prefix
+        retention = None if cache is None else cache.retention
+        tiers = parts.tiers()
+        below = (*tiers, *(tier.eviction for tier in tiers))
+        served = self.scheduler, self.latency, self.drafter
+        plugins = (self.eviction, prefix, retention, *served, *below)
+        described: dict[str, Any] = {
+            "kvcore": version("kvcore"),
+            "mode": cell.mode,
+            "workload": {"name": parts.workload.name, "digest": self._known.digest(parts)},
+            "count": parts.geometry.accounting,
+            "key_tokens": parts.geometry.key_tokens,
+            "block_size": parts.geometry.block_size,
+            "blocks": parts.blocks,
+            "recompute": attrs.asdict(cast("Any", parts.recompute)),
+            "plugins": [self._described(plugin) for plugin in plugins if plugin is not None],
+        }
+        if self.latency is not None:
+            described |= {
+                "latency": self.latency.coefficients(),
+                "batching": attrs.asdict(parts.batching),
+                "rate_scale": cell.rate_scale,
+                "slo": slo_field(cast("SLO", cell.slo)),
+            }
+        if parts.many:
+            described["cluster"] = self._cluster(cast("ClusterParts", parts))
+        return described
+
+    def _cluster(self, parts: ClusterParts) -> dict[str, Any]:
+        """Return everything about several servers that the result depends on."""
+        alone: dict[str, Any] = {
+            "replicas": 1,
+            "fail": (),
+            "autoscale": None,
+            "disaggregate": None,
+        }
+        configs = [(n, each.config.changed(**alone)) for n, each in parts.groups]
+        return {
+            "replicas": [[n, CellRun(each, self._known).digest] for n, each in configs],
+            "router": self._described(parts.router()),
+            "view": str(parts.view()),
+            "fail": [str(each) for each in parts.failures],
+            "autoscale": parts.config.autoscale,
+            **({} if parts.split is None else {"disaggregate": str(parts.split)}),
+        }
+
+    def _described(self, plugin: Plugin | Belady) -> dict[str, Any]:
+        """Return the name of a plugin, its options, and the digest of the file of its code."""
+        code = getattr(sys.modules[type(plugin).__module__], "__file__", None)
+        return {
+            "name": plugin.name,
+            "options": {name: self._content(value) for name, value in plugin.options().items()},
+            "code": code and self._content(Path(code)),
+        }
+
+    def _content(self, value: Any) -> Any:
+        """Return an option as a JSON value; for a file, the digest of its content."""
+        is_file = isinstance(value, Path) and value.is_file()
+        return self._known.file(value) if is_file else plain(value)
+
+
+class CellRunner:
+    """Runs one task after another in one process."""
+
+    def __init__(self) -> None:
+        self._known = WorkloadCache()
+
+    def attempt(self, task: Task) -> Outcome:
+        """Run a task; an exception becomes its outcome, so that other tasks continue."""
+        begin = perf_counter()
+        try:
+            result = task.run(self._known)
+        except FAILURES as error:  # It is reported, and the sweep fails in the end.
+            return Outcome(task.digest, None, _reason(error))
+        return Outcome(task.digest, result, wall_s=round(perf_counter() - begin, 6))
+
+
+def _optimum(parts: RunParts) -> Belady:
+    """Return the optimum of a cell; raise InputError if it bounds nothing there."""
+    try:
+        optimum = Belady.from_text(cast("Spec", parts.config.eviction).options)
+    except InputError as error:
+        msg = f"eviction: {error}"
+        raise InputError(msg) from error
+    if parts.geometry.accounting != "keys":
+        given = parts.geometry.accounting
+        msg = f"accounting: the optimum is known in `keys` alone, not in {given!r}"
+        raise InputError(msg)
+    prefix = parts.built("prefix").name
+    if prefix != SHARING:
+        msg = f"prefix: the optimum is a bound for {SHARING!r} alone, not for {prefix!r}"
+        raise InputError(msg)
+    return optimum
+
+
+def _named(value: object) -> str | None:
+    """Return the text of a plugin, as on the command line; None for any other value."""
+    if isinstance(value, Plugin):
+        value = spec_of(value)
+    if isinstance(value, Spec):
+        return str(value)
+    return value.name if isinstance(value, type) and issubclass(value, Plugin) else None
+
+
+def _at(document: Any, path: str) -> Any:
+    """Return the value at a dotted path; None if a part of the path is missing."""
+    for name in path.split("."):
+        document = None if document is None else document.get(name)
+    return document
+
+
+def _reason(error: Exception | SystemExit) -> str:
+    """Return why a cell failed; for an error that kvcore does not raise itself, also where."""
+    if isinstance(error, KvcoreError):
+        return str(error)
+    *_, frame = extract_tb(error.__traceback__)
+    return f"{type(error).__name__} in {frame.name} ({frame.lineno}): {error}"
