@@ -10,7 +10,7 @@ from helpers.pages import data_of
 from helpers.traces import record
 
 import kvcore
-from kvcore.pages import report_page
+from kvcore_pages.report import report_page
 
 MARKUP = "</script><script>alert('x')</script><b>\"&amp;"
 

@@ -16,10 +16,10 @@ from helpers.untrusted import poison, record_rejection, recovered
 
 from kvcore.cli import main as frame
 from kvcore.errors import InputError
-from kvcore.pages import view_page
-from kvcore.pages.playback import Window
-from kvcore.pages.server import PageServer
 from kvcore.trace import read_events
+from kvcore_pages.playback import Window
+from kvcore_pages.server import PageServer
+from kvcore_pages.view import view_page
 from kvcore_replay.check.trace import replay
 
 SERVED = (
@@ -427,7 +427,7 @@ def test_a_port_in_use_is_an_error(server):
 
 def test_a_window_ends_between_two_times(served):
     """A window of limited length ends between two times, not among lines of one time."""
-    from kvcore.pages.playback import Playback  # noqa: PLC0415
+    from kvcore_pages.playback import Playback  # noqa: PLC0415
 
     times = [event.t for event in read_events(served)]
     rows = len(Playback(served, window=Window(most=500)).rows["kind"])

@@ -8,10 +8,9 @@ from helpers.commands import run_here
 from helpers.evictions import TraceBlocks, differing
 
 from kvcore.cli import main as frame
-from kvcore.pages import view_page
-from kvcore.pages.playback import Playback
-from kvcore.pages.view import find_differences
 from kvcore.units import NS_PER_S
+from kvcore_pages.playback import Playback
+from kvcore_pages.view import find_differences, view_page
 from kvcore_replay.misses.explain import explain
 
 SERVED = (

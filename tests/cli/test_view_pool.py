@@ -7,7 +7,7 @@ import pytest
 from helpers.browser import NARROW, WIDE, tab
 from helpers.commands import run_here
 
-from kvcore.pages import view_page
+from kvcore_pages.view import view_page
 
 SERVER = (
     *(

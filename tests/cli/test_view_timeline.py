@@ -7,8 +7,8 @@ from helpers import traces
 from helpers.browser import NARROW, WIDE, drawn, tab, until
 
 from kvcore.cli import main as frame
-from kvcore.pages import view_page
-from kvcore.pages.playback import Window
+from kvcore_pages.playback import Window
+from kvcore_pages.view import view_page
 from kvcore_replay.timeline import NEVER, Timeline
 
 OVERLOADED = (

@@ -17,11 +17,11 @@ from helpers.traces import compact, drop_blocks, record, serve, serve_tiers
 
 from kvcore import KVCache, Trace
 from kvcore.errors import InputError
-from kvcore.pages import view_page
-from kvcore.pages.playback import Playback, Window, share_phrases
 from kvcore.testing import COMPACTIONS, EVEN, FORKS, Driver, Traffic, random_steps
 from kvcore.trace import read_events
 from kvcore_engine.retention.window import Window as Recent
+from kvcore_pages.playback import Playback, Window, share_phrases
+from kvcore_pages.view import view_page
 from kvcore_replay.state.cache import CacheState
 
 RUN = """

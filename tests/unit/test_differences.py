@@ -6,8 +6,8 @@ from helpers.evictions import TraceBlocks, differing
 
 from kvcore import KVCache, Trace
 from kvcore.cli import main as frame
-from kvcore.pages.playback import Playback
-from kvcore.pages.view import find_differences
+from kvcore_pages.playback import Playback
+from kvcore_pages.view import find_differences
 from kvcore_plugins.eviction import FIFO, LRU
 from kvcore_plugins.prefix import Radix
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from kvcore.pages.report import _labels
-from kvcore.pages.report_documents import SeenGrid
-from kvcore.pages.report_parts import Axis, Line, chart, command, distributions, settings, table
+from kvcore_pages.report import _labels
+from kvcore_pages.report_documents import SeenGrid
+from kvcore_pages.report_parts import Axis, Line, chart, command, distributions, settings, table
 
 TIME, SHARE = Axis("time", "s"), Axis("share", "%")
 

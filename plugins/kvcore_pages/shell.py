@@ -53,7 +53,7 @@ class Page:
     Attributes:
         title: title of the window; any text.
         body: markup of the page, without any contents of a trace.
-        scripts, styles: files of `kvcore/pages/static`, after those of all pages. The scripts
+        scripts, styles: files of `plugins/kvcore_pages/static`, after those of all pages. The scripts
             make one module, in this order.
         data: data that scripts read by name: JSON values with `readJson`, bytes with
             `readBytes`.
@@ -107,8 +107,8 @@ def _charts() -> str:
 
 
 def _static(name: str) -> str:
-    """Return a file of `kvcore/pages/static`."""
-    text = (files("kvcore.pages") / "static" / name).read_text("utf-8")
+    """Return a file of `plugins/kvcore_pages/static`."""
+    text = (files("kvcore_pages") / "static" / name).read_text("utf-8")
     # Such a tag would end the element with the text.
     assert "</script" not in text, name
     assert "</style" not in text, name

@@ -12,10 +12,10 @@ from typing import Any
 import attrs
 
 from kvcore.files import file_bytes
-from kvcore.pages.playback import WHOLE, EvictedContent, Playback, Window
-from kvcore.pages.shell import Page
 from kvcore.progress import Progress, silent
 from kvcore.units import NS_PER_S
+from kvcore_pages.playback import WHOLE, EvictedContent, Playback, Window
+from kvcore_pages.shell import Page
 
 SCRIPTS = (
     *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),

@@ -36,7 +36,7 @@ def report(
     Regret, the distance from the optimum, and miss reasons are reported where there is a
     trace.
     """
-    from kvcore.pages import report_page  # noqa: PLC0415 - `--help` does without
+    from kvcore_pages.report import report_page  # noqa: PLC0415 - `--help` does without
 
     if "" in results:
         msg = "an empty path is no RESULT; name a file or a folder"

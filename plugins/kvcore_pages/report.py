@@ -22,13 +22,13 @@ from kvcore.files import (
     unreadable_reason,
 )
 from kvcore.lazy import import_extra
-from kvcore.pages.report_documents import FORMS, DocumentResult
-from kvcore.pages.report_parts import Document, Part, Result, command
-from kvcore.pages.report_runs import Run
-from kvcore.pages.shell import Page
 from kvcore.progress import Progress, silent
 from kvcore.report.tables import counted
 from kvcore.serving.result import REQUESTS, SUMMARY
+from kvcore_pages.report_documents import FORMS, DocumentResult
+from kvcore_pages.report_parts import Document, Part, Result, command
+from kvcore_pages.report_runs import Run
+from kvcore_pages.shell import Page
 
 IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
 """Files that make a folder a result, in the order of the search."""

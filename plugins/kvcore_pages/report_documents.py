@@ -16,23 +16,6 @@ from typing import Any, TypeAlias, TypeVar, cast
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.pages.report_parts import (
-    REASONS,
-    Axis,
-    Document,
-    Part,
-    Result,
-    again,
-    against,
-    chart,
-    command,
-    heading,
-    panel_lines,
-    sentences,
-    settings,
-    shown,
-    table,
-)
 from kvcore.plugins.options import as_text
 from kvcore.report.size import size_sections
 from kvcore.report.tables import NONE, counted, plugin_text, share
@@ -50,6 +33,23 @@ from kvcore_lab.report.policies import named
 from kvcore_lab.report.quality import PANELS, QualityReport
 from kvcore_lab.report.sweep import SweepReport, chart_axis
 from kvcore_lab.sweep import Sweep, axes_of
+from kvcore_pages.report_parts import (
+    REASONS,
+    Axis,
+    Document,
+    Part,
+    Result,
+    again,
+    against,
+    chart,
+    command,
+    heading,
+    panel_lines,
+    sentences,
+    settings,
+    shown,
+    table,
+)
 from kvcore_replay.belady import Belady
 from kvcore_replay.billing import Bill, Bills
 from kvcore_replay.misses.reasons import OF_CLUSTERS

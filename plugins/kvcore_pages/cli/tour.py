@@ -17,6 +17,6 @@ def tour(*, out: Path) -> None:
     the page is made. It is one file, which a browser opens without a server or a network.
     Needs torch.
     """
-    from kvcore.pages.tour import tour_page  # noqa: PLC0415 - it imports the engine
+    from kvcore_pages.tour import tour_page  # noqa: PLC0415 - it imports the engine
 
     write_page(out, tour_page)

@@ -20,7 +20,6 @@ from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
-from kvcore.pages.shell import Page
 from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
 from kvcore.serving import Batching
@@ -33,6 +32,7 @@ from kvcore_lab.demo import (
     with_and_without_cache,
 )
 from kvcore_lab.demo.caching import DTYPE
+from kvcore_pages.shell import Page
 from kvcore_replay.serial_replay import replay
 from kvcore_replay.state.cache import CacheState
 
@@ -55,7 +55,7 @@ def tour_page() -> bytes:
     Raises:
         PluginError: torch or plotly is not installed.
     """
-    body = (files("kvcore.pages") / "static" / "tour.html").read_text("utf-8")
+    body = (files("kvcore_pages") / "static" / "tour.html").read_text("utf-8")
     return Page(
         title="A tour of the KV cache",
         body=body,

@@ -15,7 +15,14 @@ import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
-from kvcore.pages.report_parts import (
+from kvcore.progress import Progress, silent
+from kvcore.report.simulation import SimulationReport
+from kvcore.report.tables import counted, setup, share
+from kvcore.sections import Table
+from kvcore.serving.result import REQUESTS, TRACE
+from kvcore.units import NS_PER_S, format_seconds
+from kvcore_lab.report.paging import PagingReport
+from kvcore_pages.report_parts import (
     COLOURS,
     REASONS,
     Axis,
@@ -34,13 +41,6 @@ from kvcore.pages.report_parts import (
     shown,
     table,
 )
-from kvcore.progress import Progress, silent
-from kvcore.report.simulation import SimulationReport
-from kvcore.report.tables import counted, setup, share
-from kvcore.sections import Table
-from kvcore.serving.result import REQUESTS, TRACE
-from kvcore.units import NS_PER_S, format_seconds
-from kvcore_lab.report.paging import PagingReport
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.misses.reasons import CATEGORIES, Explanation, Summary

@@ -72,8 +72,8 @@ def view(
 
     A TRACE may be the directory that --out of simulate or run wrote.
     """
-    from kvcore.pages import view_page  # noqa: PLC0415 - `--help` does without
-    from kvcore.pages.playback import Window  # noqa: PLC0415 - as above
+    from kvcore_pages.playback import Window  # noqa: PLC0415 - as above
+    from kvcore_pages.view import view_page  # noqa: PLC0415 - `--help` does without
 
     if out is None and not serve:
         msg = "where to? Give a file for the page with -o FILE, or --serve it to this machine"
@@ -93,7 +93,7 @@ def view(
         refuse_overwrite(out, traces)
     page = make() if out is None else write_page(out, make)
     if serve:
-        from kvcore.pages.server import PageServer  # noqa: PLC0415 - most pages are files
+        from kvcore_pages.server import PageServer  # noqa: PLC0415 - most pages are files
 
         with PageServer(page, port) as server:
             echo(f"{server.url} (Ctrl-C ends it)")
