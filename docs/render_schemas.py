@@ -34,12 +34,12 @@ from kvcore.config.values import (
     as_window,
     as_workload,
 )
-from kvcore.online.route_config import RouteConfig, Upstream
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
 from kvcore_lab.cli.sweep import sweep
 from kvcore_lab.sweep.grid import sweep_keys
+from kvcore_online.route_config import RouteConfig, Upstream
 
 MODE = "Mode of all cells: simulate them under a clock, or compare: replay them without one."
 

@@ -12,7 +12,7 @@ import pytest
 from helpers.commands import run_here
 
 from kvcore.errors import InputError
-from kvcore.online.route_config import RouteConfig
+from kvcore_online.route_config import RouteConfig
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs jsonschema")
 

@@ -16,7 +16,7 @@ INTERNAL = {
     "kvcore.testing.gpu",
     "kvcore.cli",
     "kvcore_lab.demo",
-    "kvcore.online",
+    "kvcore_online",
     "kvcore.report",
 }
 """Packages that serve the command line and have no public interface."""

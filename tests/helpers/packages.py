@@ -37,7 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_online": {"kvcore/cli": "route serve", "kvcore/online": "*"},
     "kvcore_testing": {"kvcore/testing": "*"},
     "kvcore_vllm": {"kvcore/serving": "vllm_steps"},
 }

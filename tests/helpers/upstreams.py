@@ -7,8 +7,8 @@ from contextlib import asynccontextmanager
 import aiohttp
 from aiohttp import web
 
-from kvcore.online.proxy import Proxy
-from kvcore.online.route_config import RouteConfig
+from kvcore_online.proxy import Proxy
+from kvcore_online.route_config import RouteConfig
 
 WORDS = ("one", "two", "three")
 

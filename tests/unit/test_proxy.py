@@ -17,14 +17,14 @@ from helpers.upstreams import Upstream, prompt, routed, until
 from kvcore import Request
 from kvcore.errors import InputError, StorageError
 from kvcore.files import AtomicFile
-from kvcore.online.prompts import Call
-from kvcore.online.proxy import EventStream
-from kvcore.online.traffic import Flight
 from kvcore.serving.router import Router
 from kvcore.trace import TraceWorkload, read_events
 from kvcore_events.formats import encode
 from kvcore_events.model import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
+from kvcore_online.prompts import Call
+from kvcore_online.proxy import EventStream
+from kvcore_online.traffic import Flight
 
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
 
@@ -763,7 +763,7 @@ def test_keys_of_the_proxy_match_the_events_of_a_kvcore_server():
     pytest.importorskip("torch", reason="needs torch")
     from helpers.online import free_port, serving  # noqa: PLC0415 - imports torch
 
-    from kvcore.online.server import ServeConfig  # noqa: PLC0415 - as above
+    from kvcore_online.server import ServeConfig  # noqa: PLC0415 - as above
 
     live, replay = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
 

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.online.prompts import Call
-from kvcore.online.route_config import RouteConfig
+from kvcore_online.prompts import Call
+from kvcore_online.route_config import RouteConfig
 
 
 def test_prompts_with_the_same_beginning_have_the_same_first_keys():

@@ -23,11 +23,11 @@ from helpers.upstreams import until
 import kvcore
 from kvcore import Span
 from kvcore.errors import PolicyError
-from kvcore.online.server import ServeConfig, Text
 from kvcore.trace import read_events
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
+from kvcore_online.server import ServeConfig, Text
 from kvcore_replay.check.trace import replay
 
 PROMPT = " ".join(f"word{place}" for place in range(40))

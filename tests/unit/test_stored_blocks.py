@@ -5,11 +5,11 @@ from threading import Event
 import pytest
 
 from kvcore import KVCache
-from kvcore.online import stored as room
-from kvcore.online.stored import StoredBlocks
 from kvcore.request import text_request
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
+from kvcore_online import stored as room
+from kvcore_online.stored import StoredBlocks
 
 
 class Publisher:

@@ -219,7 +219,7 @@ class _Refusal(asyncio.Protocol):
 
 def _logger(*malformed: type[Exception]) -> logging.Logger:
     """Return a logger that prints the errors of handlers, but not of malformed requests."""
-    logger = logging.Logger("kvcore.online")  # noqa: LOG001 - each listener has its own
+    logger = logging.Logger("kvcore_online")  # noqa: LOG001 - each listener has its own
     logger.addFilter(
         lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
     )

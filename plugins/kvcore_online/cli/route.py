@@ -54,8 +54,8 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
     with and without streaming, go to the server that the router picks. If that server dies
     before its answer has begun, the request goes to another one.
     """
-    from kvcore.online.proxy import run  # noqa: PLC0415 - a slow room
-    from kvcore.online.route_config import RouteConfig  # noqa: PLC0415 - as above
+    from kvcore_online.proxy import run  # noqa: PLC0415 - a slow room
+    from kvcore_online.route_config import RouteConfig  # noqa: PLC0415 - as above
 
     given = {name: value for name, value in options.items() if value is not None}
     if urls:

@@ -13,8 +13,9 @@ import attrs
 import orjson
 
 from kvcore.lazy import import_extra
-from kvcore.online.fleet import Attempt, Fleet, LiveServer, warn
-from kvcore.online.listener import (
+from kvcore.request import Request
+from kvcore_online.fleet import Attempt, Fleet, LiveServer, warn
+from kvcore_online.listener import (
     METRICS_HEADERS,
     NO_SERVER,
     Listener,
@@ -22,10 +23,9 @@ from kvcore.online.listener import (
     signalled,
     stopped,
 )
-from kvcore.online.prompts import Call
-from kvcore.online.route_config import RouteConfig
-from kvcore.online.traffic import Flight
-from kvcore.request import Request
+from kvcore_online.prompts import Call
+from kvcore_online.route_config import RouteConfig
+from kvcore_online.traffic import Flight
 
 if TYPE_CHECKING:
     from aiohttp import ClientResponse, ClientSession, web

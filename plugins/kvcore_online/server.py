@@ -15,10 +15,6 @@ import orjson
 
 from kvcore.errors import InputError, KvcoreError
 from kvcore.lazy import import_extra
-from kvcore.online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
-from kvcore.online.listener import METRICS_HEADERS, ApiError, Listener, signalled, stopped
-from kvcore.online.metrics import server_metrics
-from kvcore.online.stored import StoredBlocks
 from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
@@ -26,6 +22,10 @@ from kvcore.serving.simulate import check_cache
 from kvcore.trace.writer import LiveTrace
 from kvcore_engine.config import EngineParts
 from kvcore_engine.executor import TensorExecutor
+from kvcore_online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
+from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener, signalled, stopped
+from kvcore_online.metrics import server_metrics
+from kvcore_online.stored import StoredBlocks
 
 if TYPE_CHECKING:
     from aiohttp import web

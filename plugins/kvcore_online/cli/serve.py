@@ -21,7 +21,7 @@ from kvcore.workloads import ClientWorkload
 from kvcore_engine.config import EngineParts
 
 if TYPE_CHECKING:
-    from kvcore.online.server import Server
+    from kvcore_online.server import Server
 
 
 @verb(
@@ -102,7 +102,7 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     server for demonstrations and tests, and to record the requests of one's own clients. There
     is no access control: any client that reaches the address can use it.
     """
-    from kvcore.online.server import ServeConfig, run  # noqa: PLC0415 - a slow room
+    from kvcore_online.server import ServeConfig, run  # noqa: PLC0415 - a slow room
 
     given["out"] = None
     from_file = names_from_file(ctx, given)

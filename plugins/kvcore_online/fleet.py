@@ -14,8 +14,6 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
-from kvcore.online.route_config import RouteConfig, Upstream
-from kvcore.online.traffic import Flight, Metrics, TrafficLog
 from kvcore.plugins import Plugins, describe, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
@@ -28,6 +26,8 @@ from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash
 from kvcore_events.sequencer import Delivery, Gap, Restart, StreamItem
 from kvcore_events.subscriber import Server, Subscriber
+from kvcore_online.route_config import RouteConfig, Upstream
+from kvcore_online.traffic import Flight, Metrics, TrafficLog
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kvcore.cache import KVCache
-from kvcore.online.engine import LiveLoop
-from kvcore.online.stored import StoredBlocks
 from kvcore.units import NS_PER_S
+from kvcore_online.engine import LiveLoop
+from kvcore_online.stored import StoredBlocks
 
 GAUGE, COUNTER = "gauge", "counter"
 

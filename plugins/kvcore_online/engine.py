@@ -19,7 +19,6 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
-from kvcore.online.stored import StoredBlocks
 from kvcore.request import Key, Request, TextRequest
 from kvcore.serving.job import DONE, Job
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
@@ -28,6 +27,7 @@ from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S
 from kvcore_engine.executor import TensorExecutor
+from kvcore_online.stored import StoredBlocks
 
 FINISHED, REJECTED, CANCELLED, FAILED = "finished", "rejected", "cancelled", "failed"
 """The ways in which a request ends."""

@@ -1,1 +1,0 @@
-"""Online serving: servers of an OpenAI-style API, and the proxy that routes to them."""
