@@ -37,7 +37,6 @@ ORDER = [
 RANK = {package: rank for rank, packages in enumerate(ORDER) for package in packages}
 
 FILES = {
-    "kvcore_testing": {"kvcore/testing": "*"},
     "kvcore_vllm": {"kvcore/serving": "vllm_steps"},
 }
 """By package and folder, the names of the files of today that the package will have.

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
 
-from kvcore.testing.gpu import __main__ as gpu
+from kvcore_testing.gpu import __main__ as gpu
 
 JUNIT = """<testsuites><testsuite tests="3" failures="{0}" errors="0" skipped="1">
 <testcase classname="K" name="one">{1}</testcase><testcase classname="K" name="two"/>

@@ -3,13 +3,13 @@
 Needs the extra `testing`: pytest and hypothesis.
 """
 
-import kvcore.testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
-from kvcore.testing.backend import BackendTests
-from kvcore.testing.codec import CodecTests
-from kvcore.testing.drafter import DrafterTests
-from kvcore.testing.eviction import EvictionPolicyTests
-from kvcore.testing.generator import GeneratorTests
-from kvcore.testing.harness import (
+import kvcore_testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten
+from kvcore_testing.backend import BackendTests
+from kvcore_testing.codec import CodecTests
+from kvcore_testing.drafter import DrafterTests
+from kvcore_testing.eviction import EvictionPolicyTests
+from kvcore_testing.generator import GeneratorTests
+from kvcore_testing.harness import (
     COMPACTIONS,
     EVEN,
     FORKS,
@@ -28,13 +28,13 @@ from kvcore.testing.harness import (
     step_lists,
     steps,
 )
-from kvcore.testing.latency import LatencyModelTests
-from kvcore.testing.prefix import PrefixIndexTests
-from kvcore.testing.retention import RetentionPolicyTests, held_tokens
-from kvcore.testing.router import RouterTests, Routing
-from kvcore.testing.scheduler import STEP, SchedulerTests, ToyServer, watched
-from kvcore.testing.tier import TierTests
-from kvcore.testing.workload import WorkloadTests
+from kvcore_testing.latency import LatencyModelTests
+from kvcore_testing.prefix import PrefixIndexTests
+from kvcore_testing.retention import RetentionPolicyTests, held_tokens
+from kvcore_testing.router import RouterTests, Routing
+from kvcore_testing.scheduler import STEP, SchedulerTests, ToyServer, watched
+from kvcore_testing.tier import TierTests
+from kvcore_testing.workload import WorkloadTests
 
 __all__ = [
     "COMPACTIONS",

@@ -9,8 +9,8 @@ import pytest
 from kvcore.cache import KVCache, PrefixIndex, ScoreEviction, Span
 from kvcore.errors import InputError
 from kvcore.request import Request
-from kvcore.testing.harness import Driver, Traffic, living, random_steps, snapshot
-from kvcore.testing.plugin import check_is_named
+from kvcore_testing.harness import Driver, Traffic, living, random_steps, snapshot
+from kvcore_testing.plugin import check_is_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable

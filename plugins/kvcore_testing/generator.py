@@ -20,12 +20,12 @@ from kvcore.engine import (
 from kvcore.errors import InputError, KvcoreError
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins.manager import Plugins
-from kvcore.testing.plugin import check_is_named
 from kvcore_engine.executor import tensor_layout
+from kvcore_testing.plugin import check_is_named
 
 if TYPE_CHECKING:
     from kvcore.engine import Attend, Tensor
-    from kvcore.testing.dense import Text
+    from kvcore_testing.dense import Text
 
 BLOCK = 4
 
@@ -77,7 +77,7 @@ class GeneratorTests:
 
     def test_refuses_a_dtype(self) -> None:
         """`load` with an unknown dtype raises an InputError that names the dtype."""
-        from kvcore.testing.dense import HostTensors  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import HostTensors  # noqa: PLC0415 - torch
 
         host: Any = HostTensors()
         with pytest.raises(InputError, match="fp7"):
@@ -109,7 +109,7 @@ class GeneratorTests:
 
     def test_draws_where_it_is_asked_to(self) -> None:
         """A step returns a token for each text whose last token it computes, else None."""
-        from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         generator = self._loaded()
         texts = _texts(generator, 1)
@@ -124,7 +124,7 @@ class GeneratorTests:
 
     def test_a_step_without_a_draw(self) -> None:
         """A step that computes the last token of no text returns None for each."""
-        from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         generator = self._loaded()
         texts = [text for text in _texts(generator, 0) if text.left > 1]
@@ -168,7 +168,7 @@ class GeneratorTests:
 
     def test_goes_on_after_recompute(self, seed: int) -> None:
         """A text whose K/V are recomputed after a preemption continues unchanged."""
-        from kvcore.testing.dense import generate  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import generate  # noqa: PLC0415 - torch
 
         generator = self._loaded()
         once, twice = _texts(generator, seed), _texts(generator, seed)
@@ -181,7 +181,7 @@ class GeneratorTests:
     @pytest.mark.parametrize("block_size", [1, BLOCK, 16])
     def test_paged_is_dense(self, block_size: int, seed: int) -> None:
         """Over shuffled blocks, NaN at first, it generates the tokens of a dense cache."""
-        from kvcore.testing.dense import advance, generate  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import advance, generate  # noqa: PLC0415 - torch
 
         try:
             backend = Plugins().build("backend", "torch-cpu")
@@ -213,7 +213,7 @@ class GeneratorTests:
         assert isinstance(generator.decode(tokens), str)
 
     def _loaded(self) -> Generator:
-        from kvcore.testing.dense import loaded  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import loaded  # noqa: PLC0415 - torch
 
         return loaded(self.make())
 
@@ -221,8 +221,8 @@ class GeneratorTests:
         self, generator: Generator, texts: list[Text], output: int = 4, chunk: int | None = None
     ) -> list[list[_Call]]:
         """Generate over a dense cache; return the calls of `attend` of each step."""
-        from kvcore.testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
         from kvcore_plugins.codec.dtypes import TORCH_DTYPES  # noqa: PLC0415 - torch
+        from kvcore_testing.dense import DenseCache, advance  # noqa: PLC0415 - torch
 
         cache, steps = DenseCache(), []
         while running := [i for i, t in enumerate(texts) if len(t.tokens) - t.prompt < output]:
@@ -274,7 +274,7 @@ def _watching(attend: Attend, texts: list[int], calls: list[_Call], dtype: Any) 
 
 def _texts(generator: Generator, seed: int) -> list[Text]:
     """Return texts of different lengths; two have the same prompt and different seeds."""
-    from kvcore.testing.dense import Text  # noqa: PLC0415 - torch
+    from kvcore_testing.dense import Text  # noqa: PLC0415 - torch
 
     random = Random(seed)  # noqa: S311
     prompts = [

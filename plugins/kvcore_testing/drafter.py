@@ -13,9 +13,9 @@ from kvcore.plugins.manager import resolve
 from kvcore.request import Request, text_request
 from kvcore.serving import Batching, LatencyModel, StepWork, simulate
 from kvcore.serving.drafter import Drafter
-from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.trace import Trace
 from kvcore_engine.drafter.token_drafter import TokenDrafter
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 _MANY = 40
 

@@ -13,8 +13,8 @@ import pytest
 from kvcore.errors import KvcoreError
 from kvcore.models.codec import Codec, Part
 from kvcore.plugins import Plugins
-from kvcore.testing.backend import LAYERS, RandomBatch
-from kvcore.testing.plugin import PluginTests, check_is_named
+from kvcore_testing.backend import LAYERS, RandomBatch
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -198,7 +198,7 @@ class CodecTests(PluginTests):
         """
         import torch  # noqa: PLC0415 - as above
 
-        from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
 
         batch = self._ragged(seed)
         plan = batch.stored()

@@ -16,7 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex
 from kvcore.plugins import resolve
 from kvcore.request import Request, Retention
-from kvcore.testing.harness import (
+from kvcore_testing.harness import (
     FORKS,
     Decision,
     Driver,
@@ -27,8 +27,8 @@ from kvcore.testing.harness import (
     random_steps,
     replay,
 )
-from kvcore.testing.hosted import HostedCache
-from kvcore.testing.plugin import PluginTests, check_is_named
+from kvcore_testing.hosted import HostedCache
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 _KEY = 6
 _BLOCKS = 15

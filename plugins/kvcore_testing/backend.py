@@ -16,7 +16,7 @@ from kvcore.engine.backend import TENSOR_DTYPES
 from kvcore.errors import InputError, StorageError
 from kvcore.plugins import Plugins
 from kvcore.plugins.base import qualified
-from kvcore.testing.plugin import PluginTests, check_is_named
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -629,7 +629,7 @@ class RandomBatch:
         """Compare the attention of a plan, in all layers, with that in fp64."""
         import torch  # noqa: PLC0415 - as above
 
-        from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
 
         for layer in range(LAYERS):
             expected = []
@@ -648,7 +648,7 @@ class RandomBatch:
         """Compare the attention and its summed weights, in all layers, with those in fp64."""
         import torch  # noqa: PLC0415 - as above
 
-        from kvcore.testing.dense import attention  # noqa: PLC0415 - as above
+        from kvcore_testing.dense import attention  # noqa: PLC0415 - as above
 
         plan = self.stored()
         close: Any = {"atol": 8 * self.tolerance, "rtol": 8 * self.tolerance}

@@ -25,7 +25,7 @@ from kvcore.errors import InputError, KvcoreError, StorageError
 from kvcore.files import atomic_file
 from kvcore.host import cpus
 from kvcore.plugins import Plugins
-from kvcore.testing.gpu.device_tests import BACKEND, OTHER
+from kvcore_testing.gpu.device_tests import BACKEND, OTHER
 
 DEADLINE = 600.0
 """Time limit of the whole run, in seconds."""
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     reason = _unavailable(asked.backend)
     if reason:
-        sys.stderr.write(f"kvcore.testing.gpu: {asked.backend} cannot work here: {reason}\n")
+        sys.stderr.write(f"kvcore_testing.gpu: {asked.backend} cannot work here: {reason}\n")
         return 3
     try:
         with nullcontext() if asked.json is None else atomic_file(asked.json) as file:
@@ -154,7 +154,7 @@ def _tests(chosen: str) -> Run:
         command = [
             *(sys.executable, "-m", "pytest", "-q", "--tb=short", "--noconftest"),
             *("-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)),
-            *("--pyargs", "kvcore.testing.gpu.device_tests", "-k", chosen),
+            *("--pyargs", "kvcore_testing.gpu.device_tests", "-k", chosen),
             f"--junitxml={report}",
         ]
         workers = min(WORKERS, cpus() // 2)

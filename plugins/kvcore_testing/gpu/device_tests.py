@@ -12,7 +12,7 @@ import pytest
 
 import kvcore
 from kvcore import Backend, Plugins
-from kvcore.testing.backend import BackendTests
+from kvcore_testing.backend import BackendTests
 
 BACKEND, OTHER = "KVCORE_TESTED_BACKEND", "KVCORE_OTHER_BACKEND"
 """Environment variables with the tested backend, and the one that it must agree with."""

@@ -17,7 +17,7 @@ except ModuleNotFoundError as error:
     raise ImportError(MISSING, name=error.name) from error
 
 _KITS = [
-    f"kvcore.testing.{module.name}"
+    f"kvcore_testing.{module.name}"
     for module in iter_modules([str(Path(__file__).parent)])
     if module.name != "assertions"
 ]

@@ -12,13 +12,13 @@ from kvcore.cache import KVCache, RetentionPolicy, Sequence
 from kvcore.engine import Rotary
 from kvcore.request import Request
 from kvcore.serving import simulate
-from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore_engine.retention.token_retention import (
     HeldTokens,
     Reads,
     ScoreRetention,
     TokenRetention,
 )
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,10 +17,10 @@ from kvcore.cache import Sequence as CacheSequence
 from kvcore.cache.tiers import StoredBlock, Tier, TierStore
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import Key, Request
-from kvcore.testing.harness import Traffic, random_requests
-from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.trace import Trace
 from kvcore.units import NS_PER_S
+from kvcore_testing.harness import Traffic, random_requests
+from kvcore_testing.plugin import PluginTests, check_is_named
 from kvcore_tiers.hierarchy import Load, Tiers
 from kvcore_tiers.level import Level
 

@@ -14,9 +14,9 @@ import pytest
 from kvcore.plugins.base import qualified
 from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
-from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore_cluster.dispatcher import Dispatcher
 from kvcore_cluster.views import parse_view
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 _REPLICAS, _REQUESTS, _KEY_TOKENS = 6, 120, 16
 

@@ -11,8 +11,8 @@ from weakref import finalize
 import pytest
 
 from kvcore.request import Request
-from kvcore.testing.plugin import check_is_named
 from kvcore.workloads import Workload, checked
+from kvcore_testing.plugin import check_is_named
 
 _FEW = 4
 

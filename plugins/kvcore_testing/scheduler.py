@@ -27,9 +27,9 @@ from kvcore.serving import (
     simulate,
 )
 from kvcore.serving.job import DECODE, DONE, PAUSED, PREFILL, WAITING
-from kvcore.testing.harness import Traffic, living, random_requests
-from kvcore.testing.plugin import PluginTests, check_is_named
 from kvcore.units import PS_PER_NS
+from kvcore_testing.harness import Traffic, living, random_requests
+from kvcore_testing.plugin import PluginTests, check_is_named
 
 STEP = 10**7
 """Nanoseconds a step takes, whatever it computes."""
