@@ -22,7 +22,7 @@ import attrs
 import kvcore
 from kvcore import KVCache, Request, Trace
 from kvcore_plugins.workload import Mooncake
-from kvcore_replay.check.trace import check_trace
+from kvcore_replay.check import check_trace
 from kvcore_replay.serial_replay import replay
 
 BLOCKS, SIZE = 400, 16

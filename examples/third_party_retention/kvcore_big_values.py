@@ -1,7 +1,7 @@
 """Keep the tokens with the largest values: what they add when they are attended to."""
 
 from kvcore import ScoreRetention, hookimpl
-from kvcore_engine.retention.token_retention import Reads
+from kvcore_engine.retention import Reads
 
 
 class BigValues(ScoreRetention):

@@ -1,4 +1,4 @@
-"""The contract of tiers, storage for K/V outside the pool, and what cache and loop call of them."""
+"""The contract of tiers, which store K/V outside the pool, and what a cache calls of them."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Drafter(Plugin):
 
     Simulations and runs on tensors both use its limit and its cost. A simulation calls
     `accepted`, and computes nothing; on tensors tokens are drafted by a subclass,
-    `kvcore_engine.drafter.token_drafter.TokenDrafter`.
+    `kvcore_engine.drafter.TokenDrafter`.
 
     Attributes:
         tokens: the most drafts for a sequence in a step, k; an option of every drafter.

@@ -37,6 +37,8 @@ from kvcore_cluster.replica import ReplicaLoop, Server
 if TYPE_CHECKING:
     from kvcore_cluster.trace import ClusterTrace
 
+__all__ = ["Cluster", "Failure"]
+
 FAIL, RETURN, PLAN, MOVED, ARRIVAL, END, BEGIN = range(7)
 """The kinds of events, in the order in which those of one time are handled."""
 

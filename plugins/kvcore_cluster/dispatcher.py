@@ -11,6 +11,8 @@ from kvcore.plugins.base import FAILURES, find_override, raise_policy_error, wro
 from kvcore.request import Request
 from kvcore.serving.router import Replica, Router
 
+__all__ = ["Dispatcher", "PrefixView"]
+
 
 class PrefixView:
     """A router's view of the caches of replicas; that of this base class is empty.

@@ -29,6 +29,8 @@ from kvcore.units import NS_PER_S, PS_PER_S
 from kvcore_cluster.cluster import Cluster
 from kvcore_cluster.planner import Change
 
+__all__ = ["ClusterResult"]
+
 
 def _column() -> array[int]:
     return array("q")

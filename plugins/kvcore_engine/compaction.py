@@ -49,7 +49,7 @@ def _check_reads(policy: TokenRetention) -> None:
     """Raise PolicyError if `policy.reads` is not a valid `Reads`."""
     reads = policy.reads
     if not isinstance(reads, Reads):
-        wrong = f"{reads!r}: give kvcore_engine.retention.token_retention.Reads, such as Reads(keys=True)"
+        wrong = f"{reads!r}: give kvcore_engine.retention.Reads, such as Reads(keys=True)"
     elif not isinstance(reads.queries, int) or reads.queries < 0:
         wrong = f"queries={reads.queries!r}: give the number of newest tokens, 0 or more"
     else:

@@ -27,7 +27,9 @@ def kvcore_commands() -> dict[str, Verb]:
         ),
         "run": "Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.",
     }
-    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+    return {
+        name: Verb(f"kvcore_engine.cli.{name}:{name}", text) for name, text in about.items()
+    }
 
 
 @hookimpl

@@ -32,6 +32,8 @@ from kvcore_events.recording import (
     Skipped,
 )
 
+__all__ = ["Anomaly", "BlockLocation", "BlockTracker", "RecordingReport", "check_recording"]
+
 Publisher: TypeAlias = int | str | None
 
 Scope: TypeAlias = tuple[Publisher, int | None, int | None]

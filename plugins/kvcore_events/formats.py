@@ -11,6 +11,8 @@ from kvcore.errors import InputError, TraceError
 from kvcore_events import dynamo, mooncake, tensorrt_llm, vllm
 from kvcore_events.model import DecodeError, EventBatch, brief
 
+__all__ = ["FORMATS", "decode", "encode"]
+
 READERS = {
     "msgpack": vllm.read_batch,
     "mooncake": mooncake.read_batch,

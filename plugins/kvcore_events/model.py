@@ -16,6 +16,19 @@ import msgspec
 from kvcore.errors import InputError, shorten
 from kvcore.units import NS_PER_S
 
+__all__ = [
+    "AllBlocksCleared",
+    "Block",
+    "BlockRemoved",
+    "BlockStored",
+    "BlockUpdated",
+    "EventBatch",
+    "Page",
+    "PagesStored",
+    "PoolCreated",
+    "UnparsedEvent",
+]
+
 NS_PER_MS = 10**6
 
 LONGEST_REASON = 300

@@ -20,6 +20,8 @@ from kvcore_events.subscriber import (
 if TYPE_CHECKING:
     import zmq
 
+__all__ = ["Publisher"]
+
 
 BUFFER = 10_000
 """Batches that a publisher keeps for replays."""

@@ -50,6 +50,19 @@ from kvcore_events.model import (
 from kvcore_events.sequencer import Delivery, Gap, InvalidMessage, Restart, StreamItem
 from kvcore_events.subscriber import Subscriber
 
+__all__ = [
+    "Lost",
+    "Received",
+    "RecordingReader",
+    "RecordingWriter",
+    "Restarted",
+    "Skipped",
+    "Tally",
+    "is_recording",
+    "record",
+    "unparsed_reasons",
+]
+
 SCHEMA = 1
 """The schema that this version writes, and the only one it reads."""
 

@@ -10,6 +10,8 @@ from typing import TypeAlias
 
 import attrs
 
+__all__ = ["Delivery", "Gap", "InvalidMessage", "Restart"]
+
 NOT_KEPT = "the publisher does not have them any more"
 
 NO_REPLAY = "there is no replay address to ask for them"

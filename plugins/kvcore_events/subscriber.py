@@ -31,6 +31,8 @@ from kvcore_events.sequencer import (
 if TYPE_CHECKING:
     import zmq
 
+__all__ = ["Server", "Subscriber"]
+
 
 SEQUENCE_BYTES = 8
 

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from kvcore_replay.billing import Bill, Bills
     from kvcore_replay.pricing import PriceModel
 
+__all__ = ["SHARING", "Comparison", "Infinite", "Row", "Source", "compare"]
+
 PARTS = (180, 60, 30, 18, 6)
 """The pool sizes if none are given: the distinct blocks of the workload divided by these."""
 

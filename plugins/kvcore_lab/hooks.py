@@ -45,7 +45,7 @@ def kvcore_commands() -> dict[str, Verb]:
             "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput."
         ),
     }
-    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+    return {name: Verb(f"kvcore_lab.cli.{name}:{name}", text) for name, text in about.items()}
 
 
 @hookimpl

@@ -13,4 +13,6 @@ def kvcore_commands() -> dict[str, Verb]:
         "route": "Route the requests of an OpenAI-style API to several servers.",
         "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
     }
-    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+    return {
+        name: Verb(f"kvcore_online.cli.{name}:{name}", text) for name, text in about.items()
+    }

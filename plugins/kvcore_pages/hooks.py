@@ -14,4 +14,4 @@ def kvcore_commands() -> dict[str, Verb]:
         "tour": "Make a page that explains the KV cache, for learners.",
         "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
     }
-    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+    return {name: Verb(f"kvcore_pages.cli.{name}:{name}", text) for name, text in about.items()}

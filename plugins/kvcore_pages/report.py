@@ -30,6 +30,8 @@ from kvcore_pages.report_parts import Document, Part, Result, command
 from kvcore_pages.report_runs import Run
 from kvcore_pages.shell import Page
 
+__all__ = ["report_page"]
+
 IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
 """Files that make a folder a result, in the order of the search."""
 

@@ -21,6 +21,8 @@ import orjson
 
 from kvcore.lazy import import_extra
 
+__all__ = ["Page"]
+
 LEVEL = 6
 """Level of compression: 9 takes four times as long for 2 % less."""
 
@@ -53,8 +55,8 @@ class Page:
     Attributes:
         title: title of the window; any text.
         body: markup of the page, without any contents of a trace.
-        scripts, styles: files of `plugins/kvcore_pages/static`, after those of all pages. The scripts
-            make one module, in this order.
+        scripts, styles: files of `plugins/kvcore_pages/static`, after those of all pages. The
+            scripts make one module, in this order.
         data: data that scripts read by name: JSON values with `readJson`, bytes with
             `readBytes`.
         charts: whether the page has charts, and therefore the charting library.

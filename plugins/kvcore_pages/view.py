@@ -17,6 +17,8 @@ from kvcore.units import NS_PER_S
 from kvcore_pages.playback import WHOLE, EvictedContent, Playback, Window
 from kvcore_pages.shell import Page
 
+__all__ = ["view_page"]
+
 SCRIPTS = (
     *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
     *("tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),

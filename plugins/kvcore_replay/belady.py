@@ -28,6 +28,8 @@ from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import Key, Request
 
+__all__ = ["Belady", "Future"]
+
 _BYPASS = {"true": True, "false": False}
 
 
@@ -257,15 +259,15 @@ class Foresight(ScoreEviction):
         self._passed = bytearray(len(self._serials))
         self._awaiting: dict[int, list[Span]] = {}
 
-    def on_insert(self, span: Span, now: int) -> None:  # noqa: ARG002
+    def on_insert(self, span: Span, now: int) -> None:
         """Record that the request that stores the span runs."""
         self._pass(span)
 
-    def on_access(self, span: Span, now: int) -> None:  # noqa: ARG002
+    def on_access(self, span: Span, now: int) -> None:
         """Record that the request that hit the span runs."""
         self._pass(span)
 
-    def score(self, span: Span, now: int) -> float:  # noqa: ARG002
+    def score(self, span: Span, now: int) -> float:
         """Return the negative serial of the next request for the last block of the span."""
         nearest = self._next(span.keys()[-1])
         if nearest != inf:

@@ -32,7 +32,9 @@ def kvcore_commands() -> dict[str, Verb]:
             "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock."
         ),
     }
-    return {name: Verb(f"kvcore.cli.{name}:{name}", text) for name, text in about.items()}
+    return {
+        name: Verb(f"kvcore_replay.cli.{name}:{name}", text) for name, text in about.items()
+    }
 
 
 @hookimpl

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from kvcore_replay.check.trace import Checker
     from kvcore_replay.pricing import PriceModel
 
+__all__ = ["RunSummary"]
+
 
 @attrs.frozen(kw_only=True)
 class RunSummary:

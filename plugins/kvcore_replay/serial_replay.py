@@ -17,6 +17,8 @@ from kvcore.request import Request
 if TYPE_CHECKING:
     from kvcore_tiers.hierarchy import Tiers
 
+__all__ = ["replay", "served"]
+
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
     """Replay `requests` serially in `cache`; return the cache's statistics."""

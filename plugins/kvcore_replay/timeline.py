@@ -282,7 +282,7 @@ class Timeline:
     ) -> Timeline:
         """Return the timeline of a trace of any mode, which may be cut.
 
-        A file with a right digest is trusted: `kvcore_replay.check.trace.check_trace` checks whether
+        A file with a right digest is trusted: `kvcore_replay.check.check_trace` checks whether
         its events are possible. One pass, O(lines); about 60 bytes of memory per distinct time,
         100 per request and 30 per phase, besides `CacheState`.
 

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from kvcore_cluster.options import FailureChoices, ReplicaChoices
     from kvcore_replay.pricing import PriceModel
 
+__all__ = ["Change", "RequestOutcome", "WhatIf", "whatif"]
+
 
 @attrs.frozen
 class RequestOutcome:

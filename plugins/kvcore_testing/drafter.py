@@ -30,7 +30,7 @@ class DrafterTests(PluginTests):
             drafter = Mine
 
     A drafter for simulations (`accepted`) serves requests in simulated time. A drafter of
-    tokens (`kvcore_engine.drafter.token_drafter.TokenDrafter`) drafts continuations of texts of some 30
+    tokens (`kvcore_engine.drafter.TokenDrafter`) drafts continuations of texts of some 30
     tokens for a tiny model, in blocks of 4, which needs torch.
 
     Attributes:

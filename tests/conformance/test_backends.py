@@ -14,7 +14,7 @@ from kvcore.testing import BackendTests
 torch = pytest.importorskip("torch", reason="the built-in backends keep K/V in torch tensors")
 
 from kvcore_engine.backend import (  # noqa: E402 - these need torch
-    TorchCPU,  # noqa: E402 - these need torch
+    TorchCPU,
     _sdpa,
     _step_plan,
 )

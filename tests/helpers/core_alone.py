@@ -14,8 +14,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-from packages import package_of
-
 ROOT = Path(__file__).parents[2]
 
 RUNS = [
@@ -29,16 +27,9 @@ RUNS = [
 
 def copy_core(target):
     """Copy the files of the core and the built-in plugins, and what builds a wheel of them."""
-    for folder in (ROOT, ROOT / "plugins"):
-        for path in [*folder.glob("kvcore/**/*"), *folder.glob("kvcore_plugins/**/*")]:
-            # A file of data belongs to the package of the module beside it.
-            module = path if path.suffix == ".py" else path.with_name("__init__.py")
-            package = package_of(module.relative_to(folder).as_posix())
-            is_core = package == "kvcore_plugins" or not package.startswith("kvcore_")
-            if is_core and path.is_file() and path.suffix != ".pyc":
-                copy = target / path.relative_to(ROOT)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, copy)
+    unwanted = shutil.ignore_patterns("__pycache__")
+    for folder in ("kvcore", "plugins/kvcore_plugins"):
+        shutil.copytree(ROOT / folder, target / folder, ignore=unwanted)
     for name in ("LICENSE", "README.md", "hatch_build.py"):
         shutil.copy(ROOT / name, target)
     project = (ROOT / "pyproject.toml").read_text("utf-8")

@@ -25,7 +25,7 @@ with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-    from kvcore.serving.vllm_steps import WARM_UP
+    from kvcore_vllm.steps import WARM_UP
 
 HOST = 0.0005
 """Seconds of the host to plan and launch a step."""
@@ -141,7 +141,7 @@ def engine(scheduler, device, *, ahead):
 def record(server, latency, path, monkeypatch, *, ahead):
     """Serve `server` on a device; return the steps that ran, and the steps in the file."""
     kind = "TimedAsyncScheduler" if ahead else "TimedScheduler"
-    dotted = f"kvcore.serving.vllm_steps.{kind}"
+    dotted = f"kvcore_vllm.steps.{kind}"
     monkeypatch.setattr(
         vllm_engine, "SchedulerConfig", partial(SchedulerConfig, scheduler_cls=dotted)
     )

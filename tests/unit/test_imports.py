@@ -1,7 +1,6 @@
 """The imports of kvcore: the packages it loads, and the order of its own modules."""
 
 import ast
-import fnmatch
 import json
 import re
 import subprocess
@@ -11,7 +10,7 @@ from importlib import import_module
 
 import pytest
 from helpers.imports import CORE, ROOTS, file_of, imports, module_of, parsed, sources_of
-from helpers.packages import GLOBS, may_import, package_of
+from helpers.packages import may_import, package_of
 
 import kvcore
 from kvcore.config.options import mode_options
@@ -144,12 +143,6 @@ def test_the_core_names_nothing_of_packages():
         if word in words
     }
     assert named == set()
-
-
-def test_globs_of_future_packages_name_files():
-    """Each glob in the table of future packages names a file of today."""
-    pytest.importorskip("kvcore_lab")
-    assert [glob for glob in GLOBS if not fnmatch.filter(NAMES.values(), glob)] == []
 
 
 @pytest.mark.parametrize("package", ROOTS.values(), ids=ROOTS)

@@ -13,12 +13,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-import kvcore_lab.measured.calibration as calibration_module
 from kvcore_lab.measured.calibration import fit_latency
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.latency.measured_steps import read_steps
 
-SOURCE = Path(calibration_module.__file__).with_name("vllm_steps.py")
+SOURCE = Path(__file__).parents[2] / "plugins/kvcore-vllm/kvcore_vllm/steps.py"
 
 
 class Base:
@@ -62,7 +61,7 @@ def steps(monkeypatch):
         monkeypatch.setitem(sys.modules, name, stub)
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    name = f"kvcore.serving.{SOURCE.stem}"
+    name = f"kvcore_vllm.{SOURCE.stem}"
     monkeypatch.setitem(sys.modules, name, None)
     del sys.modules[name]  # monkeypatch removes the entry afterwards
     found = import_module(name)

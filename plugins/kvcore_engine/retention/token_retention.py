@@ -129,7 +129,7 @@ def token_retention(cache: KVCache) -> TokenRetention | None:
     if retention is not None and find_override(retention, "keeps") is not None:
         msg = (
             f"retention {retention.name!r} says how many tokens stay and not which, so it can "
-            "be simulated and not run: derive it from kvcore_engine.retention.token_retention.TokenRetention, "
+            "be simulated and not run: derive it from kvcore_engine.retention.TokenRetention, "
             "whose score() says which"
         )
         raise InputError(msg)

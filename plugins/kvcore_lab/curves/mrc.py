@@ -33,6 +33,8 @@ from kvcore_replay.serial_replay import replay
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse
 
+__all__ = ["Curve", "Curves", "Steps", "curve"]
+
 
 POINTS = 16
 """Number of sizes if none are given."""

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
     from kvcore_cluster.result import ClusterResult
 
+__all__ = ["find_capacity"]
+
 MOST_RATES = 6
 """The most simulations in a search for a rate or for a number of replicas."""
 

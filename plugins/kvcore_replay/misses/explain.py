@@ -17,6 +17,8 @@ from kvcore_replay.state.replicas import ServerReader
 if TYPE_CHECKING:
     from kvcore.trace import events
 
+__all__ = ["explain"]
+
 
 def explain(
     file: str | os.PathLike[str],
@@ -27,7 +29,7 @@ def explain(
 ) -> Explanation:
     """Return the hit of each request of a trace at first admission, and why the rest missed.
 
-    A file with a right digest is trusted: `kvcore_replay.check.trace.check_trace` checks whether its
+    A file with a right digest is trusted: `kvcore_replay.check.check_trace` checks whether its
     events are possible. Of an incomplete trace the lines before the cut are explained. Costs
     about twice such a check; memory grows with the distinct keys, about 300 bytes each.
 

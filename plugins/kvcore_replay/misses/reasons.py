@@ -14,6 +14,8 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.options import nearest
 from kvcore.units import NS_PER_S
 
+__all__ = ["Explanation"]
+
 Id: TypeAlias = int | str
 
 CATEGORIES = {

@@ -1,6 +1,6 @@
 """The state of a traced cache at any moment, rebuilt from its events.
 
-The events are trusted: a trace with the right digest records a real run. `kvcore_replay.check.trace`
+The events are trusted: a trace with the right digest records a real run. `kvcore_replay.check`
 checks that the events are possible, whatever the digest is.
 """
 

@@ -45,7 +45,7 @@ NOT_PLAIN = (
 _log = getLogger("vllm.kvcore")  # vLLM shows what is logged below its own name
 
 
-class TimedScheduler(Scheduler):  # type: ignore[misc]
+class TimedScheduler(Scheduler):
     """vLLM's scheduler for `--no-async-scheduling`, recording the time of each step.
 
     A step ends when vLLM takes its output, and takes the time since the end of the step before:
@@ -81,7 +81,7 @@ class TimedScheduler(Scheduler):  # type: ignore[misc]
         super().shutdown()
 
 
-class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):  # type: ignore[misc]
+class TimedAsyncScheduler(TimedScheduler, AsyncScheduler):
     """vLLM's scheduler for asynchronous scheduling, its default, recording each step's time.
 
     A step is planned and launched while the one before runs, so the device goes from one to the
