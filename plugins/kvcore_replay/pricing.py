@@ -17,7 +17,6 @@ from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.units import NS_PER_S, format_seconds, parse_whole
 
-
 HOUR = 3600.0
 """Seconds from which on a TTL is the long one, which is written at another price."""
 

@@ -292,8 +292,8 @@ def test_only_exact_curves_import_numba():
     """Only an exact curve imports numba and numpy, and no curve imports matplotlib."""
     code = """
 import sys
-import kvcore_lab.cli.curve, kvcore.analysis, kvcore.report
-from kvcore.analysis import curve
+import kvcore_lab.cli.curve, kvcore.report
+from kvcore_lab.curves.mrc import curve
 from kvcore_plugins.workload import Zipf
 heavy = {"numba", "numpy", "matplotlib"}
 curve(Zipf(requests=5), "fifo", [4])
@@ -317,7 +317,7 @@ def test_compiled_functions_are_kept_in_numba_cache_dir(tmp_path):
     If they are damaged, the error says what to delete.
     """
     code = """
-from kvcore.analysis import _mrc_kernels as kernels
+from kvcore_lab.curves import _mrc_kernels as kernels
 stats = kernels.find_runs.stats
 print(stats.cache_path, sum(stats.cache_hits.values()), sum(stats.cache_misses.values()))
 """
