@@ -1,10 +1,10 @@
 """Settings of all tests: hypothesis, processes, garbage collection and coverage.
 
 Hypothesis always tries the same few examples, or many with the profile `thorough`. Coverage,
-where it is measured, is that of the tests with the mark `measured`: those in `cli` and `unit`,
-with the processes that they start, and some conformance kits; not those marked `slow`, nor a
-few files. The other tests run hardly any code that these do not run, and take several times as
-long while they are measured.
+where it is measured, is that of the tests with the mark `measured`, with the processes that they
+start: not of those marked `slow`, of those in the folders `UNMEASURED_FOLDERS`, but for some
+conformance kits, and of a few files. These run hardly any code that the others do not run, and
+take several times as long while they are measured.
 """
 
 import gc
@@ -44,22 +44,22 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 TESTS = Path(__file__).parent
 PROCESSES = ("COVERAGE_PROCESS_CONFIG", "COVERAGE_PROCESS_START")
-MEASURED = {"cli", "unit"}
+UNMEASURED_FOLDERS = {"bench", "conformance", "docs", "golden", "peers", "properties"}
 KITS = {"test_drafters.py", "test_prefix.py", "test_router.py", "test_tiers.py"}
 """Conformance tests that are measured: quick ones, whose kits no other test runs."""
 UNMEASURED = {
-    "cli/test_plan.py",
-    "cli/test_record.py",
-    "cli/test_simulate.py",
-    "cli/test_view_compare.py",
-    "cli/test_view_pool.py",
-    "cli/test_view_timeline.py",
-    "cli/test_whatif.py",
-    "unit/test_imports.py",
-    "unit/test_routers.py",
-    "unit/test_serving_load.py",
-    "unit/test_speculation_simulated.py",
-    "unit/test_trace_cluster.py",
+    "cluster/test_routers.py",
+    "cluster/test_trace_cluster.py",
+    "core/serving/test_serving_load.py",
+    "core/serving/test_speculation_simulated.py",
+    "events/cli/test_record.py",
+    "lab/cli/test_plan.py",
+    "pages/cli/test_view_compare.py",
+    "pages/cli/test_view_pool.py",
+    "pages/cli/test_view_timeline.py",
+    "project/cli/test_simulate.py",
+    "project/test_imports.py",
+    "replay/cli/test_whatif.py",
 }
 """Tests that take twice as long while measured, and run code that other tests run too."""
 
@@ -67,9 +67,9 @@ UNMEASURED = {
 def may_be_measured(path):
     """Return True if coverage is measured for the tests of a file that are not slow."""
     file = path.relative_to(TESTS)
-    if file.parts[0] == "conformance":
-        return file.name in KITS
-    return file.parts[0] in MEASURED and file.as_posix() not in UNMEASURED
+    if UNMEASURED_FOLDERS & {*file.parts}:
+        return "conformance" in file.parts and file.name in KITS
+    return file.as_posix() not in UNMEASURED
 
 
 def pytest_addoption(parser):

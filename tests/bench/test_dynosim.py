@@ -1,6 +1,6 @@
 """kvcore under DynoSim's step times against DynoSim itself, run on the same trace.
 
-The figures that `tests/golden/test_dynosim.py` uses as DynoSim's are checked here too.
+The figures that `tests/core/golden/test_dynosim.py` uses as DynoSim's are checked here too.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ def imports(path):
 @cache
 def file_of(module):
     """Return the file of a module or package of kvcore or of these helpers; None for others."""
-    parts = module.split(".")
+    parts = module.replace("kvcore.testing", "kvcore_testing").split(".")
     root = HELPERS if parts[0] == HELPERS.name else ROOTS.get(parts[0])
     if root is None:
         return None

@@ -28,7 +28,7 @@ from kvcore.units import NS_PER_S
 from kvcore_plugins.latency import Linear
 from kvcore_plugins.workload import Mooncake
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "vllm" / "steps.jsonl.xz"
+GOLDEN = Path(__file__).parents[1] / "core" / "golden" / "vllm" / "steps.jsonl.xz"
 
 SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
 """Seeds of the random servers in `GOLDEN`: all kinds of servers, without duplicate blocks."""

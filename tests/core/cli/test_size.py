@@ -1,0 +1,280 @@
+"""Tests of `kvcore size`: the figures that it prints as text and as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
+from helpers.configs import LLAMA_3_8B
+
+from kvcore.cli.size import size
+from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.huggingface import FAMILIES
+from kvcore.models.memory import KVLayout
+from kvcore.plugins import Plugins
+
+run = partial(stdout_of, "size")
+report = partial(json_of, "size")
+
+
+def test_json_is_alone_on_stdout_and_has_a_schema():
+    """With `--json` stdout is one document of schema 1."""
+    assert report("llama-3-8b")["schema"] == 1
+
+
+def test_the_memory_of_a_request():
+    """A request of 32,768 tokens to Llama 3 8B takes 4 GiB, and a batch of eight 32 GiB."""
+    kv = report("llama-3-8b", "--tokens", "32768", "--batch", "8")["kv"]
+    assert kv == {
+        "bytes_per_token": 131072,
+        "bytes_per_block": 2097152,
+        "blocks_per_request": 2048,
+        "bytes_per_request": 4 * 2**30,
+        "bytes_per_batch": 32 * 2**30,
+        "staged_bytes_per_request": 0,
+    }
+
+
+def test_a_device_holds_whole_blocks_beside_weights_and_reserve():
+    """On an H200 the weights and a reserve of a tenth leave the rest for whole blocks."""
+    fit = report("llama-3-8b", "--device", "h200", "--tokens", "32768", "--batch", "26")["fit"]
+    budget = 141 * 10**9 - 14_100_000_000 - 2 * 8_030_261_248
+    assert fit == {
+        "reserve_bytes": 14_100_000_000,
+        "kv_budget_bytes": budget,
+        "weights_fit": True,
+        "blocks": budget // 2097152,
+        "requests": 25,
+        "batch_fits": False,
+    }
+
+
+def test_weights_that_do_not_fit_leave_no_blocks():
+    """If weights and reserve exceed the device, the budget is negative and no block fits."""
+    fit = report("llama-3-70b", "--device", "h200")["fit"]
+    assert fit["weights_fit"] is False
+    assert fit["kv_budget_bytes"] < 0
+    assert (fit["blocks"], fit["requests"]) == (0, 0)
+    assert "the weights do not fit" in run("llama-3-70b", "--device", "h200")
+
+
+def test_no_speeds_where_the_weights_do_not_fit():
+    """If the weights do not fit, no speed of decode, prefill or loading is printed."""
+    assert not {"decode", "prefill"} & set(report("llama-3-70b", "--device", "h200"))
+    printed = run("llama-3-70b", "--device", "h200")
+    assert [word for word in ("decode", "prefill", "load") if word in printed] == []
+
+
+def test_smaller_weights_leave_more_room():
+    """`--weights-dtype fp8` halves the weights, so that Llama 3 70B fits on an H200."""
+    document = report("llama-3-70b", "--device", "h200", "--weights-dtype", "fp8")
+    assert document["model"]["weight_bytes"] == 70_553_706_496
+    assert document["fit"]["weights_fit"] is True
+
+
+def test_the_decode_ceiling_is_bandwidth_over_bytes_read():
+    """A decode step reads the weights once and the K/V of every request."""
+    document = report("llama-3-8b", "--device", "h100", "--tokens", "1024", "--batch", "4")
+    decode = document["decode"]
+    assert decode["bytes_per_step"] == 2 * 8_030_261_248 + 4 * 1024 * 131072
+    assert decode["step_seconds"] == decode["bytes_per_step"] / 3_350_000_000_000
+    assert decode["tokens_per_second"] == pytest.approx(4 / decode["step_seconds"])
+
+
+def test_the_prefill_floor_is_flop_over_flop_per_second():
+    """Prefill takes 2 FLOP a parameter and token, and 4 a pair, layer, head and dimension."""
+    prefill = report("llama-3-8b", "--device", "h100", "--tokens", "1000")["prefill"]
+    pairs = 1000 * 1001 // 2
+    assert prefill["flop"] == 2 * 8_030_261_248 * 1000 + 4 * 32 * 32 * 128 * pairs
+    assert prefill["seconds"] == pytest.approx(prefill["flop"] / 989.5e12)
+
+
+@pytest.mark.parametrize(
+    ("codec", "bytes_per_token"), [("fp32", 262144), ("fp16", 131072), ("bf16", 131072)]
+)
+def test_the_codec_sets_the_bytes_of_a_number(codec, bytes_per_token):
+    """K/V takes four bytes a number in fp32, and two in fp16 and bf16."""
+    document = report("llama-3-8b", "--codec", codec)
+    assert (document["codec"], document["kv"]["bytes_per_token"]) == (codec, bytes_per_token)
+
+
+def test_a_partial_block_counts_as_a_whole_one():
+    """50 tokens in blocks of 16 occupy 4 blocks."""
+    kv = report("llama-3-8b", "--tokens", "50", "--block-size", "16")["kv"]
+    assert kv["blocks_per_request"] == 4
+    assert kv["bytes_per_request"] == 64 * 131072
+
+
+def test_a_window_bounds_every_layer():
+    """With `--window` the K/V of a sequence is limited to that of the window."""
+    arguments = ("llama-2-7b", "--tokens", "28672", "--batch", "8", "--window", "4096")
+    kv = report(*arguments)["kv"]
+    assert kv["window_bytes"] == 8 * 4096 * 512 * 1024
+    assert kv["bytes_per_batch"] == kv["window_bytes"]
+    assert "K/V of 8 x 4,096 tokens" in run(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("reserve", "size_bytes"),
+    [
+        ("10%", 8_000_000_000),
+        ("2.5 %", 2_000_000_000),
+        ("8GiB", 8 * 2**30),
+        ("0", 0),
+        ("0%", 0),
+    ],
+)
+def test_the_reserve_is_a_share_or_a_size(reserve, size_bytes):
+    """`--reserve` is a percentage of the device's memory, or a number of bytes."""
+    document = report("llama-3-8b", "--device", "h100", "--reserve", reserve)
+    assert document["fit"]["reserve_bytes"] == size_bytes
+
+
+def test_a_config_file_is_sized(tmp_path):
+    """A config.json has the figures of the same model in the catalogue.
+
+    The model is named after the folder.
+    """
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    document = report(str(folder / "config.json"), "--device", "h100")
+    assert document["model"]["name"] == "mine"
+    assert document["fit"] == report("llama-3-8b", "--device", "h100")["fit"]
+    assert report(str(folder)) == report(str(folder / "config.json"))
+
+
+def test_weights_dtype_replaces_a_missing_dtype(tmp_path):
+    """`--weights-dtype` replaces the dtype that a config.json lacks."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_3_8B, "torch_dtype": None}))
+    assert "'torch_dtype' is missing" in error_of("size", path)
+    assert report(str(path), "--weights-dtype", "fp16")["model"]["dtype"] == "fp16"
+
+
+def test_a_folder_in_the_way_does_not_hide_a_model(tmp_path, monkeypatch):
+    """A name in the catalogue is that model, even if a folder has the same name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    assert report("gpt2")["model"]["name"] == "gpt2"
+    assert report("mine")["model"]["name"] == "mine"
+
+
+def test_large_requests_are_sized_as_json():
+    """Figures beyond 64 bits are printed as JSON numbers."""
+    document = report("llama-3-8b", "--device", "h200", "--tokens", "1e7", "--batch", "1e6")
+    assert document["tokens"] == 10_000_000
+    assert document["prefill"]["flop"] > 2**64
+
+
+def test_the_help_lists_models_and_devices():
+    """The help page lists every model and device by its whole name."""
+    printed = run("--help").replace(",", " ").replace(".\n", " ").split()
+    assert [name for name in (*MODELS, *DEVICES) if name not in printed] == []
+
+
+@pytest.mark.parametrize(
+    ("model", "label"),
+    [
+        ("llama-2-7b", "MHA (32 query heads, 32 K/V heads)"),
+        ("llama-3-8b", "GQA (32 query heads, 8 K/V heads)"),
+        ("gemma-2b", "MQA (8 query heads, 1 K/V head)"),
+        ("deepseek-v3", "MLA (128 heads, 576 numbers a token)"),
+        ("mistral-7b-v0.1", "32 layers, 32 with a window of 4,096"),
+        ("mixtral-8x7b", "46.7 B parameters (12.9 B active)"),
+        ("gpt2", "124 M parameters"),
+    ],
+)
+def test_the_head_describes_the_model(model, label):
+    """The head of the output has the kind of attention, its heads, and the parameters."""
+    assert label in run(model).split("quantity")[0].replace("\n", " ")
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-405b", "qwen3-235b-a22b", "gpt-oss-120b"])
+def test_lines_fit_80_columns(model):
+    """No line is longer than 80 columns, for models with long heads."""
+    printed = run(model, "--device", "h200", "--weights-dtype", "int4", "--tokens", "131072")
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_the_table_is_readable_in_a_pipe():
+    """Each figure has a line of its own, with binary and decimal units."""
+    lines = run("llama-3-8b", "--device", "h200", "--tokens", "32768").splitlines()
+    table = {line.split("  ")[0].strip(): line.split() for line in lines}
+    assert table["K/V of a request of 32,768 tokens"][-4:] == ["4", "GiB", "4.29", "GB"]
+    assert table["requests that fit"][-1] == "25"
+    assert "tokens/s" in table["decode, at most"]
+
+
+def test_mixed_weights_are_named():
+    """The output names both dtypes of gpt-oss, whose experts are in MXFP4."""
+    assert "weights in bf16, experts in mxfp4" in run("gpt-oss-20b")
+
+
+REFERENCE = (Path(__file__).parents[3] / "docs/reference/size.md").read_text()
+
+
+def test_the_output_is_the_example_of_the_reference():
+    """The output is the example of the reference, except for spaces and rules of the table."""
+    block = REFERENCE.split("```console\n$ kvcore size ")[1].split("```")[0]
+    command, expected = block.split("\n", 1)
+    assert words_of(run(*command.split())) == words_of(expected)
+
+
+def test_every_codec_is_in_the_reference():
+    """The reference lists every codec, with the bytes of a token of Llama 3 8B."""
+    table = REFERENCE.split("## Bytes of a codec")[1].split("##")[0]
+    rows = [line.split("|")[1:4:2] for line in table.splitlines() if line.startswith("| `")]
+    listed = {
+        name: int(size.replace(",", ""))
+        for names, size in rows
+        for name in re.findall("`(.*?)`", names)
+    }
+    model = MODELS["llama-3-8b"]
+    assert listed == {name: KVLayout(model, name).bytes_per_token for name in listed}
+    assert {name.partition(":")[0] for name in listed} == set(Plugins().names("codec"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_is_in_the_reference(name):
+    """The reference lists every model, with its parameters, layers and bytes of a token."""
+    model = MODELS[name]
+    row = next(line for line in REFERENCE.splitlines() if line.startswith(f"| `{name}` |"))
+    assert f"| {model.parameters / 1e9:.2f} B" in row
+    assert f"| {model.layers} |" in row
+    assert row.endswith(f"| {KVLayout(model).bytes_per_token:,} |")
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_every_device_is_in_the_reference(name):
+    """The reference lists every device with its figures; an unknown figure is an empty cell."""
+    gpu = DEVICES[name]
+    figures = (
+        gpu.hbm_bytes / 1e9,
+        gpu.bandwidth / 1e9,
+        gpu.flops / 1e12,
+        gpu.fp8_flops / 1e12,
+        gpu.host_link / 1e9,
+        gpu.link / 1e9,
+    )
+    cells = (f"{figure:,.10g}" if figure else "" for figure in figures)
+    assert f"| `{name}` | {' | '.join(cells)} |" in REFERENCE
+
+
+def test_every_option_and_model_type_is_in_the_reference():
+    """The reference lists every option and every model type that is read."""
+    options = [option for parameter in size.params for option in parameter.opts]
+    assert [o for o in options if o.startswith("--") and f"| `{o}` |" not in REFERENCE] == []
+    assert ", ".join(f"`{kind}`" for kind in FAMILIES) in REFERENCE
+
+
+def test_every_json_field_is_in_the_reference():
+    """The reference names every field of the JSON document."""
+    document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
+    assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []

@@ -1,0 +1,187 @@
+"""Triton's attention of decoding sequences: any shape in its interpreter, and compilation."""
+
+import json
+import os
+import subprocess
+import sys
+from math import nan
+from pathlib import Path
+
+import pytest
+from helpers.engine import compute
+from helpers.serving import ask
+
+from kvcore import Plugins
+from kvcore.engine import DeviceMemory, RaggedBatch, TensorLayout
+from kvcore_engine.backend import TorchCPU
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+pytest.importorskip("triton", reason="needs Triton: pip install 'kvcore[triton]'")
+
+from helpers.decoding import Decoding  # noqa: E402 - needs torch
+
+from kvcore_engine.backend import _triton_decode  # noqa: E402 - needs Triton
+
+pytestmark = pytest.mark.skipif(
+    not _triton_decode.INTERPRETED, reason=f"TRITON_INTERPRET={os.getenv('TRITON_INTERPRET')}"
+)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_attention_with_any_number_of_tokens(dtype):
+    """Attention is right if the last tile, block or chunk is full, partly full or one token."""
+    Decoding([1, 15, 16, 17, 63, 64, 65, 130], dtype=dtype).check()
+
+
+@pytest.mark.parametrize("group", [1, 8, 16, 20])
+def test_attention_with_any_number_of_query_heads(group):
+    """Attention is right for group sizes that are padded to the size of a matrix unit.
+
+    A group consists of the query heads that share a K/V head.
+    """
+    Decoding([40, 70], group=group, kv_heads=2, dtype="fp16").check()
+
+
+@pytest.mark.parametrize(
+    ("width", "value", "together"),
+    [(80, 80, True), (96, 96, False), (128, 64, True), (256, 256, False), (8, 24, True)],
+)
+def test_attention_with_any_width_of_keys_and_values(width, value, together):
+    """Keys and values may differ in width, and a width need not be a power of two."""
+    made = Decoding([70, 20], head_dim=width, value_dim=value, together=together, dtype="fp16")
+    made.check(scale=0.3)
+
+
+@pytest.mark.parametrize("block_size", [2, 32, 64, 128])
+def test_attention_with_any_block_size(block_size):
+    """A block may be smaller or larger than a tile of the kernel."""
+    Decoding([200, 31], block_size=block_size, dtype="fp32").check()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        "fp8-e4m3:factor=0.5",
+        "fp8-e4m3:scale=head",
+        "fp8-e5m2",
+        "fp8-e5m2:scale=head",
+        "int8",
+        "int4",
+    ],
+)
+def test_attention_over_encoded_kv(codec, dtype):
+    """Attention over encoded K/V equals attention over the rows that `read` decodes."""
+    Decoding([70, 17], codec=codec, dtype=dtype, head_dim=80).check()
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(1, 0), (20, 3), (150, 40), (64, 0), (400, 4)])
+def test_attention_with_windows_and_sinks(window, sinks):
+    """Attention with a window and sinks is right wherever the window begins in a block."""
+    Decoding([300, 21, 140], dtype="fp32").check(window=window, sinks=sinks)
+
+
+def test_blocks_that_left_the_window_are_not_read():
+    """Attention does not read blocks between the sinks and the window."""
+    made = Decoding([300], dtype="fp32")
+    batch = RaggedBatch(made.tables, [299], [1])
+    before = made.backend.attend(0, made.backend.plan(batch), made.queries, window=100, sinks=5)
+    made.backend.fill(nan, made.tables[0][1:12])
+    after = made.backend.attend(0, made.backend.plan(batch), made.queries, window=100, sinks=5)
+    assert after.equal(before)
+
+
+@pytest.mark.parametrize(
+    ("codec", "options"),
+    [(None, {}), ("int4", {"window": 50, "sinks": 3}), ("fp8-e4m3:scale=head", {})],
+)
+def test_attention_returns_the_weights_of_tokens(codec, options):
+    """The output comes with the weights of the tokens, summed over the query heads."""
+    made = Decoding([300, 17], kv_heads=2, codec=codec, dtype="fp16")
+    made.check(weighed=True, **options)
+
+
+def test_kv_beyond_2_to_the_31_numbers_is_read():
+    """Attention reads K/V that lies beyond 2^31 numbers in the pool's memory.
+
+    Memory that is never touched costs nothing, so the pool may be that large.
+    """
+    numbers = 16 * 8 * 256
+    blocks = 2**31 // numbers + 8
+    made = Decoding.__new__(Decoding)
+    layout = TensorLayout(
+        blocks=blocks, block_size=16, layers=1, kv_heads=8, head_dim=256, value_dim=256,
+        dtype="fp16",
+    )  # fmt: skip
+    backend = TorchCPU(attention="triton")
+    backend.memory = lambda: DeviceMemory(0, None, None)
+    backend.allocate(layout)
+    made.backend, made.lengths = backend, [33]
+    made.tables = [[blocks - 1, 0, blocks - 2]]
+    draw = torch.Generator().manual_seed(7)
+    plan = backend.plan(RaggedBatch(made.tables, [0], [33]))
+    rows = [torch.randn(33, 8, 256, generator=draw).half() for _ in range(2)]
+    backend.store(0, plan, *rows)
+    made.queries = torch.randn(1, 8, 256, generator=draw).half()
+    made.check()
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_gpus_without_spills(tmp_path):
+    """Compiled kernels spill no registers, fit into shared memory and make wide copies.
+
+    K and V have a buffer each. Copies of codes, which are widened on the way to the matrix
+    unit, may be narrow.
+    """
+    environment = {
+        name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"
+    }
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "."}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "helpers.compiled_kernels"],
+        cwd=Path(__file__).parents[2],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    kernels = json.loads(done.stdout)
+    assert len(kernels) == 10
+    for name, found in kernels.items():
+        assert found["spilled"] == 0, name
+        limit = 163 if name.endswith("sm_80") else 227
+        assert found["shared"] <= limit * 1024, name
+        if name.startswith(("combining", "weighing")):
+            continue
+        assert len(found["buffers"]) >= 2, name
+        assert found["wide"], name
+        if "p8" not in name and "int" not in name:
+            assert not found["narrow"], name
+
+
+def test_the_engine_computes_the_tokens_of_torch():
+    """A run that preempts, evicts and shares prefixes has the tokens of torch's attention."""
+
+    def served(attention):
+        """Return the output tokens of five requests."""
+        requests = [
+            ask(n, n * 5, 9 + 5 * n % 23, 4 + 3 * n % 11, keys=[*range(1 + n % 3)])
+            for n in range(5)
+        ]
+        size = "layers=2,hidden=32,heads=4,kv_heads=2,head_dim=8,vocab_size=97"
+        run = compute(
+            requests,
+            generator=Plugins().build("generator", f"transformer:{size}"),
+            backend=TorchCPU(attention=attention),
+            blocks=14,
+            max_tokens=8,
+            max_seqs=4,
+        )
+        cache = run.result.cache
+        assert sum(run.result.log.recomputes) > 0
+        assert cache.tree.evicted_blocks > 0
+        assert cache.stats.hit_blocks > 0
+        return run.result.outputs
+
+    assert served("triton") == served("sdpa")

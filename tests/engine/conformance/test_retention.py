@@ -1,0 +1,61 @@
+"""The built-in retention policies pass the tests that every retention policy must pass."""
+
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+from kvcore import Plugins
+from kvcore.plugins import resolve
+from kvcore.testing import RetentionPolicyTests
+
+POLICIES = [
+    "expected:budget=64",
+    "expected:budget=0.5,queries=5,ahead=3,sinks=0",
+    "full",
+    "h2o:budget=0.25,recent=9,sinks=2",
+    "knorm:budget=9",
+    "random:budget=30,recent=0.5,seed=7",
+    "snapkv:budget=64",
+    "snapkv:budget=0.2,window=3,pool=1,when=always",
+    "tova:budget=1",
+    "window:tokens=64",
+    "window:tokens=1",
+    "window:tokens=9,sinks=6",
+    "window:tokens=9,sinks=6,positions=cache",
+]
+EXAMPLE = Path(__file__).parents[3] / "examples/third_party_retention/kvcore_big_values.py"
+
+
+class TestBuiltIn(RetentionPolicyTests):
+    """Every configuration in the list above."""
+
+    @pytest.fixture(autouse=True, params=POLICIES)
+    def _configured(self, request, monkeypatch):
+        self.spec = request.param
+        monkeypatch.setattr(type(self), "forgets", self.spec != "full")
+        monkeypatch.setattr(type(self), "per_head", not self.spec.startswith("tova"))
+
+    def make(self):
+        """Build the configured policy."""
+        return resolve("retention", self.spec)
+
+
+def example():
+    """Return the module of the example, which is not installed here."""
+    spec = spec_from_file_location("kvcore_big_values", EXAMPLE)
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestExample(RetentionPolicyTests):
+    """The example of a third party's policy, of ten lines."""
+
+    retention = partial(example().BigValues, budget=64)
+
+
+def test_every_policy_is_in_the_list():
+    """Each registered policy is tested in at least one configuration."""
+    assert {name.partition(":")[0] for name in POLICIES} == set(Plugins().names("retention"))

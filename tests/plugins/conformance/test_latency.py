@@ -1,0 +1,62 @@
+"""The built-in latency models pass the tests that every latency model must pass."""
+
+from pathlib import Path
+
+import pytest
+from helpers.seeds import FewSeeds
+
+from kvcore import Plugins
+from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.plugins import resolve
+from kvcore.testing.latency import LatencyModelTests
+from kvcore_plugins.latency import Roofline, Table
+
+GRID = Path(__file__).parents[2] / "data" / "step_grid.csv"
+
+CONFIGURATIONS = [
+    "linear",
+    "linear:step=0,prefill=1e-9,decode=3e-12,context=1e-12",
+    "roofline",
+    "roofline:tensor_parallel=1,overhead=0,compute=1,bandwidth=1",
+    # Windows in all layers or some, experts, latent attention, fewer K/V heads than devices.
+    "roofline:model=mistral-7b-v0.1,device=a100-40g,tensor_parallel=1",
+    "roofline:model=gpt-oss-20b,tensor_parallel=1",
+    "roofline:model=deepseek-v3,device=h200,tensor_parallel=8,codec=fp32",
+    "roofline:model=gemma-3-27b,tensor_parallel=32",
+    "token-rate",
+    "token-rate:prefill=0.3,decode=1e9",
+    f"table:path={GRID}",
+    "table:engine=vllm",
+    "table:engine=trtllm,model=llama-3.1-70b,device=h200,tensor_parallel=4",
+]
+
+
+class TestBuiltIn(FewSeeds, LatencyModelTests):
+    """Every configuration in the list above."""
+
+    @pytest.fixture(autouse=True, params=CONFIGURATIONS)
+    def _configured(self, request):
+        self.spec = request.param
+
+    def make(self):
+        """Build the configured latency model."""
+        return resolve("latency", self.spec)
+
+
+class TestInCode(LatencyModelTests):
+    """A roofline made from specifications of a model and a device instead of names."""
+
+    latency = staticmethod(lambda: Roofline(MODELS["gpt2"], DEVICES["l4"], tensor_parallel=1))
+
+
+class TestTable(LatencyModelTests):
+    """A table whose path is a string."""
+
+    latency = staticmethod(lambda: Table(str(GRID)))
+
+
+def test_every_model_is_in_the_list():
+    """Each registered latency model is tested in at least one configuration."""
+    assert {spec.partition(":")[0] for spec in CONFIGURATIONS} == set(
+        Plugins().names("latency")
+    )

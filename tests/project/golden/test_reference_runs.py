@@ -1,0 +1,289 @@
+"""Twelve small runs whose traces must not change by a byte.
+
+Two digests of each run are known: `whole`, which is in the END line and covers every byte
+before it, and `events`, which covers the lines between HEADER and END. If only `whole` has
+changed, the header has: a version, an option, a digest of the workload. If `events` has
+changed, kvcore decides differently.
+"""
+
+from __future__ import annotations
+
+import gzip
+from hashlib import blake2b
+from itertools import islice
+from pathlib import Path
+
+import attrs
+import orjson
+import pytest
+
+from kvcore import KVCache, Request, Trace
+from kvcore.cli import main as frame
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.prefix import Radix
+from kvcore_plugins.workload import Mooncake
+
+DATA = Path(__file__).parents[2] / "data"
+SESSIONS = "weka_sessions.jsonl"
+MIXED = "mixed.jsonl"
+CHATS = "chats.jsonl"
+BLOCK = 16
+
+# `whole` and `events`, by run.
+GOLDEN = {
+    "lru": ("ba88458ef5d4a841e4bd4651f4fae74d", "a325ccaec3f0e0b1cfa3e315225ad06e"),
+    "lfu": ("ac30cc577cc244b4c0716f2d5d136a4a", "4aab5874881b94258dd15293aa2f8cbb"),
+    "fcfs": ("9889e073849b469220b30e708c557343", "d96b117ba99f4faddb00426478e1244e"),
+    "bursts": ("71b112c8758e67153958c7e49d9e5490", "8645700be66d9c757e8f401e8df44b66"),
+    "srpt": ("2c6f085ec9f098d9b831233ddb26a8f0", "02774f624f5d0a3bca602d207ccdb9f9"),
+    "slo": ("97d06691ee96aa588c9798eea5e6404b", "bd4fda82c3eeb7902d1b7859f10a7aeb"),
+    "preemptions": ("7e1908a9e7991a84dca4bfccccb7ac16", "4fd29a66bfc46c9a0d9a6cb60f6891e7"),
+    "sessions": ("2c4ea9f864f346e16575ed5d11d03aec", "100ea11a11f9c964d7087ed156400b8a"),
+    "hints": ("da44de7fff952c78221df8307a50fa24", "d563e247cfab5b30f376f609b40cde96"),
+    "expiry": ("4852df79caab6bafdc57ac9c46367805", "d24a8fcd2cf4f305c4717adebcbe2123"),
+    "tensors": ("3604e6b196e8fa6358df31f151297235", "f50a429601f820f96bcbfbe6a0cdece8"),
+    "forks": ("63098e176ed449797134257a5f154e38", "e089ef9c39a2dc0778e9118b8ee35a77"),
+}
+
+
+@attrs.frozen
+class Recorded:
+    """The digests and the contents of a trace.
+
+    Attributes:
+        digests: `whole` and `events`.
+        counts: lines by event.
+        ways: how sequences were preempted, and the reasons of evictions.
+    """
+
+    digests: tuple[str, str]
+    counts: dict[str, int]
+    ways: set[str]
+
+
+def digest(data):
+    """Return the digest that seals a trace, as hex digits."""
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def read(path):
+    """Read a trace, and check the digest in its END line."""
+    header, *events, end = path.read_bytes().splitlines(keepends=True)
+    body = b"".join(events)
+    end = orjson.loads(end)
+    assert end["digest"] == digest(header + body)
+    lines = list(map(orjson.loads, events))
+    ways = {line[field] for line in lines for field in ("how", "reason") if field in line}
+    return Recorded((end["digest"], digest(body)), end["events"], ways)
+
+
+def write_mixed(path):
+    """Write 150 requests that differ in all fields that schedulers and policies use.
+
+    The numbers come from a linear congruential generator, because they must be the same on
+    every machine and in every version of Python.
+    """
+    state = 1
+
+    def below(limit):
+        nonlocal state
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        return (state >> 33) % limit
+
+    arrival, rows = 0, []
+    for number in range(150):
+        arrival += below(40) * 1_000_000
+        family, shared = below(5), below(12)
+        prompt = BLOCK * shared + below(300) + 1
+        keys = [
+            (family + 1) * 1000 + place if place < shared else (number + 10) * 1000 + place
+            for place in range(-(-prompt // BLOCK))
+        ]
+        row = {"event": "REQUEST", "id": number, "prompt": prompt, "output": 1 + below(120)}
+        row |= {"t": arrival, "keys": keys, "key_tokens": BLOCK, "priority": below(3)}
+        row |= {"tenant": f"tenant {below(3)}", "predicted": 1 + below(120)}
+        if below(2):
+            row["slo"] = {"ttft": (1 + below(900)) * 1_000_000}
+        if below(2) and shared:
+            row["retention"] = [[0, BLOCK * shared, 60 + below(40), below(900) * 1_000_000]]
+        rows.append(orjson.dumps(row) + b"\n")
+    path.write_bytes(b"".join(rows))
+
+
+def write_chats(path):
+    """Write the first 3,000 requests of the bundled trace, in the format of Mooncake."""
+    rows = (
+        {
+            "timestamp": request.arrival // 1_000_000,
+            "input_length": request.prompt_tokens,
+            "output_length": request.output_tokens,
+            "hash_ids": list(request.keys),
+        }
+        for request in islice(Mooncake(), 3000)
+    )
+    path.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+
+
+@pytest.fixture
+def recorded(tmp_path, monkeypatch, capsys):
+    """Return a function that runs the command line and returns a summary of its trace.
+
+    It runs in a directory of its own, so that paths in the header are always the same.
+    """
+    monkeypatch.chdir(tmp_path)
+    write_mixed(tmp_path / MIXED)
+    # Hide the stop reasons: readers did not use them when this run was first recorded.
+    sessions = gzip.decompress((DATA / f"{SESSIONS}.gz").read_bytes())
+    (tmp_path / SESSIONS).write_bytes(sessions.replace(b'"stop":', b'"then":'))
+
+    def run(*arguments):
+        code = frame.run([*map(str, arguments), "--trace", "run.jsonl"])
+        assert (code, capsys.readouterr().err) == (0, "")
+        return read(tmp_path / "run.jsonl")
+
+    return run
+
+
+def test_trace_of_an_lru_replay(recorded, tmp_path):
+    """An untimed LRU in 1,000 blocks of 512 tokens, in `keys` accounting, writes its trace."""
+    pytest.importorskip("kvcore_lab")
+    write_chats(tmp_path / CHATS)
+    run = recorded("compare", CHATS, "--eviction", "lru", "--blocks", 1000)
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["lru"]
+
+
+def test_trace_of_an_lfu_replay_in_tokens_accounting(recorded):
+    """An untimed LFU with aging, in `tokens` accounting, writes the recorded trace.
+
+    Blocks have 16 tokens, and the last block of a prompt is partial.
+    """
+    pytest.importorskip("kvcore_lab")
+    workload = "zipf:requests=600,prefixes=20,prefix_tokens=250,suffix_tokens=60"
+    arguments = ("--eviction", "lfu:half_life=20", "--blocks", 300, "--block-size", 16)
+    run = recorded("compare", workload, *arguments, "--accounting", "tokens")
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["lfu"]
+
+
+def test_trace_of_fcfs_with_popular_prefixes(recorded):
+    """`simulate` with defaults writes the recorded trace.
+
+    The workload has Zipf-popular prefixes, and the pool is ample.
+    """
+    workload = "zipf:requests=200,prefixes=9,prefix_tokens=300,suffix_tokens=90,rate=40"
+    run = recorded("simulate", workload)
+    assert run.counts["HIT"]
+    assert "EVICT" not in run.counts
+    assert run.digests == GOLDEN["fcfs"]
+
+
+def test_trace_of_bursts_with_whole_prompts_in_steps(recorded):
+    """Bursts, with whole prompts in steps of their own and a watermark, write their trace."""
+    workload = "zipf:requests=160,prefixes=12,prefix_tokens=300,suffix_tokens=60,seed=7"
+    run = recorded(
+        "simulate",
+        f"{workload},arrivals=bursty,burst=20,rate=30,output_tokens=40",
+        *("--steps", "prefill-first", "--no-chunked", "--scheduler", "lpm"),
+        *("--eviction", "slru", "--blocks", 160, "--watermark", 0.1),
+    )
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["bursts"]
+
+
+def test_trace_of_srpt_with_chunked_prompts(recorded):
+    """`srpt` in steps of at most 128 tokens and 6 sequences writes the recorded trace."""
+    caps = ("--max-tokens", 128, "--max-seqs", 6, "--blocks", 300)
+    run = recorded("simulate", MIXED, "--scheduler", "srpt", *caps, "--rate-scale", 4)
+    assert run.counts["COMMIT"] > run.counts["FINISH"]
+    assert {"pause", "capacity"} <= run.ways
+    assert "recompute" not in run.ways
+    assert run.digests == GOLDEN["srpt"]
+
+
+def test_trace_of_slo_with_deadlines(recorded):
+    """`slo`, with deadlines of requests and a default, writes the recorded trace."""
+    scheduler = "slo:preemptive=true,ttft=0.5"
+    caps = ("--max-seqs", 8, "--blocks", 200)
+    run = recorded("simulate", MIXED, "--scheduler", scheduler, *caps, "--rate-scale", 3)
+    assert "pause" in run.ways
+    assert run.digests == GOLDEN["slo"]
+
+
+def test_trace_of_a_small_pool_with_both_kinds_of_preemption(recorded):
+    """A pool so small that requests are paused and recomputed writes the recorded trace."""
+    scheduler = ("--scheduler", "srpt", "--eviction", "cost")
+    caps = ("--blocks", 120, "--max-seqs", 6, "--watermark", 0)
+    run = recorded("simulate", MIXED, *scheduler, *caps, "--rate-scale", 4)
+    assert {"pause", "recompute"} <= run.ways
+    assert run.digests == GOLDEN["preemptions"]
+
+
+def test_trace_of_a_closed_loop_of_sessions(recorded):
+    """A closed loop of agents' sessions writes the recorded trace.
+
+    A request arrives when the one before it is done.
+    """
+    run = recorded("simulate", SESSIONS, "--blocks", 9000)
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["sessions"]
+
+
+def test_trace_of_eviction_by_retention_hints(recorded):
+    """Eviction by retention hints, which expire, writes the recorded trace."""
+    run = recorded("simulate", MIXED, "--eviction", "priority", "--blocks", 160)
+    assert "capacity" in run.ways
+    assert run.digests == GOLDEN["hints"]
+
+
+def test_trace_of_ttl_eviction_with_fair_scheduling(recorded):
+    """`ttl`, which evicts blocks unused for 0.3 s, with `fair` writes the recorded trace."""
+    run = recorded("simulate", MIXED, "--eviction", "ttl:ttl=0.3", "--scheduler", "fair")
+    assert "expired" in run.ways
+    assert run.digests == GOLDEN["expiry"]
+
+
+def test_trace_of_a_transformer_with_a_window(recorded):
+    """A tiny transformer that keeps a window, in a pool too small, writes its trace."""
+    pytest.importorskip("torch", reason="needs torch: pip install 'kvcore[torch]'")
+    workload = "zipf:requests=16,prefixes=3,prefix_tokens=64,suffix_tokens=32,rate=300"
+    run = recorded(
+        "run",
+        f"{workload},output_tokens=30",
+        *("--generator", "transformer:layers=2", "--latency", "linear"),
+        *("--retention", "window:tokens=40,sinks=8", "--blocks", 32, "--block-size", 8),
+    )
+    assert {"retention", "recompute"} <= run.ways
+    assert run.digests == GOLDEN["tensors"]
+
+
+def test_trace_of_forks_with_copy_on_write(tmp_path):
+    """Forks that share blocks, copy on write and roll back write the recorded trace."""
+    path = tmp_path / "run.jsonl"
+    with Trace(path) as trace:
+        cache = KVCache(16, 4, eviction=LRU(), prefix=Radix(), trace=trace)
+        now = 0
+        for number in range(12):
+            shared, prompt = number % 3 + 1, 9 + number
+            keys = [
+                place if place < shared else 100 * number + place
+                for place in range(-(-prompt // 4))
+            ]
+            root = cache.open(
+                Request(id=number, prompt_tokens=prompt, keys=keys, key_tokens=4), None, now
+            )
+            cache.commit(root, prompt - root.computed, now + 1)
+            family = [root]
+            for branch in range(1 + number % 3):
+                family.append(cache.fork(family[branch // 2], now + 2 + branch))
+            for step, sequence in enumerate(family):
+                cache.extend(sequence, 2 + step, now + 10 + step)
+                cache.commit(sequence, 2 + step, now + 10 + step)
+            cache.rollback(family[-1], 1 + number % 2, now + 20)
+            for sequence in family if number % 2 else family[::-1]:
+                cache.close(sequence, now + 21)
+            now += 30
+    run = read(path)
+    assert {"FORK", "COPY"} <= run.counts.keys()
+    assert {"capacity", "rollback", "close"} <= run.ways
+    assert run.digests == GOLDEN["forks"]
