@@ -1,7 +1,7 @@
 """Clusters: several servers under one clock, and the routers that pick one for a request."""
 
 from kvcore.cluster.router import Replica, Router
-from kvcore.moved import former
+from kvcore.lazy import former
 
 __all__ = ["Replica", "Router"]
 

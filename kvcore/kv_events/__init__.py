@@ -35,7 +35,7 @@ from kvcore.kv_events.recording import (
 )
 from kvcore.kv_events.sequencer import Delivery, Gap, InvalidMessage, Restart
 from kvcore.kv_events.subscriber import Server, Subscriber
-from kvcore.moved import former
+from kvcore.lazy import former
 
 __all__ = [
     "FORMATS",

@@ -1,6 +1,6 @@
 """Tiers: storage for K/V outside the pool, and the transfers between them."""
 
-from kvcore.moved import former
+from kvcore.lazy import former
 from kvcore.tiers.tier import StoredBlock, Tier, TierStore, WriteRule, bandwidth
 
 __all__ = ["StoredBlock", "Tier", "TierStore", "WriteRule", "bandwidth"]
