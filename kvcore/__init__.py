@@ -5,7 +5,6 @@ from importlib import import_module
 
 TYPE_CHECKING = False  # without `typing`, whose import takes longer than this one
 if TYPE_CHECKING:
-    from types import ModuleType
     from typing import Any
 
     from kvcore.api import simulate
@@ -138,7 +137,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _load(name: str, module: str) -> "ModuleType":
+def _load(name: str, module: str) -> "Any":
     """Return the module that has what a name means, or say that it is not installed."""
     try:
         return import_module(module)
@@ -152,23 +151,21 @@ def _load(name: str, module: str) -> "ModuleType":
 class _FormerModules:
     """Finds modules by the names of the release before, which `kvcore.moved` lists.
 
-    It is asked first, since the folder of a package that has moved may still hold its
-    `__pycache__`, and would be imported as an empty namespace.
+    The first finder, since a folder that only holds `__pycache__` now would be a namespace.
     """
 
     @staticmethod
     def find_spec(name: str, path: "Any" = None, _target: "Any" = None) -> "Any":
         """Return the spec of a module of kvcore that has moved, or None."""
-        if not name.startswith(("kvcore.", "kvcore_plugins.")):
-            return None
-        from importlib.machinery import PathFinder  # noqa: PLC0415 - not for `import kvcore`
+        if name.startswith(("kvcore.", "kvcore_plugins.")):
+            from importlib.machinery import PathFinder  # noqa: PLC0415 - not for `import kvcore`
 
-        package = name.rpartition(".")[0]
-        if sys.modules[package].__name__ == package:  # not below an alias
-            spec = PathFinder.find_spec(name, path)
-            if spec and spec.origin:
-                return None
-        return import_module("kvcore.moved").find_spec(name)
+            package = name.rpartition(".")[0]
+            alias = sys.modules[package].__name__ != package
+            today = None if alias else PathFinder.find_spec(name, path)
+            if today is None or today.origin is None:
+                return import_module("kvcore.moved").find_spec(name)
+        return None
 
 
 sys.meta_path.insert(0, _FormerModules)

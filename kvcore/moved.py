@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
-from importlib import import_module, util
+from importlib import import_module, machinery, util
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
@@ -84,21 +82,22 @@ MOVED = {
 
 
 def former(module: str, name: str) -> Any:
-    """Return what a name of a module was in the release before, and keep it in the module.
+    """Return what a name of a module was in the release before.
 
-    Called by the `__getattr__` of the module. Whoever asked for the name gets a FutureWarning.
+    Called by the `__getattr__` of the module. Whoever asked for the name gets a FutureWarning:
+    one, although `from module import name` asks twice, since the module keeps the value.
 
     Raises:
         AttributeError: the module had no such name.
         ImportError: the package that has it now is not installed.
     """
     old = f"{module}.{name}"
+    package, _, base = module.rpartition(".")
+    home = _moved(MODULES, package).get(base)
     new = _moved(MOVED, module).get(name)
     if new is None:
         if find_spec(old):
             return import_module(old)
-        package, _, base = module.rpartition(".")
-        home = _moved(MODULES, package).get(base)
         if home is None or name.startswith("__"):
             msg = f"module {module!r} has no attribute {name!r}"
             raise AttributeError(msg)
@@ -106,12 +105,11 @@ def former(module: str, name: str) -> Any:
     home, _, attribute = new.rpartition(".")
     value = getattr(_load(old, home), attribute)
     warnings.warn(f"{old} is {new} now; import that", FutureWarning, stacklevel=3)
-    # `from module import name` asks for the name twice.
     setattr(sys.modules[module], name, value)
     return value
 
 
-def _moved(table: Mapping[str, Mapping[str, str]], room: str) -> dict[str, str]:
+def _moved(table: dict[str, dict[str, str]], room: str) -> dict[str, str]:
     """Return the full names of today of what has moved out of a room, by its name there."""
     return {
         old: f"{home}.{new or old}"
@@ -120,24 +118,21 @@ def _moved(table: Mapping[str, Mapping[str, str]], room: str) -> dict[str, str]:
     }
 
 
-def find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module by its former name, or by an alias; None if it has none.
-
-    Called for modules of kvcore that do not exist by that name today.
-    """
+def find_spec(name: str) -> machinery.ModuleSpec | None:
+    """Return the spec of a module by its former name or an alias; None if there is none."""
     package, _, base = name.rpartition(".")
     real = ALIASES.get(name, f"{sys.modules[package].__name__}.{base}")
     if real == name:
         new = _moved(MODULES, package).get(base)
         if new or name in MODULES or name in MOVED:
-            return ModuleSpec(name, _Former(), origin=new, is_package=name in MODULES)
+            return machinery.ModuleSpec(name, _Former(), origin=new, is_package=name in MODULES)
     elif spec := util.find_spec(real):
         folders = spec.submodule_search_locations
         return util.spec_from_file_location(
             name, spec.origin, loader=_Alias(real), submodule_search_locations=folders
         )
     elif name in ALIASES:  # whose import says what is not installed
-        return ModuleSpec(name, _Alias(real))
+        return machinery.ModuleSpec(name, _Alias(real))
     return None
 
 
@@ -147,7 +142,7 @@ class _Former(Loader):
     def exec_module(self, module: ModuleType) -> None:
         name, own = module.__name__, vars(module)
         own["__getattr__"] = lambda attribute: former(name, attribute)
-        own["__dir__"] = lambda: [*own, *_moved(MOVED, name), *_moved(MODULES, name)]
+        own["__dir__"] = lambda: {*own, *_moved(MOVED, name), *_moved(MODULES, name)}
 
 
 class _Alias(Loader):
