@@ -1,5 +1,6 @@
 """kvcore: a plugin framework and workbench for the KV cache of LLM serving."""
 
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False  # without `typing`, whose import takes longer than this one
@@ -125,20 +126,46 @@ __all__ = [
 def __getattr__(name: str) -> "Any":
     """Return a name of the front door, whose module is imported when it is first asked for."""
     if name in _PLACES:
-        try:
-            module = import_module(_PLACES[name])
-        except ModuleNotFoundError as error:
-            if error.name and _PLACES[name].startswith(error.name):
-                msg = f"kvcore.{name} is in {_PLACES[name]}, which is not installed"
-                raise ImportError(msg) from None
-            raise
-        value = globals()[name] = getattr(module, name)
+        value = globals()[name] = getattr(_load(f"kvcore.{name}", _PLACES[name]), name)
         return value
     if name in _ROOMS:
         return import_module(f"kvcore.{name}")
-    msg = f"module 'kvcore' has no attribute {name!r}"
-    raise AttributeError(msg)
+    return import_module("kvcore.moved").former("kvcore", name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _load(name: str, module: str) -> "Any":
+    """Return the module that has what a name means, or say that it is not installed."""
+    try:
+        return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name and module.startswith(error.name):
+            msg = f"{name} is in {module}, which is not installed"
+            raise ModuleNotFoundError(msg, name=error.name) from None
+        raise
+
+
+class _FormerModules:
+    """Finds modules by the names of the release before, which `kvcore.moved` lists.
+
+    The first finder, since a folder that only holds `__pycache__` now would be a namespace.
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: "Any" = None, _target: "Any" = None) -> "Any":
+        """Return the spec of a module of kvcore that has moved, or None."""
+        if name.startswith(("kvcore.", "kvcore_plugins.")):
+            from importlib.machinery import PathFinder  # noqa: PLC0415 - not for `import kvcore`
+
+            package = name.rpartition(".")[0]
+            alias = sys.modules[package].__name__ != package
+            today = None if alias else PathFinder.find_spec(name, path)
+            if today is None or today.origin is None:
+                return import_module("kvcore.moved").find_spec(name)
+        return None
+
+
+sys.meta_path.insert(0, _FormerModules)

@@ -16,7 +16,7 @@ import attrs
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
-from kvcore.moved import former
+from kvcore.lazy import former
 from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.manager import KINDS, imported_place
 from kvcore.plugins.options import Spec

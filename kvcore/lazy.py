@@ -11,16 +11,13 @@ from kvcore.errors import PluginError
 
 
 def deferred(
-    package: str,
-    modules: Mapping[str, str],
-    otherwise: Callable[[str], Any] | None = None,
+    package: str, modules: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package that imports none of its modules.
 
     Args:
         package: the name of the package.
         modules: by module, the names that it defines, separated by spaces.
-        otherwise: called with any other name; None: there is no other name.
     """
     places = {name: module for module, names in modules.items() for name in names.split()}
     own = vars(sys.modules[package])
@@ -29,20 +26,20 @@ def deferred(
         if name in modules:
             return import_module(f"{package}.{name}")
         if name not in places:
-            if otherwise is not None:
-                return otherwise(name)
-            msg = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(msg)
+            return import_module("kvcore.moved").former(package, name)
         own[name] = found = getattr(import_module(f"{package}.{places[name]}"), name)
         return found
 
     return get, lambda: sorted({*own, *places, *modules})
 
 
+def former(package: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of a module whose names of the release before still work."""
+    return deferred(package, {})[0]
+
+
 def deferred_plugins(
-    package: str,
-    places: Mapping[str, str],
-    otherwise: Callable[[str], Any] | None = None,
+    package: str, places: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return the `__getattr__` and `__dir__` of a package of plugins, as `deferred` does.
 
@@ -50,7 +47,6 @@ def deferred_plugins(
         package: the name of the package.
         places: the places of its plugins by their names, as a hook returns them; those that
             are not in a module of the package are left out.
-        otherwise: as for `deferred`.
     """
     modules: dict[str, str] = {}
     for place in places.values():
@@ -58,7 +54,7 @@ def deferred_plugins(
         parent, _, module = module.rpartition(".")
         if parent == package:
             modules[module] = f"{modules.get(module, '')} {name}"
-    return deferred(package, modules, otherwise)
+    return deferred(package, modules)
 
 
 class LazyModule:

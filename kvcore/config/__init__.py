@@ -5,7 +5,7 @@ from kvcore.config.options import Option, SimulateOptions
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.config.values import read_plugin, read_slo
-from kvcore.moved import former
+from kvcore.lazy import former
 from kvcore.workloads.selection import find_workload
 
 __all__ = [

@@ -4,8 +4,8 @@ from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, TensorLa
 from kvcore.engine.batch import RaggedBatch, Tensor
 from kvcore.engine.generator import Attend, Generator, attend_through
 from kvcore.engine.rotary import Rotary, Rotation
+from kvcore.lazy import former
 from kvcore.models.codec import Codec, Plane
-from kvcore.moved import former
 
 __all__ = [
     "Attend",

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from kvcore.lazy import deferred
-from kvcore.moved import former
 
 if TYPE_CHECKING:
     from kvcore.trace.fields import SCHEMA, EvictionDigest, decode_runs, encode_runs
@@ -23,7 +22,6 @@ else:
             "reader": "TraceReader TraceWorkload json_schema read_events read_request",
             "writer": "Trace",
         },
-        former(__name__, stacklevel=3),
     )
 
 __all__ = [

@@ -14,7 +14,6 @@ from helpers.packages import may_import, package_of
 
 import kvcore
 from kvcore.config.options import mode_options
-from kvcore.moved import MOVED
 from kvcore.notebook import Shown
 from kvcore.plugins.manager import KINDS, Plugins
 
@@ -207,15 +206,3 @@ def test_lazily_imported_names_exist(path):
     assert set(package.__all__) <= set(dir(package))
     with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute"):
         _ = package.no_such_name
-
-
-@pytest.mark.parametrize("room", MOVED)
-def test_former_names_work_with_a_notice(room):
-    """A name that moved is the object of today, with one FutureWarning for its user."""
-    pytest.importorskip("kvcore_lab")
-    names = [(module, name) for module, moved in MOVED[room].items() for name in moved.split()]
-    for module, name in names:
-        with pytest.warns(FutureWarning, match=f"is {module}.{name} now") as notices:
-            former = getattr(import_module(room), name)
-        assert former is getattr(import_module(module), name)
-        assert [notice.filename for notice in notices] == [__file__]

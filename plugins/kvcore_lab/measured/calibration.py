@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.moved import former
+from kvcore.lazy import former
 from kvcore.plugins.options import as_text
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import PS_PER_S

@@ -1,6 +1,6 @@
 """The built-in drafter of simulations."""
 
-from kvcore.moved import former
+from kvcore.lazy import former
 from kvcore_plugins.drafter.acceptance import Acceptance
 
 __all__ = ["Acceptance"]

@@ -1,6 +1,6 @@
 """The built-in retention policy without tensors."""
 
-from kvcore.moved import former
+from kvcore.lazy import former
 from kvcore_plugins.retention.full import Full
 
 __all__ = ["Full"]

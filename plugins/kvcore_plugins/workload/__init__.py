@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING
 
 from kvcore.lazy import deferred_plugins
-from kvcore.moved import former
 
 if TYPE_CHECKING:
     from kvcore_plugins.workload.azure import Azure
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
 else:
     from kvcore_plugins.hooks import kvcore_workloads
 
-    __getattr__, __dir__ = deferred_plugins(
-        __name__, kvcore_workloads(), former(__name__, stacklevel=3)
-    )
+    __getattr__, __dir__ = deferred_plugins(__name__, kvcore_workloads())
 
 __all__ = [
     "Azure",
