@@ -1,10 +1,10 @@
 """Settings of all tests: hypothesis, processes, garbage collection and coverage.
 
 Hypothesis always tries the same few examples, or many with the profile `thorough`. Coverage,
-where it is measured, is that of the tests with the mark `measured`, with the processes that they
-start: not of those marked `slow`, of those in the folders `UNMEASURED_FOLDERS`, but for some
-conformance kits, and of a few files. These run hardly any code that the others do not run, and
-take several times as long while they are measured.
+where it is measured, is that of the tests with the mark `measured`, with the processes that
+they start: of all but those marked `slow`, those in `UNMEASURED_FOLDERS` (among which a few
+conformance kits are measured) and a few files. The unmeasured ones run hardly any code that the
+others do not run, and take several times as long while they are measured.
 """
 
 import gc

@@ -11,6 +11,7 @@ from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
+from kvcore.lazy import former
 
 __all__ = [
     "BlockLayout",
@@ -32,3 +33,5 @@ __all__ = [
     "SpanTree",
     "common_prefix",
 ]
+
+__getattr__ = former(__name__)

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import attrs
 
 from kvcore.errors import InputError
-from kvcore.lazy import former
 from kvcore.plugins.options import as_text
 from kvcore.serving.latency import LatencyModel, StepWork
 from kvcore.units import PS_PER_S
@@ -257,6 +256,3 @@ def _check_rank(path: Path, terms: Any, names: Sequence[str]) -> None:
             "tokens, few and many sequences, short and long contexts, each by itself"
         )
         raise InputError(msg)
-
-
-__getattr__ = former(__name__)

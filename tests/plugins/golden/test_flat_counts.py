@@ -2,8 +2,8 @@
 
 The bundled trace is flattened to 288,500 one-block requests and runs at 1,827 and 18,279
 blocks. Each number is that of two independent implementations. ARC and SIEVE, which are slow,
-run at the larger size only: at smaller ones `plugins/properties/test_queues.py` compares them hit by
-hit.
+run at the larger size only: at smaller ones `plugins/properties/test_queues.py` compares them
+hit by hit.
 """
 
 from __future__ import annotations
