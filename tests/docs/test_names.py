@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DOTTED = re.compile(r"(?<![\w.'/\-])kvcore(?:_plugins)?(?:\.[A-Za-z_]\w*)+(?![\w\-])")
+DOTTED = re.compile(r"(?<![\w.'/\-])kvcore(?:_\w+)?(?:\.[A-Za-z_]\w*)+(?![\w\-])")
 FILE = re.compile(
     r"`((?:kvcore|kvcore_plugins|plugins|tests|examples)/[\w./]+)(?:::\w+)?`",
 )

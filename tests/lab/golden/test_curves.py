@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from golden.test_mooncake import LRU_KEYS, MAY_BYPASS, MUST_ADMIT, SIZES
+from lab.golden.test_mooncake import LRU_KEYS, MAY_BYPASS, MUST_ADMIT, SIZES
 
 from kvcore_lab.comparison import compare
 from kvcore_lab.curves.mrc import curve
