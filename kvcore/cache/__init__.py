@@ -1,4 +1,4 @@
-"""Blocks, block tables, pins, eviction: the mechanics of the KV cache."""
+"""The KV cache: pool, sequences, spans; eviction, prefix, retention and tier contracts."""
 
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.kvcache import KVCache

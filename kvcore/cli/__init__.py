@@ -1,1 +1,1 @@
-"""The command line: a module for each verb, `main` that runs them, and their common parts."""
+"""The command line: `main`, the parts that verbs share, and the verbs of the core."""

@@ -1,4 +1,4 @@
-"""The configuration of a run: its options, how they are read, and the parts they make."""
+"""The configuration of a run: its options, and the parts that they make."""
 
 from kvcore.config.files import read_toml
 from kvcore.config.options import Option, SimulateOptions

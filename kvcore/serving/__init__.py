@@ -1,4 +1,4 @@
-"""The serving loop: continuous batching under a clock, simulated or on tensors."""
+"""The serving loop; contracts of schedulers, latency models, drafters and routers."""
 
 from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows

@@ -1,4 +1,4 @@
-"""The trace: every decision as a line of JSON, read back and checked."""
+"""The trace: every decision as a line of JSON, written and read back."""
 
 from typing import TYPE_CHECKING
 
