@@ -1,4 +1,4 @@
-"""What a trace tells: checks, state, what-if, reasons of misses, bills, exports and plots.
+"""Readers of traces: checks, state, what-if, reasons of misses, bills, exports and plots.
 
 It adds the verbs `replay`, `watch`, `plot` and `export`, the options `--live` and `--price` of
 runs, and the call `kvcore.recorded_config`. To read, in this order::

@@ -21,7 +21,7 @@ def test_the_map_is_made_of_the_docstrings_of_today():
 
 @pytest.mark.parametrize("front", PACKAGES, ids=lambda path: path.parent.name)
 def test_a_front_page_names_every_file(front):
-    """The docstring of a package names its files and folders, each once, but for `hooks.py`."""
+    """The docstring of a package names its files and folders once, without `hooks.py`."""
     lines = NAMES.findall(ast.get_docstring(ast.parse(front.read_text("utf-8"))))
     named = [name for line in lines for name in re.findall(r"[^\s,]+", line)]
     files = {path.name for path in front.parent.glob("*.py")} - {"__init__.py", "hooks.py"}
