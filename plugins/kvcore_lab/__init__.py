@@ -16,6 +16,5 @@ It adds verbs (those that begin lines below, and `explain`), the options `--sear
     demo/           demo: a cache on a model small enough to follow
     contiguous/     demo paging: memory as it was allocated before there were blocks
     report/         results as sections, plots, metrics, and in notebooks
-    cli/            the verbs, and the options
-    api.py          the calls
+    cli/, api.py    the verbs and options, and the calls
 """
