@@ -149,11 +149,7 @@ def kept_options(
     Raises:
         InputError: a trace, or an option of the cache that would be built without it.
     """
-    from kvcore.config.options import (  # noqa: PLC0415 - as above
-        check_names,
-        option_named,
-        read_option,
-    )
+    from kvcore.config.options import check_names, option_named, read_option  # noqa: PLC0415
 
     if trace is not None:
         msg = (

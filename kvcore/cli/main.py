@@ -353,9 +353,8 @@ def _usage(error: click.ClickException) -> tuple[str, int]:
     context: click.Context | None = getattr(error, "ctx", None)
     hint = f"; try `{context.command_path} --help`" if context else ""
     if isinstance(error, click.NoSuchOption) and context is not None:
-        text = _no_such_option(error.option_name, context)
         # Options that cannot be added have been named already.
-        missing = installed().not_found(None, text)
+        missing = installed().not_found(None, _no_such_option(error.option_name, context))
         hint = "" if isinstance(missing, PluginError) else hint
         return f"error: {missing}{hint}", missing.exit_code
     # click lists choices a line each.

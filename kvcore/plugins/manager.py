@@ -74,11 +74,6 @@ class Origin:
             return cls(point.name)
         return cls(point.name, point.dist.name, point.dist.version)
 
-    @property
-    def names(self) -> set[str]:
-        """The names by which KVCORE_DISABLE_PLUGINS may call the entry point."""
-        return {self.name, f"{self.distribution}:{self.name}"}
-
     def __str__(self) -> str:
         """Return the origin in the words of error messages."""
         if self.distribution is None:
@@ -337,10 +332,7 @@ class Plugins:
         return [*self._misnamed, *unusable]
 
     def listing(self) -> list[PluginInfo]:
-        """Return all plugins by kind and name, including those that cannot work here.
-
-        Entry points that are skipped, or cannot be loaded, come last; they have no kind.
-        """
+        """Return all plugins by kind and name, then entry points that are not used."""
         infos = []
         for kind in KINDS:
             for name, cls in self.classes(kind).items():
@@ -371,20 +363,21 @@ class Plugins:
         points = self._points
         if points is None:
             points = _with_own(distributions.entry_points(PROJECT))
-        found = [(Origin.of(point), point) for point in points]
-        known = {name for origin, _ in found for name in origin.names}
-        if self._points is None and (unknown := sorted(disabled - known)):
-            names = sorted({origin.name for origin, _ in found})
-            asked = ", ".join(f"{name!r}{nearest(name, names)}" for name in unknown)
-            text = f"{DISABLE}: no entry point is named {asked}. There are: {', '.join(names)}"
-            self._misnamed = [text]
+        found, unknown = [(Origin.of(point), point) for point in points], set(disabled)
         for origin, point in sorted(found, key=lambda o: (o[0].distribution or "", o[0].name)):
-            if disabled.isdisjoint(origin.names):
+            names = {origin.name, f"{origin.distribution}:{origin.name}"}
+            unknown -= names
+            if disabled.isdisjoint(names):
                 yield origin, point
             else:
                 about = origin.name, origin.distribution, origin.version, point.module
                 reason = f"{DISABLE} skips it"
                 self._skipped.append(PluginInfo(None, *about, usable=False, reason=reason))
+        if unknown and self._points is None:
+            known = sorted({origin.name for origin, _ in found})
+            asked = ", ".join(f"{name!r}{nearest(name, known)}" for name in sorted(unknown))
+            text = f"{DISABLE}: no entry point is named {asked}. There are: {', '.join(known)}"
+            self._misnamed.append(text)
 
     def _register(self, origin: Origin, plugin: object) -> None:
         manager, name = self._manager, str(len(self._origins))
