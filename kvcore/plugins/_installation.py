@@ -38,9 +38,8 @@ def missing() -> str:
 def outdated(points: Iterable[EntryPoint | Point] | None) -> str | None:
     """Return an error text if an editable install is older than its checkout, or None.
 
-    Entry points, and the folders to import from, are copied when a checkout is installed;
-    editing pyproject.toml does not change the copy. Reads the distributions of `points`; None:
-    all installed ones.
+    Entry points and folders are copied when a checkout is installed; editing pyproject.toml
+    does not change the copy. Reads the distributions of `points`; None: all installed ones.
     """
     if points is None:
         return _outdated(metadata.distributions())
