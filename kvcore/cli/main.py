@@ -354,7 +354,7 @@ def _usage(error: click.ClickException) -> tuple[str, int]:
     hint = f"; try `{context.command_path} --help`" if context else ""
     if isinstance(error, click.NoSuchOption) and context is not None:
         # Options that cannot be added have been named already.
-        missing = installed().not_found(None, _no_such_option(error.option_name, context))
+        missing = installed().not_found("", _no_such_option(error.option_name, context))
         hint = "" if isinstance(missing, PluginError) else hint
         return f"error: {missing}{hint}", missing.exit_code
     # click lists choices a line each.

@@ -190,12 +190,12 @@ class Plugins:
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
         raise self.not_found(kind, msg)
 
-    def not_found(self, kind: str | None, message: str) -> KvcoreError:
+    def not_found(self, kind: str, message: str) -> KvcoreError:
         """Return the error `message` about a plugin of `kind` that is not found.
 
         It adds possible causes: skipped or broken plugins, or an outdated installation. `kind`
-        may be a hook too: that of verbs, or that of modes, which have options; or None: of
-        broken plugins only entry points are named then.
+        may be a hook too: that of verbs, or that of modes, which have options. If it is empty,
+        only entry points are named.
         """
         if kind in KINDS:
             self._find(kind)
