@@ -143,8 +143,11 @@ def _load(name: str, module: str) -> "Any":
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
-            msg = f"{name} is in {module}, which is not installed"
-            raise ModuleNotFoundError(msg, name=error.name) from None
+            from kvcore.plugins._installation import outdated  # noqa: PLC0415 - for errors alone
+
+            parts = (f"{name} is in {module}, which is not installed", outdated(None))
+            text = "; ".join(filter(None, parts))
+            raise ModuleNotFoundError(text, name=error.name) from None
         raise
 
 
