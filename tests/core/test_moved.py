@@ -126,7 +126,7 @@ def test_an_alias_is_the_module_itself():
 
 
 def test_names_of_today_do_not_read_the_table():
-    """Neither the list of verbs nor a simulation loads the table of former names."""
+    """The list of verbs and a simulation do not load the table of former names."""
     code = """
 import sys
 from kvcore.cli.main import run

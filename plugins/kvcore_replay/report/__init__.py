@@ -1,1 +1,1 @@
-"""What a trace tells as tables, plots and other formats."""
+"""Reports on traces: tables, plots and other formats."""
