@@ -8,6 +8,7 @@ the parts of a run from options; in `cli` and `api.py` a run begins.
 
 import sys
 from importlib import import_module
+from importlib.machinery import PathFinder
 
 TYPE_CHECKING = False  # without `typing`, whose import takes longer than this one
 if TYPE_CHECKING:
@@ -77,9 +78,6 @@ _MODULES = {
 
 _PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
-_ROOMS = {module.split(".")[1] for module in _MODULES if module.startswith("kvcore.")}
-"""Rooms that are attributes of this one without being imported first."""
-
 __all__ = [
     "SLO",
     "Backend",
@@ -130,13 +128,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "Any":
-    """Return a name of the front door, whose module is imported when it is first asked for."""
+    """Return a name of the front door, or a module, imported when it is first asked for."""
     if name in _PLACES:
         value = globals()[name] = getattr(_load(f"kvcore.{name}", _PLACES[name]), name)
         return value
-    if name in _ROOMS:
-        return import_module(f"kvcore.{name}")
-    return import_module("kvcore.moved").former("kvcore", name)
+    module = f"kvcore.{name}"
+    try:
+        if not name.startswith("__"):
+            return import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+    msg = f"module 'kvcore' has no attribute {name!r}"
+    raise AttributeError(msg)
 
 
 def __dir__() -> list[str]:
@@ -149,29 +153,31 @@ def _load(name: str, module: str) -> "Any":
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name and module.startswith(error.name):
-            msg = f"{name} is in {module}, which is not installed"
-            raise ModuleNotFoundError(msg, name=error.name) from None
+            from kvcore.plugins._installation import outdated  # noqa: PLC0415 - for errors alone
+
+            parts = (f"{name} is in {module}, which is not installed", outdated(None))
+            text = "; ".join(filter(None, parts))
+            raise ModuleNotFoundError(text, name=error.name) from None
         raise
 
 
-class _FormerModules:
-    """Finds modules by the names of the release before, which `kvcore.moved` lists.
+class _Finder:
+    """Finds modules of kvcore, those of the release before by the table of `kvcore.moved`.
 
     The first finder, since a folder that only holds `__pycache__` now would be a namespace.
     """
 
     @staticmethod
     def find_spec(name: str, path: "Any" = None, _target: "Any" = None) -> "Any":
-        """Return the spec of a module of kvcore that has moved, or None."""
-        if name.startswith(("kvcore.", "kvcore_plugins.")):
-            from importlib.machinery import PathFinder  # noqa: PLC0415 - not for `import kvcore`
+        """Return the spec of a module of kvcore, as it is or as it was, or None."""
+        if not name.startswith(("kvcore.", "kvcore_plugins.")):
+            return None
+        package = name.rpartition(".")[0]
+        if sys.modules[package].__name__ == package:  # not below an alias
+            spec = PathFinder.find_spec(name, path)
+            if spec is not None and spec.origin is not None:
+                return spec
+        return import_module("kvcore.moved").find_spec(name)
 
-            package = name.rpartition(".")[0]
-            alias = sys.modules[package].__name__ != package
-            today = None if alias else PathFinder.find_spec(name, path)
-            if today is None or today.origin is None:
-                return import_module("kvcore.moved").find_spec(name)
-        return None
 
-
-sys.meta_path.insert(0, _FormerModules)
+sys.meta_path.insert(0, _Finder)

@@ -149,6 +149,8 @@ def kept_options(
     Raises:
         InputError: a trace, or an option of the cache that would be built without it.
     """
+    from kvcore.config.options import check_names, option_named, read_option  # noqa: PLC0415
+
     if trace is not None:
         msg = (
             "trace= is for a cache that is built here; make yours with KVCache(..., trace=...)"
@@ -156,6 +158,7 @@ def kept_options(
         raise InputError(msg)
     for name in options:
         if name not in known:
+            option_named(name)  # refused here if there is none
             msg = (
                 f"{name}= is for a cache that is built here; with cache= there are: "
                 f"{', '.join(known)}"
@@ -164,12 +167,8 @@ def kept_options(
     kept = dict(options)
     slo = kept.get("slo")
     if isinstance(slo, str | Mapping):
-        from kvcore.config.options import read_option  # noqa: PLC0415 - as above
-
         kept["slo"] = read_option("slo", slo)
     if isinstance(kept.get("batching"), Mapping):
-        from kvcore.config.options import check_names  # noqa: PLC0415 - as above
-
         caps = _caps(kept["batching"])
         check_names(caps, attrs.fields_dict(Batching))
         kept["batching"] = Batching(**caps)

@@ -136,10 +136,13 @@ def loaded_verb(name: str) -> click.Command:
         # A copy: the command itself stays as it is, for other plugins may add other options.
         command = copy(imported_place(place))
     except FAILURES as error:
-        if isinstance(error, KvcoreError) or name in VERBS:
+        if name in VERBS:
             raise
-        reason = f"{type(error).__name__}: {error}{error_line(error)}"
-        msg = f"verb {name!r} cannot be loaded from {place}: {reason}"
+        msg = f"verb {name!r} cannot be loaded from {place}: "
+        if isinstance(error, KvcoreError):  # such as an option of a package that is skipped
+            msg += str(error)
+            raise type(error)(msg) from error
+        msg += f"{type(error).__name__}: {error}{error_line(error)}"
         raise PluginError(msg) from error
     if not isinstance(command, click.Command):
         msg = f"verb {name!r}: {place} is {command!r}, which is no click command"
@@ -251,7 +254,7 @@ def run(arguments: Sequence[str]) -> int:
     except KvcoreError as error:
         return _fail(f"error: {error}", error.exit_code)
     except click.ClickException as error:
-        return _fail(_usage(error), USAGE)
+        return _fail(*_usage(error))
     except (KeyboardInterrupt, click.Abort) as error:
         _Repeat.stop()
         asked = isinstance(error, Terminated)
@@ -345,16 +348,20 @@ def _is_loading(frame: FrameType | None) -> bool:
     return False
 
 
-def _usage(error: click.ClickException) -> str:
+def _usage(error: click.ClickException) -> tuple[str, int]:
+    """Return the message and the exit code of an error about a command line."""
     context: click.Context | None = getattr(error, "ctx", None)
     hint = f"; try `{context.command_path} --help`" if context else ""
     if isinstance(error, click.NoSuchOption) and context is not None:
-        return f"error: {_no_such_option(error.option_name, context)}{hint}"
+        # Options that cannot be added have been named already.
+        missing = installed().not_found("", _no_such_option(error.option_name, context))
+        hint = "" if isinstance(missing, PluginError) else hint
+        return f"error: {missing}{hint}", missing.exit_code
     # click lists choices a line each.
     message = " ".join(error.format_message().split())
     if not message.endswith("..."):
         message = message.removesuffix(".")
-    return f"error: {message}{hint}"
+    return f"error: {message}{hint}", USAGE
 
 
 def _no_such_option(flag: str, context: click.Context) -> str:
@@ -373,7 +380,7 @@ def _no_such_option(flag: str, context: click.Context) -> str:
     if others:
         verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
         hint = f"; {verbs_named} {'has' if len(others) == 1 else 'have'} it"
-    return f"{asked}{hint}{installed().skips}"
+    return f"{asked}{hint}"
 
 
 def _reason(error: OSError) -> str:

@@ -19,7 +19,7 @@ from kvcore.config.options import (
     renamed,
 )
 from kvcore.config.values import as_bytes, convert, read_plugin, shown
-from kvcore.errors import InputError
+from kvcore.errors import InputError, PluginError
 from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, installed
@@ -55,15 +55,16 @@ def read_toml(
     Raises:
         InputError: no such file, no TOML, an unknown key, or a value that its option cannot
             have; names the file and the key.
+        PluginError: a plugin, or a package that may have the key, is broken or outdated.
     """
     if options is None:
         options = {name: option_named(name).type for name in option_names()}
     file = _ConfigFile(Path(path), options, lists)
     try:
         return file.options()
-    except InputError as error:
+    except (InputError, PluginError) as error:
         msg = f"{path}: {error}"
-        raise InputError(msg) from error
+        raise type(error)(msg) from error
 
 
 @attrs.frozen

@@ -30,7 +30,7 @@ from kvcore.config.values import (
     convert,
     shown,
 )
-from kvcore.errors import InputError
+from kvcore.errors import InputError, KvcoreError
 from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS, Mode
 from kvcore.models.spec import WeightDtype
 from kvcore.plugins.base import FAILURES
@@ -491,12 +491,13 @@ def find_mode(name: str) -> Mode:
 
     Raises:
         InputError: there is no such mode; names those that there are.
+        PluginError: the same, where a package that may add it is broken or outdated.
     """
     mode = (MODES.get(name) or known_modes().get(name)) if isinstance(name, str) else None
     if mode is None:
         known = [name for name, mode in known_modes().items() if not mode.chosen_by]
         msg = f"mode: {shown(name)} is not one of {', '.join(map(repr, known))}"
-        raise InputError(msg)
+        raise installed().not_found("kvcore_modes", msg)  # noqa: EM101 - a hook
     return mode
 
 
@@ -514,8 +515,7 @@ def option_named(name: str) -> Option:
     """
     option = find_option(name)
     if option is None:
-        error = installed().not_found("kvcore_modes", _unknown(name, option_names()))
-        raise error
+        raise _unknown(name, option_names())
     return option
 
 
@@ -581,15 +581,19 @@ def check_names(
 
     Raises:
         InputError: names the nearest one, and all that there are.
+        PluginError: the same, where a package that may declare it is broken or outdated.
     """
     for name in names:
         if name not in known:
-            raise InputError(_unknown(name, known, complaint))
+            raise _unknown(name, known, complaint)
 
 
-def _unknown(name: str, known: Collection[str], complaint: str = "there is no option") -> str:
+def _unknown(
+    name: str, known: Collection[str], complaint: str = "there is no option"
+) -> KvcoreError:
     listed = ", ".join(sorted(known))
-    return f"{complaint} {name!r}{nearest(name, known)}. There are: {listed}"
+    msg = f"{complaint} {name!r}{nearest(name, known)}. There are: {listed}"
+    return installed().not_found("kvcore_modes", msg)
 
 
 @lru_cache(maxsize=1)

@@ -23,7 +23,7 @@ from kvcore.config.options import (
     renamed,
 )
 from kvcore.errors import InputError
-from kvcore.plugins.manager import imported_place
+from kvcore.plugins.manager import imported_place, installed
 from kvcore.serving import Batching
 
 if TYPE_CHECKING:
@@ -70,14 +70,14 @@ class RunConfig:
     def __getattr__(self, name: str) -> Any:
         """Return the value of an option."""
         # Not yet there while a copy is being unpickled.
-        if name in ("mode", "options") or name.startswith("__"):
+        if name in ("mode", "options") or name.startswith("_"):
             raise AttributeError(name)
         if name in self.options:
             return self.options[name]
         option = find_option(name)
         if option is None:
             msg = f"a configuration has no option {name!r}"
-            raise AttributeError(msg)
+            raise AttributeError(installed().not_found("kvcore_modes", msg))
         return option.default
 
     def __dir__(self) -> list[str]:

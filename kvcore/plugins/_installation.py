@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 import tomllib
 from collections.abc import Iterable
 from importlib import metadata
 from importlib.metadata import Distribution, EntryPoint
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -33,10 +36,10 @@ def missing() -> str:
 
 
 def outdated(points: Iterable[EntryPoint | Point] | None) -> str | None:
-    """Return an error text if an editable install is older than its pyproject.toml, or None.
+    """Return an error text if an editable install is older than its checkout, or None.
 
-    Entry points are copied when a checkout is installed; editing pyproject.toml does not
-    change the copy. Reads the distributions of `points`; None: all installed ones.
+    Entry points and folders are copied when a checkout is installed; editing pyproject.toml
+    does not change the copy. Reads the distributions of `points`; None: all installed ones.
     """
     if points is None:
         return _outdated(metadata.distributions())
@@ -51,11 +54,14 @@ def _outdated(distributions: Iterable[Distribution | Installed]) -> str | None:
             continue
         installed = {p.name: p.value for p in dist.entry_points if p.group == PROJECT}
         changed = sorted({name for name, _ in declared.items() ^ installed.items()})
-        if changed:
+        packages = {re.split(r"\W", value)[0] for value in installed.values()}
+        if changed or None in map(find_spec, packages - sys.modules.keys()):
+            what = "entry points" if changed else "folders to import from"
+            differences = f" (they differ in {', '.join(changed)})" if changed else ""
             return (
-                f"the installed entry points of {dist.name} {dist.version} are older than "
-                f"{checkout}/pyproject.toml (they differ in {', '.join(changed)}); run "
-                f"`pip install -e .` again in {checkout}"
+                f"the installed {what} of {dist.name} {dist.version} are older than "
+                f"{checkout}/pyproject.toml{differences}; run `pip install -e .` again in "
+                f"{checkout}"
             )
     return None
 

@@ -114,7 +114,7 @@ class Plugins:
     (distribution, name), and then registers `extra`: more modules or objects with hooks. The
     hook of a kind is called once, at the first lookup of that kind. Entry points named in the
     environment variable KVCORE_DISABLE_PLUGINS, as `name` or `distribution:name`, are
-    skipped. `entry_points` replaces the installed ones.
+    skipped; one that does not exist is a fault. `entry_points` replaces the installed ones.
 
     A broken entry point or plugin is listed as unusable, and named in the error of a plugin
     that is not found; all others work. One that is broken in `extra` raises at once.
@@ -134,7 +134,8 @@ class Plugins:
         self._manager = PluginManager(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._origins: dict[str, Origin] = {}
-        self._skipped: list[str] = []
+        self._skipped: list[PluginInfo] = []
+        self._misnamed: list[str] = []
         # By kind and name; a kind is there once it has been looked up.
         self._classes: dict[str, dict[str, Found]] = {}
         self._unusable: list[PluginInfo] = []
@@ -193,7 +194,8 @@ class Plugins:
         """Return the error `message` about a plugin of `kind` that is not found.
 
         It adds possible causes: skipped or broken plugins, or an outdated installation. `kind`
-        may be a hook too: that of verbs, or that of modes, which have options.
+        may be a hook too: that of verbs, or that of modes, which have options. If it is empty,
+        only entry points are named.
         """
         if kind in KINDS:
             self._find(kind)
@@ -209,7 +211,8 @@ class Plugins:
     @property
     def skips(self) -> str:
         """The entry points that are skipped, for the end of an error; empty if none is."""
-        return f" ({DISABLE} skips {', '.join(self._skipped)})" if self._skipped else ""
+        names = ", ".join(info.name for info in self._skipped)
+        return f" ({DISABLE} skips {names})" if names else ""
 
     def build(
         self, kind: str, spec: str | Spec, defaults: Mapping[str, Any] | None = None
@@ -322,12 +325,14 @@ class Plugins:
     def faults(self, *kinds: str | None) -> list[str]:
         """Return why plugins of some kinds, results of hooks, or entry points are unusable.
 
-        The kind of an entry point that cannot be loaded is None.
+        The kind of an entry point that cannot be loaded is None. Names of entry points to skip
+        that do not exist come first.
         """
-        return [info.reason or "" for info in self._unusable if info.kind in kinds]
+        unusable = [info.reason or "" for info in self._unusable if info.kind in kinds]
+        return [*self._misnamed, *unusable]
 
     def listing(self) -> list[PluginInfo]:
-        """Return all plugins by kind and name, including those that cannot work here."""
+        """Return all plugins by kind and name, then entry points that are not used."""
         infos = []
         for kind in KINDS:
             for name, cls in self.classes(kind).items():
@@ -337,7 +342,8 @@ class Plugins:
                 infos.append(PluginInfo(kind, name, *place, reason is None, reason))
         kinds = [*KINDS, *EXTENSIONS, None]
         return sorted(
-            [*infos, *self._unusable], key=lambda info: (kinds.index(info.kind), info.name)
+            [*infos, *self._unusable, *self._skipped],
+            key=lambda info: (kinds.index(info.kind), info.name),
         )
 
     def additions(self) -> list[PluginInfo]:
@@ -353,16 +359,25 @@ class Plugins:
 
     def _enabled(self) -> Iterator[tuple[Origin, EntryPoint | Point]]:
         """Yield the entry points that are not skipped, in the order of loading."""
-        disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")}
+        disabled = {name.strip() for name in os.environ.get(DISABLE, "").split(",")} - {""}
         points = self._points
         if points is None:
             points = _with_own(distributions.entry_points(PROJECT))
-        found = [(Origin.of(point), point) for point in points]
+        found, unknown = [(Origin.of(point), point) for point in points], set(disabled)
         for origin, point in sorted(found, key=lambda o: (o[0].distribution or "", o[0].name)):
-            if disabled & {origin.name, f"{origin.distribution}:{origin.name}"}:
-                self._skipped.append(origin.name)
-            else:
+            names = {origin.name, f"{origin.distribution}:{origin.name}"}
+            unknown -= names
+            if disabled.isdisjoint(names):
                 yield origin, point
+            else:
+                about = origin.name, origin.distribution, origin.version, point.module
+                reason = f"{DISABLE} skips it"
+                self._skipped.append(PluginInfo(None, *about, usable=False, reason=reason))
+        if unknown and self._points is None:
+            known = sorted({origin.name for origin, _ in found})
+            asked = ", ".join(f"{name!r}{nearest(name, known)}" for name in sorted(unknown))
+            text = f"{DISABLE}: no entry point is named {asked}. There are: {', '.join(known)}"
+            self._misnamed.append(text)
 
     def _register(self, origin: Origin, plugin: object) -> None:
         manager, name = self._manager, str(len(self._origins))

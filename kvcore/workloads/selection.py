@@ -18,7 +18,7 @@ import orjson
 from kvcore.errors import InputError
 from kvcore.files import input_path, unreadable_reason
 from kvcore.plugins.base import FAILURES, Plugin, options_of
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins.manager import Plugins, installed
 from kvcore.plugins.options import nearest, takes_path
 from kvcore.request import Request, Retention, TextRequest
 from kvcore.units import window_text
@@ -117,9 +117,11 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
     msg = (
         f"{path}: no known workload format: {_beginning(first_line)}"
-        f"{_near_misses(first_line, readers)}{faults}; formats:\n{known}"
+        f"{_near_misses(first_line, readers)}{faults}"
     )
-    raise InputError(msg)
+    refusal = installed().not_found("workload", msg)  # of a package that is skipped, perhaps
+    msg = f"{refusal}; formats:\n{known}"
+    raise type(refusal)(msg)
 
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:

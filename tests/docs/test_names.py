@@ -12,9 +12,12 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-DOTTED = re.compile(r"(?<![\w.'/\-])kvcore(?:_\w+)?(?:\.[A-Za-z_]\w*)+(?![\w\-])")
+PACKAGES = [folder.name for folder in (ROOT / "plugins").glob("kvcore_*")]
+DOTTED = re.compile(
+    rf"(?<![\w.'/\-])(?:kvcore|{'|'.join(PACKAGES)})(?:\.[A-Za-z_]\w*)+(?![\w\-])"
+)
 FILE = re.compile(
-    r"`((?:kvcore|kvcore_plugins|plugins|tests|examples)/[\w./]+)(?:::\w+)?`",
+    rf"`((?:kvcore|{'|'.join(PACKAGES)}|plugins|tests|examples)/[\w./]+)(?:::\w+)?`",
 )
 OWN = {"kvcore.toml"}
 """File names that look like module names."""
@@ -39,13 +42,7 @@ def resolves(name):
             break
         module, _, last = module.rpartition(".")
         rest.insert(0, last)
-    try:
-        value = import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name.split(".")[0] != "vllm":  # only vLLM may be missing
-            raise
-        source = Path(find_spec(module).origin).read_text("utf-8")
-        return all(f"\nclass {part}(" in source for part in rest)
+    value = import_module(module)
     for part in rest:
         known = hasattr(value, part) or part in getattr(value, "__annotations__", {})
         if not known:

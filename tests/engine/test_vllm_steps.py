@@ -6,7 +6,7 @@
 import ast
 import sys
 from collections import deque
-from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from io import FileIO
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -61,10 +61,9 @@ def steps(monkeypatch):
         monkeypatch.setitem(sys.modules, name, stub)
     for name in ("vllm", "vllm.v1", "vllm.v1.core", "vllm.v1.core.sched"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    name = f"kvcore_vllm.{SOURCE.stem}"
-    monkeypatch.setitem(sys.modules, name, None)
-    del sys.modules[name]  # monkeypatch removes the entry afterwards
-    found = import_module(name)
+    spec = spec_from_file_location("steps", SOURCE)
+    found = module_from_spec(spec)
+    spec.loader.exec_module(found)
     monkeypatch.setattr(found, "WARM_UP", 0)
     return found
 

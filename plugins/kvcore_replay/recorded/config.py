@@ -10,6 +10,7 @@ from typing import Any
 
 import attrs
 
+from kvcore.config.options import find_option
 from kvcore.config.run_config import RunConfig
 from kvcore.config.values import read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
@@ -102,6 +103,9 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
 
 def _of_cluster(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[str, Any]:
     """Return the options of a cluster: its replicas, and its router."""
+    if find_option("replicas") is None:
+        msg = f"{file} was recorded by a cluster, and there is no option 'replicas'"
+        raise plugins.not_found("kvcore_modes", msg)  # noqa: EM101 - a hook
     routing, router = header.get("routing", {}), header["plugins"].get("router")
     if router is None or not {"view", "fail"} <= routing.keys():
         msg = f"{file}: the header says nothing of the routing, so it cannot be made again"
@@ -185,9 +189,9 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
         msg = (
             f"{file} was recorded with {kind} plugin {name!r}, which is not "
             "installed here: install the distribution that has it, or take another: "
-            f"--{kind} NAME. There are: {known}"
+            f"--{kind} NAME. There are{f': {known}' if known else ' none'}"
         )
-        raise PluginError(msg)
+        raise PluginError(str(plugins.not_found(kind, msg)))
     cls = plugins.get(kind, name)
     _refuse_paths(file, cls, options)
     for old in options.keys() & cls.renamed_options.keys():

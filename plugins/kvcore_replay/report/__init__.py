@@ -1,1 +1,1 @@
-"""Reports on traces: tables, sentences, plots, and formats of other tools."""
+"""Reports on traces: tables, plots and other formats."""

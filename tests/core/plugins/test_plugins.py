@@ -144,33 +144,18 @@ def test_the_same_object_twice_is_registered_once():
     assert Plugins([hooks, hooks], entry_points=()).names("eviction") == ["oldest"]
 
 
-def test_text_with_options_is_built():
-    """Options in text are converted to their types."""
-    assert evictions(Oldest).build("eviction", "oldest:patience=3").options() == {
-        "patience": 3.0
-    }
-
-
-def test_a_parsed_spec_is_built():
-    """A parsed `Spec` can be built."""
-    spec = Spec("oldest", {"patience": "3"})
-    assert evictions(Oldest).build("eviction", spec).patience == 3.0
+@pytest.mark.parametrize("text", ["oldest:patience=3", Spec("oldest", {"patience": "3"})])
+def test_text_with_options_is_built(text):
+    """Options in text, or in a parsed `Spec`, are converted to their types."""
+    assert evictions(Oldest).build("eviction", text).options() == {"patience": 3.0}
 
 
 def test_build_many_builds_each_piece():
-    """A list of names with options is built in order, one instance for each."""
+    """A list is built in order, each piece as an instance of its own for one cache."""
     built = evictions(Oldest, Newest).build_many("eviction", "newest,oldest:patience=2,newest")
-    assert [(p.name, p.patience) for p in built] == [
-        ("newest", 1.5),
-        ("oldest", 2.0),
-        ("newest", 1.5),
-    ]
-
-
-def test_build_many_gives_separate_instances():
-    """A name given twice makes two instances, since an instance serves one cache."""
-    first, second = evictions(Oldest).build_many("eviction", "oldest,oldest")
-    assert first is not second
+    assert [p.name for p in built] == ["newest", "oldest", "newest"]
+    assert [p.patience for p in built] == [1.5, 2.0, 1.5]
+    assert built[0] is not built[2]
 
 
 def test_build_refuses_several():
@@ -209,26 +194,6 @@ def test_unknown_kind_offers_the_nearest_and_the_list():
         "'evicton' is no kind of plugin (did you mean 'eviction'?). "
         f"The kinds are: {', '.join(KINDS)}"
     )
-
-
-def test_unusable_plugin_is_listed_with_its_reason():
-    """A plugin that cannot work here is listed with its reason."""
-    (info,) = evictions(NeedsGpu).listing()
-    assert (info.name, info.usable, info.reason) == ("needs-gpu", False, "there is no GPU")
-
-
-def test_usable_plugin_is_listed_without_a_reason():
-    """A plugin that can work here is listed as usable, without a reason."""
-    (info,) = evictions(Oldest).listing()
-    assert attrs.asdict(info) == {
-        "kind": "eviction",
-        "name": "oldest",
-        "distribution": None,
-        "version": None,
-        "module": __name__,
-        "usable": True,
-        "reason": None,
-    }
 
 
 def test_listing_is_by_kind_and_name():

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcore.errors import InputError, PluginError
 from kvcore.plugins import Plugin
-from kvcore.plugins.options import Spec, instantiate, parse, summary
+from kvcore.plugins.options import Spec, instantiate, parse
 
 
 def seconds(value: float) -> int:
@@ -80,28 +80,21 @@ def error(call, *arguments):
     return str(caught.value)
 
 
-def test_a_list_of_names_with_options():
-    """A piece with an equals sign continues the name before it."""
-    assert parse("lru,lfu:half_life=300,unit=s,cost") == [
-        Spec("lru"),
-        Spec("lfu", {"half_life": "300", "unit": "s"}),
-        Spec("cost"),
-    ]
-
-
-def test_spaces_around_pieces_do_not_matter():
-    """Spaces may stand around names, options and signs."""
-    assert parse(" lru , lfu : half_life = 300 ") == [
-        Spec("lru"),
-        Spec("lfu", {"half_life": "300"}),
-    ]
-
-
-def test_a_value_may_contain_signs():
-    """Only the first equals sign ends the name of an option; the value may contain others."""
-    assert parse("jsonl:path=a=b:c,unit=d:e") == [
-        Spec("jsonl", {"path": "a=b:c", "unit": "d:e"})
-    ]
+@pytest.mark.parametrize(
+    ("text", "specs"),
+    [
+        (
+            "lru,lfu:half_life=300,unit=s,cost",
+            [Spec("lru"), Spec("lfu", {"half_life": "300", "unit": "s"}), Spec("cost")],
+        ),
+        (" lru , lfu : age = 300 ", [Spec("lru"), Spec("lfu", {"age": "300"})]),
+        ("jsonl:path=a=b:c,unit=d:e", [Spec("jsonl", {"path": "a=b:c", "unit": "d:e"})]),
+    ],
+    ids=["list", "spaces", "signs"],
+)
+def test_a_list_of_names_with_options(text, specs):
+    """A piece with an equals sign continues the name before it; its value may have others."""
+    assert parse(text) == specs
 
 
 @pytest.mark.parametrize(
@@ -302,8 +295,3 @@ def test_input_and_os_errors_of_a_constructor_are_raised_unchanged(raised):
     with pytest.raises(type(raised)) as caught:
         instantiate(Reads, {})
     assert caught.value is raised
-
-
-def test_summary_is_a_sentence():
-    """`summary` returns the options of a class as one sentence."""
-    assert summary(Required) == "Its options: path (required), limit=none."

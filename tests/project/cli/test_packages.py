@@ -7,8 +7,12 @@ import re
 import sys
 
 import pytest
-from helpers.commands import run_here
-from helpers.distributions import install_module
+from helpers.commands import error_of, run_here
+from helpers.distributions import install, install_module
+
+import kvcore
+from kvcore.config import RunConfig
+from kvcore.errors import KvcoreError
 
 HEAD = """
 import click
@@ -106,10 +110,14 @@ def test_two_packages_with_one_verb_are_named(acme):
     [
         (None, "'far' cannot be loaded from acme_far:x: ModuleNotFoundError: No module named"),
         ("1 / 0", "'far' cannot be loaded from acme_far:x: ZeroDivisionError: .*far.py:1"),
+        (
+            "import kvcore; raise kvcore.PluginError(1)",
+            "'far' cannot be .* from acme_far:x: 1\n",
+        ),
         ("y = 1", "'far' cannot be loaded from acme_far:x: AttributeError: module 'acme_far'"),
         ("def x(): 1", "'far': acme_far:x is <function x at .*>, which is no click command"),
     ],
-    ids=["module", "line", "name", "function"],
+    ids=["module", "line", "error", "name", "function"],
 )
 def test_a_verb_that_cannot_be_loaded_is_one_line(acme, tmp_path, source, reason):
     """A verb that cannot be loaded is an error of one line with its place, exit code 3."""
@@ -228,26 +236,74 @@ def test_a_broken_mode_is_named(acme, hook, reason):
     assert done.stderr.count("\n") == 1
 
 
-def test_an_unknown_verb_finds_an_outdated_installation(acme, tmp_path):
-    """The error for an unknown verb names an editable install that must be made again."""
+ASKED = {
+    "verb": "record",
+    "verb-of-other": "routers",
+    "help": "help record",
+    "option": "simulate --replicas 2",
+    "plugin": "simulate --tier host:memory=1GiB",
+    "key": "simulate --config key.toml",
+    "format": "simulate events.jsonl",
+    "keyword": lambda: kvcore.simulate(replicas=2),
+    "mode": lambda: RunConfig("run"),
+    "attribute": lambda: RunConfig().replicas,
+    "cache": lambda: kvcore.simulate(cache=kvcore.KVCache(9), replicas=2),
+}
+"""Command lines and calls that ask for what is of a package."""
+
+
+@pytest.fixture(params=ASKED.values(), ids=ASKED)
+def refusal(request, tmp_path, monkeypatch):
+    """Return a function that asks for what is of a package, and returns the error."""
+    (tmp_path / "key.toml").write_text("replicas = 2")
+    (tmp_path / "events.jsonl").write_text('{"worker_id": 0, "event": {}}\n')
+    monkeypatch.chdir(tmp_path)
+
+    def ask(code):
+        if isinstance(request.param, str):
+            text = error_of(*request.param.split(), code=code).removeprefix("kvcore: error: ")
+            return text.partition("; formats:\n")[0]
+        with pytest.raises((KvcoreError, AttributeError)) as caught:
+            request.param()
+        assert getattr(caught.value, "exit_code", code) == code
+        return str(caught.value)
+
+    return ask
+
+
+def test_errors_name_skipped_entry_points(refusal, monkeypatch):
+    """An error about what skipped entry points have names those, in one line."""
+    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "cluster,engine,events,tiers")
+    (text,) = refusal(2).splitlines()
+    assert " (KVCORE_DISABLE_PLUGINS skips cluster, engine, events, tiers)" in text
+
+
+def test_errors_name_an_outdated_installation(refusal, tmp_path, monkeypatch):
+    """An error about what an outdated installation lacks has the command to run, and code 3."""
     (tmp_path / "pyproject.toml").write_text(
-        '[project]\nname = "acme"\n[project.entry-points.kvcore]\nmore = "acme_more"\n'
+        '[project]\nname = "kvcore"\n[project.entry-points.kvcore]\nlab = "kvcore_lab.hooks"\n'
     )
     url = json.dumps({"url": tmp_path.as_uri(), "dir_info": {"editable": True}})
-    acme("kvcore_commands(): return {}", direct_url=url)
-    done = run_here("more")
-    assert done.returncode == 3
-    assert done.stderr.startswith("kvcore: error: there is no verb 'more'")
-    assert done.stderr.endswith(f"run `pip install -e .` again in {tmp_path}\n")
+    install(tmp_path, "kvcore", [("builtin", "kvcore_plugins.hooks")], direct_url=url)
+    monkeypatch.syspath_prepend(tmp_path)
+    _, cause = refusal(3).splitlines()
+    assert cause.startswith("the installed entry points of kvcore 1.0 are older than ")
+    assert cause.endswith(f"; run `pip install -e .` again in {tmp_path}")
 
 
-@pytest.mark.parametrize(
-    ("package", "line"),
-    [("lab", "curve"), ("cluster", "simulate --replicas 2"), ("cluster", "routers")],
-)
-def test_errors_name_skipped_entry_points(package, line, monkeypatch):
-    """The error for an unknown verb or option names the entry points that are disabled."""
-    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", package)
-    done = run_here(*line.split())
-    assert (done.returncode, done.stderr[:15]) == (2, "kvcore: error: ")
-    assert f"(KVCORE_DISABLE_PLUGINS skips {package})" in done.stderr
+def test_calls_of_a_skipped_entry_point_work(monkeypatch):
+    """A package whose entry point is skipped can be imported, and its calls work."""
+    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "lab")
+    assert len(kvcore.compare("zipf:requests=3", "lru", 64).rows) == 1
+
+
+def test_names_of_no_entry_point_are_said(monkeypatch):
+    """Names to skip that no entry point has are named on stderr; others are listed."""
+    monkeypatch.setenv("KVCORE_DISABLE_PLUGINS", "kvcore:lab,labs,hosting")
+    done = run_here("plugins", "--json")
+    start = "kvcore: KVCORE_DISABLE_PLUGINS: no entry point is named 'hosting', 'labs' (did "
+    assert done.stderr.startswith(f"{start}you mean 'lab'?). There are: builtin, ")
+    assert done.stderr.count("\n") == 1
+    *_, row = json.loads(done.stdout)["plugins"]
+    reason = "KVCORE_DISABLE_PLUGINS skips it"
+    assert (row["kind"], row["name"], row["reason"]) == (None, "lab", reason)
