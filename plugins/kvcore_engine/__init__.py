@@ -11,7 +11,7 @@ that of the core, with an executor that computes steps. To read, in this order::
     tokens.py       the token ids of a request: of its text, or from its block keys
     generator/      models: K/V and next tokens; sincos.py is the simplest
     backend/        K/V in blocks, and attention over them; Triton in backend/kernels/
-    tiers.py        the bytes of blocks, between the pool and tiers
+    mover.py        the bytes of blocks, between the pool and tiers
     retention/      policies that score tokens, and their contract
     compaction.py   applies them: which tokens stay, and where their K/V goes
     drafter/        drafters of tokens, and their contract

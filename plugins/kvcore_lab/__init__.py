@@ -10,7 +10,7 @@ It adds verbs (those that begin lines below, and `explain`), the options `--sear
     sweep/          sweep: the runs of a grid, where they run, and their journal
     workers.py      processes that share the work; a task whose process dies runs again
     plans/          plan, --search: the load that a server takes, the servers for a load
-    routers.py      routers: hits and latency under each, beside one cache of all memory
+    router_comparison.py   routers: hits and latency under each, beside one cache of all memory
     quality.py      quality: what bounded or quantised K/V costs
     measured/       calibrate, validate: latency models and simulations beside real servers
     demo/           demo: a cache on a model small enough to follow

@@ -31,7 +31,7 @@ from kvcore.workloads.selection import opened
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay, served
+from kvcore_replay.untimed import replay, served
 
 if TYPE_CHECKING:
     # Imported when there are prices.

@@ -9,7 +9,7 @@ runs, and the call `kvcore.recorded_config`. To read, in this order::
     timeline.py       requests, their phases, and the pool over time, in columns
     recorded/         the options and parts of a run, from the header of its trace
     what_if.py        the requests again with other options, beside the recorded run
-    serial_replay.py  requests through a cache, one after the other, without a clock
+    untimed.py        requests through a cache, one after the other, without a clock
     belady.py         the optimum of eviction: the most hits that there can be
     misses/           why tokens of prompts missed
     pricing.py, billing.py   prices of APIs that cache prompts, and bills by them

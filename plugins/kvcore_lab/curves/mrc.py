@@ -28,7 +28,7 @@ from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse

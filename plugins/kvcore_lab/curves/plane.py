@@ -32,7 +32,7 @@ from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady
-from kvcore_replay.serial_replay import served
+from kvcore_replay.untimed import served
 from kvcore_tiers.hierarchy import Tiers
 
 if TYPE_CHECKING:

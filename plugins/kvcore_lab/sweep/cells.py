@@ -31,7 +31,7 @@ from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
