@@ -670,7 +670,9 @@ class DecodeAllocator:
         if self._by_count:
             need = batch.growth_between(first, end)
             missing = need - cache.pool.free_blocks
-            if missing > 0 and tree.fixed_order and missing <= tree.unpinned_blocks:
+            # A watcher has to be called at the time of each eviction.
+            ahead = tree.fixed_order and tree.watcher is None
+            if missing > 0 and ahead and missing <= tree.unpinned_blocks:
                 self._evict_ahead(missing, need, steps, clock_ps, times)
                 missing = 0
             if missing <= 0:
