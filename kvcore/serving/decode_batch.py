@@ -10,9 +10,9 @@ Between two events the same jobs decode, so that k steps are one jump, in closed
                  a request arrives, or a priority changes by itself            (event_ps)
                  a block is needed that is neither free nor evictable          (_allocate_ahead)
 
-Blocks: `DecodeAllocator` takes those of a sequence, at admission (`open`) and while it decodes
-(`next_step`, `jump`); the batcher gives them back at a preemption, the loop at the end, both
-by `close`. Blocks of a full prefix stay in the cache until the eviction policy drops them.
+Blocks: `DecodeAllocator` takes those of a sequence, at admission (`open`, for the batcher) and
+while it decodes (`next_step`, `jump`); `close` gives them back, at a preemption and at the end.
+Blocks of a full prefix stay in the cache until the eviction policy drops them.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
+from kvcore.serving.stats import Percentiles
 from kvcore.trace.fields import plain, slo_field
 from kvcore.units import window_text
 from kvcore.workloads import Workload
@@ -50,7 +51,7 @@ HITS = {
 
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
-SPREAD = ("mean", "p50", "p90", "p95", "p99")
+SPREAD = tuple(attrs.fields_dict(Percentiles))
 
 TIMED_COLUMNS = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},
