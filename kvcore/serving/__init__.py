@@ -14,7 +14,7 @@ To read, in this order:
     result.py         the result, and its files
     speculation.py    drafts in the loop; `drafter.py` has the contract
     fragmentation.py  measures how memory is used
-    router.py         the contract of routers, which `kvcore_cluster` calls
+    router.py         the contract of routers, which a cluster calls
 """
 
 from kvcore.serving.job import DecodeSteps, Job
