@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from fractions import Fraction
+from itertools import islice
 from math import ceil
 
 import attrs
@@ -35,8 +36,43 @@ def kv_copies(model: ModelSpec, devices: int) -> Fraction:
     return Fraction(devices * -(-model.kv_heads // devices), model.kv_heads)
 
 
+SERVER = 8
+"""GPUs of a server: remedies take no more, unless more were given."""
+
 MOST_DEVICES = 65_536
 """Largest number of devices that share a model."""
+
+
+def can_share(model: ModelSpec, devices: int) -> bool:
+    """Return True if engines divide the attention of `model` among `devices` devices.
+
+    Query heads are divided evenly. K/V heads are too, or each is copied to as many devices; a
+    latent (MLA) is copied to all.
+    """
+    if not 1 <= devices <= MOST_DEVICES or model.query_heads % devices:
+        return False
+    return bool(model.latent) or not model.kv_heads % devices or not devices % model.kv_heads
+
+
+def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list[int]:
+    """Return the degrees of tensor parallelism of `model` from `start` to `stop`, ascending.
+
+    `stop` is at least `start`: a server of more GPUs was given.
+    """
+    return [each for each in range(start, max(start, stop) + 1) if can_share(model, each)]
+
+
+def check_degree(model: ModelSpec, devices: int) -> None:
+    """Raise InputError if no engine divides `model` among `devices`; name the degrees."""
+    if can_share(model, devices):
+        return
+    heads = f"{model.query_heads} query heads"
+    if not model.latent:
+        heads += f" and {model.kv_heads} K/V head{'s' * (model.kv_heads > 1)}"
+    *degrees, last = tensor_degrees(model, 1, min(model.query_heads, MOST_DEVICES))
+    known = f"{', '.join(map(str, degrees))} or {last}" if degrees else f"{last}"
+    msg = f"{heads} cannot be divided among {devices} devices; give {known}"
+    raise InputError(msg)
 
 
 @attrs.frozen
@@ -49,7 +85,7 @@ class Deployment:
         devices: number of devices (the degree of tensor parallelism).
 
     Raises:
-        InputError: no device at all, or more than `MOST_DEVICES`.
+        InputError: no engine divides the heads of the model among so many devices.
     """
 
     layout: KVLayout
@@ -57,10 +93,12 @@ class Deployment:
     devices: int = 1
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a deployment on no device."""
-        if not 1 <= self.devices <= MOST_DEVICES:
-            msg = f"{self.layout.model.name} on {self}: give 1 to {MOST_DEVICES:,} devices"
-            raise InputError(msg)
+        """Refuse a number of devices among which the heads cannot be divided."""
+        try:
+            check_degree(self.layout.model, self.devices)
+        except InputError as error:
+            msg = f"{self.layout.model.name} on {self}: {error}"
+            raise InputError(msg) from None
 
     def __str__(self) -> str:
         """Return the number and type of the devices: `4 x h100`."""
@@ -114,18 +152,24 @@ class Deployment:
         return blocks
 
     def _remedy(self, sequences: int) -> str:
-        """Return a sentence with devices on which the model would fit."""
+        """Return a sentence with devices on which the model would fit, in one server."""
         from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
 
-        least = self.layout.model.weight_bytes // int(USABLE * self.device.hbm_bytes) + 1
-        more = (attrs.evolve(self, devices=count) for count in (least, least + 1))
-        other = (attrs.evolve(self, device=device) for device in DEVICES.values())
+        degrees = tensor_degrees(self.layout.model, self.devices)
+        own = (attrs.evolve(self, devices=degree) for degree in degrees)
+        others = (
+            attrs.evolve(self, devices=degree, device=device)
+            for degree in degrees
+            for device in DEVICES.values()
+            if device != self.device
+        )
         fitting = [
-            *[str(one) for one in more if _fits(one, sequences)][:1],
-            *[str(one) for one in other if _fits(one, sequences)][:_SUGGESTIONS],
+            *islice((str(one) for one in own if _fits(one, sequences)), 1),
+            *islice((str(one) for one in others if _fits(one, sequences)), _SUGGESTIONS),
         ]
         if not fitting:
-            return "Take a smaller model, or smaller blocks"
+            servers = f"{max(SERVER, self.devices)} GPUs"
+            return f"No {servers} hold it. Take a smaller model, or smaller blocks"
         return f"It fits on {', '.join(fitting)}"
 
 
