@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.units import parse_bytes, parse_rate, parse_whole
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 
@@ -60,13 +61,49 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     return model.with_weights(weights_dtype) if weights_dtype else model
 
 
+def _flops(text: str) -> int:
+    return parse_whole(text.upper().removesuffix("FLOP/S").removesuffix("FLOPS"))
+
+
+BY_FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989T"
+
+_FIGURES: Mapping[str, tuple[str, Callable[[str], int]]] = {
+    "memory": ("hbm_bytes", parse_bytes),
+    "bandwidth": ("bandwidth", parse_rate),
+    "flops": ("flops", _flops),
+    "fp8_flops": ("fp8_flops", _flops),
+    "host_link": ("host_link", parse_rate),
+    "link": ("link", parse_rate),
+}
+
+
 def find_device(name: str) -> DeviceSpec:
-    """Return the well-known GPU called `name`, such as `h100`.
+    """Return the well-known GPU called `name`, such as `h100`, or one that is given by figures.
+
+    Figures are `memory=141GB,bandwidth=4.8TB,flops=989T`, and if they are known `fp8_flops`,
+    `host_link` (else that of PCIe 5) and `link`. The text is the name of that device.
 
     Raises:
-        InputError: no such GPU; names the nearest ones.
+        InputError: no such GPU; names the nearest ones. Figures that are none, or are missing.
     """
-    return _find("device", DEVICES, name)
+    if "=" not in name:
+        return _find("device", DEVICES, name)
+    figures: dict[str, Any] = {"host_link": _PCIE5 * 10**9}
+    try:
+        for piece in name.split(","):
+            figure, _, value = (part.strip() for part in piece.partition("="))
+            if figure not in _FIGURES:
+                msg = f"{piece!r} is none of {', '.join(_FIGURES)}, with = and a value"
+                raise InputError(msg)
+            field, read = _FIGURES[figure]
+            figures[field] = read(value)
+        if missing := {"hbm_bytes", "bandwidth", "flops"} - figures.keys():
+            msg = f"{len(missing)} of memory, bandwidth and flops are missing"
+            raise InputError(msg)
+        return DeviceSpec(name=name, **figures)
+    except InputError as error:
+        msg = f"device {name!r}: {error}; give such as {BY_FIGURES}"
+        raise InputError(msg) from None
 
 
 def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
@@ -77,6 +114,8 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     hint = f"known: {', '.join(sorted(table))}"
     if near:
         hint = f"did you mean {' or '.join(near)}? `kvcore size --help` lists all"
+    if what == "device":
+        hint += f"; or give its figures, such as {BY_FIGURES}"
     msg = f"unknown {what} {name!r}; {hint}"
     raise InputError(msg)
 
@@ -252,12 +291,13 @@ def _device(
     )
 
 
-_PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C = 16, 32, 64, 450
+# Two GPUs of a GB200 or GB300 share the link to their CPU.
+_PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C, _SHARED_C2C = 16, 32, 64, 450, 225
 
 # Half of what data sheets name, which is both ways together: of 6, 12 and 18 links of 25 GB/s,
-# of 18 of 50, and of 7 of 64. Bridges that are sold apart (A30, A40, H100 PCIe, RTX 3090) and
+# of 18 of 50, and of 7 of 64 and of 77. Bridges that are sold apart (A30, A40, H100 PCIe, RTX 3090) and
 # join two GPUs are not counted.
-_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY = 150, 300, 450, 900, 448
+_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY, _INFINITY4 = 150, 300, 450, 900, 448, 537
 
 
 DEVICES: Mapping[str, DeviceSpec] = _by_name(
@@ -273,15 +313,21 @@ DEVICES: Mapping[str, DeviceSpec] = _by_name(
         _device("rtx-3090", 24, 936, 71, _PCIE4),
         _device("rtx-4090", 24, 1008, 165.2, _PCIE4, fp8=True),
         _device("rtx-5090", 32, 1792, 209.5, _PCIE5, fp8=True),
+        _device("rtx-pro-6000", 96, 1792, 503.8, _PCIE5, fp8=True),
         _device("l4", 24, 300, 121, _PCIE4, fp8=True),
         _device("l40s", 48, 864, 362, _PCIE4, fp8=True),
+        _device("h20", 96, 4000, 148, _PCIE5, _NVLINK4, fp8=True),
         _device("h100", 80, 3350, 989.5, _PCIE5, _NVLINK4, fp8=True),
         _device("h100-pcie", 80, 2000, 756.5, _PCIE5, fp8=True),
         _device("h100-nvl", 94, 3900, 835.5, _PCIE5, 300, fp8=True),
         _device("gh200", 96, 4000, 989.5, _NVLINK_C2C, _NVLINK4, fp8=True),
         _device("h200", 141, 4800, 989.5, _PCIE5, _NVLINK4, fp8=True),
         _device("b200", 180, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
+        _device("b300", 288, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
+        _device("gb200", 186, 8000, 2500, _SHARED_C2C, _NVLINK5, fp8=True),
+        _device("gb300", 288, 8000, 2500, _SHARED_C2C, _NVLINK5, fp8=True),
         _device("mi300x", 192, 5300, 1307.4, _PCIE5, _INFINITY, fp8=True),
         _device("mi325x", 256, 6000, 1307.4, _PCIE5, _INFINITY, fp8=True),
+        _device("mi355x", 288, 8000, 2516.6, _PCIE5, _INFINITY4, fp8=True),
     ]
 )

@@ -26,7 +26,7 @@ from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
-from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
+from kvcore.units import NS_PER_S, PS_PER_NS, parse_rate, parse_seconds, parse_whole
 from kvcore_cluster.cluster import MOVED, Cluster, exact_seconds
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.planner import Autoscaler, Phase, Planner
@@ -41,11 +41,6 @@ FULL = 0.9
 """Share of blocks in use from which on a replica counts as full, and another is borrowed."""
 
 
-def _rate(text: str) -> int:
-    """Return bytes a second from text such as `50GB/s`."""
-    return parse_bytes(text.removesuffix("/s"))
-
-
 def _overlap(text: str) -> str:
     if text not in ("layers", "whole"):
         msg = f"{text!r}: give layers or whole"
@@ -55,7 +50,7 @@ def _overlap(text: str) -> str:
 
 _READERS: dict[str, Callable[[str], Any]] = {
     **{pool: lambda text: parse_whole(text, 0) for pool in POOLS},
-    "bandwidth": _rate,
+    "bandwidth": parse_rate,
     "latency": parse_seconds,
     "overlap": _overlap,
     "router": str,
