@@ -88,22 +88,29 @@ def find_device(name: str) -> DeviceSpec:
     """
     if "=" not in name:
         return _find("device", DEVICES, name)
-    figures: dict[str, Any] = {"host_link": _PCIE5 * 10**9}
     try:
-        for piece in name.split(","):
-            figure, _, value = (part.strip() for part in piece.partition("="))
-            if figure not in _FIGURES:
-                msg = f"{piece!r} is none of {', '.join(_FIGURES)}, with = and a value"
-                raise InputError(msg)
-            field, read = _FIGURES[figure]
-            figures[field] = read(value)
-        if missing := {"hbm_bytes", "bandwidth", "flops"} - figures.keys():
-            msg = f"{len(missing)} of memory, bandwidth and flops are missing"
-            raise InputError(msg)
-        return DeviceSpec(name=name, **figures)
+        return _by_figures(name)
     except InputError as error:
         msg = f"device {name!r}: {error}; give such as {BY_FIGURES}"
         raise InputError(msg) from None
+
+
+def _by_figures(text: str) -> DeviceSpec:
+    figures: dict[str, Any] = {"host_link": _PCIE5 * 10**9}
+    for piece in text.split(","):
+        figure, _, value = (part.strip() for part in piece.partition("="))
+        if figure not in _FIGURES:
+            msg = f"{piece!r} is none of {', '.join(_FIGURES)}, with = and a value"
+            raise InputError(msg)
+        field, read = _FIGURES[figure]
+        figures[field] = read(value)
+    missing = [
+        name for name in ("memory", "bandwidth", "flops") if _FIGURES[name][0] not in figures
+    ]
+    if missing:
+        msg = f"there is no {' and no '.join(missing)}"
+        raise InputError(msg)
+    return DeviceSpec(name=text, **figures)
 
 
 def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
@@ -148,8 +155,10 @@ def _model(
 ) -> ModelSpec:
     """Return a row; `heads` are query heads, K/V heads and their width."""
     query_heads, kv_heads, head_dim = heads
+    prefix = max((each for each in _POSITIONS if name.startswith(each)), key=len)
     return ModelSpec(
         name=name,
+        positions=_POSITIONS[prefix],
         layers=layers,
         query_heads=query_heads,
         kv_heads=kv_heads,
@@ -178,8 +187,20 @@ _FP16: dict[str, Any] = {"dtype": "fp16"}
 
 _MLA: dict[str, Any] = {"value_dim": 128, "latent": 512 + 64}
 
+# Embeddings and output layer in bf16, and a scale of fp32 for each block of 128 x 128.
+_FP8_BLOCKS = {"dtype": "fp8", "extra_bytes": 1_964_517_216, "extra_expert_bytes": 159_645_696}
+
 
 # fmt: off
+# By the beginnings of names: the longest counts.
+_POSITIONS = {
+    "gpt2": 1024, "phi-2": 2048, "llama-2": 4096, "phi-3-mini-4k": 4096, "gemma": 8192,
+    "llama-3-": 8192, "phi-4": 16_384, "mistral": 32_768, "mixtral": 32_768, "qwen2.5": 32_768,
+    "gemma-3-1b": 32_768, "qwen3": 40_960, "mixtral-8x22b": 65_536, "llama-3.": 131_072,
+    "mistral-nemo": 131_072, "gemma-3": 131_072, "gpt-oss": 131_072, "phi-3-medium": 131_072,
+    "phi-4-mini": 131_072, "deepseek": 163_840,
+}
+
 MODELS: Mapping[str, ModelSpec] = _by_name([
     _model("gpt2", 12, (12, 12, 64), 768, 124_439_808, dtype="fp32"),
     _model("gpt2-xl", 48, (25, 25, 64), 1600, 1_557_611_200, dtype="fp32"),
@@ -245,19 +266,20 @@ MODELS: Mapping[str, ModelSpec] = _by_name([
     _model("phi-4-mini", 32, (24, 8, 128), 3072, 3_836_021_760),
     _model("gpt-oss-20b", 24, (64, 8, 64), 2880, 20_914_757_184,
            windows=_interleaved(24, 128, 2),
-           **_moe(32, 4, 4_187_440_704, expert_dtype="mxfp4")),
+           # The biases of experts are in bf16.
+           **_moe(32, 4, 4_187_440_704, expert_dtype="mxfp4", extra_expert_bytes=9_745_920)),
     _model("gpt-oss-120b", 36, (64, 8, 64), 2880, 116_829_156_672,
            windows=_interleaved(36, 128, 2),
-           **_moe(128, 4, 5_711_982_912, expert_dtype="mxfp4")),
+           **_moe(128, 4, 5_711_982_912, expert_dtype="mxfp4", extra_expert_bytes=58_475_520)),
     _model("deepseek-v2-lite", 27, (16, 16, 192), 2048, 15_706_484_224,
            **_MLA, **_moe(64, 6, 2_661_150_208)),
     _model("deepseek-v2", 60, (128, 128, 192), 5120, 235_741_434_880,
            **_MLA, **_moe(160, 6, 21_375_800_320)),
     # DeepSeek V3 without its multi-token prediction layer; R1 has the same shape.
     _model("deepseek-v3", 61, (128, 128, 192), 7168, 671_026_419_200,
-           **_MLA, **_moe(256, 8, 37_552_297_472, dtype="fp8")),
+           **_MLA, **_moe(256, 8, 37_552_297_472, **_FP8_BLOCKS)),
     _model("deepseek-r1", 61, (128, 128, 192), 7168, 671_026_419_200,
-           **_MLA, **_moe(256, 8, 37_552_297_472, dtype="fp8")),
+           **_MLA, **_moe(256, 8, 37_552_297_472, **_FP8_BLOCKS)),
 ])
 
 
@@ -295,8 +317,8 @@ def _device(
 _PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C, _SHARED_C2C = 16, 32, 64, 450, 225
 
 # Half of what data sheets name, which is both ways together: of 6, 12 and 18 links of 25 GB/s,
-# of 18 of 50, and of 7 of 64 and of 77. Bridges that are sold apart (A30, A40, H100 PCIe, RTX 3090) and
-# join two GPUs are not counted.
+# of 18 of 50, and of 7 of 64 and of 77. Bridges that are sold apart (A30, A40, H100 PCIe,
+# RTX 3090) and join two GPUs are not counted.
 _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY, _INFINITY4 = 150, 300, 450, 900, 448, 537
 
 

@@ -311,7 +311,11 @@ def _attention(
     hidden = config.count("hidden_size")
     heads = config.count("num_attention_heads")
     says = config.flag("attention_bias")
-    vectors = (heads + 2 * kv_heads) * head_dim * (says if family.qkv_bias is None else family.qkv_bias)
+    vectors = (
+        (heads + 2 * kv_heads)
+        * head_dim
+        * (says if family.qkv_bias is None else family.qkv_bias)
+    )
     vectors += hidden * (says if family.output_bias is None else family.output_bias)
     normed = config.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm
     matrices = {
@@ -367,10 +371,10 @@ def _windows(config: _Config, family: _Family) -> tuple[int | None, ...]:
     unlimited = isinstance(longest, int) and window >= longest
     if unlimited or not config.flag("use_sliding_window", default=family.windows):
         return (None,) * layers
-    # Llama 4 attends in chunks where it has rotary positions: in layers with a 1.
-    rotary = {0: "full_attention", 1: "sliding_attention"}
+    # Llama 4 attends in chunks in the layers that have rotary positions.
     kinds = config.items("layer_types") or [
-        rotary.get(each, each) for each in config.items("no_rope_layers")
+        "chunked_attention" if rotary else "full_attention"
+        for rotary in config.items("no_rope_layers")
     ]
     if kinds and len(kinds) != layers:
         config.refuse("layer_types", f"has {len(kinds)} entries for {layers} layers")
@@ -398,11 +402,15 @@ def _positions(config: _Config) -> int:
     kind, factor = (scaling.get(name) for name in ("rope_type", "factor"))
     if (kind or scaling.get("type")) == "yarn" and isinstance(factor, int | float):
         original = scaling.get("original_max_position_embeddings")
-        return max(positions, int(factor * original)) if isinstance(original, int) else positions
+        return (
+            max(positions, int(factor * original)) if isinstance(original, int) else positions
+        )
     return positions
 
 
-def _stored(config: _Config, family: _Family, weights: _Weights, experts: int) -> dict[str, Any]:
+def _stored(
+    config: _Config, family: _Family, weights: _Weights, experts: int
+) -> dict[str, Any]:
     """Return the dtypes of the weights and of the experts, and what they take beside that."""
     dtype = _DTYPES.get(str(config.get("torch_dtype")).removeprefix("torch."))
     given = config.get("quantization_config")

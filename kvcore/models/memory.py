@@ -62,17 +62,16 @@ def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list
     return [each for each in range(start, max(start, stop) + 1) if can_share(model, each)]
 
 
-def check_degree(model: ModelSpec, devices: int) -> None:
-    """Raise InputError if no engine divides `model` among `devices`; name the degrees."""
+def degree_problem(model: ModelSpec, devices: int) -> str:
+    """Return why no engine divides `model` among `devices`, and the degrees; "" if one does."""
     if can_share(model, devices):
-        return
+        return ""
     heads = f"{model.query_heads} query heads"
     if not model.latent:
         heads += f" and {model.kv_heads} K/V head{'s' * (model.kv_heads > 1)}"
     *degrees, last = tensor_degrees(model, 1, min(model.query_heads, MOST_DEVICES))
     known = f"{', '.join(map(str, degrees))} or {last}" if degrees else f"{last}"
-    msg = f"{heads} cannot be divided among {devices} devices; give {known}"
-    raise InputError(msg)
+    return f"{heads} cannot be divided among {devices} devices; give {known}"
 
 
 @attrs.frozen
@@ -94,11 +93,9 @@ class Deployment:
 
     def __attrs_post_init__(self) -> None:
         """Refuse a number of devices among which the heads cannot be divided."""
-        try:
-            check_degree(self.layout.model, self.devices)
-        except InputError as error:
-            msg = f"{self.layout.model.name} on {self}: {error}"
-            raise InputError(msg) from None
+        if problem := degree_problem(self.layout.model, self.devices):
+            msg = f"{self.layout.model.name} on {self}: {problem}"
+            raise InputError(msg)
 
     def __str__(self) -> str:
         """Return the number and type of the devices: `4 x h100`."""

@@ -76,7 +76,9 @@ class Quantisation:
         return next(schemes, None)
 
 
-def read_quantisation(fields: Mapping[str, Any], refuse: Callable[[str], NoReturn]) -> Quantisation:
+def read_quantisation(
+    fields: Mapping[str, Any], refuse: Callable[[str], NoReturn]
+) -> Quantisation:
     """Read the `quantization_config` of a Hugging Face config; `refuse` raises its errors."""
     method = fields.get("quant_method")
     if method is None:
@@ -142,27 +144,27 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
 
 def _scheme(method: str, fields: Mapping[str, Any]) -> Scheme:
     """Return the format of a method that has one for all its matrices."""
+    algorithm = fields.get("quant_algo")
     if method in _BY_BITS:
-        bits = fields.get("bits")
-        dtype = _dtype("int", bits)
+        bits = int(fields.get("bits") or 0)
         group = max(fields.get("group_size", 128), 0)
+        # GPTQ stores the group of each input, for the case that inputs are permuted.
         indices = 32 if method == "gptq" else 0
-        return Scheme(dtype, group, 1, 16 + bits, indices)
-    if method == "bitsandbytes":
-        if fields.get("load_in_8bit"):
-            return Scheme("int8", 0, 1)
+        scheme = Scheme(_dtype("int", bits), group, 1, 16 + bits, indices)
+    elif method == "bitsandbytes" and not fields.get("load_in_8bit"):
+        # Scales in fp32, or in 8 bits with a scale of their own for 256 of them.
         doubled = fields.get("bnb_4bit_use_double_quant")
-        return Scheme("int4", 64, 1, 8 + Fraction(32, 256) if doubled else 32)
-    if method == "mxfp4":
-        return Scheme("mxfp4", 32, 1, 8)
-    if method == "modelopt" and fields.get("quant_algo") == "NVFP4":
-        return Scheme("mxfp4", fields.get("group_size", 16), 1, 8)
-    if method in ("fp8", "fbgemm_fp8") or fields.get("quant_algo") == "FP8":
+        scheme = Scheme("int4", 64, 1, 8 + Fraction(32, 256) if doubled else 32)
+    elif method in ("int4", "int8", "bitsandbytes"):
+        scheme = Scheme("int4" if method == "int4" else "int8", 0, 1)
+    elif method == "mxfp4" or algorithm == "NVFP4":
+        scheme = Scheme("mxfp4", fields.get("group_size", 16 if algorithm else 32), 1, 8)
+    elif method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
         outputs, inputs = fields.get("weight_block_size") or (method == "fbgemm_fp8", 0)
-        return Scheme("fp8", inputs, outputs)
-    if method in ("int4", "int8"):
-        return Scheme(method, 0, 1)
-    raise _UnknownSizeError
+        scheme = Scheme("fp8", inputs, outputs)
+    else:
+        raise _UnknownSizeError
+    return scheme
 
 
 def _group_scheme(weights: Mapping[str, Any]) -> Scheme:

@@ -86,8 +86,8 @@ class ModelSpec:
         dtype: type of the weights, as released.
         experts, experts_per_token: routed experts of a layer, and those that a token takes.
         expert_dtype: type of the routed experts' weights, where it differs from `dtype`.
-        extra_bytes, extra_expert_bytes: bytes of the weights beyond those of numbers in `dtype`,
-            and of all routed experts beyond `expert_dtype`: scales, and what is kept wider.
+        extra_bytes, extra_expert_bytes: bytes beyond those of numbers in `dtype`, and of routed
+            experts beyond those in `expert_dtype`: scales, and what is kept wider.
         positions: tokens up to which the model has positions; 0: unknown.
         windows: attention window of each layer in tokens; None: all tokens.
         latent: under multi-head latent attention (MLA), the numbers a layer stores per token
@@ -198,8 +198,9 @@ class ModelSpec:
 
     def with_weights(self, dtype: str) -> ModelSpec:
         """Return the model with all its weights in `dtype`."""
-        stored = {"extra_bytes": 0, "extra_expert_bytes": 0}
-        return attrs.evolve(self, dtype=dtype, expert_dtype=dtype, **stored)
+        return attrs.evolve(
+            self, dtype=dtype, expert_dtype=dtype, extra_bytes=0, extra_expert_bytes=0
+        )
 
     def with_window(self, window: int) -> ModelSpec:
         """Return the model with the attention of every layer limited to `window` tokens."""

@@ -52,9 +52,9 @@ def find_capacity(
     Empty if the queue does not grow anyway. Otherwise each of these that is found, to be
     changed alone: `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the
     smallest doubling of a pool whose size was given; `tensor_parallel`, the fewest GPUs of a
-    server of 8 that can share the model. Each was simulated, without drafts: mostly 3 to 5 runs, at most 16, which end
-    as soon as it is certain whether the queue grows. The requests are read once, and stay in
-    memory during the search.
+    server of 8 that can share the model. Each was simulated, without drafts: mostly 3 to 5
+    runs, at most 16, which end as soon as it is certain whether the queue grows. The requests
+    are read once, and stay in memory during the search.
 
     Args:
         parts: the parts of the run; plugins must be given by name, since each simulation

@@ -16,7 +16,7 @@ from kvcore import InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import pair_flop
-from kvcore.models.memory import KVLayout, can_share, check_degree, kv_copies, tensor_degrees
+from kvcore.models.memory import KVLayout, can_share, degree_problem, kv_copies, tensor_degrees
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
@@ -257,7 +257,7 @@ class Roofline(LatencyModel):
 
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
         """Raise InputError if no deployment can have these options."""
-        devices, problem = self.tensor_parallel, None
+        devices = self.tensor_parallel
         if type(devices) is not int or devices < 1:
             problem = f"tensor_parallel={devices!r} must be a number of devices, 1 or more"
         elif not 0 < self.compute <= 1:
@@ -273,13 +273,11 @@ class Roofline(LatencyModel):
                 f"the weights of {model.name} take {need}, more than the {have} of {devices} x "
                 f"{device.name}; give {more}a device with more memory, or a smaller model"
             )
-        try:
-            if problem:
-                raise InputError(problem)
-            check_degree(model, devices)
-        except InputError as error:
-            msg = f"roofline: {error}"
-            raise InputError(msg) from None
+        else:
+            problem = degree_problem(model, devices)
+        if problem:
+            msg = f"roofline: {problem}"
+            raise InputError(msg)
 
 
 def _fine(seconds: Fraction) -> int:

@@ -85,21 +85,23 @@ def test_a_block_that_no_device_holds_is_refused():
     ],
 )
 def test_degrees_divide_the_heads(model, degrees):
-    """Degrees divide query heads, and K/V heads or are multiples of these; MLA has no K/V heads."""
+    """Degrees divide query heads, and K/V heads or are multiples of these; MLA has none."""
     assert tensor_degrees(find_model(model), 1, 200) == degrees
 
 
 @pytest.mark.parametrize("devices", [-1, 0, 3, 4, 8, 80, 10**9])
 def test_a_degree_that_no_engine_runs_is_refused(devices):
     """The error about a degree that no engine runs names those that engines run."""
-    with pytest.raises(InputError, match=r"phi-4 on .*40 query.*10 K/V.* 1, 2, 5, 10, 20 or 40"):
+    with pytest.raises(
+        InputError, match=r"phi-4 on .*40 query.*10 K/V.* 1, 2, 5, 10, 20 or 40"
+    ):
         Deployment(KVLayout(find_model("phi-4")), H100, devices)
 
 
 @pytest.mark.parametrize("memory", [2, 20, 60])
 @pytest.mark.parametrize("model", ["phi-4", "llama-3.1-405b", "deepseek-v3", "llama-3-70b"])
 def test_remedies_are_degrees_of_one_server(model, memory):
-    """Each remedy is a degree that divides the heads, of at most 8 GPUs, that hold the model."""
+    """Each remedy divides the heads, and is at most 8 GPUs, which hold the model."""
     small = attrs.evolve(H100, name="small", hbm_bytes=memory * 10**9)
     deployment = Deployment(KVLayout(find_model(model)), small)
     try:
