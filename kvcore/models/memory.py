@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
 from math import ceil
@@ -60,6 +61,21 @@ def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list
     `stop` is at least `start`: a server of more GPUs was given.
     """
     return [each for each in range(start, max(start, stop) + 1) if can_share(model, each)]
+
+
+def servers_that_fit(
+    model: ModelSpec, device: DeviceSpec, devices: int, fits: Callable[[DeviceSpec, int], bool]
+) -> list[str]:
+    """Return servers that hold `model` as texts: the smallest of `device`, and a few others."""
+    from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+
+    degrees = tensor_degrees(model, devices)
+    others = [each for each in DEVICES.values() if each != device]
+    own = (f"{count} x {device.name}" for count in degrees if fits(device, count))
+    more = (
+        f"{count} x {each.name}" for count in degrees for each in others if fits(each, count)
+    )
+    return [*islice(own, 1), *islice(more, _SUGGESTIONS)]
 
 
 def degree_problem(model: ModelSpec, devices: int) -> str:
@@ -149,29 +165,17 @@ class Deployment:
         return blocks
 
     def _remedy(self, sequences: int) -> str:
-        """Return a sentence with devices on which the model would fit, in one server."""
-        from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+        """Return a sentence with servers on which the model would fit."""
 
-        degrees = tensor_degrees(self.layout.model, self.devices)
-        own = (attrs.evolve(self, devices=degree) for degree in degrees)
-        others = (
-            attrs.evolve(self, devices=degree, device=device)
-            for degree in degrees
-            for device in DEVICES.values()
-            if device != self.device
-        )
-        fitting = [
-            *islice((str(one) for one in own if _fits(one, sequences)), 1),
-            *islice((str(one) for one in others if _fits(one, sequences)), _SUGGESTIONS),
-        ]
-        if not fitting:
-            servers = f"{max(SERVER, self.devices)} GPUs"
-            return f"No {servers} hold it. Take a smaller model, or smaller blocks"
-        return f"It fits on {', '.join(fitting)}"
+        def fits(device: DeviceSpec, devices: int) -> bool:
+            one = attrs.evolve(self, device=device, devices=devices)
+            return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
 
-
-def _fits(one: Deployment, sequences: int) -> bool:
-    return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
+        servers = servers_that_fit(self.layout.model, self.device, self.devices, fits)
+        if servers:
+            return f"It fits on {', '.join(servers)}"
+        gpus = max(SERVER, self.devices)
+        return f"No {gpus} GPUs hold it. Take a smaller model, or smaller blocks"
 
 
 def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
@@ -299,11 +303,3 @@ class KVLayout:
         """Return pairs of the tokens that a layer keeps, and the number of such layers."""
         kept = Counter(tokens if w is None else min(tokens, w) for w in self.model.windows)
         return list(kept.items())
-
-
-def kv_budget(model: ModelSpec, device: DeviceSpec, reserve: int = 0) -> int:
-    """Return the bytes left for K/V after the weights and `reserve` bytes.
-
-    Negative when the weights do not fit: that much is missing.
-    """
-    return device.hbm_bytes - model.weight_bytes - reserve
