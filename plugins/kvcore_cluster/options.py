@@ -20,6 +20,7 @@ from kvcore.config.values import (
 )
 from kvcore.plugins.options import Spec, as_text
 from kvcore.units import check_whole
+from kvcore_cluster.phases import FirstToken
 
 CLUSTER = "Cluster"
 """The heading of help pages for these options."""
@@ -153,5 +154,15 @@ class ClusterOptions(SimulateOptions, total=False):
             what_if="Servers that prefill and that decode, or `none`.",
             metavar="POOLS",
             optional=True,
+        ),
+    ]
+    first_token: Annotated[
+        FirstToken | None,
+        Option(
+            None,
+            "Where the first token comes from with --disaggregate: from the replica that "
+            "prefills (prefill), from there with the K/V as in SGLang (transfer), or from the "
+            "one that decodes as in vLLM (decode).  [default: prefill]",
+            CLUSTER,
         ),
     ]
