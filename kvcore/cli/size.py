@@ -39,7 +39,11 @@ def _listed(what: str, names: Iterable[str]) -> str:
     renamed={"--dtype": "--codec"},
 )
 @click.argument("model")
-@click.option("--device", help="GPU that holds the model, such as h200.")
+@click.option(
+    "--device",
+    help="GPU that holds the model: a name such as h200, or figures such as "
+    "memory=141GB,bandwidth=4.8TB,flops=989T.",
+)
 @click.option(
     "--tensor-parallel", type=Count(), default=1, help="Number of GPUs that share the model."
 )

@@ -1,7 +1,7 @@
 """Tables of well-known models and GPUs, found by name.
 
 Models: shapes from the `config.json` their makers publish; parameters counted from those
-shapes, tensor by tensor, as `kvcore.models.huggingface` does (for multimodal models,
+shapes, tensor by tensor, as from a `config.json` (for multimodal models,
 those of the language model). GPUs: the makers' data sheets; see `docs/reference/size.md`.
 """
 
@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import kvcore
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import parse_bytes, parse_rate, parse_whole
@@ -43,8 +44,6 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     """
     is_path = text.endswith(".json") or os.sep in text
     if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
-        from kvcore.models.huggingface import read_config  # noqa: PLC0415 - for files alone
-
         near = _near(MODELS, text.partition("/")[2]) if _is_hub_id(text) else []
         if near:
             msg = (
@@ -52,7 +51,8 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
                 f"did you mean {' or '.join(near)}, or the config.json of that model?"
             )
             raise InputError(msg)
-        return read_config(text, weights_dtype)
+        # The front door says where files are read: most runs name a model of the table.
+        return kvcore.read_config(text, weights_dtype)
     try:
         model = find_model(text)
     except InputError as error:

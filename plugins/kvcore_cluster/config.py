@@ -47,8 +47,8 @@ class ClusterParts(RunParts):
             if config.drafter is not None and config.disaggregate is not None:
                 msg = "replicas with split phases decode without one: leave it out"
                 raise InputError(msg)
-        with self._about("first_token"):
-            if config.first_token is not None and config.disaggregate is None:
+        with self._about("first_output"):
+            if config.first_output is not None and config.disaggregate is None:
                 msg = "no replicas that prefill, and others that decode: give disaggregate too"
                 raise InputError(msg)
         count, failures = len(self.members), self.failures
@@ -133,11 +133,11 @@ class ClusterParts(RunParts):
     def split(self) -> Split | None:
         """The split of the phases, if they are split."""
         with self._about("disaggregate"):
-            text, first = self.config.disaggregate, self.config.first_token
+            text, first = self.config.disaggregate, self.config.first_output
             split = None if text is None else Split.parse(text)
         if split is None or first is None:
             return split
-        return attrs.evolve(split, first_token=first)
+        return attrs.evolve(split, first_output=first)
 
     def phases(self) -> dict[str, Any] | None:
         """Build the further arguments of `PhaseCluster` for one run, if phases are split."""

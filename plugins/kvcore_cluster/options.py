@@ -20,7 +20,7 @@ from kvcore.config.values import (
 )
 from kvcore.plugins.options import Spec, as_text
 from kvcore.units import check_whole
-from kvcore_cluster.phases import FirstToken
+from kvcore_cluster.phases import FirstOutput
 
 CLUSTER = "Cluster"
 """The heading of help pages for these options."""
@@ -156,8 +156,8 @@ class ClusterOptions(SimulateOptions, total=False):
             optional=True,
         ),
     ]
-    first_token: Annotated[
-        FirstToken | None,
+    first_output: Annotated[
+        FirstOutput | None,
         Option(
             None,
             "Where the first token comes from with --disaggregate: from the replica that "

@@ -41,9 +41,9 @@ FULL = 0.9
 """Share of blocks in use from which on a replica counts as full, and another is borrowed."""
 
 
-FirstToken: TypeAlias = Literal["prefill", "transfer", "decode"]
+FirstOutput: TypeAlias = Literal["prefill", "transfer", "decode"]
 """Where the first token comes from that a client gets: from the prefill replica, at the end of
-its step; from there with the K/V, as in SGLang; from a step of the decode replica, as in vLLM."""
+its step; from there with the K/V (SGLang); or from a step of the decode replica (vLLM)."""
 
 
 def _one_of(*values: str) -> Callable[[str], str]:
@@ -65,7 +65,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "overlap": _one_of("layers", "whole"),
     "router": str,
     "queue": lambda text: parse_whole(text, 1),
-    "first_token": _one_of(*get_args(FirstToken)),
+    "first_output": _one_of(*get_args(FirstOutput)),
 }
 
 
@@ -83,7 +83,7 @@ class Split:
         router: the router of the decode pool, as text.
         queue: prompt tokens that wait at every prefill replica from which on a replica of
             the mixed pool is borrowed.
-        first_token: where the first token comes from.
+        first_output: where the first token comes from.
     """
 
     prefill: int
@@ -94,7 +94,7 @@ class Split:
     overlap: Literal["layers", "whole"] = "layers"
     router: str = "least-requests"
     queue: int = 8192
-    first_token: FirstToken = "prefill"
+    first_output: FirstOutput = "prefill"
 
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
@@ -143,8 +143,8 @@ class Split:
             "bandwidth": f"{self.bandwidth}B",
             "latency": f"{exact_seconds(self.latency)}s",
         }
-        if self.first_token == "prefill":
-            del fields["first_token"]  # as traces had it before there was a choice
+        if self.first_output == "prefill":
+            del fields["first_output"]  # as traces had it before there was a choice
         return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -316,7 +316,7 @@ class PhaseLoop(ReplicaLoop):
         assert job is not None
         assert before is not None
         assert job.seq is not None
-        first = self._cluster.split.first_token
+        first = self._cluster.split.first_output
         job.loaded, job.pauses, job.recomputes = before.loaded, before.pauses, before.recomputes
         # The token whose step gives the first one is computed here, or was before.
         computed = job.target - (first == "decode")
@@ -471,7 +471,7 @@ class PhaseCluster(Cluster):
             self._hold(request, now, arrival, "all replicas that prefill have failed")
             return
         # One token needs no decode replica, unless it comes from there.
-        least = 1 if self.split.first_token == "prefill" else 0
+        least = 1 if self.split.first_output == "prefill" else 0
         splits = name == "prefill" and request.output_tokens > least
         leg = "prefill" if splits else ""
         server = self._dispatch(pool, request, now, arrival, leg)

@@ -140,7 +140,7 @@ class ClusterChecker:
             self._failures = _schedule(routing["fail"])
         self._pools = _pools(routing["disaggregate"]) if "disaggregate" in routing else None
         # Whether the first token is that of the replica that prefills.
-        self._prefill_answers = "first_token=" not in str(routing.get("disaggregate", ""))
+        self._prefill_answers = "first_output=" not in str(routing.get("disaggregate", ""))
         eviction = header.plugins.get("eviction")
         self._exact = routing.get("view") == "exact" and not (
             eviction is None or expires(eviction.name)

@@ -9,7 +9,7 @@ import pytest
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, find_model, load_model
-from kvcore.models.huggingface import read_config
+from kvcore_plugins.models.huggingface import read_config
 
 NUMBERS = (
     "num_hidden_layers",

@@ -16,8 +16,8 @@ from typing import Any, NoReturn, TypeAlias
 import attrs
 
 from kvcore.errors import InputError, shorten
-from kvcore.models.quantisation import Quantisation, read_quantisation
 from kvcore.models.spec import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelSpec, bytes_of
+from kvcore_plugins.models.quantisation import Quantisation, read_quantisation
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -201,7 +201,7 @@ class _Weights:
 
     Attributes:
         everywhere, dense, sparse: those of all layers, of layers without experts, and of
-            layers with them, but for the experts.
+            layers with experts, outside these.
         expert: those of one expert of a layer, and its biases.
         has_experts: whether a layer has experts.
         others: parameters outside the experts that are in no such matrix.

@@ -1,0 +1,1 @@
+"""Model shapes from the files of others."""
