@@ -1,1 +1,1 @@
-"""Model shapes from the files of others."""
+"""Models from the files of others: `huggingface.py`, with `quantisation.py` below it."""

@@ -403,7 +403,7 @@ FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989.5T,link=450GB/s,fp8_flops=1.97
     ],
 )
 def test_a_device_may_be_given_by_its_figures(text):
-    """A device by the figures of another one is that device, but for its name."""
+    """A device by the figures of another one is that device, except for its name."""
     found = report("llama-3-8b", "--device", text)
     known = report("llama-3-8b", "--device", "h200")
     assert found["device"].pop("name") == text
