@@ -268,6 +268,13 @@ def test_typed_keywords_are_the_options_of_a_run():
     assert known - {"batching"} == set(option_names()) - own
 
 
+def test_find_capacity_proposes_gpus_that_can_share_the_model():
+    """The next number of GPUs that is proposed divides the heads: 5 after 2 for phi-4."""
+    crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=31"
+    found = find_capacity(crowd, model="phi-4", tensor_parallel=2, device="a100-80g")
+    assert found["tensor_parallel"] == 5
+
+
 def test_find_capacity_refuses_a_drafter():
     """`find_capacity` refuses a drafter, because runs with drafts go step by step."""
     with pytest.raises(InputError, match="leave it out"):

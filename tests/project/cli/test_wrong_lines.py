@@ -105,6 +105,15 @@ simulate W --max-tokens 8q | '--max-tokens': expected a whole number
 simulate W --max-seqs 0 | max_seqs=0: a step has a token for each sequence
 simulate W --max-seqs -5 | max_seqs=-5: a step has a token for each sequence
 simulate W --max-seqs lots | '--max-seqs': expected a whole number
+simulate W --tensor-parallel 3 | 8 K/V heads cannot be divided among 3 devices
+simulate W --model phi-4 --tensor-parallel 8 --blocks 99 | give 1, 2, 5, 10, 20 or 40
+simulate W --replicas 2 --tensor-parallel 12 | give 1, 2, 4, 8, 16 or 32
+simulate W --latency roofline:tensor_parallel=3 | give 1, 2, 4, 8, 16 or 32
+simulate W --model deepseek-v3 --tensor-parallel 8 | It fits on 8 x rtx-pro-6000, 8 x h20
+routers W --replicas 2 --tensor-parallel 7 | give 1, 2, 4, 8, 16 or 32
+size phi-4 --device h100 --tensor-parallel 4 | give 1, 2, 5, 10, 20 or 40
+run --tensor-parallel 3 | cannot be divided among 3 devices; give 1, 2 or 4
+simulate W --device memory=141GB,flops=989T | there is no bandwidth; give such as memory=141GB
 simulate W --tensor-parallel 0 | give 1, 2, 4, 8, 16 or 32
 simulate W --tensor-parallel 99999999 | --tensor-parallel: llama-3-8b on 99999999 x h100
 simulate W --tensor-parallel two | '--tensor-parallel': expected a whole number
