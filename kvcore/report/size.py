@@ -14,7 +14,8 @@ Row = tuple[str, str, str]
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
     """Return the report on the document of `kvcore size --json`."""
     rows = Table(("quantity", "amount", "that is"), [*_rows(document)], ())
-    notes = [f"{note}." for note in document["notes"]]
+    # Documents of 0.1.0 have no notes, and are of one GPU.
+    notes = [f"{note}." for note in document.get("notes", ())]
     return [_title(document["model"]), rows, *notes]
 
 
@@ -62,12 +63,13 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     model = report["model"]
     mixed = model["expert_dtype"] != model["dtype"]
     experts = f", experts in {model['expert_dtype']}" if mixed else ""
-    stored = model["extra_bytes"] or model["extra_expert_bytes"]
+    stored = model.get("extra_bytes") or model.get("extra_expert_bytes")
     kinds = f"{model['dtype']}{experts}{', as stored' if stored else ''}"
     yield _bytes(f"weights in {kinds}", model["weight_bytes"])
     if "device" not in report:
         return
-    device, server, fit = report["device"], report["server"], report["fit"]
+    device, fit = report["device"], report["fit"]
+    server = report.get("server", {"gpus": 1, "kv_copies": 1})
     gpus = server["gpus"]
     several = f"{gpus} x " if gpus > 1 else ""
     yield _bytes(f"memory of {several}{device['name']}", gpus * device["hbm_bytes"])

@@ -15,6 +15,7 @@ from kvcore.cli.size import size
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
+from kvcore.report.size import size_sections
 from kvcore_plugins.models.huggingface import FAMILIES
 
 run = partial(stdout_of, "size")
@@ -428,3 +429,16 @@ def test_figures_that_cannot_be_are_refused(text, problem):
     error = error_of("size", "llama-3-8b", "--device", text)
     assert problem in error
     assert "give such as memory=141GB,bandwidth=4.8TB,flops=989T" in error
+
+
+def test_documents_of_before_can_be_reported():
+    """A document without the server, notes and extra bytes is that of one GPU."""
+    document = report("llama-3-8b", "--device", "h200")
+    sections = size_sections(document)
+    for part, names in (
+        (document, ["server", "notes"]),
+        (document["model"], ["positions", "extra_bytes", "extra_expert_bytes"]),
+    ):
+        for name in names:
+            del part[name]
+    assert size_sections(document) == sections
