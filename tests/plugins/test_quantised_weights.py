@@ -231,6 +231,86 @@ def test_weights_are_the_size_of_published_checkpoints(read, config, gigabytes):
     assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, abs=0.005)
 
 
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163840,
+    "torch_dtype": "bfloat16",
+}
+QWEN_3_MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "gigabytes"),
+    [
+        (
+            KIMI_K2,
+            by_groups(
+                INT4 | {"group_size": 32},
+                ignore=[
+                    *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+                    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+                ],
+            ),
+            594.2,
+        ),
+        (
+            QWEN_3_MOE,
+            {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+            },
+            31.17,
+        ),
+        (
+            MIXTRAL,
+            {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "modules_to_not_convert": ["gate"],
+            },
+            24.65,
+        ),
+    ],
+    ids=["kimi-k2-thinking", "qwen3-30b-a3b-fp8", "mixtral-8x7b-awq"],
+)
+def test_experts_are_the_size_of_published_checkpoints(read, model, config, gigabytes):
+    """Models with quantised experts take as many bytes as their published checkpoints."""
+    size = read(model | {"quantization_config": config}).weight_bytes
+    assert size / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
 @pytest.mark.parametrize(
     ("name", "size"), [("gpt-oss-20b", 13_761_264_768), ("gpt-oss-120b", 65_248_815_744)]
 )
