@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from kvcore.config.options import (
     RULES,
@@ -20,7 +20,6 @@ from kvcore.config.values import (
 )
 from kvcore.plugins.options import Spec, as_text
 from kvcore.units import check_whole
-from kvcore_cluster.phases import FirstOutput
 
 CLUSTER = "Cluster"
 """The heading of help pages for these options."""
@@ -85,6 +84,11 @@ FailureChoices: TypeAlias = Annotated[Sequence[str] | str, as_failures]
 
 ReplicaChoices: TypeAlias = Annotated[int | Sequence[Mapping[str, Any]], as_replicas]
 """Servers of a cluster: how many, or tables of their options, with a `count` each."""
+
+
+FirstOutput: TypeAlias = Literal["prefill", "transfer", "decode"]
+"""Where the first token comes from that a client gets: from the prefill replica, at the end of
+its step; from there with the K/V (SGLang); or from a step of the decode replica (vLLM)."""
 
 
 class ClusterOptions(SimulateOptions, total=False):

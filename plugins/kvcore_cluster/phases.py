@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
@@ -29,6 +29,7 @@ from kvcore.serving.router import Replica, Router
 from kvcore.units import NS_PER_S, PS_PER_NS, parse_rate, parse_seconds, parse_whole
 from kvcore_cluster.cluster import MOVED, Cluster, exact_seconds
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
+from kvcore_cluster.options import FirstOutput
 from kvcore_cluster.planner import Autoscaler, Phase, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
 from kvcore_cluster.result import Phases, Transfers
@@ -39,11 +40,6 @@ POOLS = ("prefill", "decode", "mixed")
 
 FULL = 0.9
 """Share of blocks in use from which on a replica counts as full, and another is borrowed."""
-
-
-FirstOutput: TypeAlias = Literal["prefill", "transfer", "decode"]
-"""Where the first token comes from that a client gets: from the prefill replica, at the end of
-its step; from there with the K/V (SGLang); or from a step of the decode replica (vLLM)."""
 
 
 def _one_of(*values: str) -> Callable[[str], str]:
