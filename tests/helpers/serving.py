@@ -157,6 +157,16 @@ class Run:
                 lines.append(f"{line['t']} {line['event']} {name}")
         return lines
 
+    @property
+    def decisions(self):
+        """All decisions and statistics that are known without a trace."""
+        log, cache = self.result.log, self.result.cache
+        columns = {column: getattr(log, column) for column in COLUMNS}
+        stats = attrs.asdict(cache.stats), cache.residency_by_tier()
+        tiers = cache.tiers.as_dict() if cache.tiers else []
+        itl = log.itl.percentiles(1)
+        return log.ids, log.reasons, columns, log.steps, log.busy_ps, itl, stats, tiers
+
     def sum(self, column):
         """Return the sum of a column over all finished requests."""
         return sum(row[column] for row in self.rows.values())
