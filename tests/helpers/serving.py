@@ -143,16 +143,11 @@ class Run:
 
     def timeline(self, *events):
         """Return "time EVENT request" for each line of `events`, or for all lines."""
-        names = {
-            line["seq"]: line["request"]
-            for line in self.lines
-            if "request" in line and "seq" in line
-        }
+        both = {"request", "seq"}
+        names = {line["seq"]: line["request"] for line in self.lines if both <= line.keys()}
         lines = []
         for line in self.lines:
-            name = (
-                line["id"] if "id" in line else line.get("request", names.get(line.get("seq")))
-            )
+            name = line.get("id", line.get("request", names.get(line.get("seq"))))
             if not events or line["event"] in events:
                 lines.append(f"{line['t']} {line['event']} {name}")
         return lines
