@@ -17,6 +17,7 @@ from kvcore.serving import Batching, StepPlan
 from kvcore.serving.scheduler import TokenRatio
 from kvcore_events.model import BlockStored
 from kvcore_plugins.scheduler import FCFS
+from kvcore_replay.check.trace import check_trace
 from kvcore_replay.export import event_batches
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
@@ -191,20 +192,30 @@ def test_the_slot_of_a_finished_request_is_free_a_step_later(lag, admitted):
     assert run.rows["b"]["admitted"] == admitted
 
 
+@attrs.define(slots=False, eq=False)
+class Turns(FCFS):
+    """A scheduler that pauses all running jobs, and offers them last."""
+
+    name: ClassVar[str] = "turns"
+
+    def plan(self, state):
+        """Return a plan for all jobs, the waiting ones first."""
+        return StepPlan([*state.waiting, *state.running], state.running)
+
+
 def test_a_plan_may_pause_a_request_that_has_just_finished():
     """With `lag=1`, a plan may pause a finished request, which still runs, and admit it."""
+    requests = [ask("a"), ask("b", output=2), ask("c")]
+    run = serve(requests, scheduler=Turns(), max_seqs=2, lag=1)
+    assert run.of("FINISH") == [(10, "a"), (20, "c"), (30, "b")]
 
-    class Swap(FCFS):
-        """A scheduler that pauses all running jobs, and offers them first."""
 
-        name: ClassVar[str] = "swap"
-
-        def plan(self, state):
-            """Return a plan for all jobs, the running ones first."""
-            return StepPlan([*state.running, *state.waiting], state.running)
-
-    run = serve([ask("a"), ask("b")], scheduler=Swap(), max_seqs=1, lag=1)
-    assert [row["finish"] for row in run.rows.values()] == [10, 20]
+def test_a_paused_request_commits_the_block_that_it_has_just_filled(tmp_path):
+    """With `lag=1`, a block filled before a pause is committed after it."""
+    requests = [ask("a", output=6, keys=[1], output_keys=[2]), ask("b", 35)]
+    run = serve(requests, scheduler=Turns(), max_seqs=1, lag=1)
+    (tmp_path / "trace").write_bytes(run.trace)
+    assert check_trace(tmp_path / "trace").finished == 2
 
 
 def test_a_request_to_an_idle_server_is_admitted_at_once():
