@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 
 from kvcore.config.files import read_toml
-from kvcore.config.like import LIKENESSES
 from kvcore.config.options import (
     CORE,
     find_mode,
@@ -22,13 +21,15 @@ from kvcore.config.options import (
     read_option,
     renamed,
 )
-from kvcore.errors import InputError
-from kvcore.plugins.manager import imported_place, installed
-from kvcore.serving import Batching
+from kvcore.errors import InputError, PluginError
+from kvcore.plugins.base import Plugin
+from kvcore.plugins.manager import imported_place, installed, resolve
+from kvcore.plugins.options import Spec
 
 if TYPE_CHECKING:
     from kvcore.hookspecs import Mode
     from kvcore.plugins import Plugins
+    from kvcore.serving import Rules
 
 
 @attrs.frozen(init=False)
@@ -85,16 +86,19 @@ class RunConfig:
         return sorted({*super().__dir__(), *option_names()})
 
     @classmethod
-    def of(cls, mode: str = "simulate", **options: Any) -> Self:
-        """Return the configuration of a mode, with that mode's defaults.
+    def of(cls, mode: str = "simulate", plugins: Plugins | None = None, **options: Any) -> Self:
+        """Return the configuration of a mode, with its defaults, or those of rules.
+
+        `plugins` has the rules by name; None: those that are installed.
 
         Raises:
             InputError: an unknown option, or a value that an option cannot have.
+            PluginError: rules that are broken.
         """
         defaults, options = find_mode(mode).defaults, renamed(options)
-        like = None if options.get("like") is None else read_option("like", options["like"])
-        rules = {} if like is None else LIKENESSES[like].options
-        return cls(mode, **{**defaults, **rules, **options})
+        if options.get("like") is not None:
+            defaults = {**defaults, **rules_class(options["like"], plugins).defaults}
+        return cls(mode, **{**defaults, **options})
 
     def changed(self, **options: Any) -> Self:
         """Return this configuration with other values of some options.
@@ -165,15 +169,23 @@ class RunConfig:
             raise InputError(msg)
         return parts(self, plugins, **more)
 
-    @property
-    def batching(self) -> Batching:
-        """The caps of a step.
 
-        Raises:
-            InputError: caps that let nothing run.
-        """
-        names = attrs.fields_dict(Batching)
-        return Batching(**{name: self.options[name] for name in names})
+def rules_class(like: Any, plugins: Plugins | None = None) -> type[Rules]:
+    """Return the class of the rules that a value of the option `like` stands for.
+
+    Raises:
+        InputError: an unknown name, or no rules; begins with the option's name.
+        PluginError: the same, where an entry point is broken.
+    """
+    like = read_option("like", like)
+    try:
+        if isinstance(like, Spec):
+            cls: type[Rules] = (plugins or installed()).get("rules", like.name)
+            return cls
+        return type(resolve("rules", like if isinstance(like, Plugin | type) else like()))
+    except (InputError, PluginError) as error:
+        msg = f"like: {error}"
+        raise type(error)(msg) from error
 
 
 def without(config: RunConfig, mode: Mode) -> RunConfig:

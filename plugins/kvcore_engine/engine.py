@@ -119,7 +119,8 @@ def run(
     """
     check_cache(cache, "run")
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
-    if batching.commit == "scheduled" and scheduler.preemptive:
+    shares = find_override(batching.rules, "shares_scheduled") is not None
+    if (shares or batching.rules.commit == "scheduled") and scheduler.preemptive:
         msg = (
             f"commit='scheduled' with scheduler {scheduler.name!r}, which pauses: blocks could "
             "be read that are never computed; give commit='computed', or preemptive=false"
