@@ -21,7 +21,6 @@ import orjson
 from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
 from kvcore.config.files import GROUPS
-from kvcore.config.like import LIKENESSES, as_engine
 from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
@@ -73,7 +72,6 @@ _READ: Mapping[Callable[[object], Any], Any] = {
     },
     as_model: {"type": "string"},
     as_device: {"type": "string"},
-    as_engine: {"enum": list(LIKENESSES)},
     as_bytes: {"type": "string"},
     as_slo: {"$ref": "#/$defs/slo"},
     as_natural: {"type": "integer", "minimum": 0},

@@ -22,7 +22,7 @@ from kvcore.plugins.manager import KINDS, imported_place
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
 from kvcore.serving import Batching, Result, Rules
-from kvcore.serving.rules import CHOICES
+from kvcore.serving.rules import CHOICES, described_rules
 from kvcore.trace import Trace
 from kvcore.workloads import Workload
 
@@ -135,7 +135,7 @@ def _served_by(options: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str
 def _caps(batching: object) -> dict[str, Any]:
     """Return the options that `batching` gives: limits, and rules that are not kvcore's."""
     if isinstance(batching, Batching):
-        own = batching != attrs.evolve(batching, rules=Rules())
+        own = described_rules(batching.rules) != described_rules(Rules())
         return batching.limits | ({"like": batching.rules} if own else {})
     if isinstance(batching, Mapping):
         return dict(batching)

@@ -465,7 +465,8 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
     present = earlier_names()
     if former := {name: options[name] for name in CHOICES if name in options}:
         like = _chosen(options.get("like"), former)
-        text = f"like={str(like)!r}" if isinstance(like, Spec) else "them in the constructor"
+        text = f"like={str(like)!r}, or --like {like}"
+        text = text if isinstance(like, Spec) else f"like={like!r}"
         warnings.warn(
             f"{', '.join(former)}: options of the rules of an engine now: write {text}",
             FutureWarning,

@@ -13,7 +13,7 @@ from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
-from kvcore.config.run_config import RunConfig
+from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
@@ -188,8 +188,7 @@ class RunParts:
     def rules(self) -> Rules:
         """The rules of the engine."""
         with self._about("like"):
-            like = self.config.like
-            return Rules() if like is None else cast("Rules", self._build("rules", like))
+            return built_rules(self.config.like, self.plugins)
 
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build a latency model for one run, by default that of the deployment.

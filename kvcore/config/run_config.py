@@ -25,11 +25,11 @@ from kvcore.errors import InputError, PluginError
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.manager import imported_place, installed, resolve
 from kvcore.plugins.options import Spec
+from kvcore.serving import Rules
 
 if TYPE_CHECKING:
     from kvcore.hookspecs import Mode
     from kvcore.plugins import Plugins
-    from kvcore.serving import Rules
 
 
 @attrs.frozen(init=False)
@@ -96,9 +96,12 @@ class RunConfig:
             PluginError: rules that are broken.
         """
         defaults, options = find_mode(mode).defaults, renamed(options)
-        if options.get("like") is not None:
-            defaults = {**defaults, **rules_class(options["like"], plugins).defaults}
-        return cls(mode, **{**defaults, **options})
+        try:
+            rules = built_rules(options.get("like"), plugins)
+        except (InputError, PluginError) as error:
+            msg = f"like: {error}".replace("like: like: ", "like: ")
+            raise type(error)(msg) from error
+        return cls(mode, **{**defaults, **rules.defaults, **options})
 
     def changed(self, **options: Any) -> Self:
         """Return this configuration with other values of some options.
@@ -170,22 +173,23 @@ class RunConfig:
         return parts(self, plugins, **more)
 
 
-def rules_class(like: Any, plugins: Plugins | None = None) -> type[Rules]:
-    """Return the class of the rules that a value of the option `like` stands for.
+def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:
+    """Return the rules that a value of the option `like` stands for.
+
+    `plugins` has them by name; None: those that are installed.
 
     Raises:
-        InputError: an unknown name, or no rules; begins with the option's name.
-        PluginError: the same, where an entry point is broken.
+        InputError: no rules, or an option that they do not have.
+        PluginError: the plugin is broken.
     """
     like = read_option("like", like)
-    try:
-        if isinstance(like, Spec):
-            cls: type[Rules] = (plugins or installed()).get("rules", like.name)
-            return cls
-        return type(resolve("rules", like if isinstance(like, Plugin | type) else like()))
-    except (InputError, PluginError) as error:
-        msg = f"like: {error}"
-        raise type(error)(msg) from error
+    if like is None:
+        return Rules()
+    if isinstance(like, Spec):
+        rules: Rules = (plugins or installed()).build("rules", like)
+        return rules
+    built: Rules = resolve("rules", like if isinstance(like, Plugin | type) else like())
+    return built
 
 
 def without(config: RunConfig, mode: Mode) -> RunConfig:

@@ -119,15 +119,14 @@ class Batcher:
         self._whole = rules.reserve == "prompt" or cache.tiers is not None
         self._publishes = rules.commit == "scheduled"
         self._unpublished: list[tuple[Job, int]] = []
-        self._keeps = (
-            rules.generated == "cached" or self._decisions.keeps_generated is not None
-        )
+        self._keeps = rules.generated == "cached" or self._decisions.keeps_generated is not None
         ratio = rules.new_token_ratio
         self._ratio = None if ratio is None else TokenRatio(ratio)
         self._full = False
         self._by_length = rules.preempts == "shortest"
         self._max_chunk, self._max_seqs = rules.max_chunk, batching.max_seqs
-        self._chunked = batching.chunked
+        # Whether prompts are chunked without asking the rules.
+        self._chunked = batching.chunked and self._decisions.chunk_tokens is None
         self._budget = 0
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
@@ -294,7 +293,7 @@ class Batcher:
                 allocator.serve_first(now)
             self._recompute(self._choose_victim(now, None), now)
 
-    def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
+    def _admit(self, now: int) -> None:  # noqa: C901, PLR0912 - one merge of two sequences
         """Divide the tokens of the next step among jobs, in scheduler order."""
         ongoing = list(self._prefilling)
         preemptive = self._scheduler.preemptive
@@ -365,19 +364,15 @@ class Batcher:
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
         elif tokens > most:
-            if self._chunked:
-                tokens = most
-            elif self.chunks:
-                tokens = 0
+            tokens = most if self._chunked else 0 if self.chunks else tokens
         if not tokens:
             self._budget = 0
             return
         by_chunk = not self._whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
-        publishes = self._publishes
-        if decisions.shares_scheduled is not None:
-            publishes = decisions.shares_scheduled(job, self._state(now))
+        shares = decisions.shares_scheduled
+        publishes = self._publishes if shares is None else shares(job, self._state(now))
         self.chunks.append((job, tokens))
         self._budget -= tokens
         if publishes:
@@ -461,10 +456,7 @@ class Batcher:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
         if job is self.blocked_job or self._full or job in self._victims:
             return False
-        if self._decisions.chunk_tokens is not None:
-            if not self._has_chunk(job, now):
-                return False
-        elif not (self._chunked or self._in_one(job, now)):
+        if not (self._chunked or self._has_chunk(job, now)):
             return False
         if len(self.running) >= self._max_seqs:
             last = self._order.call("priority", self._behind, job, now)
@@ -486,22 +478,18 @@ class Batcher:
             self._order.call("admitted", self._admitted, job, now)
         return True
 
-    def _in_one(self, job: Job, now: int) -> bool:
-        """Return True if the prefill of `job`, which must be one chunk, fits in this step."""
+    def _has_chunk(self, job: Job, now: int) -> bool:
+        """Return True if this step may compute a chunk of `job`, or all that it has to."""
+        self._chunk, decides = None, self._decisions.chunk_tokens
         alone = not self.chunks and self._rules.unchunked == "alone"
-        if alone or job.stage == PAUSED:
+        if job.stage == PAUSED or (alone and decides is None):
             return True
         hit = self._cache.probe(job.known_request(), now, job.target)
-        return job.target - hit * self._cache.geometry.block_size <= self._budget
-
-    def _has_chunk(self, job: Job, now: int) -> bool:
-        """Return True if the rules give `job` prompt tokens in this step, and note how many."""
-        self._chunk = None
-        if job.stage != PAUSED and self._decisions.chunk_tokens is not None:
-            hit = self._cache.probe(job.known_request(), now, job.target)
-            tokens = job.target - hit * self._cache.geometry.block_size
-            self._chunk = self._decisions.chunk_tokens(job, tokens, self._state(now))
-        return self._chunk != 0
+        tokens = job.target - hit * self._cache.geometry.block_size
+        if decides is None:
+            return tokens <= self._budget
+        self._chunk = decides(job, tokens, self._state(now))
+        return self._chunk > 0
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""

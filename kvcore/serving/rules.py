@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 import attrs
 
@@ -130,8 +130,8 @@ class Rules(Plugin):
 
     def __init_subclass__(cls) -> None:
         """Leave a class without a name of its own without one."""
-        if cls.name == Rules.name:
-            cls.name = vars(cls).get("name")  # type: ignore[assignment] - asked for at use
+        if cls.name == Rules.name and "name" not in vars(cls):
+            cast("Any", cls).name = None  # which is refused where a name is needed
 
     def __attrs_post_init__(self) -> None:
         """Check the options."""

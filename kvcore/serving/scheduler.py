@@ -104,7 +104,7 @@ class Batching:
         """Return these caps with sequences of at most `tokens` tokens; None: no other limit."""
         if tokens is None or (self.max_model_len or tokens + 1) <= tokens:
             return self
-        return attrs.evolve(self, max_model_len=tokens)
+        return Batching(**self.limits | {"max_model_len": tokens}, rules=self.rules)
 
     @property
     def limits(self) -> dict[str, Any]:

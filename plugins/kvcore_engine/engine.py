@@ -14,6 +14,7 @@ from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
+from kvcore.plugins.base import find_override
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
