@@ -25,7 +25,8 @@ from kvcore.errors import InputError, PluginError
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.manager import imported_place, installed, resolve
 from kvcore.plugins.options import Spec
-from kvcore.serving import Rules
+from kvcore.serving import Batching, Rules
+from kvcore.serving.scheduler import LIMITS
 
 if TYPE_CHECKING:
     from kvcore.hookspecs import Mode
@@ -171,6 +172,16 @@ class RunConfig:
             msg = f"{self.chosen.get(name, 'mode')}: {mode.refusal}"
             raise InputError(msg)
         return parts(self, plugins, **more)
+
+    @property
+    def batching(self) -> Batching:
+        """The limits of a step, and the rules of the engine by the installed plugins.
+
+        Raises:
+            InputError: limits that let nothing run, or rules that there are not.
+        """
+        limits = {name: self.options[name] for name in LIMITS}
+        return Batching(**limits, rules=built_rules(self.like))
 
 
 def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:

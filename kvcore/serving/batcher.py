@@ -57,9 +57,9 @@ class Batcher:
     __slots__ = (
         "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
         "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
-        "_full", "_headroom",
+        "_full",
         "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_prefilling", "_publishes",
-        "_queued", "_ranks", "_ratio", "_reserve", "_rules", "_scheduler", "_steps", "_tiers",
+        "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps", "_tiers",
         "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
         "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
         "server", "timers", "waiting", "without_progress",
@@ -110,8 +110,9 @@ class Batcher:
         # Decisions that rules override are asked for. The others are made here as the methods
         # of `Rules` say, which are called where that costs nothing beside what follows.
         self._decisions = Decisions(rules)
-        # Of the job that is offered a slot: the blocks to leave, and the tokens of its chunk.
-        self._headroom: int | None = 0
+        # Whether the rules admit no job any more in this step, and the tokens that they give
+        # to the job that is offered a slot.
+        self._refuses = False
         self._chunk: int | None = None
         self._admits_after_preemption = rules.admit_after_preemption
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
@@ -184,8 +185,7 @@ class Batcher:
             self._grow(now)
         if self._victims:
             # Jobs that were not offered a slot because of them are after the next step.
-            retry = not self._admits_after_preemption or self._headroom is None
-            self._headroom = 0
+            retry = not self._admits_after_preemption or self._refuses
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
                 # All running jobs were preempted: admit again, with the freed blocks.
@@ -303,7 +303,7 @@ class Batcher:
                 self._order.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers, offered_all = None if self._ranks else self._offers(now), False
-        asks = self._decisions.headroom is not None
+        asks, self._refuses = self._decisions.headroom is not None, False
         admits = asks or self._admits_after_preemption
         self._budget = self.batching.max_tokens
         if self._mixed:
@@ -321,8 +321,9 @@ class Batcher:
             offered: Job | None = None
             if not offered_all and (admits or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
-            if asks and offered is not None and not self._leaves_room(offered, now):
-                offered = None
+            if asks and offered is not None:
+                self._refuses = self._room_for(offered, now) is None
+                offered = None if self._refuses else offered
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
             elif ongoing:
@@ -332,13 +333,13 @@ class Batcher:
         if self._unpublished:
             self._publish(now)
 
-    def _leaves_room(self, job: Job, now: int) -> bool:
-        """Ask the rules what the admission of `job` leaves; return False if it has to wait."""
-        self._headroom = 0
-        with_blocks = self.running or self.paused or self._victims
-        if self._decisions.headroom is not None and with_blocks:
-            self._headroom = self._decisions.headroom(job, self._state(now))
-        return self._headroom is not None
+    def _room_for(self, job: Job, now: int) -> int | None:
+        """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
+        if not (self.running or self.paused or self._victims):
+            return 0
+        if self._decisions.headroom is not None:
+            return self._decisions.headroom(job, self._state(now))
+        return self._rules.headroom(job, self._state(now))
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
@@ -425,8 +426,8 @@ class Batcher:
     def _checked(self, plan: StepPlan) -> Iterator[Job]:
         """Yield the jobs that `plan` admits; all must be waiting."""
         for job in self._jobs(plan.admit, "admitted"):
-            if job.stage == LOADING:
-                continue  # it was admitted, and waits for its blocks
+            if job.stage in (LOADING, DONE) and job in self.running:
+                continue  # it was admitted, and waits for its blocks; or was not paused
             if job not in self.waiting:
                 self._refuse_plan(job, "admitted", "is not waiting")
             yield job
@@ -520,16 +521,18 @@ class Batcher:
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
-        reserve = self._reserve if self.running or self.paused else 0
-        if self._decisions.headroom is not None:
-            reserve = self._headroom or 0
-        elif self._ratio is not None:
-            reserve = self._rules.headroom(job, self._state(now)) or 0
+        reserve: int | None = self._reserve if self.running or self.paused else 0
+        if self._ratio is not None and not (self.running or self.paused):
+            self._ratio.restart(self._steps.count)
+        if self._ratio is not None or self._decisions.headroom is not None:
+            reserve = self._room_for(job, now)
+            if reserve is None:
+                return False
         takes = self._rules.reserve
         if self._decisions.reserved is not None:
             takes = self._decisions.reserved(job, self._state(now))
         at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
-        most = None if at_once else self._chunk or self._most_tokens()
+        most = None if at_once else min(self._chunk or self._budget, self._most_tokens())
         seq = self._allocator.open(job, now, reserve, most, whole=takes != "first-chunk")
         if seq is None:
             self._full = self._ratio is not None and bool(self.running)
@@ -705,9 +708,7 @@ class Batcher:
 
     def _state(self, now: int) -> StepState:
         """Return the step that is planned, for a decision of the rules."""
-        step, ratio = self._steps.count, self._ratio
-        if ratio is not None and not (self.running or self.paused):
-            ratio.restart(step)
+        ratio = self._ratio
         return StepState(
             now,
             self.batching,
@@ -722,7 +723,7 @@ class Batcher:
             self.chunks,
             self._budget,
             self._victims,
-            None if ratio is None else ratio.at(step),
+            None if ratio is None else ratio.at(self._steps.count),
             lambda job: self._order.priority(job, now),
         )
 

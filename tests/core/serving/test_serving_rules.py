@@ -12,10 +12,12 @@ from hypothesis import given
 import kvcore
 from kvcore import InputError
 from kvcore.config import RunConfig
-from kvcore.config.like import LIKENESSES
-from kvcore.serving import Batching
-from kvcore.serving.scheduler import TokenRatio
+from kvcore.serving import Batching, Rules
+from kvcore.serving.rules import TokenRatio
 from kvcore_events.model import BlockStored
+from kvcore_lab.sweep.grid import Grid
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.rules import VLLM
 from kvcore_replay.export import event_batches
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
@@ -64,19 +66,20 @@ def test_the_watermark_of_all_blocks_is_rounded_down(null_block, kept):
 
     5 % of 95 blocks are 5, and of 96 with the null block 4.
     """
-    assert Batching(watermark=0.05, null_block=null_block).reserved_blocks(95) == kept
+    batching = Batching(watermark=0.05, rules=Rules(null_block=null_block))
+    assert batching.reserved_blocks(95) == kept
 
 
 def test_the_null_block_reduces_the_pool():
     """The null block reduces the pool by one block."""
-    result = kvcore.simulate("zipf:requests=5", blocks=900, null_block=True)
+    result = kvcore.simulate("zipf:requests=5", blocks=900, like="kvcore:null_block=true")
     assert result.cache.pool.blocks == 899
 
 
 def test_a_pool_of_the_null_block_alone_is_refused():
     """A pool of the null block alone raises InputError."""
     with pytest.raises(InputError, match="never used: give 2 or more"):
-        kvcore.simulate("zipf:requests=5", blocks=1, null_block=True)
+        kvcore.simulate("zipf:requests=5", blocks=1, like="kvcore:null_block=true")
 
 
 @pytest.mark.parametrize(("unchunked", "first"), [("alone", 20), ("wait", 50)])
@@ -238,15 +241,15 @@ def test_max_model_len_cuts_outputs_and_rejects_prompts():
             "reserve='all' is not known; there are: prompt, chunk, first-chunk",
         ),
         ({"max_chunk": 0}, "max_chunk=0: give whole tokens, at least 1, or None"),
-        ({"max_chunk": 8, "chunked": False}, "max_chunk=8: prompts are not chunked"),
         ({"null_block": 1}, "null_block=1 must be True or False"),
-        ({"max_model_len": 1.5}, "max_model_len=1.5: give whole tokens"),
+        ({"new_token_ratio": 0}, "give a share above 0, at most 1"),
+        ({"new_token_ratio": 1.5}, "give a share above 0, at most 1"),
     ],
 )
 def test_wrong_rules_are_refused(rule, message):
     """The error for a wrong rule names the option and the accepted values."""
     with pytest.raises(InputError, match=message):
-        Batching(**rule)
+        Rules(**rule)
 
 
 def test_a_lag_with_a_retention_policy_is_refused():
@@ -259,36 +262,90 @@ def test_defaults_are_left_out_of_headers():
     """A header has the limits, and only the rules that are not the default."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
     assert set(Batching().as_dict()) == limits
-    assert Batching(lag=1).as_dict().keys() - limits == {"lag"}
+    assert Batching(rules=Rules(lag=1)).as_dict().keys() - limits == {"lag"}
 
 
 class TestLike:
-    """The option `like`: the rules of an engine become the defaults."""
+    """The option `like`: the rules of an engine, whose defaults become those of the run."""
 
-    @pytest.mark.parametrize("engine", LIKENESSES)
-    def test_options_of_an_engine_are_options_of_a_run(self, engine):
-        """Each option of an engine is valid, and its value is kept."""
+    @pytest.mark.parametrize("engine", ["kvcore", "sglang", "vllm"])
+    def test_the_defaults_of_an_engine_are_options_of_a_run(self, engine):
+        """Each default of an engine is valid, and its value is kept."""
         config = RunConfig.of(like=engine)
-        for name, value in LIKENESSES[engine].options.items():
+        for name, value in type(config.batching.rules).defaults.items():
             got = getattr(config, name)
             assert (got if type(got) is type(value) else str(got)) == value
 
     def test_given_options_win(self):
         """Options that are given override those of the engine."""
-        config = RunConfig.of(like="vllm", lag=0, watermark=0.05)
-        assert (config.lag, config.watermark, config.commit) == (0, 0.05, "scheduled")
+        config = RunConfig.of(like="vllm:lag=0", watermark=0.05)
+        rules = config.batching.rules
+        assert (rules.lag, config.watermark, rules.commit) == (0, 0.05, "scheduled")
+        assert (config.max_seqs, str(config.prefix)) == (1024, "hashed")
 
-    def test_an_unknown_engine_is_refused(self):
-        """The error for an unknown engine lists the known ones."""
-        with pytest.raises(InputError, match=r"like: 'vlm' is no engine; there are: .*vllm"):
-            RunConfig.of(like="vlm")
+    @pytest.mark.parametrize(
+        "like", [VLLM, VLLM(), lambda: VLLM(lag=0), "vllm", {"name": "vllm"}]
+    )
+    def test_rules_are_given_as_other_plugins_are(self, like):
+        """Rules are a name, a table, a class, an instance, or a function that makes one."""
+        config = RunConfig.of(like=like)
+        assert type(config.batching.rules) is VLLM
+        assert config.max_seqs == 1024
+
+    @pytest.mark.parametrize(
+        ("like", "message"),
+        [
+            ("vlm", "like: no rules plugin is named 'vlm' .did you mean 'vllm'"),
+            ("vllm:lags=0", "like: rules plugin 'vllm' has no option 'lags'"),
+            ("vllm:lag=2", "like: lag=2: a plan knows of the step before it"),
+            (LRU, "is no rules plugin: give a name, or a class derived from Rules"),
+        ],
+    )
+    def test_an_unknown_engine_is_refused(self, like, message):
+        """The error for rules that cannot be says why."""
+        with pytest.raises(InputError, match=message):
+            RunConfig.of(like=like)
 
     def test_a_run_with_like_equals_one_with_the_options_of_the_engine(self):
         """A run with `like` equals a run with the options that it stands for."""
         given = {"limit": 40, "blocks": 3000, "block_size": 16}
         like = kvcore.simulate("mooncake", like="vllm", **given)
-        options = kvcore.simulate("mooncake", **given, **LIKENESSES["vllm"].options)
+        choices = Rules(**VLLM().choices())
+        options = kvcore.simulate("mooncake", like=choices, **given, **VLLM.defaults)
         assert like.summary() | {"wall_s": 0} == options.summary() | {"wall_s": 0}
+
+
+class TestFormerOptions:
+    """Choices of rules that are given as options of their own, as in the release before."""
+
+    def test_an_option_becomes_one_of_like(self):
+        """A choice of rules is an option of `like`; the warning says what to write."""
+        with pytest.warns(FutureWarning, match="write like='vllm:lag=0', or --like vllm:lag=0"):
+            config = RunConfig.of(like="vllm", lag=0)
+        assert str(config.like) == "vllm:lag=0"
+        with pytest.warns(FutureWarning, match="write like='kvcore:null_block=true'"):
+            assert RunConfig.of(null_block=True).batching.rules.null_block
+        with pytest.warns(FutureWarning, match=r"write like=VLLM\("):
+            assert RunConfig.of(like=VLLM(), lag=0).batching.rules.lag == 0
+
+    def test_a_field_of_batching_becomes_one_of_its_rules(self):
+        """A choice of rules given to `Batching` is one of its rules."""
+        with pytest.warns(FutureWarning, match="write rules='kvcore:lag=1'"):
+            assert Batching(lag=1) == Batching(rules=Rules(lag=1))
+
+    def test_keys_of_a_file(self, tmp_path):
+        """Keys of a TOML file, in the table `batching` too, are options of `like`."""
+        (tmp_path / "run.toml").write_text("lag = 1\n[batching]\nties = 'first'\n")
+        with pytest.warns(FutureWarning, match="ties, lag: options of the rules"):
+            config = RunConfig.from_toml(tmp_path / "run.toml")
+        assert (config.batching.rules.lag, config.batching.rules.ties) == (1, "first")
+
+    def test_axes_of_a_sweep(self):
+        """Axes of a sweep become values of the axis `like`."""
+        with pytest.warns(FutureWarning, match="lag: options of the rules"):
+            grid = Grid(like=["vllm", "sglang"], lag=[0, 1])
+        cells = [str(cell.like) for cell in grid]
+        assert cells == ["vllm:lag=0", "vllm:lag=1", "sglang:lag=0", "sglang:lag=1"]
 
 
 @pytest.mark.parametrize(
@@ -320,13 +377,6 @@ def test_the_ratio_falls_and_is_set_by_a_preemption():
     assert ratio.at(6001) == 20 / 100
     ratio.restart(7000)
     assert ratio.at(7000) == 0.7
-
-
-@pytest.mark.parametrize("rule", [{"new_token_ratio": 0}, {"new_token_ratio": 1.5}])
-def test_a_ratio_is_a_share(rule):
-    """A `new_token_ratio` that is not above 0 and at most 1 raises InputError."""
-    with pytest.raises(InputError, match="give a share above 0, at most 1"):
-        Batching(**rule)
 
 
 @pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])
