@@ -59,8 +59,8 @@ class Batcher:
         "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
         "_full",
         "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_prefilling", "_publishes",
-        "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps", "_tiers",
-        "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
+        "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps",
+        "_tiers", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
         "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
         "server", "timers", "waiting", "without_progress",
     )  # fmt: skip
@@ -335,11 +335,16 @@ class Batcher:
 
     def _room_for(self, job: Job, now: int) -> int | None:
         """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
-        if not (self.running or self.paused or self._victims):
-            return 0
+        if not (self.running or self.paused):
+            if self._ratio is not None:
+                self._ratio.restart(self._steps.count)
+            if not self._victims:
+                return 0
         if self._decisions.headroom is not None:
             return self._decisions.headroom(job, self._state(now))
-        return self._rules.headroom(job, self._state(now))
+        if self._ratio is not None:
+            return self._rules.headroom(job, self._state(now))
+        return self._reserve if self.running or self.paused else 0
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
@@ -521,13 +526,9 @@ class Batcher:
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
-        reserve: int | None = self._reserve if self.running or self.paused else 0
-        if self._ratio is not None and not (self.running or self.paused):
-            self._ratio.restart(self._steps.count)
-        if self._ratio is not None or self._decisions.headroom is not None:
-            reserve = self._room_for(job, now)
-            if reserve is None:
-                return False
+        reserve = self._room_for(job, now)
+        if reserve is None:
+            return False
         takes = self._rules.reserve
         if self._decisions.reserved is not None:
             takes = self._decisions.reserved(job, self._state(now))
