@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import lt
@@ -322,7 +322,7 @@ class Batcher:
             if not offered_all and (admits or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
             if asks and offered is not None:
-                self._refuses = self._room_for(offered, now) is None
+                self._refuses = self._room_for(offered, now, self._victims) is None
                 offered = None if self._refuses else offered
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
@@ -333,18 +333,18 @@ class Batcher:
         if self._unpublished:
             self._publish(now)
 
-    def _room_for(self, job: Job, now: int) -> int | None:
+    def _room_for(self, job: Job, now: int, preempted: Collection[Job]) -> int | None:
         """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
         if not (self.running or self.paused):
             if self._ratio is not None:
                 self._ratio.restart(self._steps.count)
-            if not self._victims:
+            if not preempted:
                 return 0
         if self._decisions.headroom is not None:
-            return self._decisions.headroom(job, self._state(now))
+            return self._decisions.headroom(job, self._state(now, preempted))
         if self._ratio is not None:
-            return self._rules.headroom(job, self._state(now))
-        return self._reserve if self.running or self.paused else 0
+            return self._rules.headroom(job, self._state(now, preempted))
+        return self._reserve
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
@@ -526,7 +526,8 @@ class Batcher:
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
-        reserve = self._room_for(job, now)
+        # That the step may admit is known; jobs are preempted for `job` itself since then.
+        reserve = self._room_for(job, now, ())
         if reserve is None:
             return False
         takes = self._rules.reserve
@@ -707,7 +708,7 @@ class Batcher:
         victim: Job = self._order.call("priority", self._rules.victim, jobs, state, requester)
         return victim
 
-    def _state(self, now: int) -> StepState:
+    def _state(self, now: int, preempted: Collection[Job] | None = None) -> StepState:
         """Return the step that is planned, for a decision of the rules."""
         ratio = self._ratio
         return StepState(
@@ -723,7 +724,7 @@ class Batcher:
             self._batch.size,
             self.chunks,
             self._budget,
-            self._victims,
+            self._victims if preempted is None else preempted,
             None if ratio is None else ratio.at(self._steps.count),
             lambda job: self._order.priority(job, now),
         )

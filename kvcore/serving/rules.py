@@ -193,8 +193,8 @@ class Rules(Plugin):
 
         By `new_token_ratio`, `admit_after_preemption` and the watermark. They are blocks that
         stay free or evictable, beside those of the prompt. None: this step admits no job any
-        more. Called when `job`, which is first in order, is offered a slot, unless no job has
-        blocks: then there is nothing to leave.
+        more. Called when `job`, which is first in order, is offered a slot, and again without
+        `preempted` jobs when it gets blocks; not if no job has blocks: then none are left.
         """
         if state.preempted and not self.admit_after_preemption:
             return None
