@@ -20,7 +20,6 @@ import orjson
 
 from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
-from kvcore.config.files import GROUPS
 from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
@@ -33,6 +32,8 @@ from kvcore.config.values import (
     as_window,
     as_workload,
 )
+from kvcore.serving.rules import CHOICES
+from kvcore.serving.scheduler import LIMITS
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
@@ -113,7 +114,8 @@ def config_schema() -> dict[str, Any]:
     for verb in map(loaded_verb, ("run", "simulate")):
         texts = {option.name: getattr(option, "help", None) for option in verb.params}
         for key, (name, kind) in toml_types(verb).items():
-            properties[key] = _described(key, kind, texts.get(name))
+            if key not in CHOICES:  # keys of the release before
+                properties[key] = _described(key, kind, texts.get(name))
     return _document("Options of kvcore simulate and kvcore run", properties)
 
 
@@ -122,7 +124,9 @@ def sweep_schema() -> dict[str, Any]:
     texts = {option.name: getattr(option, "help", None) for option in sweep.params}
     texts["mode"] = MODE
     properties = {
-        key: _described(key, kind, texts.get(key)) for key, kind in sweep_keys().items()
+        key: _described(key, kind, texts.get(key))
+        for key, kind in sweep_keys().items()
+        if key not in CHOICES
     }
     listed = {
         key: schema if key in texts else _listed(schema) for key, schema in properties.items()
@@ -156,7 +160,7 @@ def route_schema() -> dict[str, Any]:
 
 
 def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
-    caps = {name: properties[name] for name in GROUPS["batching"]}
+    caps = {name: properties[name] for name in LIMITS}
     properties["batching"] = {
         "type": "object",
         "description": "Caps of a step, in a table of their own.",

@@ -18,7 +18,6 @@ import kvcore
 from kvcore import Job
 from kvcore.serving import StepState
 
-
 WORKLOAD = "zipf:requests=400,rate=60,prefix_tokens=64,suffix_tokens=64,output_tokens=400"
 
 
