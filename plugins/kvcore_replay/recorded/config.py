@@ -191,12 +191,13 @@ def unknown_caps(file: Path, caps: Mapping[str, Any], error: Exception) -> Input
 def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
     """Build the plugin of `kind` that a header names, with the options it had."""
     name, options = recorded["name"], dict(recorded["options"])
+    flag = "--like" if kind == "rules" else f"--{kind}"
     if name not in plugins.names(kind):
         known = ", ".join(plugins.names(kind))
         msg = (
             f"{file} was recorded with {kind} plugin {name!r}, which is not "
             "installed here: install the distribution that has it, or take another: "
-            f"--{kind} NAME. There are{f': {known}' if known else ' none'}"
+            f"{flag} NAME. There are{f': {known}' if known else ' none'}"
         )
         raise PluginError(str(plugins.not_found(kind, msg)))
     cls = plugins.get(kind, name)
@@ -220,7 +221,7 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
     if now != now | options:
         msg = (
             f"{file}: {kind} plugin {name!r} was recorded with options {options}, of "
-            f"which this version makes {now}. Give it anew: --{kind} "
+            f"which this version makes {now}. Give it anew: {flag} "
             f"{name}:option=value"
         )
         raise InputError(msg)

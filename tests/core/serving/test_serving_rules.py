@@ -10,7 +10,7 @@ from helpers.serving import Even, ask, serve, servers
 from hypothesis import given
 
 import kvcore
-from kvcore import InputError
+from kvcore import InputError, PluginError, PolicyError
 from kvcore.config import RunConfig
 from kvcore.serving import Batching, Rules
 from kvcore.serving.rules import TokenRatio
@@ -388,3 +388,89 @@ def test_preempts_shortest_preempts_the_job_with_the_longer_prompt(preempts, los
     requests = [ask("a", 0, 12, 12), ask("b", 0, 4, 12)]
     lines = serve(requests, blocks=7, watermark=0, preempts=preempts).lines
     assert next(each["request"] for each in lines if each["event"] == "PREEMPT") == loser
+
+
+def rules_with(**methods):
+    """Return a class of rules that overrides these methods by functions."""
+    return type("Mine", (Rules,), {"name": "mine", "__doc__": "Rules of a test.", **methods})
+
+
+class TestOverrides:
+    """Rules that override a decision: it is obeyed, and the answer is checked."""
+
+    def test_the_victim_is_the_chosen_one(self):
+        """The job that `victim` returns is preempted."""
+        first = rules_with(victim=lambda _, jobs, *__: jobs[0])
+        run = serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], blocks=4, rules=first)
+        assert {name for name, row in run.rows.items() if row["recomputes"]} == {"a"}
+
+    @pytest.mark.parametrize("answer", [10**6, None])
+    def test_an_admission_leaves_the_headroom(self, answer):
+        """A job waits while there are fewer blocks than `headroom` leaves; None: it waits."""
+        alone = rules_with(headroom=lambda *_: answer)
+        run = serve([ask("a", 0, 4, 4), ask("b", 0, 4, 4)], rules=alone)
+        assert [row["admitted"] for row in run.rows.values()] == [0, 40]
+
+    def test_each_job_reserves_its_own_blocks(self):
+        """An admission takes the blocks that `reserved` names, for one job another than all."""
+        mine = rules_with(
+            reserved=lambda _, job, __: "first-chunk" if job.serial == 2 else "prompt"
+        )
+        requests = [ask("a", 0, 8, 4), ask("b", 1, 20, 1)]
+        run = serve(requests, blocks=6, rules=mine, max_tokens=9, max_seqs=2)
+        assert run.rows["b"]["admitted"] == 10
+
+    def test_a_step_computes_the_chosen_chunk(self):
+        """A step computes as many prompt tokens as `chunk_tokens` returns."""
+        mine = rules_with(chunk_tokens=lambda _, __, tokens, ___: min(tokens, 5))
+        rows = serve([ask("a", 0, 12, 1), ask("b", 0, 12, 1)], rules=mine).rows
+        assert (rows["a"]["first_token"], rows["b"]["first_token"]) == (30, 30)
+
+    def test_blocks_are_shared_before_they_are_computed(self):
+        """Blocks of jobs for which `shares_scheduled` is true can be hit at once."""
+        mine = rules_with(shares_scheduled=lambda *_: True)
+        assert serve(TWINS, rules=mine).rows["b"]["hit"] == 8
+
+    def test_generated_blocks_stay_for_the_chosen_jobs(self):
+        """Generated blocks of jobs for which `keeps_generated` is true stay cached."""
+        mine = rules_with(keeps_generated=lambda *_, preempted: preempted)
+        requests = [ask("a", 0, 4, 13, keys=[1]), ask("b", 0, 4, 13, keys=[2])]
+        run = serve(requests, blocks=7, rules=mine)
+        back = [line for line in run.lines if line["event"] == "HIT" and line.get("again")]
+        assert [line["blocks"] for line in back] == [3]
+
+    @pytest.mark.parametrize(
+        ("method", "answer", "expected"),
+        [
+            ("victim", None, "None: give one of the jobs with blocks"),
+            ("headroom", -1, "-1: give a number of blocks, 0 or more, or None"),
+            ("reserved", "all", "'all': give prompt, chunk, first-chunk"),
+            ("chunk_tokens", 0, "0: give whole tokens that the prompt and the step have left"),
+            ("chunk_tokens", 99, "99: give whole tokens"),
+            ("shares_scheduled", 1, "1: give True or False"),
+            ("keeps_generated", "yes", "'yes': give True or False"),
+        ],
+    )
+    def test_a_wrong_answer_names_the_rules(self, method, answer, expected):
+        """An answer that cannot be is a PolicyError with the plugin and the method."""
+        mine = rules_with(**{method: lambda *_, **__: answer})
+        where = rf"rules plugin 'mine' \(.*Mine\) answered {method}\(\).* with {expected}"
+        with pytest.raises(PolicyError, match=where):
+            serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], blocks=4, rules=mine)
+
+    def test_a_failure_names_the_rules(self):
+        """An exception of a method is a PolicyError with the plugin and the method."""
+        mine = rules_with(headroom=lambda *_: 1 // 0)
+        with pytest.raises(PolicyError, match=r"rules plugin 'mine' .* in headroom"):
+            serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], rules=mine)
+
+    def test_rules_without_a_name_are_refused(self):
+        """A class of rules has no name but its own."""
+        with pytest.raises(PluginError, match="has no name"):
+            Batching(rules=type("Nameless", (Rules,), {}))
+
+    def test_a_misspelled_method_is_a_warning(self):
+        """A method that is almost named as a decision is a warning."""
+        mine = rules_with(victims=lambda *_: None)
+        with pytest.warns(UserWarning, match="nothing calls: victim"):
+            serve([ask("a")], rules=mine)
