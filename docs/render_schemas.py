@@ -124,9 +124,7 @@ def sweep_schema() -> dict[str, Any]:
     texts = {option.name: getattr(option, "help", None) for option in sweep.params}
     texts["mode"] = MODE
     properties = {
-        key: _described(key, kind, texts.get(key))
-        for key, kind in sweep_keys().items()
-        if key not in CHOICES
+        key: _described(key, kind, texts.get(key)) for key, kind in sweep_keys().items()
     }
     listed = {
         key: schema if key in texts else _listed(schema) for key, schema in properties.items()

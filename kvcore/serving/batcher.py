@@ -713,7 +713,9 @@ class Batcher:
         ratio = self._ratio
         return StepState(
             now,
-            self.batching,
+            self.batching.max_tokens,
+            self._max_seqs,
+            self.batching.chunked,
             self._cache.geometry.block_size,
             self._cache.pool.blocks,
             self._cache.available_blocks,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import attrs
 
@@ -16,9 +16,6 @@ from kvcore.plugins.base import (
     wrong_answer,
 )
 from kvcore.serving.job import DECODE, WAITING, Job
-
-if TYPE_CHECKING:
-    from kvcore.serving.scheduler import Batching
 
 Reserve: TypeAlias = Literal["prompt", "chunk", "first-chunk"]
 """The blocks that an admission takes, as the option `reserve` of `Rules` says."""
@@ -33,7 +30,7 @@ class StepState:
 
     Attributes:
         now: the time, ns.
-        batching: the limits of a step.
+        max_tokens, max_seqs, chunked: limits of a step, as `Batching` has them.
         block_size: tokens of a block.
         blocks: blocks of the pool.
         available_blocks: blocks that are free or can be evicted.
@@ -50,7 +47,9 @@ class StepState:
     """
 
     now: int
-    batching: Batching
+    max_tokens: int
+    max_seqs: int
+    chunked: bool
     block_size: int
     blocks: int
     available_blocks: int
@@ -239,7 +238,7 @@ class Rules(Plugin):
             limit = min(limit, self.max_chunk)
         if tokens <= limit:
             return tokens
-        if state.batching.chunked:
+        if state.chunked:
             return limit
         waits = self.unchunked == "wait" and job.stage == WAITING
         return 0 if state.chunks or waits else tokens

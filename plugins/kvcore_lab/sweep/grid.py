@@ -123,7 +123,9 @@ class SweepFile:
             InputError: as for `read_toml` and `Grid`, or several values of a key that takes
                 one; names the file and the key.
         """
-        values = read_toml(path, sweep_keys(), lists=True)
+        # With keys of the release before, which the grid makes options of `like`.
+        types = sweep_keys() | dict.fromkeys(CHOICES, Any)
+        values = read_toml(path, types, lists=True)
         try:
             single = {
                 name: _single(name, values[name]) for name in ("mode", *OWN) if name in values
@@ -142,8 +144,7 @@ OWN: Mapping[str, Any] = {"out": Path, "jobs": int, "executor": str}
 
 def sweep_keys() -> dict[str, Any]:
     """Return the keys that the file of a sweep may have, and their types."""
-    types = {name: option_named(name).type for name in AXES}
-    return {"mode": Mode, **types, **dict.fromkeys(CHOICES, Any), **OWN}
+    return {"mode": Mode, **{name: option_named(name).type for name in AXES}, **OWN}
 
 
 def _single(key: str, values: tuple[Any, ...]) -> Any:
