@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -24,8 +24,7 @@ _LONGEST = 4096
 """The most tokens yet to be generated that `new_token_ratio` counts for one request."""
 
 
-@attrs.define
-class StepState:
+class StepState(NamedTuple):
     """The step that is being planned, for the decisions of `Rules`. Read it.
 
     Attributes:
