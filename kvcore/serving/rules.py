@@ -275,7 +275,7 @@ CHOICES = tuple(attrs.fields_dict(Rules))
 
 
 def described_rules(rules: Rules) -> tuple[object, ...]:
-    """Return what two rules have in common that decide alike: their class and options."""
+    """Return the class and the options of rules: two that are equal here decide the same."""
     return type(rules), *rules.choices().items(), *rules.options().items()
 
 
