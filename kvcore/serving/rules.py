@@ -72,6 +72,7 @@ class Rules(Plugin):
     that decides in another way overrides methods. These are pure: the same arguments have the
     same answer, which no earlier call changes, so that one object serves several servers.
     Methods that are not overridden are never called: the loop does what they say by itself.
+    A constructor of its own calls this one, which has the options of all rules.
 
     Args:
         unchunked: how a prompt is scheduled that may not be chunked, and for which decoding
