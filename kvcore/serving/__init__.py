@@ -21,6 +21,7 @@ from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import HitRatio, Result, Saturation
+from kvcore.serving.rules import Rules, StepState
 from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
 from kvcore.serving.simulate import simulate
 from kvcore.serving.stats import Fragmentation, Percentiles
@@ -36,12 +37,14 @@ __all__ = [
     "LoopState",
     "Percentiles",
     "Result",
+    "Rules",
     "Saturation",
     "Scheduler",
     "ServiceTimes",
     "ServingLoop",
     "StepPlan",
     "StepResult",
+    "StepState",
     "StepWork",
     "Windows",
     "simulate",

@@ -42,6 +42,7 @@ from kvcore_testing.latency import LatencyModelTests
 from kvcore_testing.prefix import PrefixIndexTests
 from kvcore_testing.retention import RetentionPolicyTests, held_tokens
 from kvcore_testing.router import RouterTests, Routing
+from kvcore_testing.rules import RulesTests
 from kvcore_testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore_testing.tier import TierTests
 from kvcore_testing.workload import WorkloadTests
@@ -64,6 +65,7 @@ __all__ = [
     "RetentionPolicyTests",
     "RouterTests",
     "Routing",
+    "RulesTests",
     "SchedulerTests",
     "Step",
     "TierTests",

@@ -17,7 +17,8 @@ from helpers.schedulers import scheduler_of
 import kvcore
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
-from kvcore.serving import Batching, simulate
+from kvcore.serving import Batching, Rules, simulate
+from kvcore.serving.rules import CHOICES
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -173,6 +174,12 @@ COLUMNS = (
 )
 
 
+def batching_of(**options):
+    """Return a `Batching` of these limits, and of rules of a class with these choices."""
+    choices = {name: options.pop(name) for name in CHOICES if name in options}
+    return Batching(**options | {"rules": options.get("rules", Rules)(**choices)})
+
+
 def serve(
     requests,
     *,
@@ -213,7 +220,7 @@ def serve(
         cache=cache,
         scheduler=scheduler_of("fcfs") if scheduler is None else scheduler,
         latency=Even() if latency is None else latency,
-        batching=Batching(**{"watermark": 0} | batching),
+        batching=batching_of(**{"watermark": 0} | batching),
         rate_scale=rate_scale,
         jumps=jumps,
         drafter=drafter,

@@ -1,15 +1,16 @@
 """Servers under the rules of engines: jumps change no decision, and no request is lost."""
 
+from functools import partialmethod
 from random import Random
 
-import attrs
 import pytest
 from helpers.engine import compute, decided
 from helpers.schedulers import SCHEDULERS
 from helpers.serving import RULES, Bent, random_ruled_server, ruled_servers
 from hypothesis import assume, given, settings
 
-from kvcore.serving import Batching
+from kvcore.serving import Batching, Rules
+from kvcore.serving.rules import Decisions
 from kvcore_replay.check.trace import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -50,6 +51,26 @@ def test_a_trace_can_be_replayed(tmp_path_factory, scheduler, server):
     assert (report.finished, report.rejected) == (len(run.rows), len(run.rejected))
 
 
+class Asked(Rules):
+    """Rules that are asked for every decision, and answer as kvcore's own."""
+
+    name = "asked"
+
+
+for name in Decisions.__slots__:
+    setattr(Asked, name, partialmethod(getattr(Rules, name)))
+
+
+@every_scheduler
+@given(server=ruled_servers())
+def test_methods_say_what_the_loop_does_without_them(scheduler, server):
+    """Rules that override each method with that of the base class decide the same."""
+    assume_order(scheduler, server)
+    inline, asked = server.run(scheduler), server.run(scheduler, rules=Asked)
+    assert decided(asked.trace) == decided(inline.trace)
+    assert outcome(asked) == outcome(inline)
+
+
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
 @few
 @given(server=ruled_servers())
@@ -71,7 +92,7 @@ def test_a_run_on_tensors_has_the_trace_of_the_simulator(scheduler, server):
 def test_random_servers_draw_every_rule():
     """Random servers draw every value of every rule of `Batching`, its default among them."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
-    defaults = attrs.asdict(Batching())
+    defaults = Batching().as_dict(complete=True)
     assert set(RULES) == set(defaults) - limits
     assert all(defaults[name] in values for name, values in RULES.items())
     options = [random_ruled_server(Random(seed).randint).options for seed in range(300)]
