@@ -1,9 +1,10 @@
-"""The serving loop; contracts of schedulers, latency models, drafters and routers.
+"""The serving loop; contracts of schedulers, rules, latency models, drafters and routers.
 
 To read, in this order:
 
     job.py            a request between arrival and finish
-    scheduler.py      the contract of schedulers; the limits and rules of a step
+    scheduler.py      the contract of schedulers; the limits of a step
+    rules.py          the contract of the rules by which engines differ
     loop.py           one turn: arrivals, a plan, a step or a jump, the clock
     batcher.py        the plan: who is admitted, paused, preempted
     decode_batch.py   the blocks of jobs; those that decode, many steps at once
