@@ -194,6 +194,7 @@ class Batcher:
                 self._admit(now)
                 if not (self._mixed or self.chunks):
                     self._grow(now)
+                self._victims.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
@@ -444,7 +445,11 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if job is self.blocked_job or self._full or job in self._victims:
+        if self._full or job in self._victims:
+            return False
+        # Without an event, pins of clients end early, and blocks expire.
+        tree = self._cache.tree
+        if job is self.blocked_job and tree.pins is None and not tree.eviction.expires_spans:
             return False
         if not (self._chunked or self._in_one(job, now)):
             return False
