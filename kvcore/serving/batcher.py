@@ -445,11 +445,11 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if self._full or job in self._victims:
-            return False
+        tree, is_blocked = self._cache.tree, job is self.blocked_job
         # Without an event, pins of clients end early, and blocks expire.
-        tree = self._cache.tree
-        if job is self.blocked_job and tree.pins is None and not tree.eviction.expires_spans:
+        if is_blocked and (tree.pins is not None or tree.eviction.expires_spans):
+            is_blocked = False
+        if is_blocked or self._full or job in self._victims:
             return False
         if not (self._chunked or self._in_one(job, now)):
             return False

@@ -24,7 +24,7 @@ from typing import Any
 
 import attrs
 
-from kvcore import EvictionPolicy, OutOfBlocks, Scheduler
+from kvcore import EvictionPolicy, OutOfBlocks, PolicyError, Scheduler
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Request
 from kvcore.serving import LoopState, StepWork
@@ -229,6 +229,8 @@ class Server:
         self.timers, self.loads = [], []
         # Jobs are offered slots only if something but growth has happened since the last plan.
         self.changed = True
+        # Preemptions since the last token: many are a livelock.
+        self.fruitless = 0
         # Whether a job found no room for future tokens, and no running one has left since.
         self.is_full = False
         # The plan: (job, tokens) of prompts in the step, and which of these are to be
@@ -688,6 +690,7 @@ class Server:
         job.stage = PAUSED
         job.pauses += 1
         self.paused.append(job)
+        self.check_progress()
         self.queue(job, self.now, front=True)
 
     def preempt(self, job):
@@ -716,12 +719,22 @@ class Server:
             if not was_paused and self.rules.preempts == "last":
                 has_slot = job.seq.tokens > job.length
                 self.keep_generated(job, complete=has_slot or not self.rules.lag)
+        self.check_progress()
         self.cache.close(job.seq, self.now, preempted=True)
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         self.queue(job, self.now, front=True)
         if self.share is not None:
             self.share.preempted(self.decoding, self.decode_steps)
+
+    def check_progress(self):
+        """Raise PolicyError if nothing but preemption happens any more."""
+        self.fruitless += 1
+        limit = 100 + 10 * (len(self.running) + len(self.waiting))
+        # Jobs that get their blocks chunk by chunk may lose them at every chunk.
+        if self.fruitless > limit * (self.cache.pool.blocks if self.by_chunk else 1):
+            msg = f"livelock: {self.fruitless} preemptions without a new token"
+            raise PolicyError(msg)
 
     # Tiers.
 
@@ -772,6 +785,8 @@ class Server:
                 job.first_token = self.now if job.first_token is None else job.first_token
                 job.generated += 1
                 job.stage = DECODE
+        if prefilled or decoding:
+            self.fruitless = 0
         ended = [job for job in prefilled + decoding if not job.output_left]
         for job in sorted(ended, key=admission):
             self.end(job)
