@@ -193,6 +193,7 @@ class Batcher:
                 self._admit(now)
                 if not (self._mixed or self.chunks):
                     self._grow(now)
+                self._victims.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
@@ -461,7 +462,11 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if job is self.blocked_job or self._full or job in self._victims:
+        tree, is_blocked = self._cache.tree, job is self.blocked_job
+        # Without an event, pins of clients end early, and blocks expire.
+        if is_blocked and (tree.pins is not None or tree.eviction.expires_spans):
+            is_blocked = False
+        if is_blocked or self._full or job in self._victims:
             return False
         if not (self._chunked or self._has_chunk(job, now)):
             return False

@@ -720,6 +720,7 @@ class ServingLoop:
         job.last_token_ps = self.clock_ps
         generated = job.target - request.prompt_tokens + 1
         if generated == job.output_tokens:
+            job.generated_before = generated
             return True
         job.stage = DECODE
         self.batch.add(job, generated)
