@@ -66,7 +66,7 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     return recognise(path, plugins.classes("workload").values())
 
 
-def opened(workload: Any, plugins: Plugins) -> Any:
+def as_workload(workload: Any, plugins: Plugins) -> Any:
     """Return the workload that a text or path names, or that requests are; others as they are.
 
     Raises:
