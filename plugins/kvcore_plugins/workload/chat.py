@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import file_digest
 from kvcore_plugins.workload._messages import (
     ANSWER,
-    TIMES,
+    RESPONSE,
     Message,
     answer_of,
     answer_places,
@@ -31,10 +31,11 @@ from kvcore_plugins.workload._messages import (
     nested,
     output_count,
     text_of,
-    time_of,
+    times_of,
     tools_of,
 )
-from kvcore_plugins.workload.rows import Row, TimedFile, Turn, merged, rows
+from kvcore_plugins.workload.rows import Row, TimedFile, Turn, merged, rows, time_order
+from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 
 _PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
 _ESTIMATES = {
@@ -61,9 +62,9 @@ class Chat(TimedFile):
     has the length of the answer, or else the number in `usage` or in `output_tokens` of the
     row, or else that of the option.
 
-    A row arrives at its time, one of the fields `TIMES`; rows without times arrive at `rate`.
-    Rows are sorted by time. The turns of a conversation follow one another: each is sent
-    `think` seconds after the answer before it.
+    A row arrives at its time, the finest one of the row and of the response in it; rows without
+    times arrive at `rate`. Rows are sorted by time. The turns of a conversation follow one
+    another: each is sent `think` seconds after the answer before it.
 
     The id of a request is its row, from 0, and in a conversation its turn, as in `17/2`.
 
@@ -73,7 +74,7 @@ class Chat(TimedFile):
             is applied if it has one. Nothing is downloaded, and no code of the folder run.
         tokens: the tokens without a tokenizer: `words` (pieces of up to seven letters or three
             digits, signs, line ends) or `bytes`.
-        time: field of the time; None: the first one of `TIMES`.
+        time: field of the time; None: the finest one with a usual name.
         output_tokens: tokens that a request without an answer generates.
         think: seconds from an answer to the next message of its conversation.
         key_tokens: tokens of a key.
@@ -91,6 +92,8 @@ class Chat(TimedFile):
     think: float = attrs.field(default=0.0, converter=as_float, validator=[ge(0), lt(1e9)])
     key_tokens: int = attrs.field(default=16, validator=ge(1))
     _timed: bool | None = attrs.field(default=None, init=False, repr=False)
+    _clock: Clock = attrs.field(factory=lambda: Clock(""), init=False, repr=False)
+    _order: TimeOrder | None = attrs.field(default=None, init=False, repr=False)
     _unanswered: list[int] = attrs.field(factory=list, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
@@ -113,7 +116,7 @@ class Chat(TimedFile):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, the options, and the tokenizer's files."""
-        options = self.options()
+        options = self.options() | {"unit": self.unit or "s"}
         if self.tokenizer is not None:
             options["tokenizer"] = _digests(self.tokenizer)
         return file_digest(options.pop("path"), **options)
@@ -124,6 +127,8 @@ class Chat(TimedFile):
         if self._timed is None:
             return ()
         notes = [] if self.tokenizer else [_ESTIMATES[self.tokens]]
+        if self._order is not None:
+            notes += self._order.notes(self._clock)
         if not self._timed and self.rate is None:
             notes.append(
                 "the file has no times: all arrives at once, a conversation's turns in a row; "
@@ -138,31 +143,41 @@ class Chat(TimedFile):
 
     def _rows(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
         """Yield the arrival of the first request of each row, and its reader."""
-        encoder = self._encoder()
-        drawn, unanswered = self.drawn_arrivals(), list[int]()
-        names = TIMES if self.time is None else (self.time,)
-        first = latest = 0
-        timed: bool | None = None
-        for row in rows(self.path):
-            holder, name = time_of(row, names)
-            if timed is None:
-                self._timed = timed = name is not None
-                self._unanswered = unanswered
-                if name is not None:
-                    self.refuse_rate(row, name)
-                    first = latest = holder.time(name, self.unit)
-            if timed is not (name is not None):
-                expected = (
-                    "a time, as the first row has" if timed else "none, as in the first row"
-                )
-                raise holder.error(field=name or names[0], expected=expected)
-            if name is None:
-                start = next(drawn)
-            else:
-                expected = "no earlier time than before (sort the rows by time)"
-                latest = holder.in_order(name, holder.time(name, self.unit), latest, expected)
-                start = latest - first
+        encoder, unanswered = self._encoder(), list[int]()
+        source = rows(self.path)
+        head = list(islice(source, HEAD))
+        samples = [times_of(row, self.time) for row in head]
+        name = finest(list(samples[0]), samples, self.unit) or next(iter(samples[0]), None)
+        self._timed, self._unanswered = name is not None, unanswered
+        timed = self._timed_rows(chain(head, source), name)
+        if name is not None:
+            self._order = time_order(name)
+            timed = self._order.sort(timed)
+        first: int | None = None
+        for time, _, row in timed:
+            if first is None:
+                first = 0 if name is None else time
+            start = time - first
             yield start, partial(self._turns, row, start, encoder, unanswered)
+
+    def _timed_rows(self, source: Iterable[Row], name: str | None) -> Iterator[Timed[Row]]:
+        """Yield the rows with their times in the field `name`; None: drawn ones."""
+        drawn, clock = self.drawn_arrivals(), Clock(name or "", self.unit)
+        self._clock = clock
+        for serial, row in enumerate(source):
+            times = times_of(row, self.time if name is None else name)
+            if bool(times) is not (name is not None):
+                expected = (
+                    "a time, as the first row has" if name else "none, as in the first row"
+                )
+                raise row.error(field=name or next(iter(times)), expected=expected)
+            if name is None:
+                yield next(drawn), row.line, row
+                continue
+            holder = row if row.fields.get(name) is not None else nested(row, *RESPONSE)
+            if not serial:
+                self.refuse_rate(row, name)
+            yield holder.time(name, clock), row.line, row
 
     def _encoder(self) -> _Encoder:
         if self.tokenizer is not None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
-from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
@@ -23,8 +20,7 @@ from kvcore.errors import shorten
 from kvcore.files import as_path
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest, lines, poisson_arrivals
-
-UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
+from kvcore_plugins.workload.times import UNITS, WINDOW, Clock, TimeOrder
 
 MOST_NESTED = 250
 """Largest depth of nested values in a line, which can then be written again."""
@@ -32,9 +28,6 @@ MOST_NESTED = 250
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
-_NUMBER = re.compile(r"\d{1,18}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?", re.ASCII)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
@@ -62,15 +55,22 @@ class TimedFile(FileWorkload):
 
     Attributes:
         path: path of the file.
-        unit: unit of times that are numbers: s, ms, us, ns.
+        unit: unit of times that are numbers: s, ms, us, ns; None: that of the field's name, or
+            of their size.
         rate: where rows have no times, requests a second, at random times (Poisson); `inf`:
             all at once.
         seed: seed of the random times.
     """
 
-    unit: str = attrs.field(default="s", validator=in_(UNITS), kw_only=True)
+    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
     rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
     seed: int = attrs.field(default=0, kw_only=True)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes and of the other options, a unit in any case."""
+        options = self.options() | {"unit": self.unit or "s"}
+        return file_digest(options.pop("path"), **options)
 
     def drawn_arrivals(self) -> Iterator[int]:
         """Yield the times in ns of rows without times."""
@@ -119,21 +119,13 @@ class Row:
         expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
         raise self.error(field=name, expected=expected)
 
-    def time(self, name: str, unit: str) -> int:
-        """Return a time in ns: a number in `unit`, or a date and time of ISO 8601."""
-        value = self.fields.get(name, "")
-        text = str(value)
-        if _NUMBER.fullmatch(text):
-            time = int((Decimal(text) * UNITS[unit]).to_integral_value())
-            if time < INT64_LIMIT:
-                return time
-        else:
-            with suppress(ValueError):
-                moment = datetime.fromisoformat(text)
-                moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-                return (moment - _EPOCH) // _MICROSECOND * UNITS["us"]
-        expected = "a number, or a time such as 2024-05-10 18:15:46.680"
-        raise self.error(field=name, expected=expected)
+    def time(self, name: str, clock: Clock) -> int:
+        """Return the time in ns that `clock` reads in a field."""
+        time = clock.read(self.fields.get(name))
+        if time is None:
+            expected = "a number, or a time such as 2024-05-10 18:15:46.680"
+            raise self.error(field=name, expected=expected)
+        return time
 
     def text(self, name: str) -> str:
         """Return a field that must be a text."""
@@ -221,6 +213,16 @@ class Row:
         found = "nothing: the field is missing" if value is _FIELD else as_json(value)
         where = f"{self.path}:{self.line}: field '{self.prefix}{field}'"
         return InputError(f"{where}: expected {expected}, got {found}")
+
+
+def time_order(field: str) -> TimeOrder:
+    """Return what sorts the rows whose times are in `field`."""
+
+    def too_late(row: Row) -> InputError:
+        expected = f"no time before that of the {WINDOW} rows before it (sort the rows by time)"
+        return row.error(field=field, expected=expected)
+
+    return TimeOrder(too_late)
 
 
 Turn: TypeAlias = tuple[int, Callable[[], Request]]
