@@ -22,7 +22,7 @@ COLUMNAR = ("input_lens", "output_lens")
 
 _TEXTS = {
     "messages", "conversations", "conversation", "prompt", "input", "instructions",
-    "text_input", "hash_ids", "chunk_hashes", "requests", "event",
+    "text_input", "hash_ids", "chunk_hashes", "requests", "event", "event_type",
 }  # fmt: skip
 """Fields of other formats: their rows have more than lengths."""
 

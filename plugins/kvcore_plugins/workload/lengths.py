@@ -44,7 +44,8 @@ from kvcore_plugins.workload.times import (
 USUAL = {
     "input": "prompttokens inputlen inputlens inputlength inputtokens inputtoks "
     "inputtokencount inputsequencelength numinputtokens promptlen promptlength "
-    "prompttokencount numprompttokens numprefilltokens requesttokens newtokens newinputtokens numnewtokens "
+    "prompttokencount numprompttokens numprefilltokens "
+    "requesttokens newtokens newinputtokens numnewtokens "
     "appendedtokens intokens isl prompt input",
     "output": "completiontokens outputlen outputlens outputlength outputtokens outputtoks "
     "outputsequencelength outputtokencount numoutputtokens completionlen completionlength "

@@ -29,6 +29,8 @@ _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
+_HASH = re.compile(r"(?:0[xX])?[0-9a-fA-F]{8,128}")
+_WIDE_BYTES = 16
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
 
@@ -158,24 +160,29 @@ class Row:
             rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
         return rows
 
-    def keys(self, name: str, below: int = INT64_LIMIT, *, digests: bool = False) -> list[Any]:
+    def keys(
+        self, name: str, below: int = INT64_LIMIT, *, digests: bool = False, wide: bool = False
+    ) -> list[Any]:
         """Return a list of block keys: integers in `[0, below)`.
 
-        With `digests`, texts of 32 hexadecimal digits are keys as well, as their 16 bytes.
+        With `digests`, texts of 32 hexadecimal digits are keys as well, as their 16 bytes. With
+        `wide`, so are other integers of 64 bits but -1, and texts of 8 or more digits.
         """
         keys = self.fields.get(name)
         if type(keys) is not list:
             raise self.error(field=name, expected="a list of integers")
         if not keys or (set(map(type, keys)) == _INT and min(keys) >= 0 and max(keys) < below):
             return keys
+        if wide:
+            keys = [_wide_key(key) for key in keys]
         for place, key in enumerate(keys):
             integer = type(key) is int and 0 <= key < below
             digest = digests and type(key) is str and _HEX.fullmatch(key) is not None
-            if not integer and not digest:
+            if not integer and not digest and type(key) is not bytes:
                 expected = f"an integer from 0 to {below - 1}"
                 expected += " or 32 hexadecimal digits" if digests else ""
                 raise self.error(field=f"{name}[{place}]", expected=expected, got=key)
-        return [key if type(key) is int else bytes.fromhex(key) for key in keys]
+        return [bytes.fromhex(key) if type(key) is str else key for key in keys]
 
     def prompt_keys(
         self,
@@ -185,13 +192,23 @@ class Row:
         below: int = INT64_LIMIT,
         *,
         digests: bool = False,
+        wide: bool = False,
         hint: str = "",
     ) -> list[Any]:
         """Return the block keys of a prompt: no more of them than its tokens fill.
 
         `hint` ends the error about more.
         """
-        keys = self.keys(name, below, digests=digests)
+        keys: list[Any] = self.fields.get(name)  # type: ignore[assignment]  # tested below
+        # As nearly all are, without a call.
+        if not (
+            type(keys) is list
+            and keys
+            and set(map(type, keys)) == _INT
+            and min(keys) >= 0
+            and max(keys) < below
+        ):
+            keys = self.keys(name, below, digests=digests, wide=wide)
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
         most = -(-prompt // key_tokens)
@@ -213,6 +230,15 @@ class Row:
         found = "nothing: the field is missing" if value is _FIELD else as_json(value)
         where = f"{self.path}:{self.line}: field '{self.prefix}{field}'"
         return InputError(f"{where}: expected {expected}, got {found}")
+
+
+def _wide_key(key: Any) -> Any:
+    """Return an integer beyond 63 bits or a hexadecimal text as bytes; others as they are."""
+    if type(key) is int and (INT64_LIMIT <= key < 2 * INT64_LIMIT or -INT64_LIMIT <= key < -1):
+        return key.to_bytes(_WIDE_BYTES, "big", signed=True)
+    if type(key) is str and _HASH.fullmatch(key):
+        return key.lower().removeprefix("0x").encode()
+    return key
 
 
 def time_order(field: str) -> TimeOrder:

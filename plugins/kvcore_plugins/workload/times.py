@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
 from itertools import islice
 from math import gcd
+from operator import le
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -52,8 +52,8 @@ _UNIT_WORDS = {
 _NAMES = {factor: unit for unit, factor in UNITS.items()} | {60 * NS_PER_S: "min"}
 _EPOCH_WORDS = {"unix", "epoch", "utc"}
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-zµμ]+|\d+")
-# The least size of a number that counts from 1970 in a unit: that of 1973 in each.
-_SIZES = ((10**17, "ns"), (10**14, "us"), (10**11, "ms"), (10**8, "s"))
+# The least size of a number that counts from 1970 in a unit: that of 1973, of 2001 in s.
+_SIZES = ((10**17, "ns"), (10**14, "us"), (10**11, "ms"), (10**9, "s"))
 _NUMBER = re.compile(
     r"[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?", re.ASCII
 )
@@ -151,7 +151,8 @@ class Clock:
         """
         kind = type(value)
         if kind is int:
-            return self._in_range(value * (self._factor or self._guess(value)))
+            time: int = value * (self._factor or self._guess(value))
+            return time if -INT64_LIMIT < time < INT64_LIMIT else None
         if kind is not str and kind is not float:
             return None
         text = str(value).strip()
@@ -224,38 +225,43 @@ class TimeOrder:
     def sort(self, timed: Iterable[Timed[_T]]) -> Iterator[Timed[_T]]:
         """Yield the rows by time.
 
-        Memory: `WINDOW` rows; all of a file whose first `WINDOW` rows are out of order.
+        Memory: twice `WINDOW` rows; all of a file whose first `WINDOW` rows are out of order.
+
+        Raises:
+            Exception: that of `too_late`.
         """
         rest = iter(timed)
-        head = list(islice(rest, WINDOW))
-        if not head:
+        pending = list(islice(rest, WINDOW))
+        if not pending:
             return
-        if any(head[place] < head[place - 1] for place in range(1, len(head))):
-            head += rest
-            latest = head[0][0]
-            for time, *_ in head:
-                self.late += time < latest
-                latest = max(latest, time)
-            head.sort(key=_order)
-        self.first, self.last, self.rows = head[0][0], head[-1][0], len(head)
-        pending = deque(head)
-        for item in rest:
-            self.rows += 1
-            earliest = pending.popleft()
-            if item < pending[-1]:
-                if item < earliest:
-                    raise self.too_late(item[2])
-                self.late += item[0] < pending[-1][0]
-                after = []
-                while pending and item < pending[-1]:
-                    after.append(pending.pop())
-                pending.append(item)
-                pending.extend(reversed(after))
-            else:
-                pending.append(item)
-                self.last = item[0]
-            yield earliest
+        if not _in_order(pending):
+            pending += rest
+            self._count_late(pending)
+            pending.sort(key=_key)
+        self.first, self.last, self.rows = pending[0][0], pending[-1][0], len(pending)
+        while chunk := list(islice(rest, WINDOW)):
+            self.rows += len(chunk)
+            if chunk[0] < pending[-1] or not _in_order(chunk):
+                earliest = pending[0]
+                early = next((item for item in chunk if item < earliest), None)
+                if early is not None:
+                    raise self.too_late(early[2])
+                pending += chunk
+                self._count_late(pending)
+                pending.sort(key=_key)
+                pending, chunk = pending[:-WINDOW], pending[-WINDOW:]
+            yield from pending
+            pending = chunk
+            self.last = pending[-1][0]
         yield from pending
+
+    def _count_late(self, items: Iterable[Timed[Any]]) -> None:
+        latest: int | None = None
+        for time, *_ in items:
+            if latest is None or time >= latest:
+                latest = time
+            else:
+                self.late += 1
 
     def notes(self, clock: Clock) -> list[str]:
         """Return the notes of a guessed unit, of sorted rows, and of an implausible span.
@@ -275,5 +281,9 @@ class TimeOrder:
         return notes
 
 
-def _order(item: Timed[Any]) -> tuple[int, int]:
+def _in_order(items: Sequence[Timed[Any]]) -> bool:
+    return all(map(le, items, items[1:]))
+
+
+def _key(item: Timed[Any]) -> tuple[int, int]:
     return item[:2]
