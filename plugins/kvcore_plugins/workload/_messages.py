@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,22 +9,10 @@ import orjson
 
 from kvcore import InputError
 from kvcore_plugins.workload.rows import Row
+from kvcore_plugins.workload.times import find_times
 
-TIMES = (
-    "timestamp",
-    "time",
-    "ts",
-    "@timestamp",
-    "startTime",
-    "start_time",
-    "request_time",
-    "created",
-    "created_at",
-    "createdAt",
-    "arrival_time",
-    "arrival",
-)
-"""Fields of a row, or of the response in it, that may have the time of the request."""
+RESPONSE = ("response", "body")
+"""Names of the objects in a row that may hold what a server answered."""
 
 ANSWER = "assistant"
 """The role whose messages are generated."""
@@ -89,13 +76,20 @@ def unpacked(fields: dict[str, Any], *names: str) -> None:
                 continue
 
 
-def time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
-    """Return the object of a row that has its time, and the field; None: it has no time."""
-    for holder in (row, nested(row, "response", "body")):
-        for name in names:
-            if holder.fields.get(name) is not None:
-                return holder, name
-    return row, None
+def times_of(row: Row, name: str | None = None) -> dict[str, Any]:
+    """Return the times of a row and of the response in it, by field; those of the row win.
+
+    Args:
+        row: the row.
+        name: the field; None: those with a usual name of a time.
+    """
+    times: dict[str, Any] = {}
+    for holder in (nested(row, *RESPONSE), row):
+        names = find_times(holder.fields) if name is None else [name]
+        times |= {
+            name: holder.fields[name] for name in names if holder.fields.get(name) is not None
+        }
+    return times
 
 
 def is_chat(fields: dict[str, Any]) -> bool:

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from heapq import heappop, heappush
-from itertools import accumulate, chain, islice
-from operator import le
+from itertools import chain, islice
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +14,7 @@ import orjson
 
 from kvcore import InputError, Request
 from kvcore.request import block_keys
-from kvcore.units import NS_PER_S
+from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
 from kvcore.workloads.reading import LeftOut, unread_fields
 from kvcore_plugins.workload._chat_log import log_parts
@@ -27,7 +22,7 @@ from kvcore_plugins.workload._encoders import ESTIMATES, Encoder, encoder_of
 from kvcore_plugins.workload._messages import (
     ANSWER,
     IMAGES,
-    TIMES,
+    RESPONSE,
     TOKEN_IDS,
     Answer,
     answer_indices,
@@ -39,27 +34,25 @@ from kvcore_plugins.workload._messages import (
     nested,
     reasoning_of,
     text_of,
-    time_of,
+    times_of,
     token_ids,
     unpacked,
     unusable,
 )
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
-from kvcore_plugins.workload.rows import Row, Turn, parse_row
+from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
+from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
 
 if TYPE_CHECKING:
     from kvcore_plugins.workload.chat import Chat
-
-HEAD_ROWS = 100
-"""First rows that say how a file is to be read."""
 
 _HEAD_TOKENS = 250_000
 _ISOLATING = frozenset(("cache_salt", "cache_salt_id", "extra_key", "lora_request", "lora_name",
               "lora_path", "lora", "adapter_id", "adapter"))  # fmt: skip
 # Of fields whose names would say that they change a request, those that do not, or are read.
 _KNOWN = frozenset((
-    *_ISOLATING, *TIMES, "reasoning_content", "reasoning_effort", "prompt_cache_key",
+    *_ISOLATING, "reasoning_content", "reasoning_effort", "prompt_cache_key",
     "prompt_cache_retention", "background", "usage", "cached_tokens", "prompt_cache_hit_tokens",
 ))  # fmt: skip
 # Largest ratio of the tokens that are reported to those of the texts, either way, with which
@@ -110,14 +103,14 @@ class Reading:
 
     Args:
         chat: the workload, whose options say how to read.
-        times: of a file with times, the order of its rows, which an earlier pass has found.
 
     Attributes:
         left_out: rows that are no requests.
     """
 
-    def __init__(self, chat: Chat, times: RowTimes) -> None:
-        self._chat, self._times = chat, times
+    def __init__(self, chat: Chat) -> None:
+        self._chat = chat
+        self._names = chat.field_names
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
         self.left_out = LeftOut(strict=chat.strict)
         self._unread: list[str] = []
@@ -125,6 +118,9 @@ class Reading:
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = 0
         self._key_text = chat.key_tokens
+        self._clock: Clock | None = None
+        self._order: TimeOrder | None = None
+        self._likely: list[str] = []
 
     def sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
         """Yield the arrival of the first request of each row, and its reader."""
@@ -150,16 +146,16 @@ class Reading:
         """Return the assumptions about the rows that were read, and what was left out."""
         chat = self._chat
         notes = [] if chat.tokenizer else [ESTIMATES[chat.tokens]]
-        if self._times.field is None and chat.rate is None:
-            likely = self._times.likely
-            named = f" (or does time={' or time='.join(likely)} have them?)" if likely else ""
+        if self._order is not None and self._clock is not None:
+            notes += self._order.notes(self._clock)
+        elif chat.rate is None:
+            named = f" (or does time={' or time='.join(self._likely)} have them?)"
+            named = named if self._likely else ""
             notes.append(
                 f"the file has no times{named}: all arrives at once, a conversation's turns in "
                 "a row; rate=PER_SECOND and think=SECONDS spread them"
             )
         notes += self.left_out.notes
-        if self._times.minima is not None:
-            notes.append("rows are not in order of their times: they were sorted")
         notes += self._usage_notes()
         if self._unanswered:
             notes.append(
@@ -192,8 +188,8 @@ class Reading:
 
     def _tokens(self) -> Iterator[tuple[int | None, _Tokens]]:
         """Yield the time and the tokens of each row that can be read, in order of time."""
-        for time, exchange in self._times.ordered(self.left_out):
-            if self._rows < HEAD_ROWS:
+        for time, exchange in self._timed():
+            if self._rows < HEAD:
                 self._look_for_unread(exchange)
             try:
                 tokens = self._tokens_of(exchange)
@@ -201,6 +197,66 @@ class Reading:
                 self.left_out.add(getattr(error, "reason", "not readable"), error)
             else:
                 yield time, tokens
+
+    def _timed(self) -> Iterator[tuple[int | None, Exchange]]:
+        """Yield each row that may be a request, in order of time; without times as they are."""
+        chat, asked = self._chat, self._names.get("time")
+        source = exchanges(chat, self.left_out, self._names)
+        head = list(islice(source, HEAD))
+        samples = [times_of(exchange.row, asked) for exchange in head]
+        names = list(dict.fromkeys(name for times in samples for name in times))
+        field = finest(names, samples, chat.unit) or next(
+            (name for name in names if 2 * sum(name in times for times in samples) > len(head)),
+            None,
+        )
+        rows = chain(head, source)
+        if field is None:
+            first = head[0].row.fields if head else {}
+            self._likely = [
+                name
+                for name, value in first.items()
+                if _LIKELY.search(name) and type(value) in (int, float, str)
+            ]
+            if asked is not None and head:
+                msg = f"{chat.path}: no field {asked!r} in most of the first rows"
+                msg += f"; there are: {', '.join(self._likely)}" if self._likely else ""
+                raise InputError(msg)
+            yield from ((None, exchange) for exchange in map(self._untimed, rows))
+            return
+        first_row = next(
+            exchange.row
+            for exchange, times in zip(head, samples, strict=True)
+            if field in times
+        )
+        chat.refuse_rate(first_row, field)
+        self._clock, self._order = Clock(field, chat.unit), time_order(field)
+        for time, _, exchange in self._order.sort(self._clocked(rows, field)):
+            yield time, exchange
+
+    def _clocked(self, rows: Iterable[Exchange], field: str) -> Iterator[Timed[Exchange]]:
+        """Yield the rows that have a time."""
+        clock, latest = self._clock or Clock(field), -INT64_LIMIT
+        for exchange in rows:
+            row = exchange.row
+            holder = row if row.fields.get(field) is not None else nested(row, *RESPONSE)
+            try:
+                if holder.fields.get(field) is None:
+                    raise row.error(field=field, expected="a time, as the first row has")
+                time = holder.time(field, clock)
+                if self._chat.strict:
+                    expected = "no earlier time than before (sort the rows by time)"
+                    latest = holder.in_order(field, time, latest, expected)
+            except InputError as error:
+                self.left_out.add("without a time", error)
+            else:
+                yield time, row.line, exchange
+
+    def _untimed(self, exchange: Exchange) -> Exchange:
+        """Return a row of a file without times, or refuse one with a time if that is strict."""
+        if self._chat.strict and (times := times_of(exchange.row)):
+            expected = "none, as in the first row"
+            raise exchange.row.error(field=next(iter(times)), expected=expected)
+        return exchange
 
     def _look_for_unread(self, exchange: Exchange) -> None:
         row, body = exchange.row, exchange.body
@@ -218,9 +274,7 @@ class Reading:
     def _tokens_of(self, exchange: Exchange) -> _Tokens:
         """Return the tokens of the prompts and answers of a row."""
         row, body, response = exchange
-        holders = (
-            (row, response) if "usage" in self._chat.field_names else (response, row, body)
-        )
+        holders = (row, response) if "usage" in self._names else (response, row, body)
         usage, explicit = usage_of(*holders)
         answer = answer_of(response)
         if answer is None and generated_nothing(response):
@@ -304,7 +358,7 @@ class Reading:
         prefixes have equal keys, and as many keys as the server had blocks.
         """
         head, held = [], 0
-        for time, tokens in islice(source, HEAD_ROWS):
+        for time, tokens in islice(source, HEAD):
             head.append((time, tokens))
             held += sum(map(len, tokens.prompts))
             if held > _HEAD_TOKENS:
@@ -394,127 +448,15 @@ class Reading:
         )
 
 
-@attrs.define
-class RowTimes:
-    """The times of a file's rows.
-
-    Attributes:
-        chat: the workload.
-        field: the field of a time; None: rows have no times.
-        minima: for each row, the earliest time of it and of all rows after it; None: the rows
-            are in order.
-        likely: fields that look like times, of a file without known ones.
-    """
-
-    chat: Chat
-    field: str | None = None
-    minima: array[int] | None = None
-    likely: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, chat: Chat) -> RowTimes:
-        """Read the times of a file. Memory: of a file that is not sorted, 8 bytes a row."""
-        names = chat.time_names
-        source = exchanges(chat, LeftOut())
-        head = list(islice(source, HEAD_ROWS))
-        timed = [
-            (holder, name)
-            for holder, name in (time_of(exchange.row, names) for exchange in head)
-            if name is not None
-        ]
-        if not timed or 2 * len(timed) < len(head):
-            likely = [
-                name
-                for name, value in (head[0].row.fields if head else {}).items()
-                if _LIKELY.search(name) and type(value) in (int, float, str)
-            ]
-            if chat.time is not None:
-                msg = f"{chat.path}: no field {chat.time!r} in most of the first rows"
-                msg += f"; there are: {', '.join(likely)}" if likely else ""
-                raise InputError(msg)
-            return cls(chat, likely=likely)
-        chat.refuse_rate(*timed[0])
-        times = array("q")
-        for exchange in chain(head, source):
-            time = _time(exchange, names, chat.unit)
-            if time is not None:
-                times.append(time)
-        if all(map(le, times, islice(times, 1, None))):
-            return cls(chat, timed[0][1])
-        times.reverse()
-        minima = array("q", accumulate(times, min))
-        minima.reverse()
-        return cls(chat, timed[0][1], minima)
-
-    def ordered(self, left_out: LeftOut) -> Iterator[tuple[int | None, Exchange]]:
-        """Yield the time and each row that may be a request, in order of time.
-
-        Memory: the rows that stand before others with earlier times.
-        """
-        names, unit = self.chat.time_names, self.chat.unit
-        waiting: list[tuple[int, int, Exchange]] = []
-        index = latest = 0
-        for exchange in exchanges(self.chat, left_out):
-            if self.field is None:
-                self._refuse_time(exchange, left_out)
-                yield None, exchange
-                continue
-            time = _time(exchange, names, unit)
-            if time is None:
-                left_out.add("without a time", _no_time(exchange, names, unit))
-                continue
-            if left_out.strict:
-                holder, name = time_of(exchange.row, names)
-                expected = "no earlier time than before (sort the rows by time)"
-                latest = holder.in_order(name or "", time, latest, expected)
-            if self.minima is None:
-                yield time, exchange
-                continue
-            heappush(waiting, (time, index, exchange))
-            index += 1
-            bound = self.minima[index] if index < len(self.minima) else math.inf
-            while waiting and waiting[0][0] <= bound:
-                time, _, exchange = heappop(waiting)  # noqa: PLW2901 - an earlier row
-                yield time, exchange
-        for time, _, exchange in sorted(waiting):
-            yield time, exchange
-
-    def _refuse_time(self, exchange: Exchange, left_out: LeftOut) -> None:
-        """Raise InputError if a strict reading has a row with a time, unlike the first ones."""
-        holder, name = time_of(exchange.row, self.chat.time_names)
-        if left_out.strict and name is not None:
-            raise holder.error(field=name, expected="none, as in the first row")
-
-
 _LIKELY = re.compile(r"time|date|stamp|created|_at$|^ts", re.IGNORECASE)
 
 
-def _time(exchange: Exchange, names: Sequence[str], unit: str) -> int | None:
-    """Return the time of a row in ns; None: it has none, or one that cannot be read."""
-    holder, name = time_of(exchange.row, names)
-    if name is not None:
-        with suppress(InputError):
-            return holder.time(name, unit)
-    return None
-
-
-def _no_time(exchange: Exchange, names: Sequence[str], unit: str) -> InputError:
-    """Return the error of a row without a time that can be read."""
-    holder, name = time_of(exchange.row, names)
-    if name is not None:
-        with suppress(InputError):
-            holder.time(name, unit)
-            return holder.error(field=name, expected="a time")
-    return holder.error(field=name or names[0], expected="a time, as the first row has")
-
-
-def exchanges(chat: Chat, left_out: LeftOut) -> Iterator[Exchange]:
+def exchanges(chat: Chat, left_out: LeftOut, names: Mapping[str, str]) -> Iterator[Exchange]:
     """Yield the rows of a file that may be requests; count the others in `left_out`.
 
     Raises:
         InputError: the file cannot be read, or with `strict` the first other row.
     """
-    names = chat.field_names
     for number, line in lines(chat.path):
         try:
             row = parse_row(chat.path, number, line)

@@ -18,11 +18,11 @@ from kvcore.files import as_path, unreadable_reason
 from kvcore.plugins.options import nearest
 from kvcore.units import as_float
 from kvcore.workloads import file_digest
-from kvcore_plugins.workload._messages import TIMES, is_chat, nested, token_ids, unpacked
+from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpacked
 from kvcore_plugins.workload.rows import Row, TimedFile, merged
 
 if TYPE_CHECKING:
-    from kvcore_plugins.workload._reading import Reading, RowTimes
+    from kvcore_plugins.workload._reading import Reading
 
 _NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
 # Options that are newer than the digests of readings without them.
@@ -51,9 +51,9 @@ class Chat(TimedFile):
 
     Rows that are no completions, have failed, or cannot be read are left out, and noted.
 
-    A row arrives at its time, one of the fields `TIMES`, and rows are sorted by it; rows
-    without times arrive at `rate`. The turns of a conversation follow one another: each is sent
-    `think` seconds after the answer before it.
+    A row arrives at its time, the finest one of the row and of the response in it, and rows are
+    sorted by it; rows without times arrive at `rate`. The turns of a conversation follow one
+    another: each is sent `think` seconds after the answer before it.
 
     The id of a request is its row, from 0, and in a conversation its turn, as in `17/2`.
 
@@ -97,17 +97,14 @@ class Chat(TimedFile):
     usage: str | None = None
     model: str | None = None
     fields: Path | None = attrs.field(default=None, converter=optional(as_path))
-    _times: RowTimes | None = attrs.field(default=None, init=False, repr=False)
     _reading: Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Keeps the conversations in memory that have begun."""
         # Imported late: every command imports this module.
-        from kvcore_plugins.workload._reading import Reading, RowTimes  # noqa: PLC0415
+        from kvcore_plugins.workload._reading import Reading  # noqa: PLC0415
 
-        if self._times is None:
-            self._times = RowTimes.of(self)
-        self._reading = Reading(self, self._times)
+        self._reading = Reading(self)
         return merged(self._reading.sessions())
 
     @property
@@ -120,12 +117,6 @@ class Chat(TimedFile):
         names = {} if self.fields is None else _read_names(self.fields)
         given = {name: getattr(self, name) for name in _NAMES}
         return names | {name: field for name, field in given.items() if field is not None}
-
-    @property
-    def time_names(self) -> tuple[str, ...]:
-        """The fields that may have the time of a row."""
-        name = self.field_names.get("time")
-        return TIMES if name is None else (name,)
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
@@ -148,7 +139,7 @@ class Chat(TimedFile):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, the options, and the tokenizer's files."""
-        options = self.options()
+        options = self.options() | {"unit": self.unit or "s"}
         if self.tokenizer is not None:
             from kvcore_plugins.workload._encoders import tokenizer_digests  # noqa: PLC0415
 
