@@ -22,10 +22,9 @@ from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpack
 from kvcore_plugins.workload.rows import Row, TimedFile, merged
 
 if TYPE_CHECKING:
-    from kvcore_plugins.workload._reading import Reading
+    from kvcore_plugins.workload._chat_rows import Reading
 
 _NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
-# Options that are newer than the digests of readings without them.
 _LATER = ("image_tokens", "isolate", "strict", "fields", *_NAMES[:-1])
 
 
@@ -80,6 +79,7 @@ class Chat(TimedFile):
     """
 
     name: ClassVar[str] = "chat"
+    later_options = _LATER
     line_fields = (("messages",), ("conversations",), ("prompt",))
 
     tokenizer: Path | None = attrs.field(default=None, converter=optional(as_path))
@@ -102,7 +102,7 @@ class Chat(TimedFile):
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Keeps the conversations in memory that have begun."""
         # Imported late: every command imports this module.
-        from kvcore_plugins.workload._reading import Reading  # noqa: PLC0415
+        from kvcore_plugins.workload._chat_rows import Reading  # noqa: PLC0415
 
         self._reading = Reading(self)
         return merged(self._reading.sessions())
@@ -136,6 +136,15 @@ class Chat(TimedFile):
             or any(type(prompt) is str or token_ids(prompt) is not None for prompt in prompts)
         )
 
+    @classmethod
+    def suggestion(cls, head: Sequence[bytes]) -> str:
+        """Return options that name the fields of a row with messages or a long text."""
+        from kvcore_plugins.workload._chat_rows import likely_fields  # noqa: PLC0415
+
+        texts = (",".join(f"{role}={name}" for role, name in names.items())
+                 for names in map(likely_fields, head))  # fmt: skip
+        return next(filter(None, texts), "")
+
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, the options, and the tokenizer's files."""
@@ -144,8 +153,6 @@ class Chat(TimedFile):
             from kvcore_plugins.workload._encoders import tokenizer_digests  # noqa: PLC0415
 
             options["tokenizer"] = tokenizer_digests(self.tokenizer)
-        later = {name: options.pop(name) for name in _LATER}
-        options |= {name: value for name, value in later.items() if value}
         if self.fields is not None:
             options["fields"] = self.field_names
         return file_digest(options.pop("path"), **options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from statistics import median
@@ -16,7 +16,6 @@ from kvcore import InputError, Request
 from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
-from kvcore.workloads.reading import LeftOut, unread_fields
 from kvcore_plugins.workload._chat_log import log_parts
 from kvcore_plugins.workload._encoders import ESTIMATES, Encoder, encoder_of
 from kvcore_plugins.workload._messages import (
@@ -39,6 +38,7 @@ from kvcore_plugins.workload._messages import (
     unpacked,
     unusable,
 )
+from kvcore_plugins.workload.left_out import LeftOut, unread_fields
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
@@ -448,7 +448,7 @@ class Reading:
         )
 
 
-_LIKELY = re.compile(r"time|date|stamp|created|_at$|^ts", re.IGNORECASE)
+_LIKELY = re.compile(r"time|date|stamp|created|_at$|(^|_)ts$", re.IGNORECASE)
 
 
 def exchanges(chat: Chat, left_out: LeftOut, names: Mapping[str, str]) -> Iterator[Exchange]:
@@ -503,6 +503,54 @@ def dotted(fields: Any, name: str) -> Any:
         else:
             fields = fields.get(part) if type(fields) is dict else None
     return fields
+
+
+def likely_fields(line: bytes) -> dict[str, str]:
+    """Return the fields of a row that look like those of a request, by the options' names.
+
+    None if it has neither messages nor a text that may be a prompt.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    fields = list(_fields_in(row, "")) if type(row) is dict else []
+    names: dict[str, str] = {}
+    for name, value in fields:
+        if type(value) is list and value and type(value[0]) is dict and "content" in value[0]:
+            names.setdefault("messages", name)
+    texts = [name for name, value in fields if type(value) is str and _PROMPT.search(name)]
+    if not names and texts:
+        names["prompt"] = texts[0]
+    if not names:
+        return {}
+    for role, pattern, kinds in _ROLES:
+        for name, value in fields:
+            if type(value) in kinds and pattern.search(name) and name not in names.values():
+                names[role] = name
+                break
+    return names
+
+
+_PROMPT = re.compile(r"(prompt|question|instruction|query|input|text)\w*$", re.IGNORECASE)
+_ROLES: Sequence[tuple[str, re.Pattern[str], tuple[type, ...]]] = tuple(
+    (role, re.compile(rf"({words})$", re.IGNORECASE), kinds)
+    for role, words, kinds in (
+        ("answer", r"(answer|completion|repl|respons|output)\w*", (str,)),
+        ("usage", r"(usage|tokens)\w*", (dict,)),
+        ("model", r"model(_?(name|id))?", (str,)),
+        ("time", r"time|date|stamp|created|_at|ts", (int, float, str)),
+    )
+)
+_DEPTH = 4
+
+
+def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an object and of those inside it, by dotted names."""
+    for name, value in fields.items():
+        yield f"{prefix}{name}", value
+        if type(value) is dict and prefix.count(".") < _DEPTH:
+            yield from _fields_in(value, f"{prefix}{name}.")
 
 
 def _has_prompt(exchange: Exchange) -> bool:
