@@ -151,7 +151,7 @@ def _first_lines(path: Path) -> Iterator[bytes]:
 def _suggestions(path: Path, head: list[bytes], readers: list[type[Workload]]) -> str:
     """Return the commands by which readers would read a file that none recognises."""
     options = {cls.name: text for cls in readers if (text := cls.suggestion(head))}
-    texts = [f"'kvcore compare {name}:path={path},{text}'" for name, text in options.items()]
+    texts = [f"'kvcore simulate {name}:path={path},{text}'" for name, text in options.items()]
     return (
         f"; if it has requests, name their fields, as in {' or '.join(texts)}" if texts else ""
     )

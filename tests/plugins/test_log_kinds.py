@@ -160,7 +160,10 @@ USAGES = {
             "totalTokens": 112,
             "cacheReadInputTokens": 60,
             "cacheWriteInputTokens": 40,
-            "cacheDetails": [{"ttl": "1h", "inputTokens": 30}, {"ttl": "5m", "inputTokens": 10}],
+            "cacheDetails": [
+                {"ttl": "1h", "inputTokens": 30},
+                {"ttl": "5m", "inputTokens": 10},
+            ],
         },
         (5, 60, 10, 30, 7, 0),
     ),
@@ -226,8 +229,14 @@ def test_usage_of_gemini_is_read(log):
     ("names", "expected"),
     [
         # Read and written are parts of the input, whoever reports them.
-        (("cache_read.input_tokens", "cache_creation.input_tokens"), Usage(20, 70, 10, 0, 9, 4)),
-        (("cache_read_input_tokens", "cache_creation_input_tokens"), Usage(20, 70, 10, 0, 9, 4)),
+        (
+            ("cache_read.input_tokens", "cache_creation.input_tokens"),
+            Usage(20, 70, 10, 0, 9, 4),
+        ),
+        (
+            ("cache_read_input_tokens", "cache_creation_input_tokens"),
+            Usage(20, 70, 10, 0, 9, 4),
+        ),
         (("input_tokens.cached", "input_tokens.cache_write"), Usage(20, 70, 10, 0, 9, 4)),
     ],
 )
@@ -375,7 +384,10 @@ LEFT_OUT = {
         {"url": "https://host/v1/embeddings", "input": "a text", "response": {"data": []}},
         "of another endpoint",
     ),
-    "embeddings as prompts": ({"call_type": "aembedding", "prompt": "a"}, "of another endpoint"),
+    "embeddings as prompts": (
+        {"call_type": "aembedding", "prompt": "a"},
+        "of another endpoint",
+    ),
     "rate limit": ({"messages": USER, "status": 429}, "failed"),
     "status of the response": ({"messages": USER, "response": {"status_code": 500}}, "failed"),
     "status in words": ({"messages": USER, "status": "failure"}, "failed"),
@@ -590,12 +602,18 @@ def test_fields_that_change_the_meaning_are_named(log):
     (note,) = (note for note in workload.notes if "not read" in note)
     assert all(name in note for name in ("round_index", "prefix_id", "wait_ms"))
     assert "color" not in note
-    with pytest.raises(InputError, match=r"log.jsonl:1: field 'round_index': expected no field"):
+    with pytest.raises(
+        InputError, match=r"log.jsonl:1: field 'round_index': expected no field"
+    ):
         list(log(row, strict=True))
 
 
 TIMED = [
-    {"messages": [{"role": "user", "content": f"{'ab ' * n}?"}], "ts": 1_760_000_000 + n, **DONE}
+    {
+        "messages": [{"role": "user", "content": f"{'ab ' * n}?"}],
+        "ts": 1_760_000_000 + n,
+        **DONE,
+    }
     for n in (0, 1, 2, 5, 9)
 ]
 
@@ -635,5 +653,7 @@ def test_forms_of_a_log_give_the_same_requests(tmp_path, form):
         path = tmp_path / f"{name}.jsonl"
         path.write_bytes(written(name))
         requests = list(find_workload(str(path), Plugins()))
-        results.append([(r.arrival, r.prompt_tokens, r.output_tokens, r.keys) for r in requests])
+        results.append(
+            [(r.arrival, r.prompt_tokens, r.output_tokens, r.keys) for r in requests]
+        )
     assert results[0] == results[1]
