@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import orjson
@@ -17,6 +17,7 @@ from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
 from kvcore_plugins.workload._chat_log import log_parts
+from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._encoders import ESTIMATES, Encoder, encoder_of
 from kvcore_plugins.workload._messages import (
     ANSWER,
@@ -43,9 +44,6 @@ from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
-
-if TYPE_CHECKING:
-    from kvcore_plugins.workload.chat import Chat
 
 _HEAD_TOKENS = 250_000
 _ISOLATING = frozenset(("cache_salt", "cache_salt_id", "extra_key", "lora_request", "lora_name",
@@ -108,7 +106,7 @@ class Reading:
         left_out: rows that are no requests.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatFile) -> None:
         self._chat = chat
         self._names = chat.field_names
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
@@ -451,7 +449,9 @@ class Reading:
 _LIKELY = re.compile(r"time|date|stamp|created|_at$|(^|_)ts$", re.IGNORECASE)
 
 
-def exchanges(chat: Chat, left_out: LeftOut, names: Mapping[str, str]) -> Iterator[Exchange]:
+def exchanges(
+    chat: ChatFile, left_out: LeftOut, names: Mapping[str, str]
+) -> Iterator[Exchange]:
     """Yield the rows of a file that may be requests; count the others in `left_out`.
 
     Raises:
