@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from itertools import islice
 from math import gcd
 from operator import le
@@ -71,6 +72,7 @@ Timed: TypeAlias = "tuple[int, int, _T]"
 """The time (ns) of a row, a number that orders the rows of one time, and the row."""
 
 
+@lru_cache(maxsize=1 << 12)
 def name_and_unit(name: str) -> tuple[str, int | None]:
     """Return the name of a column in lower case, without signs and unit, and its unit in ns.
 
