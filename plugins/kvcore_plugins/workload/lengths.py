@@ -246,7 +246,7 @@ class _Reading:
         )
         if self.closed and roles["turn"] is None is roles["prefix"] and not table.flat:
             self.closed = False
-        candidates = find_times(names) if options.time is None else [options.time]
+        candidates = find_times(tuple(names)) if options.time is None else [options.time]
         base = options.columns(table, next(iter(candidates), None), closed=self.closed)
         self._failures = table.failures
         used = dict.fromkeys([*candidates, *base.values(), *self._failures])
@@ -261,7 +261,7 @@ class _Reading:
         self._rows: Iterable[Row] = chain(head, rows)
         self._clock = self._time_clock(unit)
         self._order: TimeOrder | None = None
-        ends = find_times(names, ENDS)
+        ends = find_times(tuple(names), ENDS)
         self._end = Clock(ends[0], unit) if ends and self.closed else None
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)

@@ -86,8 +86,12 @@ def name_and_unit(name: str) -> tuple[str, int | None]:
     return "".join(word for word in words if word not in _EPOCH_WORDS) or "".join(words), factor
 
 
-def find_times(names: Iterable[str], usual: str = STARTS) -> list[str]:
-    """Return the names of columns with usual names of times, the most usual one first."""
+@lru_cache(maxsize=1 << 8)
+def find_times(names: tuple[str, ...], usual: str = STARTS) -> list[str]:
+    """Return the names of columns with usual names of times, the most usual one first.
+
+    The result is that of every call with these names: treat it as immutable.
+    """
     order = usual.split()
     known = ((name_and_unit(name)[0], name) for name in names)
     found = sorted((order.index(base), name) for base, name in known if base in order)
