@@ -115,6 +115,15 @@ class Workload(Plugin):
         return any(found >= set(wanted) for wanted in cls.line_fields)
 
     @classmethod
+    def suggested_options(cls, first_line: bytes) -> str:
+        """Return the options by which this class may read a file that no class recognises.
+
+        The text, such as `input=ctx,output=gen`, ends the error. Here: empty, for none.
+        """
+        del first_line
+        return ""
+
+    @classmethod
     def from_file(cls, path: Path) -> Self:
         """Build the workload that reads `path`. Called if `recognises` returned True."""
         return cls(path=path)  # type: ignore[call-arg]

@@ -115,8 +115,11 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
         )
         raise InputError(msg)
     known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
+    options = [(cls, cls.suggested_options(first_line)) for cls in readers]
+    hints = [f"'{cls.name}:path={path},{named}'" for cls, named in options if named]
     msg = (
         f"{path}: no known workload format: {_beginning(first_line)}"
+        f"{'; name its columns, as in ' if hints else ''}{' or '.join(hints)}"
         f"{_near_misses(first_line, readers)}{faults}"
     )
     refusal = installed().not_found("workload", msg)  # of a package that is skipped, perhaps
