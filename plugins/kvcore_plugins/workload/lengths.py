@@ -158,7 +158,7 @@ class Lengths(TimedFile):
 
     @property
     def notes(self) -> list[str]:
-        """What was assumed of the rows that were read last, and how many were left out."""
+        """Assumptions about the rows that were read last, and numbers of rows left out."""
         return [] if self._reading is None else self._reading.notes()
 
     @classmethod
