@@ -422,8 +422,8 @@ LEFT_OUT = {
 def test_rows_that_are_no_requests_are_left_out(log, name, index):
     """A row that is no completion, has failed or cannot be read is left out with a note.
 
-    It may be the first. The others have the keys and times that they have without it. A strict reading
-    refuses it.
+    It may be the first. The others have the keys and times that they have without it. A strict
+    reading refuses it.
     """
     row, reason = LEFT_OUT[name]
     good = [{"messages": USER, "timestamp": n, **DONE} for n in range(2)]
@@ -582,8 +582,8 @@ def test_an_unknown_layout_is_answered_with_a_command(log):
     """The error for a file of no format has the command that would read it."""
     with pytest.raises(InputError) as caught:
         log(ODD)
-    (command,) = (part for part in str(caught.value).split("'") if part.startswith("kvcore "))
-    _, _, text = command.split(" ")
+    assert "kvcore simulate 'chat:" in str(caught.value)
+    (text,) = (part for part in str(caught.value).split("'") if part.startswith("chat:path="))
     (request,) = find_workload(text, Plugins())
     assert (request.prompt_tokens, request.output_tokens) == (9, 4)
 

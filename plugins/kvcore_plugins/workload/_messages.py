@@ -84,8 +84,9 @@ def times_of(row: Row, name: str | None = None) -> dict[str, Any]:
         name: the field; None: those with a usual name of a time.
     """
     times: dict[str, Any] = {}
-    for holder in (nested(row, *RESPONSE), row):
-        names = find_times(holder.fields) if name is None else [name]
+    response = nested(row, *RESPONSE)
+    for holder in (row,) if response is row else (response, row):
+        names = find_times(tuple(holder.fields)) if name is None else [name]
         times |= {
             name: holder.fields[name] for name in names if holder.fields.get(name) is not None
         }

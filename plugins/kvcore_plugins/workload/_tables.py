@@ -230,7 +230,7 @@ def table_header(line: bytes) -> list[str]:
         header = _split(line, _delimiter(line))
     except csv.Error:
         return []
-    return header if len(header) > 1 or find_times(header) else []
+    return header if len(header) > 1 or find_times(tuple(header)) else []
 
 
 def _delimiter(header: bytes) -> str:

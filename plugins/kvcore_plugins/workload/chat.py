@@ -101,13 +101,11 @@ class Chat(ChatFile):
         )
 
     @classmethod
-    def suggestion(cls, head: Sequence[bytes]) -> str:
+    def suggested_options(cls, first_line: bytes) -> str:
         """Return options that name the fields of a row with messages or a long text."""
         from kvcore_plugins.workload._chat_rows import likely_fields  # noqa: PLC0415
 
-        texts = (",".join(f"{role}={name}" for role, name in names.items())
-                 for names in map(likely_fields, head))  # fmt: skip
-        return next(filter(None, texts), "")
+        return ",".join(f"{role}={name}" for role, name in likely_fields(first_line).items())
 
     @property
     def digest(self) -> str:

@@ -70,6 +70,7 @@ _CLOSED = ("prefix", "turn", "wait")
 _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_LETTERS = re.compile(r"[^\W\d]")
 _TURN_BITS = 44
 
 
@@ -157,7 +158,7 @@ class Lengths(TimedFile):
 
     @property
     def notes(self) -> list[str]:
-        """What was assumed of the rows that were read last, and how many were left out."""
+        """Assumptions about the rows that were read last, and numbers of rows left out."""
         return [] if self._reading is None else self._reading.notes()
 
     @classmethod
@@ -174,6 +175,26 @@ class Lengths(TimedFile):
             return cls._has_lengths(request) or failed_by_aiperf <= {*request, *names}
         header = table_header(first_line)
         return all(_usual(role, header) for role in ("input", "output"))
+
+    @classmethod
+    def suggested_options(cls, first_line: bytes) -> str:
+        """Return the options that name the columns of a table, as good as can be guessed."""
+        if json_fields(first_line):
+            row = flat(parse_row(Path(), 1, first_line).fields)
+            numbers = [name for name, value in row.items() if type(value) in (int, float)]
+            times = find_times(tuple(row))
+            columns = [*numbers, *(name for name in times if name not in numbers)]
+            columns = [] if has_texts(row) else columns
+        else:
+            columns = [name for name in table_header(first_line) if _LETTERS.match(name)]
+            times = find_times(tuple(columns))
+        chosen = {role: _usual(role, columns) for role in ("input", "output")}
+        chosen = {"time": next(iter(times), None), **chosen}
+        rest = iter([name for name in columns if name not in chosen.values()])
+        named = {role: name or next(rest, None) for role, name in chosen.items()}
+        if not (named["input"] and named["output"]):
+            return ""
+        return ",".join(f"{role}={name}" for role, name in named.items() if name)
 
     @staticmethod
     def _has_lengths(request: Mapping[str, Any]) -> bool:
@@ -246,7 +267,7 @@ class _Reading:
         )
         if self.closed and roles["turn"] is None is roles["prefix"] and not table.flat:
             self.closed = False
-        candidates = find_times(names) if options.time is None else [options.time]
+        candidates = find_times(tuple(names)) if options.time is None else [options.time]
         base = options.columns(table, next(iter(candidates), None), closed=self.closed)
         self._failures = table.failures
         used = dict.fromkeys([*candidates, *base.values(), *self._failures])
@@ -261,7 +282,7 @@ class _Reading:
         self._rows: Iterable[Row] = chain(head, rows)
         self._clock = self._time_clock(unit)
         self._order: TimeOrder | None = None
-        ends = find_times(names, ENDS)
+        ends = find_times(tuple(names), ENDS)
         self._end = Clock(ends[0], unit) if ends and self.closed else None
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
@@ -385,7 +406,9 @@ class _Reading:
                 time = row.time(when, clock)
             else:
                 time = times(row) if self.closed else next(drawn)
-            rank = serial if turn is None else _tokens(row, turn, 0) << _TURN_BITS | serial
+            rank = serial
+            if turn is not None and fields.get(turn) is not None:
+                rank |= _tokens(row, turn, 0) << _TURN_BITS
             yield time, rank, row
 
     def _drawn_by_session(

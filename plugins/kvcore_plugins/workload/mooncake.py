@@ -116,7 +116,7 @@ class Mooncake(Workload):
 
     @property
     def notes(self) -> Sequence[str]:
-        """What was assumed of the rows that were read last, and how many were left out."""
+        """Assumptions about the rows that were read last, and numbers of rows left out."""
         return [] if self._reading is None else self._reading.notes()
 
     def options(self) -> dict[str, Any]:

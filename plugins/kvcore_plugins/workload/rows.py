@@ -299,7 +299,7 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
     """
     try:
         fields = orjson.loads(line)
-        if line.count(b"[") + line.count(b"{") > MOST_NESTED:
+        if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
             orjson.dumps(fields)
     except orjson.JSONDecodeError as error:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from decimal import Decimal
+from functools import lru_cache
 from itertools import islice
 from math import gcd
 from operator import le
@@ -71,6 +72,7 @@ Timed: TypeAlias = "tuple[int, int, _T]"
 """The time (ns) of a row, a number that orders the rows of one time, and the row."""
 
 
+@lru_cache(maxsize=1 << 12)
 def name_and_unit(name: str) -> tuple[str, int | None]:
     """Return the name of a column in lower case, without signs and unit, and its unit in ns.
 
@@ -84,8 +86,12 @@ def name_and_unit(name: str) -> tuple[str, int | None]:
     return "".join(word for word in words if word not in _EPOCH_WORDS) or "".join(words), factor
 
 
-def find_times(names: Iterable[str], usual: str = STARTS) -> list[str]:
-    """Return the names of columns with usual names of times, the most usual one first."""
+@lru_cache(maxsize=1 << 8)
+def find_times(names: tuple[str, ...], usual: str = STARTS) -> list[str]:
+    """Return the names of columns with usual names of times, the most usual one first.
+
+    The result is that of every call with these names: treat it as immutable.
+    """
     order = usual.split()
     known = ((name_and_unit(name)[0], name) for name in names)
     found = sorted((order.index(base), name) for base, name in known if base in order)
