@@ -91,7 +91,8 @@ class Chat(ChatFile):
             return False
         if type(fields) is not dict:
             return False
-        unpacked(fields, "request", "body", "messages", "input")
+        if "info" not in fields:  # the lengths of a benchmark's rows, which `lengths` reads
+            unpacked(fields, "request", "body", "messages", "input")
         body = nested(Row(Path(), 1, fields), "request", "body").fields
         prompts = (body.get("prompt"), body.get("prompt_token_ids"), body.get("input_ids"))
         return (
