@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from pathlib import Path
 
 import attrs
@@ -60,6 +59,8 @@ def _read_names(path: Path) -> dict[str, str]:
     Raises:
         InputError: it cannot be read, or has other keys than `_NAMES`, or values than texts.
     """
+    import tomllib  # noqa: PLC0415 - for such a file alone
+
     try:
         names = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:

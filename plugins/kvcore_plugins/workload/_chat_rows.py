@@ -113,6 +113,7 @@ class Reading:
         self.left_out = LeftOut(strict=chat.strict)
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = 0
+        self._estimated = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = 0
         self._key_text = chat.key_tokens
@@ -143,7 +144,7 @@ class Reading:
     def notes(self) -> list[str]:
         """Return the assumptions about the rows that were read, and what was left out."""
         chat = self._chat
-        notes = [] if chat.tokenizer else [ESTIMATES[chat.tokens]]
+        notes = [ESTIMATES[chat.tokens]] if self._estimated and not chat.tokenizer else []
         if self._order is not None and self._clock is not None:
             notes += self._order.notes(self._clock)
         elif chat.rate is None:
@@ -278,6 +279,7 @@ class Reading:
         if answer is None and generated_nothing(response):
             raise unusable(row, "without generated tokens")
         ids = _prompt_ids(exchange)
+        self._estimated = self._estimated or ids is None
         is_chat = "messages" in body.fields or "conversations" in body.fields
         if ids is None and not is_chat:
             text = body.fields.get("prompt")
