@@ -9,7 +9,7 @@ from kvcore import KVCache
 from kvcore_plugins.eviction import LFU, LRU, Cost
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ import kvcore
 from kvcore import KVCache, Request, Trace
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.check import check_trace
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 BLOCKS, SIZE = 400, 16
 

@@ -1,4 +1,10 @@
-"""kvcore: a plugin framework and workbench for the KV cache of LLM serving."""
+"""kvcore: a plugin framework and workbench for the KV cache of LLM serving.
+
+This package is the core: how a request is served, and the contract (the base class) of every
+kind of plugin. All else is in packages of `plugins/`, which add to the core by hooks. Begin
+with `request.py`, then `cache` and `serving`, the mechanism itself; `plugins` and `config` make
+the parts of a run from options; in `cli` and `api.py` a run begins.
+"""
 
 import sys
 from importlib import import_module

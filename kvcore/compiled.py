@@ -1,4 +1,4 @@
-"""Helpers of compiled modules: marks for the compiler, argument types, exact division."""
+"""Helpers of compiled modules: marks for the compiler, exact division."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions and entry points of installed distributions, as in `importlib.metadata`.
+"""Versions and entry points of distributions, as in `importlib.metadata`.
 
 That module takes 20 ms to import, and 20 ms to read all distributions. If `sys.path` has
 directories alone, their lists of files give the same results, and are cached until they

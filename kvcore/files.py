@@ -1,4 +1,4 @@
-"""Files: atomic ones, which are whole or absent, compressed ones, and temporary ones."""
+"""Files: atomic ones, which are whole or absent, compressed and temporary ones."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from kvcore.compiled import divided, mypyc_attr
 from kvcore.units import INT64_LIMIT
 
 PERCENTS = (50, 90, 95, 99)
+"""The percentiles of all reports, in the order of the fields of `Percentiles`."""
 
 EXACT = 200
 """Values below this have a bucket each: the first two decades, and a fifth of the third."""

@@ -1,4 +1,4 @@
-"""The hooks of kvcore: one for each kind of plugin, and those that add to the command line.
+"""The hooks: one for each kind of plugin, and those that add to the command line.
 
 The hook of a kind returns classes derived from `Plugin`, or the places of classes by the names
 of plugins. A place is a text such as `package.module:Class`. The class is imported when it is

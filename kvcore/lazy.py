@@ -1,4 +1,4 @@
-"""Modules that are imported when their names are first used, and those of optional packages."""
+"""Imports when a name is first used, and imports of optional packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sections: the report on a result as data, for the renderers of terminals and notebooks."""
+"""Sections: the report on a result as data, which terminals and notebooks render."""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""Blocks, block tables, pins, eviction: the mechanics of the KV cache."""
+"""The KV cache: pool, sequences, spans; eviction, prefix, retention and tier contracts.
+
+To read, in this order:
+
+    span.py, sequence.py    cached blocks with one history; the blocks of one request
+    layout.py, pool.py      prompts as blocks; which blocks are free
+    kvcache.py              open, extend, commit, close: what the serving loop calls
+    tree.py                 matches, pins, splits and evicts spans
+    eviction.py, prefix.py  the contracts that the tree calls; ready parts of policies
+    retention.py            the contract of policies that drop blocks of open sequences
+    tiers.py                the contract of tiers, and the calls of a cache to what lies below
+    hints.py, pins.py       what requests ask for: priorities, expiry, pins
+    recorder.py             every decision as a call, for traces
+    residency.py            statistics: hits, and how long blocks stay
+    integrity.py            all invariants in one place
+"""
 
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
 from kvcore.cache.kvcache import KVCache

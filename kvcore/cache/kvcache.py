@@ -700,9 +700,10 @@ class KVCache:
     ) -> None:
         """Evict at least `blocks` blocks, which become free. As many are evictable.
 
-        For the growth of many sequences over many steps, in a pool that only counts blocks
-        and with a policy of fixed order. `times` has for each block the ns at which `reserve`
-        would have evicted it, for the statistics of residency; None if there are none.
+        For the growth of many sequences over many steps, in a pool that only counts blocks,
+        with a policy of fixed order and without a watcher of the tree. `times` has for each
+        block the ns at which `reserve` would have evicted it, for the statistics of residency;
+        None if there are none.
 
         Raises:
             PolicyError: a plugin failed.

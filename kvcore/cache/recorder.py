@@ -20,6 +20,9 @@ class Recorder(ABC):
     `kvcore.trace.events`, and passes it to `write`. Times (`now`) are ns. A call costs as
     much as making the dict and one call of `write`: the reader checks the fields.
 
+    Blocks that a running sequence drops by its retention policy are an EVICT of scope
+    `sequence` (`drop`), and `forgotten_blocks` of a summary; DROP is of tiers.
+
     Attributes:
         write: called with every line except the header. Its `n` is 0, and is set where lines
             are numbered; `runs` is an array of block ids, or None if the pool only counts.

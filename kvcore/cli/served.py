@@ -1,9 +1,9 @@
 """A run of the command line: its files, what packages do beside it, and its report.
 
-The way of `kvcore simulate WORKLOAD --out DIR` from hooks to report:
+The way of `kvcore simulate WORKLOAD --out DIR` (`cli/simulate.py`) from hooks to report:
 
-    main.loaded_verb   kvcore_commands, kvcore_options  the verb, with options of packages
-    cli.config_of      kvcore_modes                     values of options, which choose a mode
+    main.loaded_verb   kvcore_commands, _options, _modes   the verb, with options of packages
+    options.config_of                                   values of options, which choose a mode
     RunConfig.build                                     parts of the mode: misfits are refused
     opened             kvcore_running                   files are open; packages set up theirs
     ServedRun.run                                       `RunParts.run` serves the requests

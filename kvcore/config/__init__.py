@@ -1,4 +1,14 @@
-"""The configuration of a run: its options, how they are read, and the parts they make."""
+"""The configuration of a run: its options, and the parts that they make.
+
+To read, in this order:
+
+    options.py     every option, declared once; the modes
+    run_config.py  the values of these for one run
+    values.py      how they are read from text, TOML and objects
+    files.py       TOML files
+    like.py        the options by which the loop decides as an engine does
+    parts.py       the parts that they make: workload, pool, cache, scheduler, latency
+"""
 
 from kvcore.config.files import read_toml
 from kvcore.config.options import Option, SimulateOptions

@@ -50,7 +50,7 @@ class Option:
         default: its value if none is given, as its type has it.
         help: what it is, as help pages and schemas say it.
         heading: the heading of help pages that it is listed under; empty: a keyword of calls,
-            and no flag.
+            and no flag. A verb has the flags of the groups in `kvcore/cli/options.py`.
         what_if: its help text where a recorded run is made again with another value, True if
             that is `help`; empty if a recorded run cannot have another value.
         metavar: the word for its value on help pages, if it is text that `read` reads; None: a
@@ -477,7 +477,11 @@ MODES: Mapping[str, Mode] = {
     "simulate": Mode(),
     "compare": Mode(defaults={"tensor_parallel": 1}),
 }
-"""The modes of the core: served in the time of a latency model; replayed without a clock."""
+"""The modes of the core: served in the time of a latency model; replayed without a clock.
+
+Of `compare` the core makes the parts alone. Who replays gives their cache one request after the
+other.
+"""
 
 
 def known_modes() -> Mapping[str, Mode]:

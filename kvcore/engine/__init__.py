@@ -1,4 +1,4 @@
-"""The engine on tensors: backends, generators, and the executor of the serving loop."""
+"""Contracts of runs on tensors: backends, generators, and the batches they compute."""
 
 from kvcore.engine.backend import AttendOptions, Backend, DeviceMemory, TensorLayout
 from kvcore.engine.batch import RaggedBatch, Tensor

@@ -1,1 +1,1 @@
-"""Models and devices: shapes, memory and compute costs."""
+"""Models, devices and codecs: shapes, memory and compute costs."""

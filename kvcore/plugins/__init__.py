@@ -1,4 +1,4 @@
-"""Plugins: the base class, options from text, and the manager that loads and builds them."""
+"""Plugins: the base class, options from text, and the manager that builds them."""
 
 from kvcore.plugins.base import (
     FAILURES,

@@ -1,1 +1,1 @@
-"""Results for people and for other programs: tables, sentences, and CSV."""
+"""Reports on simulations and on sizes of K/V: sentences, tables, and CSV."""

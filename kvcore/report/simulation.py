@@ -12,6 +12,7 @@ from kvcore.cache.residency import TIER
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
 from kvcore.sections import Section, Table
 from kvcore.serving.result import Reported
+from kvcore.serving.stats import Percentiles
 from kvcore.units import NS_PER_S, format_bytes, format_number, format_seconds
 
 
@@ -47,7 +48,7 @@ def thrashing(
     return "\n".join(sentences)
 
 
-COLUMNS = ("mean", "p50", "p90", "p95", "p99")
+COLUMNS = tuple(attrs.fields_dict(Percentiles))
 
 WIDTH = 48
 """Number of bars in the line that shows the pool over time."""

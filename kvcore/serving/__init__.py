@@ -1,4 +1,21 @@
-"""The serving loop: continuous batching under a clock, simulated or on tensors."""
+"""The serving loop; contracts of schedulers, latency models, drafters and routers.
+
+To read, in this order:
+
+    job.py            a request between arrival and finish
+    scheduler.py      the contract of schedulers; the limits and rules of a step
+    loop.py           one turn: arrivals, a plan, a step or a jump, the clock
+    batcher.py        the plan: who is admitted, paused, preempted
+    decode_batch.py   the blocks of jobs; those that decode, many steps at once
+    latency.py        the contract of latency models, and the executor that asks one
+    service_times.py  estimates by it, for schedulers
+    simulate.py       the parts checked, the loop made and run
+    stats.py          a row a request, percentiles, the pool over time
+    result.py         the result, and its files
+    speculation.py    drafts in the loop; `drafter.py` has the contract
+    fragmentation.py  measures how memory is used
+    router.py         the contract of routers, which a cluster calls
+"""
 
 from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows

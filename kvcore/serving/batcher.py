@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import lt
@@ -399,19 +399,24 @@ class Batcher:
             self._cache.available_blocks,
             self.server,
         )
-        plan = self._order.plan(state)
+        plan, unpaused = self._order.plan(state), set()
         for job in self._jobs(plan.pause, "paused"):
             if job not in self.running:
                 self._refuse_plan(job, "paused", "is not running")
-            if job.stage not in (LOADING, DONE):
+            if job.stage in (LOADING, DONE):
+                unpaused.add(job)
+            else:
                 self._pause(job, now)
-        return self._checked(plan)
+        return self._checked(plan, unpaused)
 
-    def _checked(self, plan: StepPlan) -> Iterator[Job]:
-        """Yield the jobs that `plan` admits; all must be waiting."""
+    def _checked(self, plan: StepPlan, unpaused: Collection[Job]) -> Iterator[Job]:
+        """Yield the jobs that `plan` admits; all must be waiting.
+
+        It may admit jobs that it pauses: those of them that could not be paused are left out.
+        """
         for job in self._jobs(plan.admit, "admitted"):
-            if job.stage == LOADING:
-                continue  # it was admitted, and waits for its blocks
+            if job in unpaused:
+                continue
             if job not in self.waiting:
                 self._refuse_plan(job, "admitted", "is not waiting")
             yield job

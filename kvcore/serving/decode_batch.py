@@ -10,9 +10,9 @@ Between two events the same jobs decode, so that k steps are one jump, in closed
                  a request arrives, or a priority changes by itself            (event_ps)
                  a block is needed that is neither free nor evictable          (_allocate_ahead)
 
-Blocks: `DecodeAllocator` takes those of a sequence, at admission (`open`) and while it decodes
-(`next_step`, `jump`); the batcher gives them back at a preemption, the loop at the end, both
-by `close`. Blocks of a full prefix stay in the cache until the eviction policy drops them.
+Blocks: `DecodeAllocator` takes those of a sequence, at admission (`open`, for the batcher) and
+while it decodes (`next_step`, `jump`); `close` gives them back, at a preemption and at the end.
+Blocks of a full prefix stay in the cache until the eviction policy drops them.
 """
 
 from __future__ import annotations
@@ -670,7 +670,9 @@ class DecodeAllocator:
         if self._by_count:
             need = batch.growth_between(first, end)
             missing = need - cache.pool.free_blocks
-            if missing > 0 and tree.fixed_order and missing <= tree.unpinned_blocks:
+            # A watcher has to be called at the time of each eviction.
+            ahead = tree.fixed_order and tree.watcher is None
+            if missing > 0 and ahead and missing <= tree.unpinned_blocks:
                 self._evict_ahead(missing, need, steps, clock_ps, times)
                 missing = 0
             if missing <= 0:

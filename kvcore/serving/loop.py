@@ -1,9 +1,17 @@
 """The serving loop: a discrete-event simulation of continuous batching.
 
-The events are ARRIVAL, PREFETCH, LOADED, PREFILL_DONE, DECODE_DONE, OUT_OF_BLOCKS and
-TIMER. Between two of them the same jobs decode, so that all the steps in between are one jump
-(see `decode_batch`).
-One turn of the loop:
+Its events, who handles them, and the line of the trace that each makes:
+
+    ARRIVAL        `ServingLoop._take_arrivals`  REQUEST
+    PREFETCH       `ServingLoop._prefetch`       PREFETCH
+    LOADED         `Batcher._loaded`             LOAD
+    PREFILL_DONE   `ServingLoop._prefill_done`   FIRST_TOKEN
+    DECODE_DONE    `ServingLoop._finish`         FINISH
+    OUT_OF_BLOCKS  `Batcher._grow`               PREEMPT
+    TIMER          `Batcher._rank_again`         none
+
+Between two of them the same jobs decode, so that all the steps in between are one jump (see
+`decode_batch`). One turn of the loop:
 
     arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock
          |                   |                               |

@@ -1,4 +1,14 @@
-"""The trace: every decision as a line of JSON, read back and checked."""
+"""The trace: every decision as a line of JSON, written and read back.
+
+To read, in this order (`kvcore/cache/recorder.py` has the calls that make lines):
+
+    events.py      the fields of each line
+    writer.py      HEADER, REQUEST and END; the file
+    _logger.py     all other lines, from dicts
+    fields.py      values as JSON: block ids, keys, requests
+    jsonl_file.py  files with a digest
+    reader.py      lines as events, checked
+"""
 
 from typing import TYPE_CHECKING
 

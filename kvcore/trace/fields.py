@@ -25,11 +25,14 @@ from kvcore.units import INT64_LIMIT
 SCHEMA = 1
 """The schema this version writes, and the only one it reads."""
 
-MODES = ("untimed", "model", "wall")
+CLOCKS = ("untimed", "model", "wall")
+"""The values of `mode` in HEADER: no clock, that of a latency model, that of the wall."""
 
 EXPECTATIONS = ("ttft", "tpot", "deadline")
 
 
+# A field of a request is written by `request_fields` in this module, has its type in
+# `kvcore.trace.events.Request`, and is read by `kvcore.trace.reader.read_request`.
 OPTIONAL = {
     "salt": "salt",
     "tenant": "tenant",

@@ -15,7 +15,7 @@ from kvcore.errors import InputError, StorageError
 from kvcore.files import part_path
 from kvcore.request import Key, Request
 from kvcore.trace.fields import (
-    MODES,
+    CLOCKS,
     SCHEMA,
     encode_runs,
     key_fields,
@@ -189,8 +189,8 @@ class Trace(SealedWriter, JsonRecorder):
                 "before anything happens in it"
             )
             raise InputError(msg)
-        if mode is not None and mode not in MODES:
-            msg = f"trace mode {mode!r} is not known; there are: {', '.join(MODES)}"
+        if mode is not None and mode not in CLOCKS:
+            msg = f"trace mode {mode!r} is not known; there are: {', '.join(CLOCKS)}"
             raise InputError(msg)
         run = _check_header(fields)
         if mode is not None:

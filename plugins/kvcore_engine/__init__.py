@@ -1,1 +1,21 @@
-"""The engine: runs that compute K/V as tensors, and benchmarks of it."""
+"""The engine: runs that compute K/V as tensors, and benchmarks of this machine.
+
+It adds the verbs `run` and `bench`, the call `kvcore.run`, backends and generators (contracts:
+`kvcore/engine`), and the drafters and retention policies that see tokens. The serving loop is
+that of the core, with an executor that computes steps. To read, in this order::
+
+    options.py      the options of a run on tensors
+    config.py       its parts from these: generator, backend, prompts, pool
+    engine.py       serves a workload: the loop, its executor, the result
+    executor.py     a step of the loop as a batch for generator and backend
+    tokens.py       the token ids of a request: of its text, or from its block keys
+    generator/      models: K/V and next tokens; sincos.py is the simplest
+    backend/        K/V in blocks, and attention over them; Triton in backend/kernels/
+    mover.py        the bytes of blocks, between the pool and tiers
+    retention/      policies that score tokens, and their contract
+    compaction.py   applies them: which tokens stay, and where their K/V goes
+    drafter/        drafters of tokens, and their contract
+    speculation.py  the executor that verifies drafts
+    bench/          suites of benchmarks, beside the limits of memory and links
+    cli/, api.py    the verbs, and the call
+"""

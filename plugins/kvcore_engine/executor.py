@@ -30,7 +30,7 @@ from kvcore_plugins.drafter.measured_acceptance import DraftedStep
 from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 if TYPE_CHECKING:
-    from kvcore_engine.tiers import TensorMover
+    from kvcore_engine.mover import TensorMover
     from kvcore_tiers.hierarchy import Tiers
 
 Clock = Literal["model", "wall"]
@@ -132,7 +132,7 @@ class TensorExecutor:
         self._compactor = Compactor.of(cache, backend, generator)
         self._mover: TensorMover | None = None
         if cache.tiers is not None:
-            from kvcore_engine.tiers import TensorMover, identity  # noqa: PLC0415 - most have none
+            from kvcore_engine.mover import TensorMover, identity  # noqa: PLC0415 - most have none
 
             whose = identity(cache, generator, backend, seed, texts=texts)
             self._mover = TensorMover(cast("Tiers", cache.tiers), backend, whose)

@@ -26,7 +26,7 @@ from kvcore_lab.plans.capacity import find_capacity as search_capacity
 from kvcore_lab.plans.planning import FleetPlan
 from kvcore_lab.plans.planning import plan as search_plan
 from kvcore_lab.sweep import Journal
-from kvcore_lab.sweep.plan import executor_for
+from kvcore_lab.sweep.executors import executor_for
 from kvcore_replay.pricing import PriceModel
 
 

@@ -27,11 +27,11 @@ from kvcore.request import Request
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, check_keys
-from kvcore.workloads.selection import opened
+from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay, served
+from kvcore_replay.untimed import replay, served
 
 if TYPE_CHECKING:
     # Imported when there are prices.
@@ -229,7 +229,7 @@ def compare(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    requested: Workload = opened(workload, plugins)
+    requested: Workload = as_workload(workload, plugins)
     make_prefix = (
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )

@@ -1,1 +1,16 @@
-"""Servers: an OpenAI-style API that computes, and a proxy that routes."""
+"""Real traffic: a server with an OpenAI-style API that computes, and a proxy that routes.
+
+It adds the verbs `serve` and `route`. To read, in this order::
+
+    listener.py      HTTP of both: limits, errors, the end
+    server.py        serve: calls of the API become requests, tokens become answers
+    engine.py        the loop of `kvcore run` on a thread, fed while it runs
+    stored.py        KV events of what the cache of a server stores
+    metrics.py       its metrics, under vLLM's names
+    route_config.py  route: the options of the proxy
+    proxy.py         a call on its way to a server, and the answer on its way back
+    prompts.py       calls as the requests that a router sees
+    fleet.py         the servers: health, load, cached blocks, and the router's choice
+    traffic.py       what the proxy has routed, as a trace and as metrics
+    cli/             the verbs
+"""

@@ -33,8 +33,8 @@ from kvcore_lab.demo import (
 )
 from kvcore_lab.demo.caching import DTYPE
 from kvcore_pages.shell import Page
-from kvcore_replay.serial_replay import replay
 from kvcore_replay.state.cache import CacheState
+from kvcore_replay.untimed import replay
 
 BLOCK = 4
 """Tokens of a block in all parts that draw one: few enough to be read at a glance."""

@@ -1,3 +1,16 @@
-"""The plugins that come with kvcore, registered through the entry points anyone can use."""
+"""The built-in plugins that need no package but the core: a folder for each kind.
+
+They come in by the hooks that any distribution uses. A plugin is a file, and a line in
+`hooks.py` of this package. To read: the contract of a kind, in the core, then a simple plugin::
+
+    eviction/    cached blocks that leave the pool   kvcore/cache/eviction.py     lru.py
+    prefix/      where cached blocks are looked up   kvcore/cache/prefix.py       radix.py
+    retention/   tokens of a sequence that stay      kvcore/cache/retention.py    full.py
+    scheduler/   jobs that run next                  kvcore/serving/scheduler.py  fcfs.py
+    latency/     how long a step takes               kvcore/serving/latency.py    linear.py
+    drafter/     drafts, and how many are accepted   kvcore/serving/drafter.py    acceptance.py
+    codec/       numbers of K/V as bytes of a block  kvcore/models/codec.py       plain.py
+    workload/    requests: log formats, generators   kvcore/workloads/base.py     jsonl.py
+"""
 
 import kvcore  # noqa: F401 - it finds modules by their former names

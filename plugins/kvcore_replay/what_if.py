@@ -32,8 +32,8 @@ from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
-from kvcore_replay.serial_replay import served
 from kvcore_replay.state.cache import run_blocks
+from kvcore_replay.untimed import served
 
 if TYPE_CHECKING:
     # The Structs are imported with the first trace that is read: msgspec takes a while.

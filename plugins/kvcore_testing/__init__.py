@@ -1,6 +1,16 @@
 """Conformance kits for plugin authors, and the drivers and strategies they are made of.
 
-Needs the extra `testing`: pytest and hypothesis.
+A library without hooks, imported as `kvcore.testing`. Needs the extra `testing`: pytest and
+hypothesis. To read, in this order::
+
+    plugin.py      what all kits check
+    harness.py     random calls of a cache as data: repeated, shrunk, and driven
+    eviction.py, prefix.py, retention.py, scheduler.py, latency.py, drafter.py, codec.py,
+    workload.py, tier.py, router.py, generator.py, backend.py   the kit of that kind
+    hosted.py      a small engine that owns its blocks, for the kit of eviction policies
+    dense.py       attention over plain tensors, which paged K/V is compared with
+    gpu/           all that needs a GPU in one command: `python -m kvcore.testing.gpu`
+    assertions.py  pytest's rewriting of the asserts in kits
 """
 
 import kvcore_testing.assertions  # noqa: F401 - before the kits, whose asserts it has rewritten

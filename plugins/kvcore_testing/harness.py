@@ -26,7 +26,7 @@ from kvcore.cache import (
 )
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.request import NO_HINTS, Hints, Key, Request, Retention
-from kvcore_replay.serial_replay import served
+from kvcore_replay.untimed import served
 
 Draw: TypeAlias = Callable[[int, int], int]
 """Draws an integer between two bounds, both included."""

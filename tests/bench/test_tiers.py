@@ -16,7 +16,7 @@ from kvcore.cache.tiers import StoredBlock
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins import resolve
 from kvcore_engine.executor import tensor_layout
-from kvcore_engine.tiers import TensorMover
+from kvcore_engine.mover import TensorMover
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.tier import Disk, Host
 

@@ -22,7 +22,7 @@ from kvcore.cache import Recorder
 from kvcore.trace import encode_runs
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 RUNS = 5
 PROMISED = 1.3

@@ -18,9 +18,9 @@ from kvcore_lab.curves.mrc import curve
 from kvcore_lab.quality import Quality, QualityRow
 from kvcore_lab.report.notebook import ROWS
 from kvcore_lab.report.notebook import report_html as html
-from kvcore_lab.routers import compare_routers
+from kvcore_lab.router_comparison import compare_routers
 from kvcore_lab.sweep import Grid, Journal, Plan, sweep
-from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.what_if import whatif
 

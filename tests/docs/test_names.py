@@ -22,9 +22,6 @@ FILE = re.compile(
 OWN = {"kvcore.toml"}
 """File names that look like module names."""
 
-UNLISTED = {"__pycache__", "__main__.py", "py.typed"}
-"""Files and folders of the core that the map for contributors omits."""
-
 
 def test_readme_names_every_extra():
     """README's table of extras has a row for each optional dependency of the package."""
@@ -68,15 +65,6 @@ def test_each_source_file_on_a_page_exists(page):
     places = (ROOT, ROOT / "plugins")
     missing = [path for path in paths if not any((place / path).exists() for place in places)]
     assert missing == []
-
-
-def test_the_map_has_every_package_and_module():
-    """The tree in the page for contributors lists all packages and modules of the core."""
-    text = (ROOT / "docs" / "contributing.md").read_text("utf-8")
-    listed = set(re.findall(r"^[├└]── (\w+(?:/|\.py))", text, re.MULTILINE))
-    core = [path for path in (ROOT / "kvcore").iterdir() if path.name not in UNLISTED]
-    there = {f"{path.name}/" if path.is_dir() else path.name for path in core}
-    assert listed == there
 
 
 def test_new_names_in_the_changelog_exist():

@@ -9,7 +9,7 @@ import pytest
 
 from kvcore import simulate_cluster
 from kvcore_lab.report.routers import OPTIMUM, SHARED
-from kvcore_lab.routers import compare_routers
+from kvcore_lab.router_comparison import compare_routers
 
 PAGE = (Path(__file__).parents[2] / "docs/how-to/choose-a-router.md").read_text("utf-8")
 

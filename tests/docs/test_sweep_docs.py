@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from helpers.commands import run_here
 
+from kvcore_lab.sweep.cells import RESULTS
 from kvcore_lab.sweep.grid import sweep_keys
-from kvcore_lab.sweep.runner import RESULTS
 
 ROOT = Path(__file__).parents[2]
 HOW_TO = (ROOT / "docs" / "how-to" / "sweeps.md").read_text("utf-8")

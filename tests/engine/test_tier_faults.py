@@ -13,7 +13,7 @@ from helpers.engine import compute
 from helpers.redis_server import answering, running
 from helpers.tier_kills import OPTIONS, disk_tier, sessions, tier
 
-from kvcore_engine import tiers as engine_tiers
+from kvcore_engine import mover as engine_tiers
 from kvcore_tiers.tier import disk, redis
 
 

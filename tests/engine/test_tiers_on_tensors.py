@@ -12,7 +12,7 @@ from helpers.serving import ask
 from kvcore import InputError, KVCache, PolicyError, run
 from kvcore.cache.tiers import StoredBlock, Tier, TierStore
 from kvcore.plugins import resolve
-from kvcore_engine import tiers as engine_tiers
+from kvcore_engine import mover as engine_tiers
 from kvcore_engine.executor import tensor_layout
 from kvcore_replay.check.trace import check_trace
 from kvcore_tiers.hierarchy import Tiers

@@ -9,7 +9,7 @@ from kvcore import KVCache, Plugins, Trace
 from kvcore.hookspecs import hookimpl
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.eviction import LRU
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 class StepModels:

@@ -3,7 +3,7 @@
 from kvcore import KVCache, Request
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 def requests(texts, ratio=1, key=str):

@@ -13,7 +13,7 @@ from kvcore_lab.report.comparison import ComparisonReport
 from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.sweep import SweepReport, chart_axis
 from kvcore_lab.sweep import Grid, Journal, Plan, sweep
-from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.report.charts import plot_chart, spread
 
 pytest.importorskip("matplotlib")

@@ -10,7 +10,7 @@ import kvcore
 from kvcore import InputError, PluginError, Router
 from kvcore_lab.comparison import compare
 from kvcore_lab.report.routers import OPTIMUM, SHARED, RoutersReport
-from kvcore_lab.routers import compare_routers
+from kvcore_lab.router_comparison import compare_routers
 from kvcore_lab.sweep import Processes
 
 ZIPF = (

@@ -16,9 +16,9 @@ from kvcore_lab.plans.fleet import Fleet, Traffic, replica_of
 from kvcore_lab.plans.planning import Limit
 from kvcore_lab.plans.planning import plan as search
 from kvcore_lab.sweep import Grid, Journal, Plan
-from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.belady import Belady, Foresight, Future
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 KEY = 512
 

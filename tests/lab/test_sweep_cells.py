@@ -24,8 +24,8 @@ from kvcore_lab.sweep import (
     executor_named,
     sweep,
 )
-from kvcore_lab.sweep.plan import ThisProcess
-from kvcore_lab.sweep.runner import CellRun, WorkloadCache
+from kvcore_lab.sweep.cells import CellRun, WorkloadCache
+from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Roofline
 from kvcore_plugins.workload import Zipf
@@ -181,7 +181,7 @@ def test_the_model_changes_the_digest_of_an_untimed_cell():
 def test_another_version_of_kvcore_changes_the_digest(monkeypatch):
     """Another version of kvcore changes the digest."""
     before = digest()
-    monkeypatch.setattr("kvcore_lab.sweep.runner.version", lambda _: "99")
+    monkeypatch.setattr("kvcore_lab.sweep.cells.version", lambda _: "99")
     assert digest() != before
 
 

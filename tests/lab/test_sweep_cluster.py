@@ -8,8 +8,8 @@ import kvcore
 from kvcore.config import RunConfig
 from kvcore_lab.report.sweep import SweepReport
 from kvcore_lab.sweep import Grid, Journal, Plan, Processes, sweep
-from kvcore_lab.sweep.plan import ThisProcess
-from kvcore_lab.sweep.runner import CellRun, WorkloadCache
+from kvcore_lab.sweep.cells import CellRun, WorkloadCache
+from kvcore_lab.sweep.executors import ThisProcess
 
 ZIPF = "zipf:requests=60,prefixes=4,rate=50"
 ROUTERS = ["round-robin", "least-requests"]

@@ -8,7 +8,7 @@ from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, Plugins
 from kvcore_plugins.eviction import LFU, LRU, LRUK, MRU, TTL, Adaptive, TailLRU, TinyLFU
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 SCAN = ["a", "a", "b", "c"]
 LOOP = ["a", "b", "c"] * 20

@@ -13,7 +13,7 @@ from helpers.serving import serve as simulate
 
 from kvcore import InputError, PolicyError
 from kvcore_plugins.eviction import LRU, Lookahead
-from kvcore_replay.serial_replay import replay, served
+from kvcore_replay.untimed import replay, served
 
 
 @attrs.define(slots=False, eq=False)

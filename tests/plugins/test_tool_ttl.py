@@ -5,7 +5,7 @@ from helpers.caches import ask, make, serve, spans
 
 from kvcore import InputError, KVCache
 from kvcore_plugins.eviction import LRU, ToolTTL
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 from kvcore_tiers.hierarchy import Tiers
 
 SECOND = 10**9

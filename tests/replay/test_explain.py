@@ -13,7 +13,7 @@ from kvcore_engine.retention.window import Window
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_replay.misses.explain import explain
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from kvcore import KVCache, Trace
 from kvcore_plugins.eviction import LRU
 from kvcore_replay.misses.explain import explain
 from kvcore_replay.report.misses import RequestReport, SummaryReport
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from helpers.caches import ask, make
 
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 def test_a_replay_leaves_no_sequence_open():

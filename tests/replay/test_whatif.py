@@ -19,7 +19,7 @@ from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Zipf
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 from kvcore_replay.what_if import whatif
 
 

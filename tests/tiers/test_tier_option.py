@@ -13,7 +13,7 @@ from kvcore.config import RunConfig, RunParts
 from kvcore.plugins import describe
 from kvcore.plugins.options import Spec
 from kvcore_lab.sweep import Grid
-from kvcore_lab.sweep.runner import CellRun, WorkloadCache
+from kvcore_lab.sweep.cells import CellRun, WorkloadCache
 from kvcore_plugins.eviction import LFU
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.tier import Disk, Host

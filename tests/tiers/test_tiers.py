@@ -79,6 +79,15 @@ def test_a_load_delays_only_the_request_that_waits_for_it():
     assert run.rows["other"]["finish"] < at + 1000 < run.rows["loads"]["first_token"]
 
 
+@pytest.mark.parametrize("traced", [True, False])
+def test_blocks_evicted_in_a_jump_are_stored_at_the_time_of_their_step(traced):
+    """A block that a growing request evicts is stored when the step begins that needs it."""
+    requests = [*shared((1, 4)), ask("long", 1000, 4, output=24)]
+    run = serve(requests, blocks=9, trace=traced, tiers=(f"host:memory=1MB,{FAST}",))
+    # Five blocks are free: 20 slots. The prompt takes 4, and each step from 1010 ns on takes 1.
+    assert [span.created for span in level_of(run).tree.spans()] == [1170]
+
+
 def test_write_through_stores_blocks_at_commit():
     """With write=through blocks are stored at commit, and an eviction moves nothing."""
     run = serve(

@@ -40,7 +40,7 @@ from kvcore_lab.comparison import compare as run_comparison
 from kvcore_lab.report.comparison import ComparisonReport, write_csv
 from kvcore_lab.report.policies import block_bytes, memory_fields
 from kvcore_lab.report.prometheus import comparison_metrics
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.cli.trace_options import price_option
 
 POLICIES = "lru,fifo,lfu,slru,cost,random"

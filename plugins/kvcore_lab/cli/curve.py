@@ -38,7 +38,7 @@ from kvcore_lab.curves.mrc import curve as make_curves
 from kvcore_lab.curves.plane import plane as make_plane
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plane import PlaneReport
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
 
 POLICIES = "lru,lfu"

@@ -33,7 +33,7 @@ from kvcore_lab.demo import (
     with_and_without_cache,
 )
 from kvcore_lab.report.paging import report_of
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 
 GENERATIONS = 3
 

@@ -15,7 +15,7 @@ from kvcore.hookspecs import POLICIES
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
-    from kvcore_lab.sweep.plan import Executor
+    from kvcore_lab.sweep.executors import Executor
 
 
 def policies_option(policies: str) -> Callable[[Command], Command]:
@@ -62,7 +62,7 @@ def search_executor(given: Mapping[str, Any], source: Workload) -> Executor:
     Raises:
         InputError: the workload is another pipe, or other processes are to read it.
     """
-    from kvcore_lab.sweep.plan import executor_for  # noqa: PLC0415 - for searches alone
+    from kvcore_lab.sweep.executors import executor_for  # noqa: PLC0415 - for searches alone
 
     where, jobs = given["executor"], given["jobs"]
     pipes = [str(value) for value in source.options().values() if is_copy(value)]

@@ -35,7 +35,7 @@ from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
 from kvcore_lab.plans.planning import plan as make_plan
 from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.sweep import Journal
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 
 NONE_FOUND = 1
 """The exit code if no fleet meets the SLO."""

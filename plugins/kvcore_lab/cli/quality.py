@@ -20,7 +20,7 @@ from kvcore.errors import InputError
 from kvcore.hookspecs import MODEL, POLICIES, REQUESTS
 from kvcore_lab.quality import measure
 from kvcore_lab.report.quality import QualityReport
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 
 RETENTION, CODEC, BUDGET = "h2o,snapkv,window,random", "fp16,int4", "0.1,0.25,0.5"
 

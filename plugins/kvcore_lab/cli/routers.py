@@ -24,8 +24,8 @@ from kvcore.cli.verb import option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
 from kvcore_lab.cli.lab_options import executor_options, search_executor
 from kvcore_lab.report.routers import RoutersReport
-from kvcore_lab.routers import compare_routers
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_lab.router_comparison import compare_routers
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 
 
 @verb(

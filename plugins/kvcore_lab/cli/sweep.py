@@ -33,7 +33,7 @@ from kvcore_lab.report.sweep import (
 from kvcore_lab.sweep import Grid, Journal, Plan, Sweep, executor_named
 from kvcore_lab.sweep import sweep as run_sweep
 from kvcore_lab.sweep.grid import SweepFile
-from kvcore_replay.cli.plots import plot_file, plot_option
+from kvcore_replay.cli.plot_option import plot_file, plot_option
 
 JOURNAL = "journal.jsonl"
 """The name of the journal in a directory."""

@@ -23,7 +23,7 @@ from kvcore_lab.measured.rows import AIC
 from kvcore_lab.measured.validation import GROUPS, ROUNDS, SPREAD
 from kvcore_lab.measured.validation import validate as compare_rows
 from kvcore_lab.report.validation import ValidationReport
-from kvcore_replay.cli.plots import picture_option, plot_file
+from kvcore_replay.cli.plot_option import picture_option, plot_file
 
 
 def _conditions(

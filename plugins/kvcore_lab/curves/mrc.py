@@ -23,12 +23,12 @@ from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
-from kvcore.workloads.selection import opened
+from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 if TYPE_CHECKING:
     from kvcore_lab.curves._reuse import Reuse
@@ -171,7 +171,7 @@ def curve(
         PolicyError: a policy failed.
     """
     plugins = plugins or Plugins()
-    setup = ReplaySetup.of(opened(workload, plugins), accounting, block_size, recompute)
+    setup = ReplaySetup.of(as_workload(workload, plugins), accounting, block_size, recompute)
     check_jobs(jobs)
     if blocks is None:
         check_points(points)

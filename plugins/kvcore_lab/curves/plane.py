@@ -26,13 +26,13 @@ from kvcore.progress import Progress, silent, ticked
 from kvcore.request import Request
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import Workload, check_keys
-from kvcore.workloads.selection import opened
+from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Policy, candidates_of
 from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
 from kvcore_lab.curves.mrc import LRU, check_points, compiled_reuse, spread_sizes
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady
-from kvcore_replay.serial_replay import served
+from kvcore_replay.untimed import served
 from kvcore_tiers.hierarchy import Tiers
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def plane(
     plugins = plugins or Plugins()
     if isinstance(tier, str | Spec):
         tier = cast("Tier", plugins.build("tier", tier))
-    setup = ReplaySetup.of(opened(workload, plugins), "keys", layout.block_size, recompute)
+    setup = ReplaySetup.of(as_workload(workload, plugins), "keys", layout.block_size, recompute)
     policy, *more = candidates_of(eviction, plugins, seed)
     if more or isinstance(policy.make, Belady):
         msg = f"eviction {eviction!r}: a plane is of one policy, which is not the optimum"

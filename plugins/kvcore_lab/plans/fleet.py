@@ -20,9 +20,9 @@ from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
 from kvcore_lab.plans.early_end import DecidedError, EarlyEndLoop, loop_of
-from kvcore_lab.sweep.runner import DIGEST_BYTES, CellRun, Task, WorkloadCache
+from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore_replay.belady import Foresight
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 Grant = Literal["", "foresight", "endless", "seen"]
 """An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a

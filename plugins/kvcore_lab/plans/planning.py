@@ -34,10 +34,10 @@ from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import given_workload
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
+from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
+from kvcore_lab.sweep.executors import Executor, ThisProcess
 from kvcore_lab.sweep.grid import CLUSTER, Grid
 from kvcore_lab.sweep.journal import Journal
-from kvcore_lab.sweep.plan import Executor, ThisProcess
-from kvcore_lab.sweep.runner import CellRun, Outcome, WorkloadCache
 
 T = TypeVar("T")
 

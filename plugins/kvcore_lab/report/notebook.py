@@ -27,7 +27,7 @@ from kvcore_lab.report.plan import PlanReport
 from kvcore_lab.report.quality import QualityReport
 from kvcore_lab.report.routers import RoutersReport
 from kvcore_lab.report.sweep import SweepReport
-from kvcore_lab.routers import RouterComparison
+from kvcore_lab.router_comparison import RouterComparison
 from kvcore_lab.sweep import Sweep
 from kvcore_replay.misses.reasons import Explanation
 from kvcore_replay.report import plots

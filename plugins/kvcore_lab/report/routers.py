@@ -11,7 +11,7 @@ import attrs
 from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import format_bytes, format_number, format_seconds
-from kvcore_lab.routers import RouterComparison, RouterRow, SharedCache
+from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
 

@@ -1,8 +1,7 @@
 """Sweeps: a grid of runs on many processes, which can be killed and resumed."""
 
-from kvcore_lab.sweep.grid import AXES, MODES, Grid, Mode, axes_of
-from kvcore_lab.sweep.journal import Journal
-from kvcore_lab.sweep.plan import (
+from kvcore_lab.sweep.cells import CellRunner, Outcome, Task
+from kvcore_lab.sweep.executors import (
     Executor,
     Plan,
     Processes,
@@ -12,7 +11,8 @@ from kvcore_lab.sweep.plan import (
     executor_named,
     sweep,
 )
-from kvcore_lab.sweep.runner import CellRunner, Outcome, Task
+from kvcore_lab.sweep.grid import AXES, MODES, Grid, Mode, axes_of
+from kvcore_lab.sweep.journal import Journal
 
 __all__ = [
     "AXES",

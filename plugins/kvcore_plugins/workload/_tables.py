@@ -199,6 +199,9 @@ def has_texts(fields: dict[str, Any]) -> bool:
         known = _TEXTS.intersection(name.split("."))
         if known and value and type(value) not in (int, float):
             return True
+        # Messages under another name.
+        if type(value) is list and value and type(value[0]) is dict and "content" in value[0]:
+            return True
     return False
 
 

@@ -12,7 +12,7 @@ from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError
 from kvcore.files import input_path
 from kvcore.serving.result import TRACE
-from kvcore_replay.cli.plots import picture_option, plot_file
+from kvcore_replay.cli.plot_option import picture_option, plot_file
 from kvcore_replay.cli.trace_options import replica_option
 from kvcore_replay.report import plots
 from kvcore_replay.state.residency import rebuild_residency

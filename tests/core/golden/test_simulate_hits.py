@@ -13,7 +13,7 @@ from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.latency import Linear, Roofline
 from kvcore_plugins.workload import Mooncake
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 SIZES = (3_000, 30_000)
 TOLERANCE = 0.015

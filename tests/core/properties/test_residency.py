@@ -18,8 +18,8 @@ from kvcore.cache import Residency
 from kvcore.cache.residency import Refaults
 from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
-from kvcore_replay.serial_replay import replay
 from kvcore_replay.state.residency import rebuild_residency as residency
+from kvcore_replay.untimed import replay
 
 
 def of_trace(content):

@@ -13,9 +13,10 @@ import kvcore
 from kvcore import InputError
 from kvcore.config import RunConfig
 from kvcore.config.like import LIKENESSES
-from kvcore.serving import Batching
+from kvcore.serving import Batching, StepPlan
 from kvcore.serving.scheduler import TokenRatio
 from kvcore_events.model import BlockStored
+from kvcore_plugins.scheduler import FCFS
 from kvcore_replay.export import event_batches
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
@@ -188,6 +189,22 @@ def test_the_slot_of_a_finished_request_is_free_a_step_later(lag, admitted):
     run = serve(requests, lag=lag, max_seqs=2)
     assert run.rows["a"]["finish"] == 20
     assert run.rows["b"]["admitted"] == admitted
+
+
+def test_a_plan_may_pause_a_request_that_has_just_finished():
+    """With `lag=1`, a plan may pause a finished request, which still runs, and admit it."""
+
+    class Swap(FCFS):
+        """A scheduler that pauses all running jobs, and offers them first."""
+
+        name: ClassVar[str] = "swap"
+
+        def plan(self, state):
+            """Return a plan for all jobs, the running ones first."""
+            return StepPlan([*state.running, *state.waiting], state.running)
+
+    run = serve([ask("a"), ask("b")], scheduler=Swap(), max_seqs=1, lag=1)
+    assert [row["finish"] for row in run.rows.values()] == [10, 20]
 
 
 def test_a_request_to_an_idle_server_is_admitted_at_once():

@@ -12,7 +12,7 @@ from kvcore import InputError, KVCache, Request, Workload
 from kvcore.request import Hints, KeyPrefix, Retention
 from kvcore.workloads import RequestList, WorkloadSample
 from kvcore_plugins.workload import Mooncake
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 
 @attrs.define(slots=False, eq=False)

@@ -15,7 +15,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 MISSES = {
     "lru": {1_827: 273_420, 18_279: 208_177},

@@ -13,7 +13,7 @@ from kvcore import KVCache, Request
 from kvcore_plugins.eviction import LRUK, TinyLFU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.workload import Mooncake
-from kvcore_replay.serial_replay import served
+from kvcore_replay.untimed import served
 
 ITEMS = st.lists(st.integers(0, 9), max_size=120)
 SHARES = st.sampled_from([0, 0.2, 0.5, 1])

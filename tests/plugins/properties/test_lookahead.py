@@ -11,7 +11,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore_plugins.eviction import LRU, Lookahead
 from kvcore_plugins.prefix import Radix
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 PROMPTS = st.lists(st.text("abc", max_size=6), max_size=30)
 

@@ -25,7 +25,7 @@ from kvcore import KVCache, Request
 from kvcore.request import Retention
 from kvcore.testing import RecordingPolicy, Traffic, random_requests, replay, request_lists
 from kvcore_plugins.workload import Mooncake
-from kvcore_replay.serial_replay import served
+from kvcore_replay.untimed import served
 
 KEY = 6
 PLAIN = {

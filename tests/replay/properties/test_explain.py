@@ -19,7 +19,7 @@ from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import NoPrefix, Radix
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.misses.explain import explain
-from kvcore_replay.serial_replay import replay, served
+from kvcore_replay.untimed import replay, served
 
 TRAFFIC = Traffic(key_tokens=6, hints=True)
 LAYOUTS = st.sampled_from(

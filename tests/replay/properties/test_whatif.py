@@ -22,7 +22,7 @@ from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
 from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 from kvcore_replay.what_if import whatif
 
 few = settings(max_examples=max(settings.default.max_examples // 4, 1))

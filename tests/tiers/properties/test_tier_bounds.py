@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from kvcore import KVCache
 from kvcore.cache.layout import BlockLayout
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay, served
+from kvcore_replay.untimed import replay, served
 from kvcore_tiers.hierarchy import Tiers
 
 NAMES = [name for name in POLICIES if ":" not in name]

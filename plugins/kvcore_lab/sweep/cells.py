@@ -23,6 +23,7 @@ from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
+from kvcore.serving.stats import Percentiles
 from kvcore.trace.fields import plain, slo_field
 from kvcore.units import window_text
 from kvcore.workloads import Workload
@@ -31,7 +32,7 @@ from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
@@ -50,7 +51,7 @@ HITS = {
 
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
-SPREAD = ("mean", "p50", "p90", "p95", "p99")
+SPREAD = tuple(attrs.fields_dict(Percentiles))
 
 TIMED_COLUMNS = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},

@@ -19,9 +19,7 @@ from kvcore.host import cpus
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
-from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
-from kvcore_lab.sweep.journal import Journal
-from kvcore_lab.sweep.runner import (
+from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
     RESULTS,
     CellRun,
@@ -30,6 +28,8 @@ from kvcore_lab.sweep.runner import (
     Task,
     WorkloadCache,
 )
+from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
+from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, queue_of, work_all
 from kvcore_replay.belady import Belady
 

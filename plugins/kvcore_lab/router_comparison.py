@@ -25,9 +25,9 @@ from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
 from kvcore_lab.comparison import SHARING, Source
 from kvcore_lab.sweep import Executor, Grid, Plan
-from kvcore_lab.sweep.plan import ThisProcess
+from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.belady import Future, belady
-from kvcore_replay.serial_replay import replay
+from kvcore_replay.untimed import replay
 
 if TYPE_CHECKING:
     from os import PathLike
