@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_lab.api import compare, find_capacity, plan, validate
     from kvcore_lab.report.notebook import report_html, report_on
+    from kvcore_plugins.models.huggingface import read_config
     from kvcore_replay.recorded.config import recorded_config
     from kvcore_tiers.hierarchy import Tiers
 
@@ -66,6 +67,7 @@ _MODULES = {
     "kvcore.trace": "Trace",
     "kvcore.workloads": "Workload",
     # Of packages, which only this table and `hooks.py` of each of them name.
+    "kvcore_plugins.models.huggingface": "read_config",
     "kvcore_replay.recorded.config": "recorded_config",
     "kvcore_engine.retention.token_retention": "ScoreRetention",
     "kvcore_lab.report.notebook": "report_html report_on",
@@ -117,6 +119,7 @@ __all__ = [
     "find_capacity",
     "hookimpl",
     "plan",
+    "read_config",
     "recorded_config",
     "report_html",
     "report_on",

@@ -28,9 +28,10 @@ _FACTORS = {unit.lower(): factor for unit, factor in (BINARY | DECIMAL).items()}
 # Bounded, since Python refuses to read thousands of digits.
 _NUMBER = r"\s*([0-9]{0,999}\.?[0-9]{1,999}"
 _SIZE = re.compile(rf"{_NUMBER})\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
-_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+_MULTIPLES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_MULTIPLES |= {"ki": 2**10, "mi": 2**20, "gi": 2**30}
 _WHOLE = re.compile(
-    rf"{_NUMBER.replace('(', '([+-]?', 1)}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?)?)\s*",
+    rf"{_NUMBER.replace('(', '([+-]?', 1)}(?:e[+-]?[0-9]{{1,3}})?)((?:[kmg]i?|[tp])?)\s*",
     re.ASCII | re.IGNORECASE,
 )
 _SECONDS = re.compile(
@@ -64,6 +65,15 @@ def parse_bytes(text: str) -> int:
     return size
 
 
+def parse_rate(text: str) -> int:
+    """Return the bytes a second of text such as `50GB/s` or `50GB`.
+
+    Raises:
+        InputError: as for `parse_bytes`.
+    """
+    return parse_bytes(text.strip().removesuffix("/s"))
+
+
 def as_float(number: Any) -> float:
     """Return a number as a float. attrs reads the signature of this faster than `float`'s."""
     return float(number)
@@ -78,7 +88,7 @@ def parse_whole(text: str, least: int = -INT64_LIMIT) -> int:
 
     It is from `least` to 2^63 - 1.
 
-    `k`, `M` and `G` are thousands, millions and billions; `Ki`, `Mi` and `Gi` powers of 1024.
+    `k`, `M`, `G`, `T` and `P` are powers of 1000; `Ki`, `Mi` and `Gi` powers of 1024.
 
     Raises:
         InputError: the text is no such number.

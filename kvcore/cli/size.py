@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from fractions import Fraction
+from math import ceil
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ from kvcore.cli.output import emit_json, json_option, print_sections
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
-from kvcore.models.cost import PrefillCost, decode_step_bytes, prefill_flop
-from kvcore.models.memory import KVLayout, kv_budget
+from kvcore.models.cost import PrefillCost, prefill_flop
+from kvcore.models.memory import SERVER, KVLayout, degree_problem, kv_copies, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
 
@@ -38,7 +39,20 @@ def _listed(what: str, names: Iterable[str]) -> str:
     renamed={"--dtype": "--codec"},
 )
 @click.argument("model")
-@click.option("--device", help="GPU that holds the model, such as h200.")
+@click.option(
+    "--device",
+    help="GPU that holds the model: a name such as h200, or figures such as "
+    "memory=141GB,bandwidth=4.8TB,flops=989T.",
+)
+@click.option(
+    "--tensor-parallel", type=Count(), default=1, help="Number of GPUs that share the model."
+)
+@click.option(
+    "--data-parallel-attention",
+    is_flag=True,
+    help="Keep the K/V of a request on one of the GPUs, and all weights but those of experts "
+    "on each.",
+)
 @click.option("--tokens", type=Count(), default=8192, help="Number of tokens of a request.")
 @click.option(
     "--batch", type=Count(), default=1, help="Number of requests that are decoded together."
@@ -69,6 +83,8 @@ def size(
     *,
     model: str,
     device: str | None,
+    tensor_parallel: int,
+    data_parallel_attention: bool,
     tokens: int,
     batch: int,
     codec: str,
@@ -83,9 +99,12 @@ def size(
     Bytes are exact. Speeds are bounds, set by the bandwidth and FLOP/s of the device.
     """
     gpu = None if device is None else find_device(device)
-    kept = 0
+    kept = RESERVE if reserve is None else reserve
     if gpu is not None or reserve is not None:
-        kept = _reserve(RESERVE if reserve is None else reserve, gpu)
+        _reserve(kept, gpu)
+    if gpu is None and (tensor_parallel > 1 or data_parallel_attention):
+        msg = "--tensor-parallel, --data-parallel-attention: on which GPUs? give --device too"
+        raise InputError(msg)
     spec = load_model(model, weights_dtype)
     if window is not None:
         spec = spec.with_window(window)
@@ -96,8 +115,17 @@ def size(
     if max(report["kv"].values()) > MAX_COUNT:
         msg = f"--tokens {tokens}, --batch {batch}: their K/V exceeds 2^63 bytes; ask for less"
         raise InputError(msg)
+    notes = []
+    if 0 < spec.positions < tokens:
+        notes.append(
+            f"{tokens:,} tokens are beyond the {spec.positions:,} positions of {spec.name}"
+        )
     if gpu is not None:
-        report |= _bounds(layout, gpu, kept, tokens, batch)
+        server = _Server(layout, gpu, tensor_parallel, data_parallel_attention, kept)
+        report |= server.bounds(tokens, batch)
+        if not report["fit"]["requests"]:
+            notes.append(server.remedy(tokens))
+    report["notes"] = notes
     if as_json:
         emit_json(report)
     else:
@@ -158,39 +186,114 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
     }
 
 
-def _bounds(
-    layout: KVLayout, gpu: DeviceSpec, reserve: int, tokens: int, batch: int
-) -> dict[str, Any]:
-    """Return the requests that fit on a device, and if the weights do, the bounds of speed."""
-    model = layout.model
-    budget = kv_budget(model, gpu, reserve)
-    requests = layout.requests_in(budget, tokens)
-    fits = {
-        "device": attrs.asdict(gpu),
-        "fit": {
-            "reserve_bytes": reserve,
-            "kv_budget_bytes": budget,
-            "weights_fit": budget >= 0,
-            "blocks": layout.blocks_in(budget),
-            "requests": requests,
-            "batch_fits": batch <= requests,
-        },
-    }
-    if budget < 0:
-        return fits
-    step_bytes = decode_step_bytes(layout, tokens, batch)
-    step_seconds = step_bytes / gpu.bandwidth
-    return fits | {
-        "decode": {
-            "bytes_per_step": step_bytes,
-            "step_seconds": step_seconds,
-            "tokens_per_second_per_request": 1 / step_seconds,
-            "tokens_per_second": batch / step_seconds,
-        },
-        "prefill": {
-            # A float, since JSON for other programs has no integers past 64 bits.
-            "flop": float(prefill_flop(model, tokens)),
-            "seconds": PrefillCost.of(model, gpu)(0, tokens),
-            "load_seconds": layout.request_bytes(tokens) / gpu.host_link,
-        },
-    }
+@attrs.frozen
+class _Server:
+    """The GPUs that share a model.
+
+    Attributes:
+        layout, gpu: the model with its K/V, and the type of each GPU.
+        devices: number of GPUs.
+        data_parallel: whether each attends to requests of its own, as vLLM's and SGLang's
+            data-parallel attention; experts are divided even so.
+        reserve: memory that is kept free on each.
+    """
+
+    layout: KVLayout
+    gpu: DeviceSpec
+    devices: int
+    data_parallel: bool
+    reserve: str
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a number of GPUs that no engine runs."""
+        if not self.data_parallel and (
+            problem := degree_problem(self.layout.model, self.devices)
+        ):
+            msg = f"--tensor-parallel: {self.layout.model.name} on {self}: {problem}"
+            raise InputError(msg)
+
+    def __str__(self) -> str:
+        """Return the number and type of the GPUs."""
+        return f"{self.devices} x {self.gpu.name}"
+
+    @property
+    def ranks(self) -> int:
+        """Number of GPUs, or groups of them, that have requests of their own."""
+        return self.devices if self.data_parallel else 1
+
+    @property
+    def copies(self) -> Fraction:
+        """Number of copies of K/V on all GPUs together."""
+        return Fraction(1) if self.ranks > 1 else kv_copies(self.layout.model, self.devices)
+
+    @property
+    def budget(self) -> int:
+        """Bytes left for K/V on all GPUs together; negative if the weights do not fit."""
+        left = self.gpu.hbm_bytes - _reserve(self.reserve, self.gpu)
+        model = self.layout.model
+        return self.devices * left - model.weight_bytes - (self.ranks - 1) * model.shared_bytes
+
+    def requests(self, tokens: int) -> int:
+        """Return the number of requests of `tokens` tokens that fit."""
+        return self.ranks * self.layout.requests_in(self._of_rank, tokens)
+
+    @property
+    def _of_rank(self) -> int:
+        """Bytes that a rank has for one copy of its K/V."""
+        return int(self.budget / (self.ranks * self.copies))
+
+    def remedy(self, tokens: int) -> str:
+        """Return a sentence with GPUs that hold the weights and a request."""
+
+        def fits(device: DeviceSpec, devices: int) -> bool:
+            try:
+                other = attrs.evolve(self, gpu=device, devices=devices)
+                return other.requests(tokens) > 0
+            except InputError:  # The reserve is more than that GPU has.
+                return False
+
+        servers = servers_that_fit(self.layout.model, self.gpu, self.devices, fits)
+        if not servers:
+            return f"No {max(SERVER, self.devices)} GPUs hold the weights and a request"
+        return f"The weights and a request fit on {', '.join(servers)} (--tensor-parallel)"
+
+    def bounds(self, tokens: int, batch: int) -> dict[str, Any]:
+        """Return the requests that fit, and if the weights do, the bounds of speed."""
+        layout, gpu, model = self.layout, self.gpu, self.layout.model
+        budget, requests = self.budget, self.requests(tokens)
+        fits = {
+            "device": attrs.asdict(gpu),
+            "server": {
+                "gpus": self.devices,
+                "data_parallel_attention": self.data_parallel,
+                "kv_copies": float(self.copies),
+            },
+            "fit": {
+                "reserve_bytes": self.devices * _reserve(self.reserve, gpu),
+                "kv_budget_bytes": budget,
+                "weights_fit": budget >= 0,
+                "blocks": self.ranks * layout.blocks_in(self._of_rank),
+                "requests": requests,
+                "batch_fits": batch <= requests,
+            },
+        }
+        if budget < 0:
+            return fits
+        step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes
+        step_bytes += ceil(batch * layout.read_bytes(tokens) * self.copies)
+        step_seconds = step_bytes / (gpu.bandwidth * self.devices)
+        load_bytes = layout.request_bytes(tokens) * self.copies * self.ranks
+        return fits | {
+            "decode": {
+                "bytes_per_step": step_bytes,
+                "step_seconds": step_seconds,
+                "tokens_per_second_per_request": 1 / step_seconds,
+                "tokens_per_second": batch / step_seconds,
+            },
+            "prefill": {
+                # A float, since JSON for other programs has no integers past 64 bits.
+                "flop": float(prefill_flop(model, tokens)),
+                "seconds": PrefillCost.of(model, gpu)(0, tokens) / self.devices,
+                "load_seconds": float(load_bytes / (gpu.host_link * self.devices)),
+            },
+        }

@@ -127,7 +127,8 @@ class PoolOptions(TypedDict, total=False):
         DeviceChoice,
         Option(
             "h100",
-            "GPU that the model is served on; `kvcore size --help` lists all.",
+            "GPU that the model is served on: a name that `kvcore size --help` lists, or "
+            "figures such as memory=141GB,bandwidth=4.8TB,flops=989T.",
             MODEL,
             metavar="TEXT",
         ),

@@ -1,7 +1,7 @@
 """Tables of well-known models and GPUs, found by name.
 
 Models: shapes from the `config.json` their makers publish; parameters counted from those
-shapes, tensor by tensor, as `kvcore.models.huggingface` does (for multimodal models,
+shapes, tensor by tensor, as from a `config.json` (for multimodal models,
 those of the language model). GPUs: the makers' data sheets; see `docs/reference/size.md`.
 """
 
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
+import kvcore
 from kvcore.errors import InputError
 from kvcore.models.spec import DeviceSpec, ModelSpec
+from kvcore.units import parse_bytes, parse_rate, parse_whole
 
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 
@@ -42,8 +44,6 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     """
     is_path = text.endswith(".json") or os.sep in text
     if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
-        from kvcore.models.huggingface import read_config  # noqa: PLC0415 - for files alone
-
         near = _near(MODELS, text.partition("/")[2]) if _is_hub_id(text) else []
         if near:
             msg = (
@@ -51,7 +51,8 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
                 f"did you mean {' or '.join(near)}, or the config.json of that model?"
             )
             raise InputError(msg)
-        return read_config(text, weights_dtype)
+        # The front door says where files are read: most runs name a model of the table.
+        return kvcore.read_config(text, weights_dtype)
     try:
         model = find_model(text)
     except InputError as error:
@@ -60,13 +61,56 @@ def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     return model.with_weights(weights_dtype) if weights_dtype else model
 
 
+def _flops(text: str) -> int:
+    return parse_whole(text.upper().removesuffix("FLOP/S").removesuffix("FLOPS"))
+
+
+BY_FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989T"
+
+_FIGURES: Mapping[str, tuple[str, Callable[[str], int]]] = {
+    "memory": ("hbm_bytes", parse_bytes),
+    "bandwidth": ("bandwidth", parse_rate),
+    "flops": ("flops", _flops),
+    "fp8_flops": ("fp8_flops", _flops),
+    "host_link": ("host_link", parse_rate),
+    "link": ("link", parse_rate),
+}
+
+
 def find_device(name: str) -> DeviceSpec:
-    """Return the well-known GPU called `name`, such as `h100`.
+    """Return the well-known GPU called `name`, such as `h100`, or one that is given by figures.
+
+    Figures are `memory=141GB,bandwidth=4.8TB,flops=989T`, and if they are known `fp8_flops`,
+    `host_link` (else that of PCIe 5) and `link`. The text is the name of that device.
 
     Raises:
-        InputError: no such GPU; names the nearest ones.
+        InputError: no such GPU; names the nearest ones. Figures that are none, or are missing.
     """
-    return _find("device", DEVICES, name)
+    if "=" not in name:
+        return _find("device", DEVICES, name)
+    try:
+        return _by_figures(name)
+    except InputError as error:
+        msg = f"device {name!r}: {error}; give such as {BY_FIGURES}"
+        raise InputError(msg) from None
+
+
+def _by_figures(text: str) -> DeviceSpec:
+    figures: dict[str, Any] = {"host_link": _PCIE5 * 10**9}
+    for piece in text.split(","):
+        figure, _, value = (part.strip() for part in piece.partition("="))
+        if figure not in _FIGURES:
+            msg = f"{piece!r} is none of {', '.join(_FIGURES)}, with = and a value"
+            raise InputError(msg)
+        field, read = _FIGURES[figure]
+        figures[field] = read(value)
+    missing = [
+        name for name in ("memory", "bandwidth", "flops") if _FIGURES[name][0] not in figures
+    ]
+    if missing:
+        msg = f"there is no {' and no '.join(missing)}"
+        raise InputError(msg)
+    return DeviceSpec(name=text, **figures)
 
 
 def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
@@ -77,6 +121,8 @@ def _find(what: str, table: Mapping[str, Spec], name: str) -> Spec:
     hint = f"known: {', '.join(sorted(table))}"
     if near:
         hint = f"did you mean {' or '.join(near)}? `kvcore size --help` lists all"
+    if what == "device":
+        hint += f"; or give its figures, such as {BY_FIGURES}"
     msg = f"unknown {what} {name!r}; {hint}"
     raise InputError(msg)
 
@@ -109,8 +155,10 @@ def _model(
 ) -> ModelSpec:
     """Return a row; `heads` are query heads, K/V heads and their width."""
     query_heads, kv_heads, head_dim = heads
+    prefix = max((each for each in _POSITIONS if name.startswith(each)), key=len)
     return ModelSpec(
         name=name,
+        positions=_POSITIONS[prefix],
         layers=layers,
         query_heads=query_heads,
         kv_heads=kv_heads,
@@ -139,8 +187,20 @@ _FP16: dict[str, Any] = {"dtype": "fp16"}
 
 _MLA: dict[str, Any] = {"value_dim": 128, "latent": 512 + 64}
 
+# Embeddings and output layer in bf16, and a scale of fp32 for each block of 128 x 128.
+_FP8_BLOCKS = {"dtype": "fp8", "extra_bytes": 1_964_517_216, "extra_expert_bytes": 159_645_696}
+
 
 # fmt: off
+# By the beginnings of names: the longest counts.
+_POSITIONS = {
+    "gpt2": 1024, "phi-2": 2048, "llama-2": 4096, "phi-3-mini-4k": 4096, "gemma": 8192,
+    "llama-3-": 8192, "phi-4": 16_384, "mistral": 32_768, "mixtral": 32_768, "qwen2.5": 32_768,
+    "gemma-3-1b": 32_768, "qwen3": 40_960, "mixtral-8x22b": 65_536, "llama-3.": 131_072,
+    "mistral-nemo": 131_072, "gemma-3": 131_072, "gpt-oss": 131_072, "phi-3-medium": 131_072,
+    "phi-4-mini": 131_072, "deepseek": 163_840,
+}
+
 MODELS: Mapping[str, ModelSpec] = _by_name([
     _model("gpt2", 12, (12, 12, 64), 768, 124_439_808, dtype="fp32"),
     _model("gpt2-xl", 48, (25, 25, 64), 1600, 1_557_611_200, dtype="fp32"),
@@ -206,19 +266,20 @@ MODELS: Mapping[str, ModelSpec] = _by_name([
     _model("phi-4-mini", 32, (24, 8, 128), 3072, 3_836_021_760),
     _model("gpt-oss-20b", 24, (64, 8, 64), 2880, 20_914_757_184,
            windows=_interleaved(24, 128, 2),
-           **_moe(32, 4, 4_187_440_704, expert_dtype="mxfp4")),
+           # The biases of experts are in bf16.
+           **_moe(32, 4, 4_187_440_704, expert_dtype="mxfp4", extra_expert_bytes=9_745_920)),
     _model("gpt-oss-120b", 36, (64, 8, 64), 2880, 116_829_156_672,
            windows=_interleaved(36, 128, 2),
-           **_moe(128, 4, 5_711_982_912, expert_dtype="mxfp4")),
+           **_moe(128, 4, 5_711_982_912, expert_dtype="mxfp4", extra_expert_bytes=58_475_520)),
     _model("deepseek-v2-lite", 27, (16, 16, 192), 2048, 15_706_484_224,
            **_MLA, **_moe(64, 6, 2_661_150_208)),
     _model("deepseek-v2", 60, (128, 128, 192), 5120, 235_741_434_880,
            **_MLA, **_moe(160, 6, 21_375_800_320)),
     # DeepSeek V3 without its multi-token prediction layer; R1 has the same shape.
     _model("deepseek-v3", 61, (128, 128, 192), 7168, 671_026_419_200,
-           **_MLA, **_moe(256, 8, 37_552_297_472, dtype="fp8")),
+           **_MLA, **_moe(256, 8, 37_552_297_472, **_FP8_BLOCKS)),
     _model("deepseek-r1", 61, (128, 128, 192), 7168, 671_026_419_200,
-           **_MLA, **_moe(256, 8, 37_552_297_472, dtype="fp8")),
+           **_MLA, **_moe(256, 8, 37_552_297_472, **_FP8_BLOCKS)),
 ])
 
 
@@ -252,12 +313,13 @@ def _device(
     )
 
 
-_PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C = 16, 32, 64, 450
+# Two GPUs of a GB200 or GB300 share the link to their CPU.
+_PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C, _SHARED_C2C = 16, 32, 64, 450, 225
 
 # Half of what data sheets name, which is both ways together: of 6, 12 and 18 links of 25 GB/s,
-# of 18 of 50, and of 7 of 64. Bridges that are sold apart (A30, A40, H100 PCIe, RTX 3090) and
-# join two GPUs are not counted.
-_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY = 150, 300, 450, 900, 448
+# of 18 of 50, and of 7 of 64 and of 77. Bridges that are sold apart (A30, A40, H100 PCIe,
+# RTX 3090) and join two GPUs are not counted.
+_NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY, _INFINITY4 = 150, 300, 450, 900, 448, 537
 
 
 DEVICES: Mapping[str, DeviceSpec] = _by_name(
@@ -273,15 +335,21 @@ DEVICES: Mapping[str, DeviceSpec] = _by_name(
         _device("rtx-3090", 24, 936, 71, _PCIE4),
         _device("rtx-4090", 24, 1008, 165.2, _PCIE4, fp8=True),
         _device("rtx-5090", 32, 1792, 209.5, _PCIE5, fp8=True),
+        _device("rtx-pro-6000", 96, 1792, 503.8, _PCIE5, fp8=True),
         _device("l4", 24, 300, 121, _PCIE4, fp8=True),
         _device("l40s", 48, 864, 362, _PCIE4, fp8=True),
+        _device("h20", 96, 4000, 148, _PCIE5, _NVLINK4, fp8=True),
         _device("h100", 80, 3350, 989.5, _PCIE5, _NVLINK4, fp8=True),
         _device("h100-pcie", 80, 2000, 756.5, _PCIE5, fp8=True),
         _device("h100-nvl", 94, 3900, 835.5, _PCIE5, 300, fp8=True),
         _device("gh200", 96, 4000, 989.5, _NVLINK_C2C, _NVLINK4, fp8=True),
         _device("h200", 141, 4800, 989.5, _PCIE5, _NVLINK4, fp8=True),
         _device("b200", 180, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
+        _device("b300", 288, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
+        _device("gb200", 186, 8000, 2500, _SHARED_C2C, _NVLINK5, fp8=True),
+        _device("gb300", 288, 8000, 2500, _SHARED_C2C, _NVLINK5, fp8=True),
         _device("mi300x", 192, 5300, 1307.4, _PCIE5, _INFINITY, fp8=True),
         _device("mi325x", 256, 6000, 1307.4, _PCIE5, _INFINITY, fp8=True),
+        _device("mi355x", 288, 8000, 2516.6, _PCIE5, _INFINITY4, fp8=True),
     ]
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from fractions import Fraction
+from itertools import islice
 from math import ceil
 
 import attrs
@@ -35,8 +37,57 @@ def kv_copies(model: ModelSpec, devices: int) -> Fraction:
     return Fraction(devices * -(-model.kv_heads // devices), model.kv_heads)
 
 
+SERVER = 8
+"""GPUs of a server: remedies take no more, unless more were given."""
+
 MOST_DEVICES = 65_536
 """Largest number of devices that share a model."""
+
+
+def can_share(model: ModelSpec, devices: int) -> bool:
+    """Return True if engines divide the attention of `model` among `devices` devices.
+
+    Query heads are divided evenly. K/V heads are too, or each is copied to as many devices; a
+    latent (MLA) is copied to all.
+    """
+    if not 1 <= devices <= MOST_DEVICES or model.query_heads % devices:
+        return False
+    return bool(model.latent) or not model.kv_heads % devices or not devices % model.kv_heads
+
+
+def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list[int]:
+    """Return the degrees of tensor parallelism of `model` from `start` to `stop`, ascending.
+
+    `stop` is at least `start`: a server of more GPUs was given.
+    """
+    return [each for each in range(start, max(start, stop) + 1) if can_share(model, each)]
+
+
+def servers_that_fit(
+    model: ModelSpec, device: DeviceSpec, devices: int, fits: Callable[[DeviceSpec, int], bool]
+) -> list[str]:
+    """Return servers that hold `model` as texts: the smallest of `device`, and a few others."""
+    from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+
+    degrees = tensor_degrees(model, devices)
+    others = [each for each in DEVICES.values() if each != device]
+    own = (f"{count} x {device.name}" for count in degrees if fits(device, count))
+    more = (
+        f"{count} x {each.name}" for count in degrees for each in others if fits(each, count)
+    )
+    return [*islice(own, 1), *islice(more, _SUGGESTIONS)]
+
+
+def degree_problem(model: ModelSpec, devices: int) -> str:
+    """Return why no engine divides `model` among `devices`, and the degrees; "" if one does."""
+    if can_share(model, devices):
+        return ""
+    heads = f"{model.query_heads} query heads"
+    if not model.latent:
+        heads += f" and {model.kv_heads} K/V head{'s' * (model.kv_heads > 1)}"
+    *degrees, last = tensor_degrees(model, 1, min(model.query_heads, MOST_DEVICES))
+    known = f"{', '.join(map(str, degrees))} or {last}" if degrees else f"{last}"
+    return f"{heads} cannot be divided among {devices} devices; give {known}"
 
 
 @attrs.frozen
@@ -49,7 +100,7 @@ class Deployment:
         devices: number of devices (the degree of tensor parallelism).
 
     Raises:
-        InputError: no device at all, or more than `MOST_DEVICES`.
+        InputError: no engine divides the heads of the model among so many devices.
     """
 
     layout: KVLayout
@@ -57,9 +108,9 @@ class Deployment:
     devices: int = 1
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a deployment on no device."""
-        if not 1 <= self.devices <= MOST_DEVICES:
-            msg = f"{self.layout.model.name} on {self}: give 1 to {MOST_DEVICES:,} devices"
+        """Refuse a number of devices among which the heads cannot be divided."""
+        if problem := degree_problem(self.layout.model, self.devices):
+            msg = f"{self.layout.model.name} on {self}: {problem}"
             raise InputError(msg)
 
     def __str__(self) -> str:
@@ -114,23 +165,17 @@ class Deployment:
         return blocks
 
     def _remedy(self, sequences: int) -> str:
-        """Return a sentence with devices on which the model would fit."""
-        from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+        """Return a sentence with servers on which the model would fit."""
 
-        least = self.layout.model.weight_bytes // int(USABLE * self.device.hbm_bytes) + 1
-        more = (attrs.evolve(self, devices=count) for count in (least, least + 1))
-        other = (attrs.evolve(self, device=device) for device in DEVICES.values())
-        fitting = [
-            *[str(one) for one in more if _fits(one, sequences)][:1],
-            *[str(one) for one in other if _fits(one, sequences)][:_SUGGESTIONS],
-        ]
-        if not fitting:
-            return "Take a smaller model, or smaller blocks"
-        return f"It fits on {', '.join(fitting)}"
+        def fits(device: DeviceSpec, devices: int) -> bool:
+            one = attrs.evolve(self, device=device, devices=devices)
+            return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
 
-
-def _fits(one: Deployment, sequences: int) -> bool:
-    return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
+        servers = servers_that_fit(self.layout.model, self.device, self.devices, fits)
+        if servers:
+            return f"It fits on {', '.join(servers)}"
+        gpus = max(SERVER, self.devices)
+        return f"No {gpus} GPUs hold it. Take a smaller model, or smaller blocks"
 
 
 def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
@@ -258,11 +303,3 @@ class KVLayout:
         """Return pairs of the tokens that a layer keeps, and the number of such layers."""
         kept = Counter(tokens if w is None else min(tokens, w) for w in self.model.windows)
         return list(kept.items())
-
-
-def kv_budget(model: ModelSpec, device: DeviceSpec, reserve: int = 0) -> int:
-    """Return the bytes left for K/V after the weights and `reserve` bytes.
-
-    Negative when the weights do not fit: that much is missing.
-    """
-    return device.hbm_bytes - model.weight_bytes - reserve

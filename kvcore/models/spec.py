@@ -86,6 +86,9 @@ class ModelSpec:
         dtype: type of the weights, as released.
         experts, experts_per_token: routed experts of a layer, and those that a token takes.
         expert_dtype: type of the routed experts' weights, where it differs from `dtype`.
+        extra_bytes, extra_expert_bytes: bytes beyond those of numbers in `dtype`, and of routed
+            experts beyond those in `expert_dtype`: scales, and what is kept wider.
+        positions: tokens up to which the model has positions; 0: unknown.
         windows: attention window of each layer in tokens; None: all tokens.
         latent: under multi-head latent attention (MLA), the numbers a layer stores per token
             in place of the K/V heads: compressed K/V and rotary key. Otherwise 0.
@@ -108,6 +111,9 @@ class ModelSpec:
     experts: int = 0
     experts_per_token: int = 0
     expert_dtype: str = attrs.field(default=_same_as("dtype"))
+    extra_bytes: int = 0
+    extra_expert_bytes: int = 0
+    positions: int = 0
     windows: tuple[int | None, ...] = attrs.field(
         # Fields are checked after they are all made: bounded here as well.
         default=attrs.Factory(
@@ -160,11 +166,18 @@ class ModelSpec:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all the weights."""
-        return self._shared_bytes + bytes_of(self.expert_parameters, self.expert_dtype)
+        return self.shared_bytes + self.expert_bytes
 
     @property
-    def _shared_bytes(self) -> int:
-        return bytes_of(self.parameters - self.expert_parameters, self.dtype)
+    def shared_bytes(self) -> int:
+        """Bytes of the weights outside the routed experts."""
+        numbers = self.parameters - self.expert_parameters
+        return bytes_of(numbers, self.dtype) + self.extra_bytes
+
+    @property
+    def expert_bytes(self) -> int:
+        """Bytes of the weights of all routed experts."""
+        return bytes_of(self.expert_parameters, self.expert_dtype) + self.extra_expert_bytes
 
     def weight_bytes_read(self, sequences: int) -> int:
         """Return the bytes of weights a decode step of `sequences` sequences reads.
@@ -172,20 +185,22 @@ class ModelSpec:
         An expert is read once, for all sequences that take it. Sequences are assumed to take
         experts uniformly and independently, so `1 - (1 - k/E) ** sequences` of them are read.
         """
-        experts = bytes_of(self.expert_parameters, self.expert_dtype)
+        experts = self.expert_bytes
         if not experts:
-            return self._shared_bytes
+            return self.shared_bytes
         # Beyond this many sequences less than a byte is left out: (1 - k/E)^n < exp(-nk/E).
         enough = experts.bit_length() * self.experts // self.experts_per_token
         if sequences > enough:
-            return self._shared_bytes + experts
+            return self.shared_bytes + experts
         idle: int = (self.experts - self.experts_per_token) ** sequences
         total: int = self.experts**sequences
-        return self._shared_bytes + experts - experts * idle // total
+        return self.shared_bytes + experts - experts * idle // total
 
     def with_weights(self, dtype: str) -> ModelSpec:
         """Return the model with all its weights in `dtype`."""
-        return attrs.evolve(self, dtype=dtype, expert_dtype=dtype)
+        return attrs.evolve(
+            self, dtype=dtype, expert_dtype=dtype, extra_bytes=0, extra_expert_bytes=0
+        )
 
     def with_window(self, window: int) -> ModelSpec:
         """Return the model with the attention of every layer limited to `window` tokens."""

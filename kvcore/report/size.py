@@ -14,7 +14,9 @@ Row = tuple[str, str, str]
 def size_sections(document: Mapping[str, Any]) -> list[Section]:
     """Return the report on the document of `kvcore size --json`."""
     rows = Table(("quantity", "amount", "that is"), [*_rows(document)], ())
-    return [_title(document["model"]), rows]
+    # Documents of 0.1.0 have no notes, and are of one GPU.
+    notes = [f"{note}." for note in document.get("notes", ())]
+    return [_title(document["model"]), rows, *notes]
 
 
 def _title(model: Mapping[str, Any]) -> str:
@@ -61,16 +63,23 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     model = report["model"]
     mixed = model["expert_dtype"] != model["dtype"]
     experts = f", experts in {model['expert_dtype']}" if mixed else ""
-    yield _bytes(f"weights in {model['dtype']}{experts}", model["weight_bytes"])
+    stored = model.get("extra_bytes") or model.get("extra_expert_bytes")
+    kinds = f"{model['dtype']}{experts}{', as stored' if stored else ''}"
+    yield _bytes(f"weights in {kinds}", model["weight_bytes"])
     if "device" not in report:
         return
     device, fit = report["device"], report["fit"]
-    yield _bytes(f"memory of {device['name']}", device["hbm_bytes"])
+    server = report.get("server", {"gpus": 1, "kv_copies": 1})
+    gpus = server["gpus"]
+    several = f"{gpus} x " if gpus > 1 else ""
+    yield _bytes(f"memory of {several}{device['name']}", gpus * device["hbm_bytes"])
     yield _bytes("reserve", fit["reserve_bytes"])
     if fit["weights_fit"]:
         yield _bytes("left for K/V", fit["kv_budget_bytes"])
     else:
         yield _bytes("missing: the weights do not fit", -fit["kv_budget_bytes"])
+    if server["kv_copies"] != 1:
+        yield "copies of the K/V", format_number(server["kv_copies"]), "on all GPUs together"
     room = fit["blocks"] * report["block_size"]
     yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
     enough = "" if fit["batch_fits"] else f"the batch of {batch:,} does not"

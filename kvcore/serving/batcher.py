@@ -566,6 +566,10 @@ class Batcher:
         self._allocator.loaded(job.computed - before)
         if not load.resumed:
             job.loaded = job.computed - before
+        self.prefill(job)
+
+    def prefill(self, job: Job) -> None:
+        """Prefill what is left of the prompt of a job, whose other K/V has come."""
         job.stage = PREFILL
         self._prefilling[job] = None
         self.blocked_job = None

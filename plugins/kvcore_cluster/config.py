@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, cast
 
+import attrs
+
 from kvcore.cache import Recorder
 from kvcore.config.options import find_mode
 from kvcore.config.parts import RunParts, plugins_of
@@ -44,6 +46,10 @@ class ClusterParts(RunParts):
         with self._about("drafter"):
             if config.drafter is not None and config.disaggregate is not None:
                 msg = "replicas with split phases decode without one: leave it out"
+                raise InputError(msg)
+        with self._about("first_output"):
+            if config.first_output is not None and config.disaggregate is None:
+                msg = "no replicas that prefill, and others that decode: give disaggregate too"
                 raise InputError(msg)
         count, failures = len(self.members), self.failures
         with self._about("fail"):
@@ -127,8 +133,11 @@ class ClusterParts(RunParts):
     def split(self) -> Split | None:
         """The split of the phases, if they are split."""
         with self._about("disaggregate"):
-            text = self.config.disaggregate
-            return None if text is None else Split.parse(text)
+            text, first = self.config.disaggregate, self.config.first_output
+            split = None if text is None else Split.parse(text)
+        if split is None or first is None:
+            return split
+        return attrs.evolve(split, first_output=first)
 
     def phases(self) -> dict[str, Any] | None:
         """Build the further arguments of `PhaseCluster` for one run, if phases are split."""

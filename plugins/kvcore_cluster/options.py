@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from kvcore.config.options import (
     RULES,
@@ -86,6 +86,11 @@ ReplicaChoices: TypeAlias = Annotated[int | Sequence[Mapping[str, Any]], as_repl
 """Servers of a cluster: how many, or tables of their options, with a `count` each."""
 
 
+FirstOutput: TypeAlias = Literal["prefill", "transfer", "decode"]
+"""Where the first token comes from that a client gets: from the prefill replica, at the end of
+its step; from there with the K/V (SGLang); or from a step of the decode replica (vLLM)."""
+
+
 class ClusterOptions(SimulateOptions, total=False):
     """Options of several servers that share requests: the keywords of `simulate_cluster`."""
 
@@ -153,5 +158,15 @@ class ClusterOptions(SimulateOptions, total=False):
             what_if="Servers that prefill and that decode, or `none`.",
             metavar="POOLS",
             optional=True,
+        ),
+    ]
+    first_output: Annotated[
+        FirstOutput | None,
+        Option(
+            None,
+            "Where the first token comes from with --disaggregate: from the replica that "
+            "prefills (prefill), from there with the K/V as in SGLang (transfer), or from the "
+            "one that decodes as in vLLM (decode).  [default: prefill]",
+            CLUSTER,
         ),
     ]

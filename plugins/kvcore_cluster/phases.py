@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
@@ -26,9 +26,10 @@ from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
 from kvcore.serving.job import DECODE, Job
 from kvcore.serving.router import Replica, Router
-from kvcore.units import NS_PER_S, PS_PER_NS, parse_bytes, parse_seconds, parse_whole
+from kvcore.units import NS_PER_S, PS_PER_NS, parse_rate, parse_seconds, parse_whole
 from kvcore_cluster.cluster import MOVED, Cluster, exact_seconds
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
+from kvcore_cluster.options import FirstOutput
 from kvcore_cluster.planner import Autoscaler, Phase, Planner
 from kvcore_cluster.replica import ReplicaLoop, Server
 from kvcore_cluster.result import Phases, Transfers
@@ -41,25 +42,26 @@ FULL = 0.9
 """Share of blocks in use from which on a replica counts as full, and another is borrowed."""
 
 
-def _rate(text: str) -> int:
-    """Return bytes a second from text such as `50GB/s`."""
-    return parse_bytes(text.removesuffix("/s"))
+def _one_of(*values: str) -> Callable[[str], str]:
+    """Return a reader of a text that is one of `values`."""
 
+    def read(text: str) -> str:
+        if text not in values:
+            msg = f"{text!r}: give {', '.join(values[:-1])} or {values[-1]}"
+            raise InputError(msg)
+        return text
 
-def _overlap(text: str) -> str:
-    if text not in ("layers", "whole"):
-        msg = f"{text!r}: give layers or whole"
-        raise InputError(msg)
-    return text
+    return read
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
     **{pool: lambda text: parse_whole(text, 0) for pool in POOLS},
-    "bandwidth": _rate,
+    "bandwidth": parse_rate,
     "latency": parse_seconds,
-    "overlap": _overlap,
+    "overlap": _one_of("layers", "whole"),
     "router": str,
     "queue": lambda text: parse_whole(text, 1),
+    "first_output": _one_of(*get_args(FirstOutput)),
 }
 
 
@@ -77,6 +79,7 @@ class Split:
         router: the router of the decode pool, as text.
         queue: prompt tokens that wait at every prefill replica from which on a replica of
             the mixed pool is borrowed.
+        first_output: where the first token comes from.
     """
 
     prefill: int
@@ -87,6 +90,7 @@ class Split:
     overlap: Literal["layers", "whole"] = "layers"
     router: str = "least-requests"
     queue: int = 8192
+    first_output: FirstOutput = "prefill"
 
     def __attrs_post_init__(self) -> None:
         """Check the numbers."""
@@ -135,6 +139,8 @@ class Split:
             "bandwidth": f"{self.bandwidth}B",
             "latency": f"{exact_seconds(self.latency)}s",
         }
+        if self.first_output == "prefill":
+            del fields["first_output"]  # as traces had it before there was a choice
         return ",".join(f"{name}={value}" for name, value in fields.items())
 
 
@@ -219,9 +225,10 @@ class PhaseLoop(ReplicaLoop):
 
     def begin(self) -> bool:
         """Start decoding requests whose K/V has arrived, begin a turn, report new prefills."""
-        for move in self.moved:
-            self._join(move)
+        ended = [job for move in self.moved if (job := self._join(move)) is not None]
         self.moved.clear()
+        if ended:
+            super()._finish(ended, self.clock_ps // PS_PER_NS)
         begun = super().begin()
         for job, move in self._leaving():
             if move.job is not job:
@@ -299,19 +306,33 @@ class PhaseLoop(ReplicaLoop):
         self._cluster.opened(move, now)
         return True
 
-    def _join(self, move: Move) -> None:
-        """Start decoding a job whose K/V has arrived."""
+    def _join(self, move: Move) -> Job | None:
+        """Start decoding a job whose K/V has arrived; return it if that is its last token."""
         job, before, now = move.there, move.job, self.clock_ps // PS_PER_NS
         assert job is not None
         assert before is not None
         assert job.seq is not None
-        job.first_token, job.last_token_ps = before.first_token, before.last_token_ps
+        first = self._cluster.split.first_output
         job.loaded, job.pauses, job.recomputes = before.loaded, before.pauses, before.recomputes
-        self._cache.commit(job.seq, job.target - job.computed, now)
-        job.computed = job.target
+        # The token whose step gives the first one is computed here, or was before.
+        computed = job.target - (first == "decode")
+        if computed > job.computed:
+            self._cache.commit(job.seq, computed - job.computed, now)
+            job.computed = computed
+        if first == "decode":
+            self.batcher.prefill(job)
+            return None
+        job.first_token, job.last_token_ps = before.first_token, before.last_token_ps
+        if first == "transfer":
+            job.first_token, job.last_token_ps = now, self.clock_ps
+            if self._cache.trace is not None:
+                self._cache.trace.first_token(now, request=job.request.id, seq=job.seq.id)
+        if job.output_tokens == 1:
+            return job
         job.stage = DECODE
         self.batch.add(job, 1)
         self.batcher.computed()
+        return None
 
     def _prefill_step(self) -> None:
         begun, leaving = self.clock_ps // PS_PER_NS, list(self._leaving())
@@ -445,7 +466,9 @@ class PhaseCluster(Cluster):
         if not pool.up:
             self._hold(request, now, arrival, "all replicas that prefill have failed")
             return
-        splits = name == "prefill" and request.output_tokens > 1
+        # One token needs no decode replica, unless it comes from there.
+        least = 1 if self.split.first_output == "prefill" else 0
+        splits = name == "prefill" and request.output_tokens > least
         leg = "prefill" if splits else ""
         server = self._dispatch(pool, request, now, arrival, leg)
         if server is None:

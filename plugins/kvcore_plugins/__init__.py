@@ -11,6 +11,7 @@ They come in by the hooks that any distribution uses. A plugin is a file, and a 
     drafter/     drafts, and how many are accepted   kvcore/serving/drafter.py    acceptance.py
     codec/       numbers of K/V as bytes of a block  kvcore/models/codec.py       plain.py
     workload/    requests: log formats, generators   kvcore/workloads/base.py     jsonl.py
+    models/      no kind: models of a config.json    kvcore/models/spec.py        huggingface.py
 """
 
 import kvcore  # noqa: F401 - it finds modules by their former names

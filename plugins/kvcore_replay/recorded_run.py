@@ -354,7 +354,9 @@ class RecordedLives:
             return True
         job, before = life.job(name), self._prefilled.pop(name, None)
         if job is not None and before is not None:
-            job.admitted, job.first_token = before.admitted, before.first_token
+            job.admitted = before.admitted
+            if job.first_token is None:
+                job.first_token = before.first_token
             job.hit, job.loaded = before.hit, before.loaded
             job.pauses += before.pauses
             job.recomputes += before.recomputes

@@ -2,13 +2,17 @@
 
 from tempfile import NamedTemporaryFile
 
+import attrs
 import pytest
 from helpers.clusters import Longest, serve_cluster
 from helpers.serving import SLOT, ask
 
+import kvcore
+from kvcore import InputError
 from kvcore_cluster.phases import Split
 from kvcore_plugins.scheduler import Fair
 from kvcore_replay.check.trace import check_trace
+from kvcore_replay.recorded_run import recorded_run
 
 ONE = "prefill=1,decode=1,latency=0s"
 SLOW = f"{ONE},bandwidth=1GB"
@@ -32,6 +36,57 @@ def test_whole_prompts_move_after_the_prefill():
     result = serve([ask("a", prompt=8, output=3)], f"{SLOW},overlap=whole")
     assert times(result, "a") == (10, 10 + 128 + 20)
     assert list(result.replica) == [1]
+
+
+@pytest.mark.parametrize(
+    ("output", "first_output", "expected"),
+    [
+        (3, "prefill", (10, 10 + 128 + 20)),
+        (3, "transfer", (10 + 128, 10 + 128 + 20)),
+        (3, "decode", (10 + 128 + 10, 10 + 128 + 30)),
+        (1, "prefill", (10, 10)),
+        (1, "transfer", (10 + 128, 10 + 128)),
+        (1, "decode", (10 + 128 + 10, 10 + 128 + 10)),
+    ],
+)
+def test_the_first_token_comes_from_where_it_is_said_to(output, first_output, expected):
+    """TTFT has the transfer if K/V brings the first token, and a step more if decode does."""
+    split = f"{SLOW},overlap=whole,first_output={first_output}"
+    result = serve([ask("a", prompt=8, output=output)], split)
+    assert times(result, "a") == expected
+
+
+@pytest.mark.parametrize(
+    ("first_output", "itl"), [("transfer", 2), ("decode", 2), ("prefill", 2)]
+)
+def test_gaps_between_tokens_are_those_that_a_client_sees(first_output, itl):
+    """The transfer is in TTFT or in the first gap, not in both."""
+    split = f"{SLOW},overlap=whole,first_output={first_output}"
+    result = serve([ask("a", prompt=8, output=1 + itl)], split)
+    first, finish = times(result, "a")
+    gaps = 20 if first_output != "prefill" else 128 + 20
+    assert finish - first == gaps
+    assert list(result.log.tpot()) == [gaps * 1000 // itl]
+
+
+@pytest.mark.parametrize("first_output", ["transfer", "decode"])
+def test_a_trace_has_the_first_token_that_a_client_gets(tmp_path, first_output):
+    """A trace gives the times of its run, wherever the first token comes from."""
+    path = tmp_path / "trace.jsonl"
+    options = {"disaggregate": "prefill=1,decode=1,bandwidth=1GB", "blocks": 300}
+    result = kvcore.simulate_cluster(
+        "zipf:requests=20,rate=5", first_output=first_output, trace=path, **options
+    )
+    assert check_trace(path).complete
+    run = recorded_run(path)
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        assert getattr(run, name) == result.summary()[name]
+
+
+def test_a_first_token_without_split_phases_is_refused():
+    """Where the first token comes from has no effect if one replica does both phases."""
+    with pytest.raises(InputError, match="give disaggregate too"):
+        kvcore.simulate_cluster("zipf:requests=5", replicas=2, first_output="decode")
 
 
 def test_layers_move_while_others_are_computed():
@@ -279,5 +334,9 @@ def test_a_mixed_replica_is_borrowed_for_a_full_memory():
 def test_the_text_of_a_split_parses_to_an_equal_split():
     """The text of a split is parsed as an equal split."""
     split = Split.parse("prefill=4,decode=2,bandwidth=25GB/s,latency=5us,overlap=whole,mixed=1")
+    assert "first_output" not in str(split)
+    for first_output in "transfer", "decode":
+        other = attrs.evolve(split, first_output=first_output)
+        assert Split.parse(str(other)) == other
     assert split.bandwidth == 25_000_000_000
     assert Split.parse(str(split)) == split

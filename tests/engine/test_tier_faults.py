@@ -203,4 +203,4 @@ def test_invalid_answers_of_a_server_do_not_change_the_text(answer, plain):
         assert asked
         assert stats.errors
         assert stats.dropped["failed"]
-        assert (stats.recovered, stats.loaded) == (0, 0)
+        assert (stats.recovered, stats.hits) == (0, 0)

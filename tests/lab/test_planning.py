@@ -69,6 +69,19 @@ def test_an_slo_that_any_fleet_meets_has_no_limit():
     assert found.best.fleet == Fleet(replicas=1, devices=1, blocks=1)
 
 
+def test_a_plan_has_only_degrees_that_engines_run(served):
+    """Degrees that do not divide the heads are left out with a note, and no plan has them."""
+    options = {"model": "phi-4", "latency": "roofline", "max_gpus": 8, "slo": "ttft=0.5"}
+    found = served([[1, 2]] * 3, **options | {"tensor_parallel": [1, 2, 4, 5, 8]})
+    assert {option.fleet.devices for option in found.options} <= {1, 2, 5}
+    assert set(found.block_bytes) == {1, 2, 5}
+    assert [note.partition(":")[0] for note in found.notes] == [
+        "4 GPUs a replica", "8 GPUs a replica"
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="give 1, 2, 5, 10, 20 or 40"):
+        served([[1, 2]] * 3, **options | {"tensor_parallel": 8})
+
+
 def test_a_pool_that_cannot_hold_a_prompt_misses_the_slo(served):
     """The smallest pool holds the longest prompt; a smaller one is limited by its capacity."""
     found = served([[1, 2]] * 4, slo="ttft=9", blocks=64)

@@ -159,11 +159,19 @@ def test_more_devices_than_kv_heads_read_kv_no_faster():
     assert four["products"]["weights_ps"] == two["products"]["weights_ps"] / 2 == 10**9
 
 
-def test_the_device_with_most_heads_decides():
-    """With 8 K/V heads, 6 devices read K/V as slowly as 4, since some have 2 heads."""
+@pytest.mark.parametrize("devices", [3, 6, 7])
+def test_devices_that_cannot_share_the_heads_are_refused(devices):
+    """The error about devices that cannot share the heads names the numbers that can."""
     model = attrs.evolve(MODEL, kv_heads=8)
-    four, six = (parts(model=model, tensor_parallel=n)["attention"] for n in (4, 6))
-    assert four["context_ps"] == six["context_ps"]
+    with pytest.raises(InputError, match=r"roofline: 8 .* cannot be divided .* 1, 2, 4 or 8"):
+        Roofline(model=model, tensor_parallel=devices)
+
+
+def test_a_draft_model_that_devices_cannot_share_lies_on_one():
+    """A draft model with heads that the devices cannot share is served by one of them."""
+    latency = Roofline(model="llama-3-8b", tensor_parallel=4)
+    assert latency.for_model(find_model("qwen2.5-0.5b")).tensor_parallel == 1
+    assert latency.for_model(find_model("llama-3.2-1b")).tensor_parallel == 4
 
 
 def test_a_latent_is_not_shared():

@@ -27,6 +27,7 @@ from kvcore_engine.options import EngineOptions
 from kvcore_lab.comparison import compare
 from kvcore_plugins.scheduler import SRPT
 from kvcore_plugins.workload import Zipf
+from kvcore_replay.what_if import whatif
 
 ZIPF = "zipf:requests=40,prefixes=4,prefix_tokens=64,suffix_tokens=32,output_tokens=8"
 
@@ -266,6 +267,26 @@ def test_typed_keywords_are_the_options_of_a_run():
     own = {"workload", "accounting", "allocation", "max_output"}
     known = {*EngineOptions.__annotations__, *ClusterOptions.__annotations__}
     assert known - {"batching"} == set(option_names()) - own
+
+
+def test_a_device_by_figures_is_recorded_and_run_again(tmp_path):
+    """A device that is given by its figures is simulated as its like, and recorded by them."""
+    figures = "memory=80GB,bandwidth=3.35TB/s,flops=989.5T,fp8_flops=1979T,link=450GB/s"
+    path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
+    found = kvcore.simulate(ZIPF, device=figures, trace=path)
+    assert found.summary() == kvcore.simulate(ZIPF, device="h100").summary() | {
+        "wall_s": found.wall_s
+    }
+    whatif(path, export=again)
+    assert again.read_bytes() == path.read_bytes()
+    assert kvcore.recorded_config(path).device == figures
+
+
+def test_find_capacity_proposes_gpus_that_can_share_the_model():
+    """The next number of GPUs that is proposed divides the heads: 5 after 2 for phi-4."""
+    crowd = "zipf:requests=200,prefix_tokens=512,suffix_tokens=512,rate=31"
+    found = find_capacity(crowd, model="phi-4", tensor_parallel=2, device="a100-80g")
+    assert found["tensor_parallel"] == 5
 
 
 def test_find_capacity_refuses_a_drafter():

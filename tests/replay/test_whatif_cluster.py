@@ -33,6 +33,15 @@ RECORDED = {
     "faster": {"rate_scale": 2, "fail": ()},
     "split": {"disaggregate": "prefill=2,decode=1", "fail": ()},
     "split, mixed": {"disaggregate": "prefill=1,decode=1,mixed=1,queue=64", "fail": ()},
+    "split, first token by transfer": {
+        "disaggregate": "prefill=2,decode=1,first_output=transfer",
+        "fail": (),
+    },
+    "split, first token by decode": {
+        "disaggregate": "prefill=2,decode=1",
+        "first_output": "decode",
+        "fail": (),
+    },
     "split, failing": {"disaggregate": "prefill=2,decode=1,overlap=whole"},
 }
 

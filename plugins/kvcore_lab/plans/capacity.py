@@ -14,6 +14,7 @@ import attrs
 
 from kvcore.config import RunParts
 from kvcore.errors import InputError
+from kvcore.models.memory import tensor_degrees
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
@@ -34,7 +35,7 @@ MOST_RATES = 6
 """The most simulations in a search for a rate or for a number of replicas."""
 
 DOUBLINGS = 5
-"""The most times that a pool or a number of GPUs is doubled."""
+"""The most times that a pool is doubled."""
 
 MORE = 1.25
 """Factor from one number of replicas to the next one that is tried."""
@@ -50,10 +51,10 @@ def find_capacity(
 
     Empty if the queue does not grow anyway. Otherwise each of these that is found, to be
     changed alone: `rate_scale`, the fastest rate of two digits within 5 %; `blocks`, the
-    smallest doubling of a pool whose size was given; `tensor_parallel`, the smallest doubling
-    of the GPUs. Each was simulated, without drafts: mostly 3 to 5 runs, at most 16, which end
-    as soon as it is certain whether the queue grows. The requests are read once, and stay in
-    memory during the search.
+    smallest doubling of a pool whose size was given; `tensor_parallel`, the fewest GPUs of a
+    server of 8 that can share the model. Each was simulated, without drafts: mostly 3 to 5
+    runs, at most 16, which end as soon as it is certain whether the queue grows. The requests
+    are read once, and stay in memory during the search.
 
     Args:
         parts: the parts of the run; plugins must be given by name, since each simulation
@@ -162,11 +163,10 @@ class _Search:
         return next(found, None)
 
     def devices(self) -> int | None:
-        """Return the smallest number of GPUs with which the queue does not grow."""
+        """Return the smallest number of GPUs of a server with which the queue does not grow."""
         parts = self.parts
-        for doubling in range(1, DOUBLINGS + 1):
-            devices = parts.deployment.devices << doubling
-            with suppress(InputError):  # The model may not be divisible by this number.
+        for devices in tensor_degrees(parts.model, parts.deployment.devices)[1:]:
+            with suppress(InputError):  # A latency model may not know this number.
                 blocks = parts.blocks
                 if not parts.sized:
                     blocks = attrs.evolve(parts.deployment, devices=devices).blocks(

@@ -16,7 +16,7 @@ from kvcore import InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import pair_flop
-from kvcore.models.memory import KVLayout, kv_copies
+from kvcore.models.memory import KVLayout, can_share, degree_problem, kv_copies, tensor_degrees
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
@@ -243,17 +243,21 @@ class Roofline(LatencyModel):
         }
 
     def for_model(self, model: ModelSpec | None, parameters: int = 0) -> Roofline:
-        """Return the same server with another model that has the same K/V layout."""
+        """Return the same server with another model that has the same K/V layout.
+
+        A model that the devices cannot share lies on one of them, as draft models of vLLM may.
+        """
         served = self.model if model is None else model
         spec = find_model(served) if isinstance(served, str) else served
+        devices = self.tensor_parallel if can_share(spec, self.tensor_parallel) else 1
         if parameters:
             more, active = spec.parameters + parameters, spec.active_parameters + parameters
             spec = attrs.evolve(spec, parameters=more, active_parameters=active)
-        return attrs.evolve(self, model=spec)
+        return attrs.evolve(self, model=spec, tensor_parallel=devices)
 
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
         """Raise InputError if no deployment can have these options."""
-        devices, problem = self.tensor_parallel, None
+        devices = self.tensor_parallel
         if type(devices) is not int or devices < 1:
             problem = f"tensor_parallel={devices!r} must be a number of devices, 1 or more"
         elif not 0 < self.compute <= 1:
@@ -263,12 +267,14 @@ class Roofline(LatencyModel):
         elif model.weight_bytes > devices * device.hbm_bytes:
             need = format_bytes(model.weight_bytes, DECIMAL)
             have = format_bytes(devices * device.hbm_bytes, DECIMAL)
-            enough = -(-model.weight_bytes // device.hbm_bytes)
+            enough = tensor_degrees(model, -(-model.weight_bytes // device.hbm_bytes))
+            more = f"tensor_parallel={enough[0]} or more, " if enough else ""
             problem = (
                 f"the weights of {model.name} take {need}, more than the {have} of {devices} x "
-                f"{device.name}; give tensor_parallel={enough} or more, a device with more "
-                "memory, or a smaller model"
+                f"{device.name}; give {more}a device with more memory, or a smaller model"
             )
+        else:
+            problem = degree_problem(model, devices)
         if problem:
             msg = f"roofline: {problem}"
             raise InputError(msg)

@@ -132,7 +132,7 @@ def shipped_grid(
 
 
 def _shape(spec: ModelSpec) -> dict[str, Any]:
-    return attrs.asdict(attrs.evolve(spec, name="", dtype="bf16", expert_dtype="bf16"))
+    return attrs.asdict(attrs.evolve(spec.with_weights("bf16"), name="", positions=0))
 
 
 def microseconds(seconds: float) -> int:

@@ -139,6 +139,8 @@ class ClusterChecker:
         if "fail" in routing and not self._scales:
             self._failures = _schedule(routing["fail"])
         self._pools = _pools(routing["disaggregate"]) if "disaggregate" in routing else None
+        # Whether the first token is that of the replica that prefills.
+        self._prefill_answers = "first_output=" not in str(routing.get("disaggregate", ""))
         eviction = header.plugins.get("eviction")
         self._exact = routing.get("view") == "exact" and not (
             eviction is None or expires(eviction.name)
@@ -245,7 +247,8 @@ class ClusterChecker:
             moving.due = max(moving.due, event.t)
         if number == moving.target:
             if isinstance(event, events.Route):
-                self.replicas[number].life.lifecycles.adopt(event.request)
+                lifecycles = self.replicas[number].life.lifecycles
+                lifecycles.adopt(event.request, answered=self._prefill_answers)
             elif isinstance(event, events.Hit):
                 moving.missing -= event.blocks
 
@@ -317,7 +320,7 @@ class ClusterChecker:
             prefill, decode = self._pools
             mixed, prefills = number >= prefill + decode, number < prefill
             fits = {"prefill": prefills, "decode": not prefills}.get(
-                leg, mixed or (prefills and request.output <= 1)
+                leg, mixed or (prefills and request.output <= self._prefill_answers)
             )
         if not fits:
             violated(f"replica {number} is not in a pool for {leg or 'whole requests'}")

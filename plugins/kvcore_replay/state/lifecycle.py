@@ -69,10 +69,13 @@ class Lifecycles:
         """Record a request that asks for `output` tokens."""
         self._requests[request] = Lifecycle(request, output)
 
-    def adopt(self, request: int | str) -> None:
-        """Record that `request`, which has arrived, got its first token elsewhere."""
+    def adopt(self, request: int | str, *, answered: bool = True) -> None:
+        """Record that `request`, which has arrived, was prefilled elsewhere.
+
+        `answered`: it got its first token there.
+        """
         life = self._requests[request]
-        life.stage, life.seq, life.answered = PREEMPTED, -1, True
+        life.stage, life.seq, life.answered = PREEMPTED, -1, answered
 
     def forget(self, request: int | str) -> None:
         """Record that `request`, which waits or has ended, is no longer served here."""

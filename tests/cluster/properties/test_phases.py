@@ -24,7 +24,7 @@ REQUESTS = st.lists(
 """Time since the last request, keys of the prompt, tokens of its last block, output."""
 
 SPLITS = st.builds(
-    "prefill={},decode={},mixed={},bandwidth={},latency={}ns,overlap={},queue={}".format,
+    "prefill={},decode={},mixed={},bandwidth={},latency={}ns,overlap={},queue={},first_output={}".format,
     st.integers(1, 2),
     st.integers(1, 2),
     st.integers(0, 1),
@@ -32,6 +32,7 @@ SPLITS = st.builds(
     st.sampled_from([0, 7, 300]),
     st.sampled_from(["layers", "whole"]),
     st.integers(1, 30),
+    st.sampled_from(["prefill", "transfer", "decode"]),
 )
 
 

@@ -13,9 +13,10 @@ from helpers.configs import LLAMA_3_8B
 
 from kvcore.cli.size import size
 from kvcore.models.catalogue import DEVICES, MODELS
-from kvcore.models.huggingface import FAMILIES
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
+from kvcore.report.size import size_sections
+from kvcore_plugins.models.huggingface import FAMILIES
 
 run = partial(stdout_of, "size")
 report = partial(json_of, "size")
@@ -278,3 +279,166 @@ def test_every_json_field_is_in_the_reference():
     """The reference names every field of the JSON document."""
     document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
     assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
+
+
+def fit(*arguments):
+    """Return the part of the report that says what fits."""
+    return report(*arguments)["fit"]
+
+
+def test_several_gpus_share_weights_and_kv():
+    """Four GPUs leave four memories less four reserves and the weights, and each K/V once."""
+    document = report("llama-3-70b", "--device", "h200", "--tensor-parallel", "4")
+    budget = 4 * (141 * 10**9 - 14_100_000_000) - 2 * 70_553_706_496
+    assert document["server"] == {
+        "gpus": 4, "data_parallel_attention": False, "kv_copies": 1
+    }  # fmt: skip
+    assert document["fit"]["kv_budget_bytes"] == budget
+    assert document["fit"]["requests"] == budget // (8192 * 327_680)
+    bytes_read = 2 * 70_553_706_496 + 8192 * 327_680
+    assert document["decode"]["step_seconds"] == bytes_read / (4 * 4.8e12)
+    assert "memory of 4 x h200" in run(
+        "llama-3-70b", "--device", "h200", "--tensor-parallel", "4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "devices", "copies"),
+    [
+        ("llama-3-8b", 8, 1),
+        ("llama-3-8b", 16, 2),
+        ("qwen3-30b-a3b", 8, 2),
+        ("deepseek-v3", 8, 8),
+    ],
+)
+def test_kv_is_copied_where_heads_are_fewer_than_gpus(model, devices, copies):
+    """A head lies on several GPUs if there are more of these; a latent lies on all."""
+    arguments = (model, "--device", "b300", "--tensor-parallel", str(devices), "--tokens", "64")
+    document = report(*arguments)
+    one = document["kv"]["bytes_per_request"]
+    assert document["server"]["kv_copies"] == copies
+    assert document["fit"]["requests"] == document["fit"]["kv_budget_bytes"] // copies // one
+    assert ("copies of the K/V" in run(*arguments)) == (copies > 1)
+
+
+def test_data_parallel_attention_has_a_latent_once():
+    """Each GPU has the K/V of its own requests, an eighth of the experts, and all else."""
+    document = report(
+        *("deepseek-v3", "--device", "h200", "--tensor-parallel", "8"),
+        *("--data-parallel-attention", "--tokens", "32000"),
+    )
+    model = MODELS["deepseek-v3"]
+    rank = 141 * 10**9 - 14_100_000_000 - model.shared_bytes - model.expert_bytes / 8
+    assert document["fit"]["kv_budget_bytes"] == pytest.approx(8 * rank, abs=8)
+    assert document["fit"]["requests"] == 8 * int(rank // (32000 * 70_272))
+    assert document["server"]["kv_copies"] == 1
+
+
+def test_data_parallel_attention_divides_no_heads():
+    """With data-parallel attention heads lie whole on each GPU, so that any number will do."""
+    assert fit(
+        "phi-4", "--device", "h100", "--tensor-parallel", "3", "--data-parallel-attention"
+    )
+
+
+@pytest.mark.parametrize("devices", ["3", "4", "8"])
+def test_gpus_that_cannot_share_the_heads_are_refused(devices):
+    """A number of GPUs that no engine runs is refused with those that engines run."""
+    error = error_of("size", "phi-4", "--device", "h100", "--tensor-parallel", devices)
+    assert f"phi-4 on {devices} x h100: 40 query heads and 10 K/V heads cannot" in error
+    assert "give 1, 2, 5, 10, 20 or 40" in error
+
+
+@pytest.mark.parametrize("option", ["--tensor-parallel=2", "--data-parallel-attention"])
+def test_several_gpus_need_a_device(option):
+    """How many GPUs there are means nothing without their type."""
+    assert "on which GPUs? give --device too" in error_of("size", "llama-3-8b", option)
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments"),
+    [
+        ("llama-3-70b", ["--device", "h100"]),
+        ("deepseek-v3", ["--device", "h100"]),
+        ("llama-3-8b", ["--device", "l4", "--reserve", "20GB"]),
+        ("llama-3.1-405b", ["--device", "a100-80g", "--tensor-parallel", "8"]),
+        ("llama-3-8b", ["--device", "rtx-4090", "--tokens", "100000"]),
+    ],
+)
+def test_each_hint_is_a_server_that_fits(model, arguments):
+    """Where no request fits, the servers that the last line names do hold one."""
+    notes = report(model, *arguments)["notes"]
+    (hint,) = (note for note in notes if "fit on" in note)
+    servers = re.findall(r"(\d+) x ([\w-]+)", hint)
+    assert servers
+    rest = arguments[2:]
+    if "--tensor-parallel" in rest:
+        rest = []
+    for count, device in servers:
+        assert int(count) <= 8
+        given = ["--device", device, "--tensor-parallel", count, *rest]
+        assert fit(model, *given)["requests"] > 0
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "positions"),
+    [("phi-4", 16385, 16384), ("llama-3-8b", 8193, 8192), ("gpt2", 1025, 1024)],
+)
+def test_tokens_beyond_the_positions_are_noted(model, tokens, positions):
+    """A request longer than the positions of the model is noted, one as long is not."""
+    note = f"{tokens:,} tokens are beyond the {positions:,} positions of {model}"
+    assert report(model, "--tokens", str(tokens))["notes"] == [note]
+    assert f"{note}." in " ".join(run(model, "--tokens", str(tokens)).split())
+    assert report(model, "--tokens", str(positions))["notes"] == []
+
+
+FIGURES = "memory=141GB,bandwidth=4.8TB,flops=989.5T,link=450GB/s,fp8_flops=1.979P"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FIGURES,
+        "flops=989.5TFLOPS,fp8_flops=1979T,link=450GB,memory=141GB,bandwidth=4800GB/s",
+        "memory = 141 GB, bandwidth=4.8 TB/s,flops=989.5e12,fp8_flops=1979e12,link=450GB",
+    ],
+)
+def test_a_device_may_be_given_by_its_figures(text):
+    """A device by the figures of another one is that device, except for its name."""
+    found = report("llama-3-8b", "--device", text)
+    known = report("llama-3-8b", "--device", "h200")
+    assert found["device"].pop("name") == text
+    known["device"].pop("name")
+    assert found == known
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("memory=141GB,bandwidth=4.8TB", "there is no flops"),
+        ("memory=141GB", "there is no bandwidth and no flops"),
+        ("memory=141,bandwidth=4.8TB,flops=989T", "the unit is missing"),
+        ("ram=141GB,bandwidth=4.8TB,flops=989T", "'ram=141GB' is none of memory, bandwidth"),
+        ("memory=0B,bandwidth=4.8TB,flops=989T", "hbm_bytes must be at least 1"),
+        ("memory=141GB,bandwidth=4.8TB,flops=fast", "expected a whole number"),
+        ("h100=1", "'h100=1' is none of memory"),
+    ],
+)
+def test_figures_that_cannot_be_are_refused(text, problem):
+    """Figures that are missing or cannot be are refused, with an example."""
+    error = error_of("size", "llama-3-8b", "--device", text)
+    assert problem in error
+    assert "give such as memory=141GB,bandwidth=4.8TB,flops=989T" in error
+
+
+def test_documents_of_before_can_be_reported():
+    """A document without the server, notes and extra bytes is that of one GPU."""
+    document = report("llama-3-8b", "--device", "h200")
+    sections = size_sections(document)
+    for part, names in (
+        (document, ["server", "notes"]),
+        (document["model"], ["positions", "extra_bytes", "extra_expert_bytes"]),
+    ):
+        for name in names:
+            del part[name]
+    assert size_sections(document) == sections

@@ -8,8 +8,8 @@ import attrs
 import pytest
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import find_device, find_model
-from kvcore.models.memory import Deployment, KVLayout, kv_copies
+from kvcore.models.catalogue import DEVICES, find_device, find_model
+from kvcore.models.memory import Deployment, KVLayout, kv_copies, tensor_degrees
 
 LLAMA, DEEPSEEK = find_model("llama-3-8b"), find_model("deepseek-v3")
 H100, H200 = find_device("h100"), find_device("h200")
@@ -69,3 +69,53 @@ def test_a_block_that_no_device_holds_is_refused():
     layout = KVLayout(LLAMA, "fp16", 10**9)
     with pytest.raises(InputError, match="Take a smaller model, or smaller blocks"):
         Deployment(layout, H100, 1).blocks()
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees"),
+    [
+        ("phi-4", [1, 2, 5, 10, 20, 40]),
+        ("phi-3-medium-128k", [1, 2, 5, 10, 20, 40]),
+        ("llama-3-8b", [1, 2, 4, 8, 16, 32]),
+        ("qwen2.5-7b", [1, 2, 4, 28]),
+        ("qwen2.5-0.5b", [1, 2, 14]),
+        ("gpt2-xl", [1, 5, 25]),
+        ("gemma-3-1b", [1, 2, 4]),
+        ("deepseek-v3", [1, 2, 4, 8, 16, 32, 64, 128]),
+    ],
+)
+def test_degrees_divide_the_heads(model, degrees):
+    """Degrees divide query heads, and K/V heads or are multiples of these; MLA has none."""
+    assert tensor_degrees(find_model(model), 1, 200) == degrees
+
+
+@pytest.mark.parametrize("devices", [-1, 0, 3, 4, 8, 80, 10**9])
+def test_a_degree_that_no_engine_runs_is_refused(devices):
+    """The error about a degree that no engine runs names those that engines run."""
+    with pytest.raises(
+        InputError, match=r"phi-4 on .*40 query.*10 K/V.* 1, 2, 5, 10, 20 or 40"
+    ):
+        Deployment(KVLayout(find_model("phi-4")), H100, devices)
+
+
+@pytest.mark.parametrize("memory", [2, 20, 60])
+@pytest.mark.parametrize("model", ["phi-4", "llama-3.1-405b", "deepseek-v3", "llama-3-70b"])
+def test_remedies_are_degrees_of_one_server(model, memory):
+    """Each remedy divides the heads, and is at most 8 GPUs, which hold the model."""
+    small = attrs.evolve(H100, name="small", hbm_bytes=memory * 10**9)
+    deployment = Deployment(KVLayout(find_model(model)), small)
+    try:
+        assert deployment.blocks()
+    except InputError as error:
+        remedies = str(error).partition("fits on ")[2].split(", ")
+        for count, _, name in (remedy.partition(" x ") for remedy in remedies):
+            device = {"small": small, **DEVICES}[name]
+            assert int(count) <= 8
+            assert attrs.evolve(deployment, device=device, devices=int(count)).blocks() > 0
+
+
+def test_no_server_of_eight_is_said():
+    """The error for a model that no server of 8 holds says so, and names no larger number."""
+    model = attrs.evolve(DEEPSEEK, parameters=10**13, expert_dtype="bf16", dtype="bf16")
+    with pytest.raises(InputError, match=r"No 8 GPUs hold it\. Take a smaller model"):
+        Deployment(KVLayout(model), H100, 4).blocks()

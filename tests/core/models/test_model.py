@@ -19,7 +19,7 @@ from kvcore.models.cost import (
     default_prefill_cost,
     prefill_flop,
 )
-from kvcore.models.memory import KVLayout, kv_budget
+from kvcore.models.memory import KVLayout
 from kvcore.models.spec import DeviceSpec, ModelSpec, bytes_of
 
 lengths = st.integers(0, 300)
@@ -202,12 +202,6 @@ def test_a_negative_budget_holds_nothing():
     """A negative budget holds 0 blocks and 0 requests."""
     layout = KVLayout(tiny())
     assert (layout.blocks_in(-1), layout.requests_in(-1, 1)) == (0, 0)
-
-
-def test_the_budget_is_memory_less_weights_and_reserve():
-    """The budget is memory less weights and reserve, and negative if they exceed it."""
-    assert kv_budget(tiny(), device(), reserve=1000) == 10_000 - 2000 - 1000
-    assert kv_budget(tiny(), device(hbm_bytes=1500)) == -500
 
 
 def moe(**more):

@@ -8,7 +8,8 @@ import pytest
 from helpers.configs import LLAMA_3_8B as LLAMA
 
 from kvcore.errors import InputError
-from kvcore.models.huggingface import read_config
+from kvcore.models.memory import KVLayout
+from kvcore_plugins.models.huggingface import read_config
 
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
 GPT_OSS = LLAMA | {
@@ -240,3 +241,170 @@ def test_a_file_that_is_no_object_is_refused(read):
     """A JSON file that holds no object raises InputError."""
     with pytest.raises(InputError, match="expected a JSON object"):
         read("[]")
+
+
+KIMI = {
+    "model_type": "kimi_k2",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163840,
+    "torch_dtype": "bfloat16",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+GLM = {
+    "model_type": "glm4_moe",
+    "num_hidden_layers": 46,
+    "hidden_size": 4096,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "attention_bias": True,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "vocab_size": 151552,
+    "torch_dtype": "bfloat16",
+}
+LLAMA_4 = {
+    "model_type": "llama4",
+    "text_config": {
+        "model_type": "llama4_text",
+        "num_hidden_layers": 48,
+        "hidden_size": 5120,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attention_chunk_size": 8192,
+        "intermediate_size": 8192,
+        "intermediate_size_mlp": 16384,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "vocab_size": 202048,
+        "no_rope_layers": [1, 1, 1, 0] * 12,
+        "torch_dtype": "bfloat16",
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "billions", "active", "bytes_per_token"),
+    [
+        # The makers state 1 T and 32 B, 106 B and 12 B (without embeddings), 109 B (of which
+        # the vision tower has one) and 17 B.
+        (KIMI, 1026.4, 32.9, 61 * 576 * 2),
+        (GLM, 106.9, 13.4, 46 * 2 * 8 * 128 * 2),
+        (LLAMA_4, 107.8, 17.2, 48 * 2 * 8 * 128 * 2),
+    ],
+)
+def test_families_have_their_published_parameters(
+    read, fields, billions, active, bytes_per_token
+):
+    """Parameters of a family are those that its makers state, and so is its K/V."""
+    model = read(fields)
+    assert model.parameters / 1e9 == pytest.approx(billions, abs=0.05)
+    assert model.active_parameters / 1e9 == pytest.approx(active, abs=0.05)
+    assert KVLayout(model).bytes_per_token == bytes_per_token
+
+
+def test_kimi_is_deepseek_v3_of_other_sizes(read):
+    """Kimi K2 has the parts of DeepSeek V3, counted here by hand."""
+    attention = 7168 * (1536 + 576) + 1536 * (1 + 64 * 192) + 512 * (1 + 64 * 256) + 7168 * 8192
+    layers = 61 * (attention + 2 * 7168) + 3 * 7168 * 18432
+    sparse = 60 * (385 * 3 * 7168 * 2048 + 384 * 7169)
+    model = read(KIMI)
+    assert model.parameters == 2 * 163840 * 7168 + 7168 + layers + sparse
+    assert model == read(KIMI | {"model_type": "deepseek_v3"})
+
+
+def test_glm_normalises_queries_if_its_config_says_so(read):
+    """GLM 4.5 has norms of queries and keys, GLM 4.5 Air has not."""
+    assert read(GLM | {"use_qk_norm": True}).parameters == read(GLM).parameters + 46 * 2 * 128
+
+
+def test_llama_4_looks_back_a_chunk_where_it_has_rotary_positions(read):
+    """Llama 4 attends to all tokens in the layers without rotary positions, a fourth."""
+    expected = (8192, 8192, 8192, None) * 12
+    assert read(LLAMA_4).windows == expected
+    text = LLAMA_4["text_config"]
+    assert read({"text_config": without(text, "no_rope_layers")}).windows == expected
+    assert set(read({"text_config": text | {"attention_chunk_size": None}}).windows) == {None}
+
+
+def test_every_second_layer_of_llama_4_may_have_experts(read):
+    """Layers without experts have a feed-forward network of their own width (Maverick)."""
+    text = LLAMA_4["text_config"]
+    other = read({"text_config": text | {"interleave_moe_layer_step": 2}})
+    expert, dense, router = 3 * 5120 * 8192, 3 * 5120 * 16384, 5120 * 16
+    lost = 24 * (17 * expert + router - dense)
+    assert other.parameters == read(LLAMA_4).parameters - lost
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (DEEPSEEK | {"index_topk": 2048, "index_head_dim": 128}, "sparse attention"),
+        (LLAMA | {"model_type": "deepseek_v32", "index_n_heads": 64}, "sparse attention"),
+        (LLAMA | {"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear attention"),
+        (
+            LLAMA | {"model_type": "kimi_linear", "linear_attn_config": {"a": 1}},
+            "linear attention",
+        ),
+        (LLAMA | {"model_type": "bamba", "mamba_d_state": 128}, "Mamba"),
+        (LLAMA | {"model_type": "gemma3n_text", "num_kv_shared_layers": 15}, "share K/V"),
+    ],
+)
+def test_models_whose_kv_would_be_sized_wrongly_are_refused(read, fields, reason):
+    """A model with more or less than K/V in its layers is refused, with the reason."""
+    with pytest.raises(InputError, match=r"field 'model_type' is .* not sized") as caught:
+        read(fields)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "positions"),
+    [
+        ({}, 0),
+        ({"max_position_embeddings": 8192}, 8192),
+        (
+            {
+                "max_position_embeddings": 32768,
+                "rope_scaling": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32768,
+                },
+            },
+            131072,
+        ),
+        (
+            {
+                "max_position_embeddings": 131072,
+                "rope_scaling": {
+                    "rope_type": "llama3",
+                    "factor": 8.0,
+                    "original_max_position_embeddings": 8192,
+                },
+            },
+            131072,
+        ),
+        ({"max_position_embeddings": 4096, "rope_scaling": {"type": "yarn"}}, 4096),
+    ],
+)
+def test_positions_are_those_of_the_config(read, fields, positions):
+    """A model has the positions of its config, and those that YaRN extends them to."""
+    assert read(LLAMA | fields).positions == positions

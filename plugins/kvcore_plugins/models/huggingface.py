@@ -7,14 +7,17 @@ for layers that predict further tokens).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 
 from kvcore.errors import InputError, shorten
-from kvcore.models.spec import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelSpec
+from kvcore.models.spec import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelSpec, bytes_of
+from kvcore_plugins.models.quantisation import Quantisation, read_quantisation
 
 _ALIASES = {
     "hidden_size": "n_embd",
@@ -30,8 +33,6 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m
 
 _NAMES = ", ".join(_DTYPES)
 
-_QUANTISED = {"fp8": "fp8", "fbgemm_fp8": "fp8", "int4": "int4", "int8": "int8"}
-
 _MOST = {
     "num_hidden_layers": MAX_LAYERS,
     "n_routed_experts": MAX_EXPERTS,
@@ -39,6 +40,13 @@ _MOST = {
     "num_local_experts": MAX_EXPERTS,
 }
 
+_UNSIZED = {
+    "index_": "keys of an indexer beside its K/V (sparse attention)",
+    "linear_": "layers that keep a state in place of K/V (linear attention)",
+    "mamba_": "layers that keep a state in place of K/V (Mamba)",
+    "num_kv_shared_layers": "layers that share K/V",
+}
+"""Beginnings of fields of models whose K/V would be sized wrongly."""
 
 _SHARED_FIELDS = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 
@@ -122,8 +130,9 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
         kv_heads = config.count("num_key_value_heads", heads)
     experts = config.count(family.experts) if family.experts else 0
     taken = config.count("num_experts_per_tok") if experts else 0
-    shared, expert = _parameters(config, family, kv_heads, head_dim)
-    weights, expert_weights = (dtype, dtype) if dtype else _dtypes(config)
+    weights = _weights(config, family, kv_heads, head_dim)
+    shared, expert = weights.shared, weights.one_expert
+    stored = {"dtype": dtype} if dtype else _stored(config, family, weights, experts)
     windows = _windows(config, family)
     name = (
         config.path.parent.resolve().name if config.path.stem == "config" else config.path.stem
@@ -139,11 +148,11 @@ def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
             hidden_size=hidden,
             parameters=shared + experts * expert,
             active_parameters=shared + taken * expert,
-            dtype=weights,
             experts=experts,
             experts_per_token=taken,
-            expert_dtype=expert_weights,
             windows=windows,
+            positions=_positions(config),
+            **stored,
             latent=latent,
         )
     except InputError as error:
@@ -173,107 +182,204 @@ def _open(path: Path) -> tuple[_Config, _Family]:
     kind = config.get("model_type")
     if kind is None:
         config.refuse("model_type", "is missing")
+    for field, what in _UNSIZED.items():
+        if any(name.startswith(field) and value for name, value in config.fields.items()):
+            config.refuse("model_type", f"is {kind!r}, with {what}, which are not sized")
     if str(kind) not in FAMILIES:
         config.refuse("model_type", f"is {kind!r}; known: {', '.join(FAMILIES)}")
     family = FAMILIES[kind]
     return attrs.evolve(config, defaults=family.defaults), family
 
 
-def _parameters(
-    config: _Config, family: _Family, kv_heads: int, head_dim: int
-) -> tuple[int, int]:
-    """Return the parameters outside the routed experts, and of one expert in all layers."""
+Matrices: TypeAlias = dict[str, tuple[int, int]]
+"""Inputs and outputs of the matrices of a module, by name."""
+
+
+@attrs.frozen
+class _Weights:
+    """The matrices of the layers, by the module that they are in, and all other parameters.
+
+    Attributes:
+        everywhere, dense, sparse: those of all layers, of layers without experts, and of
+            layers with experts, outside these.
+        expert: those of one expert of a layer, and its biases.
+        has_experts: whether a layer has experts.
+        others: parameters outside the experts that are in no such matrix.
+    """
+
+    everywhere: dict[str, Matrices]
+    dense: dict[str, Matrices]
+    sparse: dict[str, Matrices]
+    expert: Matrices
+    expert_biases: int
+    has_experts: list[bool]
+    others: int
+
+    @property
+    def shared(self) -> int:
+        """Parameters outside the experts."""
+        layers, sparse = len(self.has_experts), sum(self.has_experts)
+        groups = (self.everywhere, layers), (self.dense, layers - sparse), (self.sparse, sparse)
+        return self.others + sum(
+            count * _size(matrices) for group, count in groups for matrices in group.values()
+        )
+
+    @property
+    def one_expert(self) -> int:
+        """Parameters of one expert in all layers."""
+        return sum(self.has_experts) * (_size(self.expert) + self.expert_biases)
+
+    def modules(self, layer: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, inputs and outputs of each matrix of a layer outside the experts."""
+        others = self.sparse if self.has_experts[layer] else self.dense
+        for parent, matrices in (self.everywhere | others).items():
+            for name, shape in matrices.items():
+                yield f"model.layers.{layer}.{parent}.{name}", *shape
+
+    def of_expert(self, layer: int, parent: str) -> Iterator[tuple[str, int, int]]:
+        """Yield the name, inputs and outputs of each matrix of the first expert of a layer."""
+        if self.has_experts[layer]:
+            for name, shape in self.expert.items():
+                yield f"model.layers.{layer}.{parent}.experts.0.{name}", *shape
+
+
+def _size(matrices: Matrices) -> int:
+    return sum(inputs * outputs for inputs, outputs in matrices.values())
+
+
+def _weights(config: _Config, family: _Family, kv_heads: int, head_dim: int) -> _Weights:
+    """Return the weights of the model."""
     layers = config.count("num_hidden_layers")
     hidden = config.count("hidden_size")
     vocabulary = config.count("vocab_size")
     mlp_bias = config.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias
 
-    def mlp(width: int) -> int:
-        ups = 2 if family.gated else 1
-        return (ups + 1) * hidden * width + (ups * width + hidden if mlp_bias else 0)
+    def mlp(width: int) -> Matrices:
+        up = {"up_proj": (hidden, width), "down_proj": (width, hidden)}
+        return {"gate_proj": (hidden, width), **up} if family.gated else up
 
-    total = vocabulary * hidden * (1 if config.flag("tie_word_embeddings") else 2)
-    total += vocabulary * family.head_bias + hidden * family.final_norms
+    def biases(matrices: Matrices) -> int:
+        return mlp_bias * sum(outputs for _, outputs in matrices.values())
+
+    others = vocabulary * hidden * (1 if config.flag("tie_word_embeddings") else 2)
+    others += vocabulary * family.head_bias + hidden * family.final_norms
     if family.positions:
-        total += config.count("max_position_embeddings") * hidden
+        others += config.count("max_position_embeddings") * hidden
     if family.mla:
-        attention = _latent_attention(config)
+        attention, vectors = _latent_attention(config)
     else:
-        attention = _attention(config, family, kv_heads, head_dim)
-    total += layers * (attention + hidden * family.norms)
+        attention, vectors = _attention(config, family, kv_heads, head_dim)
+    others += layers * (vectors + hidden * family.norms)
 
-    sparse = _sparse_layers(config, family)
+    has_experts = _sparse_layers(config, family)
+    sparse = sum(has_experts)
     ratio = family.mlp_ratio
+    dense: Matrices = {}
     if sparse < layers or family.expert_width == "intermediate_size":
-        width = config.count("intermediate_size", ratio * hidden if ratio else None)
-        total += (layers - sparse) * mlp(width)
-    if not family.experts:
-        return total, 0
-    experts = config.count(family.experts)
-    width = config.count(family.expert_width)
-    total += sparse * (hidden * experts + experts * family.router_bias)
-    total += sparse * mlp(width) * config.count("n_shared_experts", 0, least=0)
-    shared = config.count("shared_expert_intermediate_size", 0, least=0)
-    if shared:
-        total += sparse * (mlp(shared) + hidden)
-    return total, sparse * mlp(width)
+        width = config.count(family.width, ratio * hidden if ratio else None)
+        dense = mlp(width)
+        others += (layers - sparse) * biases(dense)
+    expert: Matrices = {}
+    shared: dict[str, Matrices] = {}
+    if family.experts:
+        experts = config.count(family.experts)
+        width = config.count(family.expert_width)
+        expert = mlp(width)
+        others += sparse * (hidden * experts + experts * family.router_bias)
+        # As wide as so many experts together.
+        if more := config.count("n_shared_experts", family.shared_experts, least=0):
+            shared = {f"{family.mlp}.shared_experts": mlp(width * more)}
+            others += sparse * biases(shared[f"{family.mlp}.shared_experts"])
+        if width := config.count("shared_expert_intermediate_size", 0, least=0):
+            shared = {f"{family.mlp}.shared_expert": mlp(width)}
+            others += sparse * (hidden + biases(mlp(width)))
+    return _Weights(
+        everywhere={"self_attn": attention},
+        dense={family.mlp: dense},
+        sparse=shared,
+        expert=expert,
+        expert_biases=biases(expert),
+        has_experts=has_experts,
+        others=others,
+    )
 
 
-def _attention(config: _Config, family: _Family, kv_heads: int, head_dim: int) -> int:
+def _attention(
+    config: _Config, family: _Family, kv_heads: int, head_dim: int
+) -> tuple[Matrices, int]:
+    """Return the matrices of attention in a layer, and its further parameters."""
     hidden = config.count("hidden_size")
     heads = config.count("num_attention_heads")
     says = config.flag("attention_bias")
-    qkv = (heads + 2 * kv_heads) * head_dim
-    total = hidden * (qkv + heads * head_dim)
-    total += qkv * (says if family.qkv_bias is None else family.qkv_bias)
-    total += hidden * (says if family.output_bias is None else family.output_bias)
-    return total + 2 * head_dim * family.qk_norm + heads * family.sinks
+    vectors = (
+        (heads + 2 * kv_heads)
+        * head_dim
+        * (says if family.qkv_bias is None else family.qkv_bias)
+    )
+    vectors += hidden * (says if family.output_bias is None else family.output_bias)
+    normed = config.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm
+    matrices = {
+        "q_proj": (hidden, heads * head_dim),
+        "k_proj": (hidden, kv_heads * head_dim),
+        "v_proj": (hidden, kv_heads * head_dim),
+        "o_proj": (heads * head_dim, hidden),
+    }
+    return matrices, vectors + 2 * head_dim * normed + heads * family.sinks
 
 
-def _latent_attention(config: _Config) -> int:
+def _latent_attention(config: _Config) -> tuple[Matrices, int]:
+    """Return the matrices of latent attention in a layer, and the numbers of its norms."""
     hidden = config.count("hidden_size")
     heads = config.count("num_attention_heads")
     rank = config.count("kv_lora_rank")
     key, rotary = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
     value = config.count("v_head_dim")
-    query = heads * (key + rotary)
+    matrices = {
+        "kv_a_proj_with_mqa": (hidden, rank + rotary),
+        "kv_b_proj": (rank, heads * (key + value)),
+        "o_proj": (heads * value, hidden),
+    }
     if config.get("q_lora_rank") is None:
-        total = hidden * query
-    else:
-        query_rank = config.count("q_lora_rank")
-        total = query_rank * (hidden + 1 + query)
-    total += hidden * (rank + rotary) + rank * (1 + heads * (key + value))
-    return total + heads * value * hidden
+        return {"q_proj": (hidden, heads * (key + rotary)), **matrices}, rank
+    query_rank = config.count("q_lora_rank")
+    matrices["q_a_proj"] = hidden, query_rank
+    matrices["q_b_proj"] = query_rank, heads * (key + rotary)
+    return matrices, rank + query_rank
 
 
-def _sparse_layers(config: _Config, family: _Family) -> int:
-    """Return the number of layers that have experts."""
+def _sparse_layers(config: _Config, family: _Family) -> list[bool]:
+    """Return for each layer whether it has experts."""
+    layers = range(config.count("num_hidden_layers"))
     if not family.experts:
-        return 0
+        return [False for _ in layers]
     dense = config.items("mlp_only_layers")
     first = config.count("first_k_dense_replace", 0, least=0)
-    step = config.count("decoder_sparse_step", 1)
+    step = config.count("interleave_moe_layer_step", config.count("decoder_sparse_step", 1))
     every = config.count("moe_layer_freq", 1)
-    return sum(
+    return [
         layer >= first and layer not in dense and (layer + 1) % step == 0 and layer % every == 0
-        for layer in range(config.count("num_hidden_layers"))
-    )
+        for layer in layers
+    ]
 
 
 def _windows(config: _Config, family: _Family) -> tuple[int | None, ...]:
     layers = config.count("num_hidden_layers")
-    if family.windows is None or config.get("sliding_window") is None:
+    if family.windows is None or config.get(family.window) is None:
         return (None,) * layers
-    window = config.count("sliding_window")
+    window = config.count(family.window)
     longest = config.get("max_position_embeddings")
     unlimited = isinstance(longest, int) and window >= longest
     if unlimited or not config.flag("use_sliding_window", default=family.windows):
         return (None,) * layers
-    kinds = config.items("layer_types")
+    # Llama 4 attends in chunks in the layers that have rotary positions.
+    kinds = config.items("layer_types") or [
+        "chunked_attention" if rotary else "full_attention"
+        for rotary in config.items("no_rope_layers")
+    ]
     if kinds and len(kinds) != layers:
         config.refuse("layer_types", f"has {len(kinds)} entries for {layers} layers")
     for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention"):
+        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
             config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
     if not kinds:
         first = config.count("max_window_layers", 0, least=0)
@@ -284,38 +390,73 @@ def _windows(config: _Config, family: _Family) -> tuple[int | None, ...]:
             else "sliding_attention"
             for layer in range(layers)
         ]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(None if kind == "full_attention" else window for kind in kinds)
 
 
-def _dtypes(config: _Config) -> tuple[str, str]:
-    """Return the dtypes of the weights and of the routed experts' weights."""
+def _positions(config: _Config) -> int:
+    """Return the tokens up to which a model has positions; 0 if the config does not say."""
+    positions = config.count("max_position_embeddings", 0, least=0)
+    scaling = config.get("rope_scaling")
+    if not isinstance(scaling, dict):
+        return positions
+    kind, factor = (scaling.get(name) for name in ("rope_type", "factor"))
+    if (kind or scaling.get("type")) == "yarn" and isinstance(factor, int | float):
+        original = scaling.get("original_max_position_embeddings")
+        return (
+            max(positions, int(factor * original)) if isinstance(original, int) else positions
+        )
+    return positions
+
+
+def _stored(
+    config: _Config, family: _Family, weights: _Weights, experts: int
+) -> dict[str, Any]:
+    """Return the dtypes of the weights and of the experts, and what they take beside that."""
     dtype = _DTYPES.get(str(config.get("torch_dtype")).removeprefix("torch."))
-    quantised = config.get("quantization_config")
-    if quantised is None:
+    given = config.get("quantization_config")
+    if given is None:
         if dtype is None:
-            given = config.fields.get("torch_dtype", config.fields.get("dtype"))
-            what = "is missing" if given is None else f"is {given!r}"
+            written = config.fields.get("torch_dtype", config.fields.get("dtype"))
+            what = "is missing" if written is None else f"is {written!r}"
             config.refuse(
                 "torch_dtype", f"{what}; give --weights-dtype, or use one of {_NAMES}"
             )
-        return dtype, dtype
-    if not isinstance(quantised, dict):
-        config.refuse("quantization_config", f"must be an object, not {quantised!r}")
-    method = quantised.get("quant_method")
-    if method is None:
-        config.refuse(
-            "quantization_config", "does not name its 'quant_method'; give --weights-dtype"
-        )
-    if method == "mxfp4":
-        return dtype or "bf16", "mxfp4"
-    bits = f" with {quantised.get('bits')} bits" if method in ("gptq", "awq") else ""
-    weights = f"int{quantised.get('bits')}" if bits else str(method)
-    if weights not in _QUANTISED:
-        config.refuse(
-            "quantization_config",
-            f"has weights by {method!r}{bits}, of unknown size; give --weights-dtype",
-        )
-    return _QUANTISED[weights], _QUANTISED[weights]
+        return {"dtype": dtype}
+    if not isinstance(given, dict):
+        config.refuse("quantization_config", f"must be an object, not {given!r}")
+    formats = read_quantisation(given, partial(config.refuse, "quantization_config"))
+    layers = range(len(weights.has_experts))
+    shared = [module for layer in layers for module in weights.modules(layer)]
+    if not config.flag("tie_word_embeddings"):
+        shared.append(("lm_head", config.count("hidden_size"), config.count("vocab_size")))
+    expert = [module for layer in layers for module in weights.of_expert(layer, family.mlp)]
+    whole = dtype or "bf16"
+    dtype, extra = _format(formats, shared, weights.shared, whole)
+    if not expert:
+        return {"dtype": dtype, "extra_bytes": extra}
+    expert_dtype, more = _format(formats, expert, weights.one_expert, whole)
+    return {
+        "dtype": dtype,
+        "expert_dtype": expert_dtype,
+        "extra_bytes": extra,
+        "extra_expert_bytes": experts * more,
+    }
+
+
+def _format(
+    formats: Quantisation, modules: list[tuple[str, int, int]], parameters: int, whole: str
+) -> tuple[str, int]:
+    """Return the dtype of most of some parameters, and what they take beside it, in bytes."""
+    numbers, size = Counter({whole: parameters}), 0
+    for name, inputs, outputs in modules:
+        scheme = formats.scheme_of(name)
+        if scheme is not None:
+            numbers[scheme.dtype] += inputs * outputs
+            numbers[whole] -= inputs * outputs
+            size += scheme.matrix_bytes(inputs, outputs)
+    dtype = max(numbers, key=lambda each: numbers[each])
+    size += bytes_of(numbers[whole], whole)
+    return dtype, size - bytes_of(parameters, dtype)
 
 
 @attrs.frozen(kw_only=True)
@@ -327,16 +468,21 @@ class _Family:
             A norm with a bias counts as two.
         qkv_bias, output_bias, mlp_bias: whether these have biases; None: a field of the config
             decides.
-        qk_norm: whether queries and keys are normalised, by a vector of `head_dim` each.
+        qk_norm: whether queries and keys are normalised, by a vector of `head_dim` each; None:
+            a field of the config decides.
         sinks: whether each query head has a learned sink.
         gated: whether the MLP has a gate, hence three matrices rather than two.
+        mlp: name of the feed-forward module of a layer.
+        width: the field with its width, where it has no experts.
         mlp_ratio: MLP width in hidden sizes, where the config leaves it out.
         positions, head_bias: whether there are learned positions, and an output bias.
         mla: whether attention is multi-head latent attention.
         experts: the field with the number of routed experts; None: a dense model.
         expert_width: the field with the width of one.
+        shared_experts: number of experts that each token takes, if no field gives it.
         router_bias: whether the router has a bias for each expert.
         windows: whether `sliding_window` applies without `use_sliding_window`; None: never.
+        window: the field with the window.
         full_every: every `full_every`-th layer has no window; 0: every layer has one.
         defaults: values of fields that the makers' own configs leave out.
     """
@@ -346,17 +492,21 @@ class _Family:
     qkv_bias: bool | None = None
     output_bias: bool | None = None
     mlp_bias: bool | None = False
-    qk_norm: bool = False
+    qk_norm: bool | None = False
     sinks: bool = False
     gated: bool = True
+    mlp: str = "mlp"
+    width: str = "intermediate_size"
     mlp_ratio: int | None = None
     positions: bool = False
     head_bias: bool = False
     mla: bool = False
     experts: str | None = None
     expert_width: str = "moe_intermediate_size"
+    shared_experts: int = 0
     router_bias: bool = False
     windows: bool | None = None
+    window: str = "sliding_window"
     full_every: int = 0
     defaults: Mapping[str, Any] = attrs.field(factory=dict)
 
@@ -369,9 +519,12 @@ _QWEN_2: dict[str, Any] = {"qkv_bias": True, "output_bias": False, "windows": Fa
 _TIED = {"tie_word_embeddings": True}
 
 
+_DEEPSEEK_V3 = _Family(mla=True, experts="n_routed_experts", router_bias=True)
+
+
 FAMILIES: Mapping[str, _Family] = {
     "deepseek_v2": _Family(mla=True, experts="n_routed_experts"),
-    "deepseek_v3": _Family(mla=True, experts="n_routed_experts", router_bias=True),
+    "deepseek_v3": _DEEPSEEK_V3,
     "gemma": _Family(defaults=_TIED),
     "gemma2": _Family(norms=4, windows=True, full_every=2, defaults=_TIED),
     "gemma3_text": _Family(
@@ -387,6 +540,9 @@ FAMILIES: Mapping[str, _Family] = {
             "head_dim": 256,
             "max_position_embeddings": 131_072,
         },
+    ),
+    "glm4_moe": _Family(
+        output_bias=False, qk_norm=None, experts="n_routed_experts", router_bias=True
     ),
     "gpt2": _Family(
         norms=4,
@@ -407,10 +563,24 @@ FAMILIES: Mapping[str, _Family] = {
         defaults={"torch_dtype": "bfloat16"},
         **_BIASED,
     ),
+    "kimi_k2": _DEEPSEEK_V3,
     "llama": _Family(mlp_bias=None),
+    "llama4_text": _Family(
+        mlp="feed_forward",
+        width="intermediate_size_mlp",
+        experts="num_local_experts",
+        expert_width="intermediate_size",
+        shared_experts=1,
+        windows=True,
+        window="attention_chunk_size",
+        full_every=4,
+    ),
     "mistral": _Family(windows=True),
     "mixtral": _Family(
-        experts="num_local_experts", expert_width="intermediate_size", windows=True
+        mlp="block_sparse_moe",
+        experts="num_local_experts",
+        expert_width="intermediate_size",
+        windows=True,
     ),
     "phi": _Family(final_norms=2, gated=False, head_bias=True, **_BIASED),
     "phi3": _Family(windows=True),

@@ -1,0 +1,392 @@
+"""Bytes of quantised weights, by hand for the shape of Llama 3 8B, and of checkpoints."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from helpers.configs import LLAMA_3_8B as LLAMA
+
+from kvcore.errors import InputError
+from kvcore.models.catalogue import find_model
+from kvcore_plugins.models.huggingface import read_config
+
+LAYERS = 32
+MATRICES = {
+    "q_proj": (4096, 4096),
+    "k_proj": (4096, 1024),
+    "v_proj": (4096, 1024),
+    "o_proj": (4096, 4096),
+    "gate_proj": (4096, 14336),
+    "up_proj": (4096, 14336),
+    "down_proj": (14336, 4096),
+}
+INPUTS = LAYERS * sum(inputs for inputs, _ in MATRICES.values())
+OUTPUTS = LAYERS * sum(outputs for _, outputs in MATRICES.values())
+LINEAR = LAYERS * sum(inputs * outputs for inputs, outputs in MATRICES.values())
+HEAD = 128256 * 4096
+KEPT = 2 * (2 * HEAD + 4096 * (2 * LAYERS + 1))
+"""Bytes of embeddings, output layer and norms in bf16."""
+
+LAYER = LINEAR // LAYERS
+ATTENTION = 2 * 4096 * (4096 + 1024)
+DOWN = 14336 * 4096
+
+
+def by_groups(weights, **more):
+    """Return a config of compressed-tensors with one group for all matrices."""
+    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        **more,
+    }
+
+
+INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True}
+FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+
+QUANTISED = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128},
+        LINEAR / 2 + LINEAR / 128 * 2.5 + 4 * INPUTS,
+    ),
+    "gptq, no groups": (
+        {"quant_method": "gptq", "bits": 8, "group_size": -1},
+        LINEAR + 3 * OUTPUTS + 4 * INPUTS,
+    ),
+    "gptq, output layer": (
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
+        (LINEAR + HEAD) * (1 / 2 + 2.5 / 128) + 4 * (INPUTS + 4096) - 2 * HEAD,
+    ),
+    "gptq, mlp alone": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "modules_in_block_to_quantize": [
+                ["mlp.up_proj", "mlp.gate_proj"],
+                ["mlp.down_proj"],
+            ],
+        },
+        LAYERS * (2 * ATTENTION + 3 * DOWN * (1 / 2 + 2.5 / 128) + 4 * (2 * 4096 + 14336)),
+    ),
+    "gptq, dynamic": (
+        {
+            "quant_method": "gptq",
+            "bits": 4,
+            "group_size": 128,
+            "dynamic": {r"-:.*attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},
+        },
+        LAYERS
+        * (
+            2 * ATTENTION
+            + 2 * DOWN * (1 / 2 + 2.5 / 128)
+            + DOWN * (1 + 3 / 128)
+            + 4 * (2 * 4096 + 14336)
+        ),
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
+        LINEAR / 2 + LINEAR / 128 * 2.5,
+    ),
+    "awq, a layer kept": (
+        {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": 64,
+            "modules_to_not_convert": ["model.layers.3."],
+        },
+        (LINEAR - LAYER) * (1 / 2 + 2.5 / 64) + 2 * LAYER,
+    ),
+    "auto-round": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True},
+        LINEAR / 2 + LINEAR / 128 * 2.5,
+    ),
+    "compressed-tensors": (by_groups(INT4), LINEAR / 2 + LINEAR / 128 * 2),
+    "compressed-tensors, zeros": (
+        by_groups(INT4 | {"symmetric": False, "group_size": 32}),
+        LINEAR / 2 + LINEAR / 32 * 2.5,
+    ),
+    "compressed-tensors, int8": (
+        by_groups({"num_bits": 8, "strategy": "channel"}),
+        LINEAR + 2 * OUTPUTS,
+    ),
+    "compressed-tensors, fp8": (
+        by_groups(FP8 | {"strategy": "channel"}),
+        LINEAR + 4 * OUTPUTS,
+    ),
+    "compressed-tensors, fp8 blocks": (
+        by_groups(FP8 | {"strategy": "block", "block_structure": [128, 128]}),
+        LINEAR + 4 * LINEAR / 128**2,
+    ),
+    "compressed-tensors, patterns": (
+        by_groups(INT4, ignore=["lm_head", "re:.*down_proj"]),
+        (LINEAR - LAYERS * DOWN) * (1 / 2 + 2 / 128) + 2 * LAYERS * DOWN,
+    ),
+    "compressed-tensors, nothing ignored": (
+        by_groups(INT4, ignore=[]),
+        (LINEAR + HEAD) * (1 / 2 + 2 / 128) - 2 * HEAD,
+    ),
+    "compressed-tensors, two groups": (
+        by_groups(
+            {},
+            config_groups={
+                "group_0": {"targets": ["Linear"], "weights": FP8 | {"strategy": "tensor"}},
+                "group_1": {"targets": ["re:.*mlp.*"], "weights": {"type": "int"} | INT4},
+            },
+        ),
+        LAYERS * (ATTENTION + 4 * 4 + 3 * DOWN * (1 / 2 + 2 / 128)),
+    ),
+    "fp8 blocks": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        LINEAR + 4 * LINEAR / 128**2,
+    ),
+    "fp8, excluded": (
+        {
+            "quant_method": "fp8",
+            "modules_to_not_convert": ["lm_head", "model.layers.0", "model.layers.31.mlp"],
+        },
+        LINEAR + LAYER + 3 * DOWN + 4 * (7 * 30 + 4),
+    ),
+    "fp8, ignored layers": (
+        {
+            "quant_method": "fp8",
+            "ignored_layers": [f"model.layers.{n}.self_attn.qkv_proj" for n in range(LAYERS)],
+        },
+        LINEAR + LAYERS * 4096 * 6144 + 4 * 4 * LAYERS,
+    ),
+    "fbgemm": (
+        {
+            "quant_method": "fbgemm_fp8",
+            "modules_to_not_convert": ["lm_head", "self_attn"],
+        },
+        LAYERS * (3 * DOWN + 2 * ATTENTION + 4 * (2 * 14336 + 4096)),
+    ),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        LINEAR / 2 + LINEAR / 64 * 4,
+    ),
+    "bitsandbytes, scales quantised": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_use_double_quant": True,
+        },
+        LINEAR / 2 + LINEAR / 64 * (1 + 4 / 256),
+    ),
+    "bitsandbytes, 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        LINEAR + 4 * OUTPUTS,
+    ),
+    "bitsandbytes, skipped": (
+        {
+            "quant_method": "bitsandbytes",
+            "load_in_8bit": True,
+            "llm_int8_skip_modules": ["lm_head", "o_proj"],
+        },
+        LINEAR + LAYERS * 4096**2 + 4 * (OUTPUTS - LAYERS * 4096),
+    ),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, LINEAR + 4 * 7 * LAYERS),
+    "modelopt, 4 bits": (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        LINEAR / 2 + LINEAR / 16,
+    ),
+}
+
+
+@pytest.fixture
+def read(tmp_path):
+    """Return a function that reads a config with the given fields."""
+
+    def read(fields):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(fields))
+        return read_config(path)
+
+    return read
+
+
+@pytest.mark.parametrize(("config", "quantised"), QUANTISED.values(), ids=QUANTISED)
+def test_weights_have_their_scales_and_what_is_not_quantised(read, config, quantised):
+    """Quantised matrices take codes and scales; all else takes two bytes a number."""
+    model = read(LLAMA | {"quantization_config": config})
+    assert model.weight_bytes == KEPT + quantised
+    assert model.parameters == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    ("config", "gigabytes"),
+    [
+        ("gptq", 5.73),
+        ("awq", 5.73),
+        ("fp8 blocks", 9.08),
+        ("bitsandbytes, scales quantised", 5.7),
+    ],
+)
+def test_weights_are_the_size_of_published_checkpoints(read, config, gigabytes):
+    """Llama 3 8B takes as many bytes as its published quantised checkpoints."""
+    model = read(LLAMA | {"quantization_config": QUANTISED[config][0]})
+    assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, abs=0.005)
+
+
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "num_attention_heads": 64,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 1,
+    "vocab_size": 163840,
+    "torch_dtype": "bfloat16",
+}
+QWEN_3_MOE = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "hidden_size": 2048,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+MIXTRAL = LLAMA | {
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "gigabytes"),
+    [
+        (
+            KIMI_K2,
+            by_groups(
+                INT4 | {"group_size": 32},
+                ignore=[
+                    *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+                    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+                ],
+            ),
+            594.2,
+        ),
+        (
+            QWEN_3_MOE,
+            {
+                "quant_method": "fp8",
+                "weight_block_size": [128, 128],
+                "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
+            },
+            31.17,
+        ),
+        (
+            MIXTRAL,
+            {
+                "quant_method": "awq",
+                "bits": 4,
+                "group_size": 128,
+                "modules_to_not_convert": ["gate"],
+            },
+            24.65,
+        ),
+    ],
+    ids=["kimi-k2-thinking", "qwen3-30b-a3b-fp8", "mixtral-8x7b-awq"],
+)
+def test_experts_are_the_size_of_published_checkpoints(read, model, config, gigabytes):
+    """Models with quantised experts take as many bytes as their published checkpoints."""
+    size = read(model | {"quantization_config": config}).weight_bytes
+    assert size / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("gpt-oss-20b", 13_761_264_768), ("gpt-oss-120b", 65_248_815_744)]
+)
+def test_gpt_oss_is_the_size_of_its_checkpoint(name, size):
+    """The weights of gpt-oss take the bytes of its checkpoint, biases of experts included."""
+    assert find_model(name).weight_bytes == size
+
+
+def test_fp16_is_kept_where_the_file_has_it(read):
+    """Weights that are not quantised have the dtype of the file; the label is that of most."""
+    config = LLAMA | {"torch_dtype": "float32", "quantization_config": QUANTISED["awq"][0]}
+    model = read(config)
+    assert model.dtype == "int4"
+    assert model.weight_bytes == 2 * KEPT + QUANTISED["awq"][1]
+
+
+def test_weights_in_another_format_have_no_scales(read):
+    """A format that is given holds for all weights, without scales."""
+    model = read(LLAMA | {"quantization_config": QUANTISED["gptq"][0]})
+    assert model.with_weights("fp8").weight_bytes == model.parameters
+
+
+def test_experts_are_quantised_apart_from_all_else(read):
+    """Routers and excluded attention stay in bf16, experts and shared experts do not."""
+    fields = {
+        "model_type": "deepseek_v3",
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "moe_intermediate_size": 384,
+        "vocab_size": 10,
+        "torch_dtype": "bfloat16",
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+        "kv_lora_rank": 128,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["self_attn"],
+        },
+    }
+    # 128 x 256 numbers of a key and a query, 192 of the latent, and so on, by hand.
+    attention = 128 * 256 + 128 * 192 + 128 * 256 + 128 * 128
+    norms = 3 * (2 * 128 + 128) + 128
+    router = 2 * (128 * 4 + 4)
+    kept = 2 * (2 * 10 * 128 + 3 * attention + norms + router)
+    dense, expert = 3 * 128 * 256, 3 * 128 * 384
+    model = read(fields)
+    assert model.expert_bytes == 2 * 4 * (expert + 4 * expert // 128**2)
+    shared = dense + 2 * expert
+    assert model.shared_bytes == kept + shared + 4 * shared // 128**2
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "by 'gptq' with 3 bits, of unknown size"),
+        ({"quant_method": "aqlm"}, "by 'aqlm', of unknown size"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, "cannot be read"),
+        ({"quant_method": "awq", "bits": 4, "modules_to_not_convert": 3}, "cannot be read"),
+        (by_groups({"num_bits": 4, "type": "float"}, ignore=[["a"]]), "cannot be read"),
+        (by_groups({}), "cannot be read"),
+        ({"quant_method": "fp8", "weight_block_size": [1, 2, 3]}, "cannot be read"),
+        ({"quant_method": "fp8", "weight_block_size": "128"}, "cannot be read"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(read, config, problem):
+    """A quantisation that cannot be read is refused, with what to give instead."""
+    with pytest.raises(
+        InputError, match=r"quantization_config.*give --weights-dtype"
+    ) as caught:
+        read(LLAMA | {"quantization_config": config})
+    assert problem in str(caught.value)
