@@ -116,13 +116,13 @@ class Workload(Plugin):
         return any(found >= set(wanted) for wanted in cls.line_fields)
 
     @classmethod
-    def suggested_options(cls, first_line: bytes) -> str:
-        """Return the options by which this class may read a file that no class recognises.
+    def suggestion(cls, head: Sequence[bytes]) -> str:
+        """Return options that name the fields of a file which no format recognises.
 
-        The text, such as `input=ctx,output=gen`, is shown in the error; that of the first line
-        for which there is one. Here: empty, for none.
+        Called with its first lines for the error; such as `messages=payload.messages`. Here:
+        empty, there are none.
         """
-        del first_line
+        del head
         return ""
 
     @classmethod

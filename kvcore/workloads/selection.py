@@ -127,7 +127,7 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
     msg = (
         f"{path}: no known workload format: {_beginning(first_line)}"
-        f"{_suggestions(path, head, readers)}{_near_misses(first_line, readers)}{faults}"
+        f"{_near_misses(first_line, readers)}{faults}{_suggestions(path, head, readers)}"
     )
     refusal = installed().not_found("workload", msg)  # of a package that is skipped, perhaps
     msg = f"{refusal}; formats:\n{known}"
@@ -150,13 +150,11 @@ def _first_lines(path: Path) -> Iterator[bytes]:
 
 def _suggestions(path: Path, head: list[bytes], readers: list[type[Workload]]) -> str:
     """Return the commands by which readers would read a file that none recognises."""
-    named = ((cls.name, filter(None, map(cls.suggested_options, head))) for cls in readers)
-    commands = [
-        f"kvcore simulate '{name}:path={path},{text}'"
-        for name, texts in named
-        if (text := next(texts, ""))
-    ]
-    return f"; name its columns, as in {' or '.join(commands)}" if commands else ""
+    options = {cls.name: text for cls in readers if (text := cls.suggestion(head))}
+    texts = [f"'kvcore simulate {name}:path={path},{text}'" for name, text in options.items()]
+    return (
+        f"; if it has requests, name their fields, as in {' or '.join(texts)}" if texts else ""
+    )
 
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:

@@ -443,7 +443,7 @@ def test_columns_that_change_the_meaning_are_named(tmp_path):
     ("text", "options"),
     [
         ("when,ctx,gen,who\n1,5,3,ann\n", "time=when,input=ctx,output=gen"),
-        ("ctx,ts,output_tokens\n5,1,3\n", "time=ts,input=ctx,output=output_tokens"),
+        ("who,ctx,ts,output_tokens\nann,5,1,3\n", "time=ts,input=ctx,output=output_tokens"),
         ('{"at":1,"read":5,"made":3,"who":"ann"}\n', "time=at,input=read,output=made"),
     ],
 )
@@ -453,7 +453,7 @@ def test_an_unknown_table_gets_the_command_that_names_its_columns(tmp_path, text
     path.write_text(text)
     with pytest.raises(InputError, match="no known workload format") as caught:
         find_workload(str(path), Plugins())
-    assert f"'lengths:path={path},{options}'" in str(caught.value)
+    assert f"'kvcore simulate lengths:path={path},{options}'" in str(caught.value)
 
 
 def test_named_fields_of_json_rows_are_read(tmp_path):

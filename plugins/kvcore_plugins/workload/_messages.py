@@ -117,7 +117,13 @@ def chat_body(body: Row) -> Row:
 
 
 def _translated(fields: dict[str, Any]) -> dict[str, Any] | None:
-    """Return `messages` and `system` of Responses and Gemini; None: it is neither."""
+    """Return `messages` and `system` of other APIs and data sets; None: it is none of these.
+
+    These are Responses, Gemini, and WildChat's and LMSYS's `conversation`.
+    """
+    entries = fields.get("conversation")
+    if type(entries) is list and entries and all(map(_is_item, entries)):
+        return {"messages": entries}
     entries = fields.get("input")
     if type(entries) is list and entries and all(map(_is_item, entries)):
         return {"messages": list(map(item_message, entries)),

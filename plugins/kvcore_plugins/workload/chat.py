@@ -89,10 +89,10 @@ class Chat(ChatFile):
             fields = orjson.loads(first_line)
         except orjson.JSONDecodeError:
             return False
-        if type(fields) is not dict:
+        # Reports of inference-perf have answers as raw chunks, but all lengths: see `lengths`.
+        if type(fields) is not dict or fields.keys() >= {"start_time", "request", "info"}:
             return False
-        if "info" not in fields:  # the lengths of a benchmark's rows, which `lengths` reads
-            unpacked(fields, "request", "body", "messages", "input")
+        unpacked(fields, "request", "body", "messages", "input")
         body = nested(Row(Path(), 1, fields), "request", "body").fields
         prompts = (body.get("prompt"), body.get("prompt_token_ids"), body.get("input_ids"))
         return (
@@ -102,11 +102,12 @@ class Chat(ChatFile):
         )
 
     @classmethod
-    def suggested_options(cls, first_line: bytes) -> str:
+    def suggestion(cls, head: Sequence[bytes]) -> str:
         """Return options that name the fields of a row with messages or a long text."""
         from kvcore_plugins.workload._chat_rows import likely_fields  # noqa: PLC0415
 
-        return ",".join(f"{role}={name}" for role, name in likely_fields(first_line).items())
+        names = next(filter(None, map(likely_fields, head)), {})
+        return ",".join(f"{role}={name}" for role, name in names.items())
 
     @property
     def digest(self) -> str:

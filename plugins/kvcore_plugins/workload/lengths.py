@@ -70,6 +70,7 @@ _CLOSED = ("prefix", "turn", "wait")
 _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
 _LETTERS = re.compile(r"[^\W\d]")
 _TURN_BITS = 44
 
@@ -177,20 +178,24 @@ class Lengths(TimedFile):
         return all(_usual(role, header) for role in ("input", "output"))
 
     @classmethod
-    def suggested_options(cls, first_line: bytes) -> str:
+    def suggestion(cls, head: Sequence[bytes]) -> str:
         """Return the options that name the columns of a table, as good as can be guessed."""
-        if json_fields(first_line):
-            row = flat(parse_row(Path(), 1, first_line).fields)
-            numbers = [name for name, value in row.items() if type(value) in (int, float)]
-            times = find_times(tuple(row))
-            columns = [*numbers, *(name for name in times if name not in numbers)]
-            columns = [] if has_texts(row) else columns
+        line = head[0]
+        if json_fields(line):
+            row = flat(parse_row(Path(), 1, line).fields)
+            names = [] if has_texts(row) else list(row)
+            cells = [str(value) for value in row.values()]
         else:
-            columns = [name for name in table_header(first_line) if _LETTERS.match(name)]
-            times = find_times(tuple(columns))
-        chosen = {role: _usual(role, columns) for role in ("input", "output")}
+            names = [name for name in table_header(line) if _LETTERS.match(name)]
+            cells = table_header(head[1]) if len(head) > 1 else []
+        times = find_times(tuple(names))
+        chosen = {role: _usual(role, names) for role in ("input", "output")}
         chosen = {"time": next(iter(times), None), **chosen}
-        rest = iter([name for name in columns if name not in chosen.values()])
+        rest = iter(
+            name
+            for name, cell in zip(names, cells, strict=False)
+            if name not in chosen.values() and _NUMBER.fullmatch(cell)
+        )
         named = {role: name or next(rest, None) for role, name in chosen.items()}
         if not (named["input"] and named["output"]):
             return ""

@@ -331,6 +331,9 @@ def _of_dynamo(events: Iterable[Row]) -> Iterator[Row]:
         event = row.fields
         if type(event.get("event")) is dict:
             event = event["event"]
+        if "event_type" not in event:
+            yield row  # what it lacks is for its reader to say
+            continue
         request, context = event.get("request"), event.get("agent_context") or {}
         if event.get("event_type") != "request_end" or type(request) is not dict:
             continue
