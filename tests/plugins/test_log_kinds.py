@@ -241,7 +241,7 @@ def test_usage_of_gemini_is_read(log):
     ],
 )
 def test_usage_of_open_telemetry_includes_the_cached(log, names, expected):
-    """In OpenTelemetry's names input tokens are all of the prompt, of Anthropic's models too."""
+    """OpenTelemetry's input tokens are all of the prompt, of Anthropic's models too."""
     counts = dict(zip(("input_tokens", "output_tokens", "reasoning.output_tokens", *names),
                       (100, 9, 4, 70, 10), strict=True))  # fmt: skip
     flat = {f"gen_ai.usage.{name}": count for name, count in counts.items()}
@@ -422,8 +422,8 @@ LEFT_OUT = {
 def test_rows_that_are_no_requests_are_left_out(log, name, index):
     """A row that is no completion, has failed or cannot be read is left out with a note.
 
-    It may be the first. The others are as without it, but for their ids. A strict reading
-    refuses it.
+    It may be the first. The others have the keys and times that they have without it. A strict
+    reading refuses it.
     """
     row, reason = LEFT_OUT[name]
     good = [{"messages": USER, "timestamp": n, **DONE} for n in range(2)]
@@ -506,7 +506,9 @@ IDS = list(range(1, 65))
 )
 def test_prompts_of_token_ids_are_read(log, row):
     """Keys of token ids are those of the ids; two equal prompts share them."""
-    one, other = log(row | {"output_tokens": 5}, row)
+    workload = log(row | {"output_tokens": 5}, row)
+    one, other = workload
+    assert not any("pieces of words" in note for note in workload.notes)
     assert (one.prompt_tokens, one.keys) == (64, block_keys(IDS, 16, salt=None))
     assert other.keys == one.keys
 
@@ -589,7 +591,7 @@ def test_an_unknown_layout_is_answered_with_a_command(log):
 
 
 def test_a_field_of_times_that_is_not_there_is_refused(log):
-    """A field of times that the rows do not have is refused, with those that look like times."""
+    """A field of times that no row has is refused, with those that look like times."""
     with pytest.raises(InputError, match=r"no field 'at' .*there are: sent_ts"):
         list(log({"prompt": "a", "sent_ts": 3}, time="at"))
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
 from statistics import median
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import attrs
 import orjson
@@ -17,6 +17,7 @@ from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import lines
 from kvcore_plugins.workload._chat_log import log_parts
+from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._encoders import ESTIMATES, Encoder, encoder_of
 from kvcore_plugins.workload._messages import (
     ANSWER,
@@ -43,9 +44,6 @@ from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
 from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
-
-if TYPE_CHECKING:
-    from kvcore_plugins.workload.chat import Chat
 
 _HEAD_TOKENS = 250_000
 _ISOLATING = frozenset(("cache_salt", "cache_salt_id", "extra_key", "lora_request", "lora_name",
@@ -108,13 +106,14 @@ class Reading:
         left_out: rows that are no requests.
     """
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: ChatFile) -> None:
         self._chat = chat
         self._names = chat.field_names
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
         self.left_out = LeftOut(strict=chat.strict)
         self._unread: list[str] = []
         self._rows = self._unanswered = self._hidden = 0
+        self._estimated = False
         self._other_prompts = self._other_outputs = 0
         self._reported = self._counted = 0
         self._key_text = chat.key_tokens
@@ -145,7 +144,7 @@ class Reading:
     def notes(self) -> list[str]:
         """Return the assumptions about the rows that were read, and what was left out."""
         chat = self._chat
-        notes = [] if chat.tokenizer else [ESTIMATES[chat.tokens]]
+        notes = [ESTIMATES[chat.tokens]] if self._estimated and not chat.tokenizer else []
         if self._order is not None and self._clock is not None:
             notes += self._order.notes(self._clock)
         elif chat.rate is None:
@@ -280,6 +279,7 @@ class Reading:
         if answer is None and generated_nothing(response):
             raise unusable(row, "without generated tokens")
         ids = _prompt_ids(exchange)
+        self._estimated = self._estimated or ids is None
         is_chat = "messages" in body.fields or "conversations" in body.fields
         if ids is None and not is_chat:
             text = body.fields.get("prompt")
@@ -451,7 +451,9 @@ class Reading:
 _LIKELY = re.compile(r"time|date|stamp|created|_at$|(^|_)ts$", re.IGNORECASE)
 
 
-def exchanges(chat: Chat, left_out: LeftOut, names: Mapping[str, str]) -> Iterator[Exchange]:
+def exchanges(
+    chat: ChatFile, left_out: LeftOut, names: Mapping[str, str]
+) -> Iterator[Exchange]:
     """Yield the rows of a file that may be requests; count the others in `left_out`.
 
     Raises:

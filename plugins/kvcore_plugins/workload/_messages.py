@@ -264,7 +264,7 @@ def tools_of(body: Row) -> Any:
 
 
 class Answer(NamedTuple):
-    """What a server answered.
+    """The answer of a server.
 
     Attributes:
         text: the visible text, tool calls included.

@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 import orjson
-from attrs.converters import optional
-from attrs.validators import ge, in_, lt
-from attrs.validators import optional as if_given
 
-from kvcore import InputError, Request
-from kvcore.files import as_path, unreadable_reason
-from kvcore.plugins.options import nearest
-from kvcore.units import as_float
+from kvcore import Request
 from kvcore.workloads import file_digest
+from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpacked
-from kvcore_plugins.workload.rows import Row, TimedFile, merged
+from kvcore_plugins.workload.rows import Row, merged
 
 if TYPE_CHECKING:
     from kvcore_plugins.workload._chat_rows import Reading
 
-_NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
-_LATER = ("image_tokens", "isolate", "strict", "fields", *_NAMES[:-1])
-
 
 @attrs.define(eq=False)
-class Chat(TimedFile):
+class Chat(ChatFile):
     """Prompts and chats as texts, whose keys are the hashes of their tokens.
 
     A row is a JSON object, of a file with one a line or of one JSON array:
@@ -79,24 +70,8 @@ class Chat(TimedFile):
     """
 
     name: ClassVar[str] = "chat"
-    later_options = _LATER
     line_fields = (("messages",), ("conversations",), ("prompt",))
 
-    tokenizer: Path | None = attrs.field(default=None, converter=optional(as_path))
-    tokens: str = attrs.field(default="words", validator=in_(("words", "bytes")))
-    time: str | None = None
-    output_tokens: int = attrs.field(default=0, validator=ge(0))
-    think: float = attrs.field(default=0.0, converter=as_float, validator=[ge(0), lt(1e9)])
-    key_tokens: int = attrs.field(default=16, validator=ge(1))
-    image_tokens: int | None = attrs.field(default=None, validator=if_given(ge(1)))
-    isolate: str | None = None
-    strict: bool = attrs.field(default=False)
-    messages: str | None = None
-    prompt: str | None = None
-    answer: str | None = None
-    usage: str | None = None
-    model: str | None = None
-    fields: Path | None = attrs.field(default=None, converter=optional(as_path))
     _reading: Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
@@ -106,17 +81,6 @@ class Chat(TimedFile):
 
         self._reading = Reading(self)
         return merged(self._reading.sessions())
-
-    @property
-    def field_names(self) -> dict[str, str]:
-        """The names of fields that options give, by what the fields are.
-
-        Raises:
-            InputError: the file `fields` cannot be read, or has other names.
-        """
-        names = {} if self.fields is None else _read_names(self.fields)
-        given = {name: getattr(self, name) for name in _NAMES}
-        return names | {name: field for name, field in given.items() if field is not None}
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
@@ -142,9 +106,8 @@ class Chat(TimedFile):
         """Return options that name the fields of a row with messages or a long text."""
         from kvcore_plugins.workload._chat_rows import likely_fields  # noqa: PLC0415
 
-        texts = (",".join(f"{role}={name}" for role, name in names.items())
-                 for names in map(likely_fields, head))  # fmt: skip
-        return next(filter(None, texts), "")
+        names = next(filter(None, map(likely_fields, head)), {})
+        return ",".join(f"{role}={name}" for role, name in names.items())
 
     @property
     def digest(self) -> str:
@@ -162,27 +125,3 @@ class Chat(TimedFile):
     def notes(self) -> Sequence[str]:
         """Assumptions about the rows that were read last, and the rows that were left out."""
         return () if self._reading is None else self._reading.notes()
-
-
-def _read_names(path: Path) -> dict[str, str]:
-    """Return the names of fields in a TOML file.
-
-    Raises:
-        InputError: it cannot be read, or has other keys than `_NAMES`, or values than texts.
-    """
-    try:
-        names = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        reason = unreadable_reason(path, error) if isinstance(error, OSError) else error
-        msg = f"fields={path}: cannot be read: {reason}"
-        raise InputError(msg) from error
-    for name, field in names.items():
-        if name not in _NAMES:
-            msg = (
-                f"fields={path}: {name!r} is none of {', '.join(_NAMES)}{nearest(name, _NAMES)}"
-            )
-            raise InputError(msg)
-        if type(field) is not str:
-            msg = f"fields={path}: {name}: expected the name of a field, got {field!r}"
-            raise InputError(msg)
-    return names

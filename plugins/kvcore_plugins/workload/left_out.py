@@ -1,4 +1,4 @@
-"""What a reader says of the file that it has read: rows left out, and fields left unread."""
+"""The rows that a reader leaves out, and the fields that it leaves unread."""
 
 from __future__ import annotations
 

@@ -113,8 +113,8 @@ class _Counts:
         row: the object that has them, for errors.
         values: what is not null, by names in lower case without signs.
         spelled: the names as they are in the row.
-        telemetry: whether names are those of OpenTelemetry, where a prompt's tokens are all of
-            them, whoever reports them.
+        telemetry: whether names are those of OpenTelemetry, where the tokens of a prompt are
+            all of them, of any API.
     """
 
     row: Row
