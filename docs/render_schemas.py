@@ -20,8 +20,6 @@ import orjson
 
 from kvcore.cli.main import loaded_verb
 from kvcore.cli.options import toml_types
-from kvcore.config.files import GROUPS
-from kvcore.config.like import LIKENESSES, as_engine
 from kvcore.config.options import find_option, option_named
 from kvcore.config.values import (
     as_bytes,
@@ -34,6 +32,8 @@ from kvcore.config.values import (
     as_window,
     as_workload,
 )
+from kvcore.serving.rules import CHOICES
+from kvcore.serving.scheduler import LIMITS
 from kvcore.trace import json_schema
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore_cluster.options import OF_REPLICAS, as_failures, as_replicas
@@ -73,7 +73,6 @@ _READ: Mapping[Callable[[object], Any], Any] = {
     },
     as_model: {"type": "string"},
     as_device: {"type": "string"},
-    as_engine: {"enum": list(LIKENESSES)},
     as_bytes: {"type": "string"},
     as_slo: {"$ref": "#/$defs/slo"},
     as_natural: {"type": "integer", "minimum": 0},
@@ -115,7 +114,8 @@ def config_schema() -> dict[str, Any]:
     for verb in map(loaded_verb, ("run", "simulate")):
         texts = {option.name: getattr(option, "help", None) for option in verb.params}
         for key, (name, kind) in toml_types(verb).items():
-            properties[key] = _described(key, kind, texts.get(name))
+            if key not in CHOICES:  # keys of the release before
+                properties[key] = _described(key, kind, texts.get(name))
     return _document("Options of kvcore simulate and kvcore run", properties)
 
 
@@ -158,7 +158,7 @@ def route_schema() -> dict[str, Any]:
 
 
 def _document(title: str, properties: dict[str, Any]) -> dict[str, Any]:
-    caps = {name: properties[name] for name in GROUPS["batching"]}
+    caps = {name: properties[name] for name in LIMITS}
     properties["batching"] = {
         "type": "object",
         "description": "Caps of a step, in a table of their own.",

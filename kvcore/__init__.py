@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from kvcore.hookspecs import Mode, Ran, Running, Verb, hookimpl
     from kvcore.plugins import Plugins
     from kvcore.request import SLO, Request
-    from kvcore.serving import Job, LatencyModel, Scheduler
+    from kvcore.serving import Job, LatencyModel, Rules, Scheduler
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.router import Replica, Router
     from kvcore.trace import Trace
@@ -61,7 +61,7 @@ _MODULES = {
     "kvcore.hookspecs": "Mode Ran Running Verb hookimpl",
     "kvcore.plugins": "Plugins",
     "kvcore.request": "SLO Request",
-    "kvcore.serving": "Job LatencyModel Scheduler",
+    "kvcore.serving": "Job LatencyModel Rules Scheduler",
     "kvcore.serving.drafter": "Drafter",
     "kvcore.serving.router": "Replica Router",
     "kvcore.trace": "Trace",
@@ -103,6 +103,7 @@ __all__ = [
     "Request",
     "RetentionPolicy",
     "Router",
+    "Rules",
     "Running",
     "Scheduler",
     "ScoreEviction",

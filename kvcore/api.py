@@ -21,7 +21,8 @@ from kvcore.plugins import Plugins, resolve
 from kvcore.plugins.manager import KINDS, imported_place
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
-from kvcore.serving import Batching, Result
+from kvcore.serving import Batching, Result, Rules
+from kvcore.serving.rules import CHOICES, described_rules
 from kvcore.trace import Trace
 from kvcore.workloads import Workload
 
@@ -82,7 +83,7 @@ def simulate(
             opened_source(workload, plugins), cache=cache, **kept, **measured
         )
         return served
-    config = RunConfig.of("simulate", workload=workload, **flat_options(options))
+    config = RunConfig.of("simulate", plugins, workload=workload, **flat_options(options))
     parts = config.build(plugins, many=False)
     with traced(parts, trace) as written:
         result: Result = parts.run(written, **measured)
@@ -132,9 +133,10 @@ def _served_by(options: Mapping[str, Any]) -> tuple[Callable[..., Any], list[str
 
 
 def _caps(batching: object) -> dict[str, Any]:
-    """Return the options that `batching` gives."""
+    """Return the options that `batching` gives: limits, and rules that are not kvcore's."""
     if isinstance(batching, Batching):
-        return attrs.asdict(batching)
+        own = described_rules(batching.rules) != described_rules(Rules())
+        return batching.limits | ({"like": batching.rules} if own else {})
     if isinstance(batching, Mapping):
         return dict(batching)
     msg = f"batching={batching!r:.60}: give a Batching, or a table of its fields"
@@ -170,7 +172,7 @@ def kept_options(
         kept["slo"] = read_option("slo", slo)
     if isinstance(kept.get("batching"), Mapping):
         caps = _caps(kept["batching"])
-        check_names(caps, attrs.fields_dict(Batching))
+        check_names(caps, [*attrs.fields_dict(Batching), *CHOICES])
         kept["batching"] = Batching(**caps)
     return kept
 

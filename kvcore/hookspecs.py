@@ -29,8 +29,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 REQUESTS, MODEL, POOL = "Requests", "Model and device", "Pool"
-POLICIES, STEPS, RULES_OF_ENGINES = "Policies", "Steps", "Rules of engines"
-OUTPUT = "Output"
+POLICIES, STEPS, OUTPUT = "Policies", "Steps", "Output"
 """Headings for options on help pages. A package may have others."""
 
 
@@ -123,6 +122,11 @@ def kvcore_retention_policies() -> list[type[Plugin]] | dict[str, str]:
 @hookspec
 def kvcore_schedulers() -> list[type[Plugin]] | dict[str, str]:
     """Return schedulers, which order waiting jobs, and choose jobs to preempt."""
+
+
+@hookspec
+def kvcore_rules() -> list[type[Plugin]] | dict[str, str]:
+    """Return the rules of engines, which plan the steps of a server."""
 
 
 @hookspec

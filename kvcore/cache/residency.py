@@ -18,7 +18,7 @@ from kvcore.units import NS_PER_S
 
 EvictedRun: TypeAlias = tuple[int, int, Keys[Key], int]
 """(start, end, keys, evicted): the blocks `[start, end)` of the path with these keys, and the
-number of blocks evicted up to then."""
+number of blocks evicted up to the first of them, which left last."""
 
 Entry: TypeAlias = tuple[int, Keys[Key], int, int, int]
 """(evictions, keys, first, end, ratio): the blocks `[first, end)` of the path with these keys
@@ -34,9 +34,9 @@ blocks left one by one), and `hits` the number of their hits."""
 class Refaults:
     """Counts blocks that are stored again after at most `window` others were evicted.
 
-    Evicted runs are indexed by their first key, and refer to their keys. Adjacent pieces that
-    begin in the same key are merged into one run, evicted with the last of them. Evicting costs
-    O(1), storing O(runs stored again). Memory is that of the runs evicted in two windows.
+    A run of evicted blocks left from its tail on, all at once or one by one. Runs are indexed
+    by their first block, and refer to their keys. Evicting costs O(1), storing O(runs stored
+    again). Memory is that of the runs evicted in two windows.
 
     Attributes:
         blocks: number of blocks stored again.
@@ -54,8 +54,8 @@ class Refaults:
         self._window = window
         # Runs evicted in this window of evictions, and in the previous one; older ones are not
         # needed.
-        self._young: dict[Key, EvictedRun] = {}
-        self._old: dict[Key, EvictedRun] = {}
+        self._young: dict[tuple[Key, int], EvictedRun] = {}
+        self._old: dict[tuple[Key, int], EvictedRun] = {}
         self._turn = window
 
     def record(self, stored: Iterable[Entry], gone: Keys[Exit]) -> None:
@@ -73,8 +73,8 @@ class Refaults:
         path: Keys[Key] | None = None
         start = upto = of = 0
         for keys, first, end, ratio, _, _, _ in gone:
-            # The end of a path often leaves block by block: blocks of one key are one piece.
-            if end == start and keys is path and first // ratio == start // ratio:
+            # The end of a path often leaves block by block.
+            if end == start and keys is path:
                 start = first
                 continue
             if path is not None:
@@ -89,37 +89,34 @@ class Refaults:
         if clock > self._turn:
             self._old, self._young = self._young, {}
             self._turn = clock + self._window
-        self._remember(keys[start // ratio], (start, end, keys, clock))
+        self._remember((start, end, keys, clock), ratio)
 
     def _stored(self, keys: Keys[Key], start: int, end: int, ratio: int) -> None:
         """Record that the blocks `[start, end)` of the path with `keys` are stored."""
         # The evicted runs of a path begin where its cached part ends, one after another.
         oldest = self._clock - self._window
         while start < end:
-            run = self._taken(keys[start // ratio])
+            run = self._taken(keys[start // ratio], start % ratio)
             if run is None:
                 return
-            first, last, path, clock = run
-            stop = max(first, common_prefix(path, keys, first, min(last, end), ratio))
+            _, last, path, clock = run
+            stop = common_prefix(path, keys, start, min(last, end), ratio)
             if clock >= oldest:
-                self.blocks += stop - first
+                self.blocks += min(stop - start, clock - oldest + 1)
             if stop < last:
-                self._remember(path[stop // ratio], (stop, last, path, clock))
-            if stop <= start:
-                return
+                self._remember((stop, last, path, clock - (stop - start)), ratio)
             start = stop
 
-    def _remember(self, key: Key, run: EvictedRun) -> None:
-        """Store an evicted run, and merge those that continued it and began in the same key."""
-        after = self._taken(key)
-        if after is not None and after[0] == run[1]:
-            run = run[0], after[1], after[2], run[3]
-        self._young[key] = run
+    def _remember(self, run: EvictedRun, ratio: int) -> None:
+        """Store an evicted run, in place of an earlier one that began in the same block."""
+        key, offset = run[2][run[0] // ratio], run[0] % ratio
+        self._taken(key, offset)
+        self._young[key, offset] = run
 
-    def _taken(self, key: Key) -> EvictedRun | None:
-        """Remove and return the run that begins in `key`."""
-        found = self._young.pop(key, None)
-        return self._old.pop(key, None) if found is None else found
+    def _taken(self, key: Key, offset: int) -> EvictedRun | None:
+        """Remove and return the run that begins in the block of `key` at `offset`."""
+        run = self._young.pop((key, offset), None)
+        return self._old.pop((key, offset), None) if run is None else run
 
 
 BlockStats: TypeAlias = tuple[int, int, int]

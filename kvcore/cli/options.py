@@ -25,13 +25,14 @@ from kvcore.cli.verb import (
 )
 from kvcore.config import RunConfig, read_toml
 from kvcore.config.options import (
-    RULES,
     find_option,
+    kind_of,
     known_modes,
     mode_options,
     option_default,
     option_named,
     read_option,
+    renamed,
 )
 from kvcore.config.parts import BLOCK_SIZE
 from kvcore.config.values import slo_text
@@ -41,6 +42,7 @@ from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import KINDS, Plugins
 from kvcore.plugins.options import as_text
 from kvcore.request import SLO
+from kvcore.serving.rules import CHOICES, Rules
 from kvcore.units import INT64_LIMIT, parse_whole
 from kvcore.workloads import Workload, find_workload
 
@@ -155,7 +157,7 @@ def shared(
     if declaration.metavar:
         more |= {"metavar": declaration.metavar, "type": click.UNPROCESSED}
         more |= {"callback": partial(_read, name)}
-        more |= plugin_completion(name) if name in KINDS else {}
+        more |= plugin_completion(kind_of(name)) if kind_of(name) in KINDS else {}
     elif declaration.choices or literal is not None:
         more |= {"type": click.Choice(declaration.choices or get_args(literal))}
     else:
@@ -242,9 +244,20 @@ server_options = all_of(
 )
 """The options of a simulated server: its model, its GPUs, and the pool on them."""
 
+
+def _former(name: str) -> Callable[[Command], Command]:
+    """Return the flag that a choice of rules had in the release before: no help page has it."""
+    flag = flag_of(name)
+    if type(getattr(Rules(), name)) is bool:
+        return option(f"{flag}/--no-{flag[2:]}", default=None, hidden=True)
+    return option(flag, hidden=True)
+
+
 batching_options = all_of(
     shared("block_size", default=BLOCK_SIZE),
-    *map(shared, ("max_tokens", "max_seqs", "steps", "chunked", "watermark", "like", *RULES)),
+    *map(shared, ("max_tokens", "max_seqs", "steps", "chunked", "watermark", "max_model_len")),
+    shared("like"),
+    *map(_former, CHOICES),
 )
 """The limits of a step, and the rules by which engines differ."""
 
@@ -324,7 +337,10 @@ def run_options(given: Mapping[str, Any], *others: str) -> dict[str, Any]:
     """
     names = (name for name in given if name not in others and find_option(name) is not None)
     options = {name: given[name] for name in names}
-    if options.get("like") is None:
+    like = options.get("like")
+    if former := {name: given[name] for name in CHOICES if given.get(name) is not None}:
+        options["like"] = renamed({"like": like} | former)["like"]
+    if like is None:
         return options
     source = click.get_current_context().get_parameter_source
     default = ParameterSource.DEFAULT
@@ -389,7 +405,7 @@ def _type(param: click.Parameter) -> Any:
     """Return the type of an option's value in TOML."""
     if isinstance(param.type, Numbers):
         return list[int]
-    if isinstance(param.type, Time):
+    if isinstance(param.type, Time) or param.name in CHOICES:
         return Any
     if declaration := find_option(str(param.name)):
         return declaration.type

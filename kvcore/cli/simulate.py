@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from inspect import getdoc
 from typing import Any
 
-import attrs
 import click
 from click.core import ParameterSource
 
@@ -26,12 +27,14 @@ from kvcore.cli.served import opened
 from kvcore.cli.verb import option, verb
 from kvcore.config import RunConfig
 from kvcore.config.options import CORE, find_mode, known_modes, mode_options
+from kvcore.config.run_config import built_rules
 from kvcore.errors import InputError
-from kvcore.hookspecs import RULES_OF_ENGINES
+from kvcore.hookspecs import OUTPUT
 from kvcore.plugins.manager import imported_place
 from kvcore.plugins.options import as_text
 from kvcore.sections import Table
-from kvcore.serving import Batching
+from kvcore.serving.rules import CHOICES, Rules
+from kvcore.serving.scheduler import LIMITS
 
 
 @verb(
@@ -48,7 +51,7 @@ from kvcore.serving import Batching
 @output_options
 @option(
     "--show",
-    heading=RULES_OF_ENGINES,
+    heading=OUTPUT,
     is_flag=True,
     help="Print the limits and rules that these options give, and exit.",
 )
@@ -82,19 +85,33 @@ def simulate(ctx: click.Context, /, **given: Any) -> None:
 
 def _show_rules(config: RunConfig) -> None:
     """Print the limits of a step and the rules of a configuration, with their meanings."""
-    from kvcore.config.like import LIKENESSES  # noqa: PLC0415 - `--show` alone
-
+    rules = built_rules(config.like)
+    texts = _meanings(Rules) | _meanings(type(rules))
+    meanings = {name: CORE[name].help for name in CORE} | texts
+    plain = {name: CORE[name].default for name in CORE} | Rules().options()
+    values = {**config.options, **rules.choices(), **rules.options()}
+    own = [name for name in rules.options() if name not in CHOICES]
     rows = [
         (
             name,
-            as_text(getattr(config, name)),
-            as_text(CORE[name].default),
-            CORE[name].help.rstrip("."),
+            as_text(values[name]),
+            as_text(plain.get(name, "-")),
+            meanings.get(name, "").rstrip("."),
         )
-        for name in (*attrs.fields_dict(Batching), "scheduler", "eviction", "prefix")
+        for name in (*LIMITS, *CHOICES, *own, "scheduler", "eviction", "prefix")
     ]
-    about = "" if config.like is None else LIKENESSES[config.like].text
-    print_sections(about, Table(("option", "value", "kvcore", "meaning"), rows, ()))
+    about = "" if config.like is None else (getdoc(type(rules)) or "").partition("\n\n")[0]
+    print_sections(
+        " ".join(about.split()), Table(("option", "value", "kvcore", "meaning"), rows, ())
+    )
+
+
+def _meanings(rules: type[Rules]) -> dict[str, str]:
+    """Return the texts of the options of rules, by name, as their docstring has them."""
+    entry = r"^    (\w+): (.*?)(?=^    \w|^\S|\Z)"
+    found = re.findall(entry, getdoc(rules) or "", re.MULTILINE | re.DOTALL)
+    sentences = ((name, " ".join(text.split()).partition(". ")[0]) for name, text in found)
+    return {name: text[:1].upper() + text[1:] for name, text in sentences}
 
 
 def _check_effect(ctx: click.Context, named: Callable[[str], str]) -> None:

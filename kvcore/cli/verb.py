@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 import click
 
 from kvcore.errors import InputError
-from kvcore.hookspecs import MODEL, OUTPUT, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS
+from kvcore.hookspecs import MODEL, OUTPUT, POLICIES, POOL, REQUESTS, STEPS
 from kvcore.plugins.manager import Plugins
 from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
 
@@ -179,7 +179,7 @@ MANY = 14
 
 REST = "Options"
 
-HEADINGS = (REQUESTS, MODEL, POOL, POLICIES, STEPS, RULES_OF_ENGINES)
+HEADINGS = (REQUESTS, MODEL, POOL, POLICIES, STEPS)
 """The headings that come first on long help pages. `OUTPUT` comes last but for `REST`."""
 
 

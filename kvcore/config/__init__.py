@@ -6,7 +6,6 @@ To read, in this order:
     run_config.py  the values of these for one run
     values.py      how they are read from text, TOML and objects
     files.py       TOML files
-    like.py        the options by which the loop decides as an engine does
     parts.py       the parts that they make: workload, pool, cache, scheduler, latency
 """
 

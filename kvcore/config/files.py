@@ -13,6 +13,7 @@ from kvcore.config.options import (
     check_names,
     earlier_names,
     find_option,
+    kind_of,
     option_named,
     option_names,
     read_option,
@@ -24,12 +25,13 @@ from kvcore.files import unreadable_reason
 from kvcore.models.catalogue import MODELS
 from kvcore.plugins.manager import KINDS, installed
 from kvcore.plugins.options import Spec, takes_path
-from kvcore.serving import Batching
+from kvcore.serving.rules import CHOICES
+from kvcore.serving.scheduler import LIMITS
 from kvcore.trace.fields import EXPECTATIONS
 from kvcore.workloads.selection import with_path
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "batching": tuple(attrs.fields_dict(Batching)),
+    "batching": (*LIMITS, *CHOICES),
     "slo": EXPECTATIONS,
 }
 """Tables besides those of plugins: options that may be written together, parts of one."""
@@ -59,6 +61,7 @@ def read_toml(
     """
     if options is None:
         options = {name: option_named(name).type for name in option_names()}
+        options |= dict.fromkeys(CHOICES, Any)  # keys of the release before
     file = _ConfigFile(Path(path), options, lists)
     try:
         return file.options()
@@ -135,8 +138,8 @@ class _ConfigFile:
         """Return a value with its paths as seen from the working directory."""
         if name == "tier":
             return tuple(self._placed_plugin(name, tier) for tier in value)
-        if name in KINDS:
-            return self._placed_plugin(name, value)
+        if kind_of(name) in KINDS:
+            return self._placed_plugin(kind_of(name), value)
         if isinstance(value, tuple) and value and isinstance(value[0], Mapping):
             tables = (table.items() for table in value)  # of options
             return tuple({key: self._placed(key, each) for key, each in t} for t in tables)

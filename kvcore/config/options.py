@@ -16,7 +16,6 @@ from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get
 
 import attrs
 
-from kvcore.config.like import LIKENESSES, EngineName
 from kvcore.config.values import (
     ByteSize,
     DeviceChoice,
@@ -31,13 +30,14 @@ from kvcore.config.values import (
     shown,
 )
 from kvcore.errors import InputError, KvcoreError
-from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, RULES_OF_ENGINES, STEPS, Mode
+from kvcore.hookspecs import MODEL, POLICIES, POOL, REQUESTS, STEPS, Mode
 from kvcore.models.spec import WeightDtype
 from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import KINDS, Plugins, imported_place, installed
-from kvcore.plugins.options import Spec, nearest
+from kvcore.plugins.options import Spec, as_text, nearest
 from kvcore.request import SLO
 from kvcore.serving import Batching
+from kvcore.serving.rules import CHOICES, Rules, with_choices
 from kvcore.units import NS_PER_S
 from kvcore.workloads.selection import BUNDLED
 
@@ -98,10 +98,15 @@ def declared(entries: type) -> dict[str, Option]:
             inner, *marks = get_args(hint)[:-1]
             kind = Annotated[inner, *marks] if marks else inner
             option = hint.__metadata__[-1]
-            is_plugin = name in KINDS and not option.metavar
+            is_plugin = kind_of(name) in KINDS and not option.metavar
             metavar = "PLUGIN" if is_plugin else option.metavar
             found[name] = attrs.evolve(option, name=name, type=kind, metavar=metavar)
     return found
+
+
+def kind_of(option: str) -> str:
+    """Return the kind of plugin that an option names, if it names one."""
+    return "rules" if option == "like" else option
 
 
 EXPECTED = SLO(ttft_ns=30 * NS_PER_S, tpot_ns=NS_PER_S // 10)
@@ -212,7 +217,7 @@ class PoolOptions(TypedDict, total=False):
 
 
 class StepOptions(TypedDict, total=False):
-    """The fields of `Batching`: the limits of a step, and the rules by which engines differ."""
+    """The limits of a step, as `Batching` has them."""
 
     max_tokens: Annotated[
         int, Option(CAPS.max_tokens, "Largest number of tokens in a step.", STEPS, what_if=True)
@@ -244,110 +249,13 @@ class StepOptions(TypedDict, total=False):
             what_if=True,
         ),
     ]
-    unchunked: Annotated[
-        Literal["alone", "wait"],
-        Option(
-            CAPS.unchunked,
-            "Treatment of a prompt that is not chunked and too long for the rest of a step: it "
-            "is the only prefill of a step, or waits for a step with room for it.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    max_chunk: Annotated[
-        int | None,
-        Option(
-            None,
-            "Largest number of prompt tokens of one sequence in a step that others share.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    reserve: Annotated[
-        Literal["prompt", "chunk", "first-chunk"],
-        Option(
-            CAPS.reserve,
-            "Blocks that an admission takes: of the whole prompt; of its first chunk, while "
-            "the whole has to be free; or of its first chunk alone.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    commit: Annotated[
-        Literal["computed", "scheduled"],
-        Option(
-            CAPS.commit,
-            "Moment from which a block can be hit: when it is computed, or when it is "
-            "scheduled.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    generated: Annotated[
-        Literal["keyed", "cached"],
-        Option(
-            CAPS.generated,
-            "Generated blocks that stay cached: those with a key in the workload, or all.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    admit_after_preemption: Annotated[
-        bool,
-        Option(
-            CAPS.admit_after_preemption,
-            "Admit requests in a step that has preempted others.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    ties: Annotated[
-        Literal["last", "first"],
-        Option(
-            CAPS.ties,
-            "Sequence to preempt where several are last in the scheduler's order: of those "
-            "with equal priority the one admitted last, or of those with equal priority and "
-            "arrival the one admitted first.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    lag: Annotated[
-        int,
-        Option(
-            CAPS.lag,
-            "Number of steps by which the results that a plan knows are late: 1 under "
-            "asynchronous scheduling, where a step is planned while the one before it runs.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    null_block: Annotated[
-        bool,
-        Option(
-            CAPS.null_block,
-            "Leave one block of the pool unused, as vLLM does, and round the watermark down.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    """`blocks` and `memory` include that block."""
     max_model_len: Annotated[
         int | None,
         Option(
             None,
             "Largest number of tokens of a sequence: a longer prompt is rejected, and the "
             "output ends there.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    new_token_ratio: Annotated[
-        float | None,
-        Option(
-            None,
-            "Share of the tokens that running sequences have still to generate for which an "
-            "admission leaves room, at first; it falls as they decode.",
-            RULES_OF_ENGINES,
-        ),
-    ]
-    preempts: Annotated[
-        Literal["last", "shortest"],
-        Option(
-            CAPS.preempts,
-            "Sequence to preempt when decoding finds no block: the last in the scheduler's "
-            "order, or of those that decode the one with the fewest generated tokens.",
-            RULES_OF_ENGINES,
+            STEPS,
         ),
     ]
 
@@ -360,17 +268,17 @@ class SimulateOptions(PoolOptions, StepOptions, total=False):
 
     batching: Batching | Mapping[str, Any] | None
     like: Annotated[
-        EngineName | None,
+        PluginChoice | None,
         Option(
             None,
-            "Engine whose rules are the defaults of all other options: "
-            f"{', '.join(LIKENESSES)}; `kvcore simulate --like ENGINE --show` prints them.",
-            RULES_OF_ENGINES,
-            metavar="ENGINE",
+            "Rules of an engine, such as vllm or vllm:lag=0, whose options are the defaults of "
+            "all others; `kvcore simulate --like vllm --show` prints them.",
+            POLICIES,
+            what_if="Rules of an engine, such as vllm:lag=0; limits and policies stay.",
             optional=True,
         ),
     ]
-    """It has an effect where a configuration is made by `RunConfig.of`."""
+    """Its defaults have an effect where a configuration is made by `RunConfig.of`."""
     scheduler: Annotated[
         PluginChoice,
         Option(
@@ -469,11 +377,6 @@ class SourceOptions(TypedDict, total=False):
 CORE: Mapping[str, Option] = declared(SourceOptions) | declared(SimulateOptions)
 """The options of the core, by name."""
 
-RULES = tuple(
-    name for name, option in declared(StepOptions).items() if option.heading == RULES_OF_ENGINES
-)
-"""Options by which engines differ: the fields of `Batching` that do not limit a step."""
-
 MODES: Mapping[str, Mode] = {
     "simulate": Mode(),
     "compare": Mode(defaults={"tensor_parallel": 1}),
@@ -541,11 +444,6 @@ def option_default(name: str, mode: str = "simulate") -> Any:
     return defaults.get(name, option.default)
 
 
-def is_plain(name: str, value: Any) -> bool:
-    """Return True if a rule of engines is as in kvcore, so that no report need name it."""
-    return name in RULES and value == CORE[name].default
-
-
 def read_option(name: str, value: Any) -> Any:
     """Return a value as the option `name` has it.
 
@@ -564,10 +462,23 @@ def earlier_names() -> Mapping[str, str]:
 def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options by their present names, with a FutureWarning for each earlier one.
 
+    Choices of rules, which were options of their own, become options of `like`.
+
     Raises:
         InputError: an option is given under both names.
     """
     present = earlier_names()
+    if former := {name: options[name] for name in CHOICES if name in options}:
+        like = _chosen(options.get("like"), former)
+        text = f"like={str(like)!r}, or --like {like}"
+        text = text if isinstance(like, Spec) else f"like={like!r}"
+        warnings.warn(
+            f"{', '.join(former)}: options of the rules of an engine now: write {text}",
+            FutureWarning,
+            stacklevel=4,
+        )
+        options = {name: value for name, value in options.items() if name not in former}
+        options["like"] = like
     for old in options.keys() & present.keys():
         new = present[old]
         if new in options:
@@ -577,6 +488,15 @@ def renamed(options: Mapping[str, Any]) -> dict[str, Any]:
             f"option {old!r} is called {new!r} now; use that", FutureWarning, stacklevel=4
         )
     return {present.get(name, name): value for name, value in options.items()}
+
+
+def _chosen(like: Any, choices: Mapping[str, Any]) -> Any:
+    """Return rules with other values of some options."""
+    like = read_option("like", like) or Spec(Rules.name)
+    if isinstance(like, Spec):
+        texts = {name: as_text(value) for name, value in choices.items()}
+        return Spec(like.name, like.options | texts)
+    return with_choices(like if isinstance(like, Rules) else like(), choices)
 
 
 def check_names(

@@ -8,14 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
-import attrs
-
 import kvcore
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
-from kvcore.config.run_config import RunConfig
+from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.codec import Codec
@@ -26,8 +24,9 @@ from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed
 from kvcore.plugins.options import Spec
 from kvcore.request import SLO, Request
-from kvcore.serving import Batching, LatencyModel, Scheduler
+from kvcore.serving import Batching, LatencyModel, Rules, Scheduler
 from kvcore.serving.loop import Arrivals
+from kvcore.serving.scheduler import LIMITS
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
@@ -92,8 +91,9 @@ class RunParts:
             self.geometry = self._geometry(keys)
         self._check_deployment()
         self.blocks = self._blocks()
-        with self._about(*attrs.fields_dict(Batching)):
-            self.batching = config.batching
+        with self._about(*LIMITS):
+            limits = {name: config.options[name] for name in LIMITS}
+            self.batching = Batching(**limits, rules=self.rules)
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
@@ -184,6 +184,12 @@ class RunParts:
         """Build a scheduler for one run."""
         return cast("Scheduler", self.built("scheduler"))
 
+    @cached_property
+    def rules(self) -> Rules:
+        """The rules of the engine."""
+        with self._about("like"):
+            return built_rules(self.config.like, self.plugins)
+
     def latency(self, devices: int | None = None) -> LatencyModel:
         """Build a latency model for one run, by default that of the deployment.
 
@@ -250,6 +256,7 @@ class RunParts:
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return the configuration and the plugins of a run, without None, for JSON."""
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
+        used += [self.rules] if self.rules.decides() else []
         return {
             "kvcore": version(),
             "workload": {
@@ -353,7 +360,7 @@ class RunParts:
     @property
     def null_blocks(self) -> int:
         """Number of blocks of the pool that are never used."""
-        return int(self.config.timed and self.config.null_block)
+        return int(self.config.timed and self.rules.null_block)
 
     def blocks_in(self, memory: int | str) -> int:
         """Return the number of blocks in some bytes of K/V, which may be text with a unit.

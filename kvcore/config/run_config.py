@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Self
 import attrs
 
 from kvcore.config.files import read_toml
-from kvcore.config.like import LIKENESSES
 from kvcore.config.options import (
     CORE,
     find_mode,
@@ -22,9 +21,12 @@ from kvcore.config.options import (
     read_option,
     renamed,
 )
-from kvcore.errors import InputError
-from kvcore.plugins.manager import imported_place, installed
-from kvcore.serving import Batching
+from kvcore.errors import InputError, PluginError
+from kvcore.plugins.base import Plugin
+from kvcore.plugins.manager import imported_place, installed, resolve
+from kvcore.plugins.options import Spec
+from kvcore.serving import Batching, Rules
+from kvcore.serving.scheduler import LIMITS
 
 if TYPE_CHECKING:
     from kvcore.hookspecs import Mode
@@ -85,16 +87,22 @@ class RunConfig:
         return sorted({*super().__dir__(), *option_names()})
 
     @classmethod
-    def of(cls, mode: str = "simulate", **options: Any) -> Self:
-        """Return the configuration of a mode, with that mode's defaults.
+    def of(cls, mode: str = "simulate", plugins: Plugins | None = None, **options: Any) -> Self:
+        """Return the configuration of a mode, with its defaults, or those of rules.
+
+        `plugins` has the rules by name; None: those that are installed.
 
         Raises:
             InputError: an unknown option, or a value that an option cannot have.
+            PluginError: rules that are broken.
         """
         defaults, options = find_mode(mode).defaults, renamed(options)
-        like = None if options.get("like") is None else read_option("like", options["like"])
-        rules = {} if like is None else LIKENESSES[like].options
-        return cls(mode, **{**defaults, **rules, **options})
+        try:
+            rules = built_rules(options.get("like"), plugins)
+        except (InputError, PluginError) as error:
+            msg = f"like: {error}".replace("like: like: ", "like: ")
+            raise type(error)(msg) from error
+        return cls(mode, **{**defaults, **rules.defaults, **options})
 
     def changed(self, **options: Any) -> Self:
         """Return this configuration with other values of some options.
@@ -167,13 +175,32 @@ class RunConfig:
 
     @property
     def batching(self) -> Batching:
-        """The caps of a step.
+        """The limits of a step, and the rules of the engine by the installed plugins.
 
         Raises:
-            InputError: caps that let nothing run.
+            InputError: limits that let nothing run, or rules that there are not.
         """
-        names = attrs.fields_dict(Batching)
-        return Batching(**{name: self.options[name] for name in names})
+        limits = {name: self.options[name] for name in LIMITS}
+        return Batching(**limits, rules=built_rules(self.like))
+
+
+def built_rules(like: Any, plugins: Plugins | None = None) -> Rules:
+    """Return the rules that a value of the option `like` stands for.
+
+    `plugins` has them by name; None: those that are installed.
+
+    Raises:
+        InputError: no rules, or an option that they do not have.
+        PluginError: the plugin is broken.
+    """
+    like = read_option("like", like)
+    if like is None:
+        return Rules()
+    if isinstance(like, Spec):
+        rules: Rules = (plugins or installed()).build("rules", like)
+        return rules
+    built: Rules = resolve("rules", like if isinstance(like, Plugin | type) else like())
+    return built
 
 
 def without(config: RunConfig, mode: Mode) -> RunConfig:

@@ -32,6 +32,7 @@ KINDS = {
     "prefix": "kvcore_prefix_indexes",
     "retention": "kvcore_retention_policies",
     "scheduler": "kvcore_schedulers",
+    "rules": "kvcore_rules",
     "latency": "kvcore_latency_models",
     "backend": "kvcore_backends",
     "codec": "kvcore_codecs",

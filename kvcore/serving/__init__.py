@@ -1,9 +1,10 @@
-"""The serving loop; contracts of schedulers, latency models, drafters and routers.
+"""The serving loop; contracts of schedulers, rules, latency models, drafters and routers.
 
 To read, in this order:
 
     job.py            a request between arrival and finish
-    scheduler.py      the contract of schedulers; the limits and rules of a step
+    scheduler.py      the contract of schedulers; the limits of a step
+    rules.py          the contract of the rules by which engines differ
     loop.py           one turn: arrivals, a plan, a step or a jump, the clock
     batcher.py        the plan: who is admitted, paused, preempted
     decode_batch.py   the blocks of jobs; those that decode, many steps at once
@@ -21,6 +22,7 @@ from kvcore.serving.job import DecodeSteps, Job
 from kvcore.serving.latency import LatencyModel, LinearPiece, StepResult, StepWork, Windows
 from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import HitRatio, Result, Saturation
+from kvcore.serving.rules import Rules, StepState
 from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
 from kvcore.serving.simulate import simulate
 from kvcore.serving.stats import Fragmentation, Percentiles
@@ -36,12 +38,14 @@ __all__ = [
     "LoopState",
     "Percentiles",
     "Result",
+    "Rules",
     "Saturation",
     "Scheduler",
     "ServiceTimes",
     "ServingLoop",
     "StepPlan",
     "StepResult",
+    "StepState",
     "StepWork",
     "Windows",
     "simulate",

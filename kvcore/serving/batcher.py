@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import lt
@@ -17,21 +17,11 @@ from kvcore.plugins.base import raise_policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
-from kvcore.serving.scheduler import (
-    Batching,
-    LoopState,
-    Scheduler,
-    ServiceTimes,
-    StepPlan,
-    TokenRatio,
-)
+from kvcore.serving.rules import Decisions, StepState, TokenRatio
+from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
 
 if TYPE_CHECKING:
     from kvcore.cache.tiers import TierLoad
-
-
-_LONGEST: Final = 4096
-"""The most tokens yet to be generated that `_headroom` counts for one request."""
 
 
 _PATIENCE: Final = 100
@@ -66,10 +56,11 @@ class Batcher:
     # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
         "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
-        "_by_length", "_cache", "_changes", "_chunked", "_finished", "_full",
+        "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
+        "_full",
         "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_prefilling", "_publishes",
-        "_queued", "_ranks", "_ratio", "_reserve", "_scheduler", "_steps", "_tiers",
-        "_ties", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
+        "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps",
+        "_tiers", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
         "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
         "server", "timers", "waiting", "without_progress",
     )  # fmt: skip
@@ -115,20 +106,28 @@ class Batcher:
         self._allocator = allocator
         self.server = server
         self._mixed = batching.steps == "mixed"
-        self._admits_after_preemption = batching.admit_after_preemption
+        self._rules = rules = batching.rules
+        # Decisions that rules override are asked for. The others are made here as the methods
+        # of `Rules` say, which are called where that costs nothing beside what follows.
+        self._decisions = Decisions(rules)
+        # Whether the rules admit no job any more in this step, and the tokens that they give
+        # to the job that is offered a slot.
+        self._refuses = False
+        self._chunk: int | None = None
+        self._admits_after_preemption = rules.admit_after_preemption
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
         # K/V from a tier or from another server needs all its blocks at once.
-        self._whole = batching.reserve == "prompt" or cache.tiers is not None
-        self._publishes = batching.commit == "scheduled"
+        self._whole = rules.reserve == "prompt" or cache.tiers is not None
+        self._publishes = rules.commit == "scheduled"
         self._unpublished: list[tuple[Job, int]] = []
-        self._keeps = batching.generated == "cached"
-        self._ties = batching.ties
-        ratio = batching.new_token_ratio
+        self._keeps = rules.generated == "cached" or self._decisions.keeps_generated is not None
+        ratio = rules.new_token_ratio
         self._ratio = None if ratio is None else TokenRatio(ratio)
         self._full = False
-        self._by_length = batching.preempts == "shortest"
-        self._max_chunk, self._max_seqs = batching.max_chunk, batching.max_seqs
-        self._chunked = batching.chunked
+        self._by_length = rules.preempts == "shortest"
+        self._max_chunk, self._max_seqs = rules.max_chunk, batching.max_seqs
+        # Whether prompts are chunked without asking the rules.
+        self._chunked = batching.chunked and self._decisions.chunk_tokens is None
         self._budget = 0
         self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
@@ -186,7 +185,7 @@ class Batcher:
             self._grow(now)
         if self._victims:
             # Jobs that were not offered a slot because of them are after the next step.
-            retry = not self._admits_after_preemption
+            retry = not self._admits_after_preemption or self._refuses
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
                 # All running jobs were preempted: admit again, with the freed blocks.
@@ -194,6 +193,7 @@ class Batcher:
                 self._admit(now)
                 if not (self._mixed or self.chunks):
                     self._grow(now)
+                self._victims.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
@@ -260,7 +260,7 @@ class Batcher:
         ran = job.stage not in (WAITING, PAUSED)
         if ran:
             self._leave_batch(job)
-            self._keep_generated(job, now, complete=not self.batching.lag)
+            self._keep_generated(job, now, complete=not self._rules.lag)
         else:
             self.withdraw(job, now)
         if trace is not None and seq is not None:
@@ -292,10 +292,9 @@ class Batcher:
         while allocator.allocated_until <= step and not allocator.next_step(now):
             if not self._whole:
                 allocator.serve_first(now)
-            loser = self._shortest(now) if self._by_length else self._last(now)
-            self._recompute(loser, now)
+            self._recompute(self._choose_victim(now, None), now)
 
-    def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
+    def _admit(self, now: int) -> None:  # noqa: C901, PLR0912 - one merge of two sequences
         """Divide the tokens of the next step among jobs, in scheduler order."""
         ongoing = list(self._prefilling)
         preemptive = self._scheduler.preemptive
@@ -305,6 +304,8 @@ class Batcher:
                 self._order.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
         offers, offered_all = None if self._ranks else self._offers(now), False
+        asks, self._refuses = self._decisions.headroom is not None, False
+        admits = asks or self._admits_after_preemption
         self._budget = self.batching.max_tokens
         if self._mixed:
             self._budget -= self._batch.size
@@ -319,8 +320,11 @@ class Batcher:
             if self._unpublished:
                 self._publish(now)
             offered: Job | None = None
-            if not offered_all and (self._admits_after_preemption or not self._victims):
+            if not offered_all and (admits or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
+            if asks and offered is not None:
+                self._refuses = self._room_for(offered, now, self._victims) is None
+                offered = None if self._refuses else offered
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
             elif ongoing:
@@ -329,6 +333,19 @@ class Batcher:
                 break
         if self._unpublished:
             self._publish(now)
+
+    def _room_for(self, job: Job, now: int, preempted: Collection[Job]) -> int | None:
+        """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
+        if not (self.running or self.paused):
+            if self._ratio is not None:
+                self._ratio.restart(self._steps.count)
+            if not preempted:
+                return 0
+        if self._decisions.headroom is not None:
+            return self._decisions.headroom(job, self._state(now, preempted))
+        if self._ratio is not None:
+            return self._rules.headroom(job, self._state(now, preempted))
+        return self._reserve
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
@@ -348,19 +365,24 @@ class Batcher:
             return
         if job.stage == LOADING:
             return
+        decisions = self._decisions
         tokens = job.target - job.computed
         most = self._budget if self._max_chunk is None else self._most_tokens()
-        if tokens > most:
-            if self._chunked:
-                tokens = most
-            elif self.chunks:
-                self._budget = 0
-                return
-        if not (self._whole or self._has_blocks(job, job.computed + tokens, now)):
+        if decisions.chunk_tokens is not None:
+            tokens = decisions.chunk_tokens(job, tokens, self._state(now))
+        elif tokens > most:
+            tokens = most if self._chunked else 0 if self.chunks else tokens
+        if not tokens:
+            self._budget = 0
             return
+        by_chunk = not self._whole or decisions.reserved is not None
+        if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
+            return
+        shares = decisions.shares_scheduled
+        publishes = self._publishes if shares is None else shares(job, self._state(now))
         self.chunks.append((job, tokens))
         self._budget -= tokens
-        if self._publishes:
+        if publishes:
             self._unpublished.append((job, tokens))
 
     def _most_tokens(self) -> int:
@@ -382,9 +404,9 @@ class Batcher:
             return True
         need = -(-(seq.tokens + tokens) // cache.geometry.block_size) - seq.blocks
         while need > cache.available_blocks and not cache.make_room(need, now):
-            last = self._last(now)
-            self._recompute(last, now)
-            if last is job:
+            victim = self._choose_victim(now, job)
+            self._recompute(victim, now)
+            if victim is job:
                 return False
         self._allocator.extend(seq, tokens, now)
         return True
@@ -400,32 +422,28 @@ class Batcher:
             self.server,
         )
         plan, unpaused = self._order.plan(state), set()
-        for job in self._jobs(plan.pause, "paused"):
-            if job not in self.running:
-                self._refuse_plan(job, "paused", "is not running")
+        for job in self._jobs(plan.pause, "paused", self.running, "is not running"):
             if job.stage in (LOADING, DONE):
                 unpaused.add(job)
             else:
                 self._pause(job, now)
-        return self._checked(plan, unpaused)
+        # A plan may admit the jobs that it pauses; the `unpaused` ones run on.
+        return self._jobs(plan.admit, "admitted", self.waiting, "is not waiting", unpaused)
 
-    def _checked(self, plan: StepPlan, unpaused: Collection[Job]) -> Iterator[Job]:
-        """Yield the jobs that `plan` admits; all must be waiting.
-
-        It may admit jobs that it pauses: those of them that could not be paused are left out.
-        """
-        for job in self._jobs(plan.admit, "admitted"):
-            if job in unpaused:
-                continue
-            if job not in self.waiting:
-                self._refuse_plan(job, "admitted", "is not waiting")
-            yield job
-
-    def _jobs(self, planned: Iterable[Job], what: str) -> Iterator[Job]:
-        """Yield the jobs of a plan; refuse everything else that it has."""
+    def _jobs(
+        self, planned: Iterable[Job], what: str, known: Container[Job], why: str,
+        ignored: Container[Job] = (),
+    ) -> Iterator[Job]:  # fmt: skip
+        """Yield the jobs of a plan, except for `ignored` ones; all others must be `known`."""
         for job in self._order.planned(planned):
-            if not isinstance(job, Job):
-                self._refuse_plan(job, what, "is no job")
+            is_job = isinstance(job, Job)
+            if is_job and job in ignored:
+                continue
+            if not is_job or job not in known:
+                reason, shown = why if is_job else "is no job", shorten(repr(job))
+                name = self._scheduler.name
+                msg = f"scheduler plugin {name!r}: plan() {what} {shown}, which {reason}"
+                raise PolicyError(msg)
             yield job
 
     def _head_before(self, other: Job, now: int) -> bool:
@@ -444,9 +462,13 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        if job is self.blocked_job or self._full or job in self._victims:
+        tree, is_blocked = self._cache.tree, job is self.blocked_job
+        # Without an event, pins of clients end early, and blocks expire.
+        if is_blocked and (tree.pins is not None or tree.eviction.expires_spans):
+            is_blocked = False
+        if is_blocked or self._full or job in self._victims:
             return False
-        if not (self._chunked or self._in_one(job, now)):
+        if not (self._chunked or self._has_chunk(job, now)):
             return False
         if len(self.running) >= self._max_seqs:
             last = self._order.call("priority", self._behind, job, now)
@@ -468,13 +490,18 @@ class Batcher:
             self._order.call("admitted", self._admitted, job, now)
         return True
 
-    def _in_one(self, job: Job, now: int) -> bool:
-        """Return True if the prefill of `job`, which must be one chunk, fits in this step."""
-        alone = not self.chunks and self.batching.unchunked == "alone"
-        if alone or job.stage == PAUSED:
+    def _has_chunk(self, job: Job, now: int) -> bool:
+        """Return True if this step may compute a chunk of `job`, or all that it has to."""
+        self._chunk, decides = None, self._decisions.chunk_tokens
+        alone = not self.chunks and self._rules.unchunked == "alone"
+        if job.stage == PAUSED or (alone and decides is None):
             return True
         hit = self._cache.probe(job.known_request(), now, job.target)
-        return job.target - hit * self._cache.geometry.block_size <= self._budget
+        tokens = job.target - hit * self._cache.geometry.block_size
+        if decides is None:
+            return tokens <= self._budget
+        self._chunk = decides(job, tokens, self._state(now))
+        return self._chunk > 0
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
@@ -505,12 +532,16 @@ class Batcher:
 
     def _open(self, job: Job, now: int) -> bool:
         """Allocate the blocks of `job` and start its prefill; return False without blocks."""
-        reserve = self._reserve if self.running or self.paused else 0
-        if self._ratio is not None:
-            reserve = max(reserve, self._headroom(job, self._ratio))
-        most = None if self._whole or self.moved is not None else self._most_tokens()
-        whole = self.batching.reserve != "first-chunk"
-        seq = self._allocator.open(job, now, reserve, most, whole=whole)
+        # That the step may admit is known; jobs are preempted for `job` itself since then.
+        reserve = self._room_for(job, now, ())
+        if reserve is None:
+            return False
+        takes = self._rules.reserve
+        if self._decisions.reserved is not None:
+            takes = self._decisions.reserved(job, self._state(now))
+        at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
+        most = None if at_once else min(self._chunk or self._budget, self._most_tokens())
+        seq = self._allocator.open(job, now, reserve, most, whole=takes != "first-chunk")
         if seq is None:
             self._full = self._ratio is not None and bool(self.running)
             return False
@@ -534,25 +565,6 @@ class Batcher:
         job.stage = PREFILL
         self._prefilling[job] = None
         return True
-
-    def _headroom(self, job: Job, ratio: TokenRatio) -> int:
-        """Return how many blocks must stay free for future output, that of `job` included."""
-        step, size = self._steps.count, self._cache.geometry.block_size
-        if not (self.running or self.paused):
-            ratio.restart(step)
-            return 0
-        share, tokens = ratio.at(step), min(job.predicted_left, _LONGEST) + size
-        taken = sum(
-            min(other.predicted_left, _LONGEST)
-            for other in self.running
-            if other.stage == DECODE
-        )
-        # Prompts that end in the planned step count in full; each chunk counts a block.
-        for other, chunk in self.chunks:
-            if other.computed + chunk == other.target:
-                tokens += min(other.predicted_left, _LONGEST)
-            tokens += size
-        return -(-(int(tokens + taken * share) + 1) // size)
 
     def _loaded(self, job: Job | None, load: TierLoad, now: int) -> None:
         """LOADED: continue with the part of the prompt that was not loaded."""
@@ -628,10 +640,11 @@ class Batcher:
         tokens = job.computed if job.prefill_left else job.length
         if self._tiers is not None and job.seq is not None:
             level = self._tiers.can_swap(job.seq, tokens, now, self.server.prefill_ns)
-        if level is None and not (paused or self._by_length):
+        if level is None and not paused:
             # Under a lag, its newest token is known once the slot of the next is allocated.
             served = job.seq is not None and job.seq.tokens > job.length
-            self._keep_generated(job, now, complete=served or not self.batching.lag)
+            complete = served or not self._rules.lag
+            self._keep_generated(job, now, complete=complete, preempted=True)
         self._record(job, "swap" if level else "recompute", now, requester)
         if level is None:
             job.recomputes += 1
@@ -660,12 +673,20 @@ class Batcher:
         del self.running[job]
         self._full = False
 
-    def _keep_generated(self, job: Job, now: int, *, complete: bool) -> None:
+    def _keep_generated(
+        self, job: Job, now: int, *, complete: bool, preempted: bool = False
+    ) -> None:
         """Cache the full blocks that `job` has generated, if generated blocks stay cached.
 
         If it is not `complete`, its newest token is not known yet, and does not count.
         """
         if not self._keeps or job.seq is None:
+            return
+        keeps = not (preempted and self._by_length)
+        if self._decisions.keeps_generated is not None:
+            state = self._state(now)
+            keeps = self._decisions.keeps_generated(job, state, preempted=preempted)
+        if not keeps:
             return
         tokens = job.computed if job.prefill_left else max(job.computed, job.length)
         if not complete and tokens > job.computed:
@@ -680,34 +701,45 @@ class Batcher:
         """
         if self.running or not self.paused:
             return False
-        last = self._last(now)
+        last = self._choose_victim(now, job)
         if last is job:
             return False
         self._recompute(last, now, job)
         return True
 
-    def _last(self, now: int) -> Job:
-        """Return the job with blocks that is last in order; `Batching.ties` decides ties."""
-        latest = self._ties == "last"
-
-        def order(job: Job) -> tuple[Any, int]:
-            assert job.seq is not None
-            return self._order.priority(job, now), job.seq.admission if latest else job.arrival
-
+    def _choose_victim(self, now: int, requester: Job | None) -> Job:
+        """Return the job with blocks that loses them, as the rules choose it."""
         # A transfer still writes into the blocks of a job that is loading.
-        held = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
-        last: Job = self._order.call("priority", max, held, key=order)
-        return last
+        jobs = [job for job in chain(self.running, self.paused) if job.stage != LOADING]
+        state = self._state(now)
+        if self._decisions.victim is not None:
+            return self._decisions.victim(jobs, state, requester)
+        # Without an override only priorities can fail to compare.
+        victim: Job = self._order.call("priority", self._rules.victim, jobs, state, requester)
+        return victim
 
-    def _shortest(self, now: int) -> Job:
-        """Return the decoding job that has generated least; the last if none decodes."""
-
-        def order(job: Job) -> tuple[int, int, int]:
-            assert job.seq is not None
-            return -job.generated, job.request.prompt_tokens, job.seq.admission
-
-        decoding = (job for job in self.running if job.stage == DECODE)
-        return max(decoding, key=order, default=None) or self._last(now)
+    def _state(self, now: int, preempted: Collection[Job] | None = None) -> StepState:
+        """Return the step that is planned, for a decision of the rules."""
+        ratio = self._ratio
+        return StepState(
+            now,
+            self.batching.max_tokens,
+            self._max_seqs,
+            self.batching.chunked,
+            self._cache.geometry.block_size,
+            self._cache.pool.blocks,
+            self._cache.available_blocks,
+            self._reserve,
+            self.running,
+            self.paused,
+            len(self.waiting),
+            self._batch.size,
+            self.chunks,
+            self._budget,
+            self._victims if preempted is None else preempted,
+            None if ratio is None else ratio.at(self._steps.count),
+            lambda job: self._order.priority(job, now),
+        )
 
     def _record(
         self,
@@ -742,6 +774,8 @@ class Batcher:
                 f"{self._scheduler.name!r} orders them differently every time it is asked: a "
                 "running job's priority may only improve"
             )
+            if self._rules.decides():
+                msg += f"; or rules {self._rules.name!r} preempt those that come next"
             raise PolicyError(msg)
 
     def _rank(self, job: Job, now: int) -> None:
@@ -758,12 +792,6 @@ class Batcher:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
-
-    def _refuse_plan(self, job: object, what: str, why: str) -> None:
-        """Raise PolicyError for a plan that cannot be carried out."""
-        name = self._scheduler.name
-        msg = f"scheduler plugin {name!r}: plan() {what} {shorten(repr(job))}, which {why}"
-        raise PolicyError(msg)
 
 
 class JobOrder:

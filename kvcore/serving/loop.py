@@ -287,7 +287,7 @@ class ServingLoop:
         self._is_plain = windows == (None,)
         self._longest = batching.max_model_len
         # The most tokens of a sequence that must be computed in one step; None: any number.
-        waits = not batching.chunked and batching.unchunked == "wait"
+        waits = not batching.chunked and batching.rules.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
         # By the wall clock the front end takes its real time.
         frontend_ps = picoseconds(executor.latency.frontend, "frontend")
@@ -296,7 +296,7 @@ class ServingLoop:
         # and the jobs that finished and the blocks that were filled meanwhile, which the next
         # plan does not count. Also with a front end: jobs that have arrived and cannot be
         # planned yet, with the time (ns) from which on they can.
-        self._lag = batching.lag
+        self._lag = batching.rules.lag
         self._began_ps = 0
         self._stepped = False
         self._unseen: deque[tuple[int, Job]] = deque()
@@ -720,6 +720,7 @@ class ServingLoop:
         job.last_token_ps = self.clock_ps
         generated = job.target - request.prompt_tokens + 1
         if generated == job.output_tokens:
+            job.generated_before = generated
             return True
         job.stage = DECODE
         self.batch.add(job, generated)

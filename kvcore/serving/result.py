@@ -72,13 +72,15 @@ def record_run(
     slo: SLO | None,
 ) -> None:
     """Record the configuration of a run in `trace`, so that the run can be repeated."""
-    latency = executor.latency
+    latency, rules = executor.latency, batching.rules
     expected = {} if slo is None else {"slo": slo}
+    # Rules that override nothing are their options, which `batching` has.
+    plugins = (scheduler, *([rules] if rules.decides() else []), *executor.plugins)
     trace.describe(
         mode=executor.mode,
         executor=executor.name,
         workload=workload if isinstance(workload, Workload) else None,
-        plugins={plugin.kind: describe(plugin) for plugin in (scheduler, *executor.plugins)},
+        plugins={plugin.kind: describe(plugin) for plugin in plugins},
         batching=batching.as_dict(),
         latency=latency.coefficients(),
         rate_scale=rate_scale,

@@ -1,24 +1,28 @@
-"""The contract of schedulers, and the limits and rules of continuous batching."""
+"""The contract of schedulers, and the limits of continuous batching."""
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections import abc
 from collections.abc import Collection, Iterable
 from math import ceil
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, cast
 
 import attrs
 
 from kvcore.errors import InputError
 from kvcore.plugins.base import Plugin
+from kvcore.plugins.manager import resolve
+from kvcore.plugins.options import spec_of
 from kvcore.request import Request
 from kvcore.serving.job import Job
+from kvcore.serving.rules import CHOICES, Rules, described_rules, with_choices
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, init=False)
 class Batching:
-    """The limits of continuous batching, and the rules by which engines differ.
+    """The limits of a step of continuous batching, and the rules that steps are made by.
 
     The defaults are those of kvcore; `kvcore simulate --like vllm --show` prints those of an
     engine.
@@ -31,38 +35,12 @@ class Batching:
             waits while there is anything to prefill.
         watermark: share of the blocks that an admission must leave free or evictable for
             the growth of running sequences; rounded up.
-        unchunked: how a prompt is scheduled that may not be chunked, and for which decoding
-            leaves too little of `max_tokens`: `alone`, as the only prefill of a step, which
-            then has more tokens; or it has to `wait` for a step with room for it.
-        max_chunk: the most prompt tokens of one sequence in a step, as long as there is
-            another sequence; None: `max_tokens` alone bounds them.
-        reserve: the blocks that an admission allocates: those of the whole `prompt`; those of
-            its first `chunk`, although those of the whole must be free or evictable; or those
-            of its `first-chunk`, however few are left then. With tiers, the whole prompt.
-        commit: when blocks can be hit: once they are `computed`, or as soon as they are
-            `scheduled`, so that the next admission of the same step shares them.
-        generated: which generated blocks stay cached: those that are `keyed` by the workload;
-            or all of them are `cached`, under keys that no other request has.
-        admit_after_preemption: whether a step that preempts may admit.
-        ties: which of the jobs that are last in order is preempted: of equal priority the
-            one admitted `last`; or of equal priority and arrival the one admitted `first`.
-        lag: steps between a plan and the state it is based on: 1 under asynchronous
-            scheduling, where a step is planned while the one before it runs. Jobs that finish
-            or arrive during that step count a step later.
-        null_block: whether a block of the pool is never used. The pool of the cache is
-            without it; the watermark is a share of all blocks, rounded down.
         max_model_len: the most tokens of a sequence: a longer prompt is rejected, and a text
             ends there; None: unbounded.
-        new_token_ratio: beside running jobs an admission leaves room for all tokens that its
-            own job will generate, and for this share of those that running jobs will, at most
-            4,096 tokens each. The share changes as `TokenRatio` says. A job that finds no room
-            ends the admissions until a running job has left. None: the watermark alone counts.
-        preempts: which job loses its blocks when decoding jobs find none: the `last` in
-            order; or the `shortest` of the decoding ones, with the fewest generated tokens,
-            then the longest prompt, whose generated blocks do not stay cached.
+        rules: the rules by which engines differ: a plugin of that kind, or what names one.
 
     Raises:
-        InputError: the limits let nothing run, or a rule is unknown.
+        InputError: the limits let nothing run.
     """
 
     max_tokens: int = 8192
@@ -70,22 +48,22 @@ class Batching:
     chunked: bool = True
     steps: Literal["mixed", "prefill-first"] = "mixed"
     watermark: float = 0.01
-    unchunked: Literal["alone", "wait"] = "alone"
-    max_chunk: int | None = None
-    reserve: Literal["prompt", "chunk", "first-chunk"] = "prompt"
-    commit: Literal["computed", "scheduled"] = "computed"
-    generated: Literal["keyed", "cached"] = "keyed"
-    admit_after_preemption: bool = True
-    ties: Literal["last", "first"] = "last"
-    lag: int = 0
-    null_block: bool = False
     max_model_len: int | None = None
-    new_token_ratio: float | None = None
-    preempts: Literal["last", "shortest"] = "last"
+    rules: Rules = attrs.field(factory=Rules, eq=described_rules)
+
+    def __init__(self, *, rules: object = None, **limits: Any) -> None:
+        built = Rules() if rules is None else resolve("rules", rules)
+        former = {name: limits.pop(name) for name in CHOICES if name in limits}
+        if former:
+            built = with_choices(built, former)
+            text = f"{', '.join(former)}: rules of engines are a plugin of Batching now: write "
+            warnings.warn(f"{text}rules={str(spec_of(built))!r}", FutureWarning, stacklevel=2)
+        # The generated constructor, for one release beside the earlier fields.
+        cast("Any", self).__attrs_init__(**limits, rules=built)
 
     def __attrs_post_init__(self) -> None:
         """Check the limits."""
-        msg = ""
+        msg, longest = "", self.max_model_len
         if type(self.max_tokens) is not int or type(self.max_seqs) is not int:
             msg = (
                 f"max_tokens={self.max_tokens!r} and max_seqs={self.max_seqs!r}: give whole "
@@ -102,36 +80,23 @@ class Batching:
             msg = (
                 f"watermark={self.watermark} is no share of the blocks: give 0 or more, below 1"
             )
-        elif type(self.lag) is not int or self.lag not in (0, 1):
-            msg = f"lag={self.lag!r}: a plan knows of the step before it (0), or does not (1)"
-        elif self.max_chunk is not None and not self.chunked:
-            msg = f"max_chunk={self.max_chunk}: prompts are not chunked; leave out one of both"
-        else:
-            msg = self._wrong_rule()
+        elif self.rules.max_chunk is not None and not self.chunked:
+            msg = (
+                f"max_chunk={self.rules.max_chunk}: prompts are not chunked; leave out one of "
+                "both"
+            )
+        elif self.steps not in _STEPS:
+            msg = f"steps={self.steps!r} is not known; there are: {', '.join(_STEPS)}"
+        elif type(self.chunked) is not bool:
+            msg = f"chunked={self.chunked!r} must be True or False"
+        elif longest is not None and (type(longest) is not int or longest < 1):
+            msg = f"max_model_len={longest!r}: give whole tokens, at least 1, or None"
         if msg:
             raise InputError(msg)
 
-    def _wrong_rule(self) -> str:
-        """Return why a rule is wrong; an empty text if none is."""
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                return f"{name}={value!r} is not known; there are: {', '.join(choices)}"
-        for name in ("chunked", "admit_after_preemption", "null_block"):
-            if type(getattr(self, name)) is not bool:
-                return f"{name}={getattr(self, name)!r} must be True or False"
-        for name in ("max_chunk", "max_model_len"):
-            value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
-                return f"{name}={value!r}: give whole tokens, at least 1, or None"
-        ratio = self.new_token_ratio
-        if ratio is not None and (type(ratio) not in (int, float) or not 0 < ratio <= 1):
-            return f"new_token_ratio={ratio!r}: give a share above 0, at most 1, or None"
-        return ""
-
     def reserved_blocks(self, blocks: int) -> int:
         """Return how many of the `blocks` blocks of a pool the watermark keeps."""
-        if self.null_block:
+        if self.rules.null_block:
             return int(self.watermark * (blocks + 1))
         return ceil(self.watermark * blocks)
 
@@ -139,67 +104,34 @@ class Batching:
         """Return these caps with sequences of at most `tokens` tokens; None: no other limit."""
         if tokens is None or (self.max_model_len or tokens + 1) <= tokens:
             return self
-        return attrs.evolve(self, max_model_len=tokens)
+        return Batching(**self.limits | {"max_model_len": tokens}, rules=self.rules)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the limits, and those rules that are not the defaults."""
-        given = attrs.asdict(self)
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The limits by name."""
+        return {name: getattr(self, name) for name in LIMITS}
+
+    def as_dict(self, *, complete: bool = False) -> dict[str, Any]:
+        """Return the limits, and the choices of the rules that are not those of kvcore.
+
+        In the form of trace headers; if `complete`, with those of kvcore too.
+        """
+        fields, plain = self.limits | self.rules.choices(), Rules().choices()
+        plain["max_model_len"] = None
         return {
-            name: value
-            for name, value in given.items()
-            if name in _LIMITS or value != getattr(_DEFAULTS, name)
+            name: fields[name]
+            for name in _RECORDED
+            if complete or name not in plain or fields[name] != plain[name]
         }
 
 
-_LIMITS = ("max_tokens", "max_seqs", "chunked", "steps", "watermark")
+_STEPS = ("mixed", "prefill-first")
 
-_CHOICES = {
-    "steps": ("mixed", "prefill-first"),
-    "unchunked": ("alone", "wait"),
-    "reserve": ("prompt", "chunk", "first-chunk"),
-    "commit": ("computed", "scheduled"),
-    "generated": ("keyed", "cached"),
-    "ties": ("last", "first"),
-    "preempts": ("last", "shortest"),
-}
+LIMITS = tuple(name for name in attrs.fields_dict(Batching) if name != "rules")
+"""The names of the limits of a step."""
 
-_DEFAULTS = Batching()
-
-
-class TokenRatio:
-    """The share of the future tokens of running jobs that an admission leaves room for.
-
-    It falls with each decode step, within 600 steps to 0.14 of its first value. A preemption
-    sets it to the share of their tokens that the remaining jobs have generated, with 20 more
-    each. When nothing runs it is reset. O(1) for any number of steps.
-
-    Source: `new_token_ratio` of SGLang 0.5 and its constants.
-    """
-
-    __slots__ = ("_first", "_since", "_value")
-
-    def __init__(self, first: float) -> None:
-        """Start with the share `first`, at decode step 0."""
-        self._first = self._value = first
-        self._since = 0
-
-    def at(self, step: int) -> float:
-        """Return the share after `step` decode steps."""
-        if step <= self._since:
-            return self._value
-        low = self._first * 0.14
-        return max(self._value - (step - self._since) * (self._first - low) / 600, low)
-
-    def restart(self, step: int) -> None:
-        """Reset to the initial ratio: nothing runs."""
-        self._value, self._since = self._first, step
-
-    def preempted(self, left: Iterable[Job], step: int) -> None:
-        """Set the share by the remaining jobs, in the step that has preempted others."""
-        jobs = list(left)
-        generated = sum(job.generated for job in jobs) + 20 * len(jobs)
-        self._value = min(1.0, generated / (sum(job.output_tokens for job in jobs) + 1))
-        self._since = step + 1
+_RECORDED = (*LIMITS[:-1], *CHOICES[:-2], "max_model_len", *CHOICES[-2:])
+"""The fields of `batching` in trace headers, in their order."""
 
 
 class ServiceTimes(Protocol):

@@ -9,13 +9,14 @@ from typing import Any, cast
 import attrs
 
 from kvcore.cache import Recorder
-from kvcore.config.options import find_mode
+from kvcore.config.options import find_mode, renamed
 from kvcore.config.parts import RunParts, plugins_of
-from kvcore.config.run_config import without
+from kvcore.config.run_config import built_rules, without
 from kvcore.errors import InputError
 from kvcore.plugins import Plugin, describe
 from kvcore.request import Request
 from kvcore.serving.router import Router
+from kvcore.serving.rules import CHOICES
 from kvcore.trace import Trace
 from kvcore.trace.fields import plain
 from kvcore_cluster.cluster import Failure
@@ -89,7 +90,10 @@ class ClusterParts(RunParts):
             # A size of the pool replaces the other one.
             sized = {"blocks": None, "memory": None} if own.keys() & SIZES else {}
             with self._about("replicas"):
-                mine = alone.changed(**{**sized, **own})
+                if own.keys() & set(CHOICES):
+                    own = renamed({"like": alone.like, **own})  # noqa: PLW2901 - as named today
+                defaults = built_rules(own.get("like"), self.plugins).defaults
+                mine = alone.changed(**{**sized, **defaults, **own})
                 parts = RunParts(mine, self.plugins, workload=self.workload) if own else self
             groups.append((count, parts))
         return groups

@@ -5,7 +5,6 @@ from numbers import Integral
 from typing import Annotated, Any, Literal, TypeAlias
 
 from kvcore.config.options import (
-    RULES,
     Option,
     SimulateOptions,
     check_names,
@@ -19,6 +18,8 @@ from kvcore.config.values import (
     tiers_text,
 )
 from kvcore.plugins.options import Spec, as_text
+from kvcore.serving.rules import CHOICES
+from kvcore.serving.scheduler import LIMITS
 from kvcore.units import check_whole
 
 CLUSTER = "Cluster"
@@ -27,7 +28,7 @@ CLUSTER = "Cluster"
 OF_REPLICAS = (
     *("model", "device", "tensor_parallel", "codec", "weights_dtype", "blocks", "memory"),
     *("eviction", "prefix", "retention", "tier", "latency", "scheduler", "drafter"),
-    *("max_tokens", "max_seqs", "steps", "chunked", "watermark", *RULES),
+    *("like", *LIMITS),
 )
 """Options that servers of a cluster may have of their own."""
 
@@ -59,9 +60,11 @@ def _replica(table: object) -> Mapping[str, Any]:
     if not isinstance(table, Mapping):
         return refuse("a table of options", table)
     options = {str(name).replace("-", "_"): value for name, value in table.items()}
+    former = {name: options.pop(name) for name in CHOICES if name in options}
     check_names(options, ["count", *OF_REPLICAS])
     count = check_whole(as_whole(options.pop("count", 1)), 1)
-    return {"count": count, **{name: read_option(name, options[name]) for name in options}}
+    read = {name: read_option(name, options[name]) for name in options}
+    return {"count": count, **read, **former}
 
 
 def replicas_text(replicas: int | Sequence[Mapping[str, Any]]) -> int | str:

@@ -14,6 +14,7 @@ from kvcore.engine.backend import Backend
 from kvcore.engine.generator import Generator
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
+from kvcore.plugins.base import find_override
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request, TextRequest
 from kvcore.serving import Batching, LatencyModel, Scheduler
@@ -119,7 +120,8 @@ def run(
     """
     check_cache(cache, "run")
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
-    if batching.commit == "scheduled" and scheduler.preemptive:
+    shares = find_override(batching.rules, "shares_scheduled") is not None
+    if (shares or batching.rules.commit == "scheduled") and scheduler.preemptive:
         msg = (
             f"commit='scheduled' with scheduler {scheduler.name!r}, which pauses: blocks could "
             "be read that are never computed; give commit='computed', or preemptive=false"

@@ -53,7 +53,7 @@ def find_capacity(
     Raises:
         InputError, PluginError, PolicyError: as for `simulate`.
     """
-    config = RunConfig.of("simulate", workload=workload, **flat_options(options))
+    config = RunConfig.of("simulate", plugins, workload=workload, **flat_options(options))
     if config.drafter is not None:
         msg = "drafter: what would hold is searched without drafts: leave it out"
         raise InputError(msg)

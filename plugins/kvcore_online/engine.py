@@ -183,7 +183,7 @@ class LiveLoop(ServingLoop):
         batching: Batching,
         stored: StoredBlocks | None = None,
     ) -> None:
-        if batching.lag:
+        if batching.rules.lag:
             msg = "lag=1: this engine plans a step once the one before has ended; leave it out"
             raise InputError(msg)
         self.inbox = LiveInbox(self._gone)

@@ -11,7 +11,9 @@ They come in by the hooks that any distribution uses. A plugin is a file, and a 
     drafter/     drafts, and how many are accepted   kvcore/serving/drafter.py    acceptance.py
     codec/       numbers of K/V as bytes of a block  kvcore/models/codec.py       plain.py
     workload/    requests: log formats, generators   kvcore/workloads/base.py     jsonl.py
+    rules/       decisions by which engines differ   kvcore/serving/rules.py      vllm.py
     models/      no kind: models of a config.json    kvcore/models/spec.py        huggingface.py
+    host.py      no kind: CPUs and memory that this process may use
 """
 
 import kvcore  # noqa: F401 - it finds modules by their former names

@@ -72,6 +72,13 @@ def kvcore_schedulers() -> dict[str, str]:
 
 
 @hookimpl
+def kvcore_rules() -> dict[str, str]:
+    """Return the built-in rules of engines, those of kvcore itself among them."""
+    engines = {"sglang": "sglang:SGLang", "vllm": "vllm:VLLM"}
+    return {"kvcore": "kvcore.serving.rules:Rules"} | _places("rules", engines)
+
+
+@hookimpl
 def kvcore_latency_models() -> dict[str, str]:
     """Return the built-in latency models."""
     classes = {

@@ -249,6 +249,7 @@ def whatif(
     scheduler: PluginChoice | None = None,
     latency: PluginChoice | None = None,
     drafter: PluginChoice | None = None,
+    like: PluginChoice | None = None,
     tier: TierChoices = None,
     blocks: int | None = None,
     block_size: int | None = None,
@@ -283,6 +284,7 @@ def whatif(
         scheduler: the scheduler.
         latency: the latency model.
         drafter: the drafter; `"none"`: a step generates one token per sequence.
+        like: the rules of the engine; limits of a step and policies stay as they were.
         tier: the tiers below the pool, nearest first; `"none"`: no tiers.
         blocks: number of blocks in the pool.
         block_size: tokens of a block; without `blocks`, the memory of the pool stays the same.
@@ -317,6 +319,7 @@ def whatif(
         "scheduler": scheduler,
         "latency": latency,
         "drafter": drafter,
+        "like": like,
         "tier": tier,
         "blocks": blocks,
         "block_size": block_size,

@@ -5,8 +5,8 @@ hypothesis. To read, in this order::
 
     plugin.py      what all kits check
     harness.py     random calls of a cache as data: repeated, shrunk, and driven
-    eviction.py, prefix.py, retention.py, scheduler.py, latency.py, drafter.py, codec.py,
-    workload.py, tier.py, router.py, generator.py, backend.py   the kit of that kind
+    eviction.py, prefix.py, retention.py, scheduler.py, rules.py, latency.py, drafter.py,
+    codec.py, workload.py, tier.py, router.py, generator.py, backend.py   the kit of that kind
     hosted.py      a small engine that owns its blocks, for the kit of eviction policies
     dense.py       attention over plain tensors, which paged K/V is compared with
     gpu/           all that needs a GPU in one command: `python -m kvcore.testing.gpu`
@@ -42,6 +42,7 @@ from kvcore_testing.latency import LatencyModelTests
 from kvcore_testing.prefix import PrefixIndexTests
 from kvcore_testing.retention import RetentionPolicyTests, held_tokens
 from kvcore_testing.router import RouterTests, Routing
+from kvcore_testing.rules import RulesTests
 from kvcore_testing.scheduler import STEP, SchedulerTests, ToyServer, watched
 from kvcore_testing.tier import TierTests
 from kvcore_testing.workload import WorkloadTests
@@ -64,6 +65,7 @@ __all__ = [
     "RetentionPolicyTests",
     "RouterTests",
     "Routing",
+    "RulesTests",
     "SchedulerTests",
     "Step",
     "TierTests",

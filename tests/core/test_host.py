@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from kvcore import host
+from kvcore_plugins import host
 
 
 @pytest.fixture

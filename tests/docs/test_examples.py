@@ -29,6 +29,13 @@ def test_compose_prints_a_line_for_each_policy(capsys):
     assert cost.endswith("%")
 
 
+def test_one_of_two_engines_preempts(capsys):
+    """`examples/tensorrt_llm.py` has an engine that never preempts, and one that does."""
+    never, does = lines_of("tensorrt_llm.py", capsys)
+    assert never.startswith("no-evict          0 preemptions")
+    assert int(does.split()[1]) > 100
+
+
 def test_samples_and_beams_share_blocks(capsys):
     """`examples/parallel_sampling.py` prints distinct samples and beams that share blocks."""
     pytest.importorskip("torch", reason="the example computes on torch")

@@ -13,6 +13,7 @@ FENCE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 PAGES = {
     "write_a_policy": "how-to/write-a-policy.md",
+    "write_engine_rules": "how-to/write-engine-rules.md",
     "write_a_prefix_index": "how-to/write-a-prefix-index.md",
     "write_a_scheduler": "how-to/write-a-scheduler.md",
     "write_a_workload": "how-to/write-a-workload.md",

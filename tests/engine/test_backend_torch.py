@@ -6,10 +6,11 @@ import sys
 import attrs
 import pytest
 
-from kvcore import InputError, PluginError, Plugins, StorageError, host
+from kvcore import InputError, PluginError, Plugins, StorageError
 from kvcore.engine import RaggedBatch, Rotary, Rotation, TensorLayout
 from kvcore.models.catalogue import MODELS
 from kvcore_engine.backend import TorchCPU, TorchCUDA, torch_backend, torch_cuda
+from kvcore_plugins import host
 
 torch = pytest.importorskip("torch", reason="these keep K/V in torch tensors")
 

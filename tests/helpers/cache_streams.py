@@ -13,7 +13,6 @@ from hashlib import sha256
 import attrs
 
 from kvcore.cache import KVCache
-from kvcore.config.like import LIKENESSES
 from kvcore.plugins import Plugins
 
 
@@ -76,7 +75,7 @@ class KvcoreCache:
     @classmethod
     def like(cls, engine, blocks, **options):
         """Return a cache like that of `engine`, for keys of 512 tokens, with `options`."""
-        options = LIKENESSES[engine].options | options
+        options = Plugins().get("rules", engine).defaults | options
         return cls(blocks, 512, options["eviction"], options["prefix"])
 
     def __init__(self, blocks, size, eviction, prefix):

@@ -8,11 +8,10 @@ import attrs
 import orjson
 from helpers.policies import build
 from helpers.schedulers import scheduler_of
-from helpers.serving import BLOCK, SLOT, Bent, Even
+from helpers.serving import BLOCK, SLOT, Bent, Even, batching_of
 
 from kvcore import KVCache, Router, Trace
 from kvcore import simulate_cluster as simulate_recorded
-from kvcore.serving import Batching
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
 from kvcore_cluster.simulate import simulate_cluster
@@ -141,7 +140,7 @@ def serve_cluster(
             "cache": cache,
             "scheduler": scheduler() if callable(scheduler) else scheduler_of(scheduler),
             "latency": latency(),
-            "batching": Batching(**{"watermark": 0} | batching),
+            "batching": batching_of(**{"watermark": 0} | batching),
             "drafter": None if drafter is None else drafter(),
         }
 

@@ -12,12 +12,11 @@ from typing import Any, ClassVar
 import attrs
 from helpers.policies import build
 from helpers.schedulers import scheduler_of
-from helpers.serving import Bent, Run
+from helpers.serving import Bent, Run, batching_of
 
 from kvcore import Backend, Generator, InputError, KVCache, Trace, run
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import resolve
-from kvcore.serving import Batching
 from kvcore_engine.executor import tensor_layout
 from kvcore_tiers.hierarchy import Tiers
 
@@ -256,7 +255,7 @@ def compute(
         codec=codec,
         scheduler=scheduler_of(scheduler),
         latency=Bent() if latency is None else latency,
-        batching=Batching(**{"watermark": 0} | batching),
+        batching=batching_of(**{"watermark": 0} | batching),
         rate_scale=rate_scale,
         clock=clock,
         stop_at_eos=stop_at_eos,

@@ -4,7 +4,7 @@ ORDER = [
     {"errors"},
     {"units"},
     {"compiled"},
-    {"distributions", "files", "histogram", "host", "lazy", "moved", "progress"},
+    {"distributions", "files", "histogram", "lazy", "moved", "progress"},
     {"sections"},
     {"notebook"},
     {"request"},

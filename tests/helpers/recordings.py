@@ -1,13 +1,13 @@
 """Recordings of small runs: a replay without a clock, and a simulation in steps of 10 ns."""
 
 from helpers.schedulers import scheduler_of
-from helpers.serving import BLOCK, Even, Tally
+from helpers.serving import BLOCK, Even, Tally, batching_of
 from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
 from kvcore import KVCache, Plugins, Trace
 from kvcore.hookspecs import hookimpl
-from kvcore.serving import Batching, simulate
+from kvcore.serving import simulate
 from kvcore_plugins.eviction import LRU
 from kvcore_replay.untimed import replay
 
@@ -34,7 +34,7 @@ def untimed(path, texts, blocks=4, **cache):
 
 def timed(path, requests, *, blocks=100, latency=None, header=None, **options):
     """Record a simulation by FCFS with steps of 10 ns, and return the path."""
-    caps = Batching(**{"watermark": 0} | options.pop("batching", {}))
+    caps = batching_of(**{"watermark": 0} | options.pop("batching", {}))
     with Trace(path, seed=5, **header or {}) as trace:
         simulate(
             requests,

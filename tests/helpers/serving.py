@@ -17,7 +17,8 @@ from helpers.schedulers import scheduler_of
 import kvcore
 from kvcore import SLO, KVCache, LatencyModel, Request, Trace
 from kvcore.request import NO_HINTS, Hints
-from kvcore.serving import Batching, simulate
+from kvcore.serving import Batching, Rules, simulate
+from kvcore.serving.rules import CHOICES
 from kvcore_plugins.eviction import LRU
 
 BLOCK = 4
@@ -143,19 +144,24 @@ class Run:
 
     def timeline(self, *events):
         """Return "time EVENT request" for each line of `events`, or for all lines."""
-        names = {
-            line["seq"]: line["request"]
-            for line in self.lines
-            if "request" in line and "seq" in line
-        }
+        both = {"request", "seq"}
+        names = {line["seq"]: line["request"] for line in self.lines if both <= line.keys()}
         lines = []
         for line in self.lines:
-            name = (
-                line["id"] if "id" in line else line.get("request", names.get(line.get("seq")))
-            )
+            name = line.get("id", line.get("request", names.get(line.get("seq"))))
             if not events or line["event"] in events:
                 lines.append(f"{line['t']} {line['event']} {name}")
         return lines
+
+    @property
+    def decisions(self):
+        """All decisions and statistics that are known without a trace."""
+        log, cache = self.result.log, self.result.cache
+        columns = {column: getattr(log, column) for column in COLUMNS}
+        stats = attrs.asdict(cache.stats), cache.residency_by_tier()
+        tiers = cache.tiers.as_dict() if cache.tiers else []
+        itl = log.itl.percentiles(1)
+        return log.ids, log.reasons, columns, log.steps, log.busy_ps, itl, stats, tiers
 
     def sum(self, column):
         """Return the sum of a column over all finished requests."""
@@ -166,6 +172,12 @@ COLUMNS = (
     *("arrival", "admitted", "first_token", "finish", "prompt", "output", "hit"),
     *("pauses", "recomputes"),
 )
+
+
+def batching_of(**options):
+    """Return a `Batching` of these limits, and of rules of a class with these choices."""
+    choices = {name: options.pop(name) for name in CHOICES if name in options}
+    return Batching(**options | {"rules": options.get("rules", Rules)(**choices)})
 
 
 def serve(
@@ -208,7 +220,7 @@ def serve(
         cache=cache,
         scheduler=scheduler_of("fcfs") if scheduler is None else scheduler,
         latency=Even() if latency is None else latency,
-        batching=Batching(**{"watermark": 0} | batching),
+        batching=batching_of(**{"watermark": 0} | batching),
         rate_scale=rate_scale,
         jumps=jumps,
         drafter=drafter,

@@ -26,6 +26,7 @@ from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.simulate import serve
 from kvcore.units import NS_PER_S
 from kvcore_plugins.latency import Linear
+from kvcore_plugins.rules import VLLM
 from kvcore_plugins.workload import Mooncake
 
 GOLDEN = Path(__file__).parents[1] / "core" / "golden" / "vllm" / "steps.jsonl.xz"
@@ -69,7 +70,7 @@ class Server:
         max_tokens, max_seqs, chunked, watermark: as in `Batching`.
         lag: 1 if a step is planned while the one before it runs, else 0.
         by_priority: whether requests run by priority; else in the order of arrival.
-        options: other options of `Batching`, by name.
+        options: other options of `Batching`, and of its rules, by name.
     """
 
     name: str
@@ -206,18 +207,19 @@ class StepRecorder(SimulatedExecutor):
 
 def kvcore_steps(server: Server) -> list[Step]:
     """Return the steps of kvcore for `server` with `like="vllm"`."""
+    choices = {"lag": server.lag, **server.options}
+    longest = choices.pop("max_model_len", None)
     config = RunConfig.of(
-        like="vllm",
+        like=VLLM(**choices),
+        max_model_len=longest,
         scheduler="priority" if server.by_priority else "fcfs",
         max_tokens=server.max_tokens,
         max_seqs=server.max_seqs,
         chunked=server.chunked,
         watermark=server.watermark,
-        lag=server.lag,
-        **server.options,
     )
     cache = KVCache(
-        server.blocks - config.null_block,
+        server.blocks - config.batching.rules.null_block,
         server.block_size,
         eviction=config.eviction,
         prefix=config.prefix,

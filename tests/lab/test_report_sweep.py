@@ -101,11 +101,11 @@ def test_the_reading_counts_saturated_cells():
 def test_the_setup_of_several_engines_has_common_options_only():
     """If cells follow several engines, the setup has only the options that all cells share."""
     grid = Grid("simulate", like=["vllm", "sglang"], max_tokens=64)
-    same = {"max_tokens": 64, "reserve": "chunk"}
-    sweep = timed(grid, {**same, "lag": 1}, {**same, "lag": 0})
+    same = {"max_tokens": 64, "chunked": True}
+    sweep = timed(grid, {**same, "steps": "mixed"}, {**same, "steps": "prefill-first"})
     setup = SweepReport(sweep).setup
-    assert "max_tokens 64; reserve chunk" in setup
-    assert "lag" not in setup
+    assert "max_tokens 64; chunked true" in setup
+    assert "steps" not in setup
 
 
 def test_measures_that_no_cell_has_are_left_out():

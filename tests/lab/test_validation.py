@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import kvcore
 from kvcore.errors import InputError, PluginError
+from kvcore.plugins.options import Spec
 from kvcore_lab.measured import rows as measured
 from kvcore_lab.measured.validation import Errors
 
@@ -141,8 +142,8 @@ def test_a_row_of_a_known_engine_is_simulated_by_its_rules(path):
     """
     rows = write_lines(path, ROW | {"engine": "vllm"}, ROW | {"engine": "trtllm"})
     found = kvcore.validate(rows).compared
-    assert [each.config.like for each in found] == ["vllm", None]
-    assert [each.config.lag for each in found] == [1, 0]
+    assert [each.config.like for each in found] == [Spec("vllm"), None]
+    assert [each.config.batching.rules.lag for each in found] == [1, 0]
     found = kvcore.validate(rows, like=None).compared
     assert [each.config.like for each in found] == [None, None]
 

@@ -32,10 +32,8 @@ from kvcore_plugins.scheduler import FCFS
 
 RULES = Batching(
     watermark=0.0,
-    reserve="first-chunk",
-    commit="scheduled",
-    generated="cached",
-    admit_after_preemption=False,
+    rules="kvcore:reserve=first-chunk,commit=scheduled,generated=cached,"
+    "admit_after_preemption=false",
 )
 
 KEY_TOKENS = 512
@@ -152,14 +150,14 @@ class DynoSimBatcher(Batcher):
         while not super()._open(job, now):
             if not self.running:
                 return False
-            self._recompute(self._last(now), now, job)
+            self._recompute(self._choose_victim(now, job), now, job)
             self._budget = budget  # no job gets the tokens of the preempted one
         self.hits[job] = max(self.hits.get(job, 0), job.computed)
         return True
 
-    def _last(self, now: int) -> Job:
+    def _choose_victim(self, now: int, requester: Job | None) -> Job:
         """Return the job that was admitted last."""
-        del now
+        del now, requester
         return next(reversed(self.running))
 
     def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:

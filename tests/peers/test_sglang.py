@@ -11,7 +11,6 @@ from helpers.cache_streams import CONVERSATION, STREAMS, SYNTHETIC, KvcoreCache,
 from helpers.jobs import job
 
 from kvcore import Request
-from kvcore.config.like import LIKENESSES
 from kvcore.plugins import Plugins
 from kvcore.serving import LoopState
 
@@ -77,7 +76,7 @@ def test_lpm_orders_a_queue_as_sglang_does(seed):
     waiting = draw.choice((30, 128, 129, 200))
     requests = [ask(draw, number, stems) for number in range(waiting + waiting // 3)]
     served, queue = requests[:-waiting], requests[-waiting:]
-    options = LIKENESSES["sglang"].options
+    options = Plugins().get("rules", "sglang").defaults
     ours = KvcoreCache(20_000, 1, options["eviction"], options["prefix"])
     theirs = SglangCache(20_000, "radix")
     for cache in (ours, theirs):

@@ -92,6 +92,7 @@ def sessions_table():
             prefix_len="history_tokens", input_len="new_tokens", output_len="output_tokens",
             tool_wait_after_ms="wait_after_ms",
         ),
+        "sessions by id": renamed(SESSIONS, session_id="id"),
         "seconds by name": in_seconds(SESSIONS),
         "CRLF": SESSIONS.replace("\n", "\r\n"),
         "byte order mark": b"\xef\xbb\xbf" + SESSIONS.encode(),
@@ -324,6 +325,36 @@ def test_turns_of_aiperf_are_a_closed_loop(tmp_path):
     assert figures(read(tmp_path, rows)[0]) == [
         (0, 100, 20, None, 0), (1_000, 100, 20, None, 0), (2_750, 160, 20, 0, 750),
     ]  # fmt: skip
+
+
+def test_turns_of_aiperf_traces_continue_their_session(tmp_path):
+    """A turn without ids has all that its session said before, and a delay in ms."""
+    rows = jsonl(
+        {"session_id": "a", "input_length": 300, "output_length": 40},
+        {"session_id": "b", "input_length": 50, "output_length": 5},
+        {"session_id": "a", "delay": 200, "input_length": 150, "output_length": 20},
+    )
+    requests, notes = read(tmp_path, rows)
+    assert figures(requests) == [
+        (0, 300, 40, None, 0), (0, 50, 5, None, 0), (200, 490, 20, 0, 200),
+    ]  # fmt: skip
+    assert "the table has no times: all sessions begin at once; rate= spreads them" in notes
+
+
+def test_conversations_of_wildchat_are_chats(tmp_path):
+    """A `conversation` of messages is read as chats are: a request for each answer."""
+    turns = [("user", "Why do ships float?"), ("assistant", "They are light."),
+             ("user", "And stones?"), ("assistant", "They sink.")]  # fmt: skip
+    messages = [{"role": role, "content": text, "toxic": False} for role, text in turns]
+    rows = jsonl(
+        {"conversation_hash": "x", "model": "m", "timestamp": "2023-04-09T00:02:53+00:00",
+         "conversation": messages, "turn": 2},
+        {"conversation_hash": "y", "model": "m", "timestamp": "2023-04-09T00:02:54+00:00",
+         "conversation": messages[:2], "turn": 1},
+    )  # fmt: skip
+    requests, _ = read(tmp_path, rows)
+    assert [request.after for request in requests if request.after] == ["0/0"]
+    assert sorted({request.arrival for request in requests}) == [0, 10**9]
 
 
 def test_token_ids_are_keys(tmp_path):

@@ -5,15 +5,16 @@ from functools import partial
 import attrs
 import orjson
 import pytest
-from helpers.recordings import PLUGINS, ended, timed, untimed
+from helpers.recordings import PLUGINS, StepModels, ended, timed, untimed
 from helpers.serving import ask
 from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
-from kvcore import SLO, InputError, KVCache, Trace
+from kvcore import SLO, InputError, KVCache, PluginError, Plugins, Trace, hookimpl
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost, cost_fields, read_cost
-from kvcore.serving import Batching
+from kvcore.plugins import describe
+from kvcore.serving import Batching, Rules
 from kvcore_lab.comparison import compare
 from kvcore_plugins.eviction import MRU
 from kvcore_plugins.latency import Linear, Roofline
@@ -21,6 +22,25 @@ from kvcore_plugins.prefix import NoPrefix
 from kvcore_plugins.workload import Zipf
 from kvcore_replay.untimed import replay
 from kvcore_replay.what_if import whatif
+
+
+@attrs.define(slots=False, kw_only=True, eq=False)
+class OneByOne(Rules):
+    """Rules that leave many blocks to the running jobs; the class is its own hook."""
+
+    name = "one-by-one"
+    blocks: int = 0
+
+    def headroom(self, job, state):
+        """Return the same number of blocks for every job."""
+        del job, state
+        return self.blocks
+
+    @staticmethod
+    @hookimpl
+    def kvcore_rules():
+        """Return the rules."""
+        return [OneByOne]
 
 
 class TestAnotherPolicy:
@@ -147,6 +167,31 @@ class TestUnderAClock:
         assert config["batching"] == Batching().as_dict()
         with pytest.raises(InputError, match="max_seqs=0"):
             whatif(path, batching={"max_seqs": 0}, plugins=PLUGINS)
+
+    def test_other_rules_leave_the_limits_as_recorded(self, tmp_path):
+        """`like` changes rules alone; limits of a step and policies stay as recorded."""
+        path = timed(tmp_path / "trace.jsonl", [ask("a")], batching={"max_seqs": 8})
+        config = whatif(path, like="vllm:lag=0", plugins=PLUGINS).rerun.config
+        assert (config["batching"]["max_seqs"], config["batching"]["ties"]) == (8, "first")
+        with pytest.warns(FutureWarning, match=r"ties: options of the rules"):
+            config = whatif(path, batching={"ties": "first"}, plugins=PLUGINS).rerun.config
+        assert config["batching"]["ties"] == "first"
+
+    def test_rules_that_decide_are_recorded_by_name(self, tmp_path):
+        """Rules that override a decision are in the header, and found there where installed."""
+        requests = [ask("a", 0, output=4), ask("b", 0, output=4)]
+        batching = {"rules": partial(OneByOne, blocks=10**6)}
+        path = timed(tmp_path / "trace.jsonl", requests, batching=batching)
+        recorded = describe(OneByOne(blocks=10**6))
+        assert lines(path)[0]["plugins"]["rules"] == recorded
+        known = Plugins(extra=[StepModels(), OneByOne])
+        found = whatif(path, plugins=known)
+        assert found.recorded.config == found.rerun.config
+        assert found.rerun.config["rules"] == recorded
+        assert found.sooner() == found.later() == []
+        assert [c.request for c in whatif(path, like="kvcore", plugins=known).sooner()] == ["b"]
+        with pytest.raises(PluginError, match=r"'one-by-one', which is not .* --like NAME"):
+            whatif(path, plugins=PLUGINS)
 
     def test_another_rate_is_relative_to_the_workload(self, tmp_path):
         """`rate_scale` is relative to the workload, whatever the rate of the recorded run."""

@@ -12,11 +12,11 @@ import attrs
 
 from kvcore import Backend, InputError, StorageError
 from kvcore.engine import AttendOptions, RaggedBatch, Rotation, TensorLayout
-from kvcore.host import cpus
 from kvcore.lazy import LazyModule
 from kvcore.models.codec import Part
 from kvcore.models.spec import ModelSpec
 from kvcore.units import format_bytes
+from kvcore_plugins.host import cpus
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from typing import ClassVar
 import attrs
 
 from kvcore.engine import DeviceMemory
-from kvcore.host import memory
 from kvcore_engine.backend.torch_backend import TorchBackend
+from kvcore_plugins.host import memory
 
 
 @attrs.define(slots=False, eq=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 from shutil import which
 from typing import Any
 
-from kvcore.host import cpus, memory
 from kvcore.trace.fields import version
+from kvcore_plugins.host import cpus, memory
 
 CPUINFO = Path("/proc/cpuinfo")
 PACKAGES = ("torch", "triton", "flashinfer-python", "ai-dynamo", "libcachesim")

@@ -24,7 +24,6 @@ from kvcore.config import find_workload
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, POOL
-from kvcore.host import cpus
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
 from kvcore.models.memory import KVLayout
@@ -38,6 +37,7 @@ from kvcore_lab.curves.mrc import curve as make_curves
 from kvcore_lab.curves.plane import plane as make_plane
 from kvcore_lab.report.mrc import CurvesReport
 from kvcore_lab.report.plane import PlaneReport
+from kvcore_plugins.host import cpus
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 from kvcore_replay.report.figure import FORMS, matplotlib
 

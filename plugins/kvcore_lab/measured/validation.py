@@ -11,7 +11,6 @@ from typing import Any
 import attrs
 
 from kvcore.config import RunConfig, RunParts
-from kvcore.config.like import LIKENESSES
 from kvcore.config.options import check_names, option_names
 from kvcore.errors import InputError, PolicyError
 from kvcore.histogram import nearest_rank
@@ -177,9 +176,9 @@ def _compare(
     load = {"requests": requests, "spread": spread, **row.load}
     workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
     engine = row.labels.get("engine")
-    like = {"like": engine} if engine in LIKENESSES else {}
+    like = {"like": engine} if engine in plugins.names("rules") else {}
     given = {**like, **options, **row.options}
-    config = RunConfig.of("simulate", **given, workload=workload)
+    config = RunConfig.of("simulate", plugins, **given, workload=workload)
     parts = RunParts(config, plugins)
     result = simulate(parts.workload, residency=False, **parts.arguments())
     return Compared(row, given, config, _values(result))

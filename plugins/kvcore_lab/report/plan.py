@@ -7,7 +7,6 @@ from typing import Any
 
 import attrs
 
-from kvcore.config.options import is_plain
 from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
@@ -92,9 +91,7 @@ class PlanReport:
         """Sentences about the search, and the options that all simulations share."""
         setup = self.plan["setup"]
         parts = [
-            f"{name} {as_text(value)}"
-            for name, value in setup.items()
-            if value is not None and not is_plain(name, value)
+            f"{name} {as_text(value)}" for name, value in setup.items() if value is not None
         ]
         return (
             "Sessions are divided among replicas by hash; busiest: the share of the prompt "

@@ -13,7 +13,6 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.config.options import is_plain
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, part_path
 from kvcore.lazy import import_extra
@@ -131,7 +130,7 @@ class SweepReport:
             # An engine sets other options, in which the cells differ as well.
             others = self.sweep.rows[1:]
             same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
-        names = [n for n in same if row.get(n) is not None and not is_plain(n, row[n])]
+        names = [n for n in same if row.get(n) is not None]
         parts = [f"{name} {written(name, row)}" for name in names]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
 

@@ -317,7 +317,8 @@ class CellRun:
         retention = None if cache is None else cache.retention
         tiers = parts.tiers()
         below = (*tiers, *(tier.eviction for tier in tiers))
-        served = self.scheduler, self.latency, self.drafter
+        rules = parts.rules if parts.rules.decides() else None
+        served = self.scheduler, self.latency, self.drafter, rules
         plugins = (self.eviction, prefix, retention, *served, *below)
         described: dict[str, Any] = {
             "kvcore": version("kvcore"),
@@ -333,7 +334,7 @@ class CellRun:
         if self.latency is not None:
             described |= {
                 "latency": self.latency.coefficients(),
-                "batching": attrs.asdict(parts.batching),
+                "batching": parts.batching.as_dict(complete=True),
                 "rate_scale": cell.rate_scale,
                 "slo": slo_field(cast("SLO", cell.slo)),
             }

@@ -15,7 +15,6 @@ from uuid import uuid4
 import attrs
 
 from kvcore.errors import InputError, PluginError
-from kvcore.host import cpus
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
@@ -31,6 +30,7 @@ from kvcore_lab.sweep.cells import (
 from kvcore_lab.sweep.grid import CLUSTER, PART, Grid, axes_of
 from kvcore_lab.sweep.journal import Journal
 from kvcore_lab.workers import ATTEMPTS, WorkerDied, queue_of, work_all
+from kvcore_plugins.host import cpus
 from kvcore_replay.belady import Belady
 
 Row: TypeAlias = dict[str, Any]

@@ -11,11 +11,12 @@ from typing import Any, Literal, Self, TypeAlias
 import attrs
 
 from kvcore.config import RunConfig, find_workload, read_plugin, read_toml
-from kvcore.config.options import RULES, option_named, read_option, renamed
+from kvcore.config.options import option_named, read_option, renamed
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.plugins import Plugins, nearest
 from kvcore.plugins.options import Spec, spec_of
+from kvcore.serving.rules import CHOICES
 from kvcore.workloads import Workload
 
 Mode: TypeAlias = Literal["simulate", "compare"]
@@ -34,7 +35,7 @@ TIMED = (
     *("workload", "limit", "window", "model", "device", "tensor_parallel", "codec"),
     *("weights_dtype", "block_size", "blocks", "memory", "tier", "prefix", "retention"),
     *("latency", "drafter", "max_tokens", "max_seqs", "steps", "chunked", "watermark"),
-    *(*RULES, "rate_scale", "like", "slo", "seed"),
+    *("max_model_len", "rate_scale", "like", "slo", "seed"),
     *("replicas", "view", "fail", "autoscale", "router", "scheduler", "eviction"),
 )
 """The axes of a sweep under a clock, which accounts for tokens."""
@@ -72,7 +73,7 @@ class Grid:
         if mode not in MODES:
             msg = f"mode: {mode!r} is not known; there are: {', '.join(MODES)}"
             raise InputError(msg)
-        known, axes = axes_of(mode), renamed(axes)
+        known, axes = axes_of(mode), renamed(_with_rules(axes))
         for name in known:
             option_named(name)  # refused here if its package is switched off
         for name in axes:
@@ -122,12 +123,14 @@ class SweepFile:
             InputError: as for `read_toml` and `Grid`, or several values of a key that takes
                 one; names the file and the key.
         """
-        values = read_toml(path, sweep_keys(), lists=True)
+        # With keys of the release before, which the grid makes options of `like`.
+        types = sweep_keys() | dict.fromkeys(CHOICES, Any)
+        values = read_toml(path, types, lists=True)
         try:
             single = {
                 name: _single(name, values[name]) for name in ("mode", *OWN) if name in values
             }
-            axes = {name: each for name, each in values.items() if name in AXES}
+            axes = {name: each for name, each in values.items() if name in (*AXES, *CHOICES)}
             mode: Mode = single.pop("mode", "simulate")
             return cls(Grid(mode, **axes), **single)
         except (InputError, PluginError) as error:
@@ -154,6 +157,20 @@ def _single(key: str, values: tuple[Any, ...]) -> Any:
 def axes_of(mode: str) -> list[str]:
     """Return the names of the axes of a mode, in order."""
     return list(TIMED if mode == "simulate" else UNTIMED)
+
+
+def _with_rules(axes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return axes with choices of rules, which were axes in the release before, in `like`."""
+    former = [name for name in CHOICES if name in axes]
+    if not former:
+        return dict(axes)
+    lists = [axes[name] for name in former]
+    lists = [each if isinstance(each, list | tuple) else [each] for each in lists]
+    rules = [
+        renamed({"like": like} | dict(zip(former, values, strict=True)))["like"]
+        for like, *values in product(_values("like", axes.get("like")), *lists)
+    ]
+    return {name: axes[name] for name in axes.keys() - former} | {"like": rules}
 
 
 def _values(name: str, given: Any) -> tuple[Any, ...]:

@@ -51,7 +51,8 @@ class Table:
         line: number of the line with the names.
         names: the columns. A field of an object in a JSON row is `object.field`.
         rows: returns the rows with the values of some columns at least.
-        flat: whether all of a row is in columns that a user has named.
+        flat: whether no column is a field of an object in a row.
+        objects: whether rows are objects, which may lack fields.
         whole: whether all rows are in memory, in any order.
     """
 
@@ -59,6 +60,7 @@ class Table:
     names: list[str]
     rows: Callable[[Sequence[str]], Iterator[Row]]
     flat: bool = True
+    objects: bool = False
     whole: bool = False
 
     @property
@@ -91,7 +93,7 @@ def read_table(path: Path) -> Table:
     head = list(islice(rows, HEAD))
     names = list(dict.fromkeys(name for row in head for name in row.fields))
     is_flat = all("." not in name for name in names)
-    return Table(number, names, lambda _: chain(head, rows), is_flat, whole)
+    return Table(number, names, lambda _: chain(head, rows), is_flat, objects=True, whole=whole)
 
 
 def _csv(path: Path, number: int, line: bytes, source: Iterator[tuple[int, bytes]]) -> Table:

@@ -225,7 +225,7 @@ class Lengths(TimedFile):
         for role in ("time", *USUAL):
             given = getattr(self, role) if role in ("time", *_NAMED) else None
             found = (
-                (time if role == "time" else _usual(role, header)) if given is None else given
+                (time if role == "time" else _found(role, header)) if given is None else given
             )
             if found is not None and header.count(found) > 1:
                 msg = (
@@ -266,7 +266,7 @@ class _Reading:
             "s" if names and not table.flat and COLUMNAR[0] in names else None
         )
         roles = {role: _usual(role, names) for role in _CLOSED}
-        session = options.session or _usual("session", names)
+        session = options.session or _found("session", names)
         self.closed = session is not None and any(
             getattr(options, role) or roles[role] for role in _CLOSED
         )
@@ -292,7 +292,17 @@ class _Reading:
         # In a table in which requests generate, one that did not generate has failed.
         self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
         self._added = self.closed and "prefix" in base and self._is_added(head)
-        self._grows = self.closed and normal(base["input"]).startswith(("new", "append"))
+        given = normal(base["input"])
+        # A turn of AIPerf's traces without ids is sent with all that its session said before.
+        turns = (
+            table.objects and given == "inputlength" and normal(base.get("wait", "")) == "delay"
+        )
+        self._grows = (
+            self.closed
+            and "prefix" not in base
+            and (turns or given.startswith(("new", "append")))
+        )
+        self._wait_factor = UNITS["ms"] if turns else None
         self._chain = SessionChain(options.key_tokens)
         self._first: int | None = None
         self._failed = self._empty = self._idle = 0
@@ -391,7 +401,7 @@ class _Reading:
         columns, options, clock = self.columns, self._options, self._clock
         when, turn = columns.get("time"), columns.get("turn") if self.closed else None
         given, output = columns["input"], columns["output"]
-        failures, zeros, nested = self._failures, self._zeros, not self._table.flat
+        failures, zeros, objects = self._failures, self._zeros, self._table.objects
         times = partial(self._drawn_by_session, options.drawn_arrivals(), {})
         drawn = options.drawn_arrivals()
         for serial, row in enumerate(self._rows):
@@ -401,7 +411,7 @@ class _Reading:
             if failures and has_failed(row, failures):
                 self._failed += 1
                 continue
-            if nested and fields.get(given) is None and fields.get(output) is None:
+            if objects and (fields.get(given) is None or fields.get(output) is None):
                 self._empty += 1
                 continue
             if zeros and _is_zero(fields.get(output)):
@@ -443,7 +453,7 @@ class _Reading:
         value = None if wait is None else row.fields.get(wait)
         if wait is None or value in (None, ""):
             return None
-        factor = name_and_unit(wait)[1] or self._clock.factor
+        factor = name_and_unit(wait)[1] or self._wait_factor or self._clock.factor
         found = Clock(wait, "ns").read(value)
         number = float(value) if found is not None else -1.0
         if number < 0:
@@ -494,6 +504,18 @@ def _usual(role: str, header: Iterable[str]) -> str | None:
     return min(
         found, key=lambda name: (known.index(named[name]), name.count("."), name), default=None
     )
+
+
+def _found(role: str, header: Sequence[str]) -> str | None:
+    """Return the column of a role; rounds of one `id` are a session."""
+    usual = _usual(role, header)
+    if (
+        role == "session"
+        and usual is None
+        and (_usual("turn", header) or _usual("prefix", header))
+    ):
+        return next((name for name in header if normal(name) == "id"), None)
+    return usual
 
 
 def _words(name: str) -> set[str]:

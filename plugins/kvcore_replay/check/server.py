@@ -57,6 +57,7 @@ class TraceChecker:
         self._ratio = self.state.layout.ratio
         self._size = header.block_size
         caps = header.batching or {}
+        self._lag = bool(caps.get("lag"))
         # The most tokens of a sequence, and of one that is computed in one step or never.
         longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
         self._longest = longest if isinstance(longest, int) else None
@@ -271,7 +272,9 @@ class TraceChecker:
 
     def _commit(self, event: events.Commit) -> None:
         seq, count = self.state.sequence(event.seq), event.blocks
-        self.lifecycles.grow(seq.prompt.id, seq.id)
+        # Under a lag, a plan that pauses a job comes before the commit of what it has computed.
+        if not self._lag:
+            self.lifecycles.grow(seq.prompt.id, seq.id)
         end = event.first + count
         if event.first != seq.span.end or end > seq.blocks:
             violated(
@@ -295,7 +298,9 @@ class TraceChecker:
         """Check that the generated blocks of `seq` up to position `end` may be cached."""
         prompt, layout = seq.prompt, self.state.layout
         first = prompt.tokens // layout.block_size
-        if (self.state.header.batching or {}).get("generated") != "cached":
+        header = self.state.header
+        decided = "rules" in header.plugins  # which may keep blocks of some requests
+        if not decided and (header.batching or {}).get("generated") != "cached":
             violated("HEADER does not say that generated blocks stay cached without keys")
         most = layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
         if seq.span.end < first or end * layout.block_size > most or prompt.share is not None:

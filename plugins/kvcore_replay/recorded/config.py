@@ -18,7 +18,9 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins
 from kvcore.plugins.options import Spec, as_text, takes_path
 from kvcore.request import SLO
-from kvcore.serving import Batching
+from kvcore.serving import Batching, Rules
+from kvcore.serving.rules import CHOICES
+from kvcore.serving.scheduler import LIMITS
 from kvcore.trace import TraceWorkload
 from kvcore.trace.fields import plain, slo_of
 from kvcore.workloads import Workload
@@ -87,16 +89,21 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
     deployment = deployment_options(header)
     if "codec" in deployment:
         _check_codec(file, deployment["codec"], plugins)
+    caps = dict(header.get("batching", {}))
+    choices = {name: caps.pop(name) for name in CHOICES if name in caps}
+    rules = Rules(**choices)
     try:
-        caps = attrs.asdict(Batching(**header.get("batching", {})))
+        limits = Batching(**caps).limits
     except TypeError as error:
         raise unknown_caps(file, header["batching"], error) from error
-    tiers = header.get("tiers", ())
+    tiers, named = header.get("tiers", ()), header["plugins"].get("rules")
     return {
-        "blocks": header["blocks"] + caps["null_block"],
+        "blocks": header["blocks"] + rules.null_block,
         "tier": tuple(partial(_rebuilt_tier, file, tier, plugins) for tier in tiers),
         **deployment,
-        **caps,
+        **limits,
+        # Rules that override a decision have their name and options in the header.
+        "like": rules if named is None else partial(_rebuilt, file, "rules", named, plugins),
         **recorded,
     }
 
@@ -177,19 +184,20 @@ def _check_header(file: Path, header: Mapping[str, Any], *, timed: bool) -> None
 
 def unknown_caps(file: Path, caps: Mapping[str, Any], error: Exception) -> InputError:
     """Return the error which reports that a run cannot have these caps of a step."""
-    known = ", ".join(attrs.fields_dict(Batching))
+    known = ", ".join(("like", *LIMITS))
     return InputError(f"{file}: batching {caps} cannot be: {error}. There are: {known}")
 
 
 def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:
     """Build the plugin of `kind` that a header names, with the options it had."""
     name, options = recorded["name"], dict(recorded["options"])
+    flag = "--like" if kind == "rules" else f"--{kind}"
     if name not in plugins.names(kind):
         known = ", ".join(plugins.names(kind))
         msg = (
             f"{file} was recorded with {kind} plugin {name!r}, which is not "
             "installed here: install the distribution that has it, or take another: "
-            f"--{kind} NAME. There are{f': {known}' if known else ' none'}"
+            f"{flag} NAME. There are{f': {known}' if known else ' none'}"
         )
         raise PluginError(str(plugins.not_found(kind, msg)))
     cls = plugins.get(kind, name)
@@ -213,7 +221,7 @@ def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugin
     if now != now | options:
         msg = (
             f"{file}: {kind} plugin {name!r} was recorded with options {options}, of "
-            f"which this version makes {now}. Give it anew: --{kind} "
+            f"which this version makes {now}. Give it anew: {flag} "
             f"{name}:option=value"
         )
         raise InputError(msg)

@@ -6,17 +6,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import attrs
-
 from kvcore.cache import KVCache, Recorder
+from kvcore.config.options import renamed
 from kvcore.config.parts import RunParts
-from kvcore.config.run_config import RunConfig
+from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_model
 from kvcore.models.cost import PrefillCost, read_cost
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe
 from kvcore.serving import Batching, LatencyModel
+from kvcore.serving.rules import CHOICES
+from kvcore.serving.scheduler import LIMITS
 from kvcore.trace.fields import plain, slo_field, slo_of
 from kvcore.workloads import Workload
 from kvcore_replay.recorded.config import (
@@ -31,7 +32,7 @@ from kvcore_replay.recorded.config import (
 if TYPE_CHECKING:
     from kvcore_tiers.hierarchy import Tiers
 
-TIMED = (*OF_SERVERS, *OPTIONAL, "batching", *attrs.fields_dict(Batching), "slo", "rate_scale")
+TIMED = (*OF_SERVERS, *OPTIONAL, "batching", "like", *LIMITS, "slo", "rate_scale")
 """Options that only a run with a clock has."""
 
 
@@ -111,7 +112,7 @@ class RecordedParts(RunParts):
         """Return the configuration in which the trace was recorded, for JSON."""
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
-        kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL)
+        kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL, "rules")
         return {
             "blocks": header["blocks"],
             "block_size": header["block_size"],
@@ -125,7 +126,7 @@ class RecordedParts(RunParts):
 
     def rerun(self, plugins: Iterable[Plugin]) -> dict[str, Any]:
         """Return the configuration of the new run in the same form; these plugins ran it."""
-        used = list(plugins)
+        used = [*plugins, *([self.rules] if self.rules.decides() else [])]
         tiers = [plain(describe(plugin)) for plugin in used if plugin.kind == "tier"]
         if "tier" not in self._changed:
             tiers = self.recorded()["tiers"]
@@ -168,10 +169,12 @@ class RecordedParts(RunParts):
         changes = dict(changes)
         caps = changes.pop("batching", {})
         if isinstance(caps, Batching):
-            caps = attrs.asdict(caps)
-        unknown = caps.keys() - attrs.fields_dict(Batching).keys()
+            caps = caps.limits | {"like": caps.rules}
+        unknown = caps.keys() - {"like", *LIMITS, *CHOICES}
         if unknown:
             raise unknown_caps(self._file, caps, KeyError(*unknown))
+        if caps.keys() & set(CHOICES):
+            caps = renamed({"like": built_rules(recorded.like), **caps})
         if "block_size" in changes and "blocks" not in changes:
             changes["blocks"] = self._blocks_of(changes["block_size"])
         return recorded.changed(**caps, **changes)

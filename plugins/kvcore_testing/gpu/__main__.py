@@ -23,8 +23,8 @@ import attrs
 
 from kvcore.errors import InputError, KvcoreError, StorageError
 from kvcore.files import atomic_file
-from kvcore.host import cpus
 from kvcore.plugins import Plugins
+from kvcore_plugins.host import cpus
 from kvcore_testing.gpu.device_tests import BACKEND, OTHER
 
 DEADLINE = 600.0

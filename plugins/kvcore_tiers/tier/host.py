@@ -11,8 +11,8 @@ import attrs
 
 from kvcore import InputError
 from kvcore.cache.tiers import StoredBlock, Tier, TierStore, bandwidth
-from kvcore.host import memory as host_memory
 from kvcore.units import format_bytes
+from kvcore_plugins.host import memory as host_memory
 
 
 @attrs.define(eq=False, kw_only=True)

@@ -35,10 +35,25 @@ def test_keys_are_the_names_of_the_flags(document):
 
 
 def test_a_share_is_equal_in_the_file_and_on_the_command_line(document):
-    """`--new-token-ratio` and the key `new_token_ratio` give the same configuration."""
-    from_file = document(f"{SMALL}new_token_ratio = 0.4\n")
-    assert from_file["config"]["batching"]["new_token_ratio"] == 0.4
-    assert document(SMALL, "--new-token-ratio", "0.4")["config"] == from_file["config"]
+    """`--watermark` and the key `watermark` give the same configuration."""
+    from_file = document(f"{SMALL}watermark = 0.4\n")
+    assert from_file["config"]["batching"]["watermark"] == 0.4
+    assert document(SMALL, "--watermark", "0.4")["config"] == from_file["config"]
+
+
+def test_rules_are_a_plugin_or_options_of_the_release_before(document):
+    """`like` as text, as a table, as a flag, and former flags and keys give the same run."""
+    rules = document(f'{SMALL}like = "vllm:lag=0,null_block=false"\n')["config"]
+    assert rules["batching"]["ties"] == "first"
+    assert rules["batching"].keys().isdisjoint({"lag", "null_block"})
+    table = '[like]\nname = "vllm"\nlag = 0\nnull_block = false\n'
+    assert document(SMALL + table)["config"] == rules
+    with pytest.warns(FutureWarning, match="write like='vllm:lag=0,null_block=false'"):
+        former = document(f'{SMALL}like = "vllm"\nnull_block = false\n', "--lag", 0)
+    assert former["config"] == rules
+    with pytest.warns(FutureWarning, match="--like kvcore:admit_after_preemption=false"):
+        former = document(SMALL, "--no-admit-after-preemption")
+    assert former["config"]["batching"]["admit_after_preemption"] is False
 
 
 def test_the_configuration_file_is_not_overwritten(tmp_path):

@@ -44,7 +44,7 @@ def test_the_slo_may_be_left_out(given, slo):
     [
         ({"slo": {"tft": 3}}, "slo: an SLO has no 'tft' (did you mean 'ttft'?)"),
         ({"slo": {1: 3}}, "slo: an SLO has no '1'"),
-        ({"like": {}}, "like: {} is no engine; there are: vllm, sglang"),
+        ({"like": {}}, "like: the table needs a name"),
         ({"window": (5, 3)}, "window: expected a window of time in ns, such as (0, 10**9)"),
         ({"window": (1.5, None)}, "window: expected a window of time in ns"),
         ({"window": ("1", "2")}, "window: expected a window of time in ns"),

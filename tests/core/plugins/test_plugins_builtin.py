@@ -13,6 +13,7 @@ NAMES = {
     "eviction": "adaptive arc cost fifo lfu lookahead lru lruk mru priority random "
     "s3fifo sieve slru tail-lru tinylfu tool-ttl ttl",
     "drafter": "acceptance draft-model medusa prompt-lookup",
+    "rules": "kvcore sglang vllm",
     "generator": "huggingface induction sincos transformer",
     "latency": "linear roofline table token-rate",
     "prefix": "hashed none radix",

@@ -8,12 +8,18 @@ from random import Random
 import pytest
 from helpers.policies import build
 from helpers.schedulers import scheduler_of
-from helpers.serving import SLOT, Bent, random_tiered_server, servers, tiered_servers
+from helpers.serving import (
+    SLOT,
+    Bent,
+    batching_of,
+    random_tiered_server,
+    servers,
+    tiered_servers,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache, Trace
-from kvcore.serving import Batching
 from kvcore.serving.latency import SimulatedExecutor
 from kvcore.serving.loop import Arrivals, ServingLoop
 from kvcore_replay.check.trace import check_trace
@@ -66,7 +72,7 @@ def run(server, scheduler, seed):
                 cache,
                 scheduler_of(scheduler),
                 SimulatedExecutor(latency),
-                Batching(**options),
+                batching_of(**options),
             )
             loop.run()
         cache.check_integrity()

@@ -1,15 +1,16 @@
 """Servers under the rules of engines: jumps change no decision, and no request is lost."""
 
+from functools import partialmethod
 from random import Random
 
-import attrs
 import pytest
 from helpers.engine import compute, decided
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import COLUMNS, RULES, Bent, random_ruled_server, ruled_servers
+from helpers.serving import RULES, Bent, random_ruled_server, ruled_servers
 from hypothesis import assume, given, settings
 
-from kvcore.serving import Batching
+from kvcore.serving import Batching, Rules
+from kvcore.serving.rules import Decisions
 from kvcore_replay.check.trace import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -26,14 +27,6 @@ def assume_order(scheduler, server):
     assume(not own_plan or server.options.get("reserve") != "first-chunk")
 
 
-def outcome(run):
-    """Return all decisions of a run that are known without a trace."""
-    log = run.result.log
-    columns = {column: getattr(log, column) for column in COLUMNS}
-    stats = attrs.asdict(run.result.cache.stats)
-    return log.ids, log.reasons, columns, log.steps, log.busy_ps, log.itl.percentiles(1), stats
-
-
 @every_scheduler
 @given(server=ruled_servers())
 def test_jumps_change_no_decision(scheduler, server):
@@ -41,7 +34,7 @@ def test_jumps_change_no_decision(scheduler, server):
     assume_order(scheduler, server)
     jumps, steps = server.run(scheduler), server.run(scheduler, jumps=False)
     assert jumps.trace == steps.trace
-    assert outcome(jumps) == outcome(steps) == outcome(server.run(scheduler, trace=False))
+    assert jumps.decisions == steps.decisions == server.run(scheduler, trace=False).decisions
 
 
 @every_scheduler
@@ -56,6 +49,26 @@ def test_a_trace_can_be_replayed(tmp_path_factory, scheduler, server):
     path.write_bytes(run.trace)
     report = check_trace(path)
     assert (report.finished, report.rejected) == (len(run.rows), len(run.rejected))
+
+
+class Asked(Rules):
+    """Rules that are asked for every decision, and answer as kvcore's own."""
+
+    name = "asked"
+
+
+for name in Decisions.__slots__:
+    setattr(Asked, name, partialmethod(getattr(Rules, name)))
+
+
+@every_scheduler
+@given(server=ruled_servers())
+def test_methods_say_what_the_loop_does_without_them(scheduler, server):
+    """Rules that override each method with that of the base class decide the same."""
+    assume_order(scheduler, server)
+    inline, asked = server.run(scheduler), server.run(scheduler, rules=Asked)
+    assert decided(asked.trace) == decided(inline.trace)
+    assert asked.decisions == inline.decisions
 
 
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
@@ -79,11 +92,9 @@ def test_a_run_on_tensors_has_the_trace_of_the_simulator(scheduler, server):
 def test_random_servers_draw_every_rule():
     """Random servers draw every value of every rule of `Batching`, its default among them."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
-    defaults = attrs.asdict(Batching())
+    defaults = Batching().as_dict(complete=True)
     assert set(RULES) == set(defaults) - limits
     assert all(defaults[name] in values for name, values in RULES.items())
-    drawn = set()
-    for seed in range(300):
-        options = random_ruled_server(Random(seed).randint).options
-        drawn |= {(name, options[name]) for name in RULES if name in options}
+    options = [random_ruled_server(Random(seed).randint).options for seed in range(300)]
+    drawn = {(name, server[name]) for server in options for name in RULES if name in server}
     assert drawn == {(name, value) for name, values in RULES.items() for value in values}

@@ -4,7 +4,7 @@ import attrs
 import pytest
 from helpers.retention import retentions
 from helpers.schedulers import scheduler_of
-from helpers.serving import BLOCK, Even, ask, servers
+from helpers.serving import BLOCK, Even, ask, batching_of, servers
 from hypothesis import given
 
 from kvcore import KVCache
@@ -154,7 +154,7 @@ def measured(server, allocation, *, jumps=True) -> Fragmentation:
         cache=KVCache(*sizes, key_tokens=server.options["key_tokens"]),
         scheduler=scheduler_of("urgent"),
         latency=Even(),
-        batching=Batching(**options),
+        batching=batching_of(**options),
         allocation=allocation,
         fragmentation=True,
         jumps=jumps,

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import pytest
 from helpers.schedulers import SCHEDULERS
-from helpers.serving import BLOCK, Even, ask, serve, servers
+from helpers.serving import BLOCK, Even, ask, batching_of, serve, servers
 from hypothesis import given
 
 import kvcore
@@ -28,7 +28,7 @@ def run(requests, *, blocks=1000, slo=None, latency=None, retention=None, **batc
         requests,
         cache=KVCache(blocks, BLOCK, eviction=LRU(), prefix=NoPrefix(), retention=retention),
         latency=Even() if latency is None else latency,
-        batching=Batching(**{"watermark": 0} | batching),
+        batching=batching_of(**{"watermark": 0} | batching),
         slo=slo,
     )
 

@@ -10,13 +10,16 @@ from helpers.serving import Even, ask, serve, servers
 from hypothesis import given
 
 import kvcore
-from kvcore import InputError
+from kvcore import InputError, PluginError, PolicyError
 from kvcore.config import RunConfig
-from kvcore.config.like import LIKENESSES
-from kvcore.serving import Batching, StepPlan
-from kvcore.serving.scheduler import TokenRatio
+from kvcore.serving import Batching, Rules, StepPlan
+from kvcore.serving.rules import TokenRatio
 from kvcore_events.model import BlockStored
+from kvcore_lab.sweep.grid import Grid
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.rules import VLLM
 from kvcore_plugins.scheduler import FCFS
+from kvcore_replay.check.trace import check_trace
 from kvcore_replay.export import event_batches
 
 TWINS = [ask("a", 0, 9, 1, keys=[1, 2]), ask("b", 0, 9, 1, keys=[1, 2])]
@@ -65,19 +68,20 @@ def test_the_watermark_of_all_blocks_is_rounded_down(null_block, kept):
 
     5 % of 95 blocks are 5, and of 96 with the null block 4.
     """
-    assert Batching(watermark=0.05, null_block=null_block).reserved_blocks(95) == kept
+    batching = Batching(watermark=0.05, rules=Rules(null_block=null_block))
+    assert batching.reserved_blocks(95) == kept
 
 
 def test_the_null_block_reduces_the_pool():
     """The null block reduces the pool by one block."""
-    result = kvcore.simulate("zipf:requests=5", blocks=900, null_block=True)
+    result = kvcore.simulate("zipf:requests=5", blocks=900, like="kvcore:null_block=true")
     assert result.cache.pool.blocks == 899
 
 
 def test_a_pool_of_the_null_block_alone_is_refused():
     """A pool of the null block alone raises InputError."""
     with pytest.raises(InputError, match="never used: give 2 or more"):
-        kvcore.simulate("zipf:requests=5", blocks=1, null_block=True)
+        kvcore.simulate("zipf:requests=5", blocks=1, like="kvcore:null_block=true")
 
 
 @pytest.mark.parametrize(("unchunked", "first"), [("alone", 20), ("wait", 50)])
@@ -191,20 +195,30 @@ def test_the_slot_of_a_finished_request_is_free_a_step_later(lag, admitted):
     assert run.rows["b"]["admitted"] == admitted
 
 
+@attrs.define(slots=False, eq=False)
+class Turns(FCFS):
+    """A scheduler that pauses all running jobs, and offers them last."""
+
+    name: ClassVar[str] = "turns"
+
+    def plan(self, state):
+        """Return a plan for all jobs, the waiting ones first."""
+        return StepPlan([*state.waiting, *state.running], state.running)
+
+
 def test_a_plan_may_pause_a_request_that_has_just_finished():
     """With `lag=1`, a plan may pause a finished request, which still runs, and admit it."""
+    requests = [ask("a"), ask("b", output=2), ask("c")]
+    run = serve(requests, scheduler=Turns(), max_seqs=2, lag=1)
+    assert run.of("FINISH") == [(10, "a"), (20, "c"), (30, "b")]
 
-    class Swap(FCFS):
-        """A scheduler that pauses all running jobs, and offers them first."""
 
-        name: ClassVar[str] = "swap"
-
-        def plan(self, state):
-            """Return a plan for all jobs, the running ones first."""
-            return StepPlan([*state.running, *state.waiting], state.running)
-
-    run = serve([ask("a"), ask("b")], scheduler=Swap(), max_seqs=1, lag=1)
-    assert [row["finish"] for row in run.rows.values()] == [10, 20]
+def test_a_paused_request_commits_the_block_that_it_has_just_filled(tmp_path):
+    """With `lag=1`, a block filled before a pause is committed after it."""
+    requests = [ask("a", output=6, keys=[1], output_keys=[2]), ask("b", 35)]
+    run = serve(requests, scheduler=Turns(), max_seqs=1, lag=1)
+    (tmp_path / "trace").write_bytes(run.trace)
+    assert check_trace(tmp_path / "trace").finished == 2
 
 
 def test_a_request_to_an_idle_server_is_admitted_at_once():
@@ -255,15 +269,15 @@ def test_max_model_len_cuts_outputs_and_rejects_prompts():
             "reserve='all' is not known; there are: prompt, chunk, first-chunk",
         ),
         ({"max_chunk": 0}, "max_chunk=0: give whole tokens, at least 1, or None"),
-        ({"max_chunk": 8, "chunked": False}, "max_chunk=8: prompts are not chunked"),
         ({"null_block": 1}, "null_block=1 must be True or False"),
-        ({"max_model_len": 1.5}, "max_model_len=1.5: give whole tokens"),
+        ({"new_token_ratio": 0}, "give a share above 0, at most 1"),
+        ({"new_token_ratio": 1.5}, "give a share above 0, at most 1"),
     ],
 )
 def test_wrong_rules_are_refused(rule, message):
     """The error for a wrong rule names the option and the accepted values."""
     with pytest.raises(InputError, match=message):
-        Batching(**rule)
+        Rules(**rule)
 
 
 def test_a_lag_with_a_retention_policy_is_refused():
@@ -276,36 +290,90 @@ def test_defaults_are_left_out_of_headers():
     """A header has the limits, and only the rules that are not the default."""
     limits = {"max_tokens", "max_seqs", "chunked", "steps", "watermark"}
     assert set(Batching().as_dict()) == limits
-    assert Batching(lag=1).as_dict().keys() - limits == {"lag"}
+    assert Batching(rules=Rules(lag=1)).as_dict().keys() - limits == {"lag"}
 
 
 class TestLike:
-    """The option `like`: the rules of an engine become the defaults."""
+    """The option `like`: the rules of an engine, whose defaults become those of the run."""
 
-    @pytest.mark.parametrize("engine", LIKENESSES)
-    def test_options_of_an_engine_are_options_of_a_run(self, engine):
-        """Each option of an engine is valid, and its value is kept."""
+    @pytest.mark.parametrize("engine", ["kvcore", "sglang", "vllm"])
+    def test_the_defaults_of_an_engine_are_options_of_a_run(self, engine):
+        """Each default of an engine is valid, and its value is kept."""
         config = RunConfig.of(like=engine)
-        for name, value in LIKENESSES[engine].options.items():
+        for name, value in type(config.batching.rules).defaults.items():
             got = getattr(config, name)
             assert (got if type(got) is type(value) else str(got)) == value
 
     def test_given_options_win(self):
         """Options that are given override those of the engine."""
-        config = RunConfig.of(like="vllm", lag=0, watermark=0.05)
-        assert (config.lag, config.watermark, config.commit) == (0, 0.05, "scheduled")
+        config = RunConfig.of(like="vllm:lag=0", watermark=0.05)
+        rules = config.batching.rules
+        assert (rules.lag, config.watermark, rules.commit) == (0, 0.05, "scheduled")
+        assert (config.max_seqs, str(config.prefix)) == (1024, "hashed")
 
-    def test_an_unknown_engine_is_refused(self):
-        """The error for an unknown engine lists the known ones."""
-        with pytest.raises(InputError, match=r"like: 'vlm' is no engine; there are: .*vllm"):
-            RunConfig.of(like="vlm")
+    @pytest.mark.parametrize(
+        "like", [VLLM, VLLM(), lambda: VLLM(lag=0), "vllm", {"name": "vllm"}]
+    )
+    def test_rules_are_given_as_other_plugins_are(self, like):
+        """Rules are a name, a table, a class, an instance, or a function that makes one."""
+        config = RunConfig.of(like=like)
+        assert type(config.batching.rules) is VLLM
+        assert config.max_seqs == 1024
+
+    @pytest.mark.parametrize(
+        ("like", "message"),
+        [
+            ("vlm", "like: no rules plugin is named 'vlm' .did you mean 'vllm'"),
+            ("vllm:lags=0", "like: rules plugin 'vllm' has no option 'lags'"),
+            ("vllm:lag=2", "like: lag=2: a plan knows of the step before it"),
+            (LRU, "is no rules plugin: give a name, or a class derived from Rules"),
+        ],
+    )
+    def test_an_unknown_engine_is_refused(self, like, message):
+        """The error for rules that cannot be says why."""
+        with pytest.raises(InputError, match=message):
+            RunConfig.of(like=like)
 
     def test_a_run_with_like_equals_one_with_the_options_of_the_engine(self):
         """A run with `like` equals a run with the options that it stands for."""
         given = {"limit": 40, "blocks": 3000, "block_size": 16}
         like = kvcore.simulate("mooncake", like="vllm", **given)
-        options = kvcore.simulate("mooncake", **given, **LIKENESSES["vllm"].options)
+        choices = Rules(**VLLM().choices())
+        options = kvcore.simulate("mooncake", like=choices, **given, **VLLM.defaults)
         assert like.summary() | {"wall_s": 0} == options.summary() | {"wall_s": 0}
+
+
+class TestFormerOptions:
+    """Choices of rules that are given as options of their own, as in the release before."""
+
+    def test_an_option_becomes_one_of_like(self):
+        """A choice of rules is an option of `like`; the warning says what to write."""
+        with pytest.warns(FutureWarning, match="write like='vllm:lag=0', or --like vllm:lag=0"):
+            config = RunConfig.of(like="vllm", lag=0)
+        assert str(config.like) == "vllm:lag=0"
+        with pytest.warns(FutureWarning, match="write like='kvcore:null_block=true'"):
+            assert RunConfig.of(null_block=True).batching.rules.null_block
+        with pytest.warns(FutureWarning, match=r"write like=VLLM\("):
+            assert RunConfig.of(like=VLLM(), lag=0).batching.rules.lag == 0
+
+    def test_a_field_of_batching_becomes_one_of_its_rules(self):
+        """A choice of rules given to `Batching` is one of its rules."""
+        with pytest.warns(FutureWarning, match="write rules='kvcore:lag=1'"):
+            assert Batching(lag=1) == Batching(rules=Rules(lag=1))
+
+    def test_keys_of_a_file(self, tmp_path):
+        """Keys of a TOML file, in the table `batching` too, are options of `like`."""
+        (tmp_path / "run.toml").write_text("lag = 1\n[batching]\nties = 'first'\n")
+        with pytest.warns(FutureWarning, match="ties, lag: options of the rules"):
+            config = RunConfig.from_toml(tmp_path / "run.toml")
+        assert (config.batching.rules.lag, config.batching.rules.ties) == (1, "first")
+
+    def test_axes_of_a_sweep(self):
+        """Axes of a sweep become values of the axis `like`."""
+        with pytest.warns(FutureWarning, match="lag: options of the rules"):
+            grid = Grid(like=["vllm", "sglang"], lag=[0, 1])
+        cells = [str(cell.like) for cell in grid]
+        assert cells == ["vllm:lag=0", "vllm:lag=1", "sglang:lag=0", "sglang:lag=1"]
 
 
 @pytest.mark.parametrize(
@@ -339,13 +407,6 @@ def test_the_ratio_falls_and_is_set_by_a_preemption():
     assert ratio.at(7000) == 0.7
 
 
-@pytest.mark.parametrize("rule", [{"new_token_ratio": 0}, {"new_token_ratio": 1.5}])
-def test_a_ratio_is_a_share(rule):
-    """A `new_token_ratio` that is not above 0 and at most 1 raises InputError."""
-    with pytest.raises(InputError, match="give a share above 0, at most 1"):
-        Batching(**rule)
-
-
 @pytest.mark.parametrize(("preempts", "loser"), [("last", "b"), ("shortest", "a")])
 def test_preempts_shortest_preempts_the_job_with_the_longer_prompt(preempts, loser):
     """With `preempts=shortest`, the job with the longer prompt of two is preempted.
@@ -355,3 +416,89 @@ def test_preempts_shortest_preempts_the_job_with_the_longer_prompt(preempts, los
     requests = [ask("a", 0, 12, 12), ask("b", 0, 4, 12)]
     lines = serve(requests, blocks=7, watermark=0, preempts=preempts).lines
     assert next(each["request"] for each in lines if each["event"] == "PREEMPT") == loser
+
+
+def rules_with(**methods):
+    """Return a class of rules that overrides these methods by functions."""
+    return type("Mine", (Rules,), {"name": "mine", "__doc__": "Rules of a test.", **methods})
+
+
+class TestOverrides:
+    """Rules that override a decision: it is obeyed, and the answer is checked."""
+
+    def test_the_victim_is_the_chosen_one(self):
+        """The job that `victim` returns is preempted."""
+        first = rules_with(victim=lambda _, jobs, *__: jobs[0])
+        run = serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], blocks=4, rules=first)
+        assert {name for name, row in run.rows.items() if row["recomputes"]} == {"a"}
+
+    @pytest.mark.parametrize("answer", [10**6, None])
+    def test_an_admission_leaves_the_headroom(self, answer):
+        """A job waits while there are fewer blocks than `headroom` leaves; None: it waits."""
+        alone = rules_with(headroom=lambda *_: answer)
+        run = serve([ask("a", 0, 4, 4), ask("b", 0, 4, 4)], rules=alone)
+        assert [row["admitted"] for row in run.rows.values()] == [0, 40]
+
+    def test_each_job_reserves_its_own_blocks(self):
+        """An admission takes the blocks that `reserved` names, for one job another than all."""
+        mine = rules_with(
+            reserved=lambda _, job, __: "first-chunk" if job.serial == 2 else "prompt"
+        )
+        requests = [ask("a", 0, 8, 4), ask("b", 1, 20, 1)]
+        run = serve(requests, blocks=6, rules=mine, max_tokens=9, max_seqs=2)
+        assert run.rows["b"]["admitted"] == 10
+
+    def test_a_step_computes_the_chosen_chunk(self):
+        """A step computes as many prompt tokens as `chunk_tokens` returns."""
+        mine = rules_with(chunk_tokens=lambda _, __, tokens, ___: min(tokens, 5))
+        rows = serve([ask("a", 0, 12, 1), ask("b", 0, 12, 1)], rules=mine).rows
+        assert (rows["a"]["first_token"], rows["b"]["first_token"]) == (30, 30)
+
+    def test_blocks_are_shared_before_they_are_computed(self):
+        """Blocks of jobs for which `shares_scheduled` is true can be hit at once."""
+        mine = rules_with(shares_scheduled=lambda *_: True)
+        assert serve(TWINS, rules=mine).rows["b"]["hit"] == 8
+
+    def test_generated_blocks_stay_for_the_chosen_jobs(self):
+        """Generated blocks of jobs for which `keeps_generated` is true stay cached."""
+        mine = rules_with(keeps_generated=lambda *_, preempted: preempted)
+        requests = [ask("a", 0, 4, 13, keys=[1]), ask("b", 0, 4, 13, keys=[2])]
+        run = serve(requests, blocks=7, rules=mine)
+        back = [line for line in run.lines if line["event"] == "HIT" and line.get("again")]
+        assert [line["blocks"] for line in back] == [3]
+
+    @pytest.mark.parametrize(
+        ("method", "answer", "expected"),
+        [
+            ("victim", None, "None: give one of the jobs with blocks"),
+            ("headroom", -1, "-1: give a number of blocks, 0 or more, or None"),
+            ("reserved", "all", "'all': give prompt, chunk, first-chunk"),
+            ("chunk_tokens", 0, "0: give whole tokens that the prompt and the step have left"),
+            ("chunk_tokens", 99, "99: give whole tokens"),
+            ("shares_scheduled", 1, "1: give True or False"),
+            ("keeps_generated", "yes", "'yes': give True or False"),
+        ],
+    )
+    def test_a_wrong_answer_names_the_rules(self, method, answer, expected):
+        """An answer that cannot be is a PolicyError with the plugin and the method."""
+        mine = rules_with(**{method: lambda *_, **__: answer})
+        where = rf"rules plugin 'mine' \(.*Mine\) answered {method}\(\).* with {expected}"
+        with pytest.raises(PolicyError, match=where):
+            serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], blocks=4, rules=mine)
+
+    def test_a_failure_names_the_rules(self):
+        """An exception of a method is a PolicyError with the plugin and the method."""
+        mine = rules_with(headroom=lambda *_: 1 // 0)
+        with pytest.raises(PolicyError, match=r"rules plugin 'mine' .* in headroom"):
+            serve([ask("a", 0, 4, 9), ask("b", 0, 4, 9)], rules=mine)
+
+    def test_rules_without_a_name_are_refused(self):
+        """A class of rules has no name but its own."""
+        with pytest.raises(PluginError, match="has no name"):
+            Batching(rules=type("Nameless", (Rules,), {}))
+
+    def test_a_misspelled_method_is_a_warning(self):
+        """A method that is almost named as a decision is a warning."""
+        mine = rules_with(victims=lambda *_: None)
+        with pytest.warns(UserWarning, match="nothing calls: victim"):
+            serve([ask("a")], rules=mine)

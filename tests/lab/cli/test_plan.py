@@ -132,7 +132,7 @@ def test_an_engine_sets_the_options_that_are_not_given(planned):
     more = ["--tier", "none", "--max-gpus", "1", *tensor_parallel, *seqs, "--json"]
     document = json.loads(planned(*words, *more).stdout)
     setup, best = document["setup"], document["plans"][0]
-    assert (setup["prefix"], setup["null_block"], setup["max_seqs"]) == ("hashed", True, 9)
+    assert (setup["prefix"], setup["like"], setup["max_seqs"]) == ("hashed", "vllm", 9)
     pool = ["--blocks", str(best["blocks"]), *tensor_parallel, *seqs]
     served = json.loads(run_here("simulate", *words, *pool, "--json").stdout)
     assert served["ttft_s"] == best["ttft_s"]

@@ -11,13 +11,13 @@ from helpers.engine import Exact, compute, decided
 from helpers.policies import POLICIES, build
 from helpers.retention import Budget, Eager
 from helpers.schedulers import SCHEDULERS, STAND_INS, scheduler_of
-from helpers.serving import EVICTIONS, Bent, Single, servers
+from helpers.serving import EVICTIONS, Bent, Single, batching_of, servers
 from hypothesis import given, settings
 
 from kvcore import SLO, KVCache, Plugins, Trace
 from kvcore.hookspecs import hookimpl
 from kvcore.request import Retention, text_request
-from kvcore.serving import Batching, simulate
+from kvcore.serving import simulate
 from kvcore.testing import Traffic
 from kvcore.testing.harness import request_lists
 from kvcore_lab.comparison import compare
@@ -101,7 +101,7 @@ def simulated(server, scheduler, *, latency, scale, slo, prefix, retention):
             cache=cache,
             scheduler=scheduler_of(scheduler),
             latency=latency(reach=server.windows),
-            batching=Batching(**options),
+            batching=batching_of(**options),
             slo=slo,
             rate_scale=scale,
         )

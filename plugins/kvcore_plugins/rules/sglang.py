@@ -1,0 +1,34 @@
+"""The rules of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import attrs
+
+from kvcore.serving.rules import Reserve, Rules
+
+
+@attrs.define(slots=False, kw_only=True, eq=False)
+class SGLang(Rules):
+    """SGLang 0.5 with --schedule-policy lpm on an H100: radix cache, chunked prefill, prefill
+    first. --scheduler fcfs is its default policy; its pages are --block-size 1.
+    """  # noqa: D205 - a paragraph that `--show` prints
+
+    name: ClassVar[str] = "sglang"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "max_tokens": 8192,
+        "max_seqs": 2048,
+        "steps": "prefill-first",
+        "chunked": True,
+        "watermark": 0.0,
+        "scheduler": "lpm:defer_shared=32,beyond=fcfs",
+        "eviction": "lru:renew_split=true",
+        "prefix": "radix:evict=leaf",
+    }
+
+    reserve: Reserve = "chunk"
+    generated: Literal["keyed", "cached"] = "cached"
+    new_token_ratio: float | None = 0.7
+    preempts: Literal["last", "shortest"] = "shortest"

@@ -1,0 +1,160 @@
+"""The conformance tests of rules of engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from random import Random
+from typing import Any, ClassVar
+
+import attrs
+import pytest
+
+from kvcore.cache import KVCache
+from kvcore.config import RunConfig
+from kvcore.errors import InputError
+from kvcore.plugins import find_override
+from kvcore.request import Request
+from kvcore.serving import Batching, Result, Rules, simulate
+from kvcore.serving.rules import Decisions
+from kvcore.trace import Trace
+from kvcore_replay.check.trace import check_trace
+from kvcore_testing.harness import Traffic, random_requests
+from kvcore_testing.plugin import PluginTests, check_is_named
+from kvcore_testing.scheduler import STEP, Steady
+
+_KEY = 4
+
+_SERVERS: dict[str, dict[str, Any]] = {
+    "ample": {"blocks": 1000},
+    "tight": {"blocks": 14},
+    "chunks": {"blocks": 20, "max_tokens": 12, "max_seqs": 6},
+    "prefill-first": {"blocks": 14, "steps": "prefill-first", "max_tokens": 32},
+    "whole": {"blocks": 16, "chunked": False, "max_tokens": 64},
+}
+"""Limits of a step, and blocks of the pool, of the servers under test."""
+
+_servers = pytest.mark.parametrize("server", _SERVERS)
+
+
+class RulesTests(PluginTests):
+    """Conformance tests of the rules of an engine; a derived `Test...` class makes the rules.
+
+    `rules` (or `make`) returns new rules, made with the same options each time:
+
+        class TestMine(RulesTests):
+            rules = Mine
+
+    They serve random requests in the serving loop, with much memory and with little.
+    """
+
+    rules: ClassVar[Callable[[], Rules]]
+
+    def make(self) -> Rules:
+        """Return new rules."""
+        return type(self).rules()
+
+    @pytest.fixture(params=range(4))
+    def seed(self, request: pytest.FixtureRequest) -> int:
+        """Return the seed of the test's random input; a derived class may choose others."""
+        return int(request.param)
+
+    def test_are_named_rules(self) -> None:
+        """The class derives from Rules and has a name and a docstring of its own."""
+        rules = self.make()
+        check_is_named(rules, Rules)
+        assert type(rules) is Rules or type(rules).name != Rules.name, "it needs its own name"
+
+    def test_defaults_are_options_of_a_run(self) -> None:
+        """`defaults` has options of a run, with values that these may have."""
+        rules = self.make()
+        config = RunConfig.of(like=rules)
+        assert config.batching.rules is rules
+        assert rules.defaults.keys() <= config.options.keys()
+
+    @_servers
+    def test_every_request_ends_once(self, seed: int, server: str, tmp_path: Path) -> None:
+        """Each request finishes or is rejected, once, and the trace replays without error."""
+        requests = _requests(seed)
+        result, trace = self.serve(server, requests)
+        assert sorted(result.log.ids) == [request.id for request in requests]
+        path = tmp_path / "trace.jsonl"
+        path.write_bytes(trace)
+        report = check_trace(path)
+        assert report.finished + report.rejected == len(requests)
+
+    @_servers
+    def test_jumps_change_nothing(self, seed: int, server: str) -> None:
+        """With and without event jumps, the same decisions are made at the same times."""
+        requests = _requests(seed)
+        at_once = self.serve(server, requests)[1]
+        assert at_once == self.serve(server, requests, jumps=False)[1]
+
+    @_servers
+    def test_decisions_are_pure(self, seed: int, server: str) -> None:
+        """Asked twice, or for a second server, the rules decide as before."""
+        requests, rules = _requests(seed), self.make()
+        once = self.serve(server, requests)[1]
+        twice = [self.serve(server, requests, rules=_asked_twice(rules))[1] for _ in range(2)]
+        assert twice == [once, once], "asked again, it decided otherwise"
+
+    def serve(
+        self,
+        server: str,
+        requests: list[Request],
+        *,
+        rules: Rules | None = None,
+        jumps: bool = True,
+    ) -> tuple[Result, bytes]:
+        """Serve requests under `rules` (None: new ones); return the result and the trace."""
+        rules = self.make() if rules is None else rules
+        limits: dict[str, Any] = {"max_tokens": 40, "max_seqs": 4, **_SERVERS[server]}
+        blocks = limits.pop("blocks")
+        try:
+            batching = Batching(**limits, rules=rules)
+        except InputError as error:
+            pytest.skip(f"not with these limits: {error}")
+        out = BytesIO()
+        trace = Trace(out)
+        cache = KVCache(blocks, _KEY, accounting="tokens", key_tokens=_KEY, trace=trace)
+        result = simulate(
+            requests, cache=cache, latency=Steady(), batching=batching, jumps=jumps
+        )
+        trace.close()
+        cache.check_integrity()
+        assert not cache.sequences, f"{cache.sequences} were never closed"
+        return result, out.getvalue()
+
+
+def _asked_twice(rules: Rules) -> Rules:
+    """Return the rules with methods that ask each decision twice, and compare the answers."""
+
+    def twice(name: str) -> Callable[..., Any]:
+        method = getattr(rules, name)
+
+        def asked(*arguments: Any, **options: Any) -> Any:
+            first, second = (method(*arguments, **options) for _ in range(2))
+            assert first == second, f"{name}() answered {first!r}, then {second!r}"
+            return first
+
+        return asked
+
+    for name in Decisions.__slots__:
+        if find_override(rules, name) is not None:
+            vars(rules)[name] = twice(name)
+    return rules
+
+
+def _requests(seed: int) -> list[Request]:
+    """Return requests that arrive faster than they are served, and share prefixes."""
+    random = Random(seed)  # noqa: S311 - nothing secret
+    traffic = Traffic(key_tokens=_KEY, longest_wait=2)
+    return [
+        attrs.evolve(
+            request,
+            arrival=request.arrival * STEP // 2,
+            output_tokens=random.choice((0, 1, 3, 10, 20)),
+        )
+        for request in random_requests(seed, 40, traffic)
+    ]
