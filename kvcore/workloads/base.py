@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from functools import wraps
+from functools import lru_cache, wraps
 from itertools import islice
 from pathlib import Path
 from traceback import walk_tb
@@ -108,11 +108,22 @@ class Workload(Plugin):
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if a file that starts with `first_line` is of this format.
 
-        The line is the first whole, decompressed line that is not blank; of a JSON array, its
-        first element. Here: True if it is a JSON object with all names of one `line_fields`.
+        The line is a whole, decompressed line that is not blank; of a JSON array, an element.
+        It is asked of the first hundred lines, and the format of most of them is that of the
+        file. Here: True if it is a JSON object with all names of one `line_fields`.
         """
         found = json_fields(first_line)
         return any(found >= set(wanted) for wanted in cls.line_fields)
+
+    @classmethod
+    def suggestion(cls, head: Sequence[bytes]) -> str:
+        """Return options that name the fields of a file which no format recognises.
+
+        Called with its first lines for the error; such as `messages=payload.messages`. Here:
+        empty, there are none.
+        """
+        del head
+        return ""
 
     @classmethod
     def from_file(cls, path: Path) -> Self:
@@ -176,13 +187,17 @@ def _what_it_is(item: object, method: Callable[..., object]) -> str:
     return f"{shorten(repr(item))}: yield instances of kvcore.Request ({place})"
 
 
-def json_fields(line: bytes) -> set[str]:
-    """Return the field names of a line that is a JSON object; no names if it is not."""
+@lru_cache(maxsize=128)
+def json_fields(line: bytes) -> frozenset[str]:
+    """Return the field names of a line that is a JSON object; no names if it is not.
+
+    Cached, since each format asks for those of the same first lines.
+    """
     try:
         fields = orjson.loads(line)
     except orjson.JSONDecodeError:
-        return set()
-    return set(fields) if isinstance(fields, dict) else set()
+        return frozenset()
+    return frozenset(fields) if isinstance(fields, dict) else frozenset()
 
 
 def checked(workload: Workload) -> Iterator[Request]:

@@ -30,6 +30,7 @@ EXPANSION = 64
 """Largest number of bytes that a compressed byte expands to, past the first 16 MiB."""
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
+_INDENTED = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\n")
 _BETWEEN = re.compile(r"[\s,]*")
 _HEAD_BYTES = 1 << 10
 
@@ -48,9 +49,9 @@ def first_json(path: Path) -> Any:
 def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     """Yield the lines of a file that are not blank, with their numbers from 1.
 
-    The lines of a JSON array of objects are its elements. Plain, gzip and zstd files are
-    recognised by their first bytes; a UTF-8 byte order mark is skipped. Memory: one line and
-    a buffer.
+    The lines of a JSON array of objects are its elements, those of indented JSON its objects.
+    Plain, gzip and zstd files are recognised by their first bytes; a UTF-8 byte order mark is
+    skipped. Memory: one line and a buffer.
 
     Raises:
         InputError: the file cannot be read, has no line, one that is too large, or its
@@ -98,7 +99,7 @@ def file_digest(path: Path, **options: Any) -> str:
 
 
 def _rows(pieces: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file, or the elements if it is a JSON array of objects."""
+    """Yield the lines of a file; of a JSON array or of indented JSON, the objects."""
     head = b""
     try:
         for piece in pieces:
@@ -107,10 +108,11 @@ def _rows(pieces: Iterator[bytes]) -> Iterator[bytes]:
                 break
     except CutError as error:
         pieces = _cut(error)
-    start = _ARRAY.match(head)
-    if start is None:
-        return _split(chain([head], pieces))
-    return _elements(chain([head[start.end() :]], pieces))
+    if start := _ARRAY.match(head):
+        return _elements(chain([head[start.end() :]], pieces))
+    if _INDENTED.match(head):
+        return _elements(chain([head], pieces), array=False)
+    return _split(chain([head], pieces))
 
 
 def _cut(error: CutError) -> Iterator[bytes]:
@@ -119,9 +121,13 @@ def _cut(error: CutError) -> Iterator[bytes]:
     yield b""
 
 
-def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the elements of a JSON array whose opening bracket has been read."""
-    texts = codecs.iterdecode(pieces, "utf-8", "surrogateescape")
+def _elements(pieces: Iterable[bytes], *, array: bool = True) -> Iterator[bytes]:
+    """Yield the elements of a JSON array whose opening bracket has been read.
+
+    Without `array`, yield JSON objects that follow one another.
+    """
+    encoding = "utf-8" if array else "utf-8-sig"
+    texts = codecs.iterdecode(pieces, encoding, "surrogateescape")
     scan = json.JSONDecoder(strict=False).raw_decode
     text, end, commas, due = "", 0, 0, 0
     while True:
@@ -138,7 +144,7 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
             break
         if parsed is not None:
             yield text[begin:parsed].encode("utf-8", "surrogateescape")
-            end, commas, due = parsed, 0, 1
+            end, commas, due = parsed, 0, int(array)
             continue
         rest = [text[begin:]]
         size = len(rest[0])
@@ -148,6 +154,8 @@ def _elements(pieces: Iterable[bytes]) -> Iterator[bytes]:
             rest.append(fresh)
             size += len(fresh)
         if len(rest) == 1 and size == 0:
+            if not array:
+                return
             msg = "the JSON array stops early"
             raise CutError(msg)
         if len(rest) == 1 or size > LONGEST_LINE:

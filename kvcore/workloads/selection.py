@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
@@ -27,6 +28,10 @@ from kvcore.workloads.files import lines
 
 BUNDLED = "mooncake"
 """The workload that comes with kvcore."""
+
+HEAD_LINES = 100
+HEAD_BYTES = 1 << 20
+"""The first lines by which a format is recognised, and about the most bytes of them."""
 
 
 def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -> Workload:
@@ -91,21 +96,26 @@ def with_path(text: str, cls: type[Plugin]) -> str:
 
 
 def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
-    """Return the workload that reads `path`: of the one class that recognises its first line.
+    """Return the workload that reads `path`: of the class that recognises most of its lines.
+
+    Of the first ones, that is: some rows of a log may be of another kind than most.
 
     Raises:
-        InputError: the file cannot be read, or no class or several recognise it.
+        InputError: the file cannot be read, or no class recognises any of its first lines, or
+            several recognise as many.
     """
-    with closing(lines(path)) as source:
-        first_line = next(source)[1]
+    head = list(_first_lines(path))
+    first_line = head[0]
     readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
-    found, faults = [], ""
+    votes, errors = Counter[type[Workload]](), {}
     for cls in readers:
         try:
-            if cls.recognises(first_line):
-                found.append(cls)
+            votes[cls] = sum(map(cls.recognises, head))
         except FAILURES as error:
-            faults += f"; recognises() of {cls.name} raised {error!r}"
+            errors[cls.name] = error
+    most = max(votes.values(), default=0)
+    found = [cls for cls in readers if most and votes[cls] == most]
+    faults = "".join(f"; recognises() of {name} raised {e!r}" for name, e in errors.items())
     if len(found) == 1:
         return found[0].from_file(path)
     if found:
@@ -117,11 +127,34 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
     known = "\n".join(f"  {_name(cls):<10} {_described(cls)}" for cls in readers) or "  none"
     msg = (
         f"{path}: no known workload format: {_beginning(first_line)}"
-        f"{_near_misses(first_line, readers)}{faults}"
+        f"{_near_misses(first_line, readers)}{faults}{_suggestions(path, head, readers)}"
     )
     refusal = installed().not_found("workload", msg)  # of a package that is skipped, perhaps
     msg = f"{refusal}; formats:\n{known}"
     raise type(refusal)(msg)
+
+
+def _first_lines(path: Path) -> Iterator[bytes]:
+    """Yield the first lines of a file: `HEAD_LINES`, or as many as have `HEAD_BYTES`."""
+    size = 0
+    with closing(lines(path)) as source:
+        yield next(source)[1]
+        # What is damaged later on is for the reader to say.
+        with suppress(InputError):
+            for _, line in islice(source, HEAD_LINES - 1):
+                yield line
+                size += len(line)
+                if size > HEAD_BYTES:
+                    break
+
+
+def _suggestions(path: Path, head: list[bytes], readers: list[type[Workload]]) -> str:
+    """Return the commands by which readers would read a file that none recognises."""
+    options = {cls.name: text for cls in readers if (text := cls.suggestion(head))}
+    texts = [f"'kvcore simulate {name}:path={path},{text}'" for name, text in options.items()]
+    return (
+        f"; if it has requests, name their fields, as in {' or '.join(texts)}" if texts else ""
+    )
 
 
 def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
@@ -129,7 +162,7 @@ def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
     found, complete = json_fields(first_line), "a field is of another type"
     if not found:
         complete = "its lines are JSON objects"
-        found = {cell.strip() for cell in first_line.decode(errors="replace").split(",")}
+        found = frozenset(map(str.strip, first_line.decode(errors="replace").split(",")))
     near = []
     for cls in readers:
         for wanted in cls.line_fields:

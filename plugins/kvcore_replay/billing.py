@@ -17,7 +17,8 @@ import attrs
 from kvcore.request import Key, Request, chain_keys
 from kvcore.serving.stats import RunLog
 from kvcore.units import NS_PER_S
-from kvcore_plugins.workload.logged import LoggedRequest, Usage
+from kvcore_plugins.workload.logged import LoggedRequest
+from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.pricing import HOUR, PriceModel, find_price
 
 _HOUR_NS = int(HOUR) * NS_PER_S
@@ -98,31 +99,32 @@ class Bills:
 
 
 class PromptSize(NamedTuple):
-    """The length of a prompt as the API counts it, and as its keys do.
+    """The length of a prompt as the API counts it, and as its text is counted.
 
-    A log counts by the API's tokenizer, keys by another tokenizer or by an estimate: positions
+    A log counts by the API's tokenizer, texts by another tokenizer or by an estimate: positions
     in a prompt are scaled by the ratio of the two lengths.
+
+    Attributes:
+        billed: tokens of the prompt for the API.
+        counted: tokens of its text.
+        key: tokens of the text that a key stands for.
     """
 
     billed: int
     counted: int
+    key: int
 
     @classmethod
     def of(cls, request: Request) -> Self:
         """Return the two lengths of the prompt of `request`."""
-        counted = request.prompt_tokens
-        usage = request.usage if isinstance(request, LoggedRequest) else None
-        return cls(counted if usage is None else usage.prompt_tokens, counted)
+        billed, key = request.prompt_tokens, request.key_tokens
+        if isinstance(request, LoggedRequest) and request.text_tokens is not None:
+            return cls(billed, request.text_tokens, request.key_text_tokens or key)
+        return cls(billed, billed, key)
 
     def scaled(self, tokens: int) -> int:
         """Return the tokens that the API counts for the first `tokens` tokens of the keys."""
         return min(tokens, self.counted) * self.billed // self.counted if self.counted else 0
-
-
-def output_tokens(request: Request) -> int:
-    """Return the tokens generated for a request: as reported, otherwise as requested."""
-    usage = request.usage if isinstance(request, LoggedRequest) else None
-    return request.output_tokens if usage is None else usage.output_tokens
 
 
 def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
@@ -131,10 +133,9 @@ def hit_charge(price: PriceModel, request: Request, hit: int) -> Charge:
     Lengths are rounded to those that the API caches; tokens with keys that missed are written.
     """
     size = PromptSize.of(request)
-    read = price.cacheable(size.scaled(hit))
-    stored = price.cacheable(size.scaled(len(request.keys) * request.key_tokens))
-    output = output_tokens(request)
-    return _charge(price, size.billed, read, stored, price.ttl_ns, output)
+    read = price.cacheable(size.scaled(hit * size.key // request.key_tokens))
+    stored = price.cacheable(size.scaled(len(request.keys) * size.key))
+    return _charge(price, size.billed, read, stored, price.ttl_ns, request.output_tokens)
 
 
 def _charge(
@@ -170,19 +171,18 @@ class PromptCache:
 
     def charge(self, request: Request, now: int) -> Charge:
         """Return the charge of a request that arrives at `now` (ns), and store its prompt."""
-        size, output = PromptSize.of(request), output_tokens(request)
+        size, output = PromptSize.of(request), request.output_tokens
         serve = self._entry if self._price.breakpoints else self._prefix
         return serve(request, size, now, output)
 
     def _prefix(self, request: Request, size: PromptSize, now: int, output: int) -> Charge:
         """Serve a prompt by a rule that finds any common prefix again."""
         price, used = self._price, self._used
-        keys = full_keys(request)
+        keys = full_keys(request, size)
         live = live_keys(keys, used, now - price.ttl_ns if self._lapses else -1)
         used.update(dict.fromkeys(keys, now))
         read, stored = (
-            price.cacheable(size.scaled(count * request.key_tokens))
-            for count in (live, len(keys))
+            price.cacheable(size.scaled(count * size.key)) for count in (live, len(keys))
         )
         return _charge(price, size.billed, read, stored, price.ttl_ns, output)
 
@@ -223,8 +223,8 @@ class PromptCache:
         """Return ends and keys of the possible entries, breakpoints (place, TTL), look-back."""
         price = self._price
         if not isinstance(request, LoggedRequest) or not request.parts:
-            keys = list(full_keys(request))
-            ends = [size.scaled(n * request.key_tokens) for n in range(1, len(keys) + 1)]
+            keys = list(full_keys(request, size))
+            ends = [size.scaled(n * size.key) for n in range(1, len(keys) + 1)]
             return ends, keys, [(len(keys) - 1, price.ttl_ns)] if keys else [], len(keys)
         parts = request.parts
         path: list[Key] = [*chain_keys([request.salt or "", *(p.digest for p in parts)])]
@@ -239,9 +239,9 @@ class PromptCache:
         return ends, path[1:], marks[-price.breakpoints :], price.lookback
 
 
-def full_keys(request: Request) -> Any:
-    """Return the keys of a prompt, without one that covers less than `key_tokens` tokens."""
-    return request.keys[: request.prompt_tokens // request.key_tokens]
+def full_keys(request: Request, size: PromptSize) -> Any:
+    """Return the keys of a prompt that stand for whole blocks of it, and of no answer."""
+    return request.keys[: size.counted // size.key]
 
 
 def live_keys(keys: Any, used: Mapping[Key, int], since: int) -> int:
@@ -291,7 +291,7 @@ def bill(
         arrived = sorted(served, key=lambda each: came[rows[each.id]])
     uncached, api, reported, run = (list[Charge]() for _ in range(4))
     for request in arrived:
-        now, output = request.arrival, output_tokens(request)
+        now, output = request.arrival, request.output_tokens
         if log is not None:
             row = rows[request.id]
             now = came[row]

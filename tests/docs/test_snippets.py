@@ -48,11 +48,14 @@ def needs_no_file(command):
 
 
 def printed_by(command, capsys):
-    """Run `command` in this process and return the lines it prints, without their spacing."""
+    """Run `command` in this process and return the lines it prints, without their spacing.
+
+    Notes about a workload, which go to stderr, are among them.
+    """
     code = run(shlex.split(command)[1:])
     done = capsys.readouterr()
     assert code == 0, f"{command}\n{done.err}"
-    return {" ".join(line.split()) for line in done.out.splitlines()}
+    return {" ".join(line.split()) for line in f"{done.out}\n{done.err}".splitlines()}
 
 
 def assert_shown(output, printed, command):

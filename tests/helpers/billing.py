@@ -37,7 +37,9 @@ def logged(id_, seconds, *blocks, **more):
         end += len(letters)
         parts.append(PromptPart(f"messages[{number}]", end, letters.encode(), pieces, ttl))
     fields = {name: getattr(request(id_, seconds, text), name) for name in FIELDS}
-    return LoggedRequest(**fields, parts=tuple(parts), **more)
+    if (usage := more.get("usage")) is not None:
+        fields |= {"prompt_tokens": usage.prompt_tokens, "output_tokens": usage.output_tokens}
+    return LoggedRequest(**fields, text_tokens=len(text), parts=tuple(parts), **more)
 
 
 FIELDS = ("id", "arrival", "prompt_tokens", "output_tokens", "keys", "key_tokens")

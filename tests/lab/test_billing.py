@@ -10,7 +10,7 @@ import kvcore
 from kvcore.units import NS_PER_S
 from kvcore_lab.comparison import compare
 from kvcore_plugins.workload import Zipf
-from kvcore_plugins.workload.logged import Usage
+from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.billing import Charge, PromptCache, bill, hit_charge
 from kvcore_replay.pricing import PriceModel, find_price
 
@@ -127,7 +127,7 @@ def test_models_share_no_entries():
 
 def test_logged_positions_are_scaled_to_reported_tokens():
     """Positions in a logged prompt are scaled to the number of tokens that the API reported."""
-    usage = Usage(80, read_tokens=20, written_tokens=30, written_1h_tokens=10, output_tokens=7)
+    usage = Usage(20, read_tokens=20, written_tokens=30, written_1h_tokens=10, output_tokens=7)
     each = logged(0, 0, ("abcd", 0), usage=usage)
     assert charges(each) == [Charge(0, 0, 80, 0, 7)]
     assert hit_charge(PRICE, each, 1) == Charge(0, 20, 60, 0, 7)

@@ -47,6 +47,16 @@ SILICON = {
 }
 
 
+BENCH = {
+    "date": "20260105-101010", "backend": "vllm", "label": None, "num_prompts": 9,
+    "model_id": "meta-llama/Llama-3.1-8B-Instruct", "request_rate": "inf",
+    "max_concurrency": 2, "duration": 3.0, "completed": 8, "total_input_tokens": 1024,
+    "total_output_tokens": 132, "output_throughput": 44.0, "mean_ttft_ms": 20.0,
+    "median_ttft_ms": 1.0, "mean_tpot_ms": 5.0, "mean_itl_ms": 5.1,
+}  # fmt: skip
+"""A result of `vllm bench serve --save-result`; SGLang's has the same fields, but the model."""
+
+
 def write_csv(path, *rows):
     """Write rows as a table with the columns of the first."""
     with path.open("w", newline="") as file:
@@ -316,3 +326,44 @@ def test_rows_that_nothing_matches_are_told_apart_from_rows_that_cannot_be_simul
     write_csv(path, ROW)
     with pytest.raises(InputError, match=r"simulated: no row has device=h200,l4, engine=none$"):
         kvcore.validate(path, where={"device": "h200,l4", "engine": "none"})
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_results_of_benchmarks_are_rows(path, indent):
+    """A result of a benchmark is a row: mean lengths, its load, means in seconds."""
+    path.write_text(json.dumps(BENCH, indent=indent))
+    (compared,) = kvcore.validate(path, device="h100", tensor_parallel=1).compared
+    row = compared.row
+    assert row.options["model"] == "llama-3.1-8b"
+    assert (row.options["device"], row.options["tensor_parallel"]) == ("h100", 1)
+    load = {"input_tokens": 128, "output_tokens": 16, "concurrency": 2, "requests": 8}
+    assert row.load == load | {"spread": 0.0}
+    assert row.values == {"ttft": 0.02, "tpot": 0.005, "throughput": 44.0}
+    assert row.labels == {"id": "20260105-101010", "engine": "vllm"}
+
+
+@pytest.mark.parametrize(
+    ("change", "load"),
+    [
+        ({"max_concurrency": None}, {"rate": float("inf")}),
+        ({"request_rate": 2.5}, {"rate": 2.5}),
+        ({"request_rate": 2.5, "max_concurrency": None}, {"rate": 2.5}),
+        ({"backend": "sglang", "device": "h200", "tensor_parallel": "2"}, {"concurrency": 2}),
+    ],
+)
+def test_loads_of_benchmarks(path, change, load):
+    """A rate wins over a limit of clients; metadata may name the server."""
+    options = {"device": "h100", "tensor_parallel": 1}
+    (compared,) = kvcore.validate(write_lines(path, BENCH | change), **options).compared
+    known = compared.row.load
+    assert {name: known[name] for name in ("rate", "concurrency") if name in known} == load
+    if "device" in change:
+        assert (compared.row.options["device"], compared.row.labels["engine"]) == (
+            "h200", "sglang",
+        )  # fmt: skip
+
+
+def test_what_a_result_of_a_benchmark_lacks_is_named(path):
+    """A server that neither the result nor an option names is asked for."""
+    assert "a row needs a value of device, or the option --device" in refused(path, BENCH)
+    assert "completed 0: expected a whole number" in refused(path, BENCH | {"completed": 0})

@@ -8,7 +8,8 @@ import pytest
 
 from kvcore.errors import InputError
 from kvcore_plugins.workload import Chat
-from kvcore_plugins.workload.logged import LoggedRequest, Usage
+from kvcore_plugins.workload.logged import LoggedRequest
+from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.billing import bill
 
 HOUR = 3600 * 10**9
@@ -108,7 +109,7 @@ def test_automatic_breakpoints_are_at_the_end(read):
                 "completion_tokens": 300,
                 "prompt_tokens_details": {"cached_tokens": 1920},
             },
-            Usage(2006, 1920, 0, 0, 300),
+            Usage(86, 1920, 0, 0, 300),
             False,
         ),
         (
@@ -117,7 +118,7 @@ def test_automatic_breakpoints_are_at_the_end(read):
                 "input_tokens_details": {"cached_tokens": 40},
                 "output_tokens": 3,
             },
-            Usage(50, 40, 0, 0, 3),
+            Usage(10, 40, 0, 0, 3),
             False,
         ),
         (
@@ -131,12 +132,12 @@ def test_automatic_breakpoints_are_at_the_end(read):
                 },
                 "output_tokens": 9,
             },
-            Usage(171, 50, 70, 30, 9),
+            Usage(21, 50, 70, 30, 9),
             True,
         ),
         (
             {"prompt_tokens": 90, "prompt_cache_hit_tokens": 64, "completion_tokens": 1},
-            Usage(90, 64, 0, 0, 1),
+            Usage(26, 64, 0, 0, 1),
             False,
         ),
         ({"completion_tokens": 5}, None, False),

@@ -242,9 +242,9 @@ def test_values_nested_too_deep_are_refused(read, place):
 @pytest.mark.parametrize(
     ("times", "options", "complaint"),
     [
-        ([2, 1], {}, "2: field 'time': .*sort the rows"),
-        ([2, None], {}, "2: field 'timestamp': expected a time, as the first row has"),
-        ([None, 2], {}, "2: field 'time': expected none, as in the first row, got 2"),
+        ([2, 1], {"strict": True}, "2: field 'time': .*sort the rows"),
+        ([2, 3, None], {"strict": True}, "3: field 'time': expected a time, as the first"),
+        ([None, None, 2], {"strict": True}, "3: field 'time': expected none, as in the first"),
         ([2], {"rate": 3}, r"1: it has times \('time'\): leave out rate=3"),
         ([2], {"tokenizer": "gone"}, "tokenizer=gone: there is no such folder"),
         ([2], {"tokenizer": "/dev"}, "tokenizer=/dev: it has no tokenizer.json"),

@@ -180,9 +180,7 @@ def test_digest_depends_on_the_options(tmp_path):
     ("row", "complaint"),
     [
         ("0,soon,1,1", "field 'timestamp': expected a number, or a time such .*, got \"soon\""),
-        ("0,-1,1,1", "field 'timestamp': expected a number"),
         ("0,1e99,1,1", "field 'timestamp': expected a number"),
-        ("0,1.4,1,1", r"field 'timestamp': expected no earlier time than before"),
         ("0,2,0,1", "field 'input_tokens': expected .* at least 1, got \"0\""),
         ("0,2,1.5,1", "field 'input_tokens': expected a whole number"),
         ("0,2,1,", "field 'output_tokens': expected .* at least 0, got \"\""),
@@ -227,7 +225,7 @@ def test_a_table_without_rows_is_refused(tmp_path):
     "line",
     [
         b"TIMESTAMP,ContextTokens,GeneratedTokens",
-        b'{"timestamp": 0, "input_length": 1, "output_length": 2}',
+        b'{"timestamp": 0, "input_length": 1, "output_length": 2, "hash_ids": [1]}',
         b'"time,input,output',
         b"\xff\xfe\x00",
     ],

@@ -4,7 +4,9 @@ import orjson
 import pytest
 
 from kvcore.errors import InputError
-from kvcore_plugins.workload import Mooncake
+from kvcore.request import chain_keys
+from kvcore.workloads import checked, recognise
+from kvcore_plugins.workload import Chat, Lengths, Mooncake
 
 ROW = {"timestamp": 27_482, "input_length": 700, "output_length": 52, "hash_ids": [46, 47]}
 
@@ -46,10 +48,9 @@ def test_requests_before_a_bad_row_are_yielded(tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"timestamp": -1}, "field 'timestamp': expected a whole number from 0 to"),
-        ({"timestamp": 27_481}, "field 'timestamp': expected 27482 or later .*, got 27481"),
-        ({"timestamp": 2**62}, "field 'timestamp': expected a whole number"),
-        ({"timestamp": 1.5}, "field 'timestamp': expected a whole number from 0 to"),
+        ({"timestamp": "soon"}, "field 'timestamp': expected a number, or a time"),
+        ({"timestamp": 2**62}, "field 'timestamp': expected a number, or a time"),
+        ({"timestamp": None}, "field 'timestamp': expected a number, or a time .*, got null"),
         ({"input_length": True}, "field 'input_length': expected a whole number from 1"),
         ({"input_length": 0}, "field 'input_length': expected a whole number from 1"),
         ({"output_length": "52"}, "field 'output_length': expected .*, got \"52\""),
@@ -57,7 +58,7 @@ def test_requests_before_a_bad_row_are_yielded(tmp_path):
         ({"hash_ids": [46, "x"]}, r"field 'hash_ids\[1\]': expected an integer .*, got \"x\""),
         ({"hash_ids": [None]}, r"field 'hash_ids\[0\]': expected an integer .*, got null"),
         ({"hash_ids": [True]}, r"field 'hash_ids\[0\]': expected an integer .*, got true"),
-        ({"hash_ids": [2**63]}, r"field 'hash_ids\[0\]': expected an integer"),
+        ({"hash_ids": [1.5]}, r"field 'hash_ids\[0\]': expected an integer"),
         ({"hash_ids": [-1]}, r"field 'hash_ids\[0\]': expected an integer"),
         ({"hash_ids": [1, 2, 3]}, "field 'hash_ids': expected at most 2 keys .*, got 3"),
     ],
@@ -115,11 +116,172 @@ def test_the_digest_is_that_of_the_bytes(tmp_path):
 
 
 def test_keys_may_stand_for_other_numbers_of_tokens(tmp_path):
-    """The file does not tell; with 512, the requests and their digest are what they were."""
+    """The option says how many; with 512, the requests and their digest are what they were."""
     path = write(tmp_path / "t.jsonl", ROW | {"input_length": 32})
     (request,) = Mooncake(path, key_tokens=16)
     assert (request.keys, request.key_tokens) == ([46, 47], 16)
     assert Mooncake(path, key_tokens=16).digest != Mooncake(path).digest
     assert "key_tokens" not in Mooncake(path).options()
     with pytest.raises(InputError, match="512 a key; the option key_tokens says how many"):
-        list(Mooncake(path))
+        list(Mooncake(path, key_tokens=512))
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens"),
+    [
+        ([(700, 2)], 512),
+        ([(32, 2)], 16),
+        ([(3_000, 3), (1_025, 2)], 1_024),
+        ([(48, 3), (40, 3), (83, 6)], 16),
+        ([(100, 6), (35, 2), (16, 1)], 16),
+        ([(100, 1), (513, 3)], 256),
+        ([(96, 4), (100, 5)], 24),
+    ],
+)
+def test_the_tokens_of_a_key_fit_the_rows(tmp_path, rows, tokens):
+    """The first rows tell them: of blocks, a last partial one included, or of full blocks."""
+    lines = [ROW | {"input_length": length, "hash_ids": [*range(n)]} for length, n in rows]
+    workload = Mooncake(write(tmp_path / "t.jsonl", *lines))
+    assert {request.key_tokens for request in workload} == {tokens}
+    note = f"a key stands for {tokens} tokens, as the first rows have it"
+    assert (note in workload.notes) is (tokens != 512)
+
+
+def test_too_few_ids_are_noted(tmp_path):
+    """Prompts whose ids cover less than their full blocks are counted in a note."""
+    rows = [ROW, ROW | {"input_length": 5_000, "hash_ids": [46]}]
+    workload = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert len(list(workload)) == 2
+    assert "prompts with too few ids, whose rest is never shared: 1" in workload.notes
+
+
+@pytest.mark.parametrize(
+    "ids", [[2**63, 5], [-7, 2**64 - 1], ["9f3c01d2", "0x00aa11bb22cc33dd"]]
+)
+def test_ids_may_have_64_bits(tmp_path, ids):
+    """Ids beyond 63 bits and texts are keys: equal ones are equal, others are not."""
+    rows = [ROW | {"hash_ids": ids}, ROW | {"hash_ids": ids[:1]}, ROW | {"hash_ids": [1, 2]}]
+    first, second, third = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert first.keys[:1] == second.keys
+    assert not set(first.keys) & set(third.keys)
+    assert len(set(first.keys)) == 2
+
+
+BAILIAN = [
+    {"chat_id": 5, "parent_chat_id": -1, "timestamp": 10.5, "input_length": 40, "turn": 1},
+    {"chat_id": 6, "parent_chat_id": -1, "timestamp": 11.0, "input_length": 33, "turn": 1},
+    {"chat_id": 9, "parent_chat_id": 5, "timestamp": 40.25, "input_length": 70, "turn": 2},
+    {"chat_id": 11, "parent_chat_id": 9, "timestamp": 60.25, "input_length": 72, "turn": 3},
+]
+IDS = [[1, 2, 3], [2, 2, 4], [1, 2, 3, 5, 6], [1, 2, 3, 5, 7]]
+BAILIAN = [
+    row | {"output_length": 8, "type": "text", "hash_ids": ids}
+    for row, ids in zip(BAILIAN, IDS, strict=True)
+]
+
+
+def test_traces_of_bailian_are_read(tmp_path):
+    """Times are seconds, keys are chained from ids of single blocks, turns follow another."""
+    path = write(tmp_path / "t.jsonl", *BAILIAN)
+    workload = recognise(path, [Mooncake, Lengths, Chat])
+    requests = list(checked(workload))
+    assert [request.arrival for request in requests] == [
+        0,
+        5 * 10**8,
+        29_750 * 10**6,
+        49_750 * 10**6,
+    ]
+    assert [request.keys for request in requests] == [chain_keys(ids) for ids in IDS]
+    assert [request.key_tokens for request in requests] == [16] * 4
+    assert [request.session for request in requests] == ["5", "6", "5", "5"]
+    assert [request.after for request in requests] == [None, None, 0, 2]
+    assert [request.think_time for request in requests[2:]] == [29_750 * 10**6, 20 * 10**9]
+    assert any("chained" in note for note in workload.notes)
+
+
+def test_times_with_fractions_are_seconds(tmp_path):
+    """Times with fractions are read as seconds, with a note, unless a unit is given."""
+    rows = [ROW | {"timestamp": time} for time in (1_234_500, 1_234_500.5)]
+    path = write(tmp_path / "t.jsonl", *rows)
+    workload = Mooncake(path)
+    assert [request.arrival for request in workload] == [0, 5 * 10**8]
+    assert workload.notes == [
+        "times in 'timestamp' are read as s, since they have a fraction: unit= says otherwise"
+    ]
+    workload = Mooncake(path, unit="ms")
+    assert [request.arrival for request in workload] == [0, 5 * 10**5]
+    assert workload.notes == []
+
+
+def test_sessions_of_aiperf_are_closed_loops(tmp_path):
+    """A turn follows the one before it in its session, after its delay in ms."""
+    rows = [
+        {"session_id": "a", "timestamp": 100, "input_length": 600, "hash_ids": [1, 2]},
+        {"session_id": "b", "timestamp": 200, "input_length": 600, "hash_ids": [1, 3]},
+        {"session_id": "a", "delay": 1_500, "input_length": 1_100, "hash_ids": [1, 2, 4]},
+        {"session_id": "b", "delay": 20, "input_length": 1_100, "hash_ids": [1, 3, 5]},
+    ]
+    rows = [row | {"output_length": 9} for row in rows]
+    workload = recognise(write(tmp_path / "t.jsonl", *rows), [Mooncake, Lengths, Chat])
+    requests = {request.id: request for request in checked(workload)}
+    assert [(requests[n].session, requests[n].after) for n in range(4)] == [
+        ("a", None), ("b", None), ("a", 0), ("b", 1),
+    ]  # fmt: skip
+    assert [requests[n].think_time for n in range(4)] == [0, 0, 1_500 * 10**6, 20 * 10**6]
+    assert [requests[n].arrival // 10**6 for n in range(4)] == [0, 100, 1_500, 120]
+
+
+def test_agents_of_dynamo_wait_for_requests(tmp_path):
+    """A request that waits for others is sent after the last of them and its waits."""
+    rows = [
+        {"request_id": "p", "session_id": "x", "timestamp": 0, "wait_for": []},
+        {"request_id": "q", "session_id": "y", "timestamp": 5, "wait_for": ["p"], "delay": 1},
+        {"request_id": "r", "session_id": "x", "timestamp": 9, "wait_for": ["p", "q"],
+         "delay": 2, "tool_wait_ms": 30.5},
+    ]  # fmt: skip
+    rows = [row | {"input_length": 9, "output_length": 9, "hash_ids": [1]} for row in rows]
+    first, second, third = Mooncake(write(tmp_path / "t.jsonl", *rows))
+    assert (first.after, second.after, third.after) == (None, 0, 1)
+    assert (second.think_time, third.think_time) == (10**6, 32_500_000)
+
+
+def dynamo(start, end, hashes, *, session="run", model="m", **change):
+    """Return an event of Dynamo's request trace."""
+    replay = {"trace_block_size": 64, "input_length": 64 * len(hashes)}
+    request = {
+        "request_id": f"r{start}", "model": model, "output_tokens": 16,
+        "request_received_ms": start, "total_time_ms": end - start,
+        "replay": replay | {"input_sequence_hashes": hashes},
+    }  # fmt: skip
+    event = {
+        "schema": "dynamo.request.trace.v1", "event_type": "request_end",
+        "event_time_unix_ms": end, "agent_context": {"session_id": session},
+    }  # fmt: skip
+    return event | {"request": request | change}
+
+
+EPOCH = 1_777_312_800_000
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_request_traces_of_dynamo_are_read(tmp_path, wrapped):
+    """Events of requests become requests by their start, those of tools are skipped."""
+    events = [
+        dynamo(EPOCH, EPOCH + 500, [2**63 + 5, 7]),
+        {"schema": "dynamo.request.trace.v1", "event_type": "tool_end",
+         "event_time_unix_ms": EPOCH + 800, "tool": {"tool_call_id": "c"}},
+        dynamo(EPOCH + 100, EPOCH + 900, [2**63 + 5, 8], session="other", model="n"),
+        dynamo(EPOCH + 800, EPOCH + 1_000, [2**63 + 5, 7, 9]),
+        dynamo(EPOCH + 900, EPOCH + 950, [1], replay=None),
+    ]  # fmt: skip
+    if wrapped:
+        events = [{"timestamp": n, "event": event} for n, event in enumerate(events)]
+    workload = recognise(write(tmp_path / "t.jsonl", *events), [Mooncake, Lengths, Chat])
+    first, second, third = checked(workload)
+    assert [r.arrival // 10**6 for r in (first, second, third)] == [0, 100, 800]
+    assert [r.prompt_tokens for r in (first, second, third)] == [128, 128, 192]
+    assert (first.key_tokens, first.output_tokens, first.salt) == (64, 16, "m")
+    assert first.keys == third.keys[:2]
+    assert second.keys[0] != first.keys[0]  # of another model
+    assert (third.after, third.think_time) == (first.id, 300 * 10**6)
+    assert "requests without lengths left out: 1" in workload.notes

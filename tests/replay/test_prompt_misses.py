@@ -7,7 +7,7 @@ from helpers.billing import logged, request, requests
 
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S
-from kvcore_plugins.workload.logged import Usage
+from kvcore_plugins.workload.usage import Usage
 from kvcore_replay.misses import prompts as prompt_misses
 from kvcore_replay.misses.prompts import REASONS, explain_prompts
 from kvcore_replay.pricing import find_price
@@ -167,16 +167,14 @@ def test_unread_tokens_within_the_ttl_were_evicted():
 @pytest.mark.parametrize(("read", "evicted"), [(359, True), (360, False), (400, False)])
 def test_reading_a_tenth_less_than_expected_is_no_eviction(read, evicted):
     """Reading up to a tenth less than expected is no eviction, as positions are estimates."""
-    rows = [logged(n, n, ("abcd", 0), usage=Usage(400, read_tokens=read)) for n in range(2)]
+    rows = [logged(n, n, ("abcd", 0), usage=Usage(400 - read, read)) for n in range(2)]
     reasons = [("evicted", read, 400 - read)] if evicted else [("new", read, 400 - read)]
     assert unread(*rows, price=EXPLICIT) == reasons[: 400 - read]
 
 
 def test_tokens_that_the_log_reports_as_read_have_not_lapsed():
     """Tokens that the log reports as read are read, even if their TTL has lapsed."""
-    rows = [
-        logged(n, 400 * n, ("abcd", 0), usage=Usage(4, read_tokens=4 * n)) for n in range(2)
-    ]
+    rows = [logged(n, 400 * n, ("abcd", 0), usage=Usage(4 - 4 * n, 4 * n)) for n in range(2)]
     last = explain_prompts(rows, EXPLICIT).prompts[-1]
     assert (last.expected, last.reported, last.read, last.unread) == (0, 4, 4, [])
 

@@ -69,6 +69,9 @@ def _conditions(
     help="Share by which lengths of requests vary: 0.2 draws them from 80 % to 100 % of those "
     "of the row.",
 )
+@shared("model", default=None)
+@shared("device", default=None)
+@shared("tensor_parallel", default=None)
 @shared("latency")
 @shared("scheduler")
 @batching_options
@@ -81,10 +84,10 @@ def _conditions(
 def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
     """Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput.
 
-    FILE is a table of measurements (CSV, or JSON Lines); `aic` stands for the samples that
-    come with the package aiconfigurator-core. An option applies to rows whose table has no
-    column of its name. A row of an engine that --like knows is served by the rules of that
-    engine, except with --like none.
+    FILE is a table of measurements (CSV, or JSON Lines), or the result of a benchmark of vLLM
+    or SGLang; `aic` stands for the samples that come with the package aiconfigurator-core. An
+    option applies to rows whose table has no column of its name. A row of an engine that --like
+    knows is served by the rules of that engine, except with --like none.
     """
     path = source if source == AIC else input_path(source)
     table, out = given["csv"], given["out"]

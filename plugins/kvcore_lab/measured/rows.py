@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import attrs
@@ -31,6 +32,9 @@ LOAD = ("input_tokens", "output_tokens", "concurrency", "rate", "requests", "spr
 NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
 """The columns that every row has, besides a load and a measure."""
 
+SERVER = ("model", "device", "tensor_parallel")
+"""The columns that a file may lack if options name the server of all its rows."""
+
 LABELS = ("id", "engine", "version", "source")
 """The columns that name the source of a row."""
 
@@ -45,6 +49,7 @@ AIC = "aic"
 
 _NUMBERS = (*LOAD, *MEASURES)
 _AIC_COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
+_BENCH_COLUMNS = {"completed", "request_rate", "total_input_tokens", "total_output_tokens"}
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
 _VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
 _WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
@@ -80,12 +85,19 @@ class Measured:
         return " ".join(str(known.get(name, "-")) for name in names.split("+"))
 
 
-def read_measured(path: str | Path) -> Iterator[Taken]:
+def read_measured(
+    path: str | Path, given: Mapping[str, Any] = MappingProxyType({})
+) -> Iterator[Taken]:
     """Yield the rows of a file of measurements; for a row that cannot be simulated, the reason.
 
     The file is a CSV file with a header, or JSON Lines, with the columns of `COLUMNS`; an empty
-    cell is a missing value. `aic` names the silicon samples of AIConfigurator (Apache-2.0), if
-    its package is installed.
+    cell is a missing value. A result of `vllm bench serve` or of SGLang's `bench_serving` is a
+    row. `aic` names the silicon samples of AIConfigurator (Apache-2.0), if its package is
+    installed.
+
+    Args:
+        path: the file.
+        given: columns that a row may lack, and their values then.
 
     Raises:
         InputError: no such file, an unknown column, or a cell that cannot be read; names
@@ -98,8 +110,11 @@ def read_measured(path: str | Path) -> Iterator[Taken]:
             yield _silicon(path, line, fields)
             continue
         try:
+            if fields.keys() >= _BENCH_COLUMNS:
+                fields = _bench(fields)  # noqa: PLW2901 - the same row, by other names
             check_columns(fields)
-            yield _own(line, {k: v for k, v in fields.items() if v not in ("", None)})
+            own = {k: v for k, v in fields.items() if v not in ("", None)}
+            yield _own(line, {**given, **own})
         except InputError as error:
             msg = f"{path}:{line}: {error}"
             raise InputError(msg) from error
@@ -162,7 +177,8 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
     """Read a row with kvcore's column names."""
     for name in NEEDED:
         if name not in fields:
-            msg = f"a row needs a value of {name}"
+            option = f", or the option --{name.replace('_', '-')}" if name in OPTIONS else ""
+            msg = f"a row needs a value of {name}{option}"
             raise InputError(msg)
     if not fields.keys() & {"concurrency", "rate"}:
         msg = "a row needs a concurrency (of a closed loop) or a rate (requests/s, or inf)"
@@ -178,6 +194,43 @@ def _own(line: int, fields: Mapping[str, Any]) -> Measured:
     labels = {name: str(fields[name]) for name in LABELS if name in fields}
     load = {name: numbers[name] for name in LOAD if name in numbers}
     return Measured(line, labels, options, load, values)
+
+
+def _bench(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the row of the result of a benchmark of vLLM or SGLang.
+
+    Lengths are means over the requests that were completed. Device and tensor parallelism are
+    there if they were given as metadata, under the names of columns.
+
+    Raises:
+        InputError: no request was completed.
+    """
+    completed = fields["completed"]
+    if type(completed) is not int or completed < 1:
+        msg = f"completed {shown(completed)}: expected a whole number from 1"
+        raise InputError(msg)
+    row = {name: fields[name] for name in ("label", *OPTIONS) if fields.get(name) is not None}
+    row["id"] = row.pop("label", fields.get("date"))
+    model = _VARIANT.sub("", str(fields.get("model_id")).rpartition("/")[2].lower())
+    if model in MODELS:
+        row.setdefault("model", model)
+    backend = str(fields.get("backend", ""))
+    row["engine"] = next(
+        (name for name in ("vllm", "sglang") if backend.startswith(name)), None
+    )
+    for name in ("input", "output"):
+        row[f"{name}_tokens"] = max(1, round(fields[f"total_{name}_tokens"] / completed))
+    rate, clients = fields["request_rate"], fields.get("max_concurrency")
+    unlimited = rate in ("inf", inf, None)
+    if unlimited and clients is not None:
+        row["concurrency"] = clients
+    else:
+        row["rate"] = "inf" if unlimited else rate
+    row |= {"requests": completed, "spread": 0, "throughput": fields.get("output_throughput")}
+    for name in ("ttft", "tpot"):
+        mean = fields.get(f"mean_{name}_ms")
+        row[name] = mean / 1000 if mean else None
+    return row
 
 
 def _number(name: str, cell: Any) -> int | float:

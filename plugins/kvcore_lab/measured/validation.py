@@ -19,7 +19,7 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.rows import MEASURES, Measured, check_columns, read_measured
+from kvcore_lab.measured.rows import MEASURES, SERVER, Measured, check_columns, read_measured
 
 ROUNDS, SPREAD = 10, 0.2
 """Requests of each client of a closed loop, and the share by which their lengths vary."""
@@ -143,7 +143,8 @@ def validate(
     check_columns(wanted)
     rows: list[Measured] = []
     left_out: Counter[str] = Counter()
-    for row in read_measured(source):
+    server = {name: options[name] for name in SERVER if options.get(name) is not None}
+    for row in read_measured(source, server):
         if isinstance(row, str):
             left_out[row] += 1
         elif all(row.label(name) in values for name, values in wanted.items()):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -13,7 +12,7 @@ import orjson
 
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload._messages import MARK, block_text, unmarked
-from kvcore_plugins.workload.logged import LoggedRequest, PromptPart, Usage
+from kvcore_plugins.workload.logged import PromptPart
 from kvcore_plugins.workload.rows import Row
 
 _TTLS = {None: 0, "5m": 300 * NS_PER_S, "1h": 3600 * NS_PER_S}
@@ -34,31 +33,22 @@ class Block(NamedTuple):
     ttl_ns: int | None
 
 
-def logged(
-    body: Row,
-    response: Row,
-    ends: Callable[[Sequence[int], int], Iterable[int]],
-    total: int,
-) -> Callable[..., LoggedRequest]:
-    """Return the function that builds the request of a logged chat.
+def log_parts(
+    body: Row, ends: Callable[[Sequence[int], int], Iterable[int]], total: int
+) -> tuple[tuple[PromptPart, ...], bool]:
+    """Return the content blocks of a logged prompt, and whether it has breakpoints.
 
     Args:
         body: row of the request.
-        response: row of the answer.
         ends: returns the tokens up to the end of the tools and of each message, from the
             lengths of their texts and `total`.
-        total: tokens of the prompt.
+        total: tokens of the prompt's text.
     """
-    usage, explicit = usage_of(response)
     groups = list(message_blocks(body))
-    marks = [block.ttl_ns for group in groups for block in group]
+    marked = any(block.ttl_ns is not None for group in groups for block in group)
     lengths = [sum(len(block.text) for block in group) for group in groups]
-    return partial(
-        LoggedRequest,
-        parts=prompt_parts(body, groups, ends(lengths, total)),
-        explicit=explicit or _ttl(body) is not None or any(m is not None for m in marks),
-        usage=usage,
-    )
+    parts = prompt_parts(body, groups, ends(lengths, total))
+    return parts, marked or _ttl(body) is not None
 
 
 def message_blocks(body: Row) -> Iterator[list[Block]]:
@@ -90,7 +80,7 @@ def _blocks(
     content = row.fields.get(name)
     if type(content) is list:
         for n, part in enumerate(row.inner(name)):
-            text = block_text(row, n, part)
+            text = block_text(row, n, part, 0)  # those of images have their tokens
             yield Block(f"{label}{inside}[{n}]", f"{role}\n{text}", _ttl(part))
     else:
         yield Block(label, f"{role}\n{content or ''}", None)
@@ -134,45 +124,3 @@ def _divided(lengths: list[int], start: int, end: int) -> list[int]:
     """Return the ends of consecutive texts of these lengths, from `start` to `end`."""
     whole = sum(lengths) or 1
     return [start + (end - start) * length // whole for length in accumulate(lengths)]
-
-
-def usage_of(response: Row) -> tuple[Usage | None, bool]:
-    """Return the tokens that an API reported, and whether it caches at breakpoints alone.
-
-    Fields are those of OpenAI's chat completions and responses, of Anthropic's messages, and
-    of DeepSeek.
-
-    Raises:
-        InputError: a field that is no number of tokens, or a prompt shorter than its parts.
-    """
-    fields = response.fields.get("usage")
-    if type(fields) is not dict:
-        return None, False
-    row = Row(response.path, response.line, fields, f"{response.prefix}usage.")
-
-    def count(name: str, holder: Row = row) -> int:
-        return holder.optional(holder.natural, name, 0)
-
-    def inner(name: str) -> Row:
-        found = fields.get(name)
-        inside = found if type(found) is dict else {}
-        return Row(row.path, row.line, inside, f"{row.prefix}{name}.")
-
-    explicit = any(fields.get(f"cache_{what}_input_tokens") is not None
-                   for what in ("read", "creation"))  # fmt: skip
-    output = count("completion_tokens") or count("output_tokens")
-    if explicit:
-        read, written = count("cache_read_input_tokens"), count("cache_creation_input_tokens")
-        long = count("ephemeral_1h_input_tokens", inner("cache_creation"))
-        prompt = count("input_tokens") + read + written
-    else:
-        prompt = count("prompt_tokens") or count("input_tokens")
-        details = (inner(f"{name}_tokens_details") for name in ("prompt", "input"))
-        read = sum(count("cached_tokens", each) for each in details)
-        read = read or count("prompt_cache_hit_tokens")
-        written = long = 0
-    if not prompt:
-        return None, explicit
-    if read > prompt or long > written:
-        raise response.error(field="usage", expected="no part larger than the whole")
-    return Usage(prompt, read, written - long, long, output), explicit

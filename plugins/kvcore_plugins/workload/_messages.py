@@ -1,31 +1,56 @@
-"""Messages of chats and answers of servers, in the rows of a log."""
+"""Messages of chats in the rows of a log, in the format of any API."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from hashlib import blake2b
+from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
+from kvcore import InputError
 from kvcore_plugins.workload.rows import Row
+from kvcore_plugins.workload.times import find_times
 
-TIMES = ("timestamp", "time", "created", "created_at", "start_time", "arrival_time", "arrival")
-"""Fields of a row, or of the response in it, that may have the time of the request."""
+RESPONSE = ("response", "body")
+"""Names of the objects in a row that may hold what a server answered."""
 
 ANSWER = "assistant"
 """The role whose messages are generated."""
 
 _ROLES = {"human": "user", "gpt": ANSWER, "chatgpt": ANSWER, "bot": ANSWER, "model": ANSWER}
-_ANSWERS = ("completion", "response", "output", "answer")
 
-JSON_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking")
+JSON_BLOCKS = ("tool_use", "tool_result", "thinking", "redacted_thinking", "toolUse",
+               "toolResult", "functionCall", "functionResponse")  # fmt: skip
 """Types of content blocks without a text, whose JSON stands for the text."""
 
 MARK = "cache_control"
 """The field of a content block that sets a breakpoint."""
 
+IMAGES = "\0image_tokens"
+"""The field of a request that has the option `image_tokens`."""
+
+TOKEN_IDS = ("prompt_token_ids", "input_ids", "token_ids")
+"""Fields of a request, or of the answer, that have the token ids of the prompt."""
+
 Message: TypeAlias = dict[str, Any]
 """A message for chat templates: `role`, `content`, and all its other fields."""
+
+
+class UnusableRowError(InputError):
+    """A row is no request that can be run.
+
+    Attributes:
+        reason: what such rows are called in a note.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def unusable(row: Row, reason: str) -> UnusableRowError:
+    """Return the error of a row that is no completion, for a reason of a few words."""
+    return UnusableRowError(f"{row.path}:{row.line}: no completion: {reason}", reason)
 
 
 def nested(row: Row, *names: str) -> Row:
@@ -40,56 +65,159 @@ def nested(row: Row, *names: str) -> Row:
             return row
 
 
-def time_of(row: Row, names: Sequence[str]) -> tuple[Row, str | None]:
-    """Return the object of a row that has its time, and the field; None: it has no time."""
-    for holder in (row, nested(row, "response", "body")):
-        for name in names:
-            if holder.fields.get(name) is not None:
-                return holder, name
-    return row, None
+def unpacked(fields: dict[str, Any], *names: str) -> None:
+    """Replace fields that are JSON in a text, as databases of gateways have them."""
+    for name in names:
+        text = fields.get(name)
+        if type(text) is str and text[:1] in ("{", "["):
+            try:
+                fields[name] = orjson.loads(text)
+            except orjson.JSONDecodeError:
+                continue
+
+
+def times_of(row: Row, name: str | None = None) -> dict[str, Any]:
+    """Return the times of a row and of the response in it, by field; those of the row win.
+
+    Args:
+        row: the row.
+        name: the field; None: those with a usual name of a time.
+    """
+    times: dict[str, Any] = {}
+    response = nested(row, *RESPONSE)
+    for holder in (row,) if response is row else (response, row):
+        names = find_times(tuple(holder.fields)) if name is None else [name]
+        times |= {
+            name: holder.fields[name] for name in names if holder.fields.get(name) is not None
+        }
+    return times
+
+
+def is_chat(fields: dict[str, Any]) -> bool:
+    """Return True if the fields of a request have messages in the format of any API."""
+    return type(fields.get("messages")) is list or _translated(fields) is not None
+
+
+def token_ids(value: Any) -> list[int] | None:
+    """Return a list of token ids, or the only one in a list; None: it is no such list."""
+    if type(value) is list and len(value) == 1 and type(value[0]) is list:
+        (value,) = value
+    is_ids = type(value) is list and value and all(type(token) is int for token in value)
+    return value if is_ids and min(value) >= 0 else None
+
+
+def chat_body(body: Row) -> Row:
+    """Return the request of a chat with `messages` and `system`, whatever its API."""
+    if body.fields.get("messages") is not None:
+        return body
+    translated = _translated(body.fields)
+    if translated is None:
+        return body
+    return Row(body.path, body.line, body.fields | translated, body.prefix)
+
+
+def _translated(fields: dict[str, Any]) -> dict[str, Any] | None:
+    """Return `messages` and `system` of other APIs and data sets; None: it is none of these.
+
+    These are Responses, Gemini, and WildChat's and LMSYS's `conversation`.
+    """
+    entries = fields.get("conversation")
+    if type(entries) is list and entries and all(map(_is_item, entries)):
+        return {"messages": entries}
+    entries = fields.get("input")
+    if type(entries) is list and entries and all(map(_is_item, entries)):
+        return {"messages": list(map(item_message, entries)),
+                "system": fields.get("instructions")}  # fmt: skip
+    if type(entries) is str and ("instructions" in fields or "max_output_tokens" in fields):
+        message = {"role": "user", "content": entries}
+        return {"messages": [message], "system": fields.get("instructions")}
+    contents = fields.get("contents")
+    if type(contents) is list and contents and all(type(each) is dict for each in contents):
+        system = fields.get("systemInstruction") or fields.get("system_instruction") or {}
+        return {
+            "messages": [
+                {"role": _ROLES.get(content.get("role") or "user", "user"),
+                 "content": content.get("parts")}
+                for content in contents
+            ],
+            "system": system.get("parts") if type(system) is dict else system,
+        }  # fmt: skip
+    return None
+
+
+def _is_item(item: Any) -> bool:
+    return type(item) is dict and ("role" in item or "type" in item)
+
+
+def item_message(item: dict[str, Any]) -> Message:
+    """Return the message of an item of Responses; of one that is none, its JSON."""
+    if "role" in item:
+        return item
+    return {"role": item["type"], "content": orjson.dumps(item).decode()}
 
 
 def messages_of(body: Row) -> list[Message]:
     """Return the messages of a chat, with their contents as texts.
 
     Raises:
-        InputError: there is no message, or one that cannot be read, such as an image.
+        UnusableRowError: a part has no text, such as an image.
+        InputError: there is no message, or one that cannot be read.
     """
     name = "messages" if "messages" in body.fields else "conversations"
-    found = body.inner(name)
-    if not found:
+    rows = body.inner(name)
+    if not rows:
         raise body.error(field=name, expected="at least one message")
     if name == "messages":
-        messages = [_message(row) for row in found]
+        images = body.fields.get(IMAGES)
+        messages = [_message(row, images) for row in rows]
         system = _system(body)
         first = [] if system is None else [{"role": "system", "content": system}]
         return first + messages
     return [
         {"role": _ROLES.get(row.text("from"), row.text("from")), "content": row.text("value")}
-        for row in found
+        for row in rows
     ]
 
 
 def _system(body: Row) -> str | None:
     """Return the system prompt that stands beside the messages, if there is one."""
-    found = body.fields.get("system")
-    if type(found) is not list:
+    parts = body.fields.get("system")
+    if type(parts) is not list:
         return body.optional(body.text, "system", None)
-    return "".join(block_text(body, n, part) for n, part in enumerate(body.inner("system")))
+    images = body.fields.get(IMAGES)
+    return "".join(
+        block_text(body, index, part, images) for index, part in enumerate(body.inner("system"))
+    )
 
 
-def block_text(row: Row, place: int, part: Row) -> str:
+def block_text(row: Row, index: int, part: Row, images: int | None = None) -> str:
     """Return the text of a content block of the message in `row`.
 
+    Args:
+        row: the message.
+        index: that of the block.
+        part: the block.
+        images: tokens that a block without a text, such as an image, is said to have.
+
     Raises:
-        InputError: the block has no text, such as an image.
+        UnusableRowError: the block has no text, and `images` is None.
     """
     if type(part.fields.get("text")) is str:
         return str(part.fields["text"])
-    if part.fields.get("type") in JSON_BLOCKS:
+    kind = part.fields.get("type")
+    if kind in JSON_BLOCKS or any(name in part.fields for name in JSON_BLOCKS):
         return orjson.dumps(unmarked(part.fields)).decode()
+    if images is not None:
+        content = orjson.dumps(unmarked(part.fields), option=orjson.OPT_SORT_KEYS)
+        return image_text(blake2b(content, digest_size=16).hexdigest(), images)
     expected = "a part with a text: how many tokens others have is not known here"
-    raise row.error(field=f"content[{place}]", expected=expected, got=part.fields)
+    error = row.error(field=f"content[{index}]", expected=expected, got=part.fields)
+    raise UnusableRowError(str(error), "with an image: image_tokens=N counts it")
+
+
+def image_text(digest: str, tokens: int) -> str:
+    """Return the text that stands for `tokens` tokens of an image with this hash."""
+    return f"\0{digest}:{tokens}\0"
 
 
 def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
@@ -97,11 +225,11 @@ def unmarked(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name != MARK}
 
 
-def _message(row: Row) -> Message:
+def _message(row: Row, images: int | None = None) -> Message:
     content = row.fields.get("content")
     if type(content) is list:
         parts = enumerate(row.inner("content"))
-        content = "".join(block_text(row, place, part) for place, part in parts)
+        content = "".join(block_text(row, index, part, images) for index, part in parts)
     elif content is not None:
         content = row.text("content")
     return row.fields | {"role": row.text("role"), "content": content or ""}
@@ -114,37 +242,17 @@ def text_of(message: Message) -> str:
     return text + orjson.dumps(calls).decode() if calls else text
 
 
-def answer_places(messages: list[Message]) -> list[int]:
-    """Return the places of the answers in a conversation, with that of one to come."""
+def reasoning_of(message: Message) -> str:
+    """Return the reasoning that a message was generated with, and that prompts leave out."""
+    values = (message.get(name) for name in ("reasoning_content", "reasoning", "thinking"))
+    return next((text for text in values if type(text) is str), "")
+
+
+def answer_indices(messages: list[Message]) -> list[int]:
+    """Return the indices of the answers in a conversation, with that of one to come."""
     last = len(messages) - 1
-    places = [n for n, message in enumerate(messages) if n and message["role"] == ANSWER]
-    return places if places and places[-1] == last else [*places, last + 1]
-
-
-def answer_of(response: Row) -> str | None:
-    """Return the text that a server answered, if it is recorded."""
-    if type(response.fields.get("choices")) is list:
-        choice, *_ = [*response.inner("choices"), None]
-        if choice is None:
-            return None
-        message = choice.fields.get("message")
-        if type(message) is not dict:
-            return choice.optional(choice.text, "text", None)
-        return text_of(_message(Row(choice.path, choice.line, {"role": ANSWER} | message)))
-    if type(response.fields.get("content")) is list:
-        fields = {"role": ANSWER} | response.fields
-        return text_of(_message(Row(response.path, response.line, fields)))
-    found = (response.fields.get(name) for name in _ANSWERS)
-    return next((text for text in found if type(text) is str), None)
-
-
-def output_count(body: Row, response: Row) -> int | None:
-    """Return the number of tokens that were generated, if it is recorded."""
-    usage = nested(response, "usage")
-    for name in ("completion_tokens", "output_tokens") if usage is not response else ():
-        if usage.fields.get(name) is not None:
-            return usage.natural(name)
-    return body.optional(body.natural, "output_tokens", None)
+    indices = [n for n, message in enumerate(messages) if n and message["role"] == ANSWER]
+    return indices if indices and indices[-1] == last else [*indices, last + 1]
 
 
 def tools_of(body: Row) -> Any:
@@ -153,3 +261,167 @@ def tools_of(body: Row) -> Any:
     if type(tools) is not list:
         return tools
     return [unmarked(tool) if type(tool) is dict else tool for tool in tools]
+
+
+class Answer(NamedTuple):
+    """The answer of a server.
+
+    Attributes:
+        text: the visible text, tool calls included.
+        reasoning: what was generated before it, and is left out of later prompts.
+        choices: number of answers to the one prompt.
+        tokens: token ids of all of it; None: they are not recorded.
+    """
+
+    text: str
+    reasoning: str = ""
+    choices: int = 1
+    tokens: list[int] | None = None
+
+
+_TEXTS = ("completion", "response", "output", "answer", "generated_text", "output_text")
+
+
+def answer_of(response: Row) -> Answer | None:
+    """Return what a server answered, if it is recorded."""
+    fields = response.fields
+    if type(fields.get("choices")) is list:
+        return _choice(response)
+    if type(fields.get("output")) is list:
+        return _items(response)
+    candidates = fields.get("candidates")
+    if type(candidates) is list:
+        first = candidates[0] if candidates and type(candidates[0]) is dict else {}
+        return _parts(first.get("content"), max(len(candidates), 1))
+    if type(fields.get("content")) is list:
+        return _spoken(response, fields)
+    for name in ("output", "message"):
+        inside = fields.get(name)
+        if type(inside) is dict and type(inside.get("message")) is dict:
+            inside = inside["message"]  # Bedrock
+        if type(inside) is dict and "content" in inside:
+            return _spoken(response, inside)
+    texts = (fields.get(name) for name in _TEXTS)
+    text = next((text for text in texts if type(text) is str), None)
+    ids = next(filter(None, map(token_ids, (fields.get("completion_token_ids"),
+                                            fields.get("output_ids")))), None)  # fmt: skip
+    return None if text is None and ids is None else Answer(text or "", tokens=ids)
+
+
+def _spoken(response: Row, fields: dict[str, Any]) -> Answer:
+    """Return the answer in an assistant's message."""
+    row = Row(response.path, response.line, {"role": ANSWER} | fields, response.prefix)
+    message = _message(row)
+    return Answer(text_of(message), reasoning_of(message))
+
+
+def _choice(response: Row) -> Answer | None:
+    """Return the first choice of OpenAI's chat completions and completions."""
+    choice, *_ = [*response.inner("choices"), None]
+    if choice is None:
+        return None
+    count, ids = len(response.fields["choices"]), token_ids(choice.fields.get("token_ids"))
+    message = choice.fields.get("message")
+    if type(message) is not dict:
+        text = choice.optional(choice.text, "text", None)
+        return None if text is None and ids is None else Answer(text or "", "", count, ids)
+    return _spoken(choice, message)._replace(choices=count, tokens=ids)
+
+
+def _items(response: Row) -> Answer | None:
+    """Return the answer of Responses: its messages and calls, and summaries of reasoning."""
+    text, reasoning = "", ""
+    for item in response.inner("output"):
+        if item.fields.get("type") == "reasoning":
+            for name in ("content", "summary"):
+                parts = item.fields.get(name)
+                for part in parts if type(parts) is list else ():
+                    reasoning += str(part.get("text") or "") if type(part) is dict else ""
+        elif item.fields.get("type", "message") == "message":
+            text += _spoken(item, item.fields).text
+        else:
+            text += orjson.dumps(item.fields).decode()
+    return Answer(text, reasoning) if text or reasoning else None
+
+
+def _parts(content: Any, count: int) -> Answer | None:
+    """Return the answer in the parts of a candidate of Gemini."""
+    parts = content.get("parts") if type(content) is dict else None
+    if type(parts) is not list:
+        return None
+    texts = {True: "", False: ""}
+    for part in parts:
+        if type(part) is dict:
+            text = part.get("text")
+            said = text if type(text) is str else orjson.dumps(part).decode()
+            texts[part.get("thought") is True] += said
+    return Answer(texts[False], texts[True], count)
+
+
+_FAILED = ("failure", "failed", "error", "cancelled", "canceled", "timeout")
+_STATUS = ("status", "status_code", "statusCode", "http_status", "response_status",
+           "response_code")  # fmt: skip
+_ERRORS = ("error", "errors", "exception", "error_str", "error_message", "errorMessage",
+           "error_code")  # fmt: skip
+_CACHED = ("cache_hit",)
+_ENDPOINTS = ("path", "url", "endpoint", "route", "uri", "request_path", "call_type",
+              "operation", "api")  # fmt: skip
+_KINDS = ("type", "object")
+_TELLING = frozenset((*_STATUS, *_ERRORS, *_CACHED, *_ENDPOINTS, *_KINDS))
+_COMPLETES = ("completion", "messages", "responses", "generate", "chat", "converse", "invoke")
+_OTHER = ("embed", "count_tokens", "counttokens", "rerank", "moderation", "tokenize",
+          "transcri", "speech")  # fmt: skip
+_OTHERS = ("models", "audio", "images", "image_generation", "files", "health", "metrics",
+           "batches", "score", "classify")  # fmt: skip
+_HTTP_ERRORS = range(400, 600)
+
+
+def fault_of(*holders: Row) -> str | None:
+    """Return why a row is no completion: it failed, or is of another endpoint; None: it is one.
+
+    Args:
+        holders: the row, and the request and the response in it.
+    """
+    for holder in holders:
+        for name in holder.fields.keys() & _TELLING:
+            if (fault := _fault(name, holder.fields[name])) is not None:
+                return fault
+    return None
+
+
+def _fault(name: str, value: Any) -> str | None:
+    """Return why a row is no completion, as one of the fields that may tell says."""
+    if name in _STATUS:
+        return "failed" if _has_failed(value) else None
+    if name in _ERRORS:
+        return "failed" if value else None
+    if name in _KINDS:
+        faults = {"error": "failed", "list": "of another endpoint"}
+        return faults.get(value) if type(value) is str else None
+    if name in _CACHED:
+        return "answered by a cache of answers" if value in (True, "True", "true") else None
+    is_other = type(value) is str and _is_other(value.lower())
+    return "of another endpoint" if is_other else None
+
+
+def _is_other(endpoint: str) -> bool:
+    """Return True if an endpoint is none that completes prompts, as far as its name tells."""
+    if any(word in endpoint for word in _OTHER):
+        return True
+    # A path such as `models/NAME:generateContent` has both.
+    completes = any(word in endpoint for word in _COMPLETES)
+    return not completes and any(word in endpoint for word in _OTHERS)
+
+
+def _has_failed(status: Any) -> bool:
+    """Return True if a status is that of an error, as a word or as HTTP has it."""
+    if type(status) is str and not status.isdecimal():
+        return status.lower() in _FAILED
+    return type(status) in (int, str) and int(status) in _HTTP_ERRORS
+
+
+def generated_nothing(response: Row) -> bool:
+    """Return True if the usage of a response says that no token was generated."""
+    usage = response.fields.get("usage")
+    names = ("completion_tokens", "output_tokens", "outputTokens")
+    return type(usage) is dict and any(usage.get(name) == 0 for name in names)

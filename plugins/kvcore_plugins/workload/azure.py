@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import InputError, Request
-from kvcore.units import NS_PER_S
 from kvcore.workloads import lines
-from kvcore_plugins.workload.rows import FileWorkload, Row, as_json
+from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, time_order
+from kvcore_plugins.workload.times import Clock, Timed, TimeOrder, moment
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_HEADER = ",".join(_COLUMNS).encode()
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_SECOND = timedelta(seconds=1)
-_STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:\+00:00)?", re.ASCII)
+_HEADER = ",".join(_COLUMNS)
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 
@@ -28,8 +24,8 @@ class Azure(FileWorkload):
     """Arrival times and lengths of a production service; its requests have no keys.
 
     A CSV file with the columns `TIMESTAMP` (UTC, any number of digits down to 1 ns),
-    `ContextTokens` and `GeneratedTokens`. Arrivals count from the first row's; the id of
-    a request is its row, from 0.
+    `ContextTokens` and `GeneratedTokens`, in any order. Rows are sorted by time, and arrivals
+    count from the first; the id of a request is its row, from 0.
 
     Source: Patel et al., Splitwise, ISCA'24.
 
@@ -42,44 +38,51 @@ class Azure(FileWorkload):
     line_fields = (_COLUMNS,)
 
     key_tokens: int = attrs.field(default=16, validator=ge(1))
+    _order: TimeOrder | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each row. Keeps one row in memory."""
+        """Yield one request for each row. Keeps some rows in memory."""
         source = lines(self.path)
         number, line = next(source)
         if not self.recognises(line):
-            expected, got = _HEADER.decode(), as_json(_text(line))
+            expected, got = _HEADER, as_json(_text(line))
             msg = f"{self.path}:{number}: expected the header {expected}, got {got}"
             raise InputError(msg)
-        first, latest = None, 0
-        for serial, (number, line) in enumerate(source):
-            row = self._row(number, line)
-            time = _nanoseconds(row)
-            first = time if first is None else first
-            latest = row.in_order(_COLUMNS[0], time, latest)
+        self._order = order = time_order(_COLUMNS[0])
+        empty = True
+        for time, serial, row in order.sort(self._timed(_text(line).split(","), source)):
+            empty = False
             yield Request(
                 id=serial,
-                arrival=time - first,
+                arrival=time - order.first,
                 prompt_tokens=_tokens(row, _COLUMNS[1], 1),
                 output_tokens=_tokens(row, _COLUMNS[2], 0),
                 key_tokens=self.key_tokens,
             )
-        if first is None:
+        if empty:
             msg = f"{self.path}: no rows after the header"
             raise InputError(msg)
+
+    @property
+    def notes(self) -> list[str]:
+        """The number of rows that were sorted, and a span that is not plausible."""
+        return [] if self._order is None else self._order.notes(Clock(_COLUMNS[0]))
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if the line names the three columns."""
-        return first_line.strip() == _HEADER
+        return sorted(_text(first_line).split(",")) == sorted(_COLUMNS)
 
-    def _row(self, number: int, line: bytes) -> Row:
-        cells = _text(line).split(",")
-        row = Row(self.path, number, dict(zip(_COLUMNS, cells, strict=False)))
-        if len(cells) > len(_COLUMNS):
-            rest = ",".join(cells[2:])
-            raise row.error(field=_COLUMNS[2], expected="the last column", got=rest)
-        return row
+    def _timed(
+        self, header: list[str], source: Iterator[tuple[int, bytes]]
+    ) -> Iterator[Timed[Row]]:
+        for serial, (number, line) in enumerate(source):
+            cells = _text(line).split(",")
+            row = Row(self.path, number, dict(zip(header, cells, strict=False)))
+            if len(cells) > len(header):
+                rest = ",".join(cells[2:])
+                raise row.error(field=header[2], expected="the last column", got=rest)
+            yield _nanoseconds(row), serial, row
 
 
 def _text(line: bytes) -> str:
@@ -94,11 +97,8 @@ def _tokens(row: Row, name: str, least: int) -> int:
 
 
 def _nanoseconds(row: Row) -> int:
-    match = _STAMP.fullmatch(row.fields[_COLUMNS[0]])
-    try:
-        if match is not None:
-            moment = datetime.fromisoformat(match[1]).replace(tzinfo=UTC)
-            return (moment - _EPOCH) // _SECOND * NS_PER_S + int((match[2] or "").ljust(9, "0"))
-    except ValueError:
-        pass
-    raise row.error(field=_COLUMNS[0], expected="a time such as 2023-11-16 18:15:46.6805900")
+    time = moment(row.fields.get(_COLUMNS[0], ""))
+    if time is None:
+        expected = "a time such as 2023-11-16 18:15:46.6805900"
+        raise row.error(field=_COLUMNS[0], expected=expected)
+    return time

@@ -2,66 +2,122 @@
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Iterator
-from typing import ClassVar
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import InputError, Request
+from kvcore.request import block_keys
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import json_fields, lines
-from kvcore_plugins.workload.rows import Row, TimedFile, parse_row
+from kvcore.workloads import json_fields
+from kvcore_plugins.workload._sessions import Pending, SessionChain, Turn, in_order
+from kvcore_plugins.workload._tables import (
+    COLUMNAR,
+    Table,
+    flat,
+    has_failed,
+    has_texts,
+    normal,
+    read_table,
+    requests_of,
+    table_header,
+)
+from kvcore_plugins.workload.rows import Row, TimedFile, parse_row, time_order
+from kvcore_plugins.workload.times import (
+    ENDS,
+    HEAD,
+    UNITS,
+    Clock,
+    Timed,
+    TimeOrder,
+    find_times,
+    finest,
+    name_and_unit,
+)
 
 USUAL = {
-    "time": "time timestamp arrival arrivaltime arrivaltimestamp arrivedat requesttime "
-    "requesttimestamp starttime starttimes t",
-    "input": "input inputlen inputlens inputlength inputtokens inputtokencount numinputtokens "
-    "prompt promptlen promptlength prompttokens numprompttokens numprefilltokens requesttokens",
-    "output": "output outputlen outputlens outputlength outputtokens outputtokencount "
-    "numoutputtokens completionlen completionlength completiontokens generatedtokens "
-    "numdecodetokens responselen responselength responsetokens",
-    "session": "session sessionid conversation conversationid chatid",
+    "input": "prompttokens inputlen inputlens inputlength inputtokens inputtoks "
+    "inputtokencount inputsequencelength numinputtokens promptlen promptlength "
+    "prompttokencount numprompttokens numprefilltokens "
+    "requesttokens newtokens newinputtokens numnewtokens "
+    "appendedtokens intokens isl prompt input",
+    "output": "completiontokens outputlen outputlens outputlength outputtokens outputtoks "
+    "outputsequencelength outputtokencount numoutputtokens completionlen completionlength "
+    "completiontokencount generatedtokens numgeneratedtokens numdecodetokens responselen "
+    "responselength responsetokens outtokens osl completion output",
+    "session": "xcorrelationid session sessionid conversation conversationid chatid dialogid "
+    "threadid",
     "tenant": "tenant tenantid client clientid user userid",
+    "prefix": "prefixlen prefixlength prefixtokens prefixtokencount numprefixtokens prefixkv "
+    "prefix historylen historylength historytokens",
+    "turn": "turn turnidx turnindex turnid turnnumber round roundidx roundindex roundid "
+    "roundnumber",
+    "wait": "toolwaitafter waitafter toolwait toolduration tooltime wait waittime thinktime "
+    "think delay pause",
+    "tokens": "inputtokids inputtokenids prompttokenids",
+    "generated": "outputtokids outputtokenids completiontokenids",
 }
-"""Usual names of columns, in lower case, without signs."""
+"""Usual names of columns, in lower case, without signs, the most usual one first."""
 
-_OPTIONAL = ("session", "tenant")
+_NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait")
+_CLOSED = ("prefix", "turn", "wait")
+_UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
-_LETTERS = re.compile("[^a-z0-9]")
+_WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+_NUMBER = re.compile(r"-?\d+(?:\.\d*)?")
+_LETTERS = re.compile(r"[^\W\d]")
+_TURN_BITS = 44
 
 
 @attrs.define(eq=False)
 class Lengths(TimedFile):
-    """Arrival times and lengths in a table, CSV or TSV; its requests share no blocks.
+    """Arrival times and lengths in a table, CSV, TSV or rows of JSON.
 
-    The first line names the columns; the first column with a usual name is used, in any
-    case and spelling: `Request tokens`, `input_length`. Options give other names. Such a
-    table has the lengths of prompts, and not their tokens: requests have no keys and never
-    hit. ServeGen, BurstGPT and most logs have this form. So has the result of
-    `vllm bench serve --save-result --save-detailed`, a JSON object of columns; its failed
-    requests are left out, and counted in `notes`.
+    The first line names the columns; columns with usual names are used, in any case and
+    spelling: `Request tokens`, `input_length`. Options give other names. ServeGen, BurstGPT
+    and most logs have this form. So have the results of `vllm bench serve --save-result
+    --save-detailed` (a JSON object of columns), of AIPerf, GuideLLM and inference-perf, spans
+    of OpenTelemetry, the output of OpenAI's batches, and LLMServingSim's workloads. Requests
+    that failed are left out, and counted in `notes`.
 
-    A time is a number in `unit`, or a date and time of ISO 8601 (UTC without a time zone; to
-    the microsecond). Arrivals count from that of the first row; the id of a request is its row,
-    from 0. A table without times needs `rate`.
+    Such a table has the lengths of prompts, and not their tokens: requests have no keys and
+    never hit. Two kinds of tables have more. Where each row of a session says how many tokens
+    of the context before it goes on with (`prefix_len`), these share their blocks, and the
+    prompt is this prefix and the input. Where rows have the ids of their tokens, keys are
+    hashes of these.
+
+    In a session whose rows are numbered (`round_idx`, `turn`), or have a wait or a prefix, each
+    request is sent after the answer to the one before: a closed loop.
+
+    A time is a number, or a date and time of ISO 8601 (UTC without a time zone). Of several
+    times the finest is taken. Rows are sorted by time. Arrivals count from the first one; the
+    id of a request is its row, from 0. A table without times needs `rate`, unless it has
+    sessions, which then begin at once.
 
     Source: of the usual names: Xiang et al., ServeGen, 2025; Wang et al., BurstGPT, KDD'25;
-    Agrawal et al., Vidur, MLSys'24; vLLM, `vllm/benchmarks/serve.py`.
+    Agrawal et al., Vidur, MLSys'24; vLLM, `vllm/benchmarks/serve.py`; AIPerf, `docs/tutorials`;
+    GuideLLM; inference-perf, `docs/reports.md`; LLMServingSim; TraceLab, `replay`.
 
     Attributes:
         path: path of the file.
         time, input, output: the columns of arrivals, prompt and output lengths.
         session, tenant: the columns of the session and the tenant of a request.
+        prefix, turn, wait: the columns of the tokens that go before the input, of the number of
+            a request in its session, and of the wait before or after it.
         key_tokens: tokens a key would stand for; the block size of a cache that serves it.
         unit, rate, seed: of times, as every `TimedFile` has them.
     """
 
     name: ClassVar[str] = "lengths"
+    later_options = ("prefix", "turn", "wait")
     # Of vLLM's results, and of tables in any spelling.
-    line_fields = (("input_lens", "output_lens"), ("time", "input", "output"))
+    line_fields = (COLUMNAR, ("time", "input", "output"))
 
     time: str | None = None
     input: str | None = None
@@ -69,122 +125,123 @@ class Lengths(TimedFile):
     session: str | None = None
     tenant: str | None = None
     key_tokens: int = attrs.field(default=16, validator=ge(1))
-    _failed: int = attrs.field(default=0, init=False, repr=False)
+    prefix: str | None = attrs.field(default=None, kw_only=True)
+    turn: str | None = attrs.field(default=None, kw_only=True)
+    wait: str | None = attrs.field(default=None, kw_only=True)
+    _notes: list[str] = attrs.field(factory=list, init=False, repr=False)
+    _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each row. Keeps one row in memory; of a JSON object all."""
-        source = lines(self.path)
-        number, line = next(source)
-        columnar = line.lstrip().startswith(b"{")
-        header, table = (self._columnar if columnar else self._table)(number, line, source)
-        columns = self._columns(number, header)
-        when = columns.get("time")
-        if columnar and when is not None:
-            # The order is that in which requests were made, not that in which they were sent.
-            table = iter(sorted(table, key=lambda row: row.time(when, self.unit)))
-        drawn, first, latest = self.drawn_arrivals(), None, 0
-        for serial, row in enumerate(table):
-            time = next(drawn) if when is None else row.time(when, self.unit)
-            if first is None:
-                first = latest = time
-                if when is not None:
-                    self.refuse_rate(row, when)
-            expected = "no earlier time than before (sorted rows)"
-            latest = row.in_order(when or "", time, latest, expected)
-            if time - first >= INT64_LIMIT:
-                expected = "a time less than 292 years after the first"
-                raise row.error(field=when or "", expected=expected)
+        """Yield one request for each row. Keeps a few rows in memory; of a JSON object all."""
+        table = read_table(self.path)
+        self._reading = reading = _Reading(self, table)
+        if reading.closed:
+            yield from in_order(map(reading.pending, reading.sorted()))
+            return
+        columns, key_tokens = reading.columns, self.key_tokens
+        session, tenant = columns.get("session"), columns.get("tenant")
+        given, generated = columns["input"], columns["output"]
+        first = None
+        for time, serial, row in reading.sorted():
+            first = time if first is None else first
+            keys, output_keys = reading.token_keys(row)
             yield Request(
                 id=serial,
-                arrival=time - first,
-                prompt_tokens=_tokens(row, columns["input"], 1),
-                output_tokens=_tokens(row, columns["output"], 0),
-                key_tokens=self.key_tokens,
-                session=_label(row, columns.get("session")),
-                tenant=_label(row, columns.get("tenant")),
+                arrival=reading.arrival(time, first, row),
+                prompt_tokens=_tokens(row, given, 1),
+                output_tokens=_tokens(row, generated, 0),
+                keys=keys,
+                output_keys=output_keys,
+                key_tokens=key_tokens,
+                session=_label(row, session),
+                tenant=_label(row, tenant),
             )
-        if first is None:
-            msg = f"{self.path}: no rows after the header"
-            raise InputError(msg)
 
     @property
     def notes(self) -> list[str]:
-        """The number of failed requests that were left out."""
-        return [f"failed requests left out: {self._failed}"] if self._failed else []
-
-    def _table(
-        self, number: int, line: bytes, source: Iterator[tuple[int, bytes]]
-    ) -> tuple[list[str], Iterator[Row]]:
-        """Return the header of a table, and its rows."""
-        delimiter = _delimiter(line)
-        header = self._cells(number, line, delimiter)
-
-        def table() -> Iterator[Row]:
-            for place, text in source:
-                cells = self._cells(place, text, delimiter)
-                row = Row(self.path, place, dict(zip(header, cells, strict=False)))
-                if len(cells) > len(header):
-                    raise row.error(field=header[-1], expected="the last column", got=cells)
-                yield row
-
-        return header, table()
-
-    def _columnar(
-        self, number: int, line: bytes, source: Iterator[tuple[int, bytes]]
-    ) -> tuple[list[str], Iterator[Row]]:
-        """Return the names of the lists in a JSON object, and the rows of their values."""
-        whole = parse_row(self.path, number, line)
-        for number, _ in source:  # noqa: PLR1704 - what matters is that there is one
-            msg = f"{self.path}:{number}: a second result: give a file for each"
-            raise InputError(msg)
-        lists = {name: value for name, value in whole.fields.items() if type(value) is list}
-        used = [*self._columns(number, list(lists)).values(), *({"errors"} & lists.keys())]
-        for name in used:
-            if len(lists[name]) != len(lists[used[0]]):
-                expected = f"{len(lists[used[0]])} values, as {used[0]!r} has"
-                raise whole.error(field=name, expected=expected, got=len(lists[name]))
-
-        def table() -> Iterator[Row]:
-            self._failed = 0
-            for place, cells in enumerate(zip(*(lists[name] for name in used), strict=True)):
-                fields = dict(zip(used, map(str, cells), strict=True))
-                if fields.get("errors"):
-                    self._failed += 1
-                else:
-                    yield Row(self.path, number, fields, f"[{place}].")
-
-        return list(lists), table()
+        """Assumptions about the rows that were read last, and numbers of rows left out."""
+        return [] if self._reading is None else self._reading.notes()
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:
         """Return True if the line has usual names of columns of both lengths."""
         if names := json_fields(first_line):
-            return names >= set(cls.line_fields[0])
-        try:
-            header = _split(first_line, _delimiter(first_line))
-        except csv.Error:
-            return False
+            if names >= set(COLUMNAR):
+                return True
+            found = requests_of(parse_row(Path(), 1, first_line).fields)
+            request = flat(next(found, {}))
+            if has_texts(request):
+                return False
+            failed_by_aiperf = {"metadata.request_start_ns", "metrics", "error"}
+            return cls._has_lengths(request) or failed_by_aiperf <= {*request, *names}
+        header = table_header(first_line)
         return all(_usual(role, header) for role in ("input", "output"))
 
-    def _columns(self, number: int, header: list[str]) -> dict[str, str]:
-        """Return the name of the column of each role that the table has."""
-        columns = {}
-        for role in USUAL:
-            given = getattr(self, role)
-            found = _usual(role, header) if given is None else given
+    @classmethod
+    def suggestion(cls, head: Sequence[bytes]) -> str:
+        """Return the options that name the columns of a table, as good as can be guessed."""
+        line = head[0]
+        if json_fields(line):
+            row = flat(parse_row(Path(), 1, line).fields)
+            names = [] if has_texts(row) else list(row)
+            cells = [str(value) for value in row.values()]
+        else:
+            names = [name for name in table_header(line) if _LETTERS.match(name)]
+            cells = table_header(head[1]) if len(head) > 1 else []
+        times = find_times(tuple(names))
+        chosen = {role: _usual(role, names) for role in ("input", "output")}
+        chosen = {"time": next(iter(times), None), **chosen}
+        rest = iter(
+            name
+            for name, cell in zip(names, cells, strict=False)
+            if name not in chosen.values() and _NUMBER.fullmatch(cell)
+        )
+        named = {role: name or next(rest, None) for role, name in chosen.items()}
+        if not (named["input"] and named["output"]):
+            return ""
+        return ",".join(f"{role}={name}" for role, name in named.items() if name)
+
+    @staticmethod
+    def _has_lengths(request: Mapping[str, Any]) -> bool:
+        """Return True if a flat row has numbers under usual names of both lengths."""
+        numbers = [name for name, value in request.items() if type(value) in (int, float, str)]
+        found = [_usual(role, numbers) for role in ("input", "output")]
+        return all(name and _COUNT.fullmatch(str(request[name])) for name in found)
+
+    def columns(
+        self, table: Table, time: str | None, *, closed: bool = False
+    ) -> dict[str, str]:
+        """Return the name of the column of each role that the table has.
+
+        Args:
+            table: the table.
+            time: the column of the times that was found.
+            closed: whether rows without times begin at once.
+
+        Raises:
+            InputError: a column is missing, or there are two of its name.
+        """
+        header, columns = table.names, {}
+        for role in ("time", *USUAL):
+            given = getattr(self, role) if role in ("time", *_NAMED) else None
+            found = (
+                (time if role == "time" else _found(role, header)) if given is None else given
+            )
             if found is not None and header.count(found) > 1:
                 msg = (
-                    f"{self.path}:{number}: {header.count(found)} columns are called {found!r}"
+                    f"{self.path}:{table.line}: {header.count(found)} columns are called "
+                    f"{found!r}"
                 )
                 raise InputError(msg)
+            needed = role in ("input", "output") or (
+                role == "time" and self.rate is None and not closed
+            )
             if found in header:
                 columns[role] = found
-            elif role == "time" and given is None and self.rate is not None:
-                continue
-            elif given is not None or role not in _OPTIONAL:
+            elif given is not None or needed:
                 wanted = f"called {given!r}" if given else f"that looks like {role!r}"
                 msg = (
-                    f"{self.path}:{number}: no column {wanted}; name it by the option "
+                    f"{self.path}:{table.line}: no column {wanted}; name it by the option "
                     f"{role}=COLUMN"
                     + (", or give rate=REQUESTS_PER_SECOND" if role == "time" else "")
                     + f". There are: {', '.join(header)}"
@@ -192,37 +249,295 @@ class Lengths(TimedFile):
                 raise InputError(msg)
         return columns
 
-    def _cells(self, number: int, line: bytes, delimiter: str) -> list[str]:
-        try:
-            return _split(line, delimiter)
-        except csv.Error as error:
-            msg = f"{self.path}:{number}: not a row of a table: {error}"
-            raise InputError(msg) from error
+
+class _Reading:
+    """The rows of one iteration: their columns, their times, and what is to be noted.
+
+    Args:
+        options: the workload.
+        table: its file.
+    """
+
+    def __init__(self, options: Lengths, table: Table) -> None:
+        self._options = options
+        self._table = table
+        names = table.names
+        unit = options.unit or (
+            "s" if names and not table.flat and COLUMNAR[0] in names else None
+        )
+        roles = {role: _usual(role, names) for role in _CLOSED}
+        session = options.session or _found("session", names)
+        self.closed = session is not None and any(
+            getattr(options, role) or roles[role] for role in _CLOSED
+        )
+        if self.closed and roles["turn"] is None is roles["prefix"] and not table.flat:
+            self.closed = False
+        candidates = find_times(tuple(names)) if options.time is None else [options.time]
+        base = options.columns(table, next(iter(candidates), None), closed=self.closed)
+        self._failures = table.failures
+        used = dict.fromkeys([*candidates, *base.values(), *self._failures])
+        rows = table.rows([*dict.fromkeys([*base.values(), *used])])
+        head = list(islice(rows, HEAD))
+        if not head:
+            msg = f"{options.path}: no rows after the header"
+            raise InputError(msg)
+        if len(candidates) > 1 and (best := finest(candidates, _fields(head), unit)):
+            base["time"] = best
+        self.columns = base
+        self._rows: Iterable[Row] = chain(head, rows)
+        self._clock = self._time_clock(unit)
+        self._order: TimeOrder | None = None
+        ends = find_times(tuple(names), ENDS)
+        self._end = Clock(ends[0], unit) if ends and self.closed else None
+        # In a table in which requests generate, one that did not generate has failed.
+        self._zeros = any(not _is_zero(row.fields.get(base["output"])) for row in head)
+        self._added = self.closed and "prefix" in base and self._is_added(head)
+        given = normal(base["input"])
+        # A turn of AIPerf's traces without ids is sent with all that its session said before.
+        turns = (
+            table.objects and given == "inputlength" and normal(base.get("wait", "")) == "delay"
+        )
+        self._grows = (
+            self.closed
+            and "prefix" not in base
+            and (turns or given.startswith(("new", "append")))
+        )
+        self._wait_factor = UNITS["ms"] if turns else None
+        self._chain = SessionChain(options.key_tokens)
+        self._first: int | None = None
+        self._failed = self._empty = self._idle = 0
+
+    def sorted(self) -> Iterator[Timed[Row]]:
+        """Yield the rows of requests by time, with their serial numbers."""
+        timed = self._timed()
+        if self._table.whole:
+            timed = iter(sorted(timed, key=_order))
+        if "time" in self.columns or self.closed:
+            self._order = time_order(self.columns.get("time", ""))
+            timed = self._order.sort(timed)
+        return timed
+
+    def arrival(self, time: int, first: int, row: Row) -> int:
+        """Return the time since the first one."""
+        if time - first >= INT64_LIMIT:
+            expected = "a time less than 292 years after the first"
+            raise row.error(field=self.columns["time"], expected=expected)
+        return time - first
+
+    def pending(self, timed: Timed[Row]) -> tuple[int, Pending]:
+        """Return the time of a row of a session since the first one, and its request."""
+        time, rank, row = timed
+        first = self._first = time if self._first is None else self._first
+        columns, fields = self.columns, row.fields
+        label = _label(row, columns.get("session"))
+        given, output = _tokens(row, columns["input"], 1), _tokens(row, columns["output"], 0)
+        shared = None
+        if "prefix" in columns:
+            shared = _tokens(row, columns["prefix"], 0)
+        elif self._grows:
+            shared = self._chain.session(label).context
+        prompt = given + (shared or 0) if self._added or self._grows else given
+        end = None if self._end is None else self._end.read(fields.get(self._end.name))
+        wait = self._wait(row)
+        after = "wait" in columns and bool({"after", "tool"} & _words(columns["wait"]))
+        keys, generated = self.token_keys(row)
+        turn = Turn(
+            serial=rank & ((1 << _TURN_BITS) - 1),
+            time=self.arrival(time, first, row),
+            end=None if end is None else end - first,
+            before=None if after else wait,
+            after=wait if after else None,
+            prompt=prompt,
+            output=output,
+            shared=None if shared is None else min(shared, prompt),
+            keys=keys,
+            generated=generated,
+        )
+        return turn.time, self._chain.build(turn, label, _label(row, columns.get("tenant")))
+
+    def token_keys(self, row: Row) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the keys of a row with token ids: of its prompt, and of what follows."""
+        ids = row.fields.get(self.columns.get("tokens", ""))
+        if type(ids) is not list:
+            return (), ()
+        more = row.fields.get(self.columns.get("generated", "")) or []
+        size = self._options.key_tokens
+        keys = block_keys([*ids, *more], size)
+        whole = len(ids) // size
+        return keys[:whole], keys[whole:]
+
+    def notes(self) -> list[str]:
+        """Return what was assumed of the rows so far, and how many were left out."""
+        notes = []
+        for count, what in (
+            (self._failed, "failed requests left out"),
+            (self._empty, "rows without lengths left out, such as spans of tools"),
+            (self._idle, "requests that generated nothing left out, as failed ones"),
+        ):
+            if count:
+                notes.append(f"{what}: {count}")
+        columns = self.columns
+        if self._order is not None and "time" in columns:
+            notes += self._order.notes(self._clock)
+        elif self.closed:
+            notes.append(
+                "the table has no times: all sessions begin at once; rate= spreads them"
+            )
+        if self._added:
+            notes.append(f"prompts are {columns['prefix']!r} and {columns['input']!r} together")
+        elif self._grows:
+            notes.append(f"prompts are the context of their session and {columns['input']!r}")
+        unread = [
+            name
+            for name in self._table.names
+            if self._table.flat and name not in columns.values() and _UNREAD & _words(name)
+        ]
+        if unread:
+            names = ", ".join(unread)
+            notes.append(f"columns that are not read, and may change what a row means: {names}")
+        return notes
+
+    def _timed(self) -> Iterator[Timed[Row]]:
+        columns, options, clock = self.columns, self._options, self._clock
+        when, turn = columns.get("time"), columns.get("turn") if self.closed else None
+        given, output = columns["input"], columns["output"]
+        failures, zeros, objects = self._failures, self._zeros, self._table.objects
+        times = partial(self._drawn_by_session, options.drawn_arrivals(), {})
+        drawn = options.drawn_arrivals()
+        for serial, row in enumerate(self._rows):
+            if not serial and when is not None:
+                options.refuse_rate(row, when)
+            fields = row.fields
+            if failures and has_failed(row, failures):
+                self._failed += 1
+                continue
+            if objects and (fields.get(given) is None or fields.get(output) is None):
+                self._empty += 1
+                continue
+            if zeros and _is_zero(fields.get(output)):
+                self._idle += 1
+                continue
+            if when is not None:
+                time = row.time(when, clock)
+            else:
+                time = times(row) if self.closed else next(drawn)
+            rank = serial
+            if turn is not None and fields.get(turn) is not None:
+                rank |= _tokens(row, turn, 0) << _TURN_BITS
+            yield time, rank, row
+
+    def _drawn_by_session(
+        self, drawn: Iterator[int], starts: dict[str | None, int], row: Row
+    ) -> int:
+        """Return the start of the session of a row without a time: drawn, or 0."""
+        if self._options.rate is None:
+            return 0
+        label = _label(row, self.columns.get("session"))
+        if label is None or label not in starts:
+            starts[label] = next(drawn)
+        return starts[label]
+
+    def _time_clock(self, unit: str | None) -> Clock:
+        """Return the clock of the arrivals."""
+        name, wait = self.columns.get("time", ""), self.columns.get("wait")
+        clock = Clock(name, unit)
+        factor = None if wait is None else name_and_unit(wait)[1]
+        found = next((unit for unit, size in UNITS.items() if size == factor), None)
+        if self.closed and found is not None:
+            clock.assumed, clock.reason = found, f"as {wait!r} is"
+        return clock
+
+    def _wait(self, row: Row) -> int | None:
+        """Return the wait of a row in ns: in the unit of its name, or else that of times."""
+        wait = self.columns.get("wait")
+        value = None if wait is None else row.fields.get(wait)
+        if wait is None or value in (None, ""):
+            return None
+        factor = name_and_unit(wait)[1] or self._wait_factor or self._clock.factor
+        found = Clock(wait, "ns").read(value)
+        number = float(value) if found is not None else -1.0
+        if number < 0:
+            raise row.error(field=wait, expected="a time to wait, 0 or more")
+        return round(number * factor)
+
+    def _is_added(self, head: Sequence[Row]) -> bool:
+        """Return True if the prefix of a row is not part of its input.
+
+        It is if an input is never shorter than its prefix, and no prefix is longer than the
+        input and output before it.
+        """
+        columns = self.columns
+        before: dict[str | None, tuple[int, int]] = {}
+        told = False
+        for row in head:
+            label = _label(row, columns.get("session"))
+            prefix, given = (
+                _tokens(row, columns["prefix"], 0),
+                _tokens(row, columns["input"], 0),
+            )
+            earlier, total = before.get(label, (0, 0))
+            if prefix > given or (total and prefix > total):
+                return True
+            told = told or earlier > 0
+            before[label] = prefix, given + _tokens(row, columns["output"], 0)
+        return not told
 
 
-def _delimiter(header: bytes) -> str:
-    """Return the mark between the columns: a tab, semicolon or comma."""
-    return next((mark for mark in "\t;" if mark.encode() in header), ",")
+def _order(item: Timed[Row]) -> tuple[int, int]:
+    return item[:2]
 
 
-def _split(line: bytes, delimiter: str) -> list[str]:
-    text = line.decode(errors="replace").rstrip("\r\n")
-    (cells,) = csv.reader([text], delimiter=delimiter, strict=True, skipinitialspace=True)
-    return [cell.strip() for cell in cells]
+def _fields(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    return [row.fields for row in rows]
 
 
-def _usual(role: str, header: list[str]) -> str | None:
-    """Return the first column of a header that has a usual name of that role."""
+def _usual(role: str, header: Iterable[str]) -> str | None:
+    """Return the column of a header with the most usual name of a role; None: there is none.
+
+    Of equally usual ones that with the fewest parts, in alphabetical order.
+    """
     known = USUAL[role].split()
-    return next((name for name in header if _LETTERS.sub("", name.lower()) in known), None)
+    named = {
+        name: name_and_unit(name)[0] if role == "wait" else normal(name) for name in header
+    }
+    found = [name for name, base in named.items() if base in known]
+    return min(
+        found, key=lambda name: (known.index(named[name]), name.count("."), name), default=None
+    )
+
+
+def _found(role: str, header: Sequence[str]) -> str | None:
+    """Return the column of a role; rounds of one `id` are a session."""
+    usual = _usual(role, header)
+    if (
+        role == "session"
+        and usual is None
+        and (_usual("turn", header) or _usual("prefix", header))
+    ):
+        return next((name for name in header if normal(name) == "id"), None)
+    return usual
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in _WORDS.findall(name)}
+
+
+def _is_zero(value: Any) -> bool:
+    return value == 0 or (type(value) is str and value.strip("0.") == "" != value)
 
 
 def _tokens(row: Row, name: str, least: int) -> int:
-    match = _COUNT.fullmatch(row.fields.get(name, ""))
+    value = row.fields.get(name)
+    if type(value) is int and least <= value < INT64_LIMIT:
+        return value
+    match = _COUNT.fullmatch(str(value)) if type(value) in (str, float) else None
     if match is None or int(match[1]) < least:
         raise row.error(field=name, expected=f"a whole number of tokens, at least {least}")
     return int(match[1])
 
 
 def _label(row: Row, name: str | None) -> str | None:
-    return None if name is None else row.fields.get(name) or None
+    if name is None:
+        return None
+    value = row.fields.get(name)
+    return str(value) if value or value == 0 else None

@@ -5,25 +5,7 @@ from __future__ import annotations
 import attrs
 
 from kvcore.request import Request
-
-
-@attrs.frozen
-class Usage:
-    """The tokens that an API reported for a request.
-
-    Attributes:
-        prompt_tokens: of the prompt, cached or not.
-        read_tokens: of these, read from the cache.
-        written_tokens, written_1h_tokens: of these, written to it, with a TTL below an hour
-            and of one.
-        output_tokens: generated.
-    """
-
-    prompt_tokens: int
-    read_tokens: int = 0
-    written_tokens: int = 0
-    written_1h_tokens: int = 0
-    output_tokens: int = 0
+from kvcore_plugins.workload.usage import Usage
 
 
 @attrs.frozen
@@ -32,7 +14,7 @@ class PromptPart:
 
     Attributes:
         label: its place in the request, such as `messages[2].content[0]`.
-        end: the prompt's tokens up to its end.
+        end: tokens of the prompt's text up to its end.
         digest: hash of its role and content.
         pieces: for each of its sentences, a hash and the prompt's tokens up to its end.
             Hashes are those of this process.
@@ -49,15 +31,19 @@ class PromptPart:
 
 @attrs.define(kw_only=True)
 class LoggedRequest(Request):
-    """A request of a chat API's log. Its salt is its model: each has a cache of its own.
+    """A request of an API's log. Its salt is its model and what else isolates its cache.
 
     Attributes:
-        parts: the content blocks of the prompt, in order.
+        parts: the content blocks of the prompt, in order; none of a prompt that is no chat.
         explicit: whether the log is of an API that caches at breakpoints alone, so that
             parts without any are not cached.
         usage: the tokens that the API reported; None: the log has none.
+        text_tokens, key_text_tokens: of the prompt, and of what a key stands for, as texts are
+            counted: positions of parts are of this length. None: `prompt_tokens`, `key_tokens`.
     """
 
     parts: tuple[PromptPart, ...] = ()
     explicit: bool = False
     usage: Usage | None = None
+    text_tokens: int | None = None
+    key_text_tokens: int | None = None

@@ -1,79 +1,112 @@
-"""The Mooncake trace format, and the trace that comes with kvcore."""
+"""The Mooncake trace format and its relatives, and the trace that comes with kvcore."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from hashlib import blake2b
 from importlib.resources import files
+from itertools import chain as joined
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
 import attrs
 from attrs.converters import optional
-from attrs.validators import ge
+from attrs.validators import ge, in_
+from attrs.validators import optional as if_given
 
-from kvcore import Request, Workload
+from kvcore import InputError, Request, Workload
 from kvcore.files import as_path
-from kvcore.request import chain_keys
-from kvcore.units import INT64_LIMIT, NS_PER_S
-from kvcore.workloads import file_digest
-from kvcore_plugins.workload.rows import rows
+from kvcore.request import KEY_BYTES, chain_keys
+from kvcore.units import INT64_LIMIT
+from kvcore.workloads import file_digest, json_fields
+from kvcore_plugins.workload._sessions import Pending, in_order
+from kvcore_plugins.workload.rows import Row, rows, time_order
+from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder
 
 BUNDLED_REQUESTS = 12_031
 
 PUBLISHED_KEY_TOKENS = 512
 """Prompt tokens of a key in the traces that were published with Mooncake."""
 
-_MILLISECOND = NS_PER_S // 1000
+_BAILIAN = ("chat_id", "parent_chat_id")
+_SESSION = ("session_id", "wait_for", "parent_chat_id")
+_WAITS = ("delay", "tool_wait_ms")
+_MS = UNITS["ms"]
+_HINT = "; the option key_tokens says how many"
+_NO_PARENT = -1
+_RECOGNISED = ({"input_length", "hash_ids"}, {"event_type", "event_time_unix_ms"})
+_SIZES = (PUBLISHED_KEY_TOKENS, *(1 << bits for bits in range(4, 15)))
 
 
 @attrs.define(eq=False)
 class Mooncake(Workload):
-    """Requests of a deployed chat service, with a key for each block of the prompt.
+    """Requests with a key for each block of the prompt.
 
-    A line is an object of `timestamp` (ms), `input_length`, `output_length` (tokens) and
-    `hash_ids`. Rows are in order of arrival; the id of a request is its line, from 0.
+    A line is an object of `timestamp`, `input_length`, `output_length` (tokens) and `hash_ids`.
+    Relatives of the format are read as well:
 
-    Source: Qin et al., Mooncake, FAST'25.
+    - Qwen-Bailian's traces (`chat_id`, `parent_chat_id`): times in seconds, and ids of single
+      blocks of 16 tokens, which are chained here;
+    - sessions of AIPerf and of Dynamo's agents (`session_id`, `wait_for`; `delay` and
+      `tool_wait_ms`, in ms);
+    - Dynamo's own request traces (`event_type`, `request.replay`).
+
+    A request of a session is sent after the one before it, or that it names: a closed loop.
+    Times are milliseconds, unless they have a fraction or count from 1970; rows are sorted by
+    time, and arrivals count from the first. The id of a request is its row, from 0. Ids of
+    blocks are whole numbers of up to 64 bits, or hexadecimal texts.
+
+    Source: Qin et al., Mooncake, FAST'25; Wang et al., KVCache cache in the wild, ATC'25;
+    AIPerf, `docs/benchmark-modes/trace-replay.md`; Dynamo, `docs/agents/agent-tracing.md`.
 
     Attributes:
         path: the file; None is the conversation trace that comes with kvcore.
         chain: whether `hash_ids` are hashes of each block alone, to be chained here.
-        key_tokens: number of prompt tokens of a key, which the file does not have.
+        key_tokens: number of prompt tokens of a key; by default that which fits the lengths
+            and the numbers of ids of the first rows, 512 if it is among several.
+        unit: unit of the times: s, ms, us, ns; None: as above.
     """
 
     name: ClassVar[str] = "mooncake"
-    later_options = ("key_tokens",)
+    later_options = ("key_tokens", "unit")
     line_fields = (("timestamp", "input_length", "hash_ids"),)
 
     path: Path | None = attrs.field(default=None, converter=optional(as_path))
     chain: bool = False
-    key_tokens: int = attrs.field(default=PUBLISHED_KEY_TOKENS, validator=ge(1))
+    key_tokens: int = attrs.field(default=0, validator=ge(0))
+    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
+    found_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
+    _given: bool = attrs.field(default=False, init=False, repr=False)
+    _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Find the tokens of a key, if they are not given."""
+        self._given = self.key_tokens > 0
+        if not self._given:
+            self.key_tokens = PUBLISHED_KEY_TOKENS
+            if self.path is not None:
+                # What is wrong with the file is for its readers to say.
+                with suppress(InputError):
+                    found = _key_tokens(islice(_requests(self.path), HEAD))
+                    self.found_key_tokens = found not in (None, PUBLISHED_KEY_TOKENS)
+                    self.key_tokens = found or PUBLISHED_KEY_TOKENS
 
     def __iter__(self) -> Iterator[Request]:
-        """Yield one request for each row. Keeps one row in memory."""
-        earliest = 0
-        for row in rows(self._file):
-            arrival = row.natural("timestamp", below=INT64_LIMIT // _MILLISECOND)
-            expected = f"{earliest} or later (sorted rows)"
-            earliest = row.in_order("timestamp", arrival, earliest, expected)
-            prompt = row.natural("input_length", 1)
-            hint = "; the option key_tokens says how many"
-            keys = row.prompt_keys("hash_ids", prompt, self.key_tokens, hint=hint)
-            yield Request(
-                id=row.line - 1,
-                arrival=arrival * _MILLISECOND,
-                prompt_tokens=prompt,
-                output_tokens=row.natural("output_length"),
-                keys=chain_keys(keys) if self.chain else keys,
-                key_tokens=self.key_tokens,
-            )
+        """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
+        self._reading = reading = _Reading(self, _requests(self._file))
+        return reading.turns() if reading.closed else reading.requests()
 
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, and of the options that have no default."""
         options: dict[str, Any] = {"chain": True} if self.chain else {}
-        if self.key_tokens != PUBLISHED_KEY_TOKENS:
+        if self._given and self.key_tokens != PUBLISHED_KEY_TOKENS:
             options["key_tokens"] = self.key_tokens
+        if self.unit is not None:
+            options["unit"] = self.unit
         return file_digest(self._file, **options)
 
     @property
@@ -82,7 +115,276 @@ class Mooncake(Workload):
         return BUNDLED_REQUESTS if self.path is None else None
 
     @property
+    def notes(self) -> Sequence[str]:
+        """Assumptions about the rows that were read last, and numbers of rows left out."""
+        return [] if self._reading is None else self._reading.notes()
+
+    def options(self) -> dict[str, Any]:
+        """Return the options, without the tokens of a key if they are those of the file."""
+        options = super().options()
+        if not self._given or self.key_tokens == PUBLISHED_KEY_TOKENS:
+            options.pop("key_tokens", None)
+        return options
+
+    @classmethod
+    def recognises(cls, first_line: bytes) -> bool:
+        """Return True if the line is one of the format, or of Dynamo's traces."""
+        found = json_fields(first_line)
+        return found == {"timestamp", "event"} or any(found >= fields for fields in _RECOGNISED)
+
+    @property
     def _file(self) -> Path:
         if self.path is not None:
             return self.path
         return Path(str(files("kvcore") / "data" / "mooncake_conversation.jsonl.gz"))
+
+
+class _Reading:
+    """The rows of one iteration: their times, their sessions, and what is to be noted.
+
+    Args:
+        options: the workload.
+        source: its rows.
+    """
+
+    def __init__(self, options: Mooncake, source: Iterator[Row]) -> None:
+        head = list(islice(source, HEAD))
+        self._rows: Iterable[Row] = joined(head, source)
+        self._bailian = bool(head) and all(row.fields.keys() >= set(_BAILIAN) for row in head)
+        self._chained = options.chain or self._bailian
+        self._key_tokens = options.key_tokens
+        self._found_key_tokens = options.found_key_tokens
+        fraction = any(type(row.fields.get("timestamp")) is float for row in head)
+        self._clock = Clock("timestamp", options.unit, "s" if fraction else "ms")
+        # Of the published formats the unit is known.
+        self._clock.reason = (
+            "" if self._bailian or not fraction else "since they have a fraction"
+        )
+        self._order: TimeOrder = time_order("timestamp")
+        self.closed = any(row.fields.get(name) is not None for row in head for name in _SESSION)
+        self._untimed = all(row.fields.get("timestamp") is None for row in head)
+        # By the name of a session or of a request: its last request.
+        self._sent: dict[Any, _Sent] = {}
+        self._models: dict[str, int] = {}
+        self._short = self._empty = 0
+
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests of rows without sessions."""
+        size, chained, first = self._key_tokens, self._chained, None
+        for time, serial, row in self._order.sort(self._timed()):
+            first = time if first is None else first
+            prompt = row.natural("input_length", 1)
+            keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
+            if (len(keys) + 1) * size <= prompt:
+                self._short += 1
+            arrival = time - first
+            if arrival >= INT64_LIMIT:
+                raise _too_long(row)
+            yield Request(
+                id=serial,
+                arrival=arrival,
+                prompt_tokens=prompt,
+                output_tokens=row.natural("output_length"),
+                keys=chain_keys(keys) if chained else keys,
+                key_tokens=size,
+            )
+
+    def turns(self) -> Iterator[Request]:
+        """Yield the requests of rows of sessions, each after the one before it."""
+        return in_order(map(self._turn, self._order.sort(self._with_lengths())))
+
+    def notes(self) -> list[str]:
+        """Return what was assumed of the rows so far."""
+        notes = self._order.notes(self._clock)
+        if self._found_key_tokens:
+            notes.append(
+                f"a key stands for {self._key_tokens} tokens, as the first rows have it"
+            )
+        if self._bailian:
+            notes.append("ids are of single blocks: chained, so that keys mean prefixes")
+            notes.append(
+                "a turn is sent after the answer before it; how long that took is not "
+                "recorded, so that waits between turns include it"
+            )
+        if self._untimed:
+            notes.append("the file has no times: all begins at once")
+        if self._empty:
+            notes.append(f"requests without lengths left out: {self._empty}")
+        if self._short:
+            notes.append(f"prompts with too few ids, whose rest is never shared: {self._short}")
+        return notes
+
+    def _turn(self, timed: Timed[Row]) -> tuple[int, Pending]:
+        """Return the time of a row since the first one, and its request."""
+        time, serial, row = timed
+        fields, first = row.fields, self._order.first
+        time = arrival = time - first
+        if time >= INT64_LIMIT:
+            raise _too_long(row)
+        session, parent, names = self._place(fields)
+        before = None if parent is None else self._sent.get(parent)
+        if before is not None:
+            session = before.session if self._bailian else session or before.session
+            think = max(0, time - before.end)
+            waits = [_wait(row, name) for name in _WAITS if fields.get(name) is not None]
+            if waits:
+                think = sum(waits)
+                arrival = max(time, before.arrival + think)
+        else:
+            think = 0
+        end = None if fields.get("end") is None else _wait(row, "end") - first
+        sent = _Sent(serial, session, arrival, arrival if end is None else max(arrival, end))
+        self._sent |= dict.fromkeys(names, sent)
+        after = None if before is None else before.serial
+        return time, (arrival, serial, partial(self._request, row, sent, after, think))
+
+    def _place(self, fields: dict[str, Any]) -> tuple[str | None, Any, list[Any]]:
+        """Return the session of a row, what it follows, and names by which others follow it.
+
+        What it follows, a session or a request, is None at the beginning.
+        """
+        if self._bailian:
+            chat, parent = (fields.get(name) for name in _BAILIAN)
+            root = parent in (None, _NO_PARENT)
+            return f"{chat if root else parent}", None if root else parent, [chat]
+        session, awaited = fields.get("session_id"), fields.get("wait_for")
+        names = [name for name in (fields.get("request_id"), session) if name is not None]
+        parent = session
+        if type(awaited) is list:
+            parent = awaited[-1] if awaited else None
+        return None if session is None else f"{session}", parent, names
+
+    def _request(self, row: Row, sent: _Sent, after: int | None, think: int) -> Request:
+        """Return the request of a row of a session."""
+        prompt, size = row.natural("input_length", 1), self._key_tokens
+        keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
+        self._short += (len(keys) + 1) * size <= prompt
+        model = row.optional(row.text, "model", None)
+        if model is not None and self._models.setdefault(model, len(self._models)):
+            # Equal tokens of two models are two blocks.
+            texts = (f"{model}\0{key!r}".encode() for key in keys)
+            keys = [blake2b(text, digest_size=KEY_BYTES).digest() for text in texts]
+        return Request(
+            id=sent.serial,
+            arrival=sent.arrival,
+            prompt_tokens=prompt,
+            output_tokens=row.natural("output_length"),
+            keys=chain_keys(keys) if self._chained else keys,
+            key_tokens=size,
+            salt=model,
+            session=sent.session,
+            after=after,
+            think_time=think,
+        )
+
+    def _timed(self) -> Iterator[Timed[Row]]:
+        clock, latest, lacks_times = self._clock, 0, self.closed or self._untimed
+        read = clock.read
+        for serial, row in enumerate(self._rows):
+            time = read(row.fields.get("timestamp"))
+            if time is not None:
+                latest = time
+            elif row.fields.get("timestamp") is not None or not lacks_times:
+                latest = row.time("timestamp", clock)  # an error
+            # A turn without a time comes after the one before it, whatever its time.
+            yield latest, serial, row
+
+    def _with_lengths(self) -> Iterator[Timed[Row]]:
+        for timed in self._timed():
+            if timed[2].fields.get("input_length") is None:
+                self._empty += 1
+            else:
+                yield timed
+
+
+@attrs.frozen
+class _Sent:
+    """A request that others may follow.
+
+    Attributes:
+        serial, session: its id, and its session.
+        arrival, end: when it was sent, and when its answer was complete or else `arrival` (ns).
+    """
+
+    serial: int
+    session: str | None
+    arrival: int
+    end: int
+
+
+def _too_long(row: Row) -> InputError:
+    expected = "a time less than 292 years after the first"
+    return row.error(field="timestamp", expected=expected)
+
+
+def _requests(path: Path) -> Iterator[Row]:
+    """Return the rows of requests, those of Dynamo's traces as rows of Mooncake's format."""
+    source = rows(path)
+    first = next(source)
+    whole = joined([first], source)
+    return _of_dynamo(whole) if first.fields.keys() & {"event", "event_type"} else whole
+
+
+def _of_dynamo(events: Iterable[Row]) -> Iterator[Row]:
+    """Yield the requests of a trace of Dynamo as rows of Mooncake's format."""
+    for row in events:
+        event = row.fields
+        if type(event.get("event")) is dict:
+            event = event["event"]
+        if "event_type" not in event:
+            yield row  # what it lacks is for its reader to say
+            continue
+        request, context = event.get("request"), event.get("agent_context") or {}
+        if event.get("event_type") != "request_end" or type(request) is not dict:
+            continue
+        replay = request.get("replay") or {}
+        end, took = event.get("event_time_unix_ms"), request.get("total_time_ms")
+        start = request.get("request_received_ms")
+        if start is None and end is not None:
+            start = end - (took or 0)
+        fields = {
+            "timestamp": start,
+            "end": end,
+            "input_length": replay.get("input_length", request.get("input_tokens")),
+            "output_length": request.get("output_tokens", 0),
+            "hash_ids": replay.get("input_sequence_hashes", []),
+            "key_tokens": replay.get("trace_block_size"),
+            "session_id": context.get("trajectory_id", context.get("session_id")),
+            "model": request.get("model"),
+        }
+        yield Row(row.path, row.line, fields, "request.")
+
+
+def _key_tokens(head: Iterable[Row]) -> int | None:
+    """Return the tokens of a key that fit all of the first rows; None if none does.
+
+    A key stands for each block of the prompt, the last one perhaps partial; or for each full
+    block. A row of n > 1 keys and L tokens so has keys of L / n to (L - 1) / (n - 1) tokens, or
+    of more than L / (n + 1) and up to L / n.
+    """
+    partial_last, full = (1, INT64_LIMIT), (1, INT64_LIMIT)
+    for row in head:
+        fields = row.fields
+        recorded: Any = fields.get("key_tokens")
+        if type(recorded) is int and recorded > 0:
+            return recorded
+        length, ids = fields.get("input_length"), fields.get("hash_ids")
+        if type(length) is not int or length < 1 or type(ids) is not list or not ids:
+            continue
+        number = len(ids)
+        most = (length - 1) // (number - 1) if number > 1 else INT64_LIMIT
+        partial_last = max(partial_last[0], -(-length // number)), min(partial_last[1], most)
+        full = max(full[0], length // (number + 1) + 1), min(full[1], length // number)
+    for low, high in (partial_last, full):
+        usual = next((size for size in _SIZES if low <= size <= high), None)
+        if usual is not None or low == high:
+            return usual or low
+    return None
+
+
+def _wait(row: Row, name: str) -> int:
+    """Return a field in ms as ns."""
+    value: Any = row.fields[name]
+    if type(value) in (int, float) and 0 <= value < INT64_LIMIT // _MS:
+        return round(float(value) * _MS) if type(value) is float else int(value) * _MS
+    raise row.error(field=name, expected="milliseconds, 0 or more")

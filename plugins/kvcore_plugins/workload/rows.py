@@ -5,9 +5,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import suppress
-from datetime import UTC, datetime, timedelta
-from decimal import Decimal
 from heapq import heappop, heappush, heapreplace
 from pathlib import Path
 from random import Random
@@ -23,8 +20,7 @@ from kvcore.errors import shorten
 from kvcore.files import as_path
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest, lines, poisson_arrivals
-
-UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
+from kvcore_plugins.workload.times import UNITS, WINDOW, Clock, TimeOrder
 
 MOST_NESTED = 250
 """Largest depth of nested values in a line, which can then be written again."""
@@ -32,10 +28,9 @@ MOST_NESTED = 250
 _T = TypeVar("_T")
 _INT = {int}
 _FIELD = object()
-_NUMBER = re.compile(r"\d{1,18}(?:\.\d{0,30})?(?:[eE][+-]?\d{1,2})?", re.ASCII)
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-_MICROSECOND = timedelta(microseconds=1)
 _HEX = re.compile(r"[0-9a-fA-F]{32}")
+_HASH = re.compile(r"(?:0[xX])?[0-9a-fA-F]{8,128}")
+_WIDE_BYTES = 16
 _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
 
@@ -62,15 +57,22 @@ class TimedFile(FileWorkload):
 
     Attributes:
         path: path of the file.
-        unit: unit of times that are numbers: s, ms, us, ns.
+        unit: unit of times that are numbers: s, ms, us, ns; None: that of the field's name, or
+            of their size.
         rate: where rows have no times, requests a second, at random times (Poisson); `inf`:
             all at once.
         seed: seed of the random times.
     """
 
-    unit: str = attrs.field(default="s", validator=in_(UNITS), kw_only=True)
+    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
     rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
     seed: int = attrs.field(default=0, kw_only=True)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the file's bytes and of the other options, a unit in any case."""
+        options = self.options() | {"unit": self.unit or "s"}
+        return file_digest(options.pop("path"), **options)
 
     def drawn_arrivals(self) -> Iterator[int]:
         """Yield the times in ns of rows without times."""
@@ -119,21 +121,13 @@ class Row:
         expected = f"a number of seconds, from 0 and below {_SECONDS_LIMIT}"
         raise self.error(field=name, expected=expected)
 
-    def time(self, name: str, unit: str) -> int:
-        """Return a time in ns: a number in `unit`, or a date and time of ISO 8601."""
-        value = self.fields.get(name, "")
-        text = str(value)
-        if _NUMBER.fullmatch(text):
-            time = int((Decimal(text) * UNITS[unit]).to_integral_value())
-            if time < INT64_LIMIT:
-                return time
-        else:
-            with suppress(ValueError):
-                moment = datetime.fromisoformat(text)
-                moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-                return (moment - _EPOCH) // _MICROSECOND * UNITS["us"]
-        expected = "a number, or a time such as 2024-05-10 18:15:46.680"
-        raise self.error(field=name, expected=expected)
+    def time(self, name: str, clock: Clock) -> int:
+        """Return the time in ns that `clock` reads in a field."""
+        time = clock.read(self.fields.get(name))
+        if time is None:
+            expected = "a number, or a time such as 2024-05-10 18:15:46.680"
+            raise self.error(field=name, expected=expected)
+        return time
 
     def text(self, name: str) -> str:
         """Return a field that must be a text."""
@@ -166,24 +160,29 @@ class Row:
             rows.append(Row(self.path, self.line, fields, f"{self.prefix}{where}."))
         return rows
 
-    def keys(self, name: str, below: int = INT64_LIMIT, *, digests: bool = False) -> list[Any]:
+    def keys(
+        self, name: str, below: int = INT64_LIMIT, *, digests: bool = False, wide: bool = False
+    ) -> list[Any]:
         """Return a list of block keys: integers in `[0, below)`.
 
-        With `digests`, texts of 32 hexadecimal digits are keys as well, as their 16 bytes.
+        With `digests`, texts of 32 hexadecimal digits are keys as well, as their 16 bytes. With
+        `wide`, so are other integers of 64 bits but -1, and texts of 8 or more digits.
         """
         keys = self.fields.get(name)
         if type(keys) is not list:
             raise self.error(field=name, expected="a list of integers")
         if not keys or (set(map(type, keys)) == _INT and min(keys) >= 0 and max(keys) < below):
             return keys
+        if wide:
+            keys = [_wide_key(key) for key in keys]
         for place, key in enumerate(keys):
             integer = type(key) is int and 0 <= key < below
             digest = digests and type(key) is str and _HEX.fullmatch(key) is not None
-            if not integer and not digest:
+            if not integer and not digest and type(key) is not bytes:
                 expected = f"an integer from 0 to {below - 1}"
                 expected += " or 32 hexadecimal digits" if digests else ""
                 raise self.error(field=f"{name}[{place}]", expected=expected, got=key)
-        return [key if type(key) is int else bytes.fromhex(key) for key in keys]
+        return [bytes.fromhex(key) if type(key) is str else key for key in keys]
 
     def prompt_keys(
         self,
@@ -193,13 +192,23 @@ class Row:
         below: int = INT64_LIMIT,
         *,
         digests: bool = False,
+        wide: bool = False,
         hint: str = "",
     ) -> list[Any]:
         """Return the block keys of a prompt: no more of them than its tokens fill.
 
         `hint` ends the error about more.
         """
-        keys = self.keys(name, below, digests=digests)
+        keys: list[Any] = self.fields.get(name)  # type: ignore[assignment]  # tested below
+        # As nearly all are, without a call.
+        if not (
+            type(keys) is list
+            and keys
+            and set(map(type, keys)) == _INT
+            and min(keys) >= 0
+            and max(keys) < below
+        ):
+            keys = self.keys(name, below, digests=digests, wide=wide)
         if (len(keys) - 1) * key_tokens < prompt:
             return keys
         most = -(-prompt // key_tokens)
@@ -221,6 +230,25 @@ class Row:
         found = "nothing: the field is missing" if value is _FIELD else as_json(value)
         where = f"{self.path}:{self.line}: field '{self.prefix}{field}'"
         return InputError(f"{where}: expected {expected}, got {found}")
+
+
+def _wide_key(key: Any) -> Any:
+    """Return an integer beyond 63 bits or a hexadecimal text as bytes; others as they are."""
+    if type(key) is int and (INT64_LIMIT <= key < 2 * INT64_LIMIT or -INT64_LIMIT <= key < -1):
+        return key.to_bytes(_WIDE_BYTES, "big", signed=True)
+    if type(key) is str and _HASH.fullmatch(key):
+        return key.lower().removeprefix("0x").encode()
+    return key
+
+
+def time_order(field: str) -> TimeOrder:
+    """Return what sorts the rows whose times are in `field`."""
+
+    def too_late(row: Row) -> InputError:
+        expected = f"no time before that of the {WINDOW} rows before it (sort the rows by time)"
+        return row.error(field=field, expected=expected)
+
+    return TimeOrder(too_late)
 
 
 Turn: TypeAlias = tuple[int, Callable[[], Request]]
@@ -271,7 +299,7 @@ def parse_row(path: Path, number: int, line: bytes) -> Row:
     """
     try:
         fields = orjson.loads(line)
-        if line.count(b"[") + line.count(b"{") > MOST_NESTED:
+        if len(line) > MOST_NESTED and line.count(b"[") + line.count(b"{") > MOST_NESTED:
             orjson.dumps(fields)
     except orjson.JSONDecodeError as error:
         msg = f"{path}:{number}: not JSON: {error.msg} (column {error.colno})"

@@ -220,7 +220,7 @@ class _Classifier:
             trusted = self._trusted(read, expected)
             early = max(0, expected - trusted)
             parts = list(self._unread(request, size, read, trusted, unlapsed - early, early))
-        keys = full_keys(request)
+        keys = full_keys(request, size)
         self._used.update(dict.fromkeys(keys, now))
         self._users.update(dict.fromkeys(keys, request.id))
         if isinstance(request, LoggedRequest):
@@ -261,7 +261,7 @@ class _Classifier:
         The rule reads `expected` tokens, and `unlapsed` if no TTL lapsed. The same content
         stands `early` tokens earlier in the log than by its keys.
         """
-        now, unit, keys = request.arrival, request.key_tokens, full_keys(request)
+        now, unit, keys = request.arrival, size.key, full_keys(request, size)
         ttl = self._ttl(request)
         live = live_keys(keys, self._used, now - ttl)
         known = live_keys(keys, self._used, -1)

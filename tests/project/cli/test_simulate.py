@@ -261,7 +261,7 @@ def test_out_replaces_an_earlier_run(tmp_path):
 def test_a_failed_run_names_the_row_and_leaves_no_file(tmp_path):
     """A bad row of the workload is named, and no file or folder is left."""
     rows = [
-        {"timestamp": t, "input_length": 5, "output_length": 1, "hash_ids": [t]} for t in (9, 1)
+        {"timestamp": 1, "input_length": n, "output_length": 1, "hash_ids": [1]} for n in (5, 0)
     ]
     source = tmp_path / "trace.jsonl"
     source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))

@@ -87,7 +87,8 @@ def test_explain_finds_the_miss_reasons_of_an_api_log():
         run_here("explain", LOG, "--price", "anthropic", "--summary", "--json").stdout
     )
     lost = {reason: row["stopped"] for reason, row in found["lost"].items() if row["tokens"]}
-    assert lost == {"new": 13, "edited": 4, "undetermined": 1, "lapsed": 1, "evicted": 1}
+    assert lost.pop("unmarked") == 2  # keys of 18 tokens of text end in other places
+    assert lost == {"new": 11, "edited": 4, "undetermined": 1, "lapsed": 1, "evicted": 1}
     assert found["read_tokens"] == found["bill"]["reported"]["read_tokens"]
     assert found["expected_tokens"] > found["read_tokens"]
     printed = run_here("explain", LOG, "--price", "anthropic", "8").stdout

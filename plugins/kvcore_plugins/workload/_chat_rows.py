@@ -1,0 +1,606 @@
+"""One reading of a file of chats: its rows in order of time, as requests."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, islice
+from typing import Any, NamedTuple
+
+import attrs
+import orjson
+
+from kvcore import InputError, Request
+from kvcore.request import block_keys
+from kvcore.units import INT64_LIMIT, NS_PER_S
+from kvcore.workloads import lines
+from kvcore_plugins.workload._chat_log import log_parts
+from kvcore_plugins.workload._chat_options import ChatFile
+from kvcore_plugins.workload._encoders import ESTIMATES, Encoder, encoder_of
+from kvcore_plugins.workload._messages import (
+    ANSWER,
+    IMAGES,
+    RESPONSE,
+    TOKEN_IDS,
+    Answer,
+    answer_indices,
+    answer_of,
+    chat_body,
+    fault_of,
+    generated_nothing,
+    messages_of,
+    nested,
+    reasoning_of,
+    text_of,
+    times_of,
+    token_ids,
+    unpacked,
+    unusable,
+)
+from kvcore_plugins.workload.left_out import LeftOut, unread_fields
+from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
+from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
+from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
+from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
+
+_HEAD_TOKENS = 250_000
+_ISOLATING = frozenset(("cache_salt", "cache_salt_id", "extra_key", "lora_request", "lora_name",
+              "lora_path", "lora", "adapter_id", "adapter"))  # fmt: skip
+# Of fields whose names would say that they change a request, those that do not, or are read.
+_KNOWN = frozenset((
+    *_ISOLATING, "reasoning_content", "reasoning_effort", "prompt_cache_key",
+    "prompt_cache_retention", "background", "usage", "cached_tokens", "prompt_cache_hit_tokens",
+))  # fmt: skip
+# Largest ratio of the tokens that are reported to those of the texts, either way, with which
+# the texts are taken to be the prompts.
+_RATIO = 2.0
+
+
+class Exchange(NamedTuple):
+    """A row of a log: what was asked, and what was answered.
+
+    Attributes:
+        row: the row.
+        body, response: the objects in it that have the request and the answer; the row itself
+            if it has none.
+    """
+
+    row: Row
+    body: Row
+    response: Row
+
+
+@attrs.define
+class _Tokens:
+    """The tokens of a row, before their lengths are compared with those that were reported.
+
+    Attributes:
+        exchange: the row.
+        prompts: of each turn, the tokens of the prompt.
+        answers: of each turn, those of what was generated; None: it is not recorded.
+        usage: the tokens that were reported.
+        explicit: whether the API caches at breakpoints alone.
+        parts: the content blocks of the prompt; None: it is no logged chat.
+        hidden: whether tokens were generated between the prompt and the answer that are not
+            recorded.
+    """
+
+    exchange: Exchange
+    prompts: list[list[int]]
+    answers: list[list[int] | None]
+    usage: Usage | None = None
+    explicit: bool = False
+    parts: tuple[PromptPart, ...] | None = None
+    hidden: bool = False
+
+
+class Reading:
+    """One pass over a file of chats, and what is to be said about it.
+
+    Args:
+        chat: the workload, whose options say how to read.
+
+    Attributes:
+        left_out: rows that are no requests.
+    """
+
+    def __init__(self, chat: ChatFile) -> None:
+        self._chat = chat
+        self._names = chat.field_names
+        self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
+        self.left_out = LeftOut(strict=chat.strict)
+        self._unread: list[str] = []
+        self._rows = self._unanswered = self._hidden = 0
+        self._estimated = False
+        self._other_prompts = self._other_outputs = 0
+        self._reported = self._counted = 0
+        self._key_text = chat.key_tokens
+        self._clock: Clock | None = None
+        self._order: TimeOrder | None = None
+        self._likely: list[str] = []
+
+    def sessions(self) -> Iterator[tuple[int, Callable[[], list[Turn]]]]:
+        """Yield the arrival of the first request of each row, and its reader."""
+        drawn = self._chat.drawn_arrivals()
+        start = first = None
+        for time, tokens in self._measured(self._tokens()):
+            self._rows += 1
+            if time is None:
+                start = next(drawn)
+            else:
+                first = time if first is None else first
+                start = time - first
+            yield start, partial(self._turns, tokens, start)
+        if first is start is None:
+            why = self.left_out.first
+            if why is not None and self.left_out.reasons.total() == 1:
+                raise why
+            notes = "; ".join(self.left_out.notes)
+            msg = f"{self._chat.path}: no row is a request of a prompt; {notes}"
+            raise InputError(msg)
+
+    def notes(self) -> list[str]:
+        """Return the assumptions about the rows that were read, and what was left out."""
+        chat = self._chat
+        notes = [ESTIMATES[chat.tokens]] if self._estimated and not chat.tokenizer else []
+        if self._order is not None and self._clock is not None:
+            notes += self._order.notes(self._clock)
+        elif chat.rate is None:
+            named = f" (or does time={' or time='.join(self._likely)} have them?)"
+            named = named if self._likely else ""
+            notes.append(
+                f"the file has no times{named}: all arrives at once, a conversation's turns in "
+                "a row; rate=PER_SECOND and think=SECONDS spread them"
+            )
+        notes += self.left_out.notes
+        notes += self._usage_notes()
+        if self._unanswered:
+            notes.append(
+                f"requests without an answer: {self._unanswered}, each of which is said "
+                f"to generate output_tokens={chat.output_tokens}"
+            )
+        if self._unread:
+            notes.append(f"fields that are not read: {', '.join(self._unread)}")
+        return notes
+
+    def _usage_notes(self) -> Iterator[str]:
+        if self._other_prompts or self._other_outputs:
+            text = (
+                f"lengths are those of usage, which differ from the texts' in "
+                f"{self._other_prompts:,} prompts ({self._reported:,} tokens, by the texts "
+                f"{self._counted:,}) and {self._other_outputs:,} answers in {self._rows:,} rows"
+            )
+            if self._key_text != self._chat.key_tokens:
+                text += (
+                    f"; a key of {self._chat.key_tokens} tokens is one of {self._key_text} "
+                    "tokens of the texts"
+                )
+            yield text
+        if self._hidden:
+            yield (
+                f"answers with tokens that are not in the file, such as reasoning: "
+                f"{self._hidden:,}; what follows their prompts in the cache is unknown, and "
+                "nothing hits it"
+            )
+
+    def _tokens(self) -> Iterator[tuple[int | None, _Tokens]]:
+        """Yield the time and the tokens of each row that can be read, in order of time."""
+        for time, exchange in self._timed():
+            if self._rows < HEAD:
+                self._look_for_unread(exchange)
+            try:
+                tokens = self._tokens_of(exchange)
+            except InputError as error:
+                self.left_out.add(getattr(error, "reason", "not readable"), error)
+            else:
+                yield time, tokens
+
+    def _timed(self) -> Iterator[tuple[int | None, Exchange]]:
+        """Yield each row that may be a request, in order of time; without times as they are."""
+        chat, asked = self._chat, self._names.get("time")
+        source = exchanges(chat, self.left_out, self._names)
+        head = list(islice(source, HEAD))
+        samples = [times_of(exchange.row, asked) for exchange in head]
+        names = list(dict.fromkeys(name for times in samples for name in times))
+        field = finest(names, samples, chat.unit) or next(
+            (name for name in names if 2 * sum(name in times for times in samples) > len(head)),
+            None,
+        )
+        rows = chain(head, source)
+        if field is None:
+            first = head[0].row.fields if head else {}
+            self._likely = [
+                name
+                for name, value in first.items()
+                if _LIKELY.search(name) and type(value) in (int, float, str)
+            ]
+            if asked is not None and head:
+                msg = f"{chat.path}: no field {asked!r} in most of the first rows"
+                msg += f"; there are: {', '.join(self._likely)}" if self._likely else ""
+                raise InputError(msg)
+            yield from ((None, exchange) for exchange in map(self._untimed, rows))
+            return
+        first_row = next(
+            exchange.row
+            for exchange, times in zip(head, samples, strict=True)
+            if field in times
+        )
+        chat.refuse_rate(first_row, field)
+        self._clock, self._order = Clock(field, chat.unit), time_order(field)
+        for time, _, exchange in self._order.sort(self._clocked(rows, field)):
+            yield time, exchange
+
+    def _clocked(self, rows: Iterable[Exchange], field: str) -> Iterator[Timed[Exchange]]:
+        """Yield the rows that have a time."""
+        clock, latest = self._clock or Clock(field), -INT64_LIMIT
+        for exchange in rows:
+            row = exchange.row
+            holder = row if row.fields.get(field) is not None else nested(row, *RESPONSE)
+            try:
+                if holder.fields.get(field) is None:
+                    raise row.error(field=field, expected="a time, as the first row has")
+                time = holder.time(field, clock)
+                if self._chat.strict:
+                    expected = "no earlier time than before (sort the rows by time)"
+                    latest = holder.in_order(field, time, latest, expected)
+            except InputError as error:
+                self.left_out.add("without a time", error)
+            else:
+                yield time, row.line, exchange
+
+    def _untimed(self, exchange: Exchange) -> Exchange:
+        """Return a row of a file without times, or refuse one with a time if that is strict."""
+        if self._chat.strict and (times := times_of(exchange.row)):
+            expected = "none, as in the first row"
+            raise exchange.row.error(field=next(iter(times)), expected=expected)
+        return exchange
+
+    def _look_for_unread(self, exchange: Exchange) -> None:
+        row, body = exchange.row, exchange.body
+        names = unread_fields({**row.fields, **body.fields}, _KNOWN)
+        for name in names:
+            value = body.fields.get(name, row.fields.get(name))
+            if name in self._unread or value is None or (
+                name == "reasoning" and type(value) is not str
+            ):  # fmt: skip
+                continue
+            self._unread.append(name)
+            if self._chat.strict:
+                raise row.error(field=name, expected="no field that is not read", got=value)
+
+    def _tokens_of(self, exchange: Exchange) -> _Tokens:
+        """Return the tokens of the prompts and answers of a row."""
+        row, body, response = exchange
+        holders = [response] if response is row else [response, row]
+        if "usage" in self._names:
+            holders.reverse()
+        usage, explicit = usage_of(*holders)
+        answer = answer_of(response)
+        if answer is None and generated_nothing(response):
+            raise unusable(row, "without generated tokens")
+        ids = _prompt_ids(exchange)
+        self._estimated = self._estimated or ids is None
+        is_chat = "messages" in body.fields or "conversations" in body.fields
+        if ids is None and not is_chat:
+            text = body.fields.get("prompt")
+            if type(text) is list and len(text) == 1:
+                (text,) = text
+            if type(text) is not str:
+                raise body.error(field="prompt", expected="a text")
+            ids = self._encoder.encode(text, begins=True)
+        if ids is not None:
+            if not ids:
+                raise body.error(field="prompt", expected="at least one token")
+            return self._one(exchange, ids, answer, usage, explicit=explicit)
+        return self._chat_tokens(exchange, answer, usage, explicit=explicit)
+
+    def _chat_tokens(
+        self, exchange: Exchange, answer: Answer | None, usage: Usage | None, *, explicit: bool
+    ) -> _Tokens:
+        """Return the tokens of a chat: of one request, or of each answer in it."""
+        body, encoder = exchange.body, self._encoder
+        messages = messages_of(body)
+        answered = messages[-1]["role"] == ANSWER and len(messages) > 1
+        single = "messages" in body.fields and (
+            answer is not None or usage is not None or not answered
+        )
+        if single or answer is not None:
+            if answer is None and answered:
+                answer = Answer(text_of(messages[-1]), reasoning_of(messages.pop()))
+            (prompt,) = encoder.prompts(messages, [len(messages)], body)
+            tokens = self._one(exchange, prompt, answer, usage, explicit=explicit)
+            if "messages" in body.fields:
+                tokens.parts, marked = log_parts(body, encoder.ends, len(prompt))
+                tokens.explicit = explicit or marked
+            return tokens
+        indices = answer_indices(messages)
+        prompts = list(encoder.prompts(messages, indices, body))
+        answers = [
+            self._encoded(reasoning_of(messages[index]), text_of(messages[index]))
+            if index < len(messages)
+            else None
+            for index in indices
+        ]
+        return _Tokens(exchange, prompts, answers)
+
+    def _one(
+        self,
+        exchange: Exchange,
+        prompt: list[int],
+        answer: Answer | None,
+        usage: Usage | None,
+        *,
+        explicit: bool,
+    ) -> _Tokens:
+        """Return the tokens of a row that is one request."""
+        if answer is None:
+            generated = None
+        else:
+            generated = answer.tokens or self._encoded(answer.reasoning, answer.text)
+        tokens = _Tokens(exchange, [prompt], [generated], usage, explicit)
+        if usage is not None and answer is not None and answer.choices == 1:
+            recorded = len(generated or ())
+            untold = usage.reasoning_tokens > 0 and not (answer.reasoning or answer.tokens)
+            tokens.hidden = untold or usage.output_tokens > 2 * recorded + 8
+        return tokens
+
+    def _encoded(self, reasoning: str, text: str) -> list[int]:
+        tokens = self._encoder.encode(text) if text else []
+        return [*self._encoder.encode(reasoning), *tokens] if reasoning else tokens
+
+    def _measured(
+        self, source: Iterator[tuple[int | None, _Tokens]]
+    ) -> Iterator[tuple[int | None, _Tokens]]:
+        """Yield `source`, after its first rows have told the tokens of text in a key.
+
+        Texts are counted by another tokenizer than the server's, or estimated: a key of a block
+        is that of as much text as has the tokens of a block in the reported lengths. So equal
+        prefixes have equal keys, and as many keys as the server had blocks.
+        """
+        head, held = [], 0
+        for time, tokens in islice(source, HEAD):
+            head.append((time, tokens))
+            held += sum(map(len, tokens.prompts))
+            if held > _HEAD_TOKENS:
+                break
+        ratios = [
+            tokens.usage.prompt_tokens / len(tokens.prompts[0])
+            for _, tokens in head
+            if tokens.usage is not None
+        ]
+        ratio = sorted(ratios)[len(ratios) // 2] if ratios else 1.0
+        if 1 / _RATIO <= ratio <= _RATIO:
+            self._key_text = max(1, round(self._chat.key_tokens / ratio))
+        yield from chain(head, source)
+
+    def _scaled(self, tokens: int) -> int:
+        """Return the tokens that a number of tokens of the texts stands for."""
+        return tokens * self._chat.key_tokens // self._key_text
+
+    def _turns(self, tokens: _Tokens, start: int) -> list[Turn]:
+        """Return the turns of a row, the last one first."""
+        exchange, chat = tokens.exchange, self._chat
+        serial, think = exchange.row.line - 1, round(chat.think * NS_PER_S)
+        salt, size = salt_of(exchange, chat.isolate), chat.key_tokens
+        alone = len(tokens.prompts) == 1
+        make, turns = self._maker(tokens), list[Turn]()
+        for turn, (prompt, answer) in enumerate(
+            zip(tokens.prompts, tokens.answers, strict=True)
+        ):
+            usage, generated = tokens.usage, answer or []
+            prompt_tokens = usage.prompt_tokens if usage else self._scaled(len(prompt))
+            output = self._output_tokens(tokens, generated)
+            if usage is not None:
+                self._reported += prompt_tokens
+                self._counted += len(prompt)
+                self._other_prompts += prompt_tokens != len(prompt)
+                self._other_outputs += answer is not None and output != len(generated)
+            # Reported lengths and those of the text differ by some blocks. Of a prompt with
+            # many more tokens than its text, such as those of an image, the rest is unknown.
+            known, whole = len(prompt) // self._key_text, prompt_tokens // size
+            last = (prompt_tokens + output) // size
+            if tokens.hidden or whole - known > max(1, whole // 10):
+                self._hidden += answer is not None
+                whole, generated = min(whole, known), []
+            keys = block_keys([*prompt, *generated], self._key_text, salt=salt)
+            arrival = start + turn * think
+            build = partial(
+                make,
+                id=serial if alone else f"{serial}/{turn}",
+                arrival=arrival,
+                prompt_tokens=prompt_tokens,
+                output_tokens=output,
+                keys=keys[:whole],
+                key_tokens=size,
+                salt=salt,
+                session=None if alone else str(serial),
+                after=f"{serial}/{turn - 1}" if turn else None,
+                think_time=think if turn else 0,
+                output_keys=keys[whole:last] if generated and output else (),
+            )
+            turns.append((arrival, build))
+        turns.reverse()
+        return turns
+
+    def _output_tokens(self, tokens: _Tokens, generated: list[int]) -> int:
+        """Return the generated tokens: as reported, else those of the answer, or the option."""
+        if tokens.usage is not None and tokens.usage.output_tokens:
+            return tokens.usage.output_tokens
+        if generated:
+            return self._scaled(len(generated))
+        count = _output_count(tokens.exchange)
+        if count is None:
+            self._unanswered += 1
+            count = self._chat.output_tokens
+        return count
+
+    def _maker(self, tokens: _Tokens) -> Callable[..., Request]:
+        """Return the function that builds a row's requests."""
+        if tokens.usage is None and tokens.parts is None:
+            return Request
+        return partial(
+            LoggedRequest,
+            parts=tokens.parts or (),
+            explicit=tokens.explicit,
+            usage=tokens.usage,
+            text_tokens=len(tokens.prompts[0]),
+            key_text_tokens=self._key_text,
+        )
+
+
+_LIKELY = re.compile(r"time|date|stamp|created|_at$|(^|_)ts$", re.IGNORECASE)
+
+
+def exchanges(
+    chat: ChatFile, left_out: LeftOut, names: Mapping[str, str]
+) -> Iterator[Exchange]:
+    """Yield the rows of a file that may be requests; count the others in `left_out`.
+
+    Raises:
+        InputError: the file cannot be read, or with `strict` the first other row.
+    """
+    for number, line in lines(chat.path):
+        try:
+            row = parse_row(chat.path, number, line)
+        except InputError as error:
+            left_out.add("not readable", error)
+            continue
+        exchange = _exchange(row, names, chat.image_tokens)
+        fault = fault_of(row, exchange.body, exchange.response)
+        if fault is None and not _has_prompt(exchange):
+            fault = "without a prompt"
+        if fault is None:
+            yield exchange
+        else:
+            left_out.add(fault, unusable(row, fault))
+
+
+def _exchange(row: Row, names: Mapping[str, str], image_tokens: int | None) -> Exchange:
+    """Return a row with its request and its answer, whatever its format."""
+    fields = row.fields
+    unpacked(fields, "request", "body", "response", "messages", "input", "output")
+    for role, name in names.items():
+        value = dotted(fields, name)
+        if role == "time":
+            fields[name] = value
+        elif role == "answer":
+            fields["response"] = value if type(value) is dict else {"output": value}
+        else:
+            fields[role] = value
+            unpacked(fields, role)
+    body = row if names.keys() & {"messages", "prompt"} else nested(row, "request", "body")
+    body = chat_body(body)
+    if image_tokens is not None:
+        body.fields[IMAGES] = image_tokens
+    return Exchange(row, body, nested(row, "response", "body"))
+
+
+def dotted(fields: Any, name: str) -> Any:
+    """Return the value under a dotted name such as `payload.messages`; None: there is none."""
+    if type(fields) is dict and name in fields:
+        return fields[name]
+    for part in name.split("."):
+        if type(fields) is list and part.isdecimal() and int(part) < len(fields):
+            fields = fields[int(part)]
+        else:
+            fields = fields.get(part) if type(fields) is dict else None
+    return fields
+
+
+def likely_fields(line: bytes) -> dict[str, str]:
+    """Return the fields of a row that look like those of a request, by the options' names.
+
+    None if it has neither messages nor a text that may be a prompt.
+    """
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return {}
+    fields = list(_fields_in(row, "")) if type(row) is dict else []
+    names: dict[str, str] = {}
+    for name, value in fields:
+        if type(value) is list and value and type(value[0]) is dict and "content" in value[0]:
+            names.setdefault("messages", name)
+    texts = [name for name, value in fields if type(value) is str and _PROMPT.search(name)]
+    if not names and texts:
+        names["prompt"] = texts[0]
+    if not names:
+        return {}
+    for role, pattern, kinds in _ROLES:
+        for name, value in fields:
+            if type(value) in kinds and pattern.search(name) and name not in names.values():
+                names[role] = name
+                break
+    return names
+
+
+_PROMPT = re.compile(r"(prompt|question|instruction|query|input|text)\w*$", re.IGNORECASE)
+_ROLES: Sequence[tuple[str, re.Pattern[str], tuple[type, ...]]] = tuple(
+    (role, re.compile(rf"({words})$", re.IGNORECASE), kinds)
+    for role, words, kinds in (
+        ("answer", r"(answer|completion|repl|respons|output)\w*", (str,)),
+        ("usage", r"(usage|tokens)\w*", (dict,)),
+        ("model", r"model(_?(name|id))?", (str,)),
+        ("time", r"time|date|stamp|created|_at|ts", (int, float, str)),
+    )
+)
+_DEPTH = 4
+
+
+def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an object and of those inside it, by dotted names."""
+    for name, value in fields.items():
+        yield f"{prefix}{name}", value
+        if type(value) is dict and prefix.count(".") < _DEPTH:
+            yield from _fields_in(value, f"{prefix}{name}.")
+
+
+def _has_prompt(exchange: Exchange) -> bool:
+    fields = exchange.body.fields
+    if fields.get("messages") is not None:
+        return True
+    names = ("conversations", "prompt", *TOKEN_IDS)
+    return any(fields.get(name) is not None for name in names) or bool(_prompt_ids(exchange))
+
+
+def _prompt_ids(exchange: Exchange) -> list[int] | None:
+    """Return the token ids of a prompt that is no chat; None: it has none."""
+    fields = exchange.body.fields
+    if fields.get("messages") is not None or fields.get("conversations") is not None:
+        return None
+    for value in (fields.get("prompt"), *map(fields.get, TOKEN_IDS)):
+        if (ids := token_ids(value)) is not None:
+            return ids
+    return token_ids(exchange.response.fields.get("prompt_token_ids"))
+
+
+def salt_of(exchange: Exchange, isolate: str | None) -> str | None:
+    """Return the model of a request, with all that keeps its cache apart from others'.
+
+    Args:
+        exchange: the row.
+        isolate: further fields that do so, joined by `+`.
+    """
+    row, body, _ = exchange
+    model = body.optional(body.text, "model", None)
+    holders = [body.fields, row.fields]
+    if type(extra := body.fields.get("extra_body")) is dict:
+        holders.append(extra)
+    further = isolate.split("+") if isolate else []
+    apart: dict[str, Any] = {}
+    for holder in holders:
+        for name in (*(holder.keys() & _ISOLATING), *further):
+            value = dotted(holder, name)
+            if value not in (None, "", {}, []):
+                apart.setdefault(name, value)
+    if not apart:
+        return model
+    return orjson.dumps([model, apart], option=orjson.OPT_SORT_KEYS).decode()
+
+
+def _output_count(exchange: Exchange) -> int | None:
+    """Return the number of tokens that were generated, if it is recorded without a prompt's."""
+    _, body, response = exchange
+    count = generated_tokens(response)
+    return body.optional(body.natural, "output_tokens", None) if count is None else count

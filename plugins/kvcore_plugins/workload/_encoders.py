@@ -1,0 +1,163 @@
+"""Texts as tokens: estimates, and a model's tokenizer with its chat template."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
+from hashlib import blake2b
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from kvcore import InputError
+from kvcore.lazy import import_extra
+from kvcore.workloads import file_digest
+from kvcore_plugins.workload._messages import ANSWER, Message, text_of, tools_of
+from kvcore_plugins.workload.rows import Row
+
+ESTIMATES = {
+    "words": "tokens are pieces of words, which only estimates what a model's tokenizer makes",
+    "bytes": "tokens are bytes, some four times as many as a model's tokenizer makes",
+}
+_PIECES = re.compile(r"[A-Za-z]{1,7}|[0-9]{1,3}|\n+|[^\sA-Za-z0-9]")
+_IMAGE = re.compile("\0([0-9a-f]{32}):([0-9]+)\0")
+
+
+class Encoder:
+    """Turns texts into tokens by a function; chats by a template of roles and line ends."""
+
+    def __init__(self, tokens: Callable[[str], list[int]]) -> None:
+        self._tokens = tokens
+        self._ends: list[int] = []
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        """Return the tokens of a text, with the special ones of a prompt if it `begins` one."""
+        del begins
+        return self._tokens(text) if "\0" not in text else self._mixed(text)
+
+    def _mixed(self, text: str) -> list[int]:
+        """Return the tokens of a text with images, whose tokens are numbers of their own."""
+        before, *rest = _IMAGE.split(text)
+        tokens = list(self._tokens(before))
+        for digest, count, after in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+            first = int(digest[:15], 16)
+            tokens += range(first, first + int(count))
+            tokens += self._tokens(after)
+        return tokens
+
+    def prompts(
+        self, messages: list[Message], places: list[int], body: Row
+    ) -> Iterator[list[int]]:
+        """Yield the tokens of all messages before each of the ascending `places`."""
+        tokens: list[int] = []
+        self._ends = ends = []
+        tools = tools_of(body)
+        if tools:
+            tokens += self.encode(orjson.dumps(tools).decode())
+            ends.append(len(tokens))
+        done = 0
+        for place in places:
+            for message in messages[done:place]:
+                # Encoded apart, so that a prompt starts with the prompt and answer before it.
+                for text in (f"{message['role']}\n", text_of(message), "\n"):
+                    tokens += self.encode(text)
+                ends.append(len(tokens))
+            done = place
+            yield [*tokens, *self.encode(f"{ANSWER}\n")]
+
+    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
+        """Return the ends of tools and messages of these lengths in the last prompt."""
+        del lengths, total
+        return self._ends
+
+
+class _Tokenizer(Encoder):
+    """The tokenizer of a model, and its chat template."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        super().__init__(partial(tokenizer.encode, add_special_tokens=False))
+        self._tokenizer = tokenizer
+
+    def encode(self, text: str, *, begins: bool = False) -> list[int]:
+        if not begins:
+            return super().encode(text)
+        tokens: list[int] = self._tokenizer.encode(text)
+        return tokens
+
+    def prompts(
+        self, messages: list[Message], places: list[int], body: Row
+    ) -> Iterator[list[int]]:
+        if self._tokenizer.chat_template is None:
+            yield from super().prompts(messages, places, body)
+            return
+        images = any("\0" in message["content"] for message in messages)
+        for place in places:
+            try:
+                tokens = self._tokenizer.apply_chat_template(
+                    messages[:place],
+                    tools=tools_of(body),
+                    add_generation_prompt=True,
+                    tokenize=not images,
+                    return_dict=False,
+                )
+            except Exception as error:
+                msg = f"{body.path}:{body.line}: the tokenizer's chat template fails: {error}"
+                raise InputError(msg) from error
+            yield self.encode(tokens) if images else tokens
+
+    def ends(self, lengths: Sequence[int], total: int) -> Iterable[int]:
+        if self._tokenizer.chat_template is None:
+            return super().ends(lengths, total)
+        # A template gives only the length of the whole, which is divided by those of the texts.
+        return [total * length // (sum(lengths) or 1) for length in accumulate(lengths)]
+
+
+def encoder_of(tokens: str, tokenizer: Path | None) -> Encoder:
+    """Return the encoder of a tokenizer in a folder, or without one of an estimate."""
+    if tokenizer is not None:
+        return _Tokenizer(_pretrained(tokenizer, tokenizer_digests(tokenizer)))
+    return Encoder(_words if tokens == "words" else _bytes)
+
+
+def tokenizer_digests(folder: Path) -> tuple[str, ...]:
+    """Return the digests of the files that determine the tokens of a tokenizer."""
+    kinds = ("*.json", "*.jinja", "*.txt", "*.model")
+    return tuple(file_digest(file) for kind in kinds for file in sorted(folder.glob(kind)))
+
+
+@lru_cache(maxsize=1)
+def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
+    """Return the tokenizer in a folder, whose files have these digests."""
+    if not digests:
+        why = "it has no tokenizer.json" if folder.is_dir() else "there is no such folder"
+        msg = f"tokenizer={folder}: {why}"
+        raise InputError(msg)
+    needed = "tokenizer=FOLDER needs transformers"
+    auto = import_extra("transformers", needed, "hf", ", or leave it out").AutoTokenizer
+    try:
+        tokenizer = auto.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        reason, _, _ = str(error).partition("\n")
+        msg = f"tokenizer={folder}: transformers cannot read it: {reason}"
+        raise InputError(msg) from error
+    # A long prompt would print a warning.
+    tokenizer.model_max_length = 1 << 62
+    return tokenizer
+
+
+def _words(text: str) -> list[int]:
+    return list(map(_piece_id, _PIECES.findall(text)))
+
+
+def _bytes(text: str) -> list[int]:
+    return list(text.encode())
+
+
+@lru_cache(maxsize=1 << 18)
+def _piece_id(piece: str) -> int:
+    return int.from_bytes(blake2b(piece.encode(), digest_size=8).digest(), "little")

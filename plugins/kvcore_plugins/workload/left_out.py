@@ -1,0 +1,52 @@
+"""The rows that a reader leaves out, and the fields that it leaves unread."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+import attrs
+
+from kvcore.errors import InputError
+
+_MEANINGFUL = re.compile(
+    r"prefix|cached|salt|wait|think_?time|delay|round|reasoning|increment|previous"
+    r"|(time|start|arriv|gap)\w*_(s|ms|us|ns)$"
+)
+
+
+@attrs.define
+class LeftOut:
+    """The rows that a reader leaves out: what is no request, has failed, or cannot be read.
+
+    Attributes:
+        strict: whether the first of them is refused.
+        reasons: number of rows by reason.
+        first: the error of the first of them.
+    """
+
+    strict: bool = False
+    reasons: Counter[str] = attrs.field(factory=Counter)
+    first: InputError | None = None
+
+    def add(self, reason: str, error: InputError) -> None:
+        """Count a row that is left out, or raise its error if the reading is strict."""
+        if self.strict:
+            raise error
+        self.first = self.first or error
+        self.reasons[reason] += 1
+
+    @property
+    def notes(self) -> list[str]:
+        """The number of rows by reason, and the first error; no note if there are none."""
+        if self.first is None:
+            return []
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in self.reasons.items())
+        total = self.reasons.total()
+        return [f"left out: {total:,} ({reasons}); the first: {self.first}"]
+
+
+def unread_fields(names: Iterable[str], read: Collection[str]) -> list[str]:
+    """Return the fields that are not `read`, and whose names say that they change a request."""
+    return [name for name in names if name not in read and _MEANINGFUL.search(name.lower())]

@@ -1,0 +1,295 @@
+"""Times in the rows of workload files: their columns, their units, and their order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from decimal import Decimal
+from functools import lru_cache
+from itertools import islice
+from math import gcd
+from operator import le
+from typing import Any, TypeAlias, TypeVar
+
+import attrs
+
+from kvcore.units import INT64_LIMIT, NS_PER_S
+
+UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
+"""Nanoseconds of the units that a user can give."""
+
+STARTS = (
+    "time timestamp arrival arrivaltime arrivaltimestamp arrivedat requesttime "
+    "requesttimestamp starttime starttimes t ts start requeststart requeststarttime startedat "
+    "created createdat createtime createdtime creationtime requestreceived received receivedat "
+    "requestedat submitted submittedat submittime sentat sendtime eventtime date datetime"
+)
+"""Usual names of the time at which a request was sent, in lower case, without signs."""
+
+ENDS = (
+    "end endtime endtimes endedat requestend requestendtime finish finishtime finishedat "
+    "completedat completiontime"
+)
+"""Usual names of the time at which its answer was complete."""
+
+HEAD = 100
+"""Number of first rows that are looked at before the first request is yielded."""
+
+WINDOW = 256
+"""Number of rows that are read ahead, so that rows may be late by as many places."""
+
+_UNIT_WORDS = {
+    word: UNITS[unit]
+    for unit, words in {
+        "s": "s sec secs second seconds",
+        "ms": "ms msec msecs milli millis millisecond milliseconds",
+        "us": "us µs μs usec usecs micro micros microsecond microseconds",
+        "ns": "ns nsec nsecs nano nanos nanosecond nanoseconds",
+    }.items()
+    for word in words.split()
+} | dict.fromkeys(("min", "mins", "minute", "minutes"), 60 * NS_PER_S)
+_NAMES = {factor: unit for unit, factor in UNITS.items()} | {60 * NS_PER_S: "min"}
+_EPOCH_WORDS = {"unix", "epoch", "utc"}
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-zµμ]+|\d+")
+# The least size of a number that counts from 1970 in a unit: that of 1973, of 2001 in s.
+_SIZES = ((10**17, "ns"), (10**14, "us"), (10**11, "ms"), (10**9, "s"))
+_NUMBER = re.compile(
+    r"[+-]?(?:\d{1,30}(?:\.\d{0,30})?|\.\d{1,30})(?:[eE][+-]?\d{1,2})?", re.ASCII
+)
+_MOMENT = re.compile(
+    r"(\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d)(?:[.,](\d{1,30}))? ?(Z|UTC|[+-]\d\d:?\d\d)?",
+    re.ASCII | re.IGNORECASE,
+)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_DIGITS = 9
+_DAY = 24 * 3600 * NS_PER_S
+
+_T = TypeVar("_T")
+
+Timed: TypeAlias = "tuple[int, int, _T]"
+"""The time (ns) of a row, a number that orders the rows of one time, and the row."""
+
+
+@lru_cache(maxsize=1 << 12)
+def name_and_unit(name: str) -> tuple[str, int | None]:
+    """Return the name of a column in lower case, without signs and unit, and its unit in ns.
+
+    `startTimeUnixNano` is `("starttime", 1)`, `created_at_us` is `("createdat", 1000)`. Of a
+    name with dots, that of a field in an object, the last part counts.
+    """
+    words = [word.lower() for word in _WORD.findall(name.rpartition(".")[2])]
+    factor = _UNIT_WORDS.get(words[-1]) if len(words) > 1 else None
+    if factor is not None:
+        words.pop()
+    return "".join(word for word in words if word not in _EPOCH_WORDS) or "".join(words), factor
+
+
+@lru_cache(maxsize=1 << 8)
+def find_times(names: tuple[str, ...], usual: str = STARTS) -> list[str]:
+    """Return the names of columns with usual names of times, the most usual one first.
+
+    The result is that of every call with these names: treat it as immutable.
+    """
+    order = usual.split()
+    known = ((name_and_unit(name)[0], name) for name in names)
+    found = sorted((order.index(base), name) for base, name in known if base in order)
+    return [name for _, name in found]
+
+
+def finest(names: Sequence[str], rows: Sequence[Any], unit: str | None) -> str | None:
+    """Return the column whose times in `rows` are the finest, the first of equally fine ones.
+
+    Args:
+        names: the columns.
+        rows: mappings of columns to values.
+        unit: the unit of times that are numbers; None: as a `Clock` finds it.
+    """
+    best, least = None, 0
+    for name in names:
+        clock = Clock(name, unit)
+        times = [clock.read(row[name]) for row in rows if row.get(name) not in (None, "")]
+        # A column that lacks times, or has others than these, is none of times.
+        if len(times) < len(rows) * 0.9 or None in times:
+            continue
+        step = gcd(*times)  # type: ignore[arg-type]  # tested above
+        if best is None or 0 < step < least or least == 0 < step:
+            best, least = name, step
+    return best
+
+
+@attrs.define
+class Clock:
+    """Reads the times of one column, all in one unit.
+
+    The unit of numbers is the given one, or that of the column's name. Without either it is a
+    guess: by the size of the first one if that is a time since 1970, else `assumed`.
+
+    Attributes:
+        name: the column.
+        unit: the given unit; None: none is given.
+        assumed: unit of numbers that count from another moment than 1970.
+        reason: why that is assumed, for the note; empty: it is known, and not noted.
+        guess: the note of a unit that is a guess; empty: the unit is known.
+    """
+
+    name: str
+    unit: str | None = None
+    assumed: str = "s"
+    reason: str = "since neither name nor size tells the unit"
+    guess: str = attrs.field(default="", init=False)
+    _factor: int = attrs.field(default=0, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        """Look up the unit that is given, or that the name has."""
+        self._factor = UNITS[self.unit] if self.unit else name_and_unit(self.name)[1] or 0
+
+    @property
+    def factor(self) -> int:
+        """Nanoseconds of the unit of numbers."""
+        return self._factor or UNITS[self.assumed]
+
+    def read(self, value: Any) -> int | None:
+        """Return a time in ns: a number, or a date and time of ISO 8601; None if it is none.
+
+        Exact to the nanosecond: a product of floats is not.
+        """
+        kind = type(value)
+        if kind is int:
+            time: int = value * (self._factor or self._guess(value))
+            return time if -INT64_LIMIT < time < INT64_LIMIT else None
+        if kind is not str and kind is not float:
+            return None
+        text = str(value).strip()
+        whole, _, part = text.partition(".")
+        if whole.isdecimal() and len(whole) <= 2 * _DIGITS:
+            number = int(whole)
+            factor = self._factor or self._guess(number)
+            if not part:
+                return self._in_range(number * factor)
+            if factor == NS_PER_S and len(part) <= _DIGITS and part.isdecimal():
+                return self._in_range(number * factor + int(part.ljust(_DIGITS, "0")))
+        if _NUMBER.fullmatch(text):
+            decimal = Decimal(text)
+            factor = self._factor or self._guess(int(decimal))
+            return self._in_range(int((decimal * factor).to_integral_value()))
+        return moment(text)
+
+    def _guess(self, number: int) -> int:
+        size = next((unit for least, unit in _SIZES if abs(number) >= least), None)
+        unit, reason = (size, "by their size") if size else (self.assumed, self.reason)
+        if reason:
+            self.guess = (
+                f"times in {self.name!r} are read as {unit}, {reason}: unit= says otherwise"
+            )
+        self._factor = UNITS[unit]
+        return self._factor
+
+    @staticmethod
+    def _in_range(time: int) -> int | None:
+        return time if -INT64_LIMIT < time < INT64_LIMIT else None
+
+
+def moment(text: str) -> int | None:
+    """Return the ns since 1970 of a date and time of ISO 8601; None for other texts.
+
+    Without a time zone it is UTC. The fraction counts to the nanosecond.
+    """
+    match = _MOMENT.fullmatch(text)
+    with suppress(ValueError, OverflowError):
+        if match is None:
+            parsed, fraction = datetime.fromisoformat(text), 0
+            fraction = parsed.microsecond * UNITS["us"]
+        else:
+            whole, part, zone = match.groups()
+            zone = "+00:00" if zone is None or zone.isalpha() else zone
+            parsed = datetime.fromisoformat(whole + zone)
+            fraction = int((part or "0")[:_DIGITS].ljust(_DIGITS, "0"))
+        parsed = parsed if parsed.tzinfo else parsed.replace(tzinfo=UTC)
+        since = parsed - _EPOCH
+        return (since.days * 86_400 + since.seconds) * NS_PER_S + fraction
+    return None
+
+
+@attrs.define
+class TimeOrder:
+    """Sorts rows by time, most of which come in order, and records what is to be noted.
+
+    Attributes:
+        too_late: returns the error of a row that is later than `WINDOW` places.
+        late: number of rows that stood after rows of a later time.
+        rows, first, last: number of rows read, and the earliest and the latest time (ns).
+    """
+
+    too_late: Callable[[Any], Exception]
+    late: int = attrs.field(default=0, init=False)
+    rows: int = attrs.field(default=0, init=False)
+    first: int = attrs.field(default=0, init=False)
+    last: int = attrs.field(default=0, init=False)
+
+    def sort(self, timed: Iterable[Timed[_T]]) -> Iterator[Timed[_T]]:
+        """Yield the rows by time.
+
+        Memory: twice `WINDOW` rows; all of a file whose first `WINDOW` rows are out of order.
+
+        Raises:
+            Exception: that of `too_late`.
+        """
+        rest = iter(timed)
+        pending = list(islice(rest, WINDOW))
+        if not pending:
+            return
+        if not _in_order(pending):
+            pending += rest
+            self._count_late(pending)
+            pending.sort(key=_key)
+        self.first, self.last, self.rows = pending[0][0], pending[-1][0], len(pending)
+        while chunk := list(islice(rest, WINDOW)):
+            self.rows += len(chunk)
+            if chunk[0] < pending[-1] or not _in_order(chunk):
+                earliest = pending[0]
+                early = next((item for item in chunk if item < earliest), None)
+                if early is not None:
+                    raise self.too_late(early[2])
+                pending += chunk
+                self._count_late(pending)
+                pending.sort(key=_key)
+                pending, chunk = pending[:-WINDOW], pending[-WINDOW:]
+            yield from pending
+            pending = chunk
+            self.last = pending[-1][0]
+        yield from pending
+
+    def _count_late(self, items: Iterable[Timed[Any]]) -> None:
+        latest: int | None = None
+        for time, *_ in items:
+            if latest is None or time >= latest:
+                latest = time
+            else:
+                self.late += 1
+
+    def notes(self, clock: Clock) -> list[str]:
+        """Return the notes of a guessed unit, of sorted rows, and of an implausible span.
+
+        Args:
+            clock: what has read the times.
+        """
+        name, notes = clock.name, [clock.guess] if clock.guess else []
+        if self.late:
+            notes.append(f"rows that stood after later ones, sorted by {name!r}: {self.late}")
+        span = self.last - self.first
+        if self.rows > 1 and (span > 365 * _DAY or span > _DAY * (self.rows - 1)):
+            notes.append(
+                f"times in {name!r} span {span / _DAY:,.1f} days for {self.rows:,} rows, which "
+                "is not plausible: check them, and their unit (unit=)"
+            )
+        return notes
+
+
+def _in_order(items: Sequence[Timed[Any]]) -> bool:
+    return all(map(le, items, items[1:]))
+
+
+def _key(item: Timed[Any]) -> tuple[int, int]:
+    return item[:2]
