@@ -2,8 +2,9 @@
 
 It is written to be obviously right, not fast: every step is planned and run by itself, and a
 decoding job generates one token in it. It has its own jobs, arrivals, plans, block counts,
-clock and estimates. Of kvcore it calls schedulers, latency models, tiers, and a cache: that of
-kvcore, or the `ServingCache` beside this file.
+clock and estimates. Of kvcore it calls schedulers, latency models, tiers, a cache, which may be
+the `ServingCache` beside this file, and the methods of `Rules`, whose decisions kvcore's loop
+makes by itself unless they are overridden.
 
     arrivals -> plan: grow, admit -> step: clock, arrivals, commits, first tokens, ends
 
@@ -29,9 +30,9 @@ from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Request
 from kvcore.serving import LoopState, StepWork
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING
+from kvcore.serving.rules import StepState
 
 PS = 1000  # picoseconds in a nanosecond
-LONGEST = 4096  # the most future tokens of a job that an admission leaves room for
 
 
 @attrs.define(eq=False)
@@ -214,8 +215,8 @@ class Server:
         # K/V that comes from a tier needs all its blocks at once.
         self.by_chunk = self.rules.reserve != "prompt" and self.tiers is None
         self.watermark = batching.reserved_blocks(cache.pool.blocks)
-        share = self.rules.new_token_ratio
-        self.share = TokenShare(share) if share else None
+        ratio = self.rules.new_token_ratio
+        self.share = None if ratio is None else TokenShare(ratio)
         self.has_plan = type(scheduler).plan is not Scheduler.plan
         levels = () if self.tiers is None else self.tiers.levels
         policies = [cache.eviction, *(level.tree.eviction for level in levels)]
@@ -238,6 +239,8 @@ class Server:
         # The plan: (job, tokens) of prompts in the step, and which of these are to be
         # published; the tokens that the step has left; the jobs that have lost their blocks.
         self.chunks, self.unpublished, self.budget, self.victims = [], [], 0, []
+        # Whether the rules let the step admit no job any more.
+        self.refuses = False
         # Under a lag, what the next plan does not know: arrivals, ends and full blocks. When
         # the last step began (ps); None if none has run since the last plan.
         self.unseen, self.late, self.filled, self.began = [], [], [], None
@@ -393,7 +396,8 @@ class Server:
             self.loaded(job, load)
         self.divide()
         # Jobs that were not offered a slot because of the victims are after the next step.
-        retry = bool(self.victims) and not self.rules.admit_after_preemption
+        retry = self.refuses or not self.rules.admit_after_preemption
+        retry = bool(self.victims) and retry
         if self.victims and all(job.stage == LOADING for job in self.running):
             self.victims, self.changed = [], True
             self.divide()
@@ -422,7 +426,7 @@ class Server:
             if self.by_chunk:
                 for job in full[: self.cache.available_blocks]:
                     self.cache.extend(job.seq, 1, self.now)
-            self.preempt(self.shortest() if self.rules.preempts == "shortest" else self.last())
+            self.preempt(self.victim(None))
 
     def admit(self):
         """Divide the tokens of the step among prompts that have begun, and waiting jobs.
@@ -432,7 +436,7 @@ class Server:
         ongoing, merges = list(self.prefilling), self.scheduler.preemptive
         if merges:
             ongoing.sort(key=lambda job: (self.priority(job), job.serial))
-        offers = self.offers()
+        offers, self.refuses = self.offers(), False
         self.budget = self.limits.max_tokens - (len(self.decoding) if self.mixed else 0)
         while self.budget > 0:
             if ongoing and not (merges and self.head_goes_before(ongoing[0])):
@@ -441,9 +445,9 @@ class Server:
                     self.allot(job)
                 continue
             self.publish()
-            may_admit = self.rules.admit_after_preemption or not self.victims
-            job = next(offers, None) if may_admit else None
-            if job is not None and self.start(job):
+            job = next(offers, None)
+            self.refuses = job is not None and self.headroom(job, self.victims) is None
+            if job is not None and not self.refuses and self.start(job):
                 self.allot(job)
             elif ongoing:
                 offers, merges = iter(()), False
@@ -476,29 +480,31 @@ class Server:
             self.budget -= self.mixed
         if job.stage != PREFILL:
             return
-        tokens, limit = job.prefill_left, self.chunk_limit()
-        if tokens > limit and self.limits.chunked:
-            tokens = limit
-        elif tokens > limit and self.chunks:
+        tokens = self.rules.chunk_tokens(job, job.prefill_left, self.state())
+        if not tokens:
             self.budget = 0
-            return
-        if not self.by_chunk or self.take_blocks(job, job.computed + tokens):
+        elif self.take_blocks(job, job.computed + tokens):
+            if self.rules.shares_scheduled(job, self.state()):
+                self.unpublished.append((job, tokens))
             self.chunks.append((job, tokens))
-            self.unpublished.append((job, tokens))
             self.budget -= tokens
 
-    def chunk_limit(self):
-        """Return the most tokens of one prompt in the step."""
-        is_alone = len(self.running) + len(self.waiting) <= 1
-        limit = None if is_alone else self.rules.max_chunk
-        return self.budget if limit is None else min(limit, self.budget)
-
     def publish(self):
-        """Share the blocks that the chunks will fill, if blocks count from the plan on."""
+        """Share the blocks of the planned chunks that can be hit before they are computed."""
         for job, tokens in self.unpublished:
-            if self.rules.commit == "scheduled":
-                self.cache.publish(job.seq, tokens, self.now)
+            self.cache.publish(job.seq, tokens, self.now)
         self.unpublished = []
+
+    def state(self, preempted=None):
+        """Return the step that is planned, for the rules."""
+        return StepState(
+            *(self.now, self.limits.max_tokens, self.limits.max_seqs, self.limits.chunked),
+            *(self.size, self.cache.pool.blocks, self.cache.available_blocks, self.watermark),
+            *(self.running, self.paused, len(self.waiting), len(self.decoding), self.chunks),
+            *(self.budget, self.victims if preempted is None else preempted),
+            None if self.share is None else self.share.after(self.decode_steps),
+            self.priority,
+        )
 
     # Admission.
 
@@ -506,7 +512,7 @@ class Server:
         """Return True if the waiting `job` gets a slot and blocks, and runs."""
         if self.is_full or job in self.victims:
             return False
-        if not (self.limits.chunked or self.fits_in_one(job)):
+        if job.stage != PAUSED and not self.first_chunk(job):
             return False
         if len(self.running) >= self.limits.max_seqs:
             last = self.last_behind(job)
@@ -515,18 +521,18 @@ class Server:
             self.pause(last)
         while not (self.resume(job) if job.stage == PAUSED else self.open(job)):
             # While nothing runs, nothing else frees the blocks of paused jobs.
-            if self.running or not self.paused or self.last() is job:
+            victim = None if self.running or not self.paused else self.victim(job)
+            if victim in (None, job):
                 return False
-            self.preempt(self.last())
+            self.preempt(victim)
         self.dequeue(job)
         self.running.append(job)
         self.scheduler.admitted(job, self.now)
         return True
 
-    def fits_in_one(self, job):
-        """Return True if a prompt that must be one chunk may be that in this step."""
-        alone = self.rules.unchunked == "alone" and not self.chunks
-        return alone or job.stage == PAUSED or job.target - self.hit(job) <= self.budget
+    def first_chunk(self, job):
+        """Return how many tokens of `job` the step computes if it is admitted."""
+        return self.rules.chunk_tokens(job, job.target - self.hit(job), self.state())
 
     def last_behind(self, job):
         """Return the last of the running jobs that go after `job`; None: it pauses none."""
@@ -551,14 +557,13 @@ class Server:
 
     def open(self, job):
         """Return True if `job` gets the blocks that its admission takes, and prefills."""
-        reserve = self.watermark if self.running or self.paused else 0
-        reserve = max(reserve, self.headroom(job))
-        tokens = job.target - self.hit(job)
-        if self.by_chunk:
-            tokens = min(tokens, self.chunk_limit())
-        needed = job.target
-        if self.rules.reserve == "first-chunk":
-            needed = self.hit(job) + tokens
+        reserve = self.headroom(job, ())
+        if reserve is None:
+            return False
+        takes, tokens = self.rules.reserved(job, self.state()), job.target - self.hit(job)
+        if takes != "prompt" and self.tiers is None:
+            tokens = min(self.first_chunk(job), self.budget)
+        needed = self.hit(job) + tokens if takes == "first-chunk" else job.target
         resumed, seq = job.admitted is not None, None
         # Alone it fits in any case: the cache ends pins of clients for it.
         if not self.cache.sequences or self.fits(job, needed, reserve):
@@ -583,18 +588,14 @@ class Server:
             self.loaded(job, load)
         return True
 
-    def headroom(self, job):
-        """Return how many blocks the admission of `job` leaves for future tokens."""
-        if self.share is None:
-            return 0
+    def headroom(self, job, preempted):
+        """Return how many blocks are left beside `job`; None: the step admits no job."""
         if not (self.running or self.paused):
-            self.share.value, self.share.since = self.share.first, self.decode_steps
-            return 0
-        ending = [other for other, tokens in self.chunks if other.prefill_left == tokens]
-        certain = sum(min(other.predicted_left, LONGEST) for other in [job, *ending])
-        certain += self.size * (1 + len(self.chunks))
-        likely = sum(min(other.predicted_left, LONGEST) for other in self.decoding)
-        return self.blocks(int(certain + likely * self.share.after(self.decode_steps)) + 1)
+            if self.share is not None:
+                self.share.value, self.share.since = self.share.first, self.decode_steps
+            if not preempted:
+                return 0
+        return self.rules.headroom(job, self.state(preempted))
 
     def resume(self, job):
         """Return True if the paused `job` goes on, with a block for its next token."""
@@ -638,22 +639,22 @@ class Server:
     def take_blocks(self, job, tokens):
         """Allocate blocks for the first `tokens` tokens of `job`; preempt for them.
 
-        Return False if `job` was itself the last in order, and has lost its blocks.
+        Return False if `job` was itself preempted.
         """
         while not self.has_room(self.blocks(tokens) - self.blocks(job.seq.tokens)):
-            last = self.last()
-            self.preempt(last)
-            if last is job:
+            victim = self.victim(job)
+            self.preempt(victim)
+            if victim is job:
                 return False
         self.cache.extend(job.seq, max(tokens - job.seq.tokens, 0), self.now)
         return True
 
-    def keep_generated(self, job, *, complete):
-        """Cache the full blocks that `job` has generated, if such blocks stay cached.
+    def keep_generated(self, job, *, complete, preempted=False):
+        """Cache the full blocks that `job` has generated, if the rules say so.
 
         If it is not `complete`, its newest token is not known yet.
         """
-        if self.rules.generated == "cached":
+        if self.rules.keeps_generated(job, self.state(), preempted=preempted):
             tokens = job.length if complete else max(job.length - 1, job.computed)
             self.cache.keep_generated(job.seq, tokens, self.now)
 
@@ -663,19 +664,10 @@ class Server:
         """Return the priority of `job` at this moment."""
         return self.scheduler.priority(job, self.now)
 
-    def last(self):
-        """Return the job with blocks that is last in order."""
+    def victim(self, requester):
+        """Return the job that loses its blocks: to `requester`, or to those that decode."""
         jobs = [job for job in self.running + self.paused if job.stage != LOADING]
-        tie = admission if self.rules.ties == "last" else lambda job: job.arrival
-        return max(jobs, key=lambda job: (self.priority(job), tie(job)))
-
-    def shortest(self):
-        """Return the decoding job that has generated least, of equal ones the longest."""
-        order = {
-            job: (-job.generated, job.request.prompt_tokens, admission(job))
-            for job in self.decoding
-        }
-        return max(order, key=order.get)
+        return self.rules.victim(jobs, self.state(), requester)
 
     def leave(self, job):
         """Take `job` out of its slot, and out of the step."""
@@ -718,9 +710,9 @@ class Server:
             level.park(job.seq, job.length, self.now)
         else:
             job.recomputes += 1
-            if not was_paused and self.rules.preempts == "last":
-                has_slot = job.seq.tokens > job.length
-                self.keep_generated(job, complete=has_slot or not self.rules.lag)
+            if not was_paused:
+                complete = job.seq.tokens > job.length or not self.rules.lag
+                self.keep_generated(job, complete=complete, preempted=True)
         self.check_progress()
         self.cache.close(job.seq, self.now, preempted=True)
         job.seq, job.stage = None, WAITING
