@@ -14,7 +14,6 @@ To read, in this order:
     stats.py          a row a request, percentiles, the pool over time
     result.py         the result, and its files
     speculation.py    drafts in the loop; `drafter.py` has the contract
-    fragmentation.py  measures how memory is used
     router.py         the contract of routers, which a cluster calls
 """
 

@@ -11,7 +11,6 @@ from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
 from kvcore.serving.decode_batch import DecodeAllocator
-from kvcore.serving.fragmentation import MeasuredAllocator, MeasuredLoop
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
 from kvcore.serving.result import Result, record_run
@@ -157,11 +156,13 @@ def serve(
     """
     loop_type: type[ServingLoop] = ServingLoop
     if allocator is not None or fragmentation:
-        loop_type, allocator = MeasuredLoop, allocator or MeasuredAllocator
+        import kvcore  # noqa: PLC0415 - its table says where memory is measured
+
+        loop_type, allocator = kvcore.MeasuredLoop, allocator or kvcore.MeasuredAllocator
     if hasattr(executor, "drafter"):
         from kvcore.serving.speculation import SpeculativeLoop  # noqa: PLC0415 - rare
 
-        if loop_type is MeasuredLoop:
+        if loop_type is not ServingLoop:
             msg = (
                 f"drafter {executor.drafter.name!r}: memory is measured, and contiguous, where "
                 "a step adds one token a sequence; leave out the drafter, or that"

@@ -14,11 +14,11 @@ from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
 from kvcore.serving.decode_batch import DecodeBatch, StepTimes
-from kvcore.serving.fragmentation import MeasuredAllocator
 from kvcore.serving.job import Job
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache
 from kvcore.serving.simulate import simulate as simulate_allocated
+from kvcore_lab.contiguous.fragmentation import MeasuredAllocator
 
 Allocation = Literal["paged", "contiguous"]
 """How memory is allocated: in blocks, or in one piece for each request."""

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
-from statistics import median
 from typing import Any, NamedTuple
 
 import attrs
@@ -273,7 +272,9 @@ class Reading:
     def _tokens_of(self, exchange: Exchange) -> _Tokens:
         """Return the tokens of the prompts and answers of a row."""
         row, body, response = exchange
-        holders = (row, response) if "usage" in self._names else (response, row, body)
+        holders = [response] if response is row else [response, row]
+        if "usage" in self._names:
+            holders.reverse()
         usage, explicit = usage_of(*holders)
         answer = answer_of(response)
         if answer is None and generated_nothing(response):
@@ -368,7 +369,7 @@ class Reading:
             for _, tokens in head
             if tokens.usage is not None
         ]
-        ratio = median(ratios) if ratios else 1.0
+        ratio = sorted(ratios)[len(ratios) // 2] if ratios else 1.0
         if 1 / _RATIO <= ratio <= _RATIO:
             self._key_text = max(1, round(self._chat.key_tokens / ratio))
         yield from chain(head, source)
@@ -557,7 +558,9 @@ def _fields_in(fields: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 def _has_prompt(exchange: Exchange) -> bool:
     fields = exchange.body.fields
-    names = ("messages", "conversations", "prompt", *TOKEN_IDS)
+    if fields.get("messages") is not None:
+        return True
+    names = ("conversations", "prompt", *TOKEN_IDS)
     return any(fields.get(name) is not None for name in names) or bool(_prompt_ids(exchange))
 
 

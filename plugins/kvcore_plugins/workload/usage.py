@@ -208,21 +208,30 @@ def _generated(counts: _Counts, prompt: int) -> tuple[int, int]:
 
 def _counts(holder: Row) -> _Counts | None:
     """Return the counts in the usage of an answer or a row; None: it has no usage."""
+    fields = holder.fields
+    if not any(map(_may_count, fields)):  # as in most rows without one
+        return None
     for name in USAGE_FIELDS:
-        fields = holder.fields.get(name)
-        if type(fields) is dict:
+        usage = fields.get(name)
+        if type(usage) is dict:
             prefix = f"{holder.prefix}{name}."
-            return _counted(Row(holder.path, holder.line, fields, prefix), fields, "")
-    names = holder.fields.keys()
-    if any(name.startswith(_OPEN_TELEMETRY) for name in names):
-        for prefix in _OPEN_TELEMETRY:
-            flat = {name: holder.fields[name] for name in names if name.startswith(prefix)}
-            if flat:
-                return _counted(holder, flat, prefix)
+            return _counted(Row(holder.path, holder.line, usage, prefix), usage, "")
+    for prefix in _OPEN_TELEMETRY:
+        flat = {name: fields[name] for name in fields if name.startswith(prefix)}
+        if flat:
+            return _counted(holder, flat, prefix)
     # Beside the prompt itself, as in tables of gateways. An output alone is no usage.
-    flat = {name: holder.fields[name] for name in names if _plain(name) in _COUNT_NAMES}
+    flat = {name: fields[name] for name in fields if _plain(name) in _COUNT_NAMES}
     counts = _counted(holder, flat, "") if len(flat) > 1 else None
     return counts if counts is not None and counts.has((*_PROMPT, *_INPUT)) else None
+
+
+@lru_cache(maxsize=1024)
+def _may_count(name: str) -> bool:
+    """Return True if a field of this name may be a usage, or a count of one."""
+    return (
+        name in USAGE_FIELDS or name.startswith(_OPEN_TELEMETRY) or _plain(name) in _COUNT_NAMES
+    )
 
 
 def _counted(row: Row, fields: Mapping[str, Any], prefix: str) -> _Counts:

@@ -11,6 +11,7 @@ from helpers.schedulers import SCHEDULERS, scheduler_of
 from helpers.serving import (
     SLOT,
     Bent,
+    batching_of,
     random_ruled_server,
     random_server,
     ruled_servers,
@@ -23,7 +24,6 @@ from hypothesis import strategies as st
 
 from kvcore import KVCache, PolicyError, Tiers
 from kvcore.request import Hints
-from kvcore.serving import Batching
 
 BLOCK_EVICTIONS = ("lru", "fifo", "mru", "slru", "lfu:decay=1", "ttl:ttl=2e-8")
 """Policies that the block-by-block cache has too."""
@@ -39,7 +39,7 @@ def assert_same_decisions(server, scheduler, make_cache):
     assume(not has_plan or server.options.get("reserve") != "first-chunk")
     options = dict(server.options)
     cache = make_cache(*(options.pop(name) for name in ("blocks", "block_size", "key_tokens")))
-    latency, batching = Bent(reach=server.windows), Batching(**options)
+    latency, batching = Bent(reach=server.windows), batching_of(**options)
     naive = Server(server.requests, cache, scheduler_of(scheduler), latency, batching)
     try:
         run = server.run(scheduler, trace=False)

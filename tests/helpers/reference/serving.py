@@ -207,13 +207,15 @@ class Server:
     """
 
     def __init__(self, requests, cache, scheduler, latency, batching):
-        self.cache, self.scheduler, self.rules = cache, scheduler, batching
+        self.cache, self.scheduler = cache, scheduler
+        self.limits, self.rules = batching, batching.rules
         self.tiers, self.size = cache.tiers, cache.geometry.block_size
         self.mixed = batching.steps == "mixed"
         # K/V that comes from a tier needs all its blocks at once.
-        self.by_chunk = batching.reserve != "prompt" and self.tiers is None
+        self.by_chunk = self.rules.reserve != "prompt" and self.tiers is None
         self.watermark = batching.reserved_blocks(cache.pool.blocks)
-        self.share = TokenShare(batching.new_token_ratio) if batching.new_token_ratio else None
+        share = self.rules.new_token_ratio
+        self.share = TokenShare(share) if share else None
         self.has_plan = type(scheduler).plan is not Scheduler.plan
         levels = () if self.tiers is None else self.tiers.levels
         policies = [cache.eviction, *(level.tree.eviction for level in levels)]
@@ -290,7 +292,7 @@ class Server:
             arrival, request = taken
             self.serial += 1
             prompt, output = request.prompt_tokens, request.output_tokens
-            longest = self.rules.max_model_len or prompt + output
+            longest = self.limits.max_model_len or prompt + output
             output = min(output, max(longest - prompt, 0))
             job = Job(request, self.serial, arrival, prompt, output, request.slo)
             why = self.unfit(job)
@@ -306,12 +308,12 @@ class Server:
     def unfit(self, job):
         """Return some words of why `job` can never be served; "" if it can be."""
         tokens = job.target + max(job.output_tokens - 1, 0)
-        in_one = not self.rules.chunked and self.rules.unchunked == "wait"
+        in_one = not self.limits.chunked and self.rules.unchunked == "wait"
         if not job.target:
             return "prompt is empty"
         if job.request.output_tokens and not job.output_tokens:
             return "max_model_len"
-        if in_one and tokens > self.rules.max_tokens:
+        if in_one and tokens > self.limits.max_tokens:
             return "in one step"
         return "the pool has" if self.blocks(tokens) > self.cache.pool.blocks else ""
 
@@ -431,7 +433,7 @@ class Server:
         if merges:
             ongoing.sort(key=lambda job: (self.priority(job), job.serial))
         offers = self.offers()
-        self.budget = self.rules.max_tokens - (len(self.decoding) if self.mixed else 0)
+        self.budget = self.limits.max_tokens - (len(self.decoding) if self.mixed else 0)
         while self.budget > 0:
             if ongoing and not (merges and self.head_goes_before(ongoing[0])):
                 job = ongoing.pop(0)
@@ -453,7 +455,7 @@ class Server:
         """Yield waiting jobs, in the order in which they are offered a slot."""
         if not self.has_plan:
             return iter(self.head, None)
-        slots = self.rules.max_seqs - len(self.running)
+        slots = self.limits.max_seqs - len(self.running)
         blocks, running = self.cache.available_blocks, list(self.running)
         state = LoopState(self.now, self.waiting, running, slots, blocks, self.estimates)
         plan = self.scheduler.plan(state)
@@ -475,7 +477,7 @@ class Server:
         if job.stage != PREFILL:
             return
         tokens, limit = job.prefill_left, self.chunk_limit()
-        if tokens > limit and self.rules.chunked:
+        if tokens > limit and self.limits.chunked:
             tokens = limit
         elif tokens > limit and self.chunks:
             self.budget = 0
@@ -504,9 +506,9 @@ class Server:
         """Return True if the waiting `job` gets a slot and blocks, and runs."""
         if self.is_full or job in self.victims:
             return False
-        if not (self.rules.chunked or self.fits_in_one(job)):
+        if not (self.limits.chunked or self.fits_in_one(job)):
             return False
-        if len(self.running) >= self.rules.max_seqs:
+        if len(self.running) >= self.limits.max_seqs:
             last = self.last_behind(job)
             if last is None or not self.has_blocks_for(job):
                 return False
