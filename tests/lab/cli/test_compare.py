@@ -198,14 +198,14 @@ def test_csv_has_the_rows_of_the_document(tmp_path):
 
 def test_a_bad_row_leaves_the_files_as_they_were(tmp_path):
     """A workload with a bad row leaves an existing CSV file unchanged and writes no trace."""
-    workload = mooncake(tmp_path / "rows", (0, [1]), (5, [1]), (3, [1]))
+    workload = mooncake(tmp_path / "rows", (0, [1]), (5, [1]), (6, [-1]))
     old = tmp_path / "rows.csv"
     old.write_text("old")
     error = refused(
         str(workload), "--eviction", "lru", "--blocks", "9", "--csv", str(old),
         "--trace", str(tmp_path / "trace.jsonl"),
     )  # fmt: skip
-    assert f"{workload}:3: field 'timestamp': expected 5 or later" in error
+    assert f"{workload}:3: field 'hash_ids[0]': expected an integer" in error
     assert old.read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"rows", "rows.csv"}
 

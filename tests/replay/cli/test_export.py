@@ -79,10 +79,10 @@ def test_router_events_are_lines(trace, tmp_path, capfd):
 
 
 def test_requests_come_back_as_mooncake(tmp_path, capfd):
-    """`--to mooncake` writes the rows that the requests of a trace came from."""
+    """`--to mooncake` writes the rows that the requests of a trace came from, from 0 on."""
     rows = [
-        {"timestamp": 3, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]},
-        {"timestamp": 9, "input_length": 512, "output_length": 0, "hash_ids": [1]},
+        {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [1, 2]},
+        {"timestamp": 6, "input_length": 512, "output_length": 0, "hash_ids": [1]},
     ]
     source, out = tmp_path / "requests.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
