@@ -143,19 +143,24 @@ class Run:
 
     def timeline(self, *events):
         """Return "time EVENT request" for each line of `events`, or for all lines."""
-        names = {
-            line["seq"]: line["request"]
-            for line in self.lines
-            if "request" in line and "seq" in line
-        }
+        both = {"request", "seq"}
+        names = {line["seq"]: line["request"] for line in self.lines if both <= line.keys()}
         lines = []
         for line in self.lines:
-            name = (
-                line["id"] if "id" in line else line.get("request", names.get(line.get("seq")))
-            )
+            name = line.get("id", line.get("request", names.get(line.get("seq"))))
             if not events or line["event"] in events:
                 lines.append(f"{line['t']} {line['event']} {name}")
         return lines
+
+    @property
+    def decisions(self):
+        """All decisions and statistics that are known without a trace."""
+        log, cache = self.result.log, self.result.cache
+        columns = {column: getattr(log, column) for column in COLUMNS}
+        stats = attrs.asdict(cache.stats), cache.residency_by_tier()
+        tiers = cache.tiers.as_dict() if cache.tiers else []
+        itl = log.itl.percentiles(1)
+        return log.ids, log.reasons, columns, log.steps, log.busy_ps, itl, stats, tiers
 
     def sum(self, column):
         """Return the sum of a column over all finished requests."""
