@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import chain
 from operator import lt
@@ -400,32 +400,28 @@ class Batcher:
             self.server,
         )
         plan, unpaused = self._order.plan(state), set()
-        for job in self._jobs(plan.pause, "paused"):
-            if job not in self.running:
-                self._refuse_plan(job, "paused", "is not running")
+        for job in self._jobs(plan.pause, "paused", self.running, "is not running"):
             if job.stage in (LOADING, DONE):
                 unpaused.add(job)
             else:
                 self._pause(job, now)
-        return self._checked(plan, unpaused)
+        # A plan may admit the jobs that it pauses; the `unpaused` ones run on.
+        return self._jobs(plan.admit, "admitted", self.waiting, "is not waiting", unpaused)
 
-    def _checked(self, plan: StepPlan, unpaused: Collection[Job]) -> Iterator[Job]:
-        """Yield the jobs that `plan` admits; all must be waiting.
-
-        It may admit jobs that it pauses: those of them that could not be paused are left out.
-        """
-        for job in self._jobs(plan.admit, "admitted"):
-            if job in unpaused:
-                continue
-            if job not in self.waiting:
-                self._refuse_plan(job, "admitted", "is not waiting")
-            yield job
-
-    def _jobs(self, planned: Iterable[Job], what: str) -> Iterator[Job]:
-        """Yield the jobs of a plan; refuse everything else that it has."""
+    def _jobs(
+        self, planned: Iterable[Job], what: str, known: Container[Job], why: str,
+        ignored: Container[Job] = (),
+    ) -> Iterator[Job]:  # fmt: skip
+        """Yield the jobs of a plan, except for `ignored` ones; all others must be `known`."""
         for job in self._order.planned(planned):
-            if not isinstance(job, Job):
-                self._refuse_plan(job, what, "is no job")
+            is_job = isinstance(job, Job)
+            if is_job and job in ignored:
+                continue
+            if not is_job or job not in known:
+                reason, shown = why if is_job else "is no job", shorten(repr(job))
+                name = self._scheduler.name
+                msg = f"scheduler plugin {name!r}: plan() {what} {shown}, which {reason}"
+                raise PolicyError(msg)
             yield job
 
     def _head_before(self, other: Job, now: int) -> bool:
@@ -754,12 +750,6 @@ class Batcher:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
-
-    def _refuse_plan(self, job: object, what: str, why: str) -> None:
-        """Raise PolicyError for a plan that cannot be carried out."""
-        name = self._scheduler.name
-        msg = f"scheduler plugin {name!r}: plan() {what} {shorten(repr(job))}, which {why}"
-        raise PolicyError(msg)
 
 
 class JobOrder:
