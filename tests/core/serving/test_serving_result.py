@@ -434,3 +434,14 @@ def test_a_run_without_residency_is_otherwise_unchanged():
     whole, spared = summary(), summary(residency=False)
     assert (whole.pop("residency") is None, spared.pop("residency")) == (False, None)
     assert whole | {"wall_s": 0} == spared | {"wall_s": 0}
+
+
+@pytest.mark.parametrize("traced", [True, False])
+def test_blocks_evicted_in_a_jump_are_restored_one_by_one(traced):
+    """Blocks evicted in a jump have left one after the other, whether counted or traced."""
+    requests = [
+        ask("first", 0, 17, keys=range(4)), ask("grows", 1000, 4, 13),
+        ask("other", 2000, 17, keys=range(10, 14)), ask("again", 3000, 17, keys=range(4)),
+    ]  # fmt: skip
+    cache = serve(requests, blocks=5, trace=traced).result.cache
+    assert cache.residency_by_tier()["gpu"]["restored_blocks"] == 2
