@@ -106,6 +106,8 @@ class Rules(Plugin):
     Attributes:
         defaults: options of a run that are its defaults beside these rules, by name: limits
             of a step, policies.
+        first_output: where the first token comes from if replicas split the phases, unless
+            the run says it: `prefill`, `transfer` or `decode`; None: rules do not say it.
 
     Raises:
         InputError: a value that an option cannot have.
@@ -114,6 +116,7 @@ class Rules(Plugin):
     kind: ClassVar[str] = "rules"
     name: ClassVar[str] = "kvcore"
     defaults: ClassVar[Mapping[str, Any]] = {}
+    first_output: ClassVar[str | None] = None
 
     unchunked: Literal["alone", "wait"] = "alone"
     max_chunk: int | None = None

@@ -139,6 +139,8 @@ class ClusterParts(RunParts):
         with self._about("disaggregate"):
             text, first = self.config.disaggregate, self.config.first_output
             split = None if text is None else Split.parse(text)
+        if first is None and "first_output" not in (text or ""):
+            first = self.batching.rules.first_output
         if split is None or first is None:
             return split
         return attrs.evolve(split, first_output=first)

@@ -9,6 +9,7 @@ from helpers.serving import SLOT, ask
 
 import kvcore
 from kvcore import InputError
+from kvcore.config import RunConfig
 from kvcore_cluster.phases import Split
 from kvcore_plugins.scheduler import Fair
 from kvcore_replay.check.trace import check_trace
@@ -54,6 +55,23 @@ def test_the_first_token_comes_from_where_it_is_said_to(output, first_output, ex
     split = f"{SLOW},overlap=whole,first_output={first_output}"
     result = serve([ask("a", prompt=8, output=output)], split)
     assert times(result, "a") == expected
+
+
+@pytest.mark.parametrize(
+    ("like", "first_output", "expected"),
+    [
+        ("kvcore", None, "prefill"),
+        ("sglang", None, "transfer"),
+        ("vllm:lag=0", None, "decode"),
+        ("vllm:lag=0", "prefill", "prefill"),
+    ],
+)
+def test_rules_of_an_engine_say_where_the_first_token_comes_from(like, first_output, expected):
+    """`like` sets it as the engine has it, where the run does not say it."""
+    config = RunConfig.of(
+        "cluster", like=like, first_output=first_output, replicas=2, disaggregate=ONE
+    )
+    assert config.build().split.first_output == expected
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ class SGLang(Rules):
     """  # noqa: D205 - a paragraph that `--show` prints
 
     name: ClassVar[str] = "sglang"
+    first_output: ClassVar[str | None] = "transfer"
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_tokens": 8192,
         "max_seqs": 2048,

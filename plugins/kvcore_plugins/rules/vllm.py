@@ -18,6 +18,7 @@ class VLLM(Rules):
     """  # noqa: D205 - a paragraph that `--show` prints
 
     name: ClassVar[str] = "vllm"
+    first_output: ClassVar[str | None] = "decode"
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_tokens": 8192,
         "max_seqs": 1024,
