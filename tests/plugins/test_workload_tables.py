@@ -476,6 +476,10 @@ def test_columns_that_change_the_meaning_are_named(tmp_path):
         ("when,ctx,gen,who\n1,5,3,ann\n", "time=when,input=ctx,output=gen"),
         ("who,ctx,ts,output_tokens\nann,5,1,3\n", "time=ts,input=ctx,output=output_tokens"),
         ('{"at":1,"read":5,"made":3,"who":"ann"}\n', "time=at,input=read,output=made"),
+        (
+            '{"nr":1,"ptok":30,"when":"2026-01-02T03:04:05Z","gen":7}\n',
+            "time=when,input=ptok,output=gen",
+        ),
     ],
 )
 def test_an_unknown_table_gets_the_command_that_names_its_columns(tmp_path, text, options):
