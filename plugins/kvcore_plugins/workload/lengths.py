@@ -68,7 +68,7 @@ USUAL = {
 _NAMED = ("input", "output", "session", "tenant", "prefix", "turn", "wait")
 _CLOSED = ("prefix", "turn", "wait")
 _UNREAD = {"prefix", "cached", "cache", "salt", "wait", "round", "turn", "reasoning", "lora"}
-_LENGTHS = re.compile("tok|len|prompt|gen|compl|in|out", re.IGNORECASE)
+_LENGTHS = re.compile("tok|len|ctx|context|prompt|gen|compl|in|out", re.IGNORECASE)
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _COUNT = re.compile(r"(\d{1,18})(?:\.0*)?", re.ASCII)
 _WORDS = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
@@ -190,16 +190,16 @@ class Lengths(TimedFile):
         else:
             names = [name for name in table_header(line) if _LETTERS.match(name)]
             cells = table_header(head[1]) if len(head) > 1 else []
-        dates = (name for name, cell in zip(names, cells, strict=False) if _DATE.match(cell))
-        times = chain(find_times(tuple(names)), dates)
+        dates = [name for name, cell in zip(names, cells, strict=False) if _DATE.match(cell)]
+        numbers = [
+            name for name, cell in zip(names, cells, strict=False) if _NUMBER.fullmatch(cell)
+        ]
+        others = [name for name in numbers if not _LENGTHS.search(name)]
+        times = chain(find_times(tuple(names)), dates, others)
         chosen = {role: _usual(role, names) for role in ("input", "output")}
         chosen = {"time": next(times, None), **chosen}
-        numbers = [
-            name
-            for name, cell in zip(names, cells, strict=False)
-            if name not in chosen.values() and _NUMBER.fullmatch(cell)
-        ]
-        rest = iter(sorted(numbers, key=lambda name: not _LENGTHS.search(name)))
+        numbers.sort(key=lambda name: name in others)
+        rest = iter([name for name in numbers if name not in chosen.values()])
         named = {role: name or next(rest, None) for role, name in chosen.items()}
         if not (named["input"] and named["output"]):
             return ""
