@@ -21,6 +21,7 @@ def kvcore_eviction_policies() -> dict[str, str]:
         "arc": "arc:ARC",
         "cost": "cost:Cost",
         "fifo": "fifo:FIFO",
+        "hazard": "hazard:Hazard",
         "lfu": "lfu:LFU",
         "lookahead": "lookahead:Lookahead",
         "lru": "lru:LRU",
@@ -35,6 +36,7 @@ def kvcore_eviction_policies() -> dict[str, str]:
         "tinylfu": "tinylfu:TinyLFU",
         "tool-ttl": "tool_ttl:ToolTTL",
         "ttl": "ttl:TTL",
+        "workload-aware": "workload_aware:WorkloadAware",
     }
     return _places("eviction", classes)
 

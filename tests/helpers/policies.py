@@ -54,6 +54,11 @@ POLICIES = {
     "tinylfu:window=0.2,protected=0.5,period=2": None,
     "tool-ttl": None,
     "tool-ttl:prior=0.5": None,
+    "hazard": None,
+    "hazard:guard=false": None,
+    "hazard:guard=false,prior=0.1,by=turns+hits": None,
+    "workload-aware": None,
+    "workload-aware:type=tool,turns=2,window=3,history=0": None,
     "ttl": partial(blocks.TTL, 300 * 10**9),
     "ttl:ttl=2e-8": partial(blocks.TTL, 20),
 }

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from kvcore_plugins.eviction.arc import ARC
     from kvcore_plugins.eviction.cost import Cost
     from kvcore_plugins.eviction.fifo import FIFO
+    from kvcore_plugins.eviction.hazard import Hazard
     from kvcore_plugins.eviction.lfu import LFU
     from kvcore_plugins.eviction.lookahead import Lookahead
     from kvcore_plugins.eviction.lru import LRU
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from kvcore_plugins.eviction.tinylfu import TinyLFU
     from kvcore_plugins.eviction.tool_ttl import ToolTTL
     from kvcore_plugins.eviction.ttl import TTL
+    from kvcore_plugins.eviction.workload_aware import WorkloadAware
 else:
     from kvcore_plugins.hooks import kvcore_eviction_policies
 
@@ -41,10 +43,12 @@ __all__ = [
     "TTL",
     "Adaptive",
     "Cost",
+    "Hazard",
     "Lookahead",
     "Priority",
     "Random",
     "TailLRU",
     "TinyLFU",
     "ToolTTL",
+    "WorkloadAware",
 ]

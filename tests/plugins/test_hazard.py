@@ -1,0 +1,222 @@
+"""The eviction policy `hazard`, which learns which prefixes are asked for again, and when."""
+
+import json
+from functools import partial
+
+import pytest
+from helpers.caches import ask, make, spans
+from helpers.reuse import KEY_TOKENS, flips, recency
+
+from kvcore import InputError, KVCache, Plugins
+from kvcore_plugins.eviction import LRU, Hazard, WorkloadAware
+from kvcore_plugins.eviction.hazard_model import ENDS, Model, gittins
+from kvcore_replay.untimed import replay, served
+
+SECOND = 10**9
+
+FREE = partial(Hazard, guard=False)
+
+
+def prompt(text, seconds, answer):
+    """Return a request at a time in seconds with an answer of so many tokens."""
+    return ask(text, arrival=seconds * SECOND, output_tokens=answer)
+
+
+def lessons(count):
+    """Return prompts with long answers, which return after a minute, and others."""
+    requests = []
+    for index in range(count):
+        long, short = chr(2000 + 2 * index), chr(2001 + 2 * index)
+        start = 200 * index
+        requests += [prompt(long, start, 1000), prompt(short, start + 1, 10)]
+        requests.append(prompt(long + "z", start + 61, 10))
+    return requests
+
+
+def kept(eviction, requests, blocks=4, prefix=None):
+    """Return the cached spans after `requests`, served one after the other."""
+    cache = make(blocks, eviction, accounting="keys", prefix=prefix)
+    replay(requests, cache)
+    cache.check_integrity()
+    return set(spans(cache))
+
+
+def hits(eviction, requests, blocks, prefix=None, block_size=512):
+    """Return the blocks that hit in an untimed replay."""
+    cache = KVCache(blocks, block_size, eviction=eviction, accounting="keys", prefix=prefix)
+    return replay(requests, cache).hit_blocks
+
+
+@pytest.fixture(scope="module")
+def conversation():
+    """Return the bundled trace."""
+    return list(Plugins().build("workload", "mooncake"))
+
+
+def test_it_keeps_what_returns_and_lru_what_is_recent():
+    """A prompt of a class that returns outlives a recent one of a class that does not."""
+    requests = [
+        *lessons(60), prompt("ab", 20_000, 1000), prompt("cd", 20_010, 10),
+        prompt("x", 20_040, 10), prompt("y", 20_041, 10),
+    ]  # fmt: skip
+    assert "|ab" in kept(FREE(), requests)
+    assert "|ab" not in kept(LRU(), requests)
+
+
+def test_without_observations_it_evicts_as_lru():
+    """Before any prompt has returned the order is that of LRU."""
+    texts = ["ab", "cd", "ef", "gh", "ij"]
+    requests = [prompt(text, 60 * index, 1) for index, text in enumerate(texts)]
+    assert kept(FREE(), requests, 6) == kept(LRU(), requests, 6) == {"|ef", "|gh", "|ij"}
+
+
+def test_the_last_key_of_a_prompt_leaves_first():
+    """The last block of each prompt, which may be partial, leaves before the rest of any."""
+    requests = [prompt("abc", 0, 1), prompt("def", 0, 1), prompt("xy", 60, 1)]
+    assert kept(FREE(), requests, 6) == {"|ab", "|de", "|xy"}
+    assert kept(LRU(), requests, 6) == {"|a", "|def", "|xy"}
+
+
+def test_the_guard_begins_as_lru(conversation):
+    """Until the shadows have shown a gain every hit is that of LRU."""
+    requests = conversation[:200]
+    assert hits(Hazard(), requests, 1000) == hits(LRU(), requests, 1000)
+
+
+def test_the_guard_ends_what_loses():
+    """Where the order by index hits less than LRU, the guard keeps within one per cent."""
+    requests = recency(0, 4000)
+    for blocks in (500, 2000):
+        lru = hits(LRU(), requests, blocks, block_size=KEY_TOKENS)
+        assert hits(Hazard(), requests, blocks, block_size=KEY_TOKENS) >= 0.99 * lru
+
+
+def test_it_follows_a_meaning_that_flips():
+    """Where classes swap meanings each hour, second halves of hours lose nothing to LRU."""
+    requests = flips(1, 4)
+
+    def late(eviction):
+        cache = KVCache(4000, KEY_TOKENS, eviction=eviction, accounting="keys")
+        return sum(
+            seq.hit_blocks
+            for seq in served(requests, cache)
+            if seq.request.arrival // SECOND % 3600 >= 1800
+        )
+
+    assert late(Hazard()) >= 0.99 * late(LRU())
+
+
+HITS = {"lru": 18_850, "hazard": 34_480, "hazard:guard=false": 36_158, "workload-aware": 30_377}
+
+
+@pytest.mark.parametrize("name", HITS)
+def test_hits_on_the_bundled_trace(name, conversation):
+    """In 3,000 blocks each policy hits what it hit when its rules were set."""
+    assert hits(name, conversation, 3000) == HITS[name]
+
+
+def test_it_is_deterministic(conversation):
+    """Two runs cache the same spans."""
+    first, second = KVCache(400, 512, eviction="hazard"), KVCache(400, 512, eviction="hazard")
+    for cache in (first, second):
+        replay(conversation[:2000], cache)
+    assert first.stats == second.stats
+    ranges = ([(s.id, s.start, s.end) for s in cache.tree.spans()] for cache in (first, second))
+    assert next(ranges) == next(ranges)
+
+
+def test_a_span_for_each_block_changes_little(conversation):
+    """With one span a block, as in engines, the gain over LRU is within a tenth of its hits."""
+    requests = conversation[:4000]
+    runs, each = (
+        hits(FREE(), requests, 2000, prefix) for prefix in (None, "hashed:spans=block")
+    )
+    lru = hits(LRU(), requests, 2000)
+    assert abs(each - runs) <= 0.1 * lru
+    assert min(each, runs) > 1.3 * lru
+
+
+def test_saved_counts_are_where_a_run_goes_on(tmp_path, conversation):
+    """A run that loads the counts of another begins with what that has learned."""
+    path = tmp_path / "counts.json"
+    hits(FREE(save=str(path)), conversation[:6000], 1000)
+    requests = conversation[6000:7000]
+    assert hits(FREE(load=str(path)), requests, 1000) > hits(FREE(), requests, 1000)
+    assert not list(tmp_path.glob("*.part"))
+
+
+def damaged(document, **changes):
+    """Return the text of `document` with changed fields."""
+    return json.dumps(document | changes)
+
+
+def test_damaged_counts_are_refused(tmp_path):
+    """A file that is damaged, or of another version or other classes, is refused by name."""
+    path = tmp_path / "counts.json"
+    requests = lessons(20)
+    kept(FREE(save=str(path)), requests)
+    text = path.read_text()
+    document = json.loads(text)
+    waits = document["waits"]
+    for wrong, why in (
+        (text[:-9], "has no counts"),
+        ("[]", "has no counts"),
+        (damaged(document, version=2), "has version 2"),
+        (damaged(document, by="turns+hits"), "by=turns"),
+        (damaged(document, waits=waits[:2]), "is damaged"),
+        (damaged(document, waits=[*waits, waits[-1]]), "is damaged"),
+        (damaged(document, last=[-1, 1]), "is damaged"),
+        (damaged(document, last=None), "is damaged"),
+    ):
+        path.write_text(wrong)
+        with pytest.raises(InputError, match=why):
+            Hazard(load=str(path))
+    with pytest.raises(InputError, match="cannot be read"):
+        Hazard(load=str(tmp_path))
+
+
+@pytest.mark.parametrize("options", [{"prior": 0}, {"by": "turns+age"}, {"by": "turns+turns"}])
+def test_wrong_options_are_refused(options):
+    """A prior of no weight, and parts that are unknown or repeated, are refused."""
+    with pytest.raises(InputError, match=r"hazard: (prior|by)="):
+        Hazard(**options)
+
+
+def test_the_index_of_a_heavy_tail_falls_with_age():
+    """Without observations the index falls with age, as the order of LRU has it."""
+    model = Model(1.0)
+    indices = model.indices(model.passed_by)
+    assert indices == sorted(indices, reverse=True)
+
+
+def test_the_index_rises_before_a_sure_end():
+    """The index rises towards a bucket in which every wait ends, and is low after it."""
+    hazards = [0.01] * (len(ENDS) + 1)
+    hazards[10] = 0.95
+    indices = gittins(hazards)
+    assert indices[:11] == sorted(indices[:11])
+    assert indices[11] < indices[0] / 2
+
+
+def test_workload_aware_keeps_the_type_that_returns():
+    """A prompt of a type that returns outlives a more recent one of a type that does not."""
+    requests = []
+    for index in range(60):
+        start = 200 * index
+        texts = ((chr(2000 + 2 * index), "a", 0), (chr(2001 + 2 * index), "b", 1))
+        requests += [ask(t, arrival=(start + s) * SECOND, tenant=n) for t, n, s in texts]
+        again = texts[0][0] + "z"
+        requests.append(ask(again, arrival=(start + 20) * SECOND, tenant="c"))
+    for text, name, second in (("pq", "a", 0), ("rs", "b", 5), ("x", "c", 10), ("y", "c", 11)):
+        requests.append(ask(text, arrival=(20_000 + second) * SECOND, tenant=name))
+    assert "|pq" in kept(WorkloadAware(), requests)
+    assert "|pq" not in kept(LRU(), requests)
+
+
+@pytest.mark.parametrize(
+    "options", [{"type": "model"}, {"turns": 0}, {"window": 0}, {"history": -1}]
+)
+def test_wrong_options_of_workload_aware_are_refused(options):
+    """Options out of range are refused by name."""
+    with pytest.raises(InputError, match=f"workload-aware: {next(iter(options))}="):
+        WorkloadAware(**options)
