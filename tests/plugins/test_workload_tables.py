@@ -499,3 +499,21 @@ def test_named_fields_of_json_rows_are_read(tmp_path):
     (request,) = Plugins().build("workload", text)
     assert (request.prompt_tokens, request.output_tokens) == (5, 3)
     assert isinstance(Plugins().build("workload", text), Lengths)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("time,input,output,cached\n1,5,3,2\n", "cached; strict=true refuses them"),
+        ("time,input,output\n1,5,3\n2,5,0\n", r"rows:3: field 'output': expected an answer"),
+    ],
+)
+def test_strict_reading_refuses_what_is_otherwise_noted(tmp_path, text, error):
+    """With `strict` a column that is not read, or a row that is left out, is an error."""
+    path = tmp_path / "rows"
+    path.write_text(text)
+    lengths = Lengths(path)
+    assert list(lengths)
+    assert lengths.notes
+    with pytest.raises(InputError, match=error):
+        list(Lengths(path, strict=True))

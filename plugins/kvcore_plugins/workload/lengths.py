@@ -113,11 +113,13 @@ class Lengths(TimedFile):
         prefix, turn, wait: the columns of the tokens that go before the input, of the number of
             a request in its session, and of the wait before or after it.
         key_tokens: tokens a key would stand for; the block size of a cache that serves it.
+        strict: whether a row that would be left out, or a column that changes the meaning and
+            is not read, is an error.
         unit, rate, seed: of times, as every `TimedFile` has them.
     """
 
     name: ClassVar[str] = "lengths"
-    later_options = ("prefix", "turn", "wait")
+    later_options = ("prefix", "turn", "wait", "strict")
     # Of vLLM's results, and of tables in any spelling.
     line_fields = (COLUMNAR, ("time", "input", "output"))
 
@@ -130,6 +132,7 @@ class Lengths(TimedFile):
     prefix: str | None = attrs.field(default=None, kw_only=True)
     turn: str | None = attrs.field(default=None, kw_only=True)
     wait: str | None = attrs.field(default=None, kw_only=True)
+    strict: bool = attrs.field(default=False, kw_only=True)
     _notes: list[str] = attrs.field(factory=list, init=False, repr=False)
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
@@ -310,6 +313,15 @@ class _Reading:
         self._chain = SessionChain(options.key_tokens)
         self._first: int | None = None
         self._failed = self._empty = self._idle = 0
+        known = {*base.values()}
+        unread = [name for name in names if name not in known and _UNREAD & _words(name)]
+        self._unread = ""
+        if table.flat and unread:
+            what = "columns that are not read, and may change what a row means"
+            self._unread = f"{what}: {', '.join(unread)}"
+        if options.strict and self._unread:
+            msg = f"{options.path}: {self._unread}; strict=true refuses them"
+            raise InputError(msg)
 
     def sorted(self) -> Iterator[Timed[Row]]:
         """Yield the rows of requests by time, with their serial numbers."""
@@ -391,14 +403,8 @@ class _Reading:
             notes.append(f"prompts are {columns['prefix']!r} and {columns['input']!r} together")
         elif self._grows:
             notes.append(f"prompts are the context of their session and {columns['input']!r}")
-        unread = [
-            name
-            for name in self._table.names
-            if self._table.flat and name not in columns.values() and _UNREAD & _words(name)
-        ]
-        if unread:
-            names = ", ".join(unread)
-            notes.append(f"columns that are not read, and may change what a row means: {names}")
+        if self._unread:
+            notes.append(self._unread)
         return notes
 
     def _timed(self) -> Iterator[Timed[Row]]:
@@ -411,15 +417,18 @@ class _Reading:
         for serial, row in enumerate(self._rows):
             if not serial and when is not None:
                 options.refuse_rate(row, when)
-            fields = row.fields
+            fields, left_out = row.fields, True
             if failures and has_failed(row, failures):
                 self._failed += 1
-                continue
-            if objects and (fields.get(given) is None or fields.get(output) is None):
+            elif objects and (fields.get(given) is None or fields.get(output) is None):
                 self._empty += 1
-                continue
-            if zeros and _is_zero(fields.get(output)):
+            elif zeros and _is_zero(fields.get(output)):
                 self._idle += 1
+            else:
+                left_out = False
+            if left_out:
+                if options.strict:
+                    raise row.error(field=output, expected="an answer (strict=true)")
                 continue
             if when is not None:
                 time = row.time(when, clock)
