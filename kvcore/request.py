@@ -55,14 +55,14 @@ def block_keys(
         raise InputError(msg) from error
     if array("H", [1]).tobytes() != b"\x01\x00":
         ids.byteswap()
-    data = memoryview(ids).cast("B")
-    step = block_size * ids.itemsize
+    data, step = ids.tobytes(), block_size * ids.itemsize
     key = _hash(_written([block_size, salt])) if parent is None else parent
     keys = []
     for index in range(len(ids) // block_size):
-        more = extra.get(index) if extra else None
-        tail = _hash(_written(sorted(more.items()))) if more else b""
-        key = _hash(key, data[index * step : (index + 1) * step], tail)
+        content = key + data[index * step : (index + 1) * step]
+        if extra and (more := extra.get(index)):
+            content += _hash(_written(sorted(more.items())))
+        key = _hash(content)
         keys.append(key)
     return keys
 
@@ -75,7 +75,7 @@ def chain_keys(hashes: Iterable[Key]) -> list[bytes]:
     key, keys = b"", []
     for value in hashes:
         # By `repr` the integer 1 and the text "1" differ.
-        key = _hash(key, repr(value).encode())
+        key = _hash(key + repr(value).encode())
         keys.append(key)
     return keys
 
@@ -88,12 +88,9 @@ def word_tokens(text: str, vocabulary: int) -> list[int]:
     ]
 
 
-def _hash(*parts: bytes | memoryview) -> bytes:
-    """Return the hash of parts of fixed length, so that equal input means equal parts."""
-    digest = blake2b(digest_size=KEY_BYTES)
-    for part in parts:
-        digest.update(part)
-    return digest.digest()
+def _hash(content: bytes) -> bytes:
+    """Return the hash of parts of fixed length, so that equal content means equal parts."""
+    return blake2b(content, digest_size=KEY_BYTES).digest()
 
 
 def _written(value: object) -> bytes:

@@ -151,7 +151,18 @@ def _pretrained(folder: Path, digests: tuple[str, ...]) -> Any:
 
 
 def _words(text: str) -> list[int]:
+    # Two of three texts of a message are its role and its line end.
+    if len(text) <= _SHORT:
+        return list(_short_words(text))
     return list(map(_piece_id, _PIECES.findall(text)))
+
+
+_SHORT = 12
+
+
+@lru_cache(maxsize=1 << 10)
+def _short_words(text: str) -> tuple[int, ...]:
+    return tuple(map(_piece_id, _PIECES.findall(text)))
 
 
 def _bytes(text: str) -> list[int]:
