@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 
 import pytest
 
@@ -517,3 +518,12 @@ def test_strict_reading_refuses_what_is_otherwise_noted(tmp_path, text, error):
     assert lengths.notes
     with pytest.raises(InputError, match=error):
         list(Lengths(path, strict=True))
+
+
+def test_a_workload_that_was_read_can_be_sent_to_a_process(tmp_path):
+    """A workload is pickled by its options, whatever it has read."""
+    path = tmp_path / "rows"
+    path.write_text("time,input,output\n1,5,3\n2,5,1\n")
+    lengths = Lengths(path)
+    requests = list(lengths)
+    assert list(pickle.loads(pickle.dumps(lengths))) == requests  # noqa: S301 - its own bytes

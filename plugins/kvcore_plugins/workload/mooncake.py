@@ -23,7 +23,7 @@ from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, json_fields
 from kvcore_plugins.workload._sessions import Pending, in_order
-from kvcore_plugins.workload.rows import Row, rows, time_order
+from kvcore_plugins.workload.rows import Row, by_options, rows, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder
 
 BUNDLED_REQUESTS = 12_031
@@ -93,6 +93,10 @@ class Mooncake(Workload):
                     found = _key_tokens(islice(_requests(self.path), HEAD))
                     self.found_key_tokens = found not in (None, PUBLISHED_KEY_TOKENS)
                     self.key_tokens = found or PUBLISHED_KEY_TOKENS
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it by its options."""
+        return by_options(self)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
