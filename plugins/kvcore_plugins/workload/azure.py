@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import InputError, Request
 from kvcore.workloads import lines
-from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, by_options, time_order
+from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, time_order
 from kvcore_plugins.workload.times import Clock, Timed, TimeOrder, moment
 
 _COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -39,10 +39,6 @@ class Azure(FileWorkload):
 
     key_tokens: int = attrs.field(default=16, validator=ge(1))
     _order: TimeOrder | None = attrs.field(default=None, init=False, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it by its options."""
-        return by_options(self)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 import orjson
@@ -13,7 +13,7 @@ from kvcore import Request
 from kvcore.workloads import file_digest
 from kvcore_plugins.workload._chat_options import ChatFile
 from kvcore_plugins.workload._messages import is_chat, nested, token_ids, unpacked
-from kvcore_plugins.workload.rows import Row, by_options, merged
+from kvcore_plugins.workload.rows import Row, merged
 
 if TYPE_CHECKING:
     from kvcore_plugins.workload._chat_rows import Reading
@@ -73,10 +73,6 @@ class Chat(ChatFile):
     line_fields = (("messages",), ("conversations",), ("prompt",))
 
     _reading: Reading | None = attrs.field(default=None, init=False, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it by its options."""
-        return by_options(self)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield the requests. Keeps the conversations in memory that have begun."""

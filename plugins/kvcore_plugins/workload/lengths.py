@@ -28,7 +28,7 @@ from kvcore_plugins.workload._tables import (
     requests_of,
     table_header,
 )
-from kvcore_plugins.workload.rows import Row, TimedFile, by_options, parse_row, time_order
+from kvcore_plugins.workload.rows import Row, TimedFile, parse_row, time_order
 from kvcore_plugins.workload.times import (
     ENDS,
     HEAD,
@@ -133,12 +133,7 @@ class Lengths(TimedFile):
     turn: str | None = attrs.field(default=None, kw_only=True)
     wait: str | None = attrs.field(default=None, kw_only=True)
     strict: bool = attrs.field(default=False, kw_only=True)
-    _notes: list[str] = attrs.field(factory=list, init=False, repr=False)
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle it by its options."""
-        return by_options(self)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps a few rows in memory; of a JSON object all."""

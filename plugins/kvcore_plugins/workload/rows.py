@@ -55,6 +55,10 @@ class FileWorkload(Workload):
 
     path: Path = attrs.field(converter=as_path)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and pickle it by its options."""
+        return by_options(self)
+
     @property
     def digest(self) -> str:
         """The digest of the file's bytes and of the other options."""
