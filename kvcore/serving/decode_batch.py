@@ -34,21 +34,15 @@ from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
 from kvcore.units import PS_PER_NS
 
 End: TypeAlias = tuple[int, int, int, Job]
-"""(step at which a job finishes, its admission, its residue class, the job)."""
-
-
-def _admission(job: Job) -> int:
-    assert job.seq is not None
-    return job.seq.admission
+"""(step at which a job finishes, its admission, its residue, the job)."""
 
 
 class DecodeBatch:
     """Jobs that generate one token in every decode step, without any work per token.
 
     Lengths are one step counter away from their value when a job joined. Finishing is a
-    heap of step numbers. Growing is counted by residue class: a job with L tokens in its
-    blocks that joins at step d needs a block at every step s with s = d - L modulo the block
-    size.
+    heap of step numbers. Growing is counted by residues: a job with L tokens in its blocks
+    that joins at step d needs a block at every step s with s = d - L modulo the block size.
 
     Attributes:
         steps: the step counter.
@@ -57,8 +51,8 @@ class DecodeBatch:
             the lengths of all jobs, the new token included.
         growth: tokens that a step adds to `context`.
         fresh: jobs that joined after the last step.
-        committing: jobs that commit every block they fill, by residue class: because they
-            share generated blocks, or may drop tokens.
+        committing: jobs that commit every block they fill, by residue: because they share
+            generated blocks, or may drop tokens.
         last_step_ps: when the last step ended.
     """
 
@@ -92,8 +86,8 @@ class DecodeBatch:
         self._windows = windows
         self._is_plain = windows == (None,)
         self._forgetting = forgetting
-        self._classes: dict[int, list[Job]] = {}
-        self._residues: list[int] = []
+        # (residue, admission, job), sorted: the jobs in the order in which they grow.
+        self._growing: list[tuple[int, int, Job]] = []
         # Entries stay in these heaps when they are outdated: `_ends` and `_full_at` have the
         # valid entry of each job.
         self._finish: list[End] = []
@@ -117,10 +111,9 @@ class DecodeBatch:
         heappush(self._finish, end)
         self.size += 1
         self.fresh.append(job)
-        insort(self._residues, residue)
-        _put(self._classes, residue, job, seq.admission)
+        insort(self._growing, (residue, seq.admission, job))
         if self._forgetting or request.publish or request.output_keys:
-            _put(self.committing, residue, job, seq.admission)
+            insort(self.committing.setdefault(residue, []), job, key=_admission)
         attended = length + 1 - seq.dropped_tokens
         if self._is_plain:
             self.context[0] += attended
@@ -129,9 +122,9 @@ class DecodeBatch:
             self._attend(job, attended, seq.admission)
 
     def remove(self, job: Job) -> None:
-        """Remove `job`. O(jobs of its residue class)."""
+        """Remove `job`. O(log jobs), and a move in memory."""
         self.size -= 1
-        if job in self.fresh:
+        if self.fresh and job in self.fresh:
             self.fresh.remove(job)
         else:
             job.last_token_ps = self.last_step_ps
@@ -139,11 +132,10 @@ class DecodeBatch:
         assert job.joined is not None
         job.generated_before += self.steps.count - job.joined
         job.joined = None
-        residue = self._ends.pop(job)[2]
-        del self._residues[bisect_left(self._residues, residue)]
-        _drop(self._classes, residue, job)
-        if self.committing and job in self.committing.get(residue, ()):
-            _drop(self.committing, residue, job)
+        _, admission, residue, _ = self._ends.pop(job)
+        del self._growing[bisect_left(self._growing, (residue, admission))]
+        if self.committing:
+            self._stop_committing(job, residue)
         attended = job.request.prompt_tokens + job.generated_before - job.seq.dropped_tokens
         if self._is_plain:
             self.context[0] -= attended
@@ -170,10 +162,7 @@ class DecodeBatch:
             self._move(job, at, residue)
 
     def gain(self, job: Job, tokens: int) -> None:
-        """Add `tokens` tokens to `job` beyond those that the last step gave to all.
-
-        O(jobs of its residue classes).
-        """
+        """Add `tokens` tokens to `job` beyond those that the last step gave to all."""
         seq = job.seq
         assert seq is not None
         attended = job.length + 1 - seq.dropped_tokens
@@ -193,12 +182,23 @@ class DecodeBatch:
         heappush(self._finish, end)
         if residue == before:
             return
-        del self._residues[bisect_left(self._residues, before)]
-        insort(self._residues, residue)
-        commits = job in self.committing.get(before, ())
-        for classes in (self._classes, self.committing) if commits else (self._classes,):
-            _drop(classes, before, job)
-            _put(classes, residue, job, admission)
+        del self._growing[bisect_left(self._growing, (before, admission))]
+        insort(self._growing, (residue, admission, job))
+        if self._stop_committing(job, before):
+            insort(self.committing.setdefault(residue, []), job, key=_admission)
+
+    def _stop_committing(self, job: Job, residue: int) -> bool:
+        """Remove `job` from those that commit the blocks they fill; return False if it is not.
+
+        O(jobs that commit at the same steps).
+        """
+        jobs = self.committing.get(residue, [])
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self.committing[residue]
+        return True
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""
@@ -288,40 +288,39 @@ class DecodeBatch:
         """Return the jobs that commit every block they fill and have just filled one."""
         return self.committing.get(self.steps.count % self._block_size, [])
 
-    def growing(self, step: int) -> list[Job] | None:
-        """Return the jobs that need a block at `step`, in order of admission, if any do."""
-        return self._classes.get(step % self._block_size)
+    def growing(self, step: int) -> list[Job]:
+        """Return the jobs that need a block at `step`, in order of admission. O(log jobs)."""
+        residue, order = step % self._block_size, self._growing
+        first = bisect_left(order, (residue,))
+        return [job for _, _, job in order[first : bisect_left(order, (residue + 1,), first)]]
 
     def growth_between(self, first: int, end: int) -> int:
         """Return how many blocks the steps `[first, end)` need. O(log jobs)."""
-        # Every residue class comes once a turn of `block_size` steps, so each job needs a
-        # block a turn; the remaining steps are a range of residues, which may wrap around.
-        turns, rest = divmod(end - first, self._block_size)
-        residues = self._residues
-        low = first % self._block_size
+        # Every residue comes once a turn of `block_size` steps, so each job needs a block a
+        # turn; the remaining steps are a range of residues, which may wrap around.
+        size, order = self._block_size, self._growing
+        turns, rest = divmod(end - first, size)
+        low = first % size
         high = low + rest
-        count = bisect_left(residues, high) - bisect_left(residues, low)
-        if high > self._block_size:
-            count += bisect_left(residues, high - self._block_size)
+        count = bisect_left(order, (high,)) - bisect_left(order, (low,))
+        if high > size:
+            count += bisect_left(order, (high - size,))
         return turns * self.size + count
 
     def growing_between(self, first: int, end: int) -> Iterator[tuple[int, list[Job]]]:
         """Yield the steps in `[first, end)` at which jobs need blocks, each with its jobs."""
-        size, classes = self._block_size, self._classes
-        if end - first < len(classes):
-            for step in range(first, end):
-                jobs = classes.get(step % size)
-                if jobs is not None:
-                    yield step, jobs
-            return
-        offsets = sorted(
-            [((residue - first) % size, jobs) for residue, jobs in classes.items()]
-        )
-        for turn in range(first, end, size):
-            for offset, jobs in offsets:
-                if turn + offset >= end:
+        order = self._growing
+        turn = first - first % self._block_size
+        place = bisect_left(order, (first - turn,))
+        while order:
+            while place < len(order):
+                residue = order[place][0]
+                if turn + residue >= end:
                     return
-                yield turn + offset, jobs
+                after = bisect_left(order, (residue + 1,), place)
+                yield turn + residue, [job for _, _, job in order[place:after]]
+                place = after
+            turn, place = turn + self._block_size, 0
 
     def _all_had_token_at(self, start_ps: int) -> bool:
         """Return True if the newest token of every job came at `start_ps`."""
@@ -363,23 +362,9 @@ class DecodeBatch:
                 self.context[place] -= window
 
 
-def _put(classes: dict[int, list[Job]], residue: int, job: Job, admission: int) -> None:
-    """Add `job` to its residue class, in order of admission."""
-    jobs = classes.get(residue)
-    if jobs is None:
-        classes[residue] = [job]
-    elif _admission(jobs[-1]) < admission:
-        jobs.append(job)
-    else:
-        insort(jobs, job, key=_admission)
-
-
-def _drop(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
-    """Remove `job` from its residue class."""
-    jobs = classes[residue]
-    jobs.remove(job)
-    if not jobs:
-        del classes[residue]
+def _admission(job: Job) -> int:
+    assert job.seq is not None
+    return job.seq.admission
 
 
 class StepTimes:
@@ -595,7 +580,7 @@ class DecodeAllocator:
         step = batch.steps.count
         if self.allocated_until <= step:
             jobs = batch.growing(step)
-            if jobs is not None:
+            if jobs:
                 cache = self._cache
                 if self._served:
                     jobs = [job for job in jobs if job not in self._served]
@@ -611,7 +596,7 @@ class DecodeAllocator:
 
         The blocks that this evicts are lost, however many a preemption then frees.
         """
-        jobs = self._batch.growing(self._batch.steps.count) or []
+        jobs = self._batch.growing(self._batch.steps.count)
         jobs = [job for job in jobs if job not in self._served][: self._cache.available_blocks]
         self._grow(jobs, 0, now)
         self._served.update(jobs)
