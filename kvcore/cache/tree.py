@@ -28,7 +28,6 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
@@ -59,7 +58,6 @@ class Watcher(Protocol):
         """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 
@@ -714,17 +712,13 @@ class SpanTree:
             if not span.ref_count and not span.children and span.released_order == released:
                 return span, span.blocks if self._evicts_leaves else min(span.blocks, missing)
             del self._demoted[span]
-        # `Any`, so that compiled code does not check the type before this method does.
-        policy: Any = self.eviction
         try:
-            answer = policy.victim(now)
+            span = self.eviction.victim(now)
         except BaseException as error:
             raise self.fail(self.eviction, "victim", error) from error
-        if answer.__class__ is not Span:
-            raise self._refuse(self.eviction, "victim()", self._why_not(answer))
-        span = answer
         if (
-            span.geometry is not self.geometry
+            span.__class__ is not Span
+            or span.geometry is not self.geometry
             or span.ref_count
             or span.children
             or span.parent is None
