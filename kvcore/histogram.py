@@ -10,7 +10,6 @@ from itertools import accumulate, repeat
 from operator import mul
 from typing import Any
 
-from kvcore.compiled import divided, mypyc_attr
 from kvcore.units import INT64_LIMIT
 
 PERCENTS = (50, 90, 95, 99)
@@ -41,7 +40,6 @@ def nearest_rank(percent: int, count: int) -> int:
     return max(1, -(-percent * count // 100))
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Histogram:
     """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
 
@@ -149,8 +147,8 @@ class Histogram:
         names = (f"{bound / unit:.15g}" for bound in bounds)
         return {
             "blocks": self.weight,
-            "sum": divided(self.total, unit),
-            "mean": divided(self.total, self.weight * unit),
-            **{name: divided(value, unit) for name, value in percentiles.items()},
+            "sum": self.total / unit,
+            "mean": self.total / (self.weight * unit),
+            **{name: value / unit for name, value in percentiles.items()},
             "buckets": dict(zip(names, self.at_most(bounds), strict=True)),
         }

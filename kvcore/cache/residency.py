@@ -11,7 +11,6 @@ import attrs
 
 from kvcore.cache.layout import common_prefix
 from kvcore.cache.span import Span
-from kvcore.compiled import mypyc_attr
 from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
@@ -30,7 +29,6 @@ Exit: TypeAlias = tuple[Keys[Key], int, int, int, int, int, int]
 the number of their hits."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Refaults:
     """Counts blocks that are stored again after at most `window` others were evicted.
 
@@ -137,7 +135,6 @@ BATCH = 4096
 """Events that are stored before they are counted together."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Residency:
     """Statistics of one tier: how long blocks stay until they are hit or evicted.
 

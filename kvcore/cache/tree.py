@@ -28,7 +28,6 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
@@ -59,7 +58,6 @@ class Watcher(Protocol):
         """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 
@@ -91,8 +89,8 @@ class SpanTree:
         "_evicts_leaves", "_expires", "_index_insert", "_index_remove", "_index_split",
         "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
         "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
-        "_released", "_shares", "cached_blocks", "evicted_blocks", "eviction", "expired_blocks", "failure",
-        "fixed_order", "geometry", "index", "pins", "pool", "residency", "root", "trace",
+        "_released", "_shares", "cached_blocks", "evicted_blocks", "eviction",
+        "expired_blocks", "failure", "fixed_order", "geometry", "index", "pins", "pool", "residency", "root", "trace",
         "unpinned_blocks", "upper", "watcher",
     )  # fmt: skip
 
@@ -673,11 +671,7 @@ class SpanTree:
         evicted: Ids | None = None
         missing = blocks
         while missing > 0:
-            span = self._next_demoted() if self._demoted else None
-            if span is None:
-                span, count = self._victim(now)
-            else:
-                count = span.end - span.start
+            span, count = self._victim(now)
             if count > missing and not self._evicts_leaves:
                 count = missing
             ids = span.ids
@@ -716,7 +710,14 @@ class SpanTree:
         return None
 
     def _victim(self, now: int) -> tuple[Span, int]:
-        """Return the victim of the policy, and how many of its blocks may be evicted."""
+        """Return the next victim, and how many of its blocks may be evicted.
+
+        That is a demoted leaf, or the victim of the policy.
+        """
+        if self._demoted:
+            demoted = self._next_demoted()
+            if demoted is not None:
+                return demoted, demoted.end - demoted.start
         try:
             span = self.eviction.victim(now)
         except BaseException as error:

@@ -10,7 +10,6 @@ from operator import lt
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from kvcore.cache import EvictionPolicy, KVCache
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
 from kvcore.plugins.base import raise_policy_error
@@ -28,7 +27,6 @@ _PATIENCE: Final = 100
 """Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Batcher:
     """Carries out the decisions of the scheduler.
 

@@ -25,7 +25,6 @@ from math import isqrt
 from typing import TypeAlias
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
 from kvcore.serving.job import DONE, DecodeSteps, Job
@@ -471,7 +470,6 @@ def _steps_for(first: int, slope: int, count: int, time: int) -> int:
     return steps
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 

@@ -34,7 +34,6 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
@@ -57,7 +56,6 @@ NEVER: Final = INT64_LIMIT
 """A time (ns) that does not come: the clock ends before it."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Arrivals:
     """The requests of a workload in the order in which they arrive.
 
@@ -88,7 +86,7 @@ class Arrivals:
     def __init__(
         self,
         requests: Iterable[Request],
-        rate_scale: int | float = 1.0,  # noqa: PYI041 - of an int a compiler makes a float
+        rate_scale: float = 1.0,
         *,
         prefetches: bool = False,
     ) -> None:
@@ -223,7 +221,6 @@ class Arrivals:
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class ServingLoop:
     """Serves requests, step by step; decode steps between two events are one jump.
 

@@ -3,7 +3,6 @@
 ORDER = [
     {"errors"},
     {"units"},
-    {"compiled"},
     {"distributions", "files", "histogram", "lazy", "moved", "progress"},
     {"sections"},
     {"notebook"},
