@@ -82,6 +82,24 @@ class Histogram:
         for (place, weight), times in Counter(zip(places, weights, strict=True)).items():
             counts[place] += weight * times
 
+    def add_ascending(self, times: Sequence[int], since: int) -> None:
+        """Add the difference from `since` to each of `times`, which ascend.
+
+        O(buckets between the first and the last), and one addition for each time.
+        """
+        count, last = len(times), times[-1] - since
+        self.weight += count
+        self.total += sum(times) - count * since
+        self.high = max(self.high, last)
+        borders, counts = self._borders, self._weights
+        place, done = bisect_left(borders, times[0] - since), 0
+        while borders[place] < last:
+            upto = bisect_right(times, borders[place] + since, done)
+            counts[place] += upto - done
+            done = upto
+            place = bisect_left(borders, times[done] - since, place)
+        counts[place] += count - done
+
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""
         self.weight += other.weight

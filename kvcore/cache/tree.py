@@ -90,8 +90,8 @@ class SpanTree:
         "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
         "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
         "_released", "_shares", "cached_blocks", "evicted_blocks", "eviction",
-        "expired_blocks", "failure", "fixed_order", "geometry", "index", "pins", "pool", "residency", "root", "trace",
-        "unpinned_blocks", "upper", "watcher",
+        "expired_blocks", "failure", "fixed_order", "geometry", "index", "pins", "pool",
+        "residency", "root", "trace", "unpinned_blocks", "upper", "watcher",
     )  # fmt: skip
 
     def __init__(

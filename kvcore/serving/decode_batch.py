@@ -21,6 +21,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
+from itertools import chain
 from math import isqrt
 from typing import TypeAlias
 
@@ -308,18 +309,24 @@ class DecodeBatch:
 
     def growing_between(self, first: int, end: int) -> Iterator[tuple[int, list[Job]]]:
         """Yield the steps in `[first, end)` at which jobs need blocks, each with its jobs."""
-        order = self._growing
-        turn = first - first % self._block_size
-        place = bisect_left(order, (first - turn,))
-        while order:
-            while place < len(order):
-                residue = order[place][0]
-                if turn + residue >= end:
+        size, order = self._block_size, self._growing
+        start = bisect_left(order, (first % size,))
+        classes: list[tuple[int, list[Job]]] = []
+        last = -1
+        for residue, _, job in chain(order[start:], order[:start]):
+            offset = (residue - first) % size
+            if offset == last:
+                classes[-1][1].append(job)
+            elif first + offset < end:
+                classes.append((offset, [job]))
+                last = offset
+            else:
+                break
+        for turn in range(first, end, size):
+            for offset, jobs in classes:
+                if turn + offset >= end:
                     return
-                after = bisect_left(order, (residue + 1,), place)
-                yield turn + residue, [job for _, _, job in order[place:after]]
-                place = after
-            turn, place = turn + self._block_size, 0
+                yield turn + offset, jobs
 
     def _all_had_token_at(self, start_ps: int) -> bool:
         """Return True if the newest token of every job came at `start_ps`."""
