@@ -36,6 +36,7 @@ class Batcher:
     Attributes:
         waiting: waiting jobs, in scheduler order.
         running: running jobs, in order of admission; at most `max_seqs`.
+        prefilling: running jobs whose prompt is not computed yet, in order of admission.
         paused: jobs off the batch that keep their blocks; they are in `waiting` too.
         chunks: the jobs that prefill in the next step, with their numbers of tokens.
         changed: whether anything has happened since the last plan.
@@ -56,10 +57,10 @@ class Batcher:
         "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
         "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
         "_full",
-        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_prefilling", "_publishes",
+        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_publishes",
         "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps",
         "_tiers", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
-        "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
+        "blocked_job", "changed", "chunks", "loads", "moved", "paused", "prefilling", "running",
         "server", "timers", "waiting", "without_progress",
     )  # fmt: skip
 
@@ -127,7 +128,7 @@ class Batcher:
         # Whether prompts are chunked without asking the rules.
         self._chunked = batching.chunked and self._decisions.chunk_tokens is None
         self._budget = 0
-        self._prefilling: dict[Job, None] = {}
+        self.prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
         self._ranks = not find_override(scheduler, "plan")
         self._changes = find_override(scheduler, "changes_at")
@@ -177,7 +178,7 @@ class Batcher:
         retry = False
         if self._mixed:
             self._grow(now)
-        if self.changed and (self._prefilling or self.waiting.entries):
+        if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
         if not (self._mixed or self.chunks):
             self._grow(now)
@@ -198,11 +199,8 @@ class Batcher:
             self._allocator.allocated_until = self._steps.count
         return changed
 
-    def computed(self, done: Iterable[Job] = ()) -> None:
-        """Record that blocks were committed, and that the jobs `done` have been prefilled."""
-        for job in done:
-            del self._prefilling[job]
-            self.without_progress = 0
+    def computed(self) -> None:
+        """Record that blocks were committed."""
         self.blocked_job = None  # it may hit more now
         self.changed = True
 
@@ -294,7 +292,7 @@ class Batcher:
 
     def _admit(self, now: int) -> None:  # noqa: C901, PLR0912 - one merge of two sequences
         """Divide the tokens of the next step among jobs, in scheduler order."""
-        ongoing = list(self._prefilling)
+        ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
             if preemptive:
@@ -561,7 +559,7 @@ class Batcher:
                     self._loaded(job, load, now)
                 return True
         job.stage = PREFILL
-        self._prefilling[job] = None
+        self.prefilling[job] = None
         return True
 
     def _loaded(self, job: Job | None, load: TierLoad, now: int) -> None:
@@ -581,7 +579,7 @@ class Batcher:
     def prefill(self, job: Job) -> None:
         """Prefill what is left of the prompt of a job, whose other K/V has come."""
         job.stage = PREFILL
-        self._prefilling[job] = None
+        self.prefilling[job] = None
         self.blocked_job = None
         self.changed = True
 
@@ -598,7 +596,7 @@ class Batcher:
         del self.paused[job]
         if job.prefill_left:
             job.stage = PREFILL
-            self._prefilling[job] = None
+            self.prefilling[job] = None
             return True
         self._allocator.extend(seq, missing, now)
         job.stage = DECODE
@@ -665,7 +663,7 @@ class Batcher:
             self._batch.remove(job)
             self._allocator.settle(job)
         else:
-            del self._prefilling[job]
+            del self.prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
             self._unpublished = [each for each in self._unpublished if each[0] is not job]
         del self.running[job]

@@ -28,10 +28,10 @@ from typing import TypeAlias
 from kvcore.cache import KVCache, Sequence
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
-from kvcore.serving.job import DONE, DecodeSteps, Job
+from kvcore.serving.job import DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import LinearPiece, Windows
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
-from kvcore.units import PS_PER_NS
+from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 End: TypeAlias = tuple[int, int, int, Job]
 """(step at which a job finishes, its admission, its residue, the job)."""
@@ -54,6 +54,7 @@ class DecodeBatch:
         committing: jobs that commit every block they fill, by residue: because they share
             generated blocks, or may drop tokens.
         last_step_ps: when the last step ended.
+        ends: a heap of the steps at which jobs finish; not empty while jobs are here.
     """
 
     def __init__(
@@ -88,16 +89,16 @@ class DecodeBatch:
         self._forgetting = forgetting
         # (residue, admission, job), sorted: the jobs in the order in which they grow.
         self._growing: list[tuple[int, int, Job]] = []
-        # Entries stay in these heaps when they are outdated: `_ends` and `_full_at` have the
+        # Entries stay in these heaps when they are outdated: `_end_of` and `_full_at` have the
         # valid entry of each job.
-        self._finish: list[End] = []
-        self._ends: dict[Job, End] = {}
+        self.ends: list[End] = []
+        self._end_of: dict[Job, End] = {}
         self._full: list[tuple[int, int, int, Job]] = []
         self._full_at: dict[tuple[Job, int], int] = {}
 
     def __iter__(self) -> Iterator[Job]:
         """Yield the jobs in the order in which they joined."""
-        return iter(self._ends)
+        return iter(self._end_of)
 
     def add(self, job: Job, generated: int) -> None:
         """Add `job`, which has generated `generated` tokens; it decodes from the next step."""
@@ -107,13 +108,13 @@ class DecodeBatch:
         length = request.prompt_tokens + generated - 1
         residue = (count - length + seq.compacted) % self._block_size
         end = (count + job.output_tokens - generated, seq.admission, residue, job)
-        self._ends[job] = end
-        heappush(self._finish, end)
+        self._end_of[job] = end
+        heappush(self.ends, end)
         self.size += 1
         self.fresh.append(job)
         insort(self._growing, (residue, seq.admission, job))
         if self._forgetting or request.publish or request.output_keys:
-            insort(self.committing.setdefault(residue, []), job, key=_admission)
+            insort(self.committing.setdefault(residue, []), job, key=admission_of)
         attended = length + 1 - seq.dropped_tokens
         if self._is_plain:
             self.context[0] += attended
@@ -132,7 +133,7 @@ class DecodeBatch:
         assert job.joined is not None
         job.generated_before += self.steps.count - job.joined
         job.joined = None
-        _, admission, residue, _ = self._ends.pop(job)
+        _, admission, residue, _ = self._end_of.pop(job)
         del self._growing[bisect_left(self._growing, (residue, admission))]
         if self.committing:
             self._stop_committing(job, residue)
@@ -156,7 +157,7 @@ class DecodeBatch:
             attended = job.length + 1 - seq.dropped_tokens
             self._unattend(job, attended + tokens)
             self._attend(job, attended, seq.admission)
-        at, _, before, _ = self._ends[job]
+        at, _, before, _ = self._end_of[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
             self._move(job, at, residue)
@@ -172,20 +173,20 @@ class DecodeBatch:
         else:
             self._unattend(job, attended)
             self._attend(job, attended + tokens, seq.admission)
-        at, _, before, _ = self._ends[job]
+        at, _, before, _ = self._end_of[job]
         self._move(job, at - tokens, (before - tokens) % self._block_size)
 
     def _move(self, job: Job, at: int, residue: int) -> None:
         """Reschedule `job` to finish at step `at`, and to fill its blocks at other steps."""
-        _, admission, before, _ = self._ends[job]
-        end = self._ends[job] = (at, admission, residue, job)
-        heappush(self._finish, end)
+        _, admission, before, _ = self._end_of[job]
+        end = self._end_of[job] = (at, admission, residue, job)
+        heappush(self.ends, end)
         if residue == before:
             return
         del self._growing[bisect_left(self._growing, (before, admission))]
         insort(self._growing, (residue, admission, job))
         if self._stop_committing(job, before):
-            insort(self.committing.setdefault(residue, []), job, key=_admission)
+            insort(self.committing.setdefault(residue, []), job, key=admission_of)
 
     def _stop_committing(self, job: Job, residue: int) -> bool:
         """Remove `job` from those that commit the blocks they fill; return False if it is not.
@@ -202,9 +203,9 @@ class DecodeBatch:
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""
-        _, admission, residue, _ = self._ends[job]
-        end = self._ends[job] = (self.steps.count + 1, admission, residue, job)
-        heappush(self._finish, end)
+        _, admission, residue, _ = self._end_of[job]
+        end = self._end_of[job] = (self.steps.count + 1, admission, residue, job)
+        heappush(self.ends, end)
 
     def advance(
         self, start_ps: int, segments: Iterable[tuple[int, int, int]]
@@ -230,7 +231,12 @@ class DecodeBatch:
         pending, fresh = self._gaps.pending, self.fresh
         # Are all newest tokens from the moment at which the first step begins? Then the gap
         # before each token of it is the time of the step.
-        if self._all_had_token_at(start_ps) if fresh else start_ps == self.last_step_ps:
+        even = start_ps == self.last_step_ps
+        if fresh:
+            even = even or len(fresh) == self.size
+            for job in fresh:
+                even = even and job.last_token_ps == start_ps
+        if even:
             pending.append((first, slope, steps, self.size))
         else:
             self._record_uneven(start_ps + first)
@@ -238,16 +244,19 @@ class DecodeBatch:
                 pending.append((first + slope, slope, steps - 1, self.size))
         if len(pending) > PENDING_EVENTS:
             self._gaps.settle()
+        fresh.clear()
         took_ps = first
         if steps > 1:
             took_ps = steps * first + slope * (steps * (steps - 1) // 2)
         self.steps.count = now = self.steps.count + steps
-        if fresh:
-            fresh.clear()
         self.last_step_ps = start_ps + took_ps
         self.context[0] += self.growth[0] * steps
-        if self._is_plain:
-            return took_ps
+        if not self._is_plain:
+            self._fill_windows(steps, now)
+        return took_ps
+
+    def _fill_windows(self, steps: int, now: int) -> None:
+        """Add `steps` steps, up to step `now`, to the contexts of all windows but the first."""
         for place in range(1, len(self.growth)):
             self.context[place] += self.growth[place] * steps
         full = self._full
@@ -256,30 +265,28 @@ class DecodeBatch:
             if self._full_at.get((job, place)) == at:
                 del self._full_at[job, place]
                 self.growth[place] -= 1
-        return took_ps
 
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or commits a block."""
-        finish, ends = self._finish, self._ends
-        while ends.get(finish[0][3]) != finish[0]:
-            heappop(finish)
+        ends, valid = self.ends, self._end_of
+        while valid.get(ends[0][3]) is not ends[0]:
+            heappop(ends)
         count = self.steps.count
-        steps = finish[0][0] - count
+        steps = ends[0][0] - count
         if self._full:
             steps = min(steps, max(self._full[0][0] - count, 1))
-        if self.committing:
-            for residue in self.committing:
-                steps = min(steps, (residue - count - 1) % self._block_size + 1)
+        for residue in self.committing:
+            steps = min(steps, (residue - count - 1) % self._block_size + 1)
         return steps
 
     def pop_finished(self) -> list[Job]:
         """Remove and return the jobs that have generated all their tokens."""
-        finish, count = self._finish, self.steps.count
+        ends, count = self.ends, self.steps.count
         done: list[Job] = []
-        while finish and finish[0][0] <= count:
-            end = heappop(finish)
+        while ends and ends[0][0] <= count:
+            end = heappop(ends)
             job = end[3]
-            if self._ends.get(job) == end:
+            if self._end_of.get(job) is end:
                 self.remove(job)
                 done.append(job)
         return done
@@ -328,16 +335,6 @@ class DecodeBatch:
                     return
                 yield turn + offset, jobs
 
-    def _all_had_token_at(self, start_ps: int) -> bool:
-        """Return True if the newest token of every job came at `start_ps`."""
-        fresh = self.fresh
-        if start_ps != self.last_step_ps and len(fresh) < self.size:
-            return False
-        for job in fresh:  # noqa: SIM110 - a generator costs more than most of these lists
-            if job.last_token_ps != start_ps:
-                return False
-        return True
-
     def _record_uneven(self, now_ps: int) -> None:
         """Record the gaps before tokens that come at `now_ps`, where they differ by job."""
         fresh, pending = self.fresh, self._gaps.pending
@@ -366,11 +363,6 @@ class DecodeBatch:
                 self._full_at.pop((job, place), None)
             else:
                 self.context[place] -= window
-
-
-def _admission(job: Job) -> int:
-    assert job.seq is not None
-    return job.seq.admission
 
 
 class StepTimes:
@@ -488,8 +480,11 @@ class DecodeAllocator:
     another way, or measure how the memory is used.
 
     Attributes:
+        takes_drafts: whether a step may add several tokens to a sequence.
         allocated_until: the first decode step whose blocks are not allocated yet.
     """
+
+    takes_drafts = True
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0
@@ -606,9 +601,7 @@ class DecodeAllocator:
         self._grow(jobs, 0, now)
         self._served.update(jobs)
 
-    def jump(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
-    ) -> tuple[int, int]:
+    def jump(self, lines: Lines[LinearPiece], clock_ps: int, event: int) -> tuple[int, int]:
         """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
         The first of them is allocated already.
@@ -616,41 +609,32 @@ class DecodeAllocator:
         Args:
             lines: the time of a step, as the maximum of lines in the context.
             clock_ps: when they begin.
-            event_ps: when the next event comes from outside; None: never.
+            event: when (ns) the next event comes from outside.
 
         Returns:
             The number of steps, and the picoseconds they took.
         """
-        # The same as `foresee` and `run`, in fewer calls: this is the hot path.
-        batch = self._batch
-        times = StepTimes(lines, batch.context, batch.growth)
-        steps = batch.until_change()
-        if steps > 1:
-            if event_ps is not None:
-                steps = times.reach(event_ps - clock_ps, steps)
-            if steps > 1:
-                steps = self._allocate_ahead(steps, clock_ps, times)
-        straight = times.line
-        if straight is None:
-            return batch.advance(clock_ps, times.segments(steps))
-        return steps, batch.run(clock_ps, straight[0], straight[1], steps)
+        return self.run(*self.foresee(lines, clock_ps, event), clock_ps)
 
     def foresee(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+        self, lines: Lines[LinearPiece], clock_ps: int, event: int
     ) -> tuple[int, StepTimes]:
         """Return how many steps `jump` would run if there is room, and their times."""
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
-        if event_ps is not None and steps > 1:
-            steps = times.reach(event_ps - clock_ps, steps)
+        if steps > 1 and event < INT64_LIMIT:
+            steps = times.reach(event * PS_PER_NS - clock_ps, steps)
         return steps, times
 
     def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
         """Run up to `steps` steps, or as many as there is room for, as `jump` does."""
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
-        return self._batch.advance(clock_ps, times.segments(steps))
+        if times.line is None:
+            return self._batch.advance(clock_ps, times.segments(steps))
+        first, slope = times.line
+        return steps, self._batch.run(clock_ps, first, slope, steps)
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""

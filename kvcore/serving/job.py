@@ -165,3 +165,8 @@ class Job:
     def __repr__(self) -> str:
         """Show the request and its stage."""
         return f"<Job {self.serial}: request {self.request.id}, {self.stage}>"
+
+
+def admission_of(job: Job) -> int:
+    """Return the serial number of the admission of `job`, by which jobs of one step end."""
+    return 0 if job.seq is None else job.seq.admission

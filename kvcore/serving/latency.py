@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
-from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import attrs
 
@@ -14,6 +14,9 @@ from kvcore.plugins.base import FAILURES, Plugin, raise_policy_error
 from kvcore.request import Key
 from kvcore.serving.job import Job
 from kvcore.units import PS_PER_S
+
+if TYPE_CHECKING:
+    from kvcore.serving.drafter import Drafter
 
 Windows: TypeAlias = tuple[int | None, ...]
 """Attention windows in tokens, None for attention without a window."""
@@ -190,6 +193,10 @@ class Executor(Protocol):
     def plugins(self) -> Sequence[Plugin]:
         """The plugins of the executor, for the header of a trace."""
 
+    @property
+    def drafter(self) -> Drafter | None:
+        """Drafts tokens, which steps verify (`SpeculativeExecutor`); None: no step does."""
+
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
     ) -> StepResult:
@@ -207,6 +214,7 @@ class SimulatedExecutor:
 
     name = "simulate"
     mode = "model"
+    drafter: Drafter | None = None
 
     def __init__(self, latency: LatencyModel) -> None:
         self.latency = latency

@@ -105,6 +105,7 @@ class DynoSimExecutor:
     def __init__(self, cache: KVCache) -> None:
         self.latency = EmptyServerTimes()
         self.plugins = (self.latency,)
+        self.drafter = None
         self._cache = cache
 
     def run(
