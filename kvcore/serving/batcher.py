@@ -57,7 +57,7 @@ class Batcher:
         "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
         "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
         "_full",
-        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_publishes",
+        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_plain", "_publishes",
         "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps",
         "_tiers", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
         "blocked_job", "changed", "chunks", "loads", "moved", "paused", "prefilling", "running",
@@ -127,6 +127,15 @@ class Batcher:
         self._max_chunk, self._max_seqs = rules.max_chunk, batching.max_seqs
         # Whether prompts are chunked without asking the rules.
         self._chunked = batching.chunked and self._decisions.chunk_tokens is None
+        # Whether a chunk is what is left of a prompt and of the step: nothing else is asked.
+        self._plain = (
+            self._chunked
+            and self._whole
+            and self._max_chunk is None
+            and not self._publishes
+            and self._decisions.reserved is None
+            and self._decisions.shares_scheduled is None
+        )
         self._budget = 0
         self.prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
@@ -173,31 +182,36 @@ class Batcher:
         while loads and loads[0][0] <= now:
             _, _, job, load = heappop(loads)
             self._loaded(job, load, now)
-        # Running jobs go before waiting ones: first the blocks of the next decode step, then
-        # admissions. Where prefill goes first, a step decodes only if it has no prefill.
         retry = False
-        if self._mixed:
-            self._grow(now)
-        if self.changed and (self.prefilling or self.waiting.entries):
-            self._admit(now)
-        if not (self._mixed or self.chunks):
-            self._grow(now)
+        self._divide(now)
         if self._victims:
             # Jobs that were not offered a slot because of them are after the next step.
             retry = not self._admits_after_preemption or self._refuses
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
                 # All running jobs were preempted: admit again, with the freed blocks.
-                self._allocator.allocated_until = self._steps.count + self._mixed
-                self._admit(now)
-                if not (self._mixed or self.chunks):
-                    self._grow(now)
+                self._allocator.allocated_until = self._steps.count
+                self.changed = True
+                self._divide(now)
                 self._victims.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
             self._allocator.allocated_until = self._steps.count
         return changed
+
+    def _divide(self, now: int) -> None:
+        """Allocate for the next decode step, and divide its tokens among prompts.
+
+        Running jobs go before waiting ones: first the blocks of the next decode step, then
+        admissions. Where prefill goes first, a step decodes only if it has no prefill.
+        """
+        if self._mixed and not self._allocator.next_step(now):
+            self._preempt_to_grow(now)
+        if self.changed and (self.prefilling or self.waiting.entries):
+            self._admit(now)
+        if not (self._mixed or self.chunks or self._allocator.next_step(now)):
+            self._preempt_to_grow(now)
 
     def computed(self) -> None:
         """Record that blocks were committed."""
@@ -279,19 +293,17 @@ class Batcher:
         if self._withdrawn is not None:
             self._order.call("withdrawn", self._withdrawn, job, now)
 
-    def _grow(self, now: int) -> None:
+    def _preempt_to_grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
-        step, allocator = self._steps.count, self._allocator
-        if not self._batch.size:
-            allocator.allocated_until = step + 1
-            return
-        while allocator.allocated_until <= step and not allocator.next_step(now):
+        while True:
             if not self._whole:
-                allocator.serve_first(now)
+                self._allocator.serve_first(now)
             self._recompute(self._choose_victim(now, None), now)
+            if self._allocator.next_step(now):
+                return
 
-    def _admit(self, now: int) -> None:  # noqa: C901, PLR0912 - one merge of two sequences
-        """Divide the tokens of the next step among jobs, in scheduler order."""
+    def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
+        """Divide the tokens of the next step among prompts, in scheduler order."""
         ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
@@ -299,12 +311,10 @@ class Batcher:
                 ranks = {job: (self._order.priority(job, now), job.serial) for job in ongoing}
                 self._order.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
-        offers, offered_all = None if self._ranks else self._offers(now), False
+        offers = None if self._ranks else self._offers(now)
         asks, self._refuses = self._decisions.headroom is not None, False
-        admits = asks or self._admits_after_preemption
-        self._budget = self.batching.max_tokens
-        if self._mixed:
-            self._budget -= self._batch.size
+        admits, after_preemption = True, asks or self._admits_after_preemption
+        self._budget = self.batching.max_tokens - (self._batch.size if self._mixed else 0)
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
         while self._budget > 0:
@@ -316,7 +326,7 @@ class Batcher:
             if self._unpublished:
                 self._publish(now)
             offered: Job | None = None
-            if not offered_all and (admits or not self._victims):
+            if admits and (after_preemption or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
             if asks and offered is not None:
                 self._refuses = self._room_for(offered, now, self._victims) is None
@@ -324,7 +334,7 @@ class Batcher:
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
             elif ongoing:
-                offered_all, preemptive = True, False
+                admits = preemptive = False
             else:
                 break
         if self._unpublished:
@@ -356,14 +366,17 @@ class Batcher:
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the chunk of `job` in the planned step to `chunks`, and allocate its blocks."""
-        if job.stage == DECODE:
-            self._budget -= self._mixed
+        if job.stage != PREFILL:
+            self._budget -= self._mixed and job.stage == DECODE
             return
-        if job.stage == LOADING:
-            return
-        decisions = self._decisions
         tokens = job.target - job.computed
-        most = self._budget if self._max_chunk is None else self._most_tokens()
+        if self._plain:
+            if tokens > self._budget:
+                tokens = self._budget
+            self.chunks.append((job, tokens))
+            self._budget -= tokens
+            return
+        decisions, most = self._decisions, self._most_tokens()
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
         elif tokens > most:
@@ -458,23 +471,14 @@ class Batcher:
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        tree, is_blocked = self._cache.tree, job is self.blocked_job
-        # Without an event, pins of clients end early, and blocks expire.
-        if is_blocked and (tree.pins is not None or tree.eviction.expires_spans):
-            is_blocked = False
-        if is_blocked or self._full or job in self._victims:
+        if job is self.blocked_job and not self._frees_alone():
+            return False
+        if self._full or job in self._victims:
             return False
         if not (self._chunked or self._has_chunk(job, now)):
             return False
-        if len(self.running) >= self._max_seqs:
-            last = self._order.call("priority", self._behind, job, now)
-            if last is None:
-                return False
-            # Checked first: without blocks for `job` the pause would be in vain.
-            if not self._fits(job, now):
-                self.blocked_job = job
-                return False
-            self._pause(last, now, job)
+        if len(self.running) >= self._max_seqs and not self._take_slot(job, now):
+            return False
         take = self._resume if job.stage == PAUSED else self._open
         while not take(job, now):
             if not self._make_room(job, now):
@@ -484,6 +488,23 @@ class Batcher:
         self.running[job] = None
         if self._admitted is not None:
             self._order.call("admitted", self._admitted, job, now)
+        return True
+
+    def _frees_alone(self) -> bool:
+        """Return True if blocks may have become free without an event: pins end, spans expire."""
+        tree = self._cache.tree
+        return tree.pins is not None or tree.eviction.expires_spans
+
+    def _take_slot(self, job: Job, now: int) -> bool:
+        """Pause the running job that is last in order for `job`; return False if none is."""
+        last = self._order.call("priority", self._behind, job, now)
+        if last is None:
+            return False
+        # Checked first: without blocks for `job` the pause would be in vain.
+        if not self._fits(job, now):
+            self.blocked_job = job
+            return False
+        self._pause(last, now, job)
         return True
 
     def _has_chunk(self, job: Job, now: int) -> bool:

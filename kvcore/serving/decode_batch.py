@@ -299,6 +299,8 @@ class DecodeBatch:
         """Return the jobs that need a block at `step`, in order of admission. O(log jobs)."""
         residue, order = step % self._block_size, self._growing
         first = bisect_left(order, (residue,))
+        if first == len(order) or order[first][0] != residue:
+            return []
         return [job for _, _, job in order[first : bisect_left(order, (residue + 1,), first)]]
 
     def growth_between(self, first: int, end: int) -> int:

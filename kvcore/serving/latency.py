@@ -113,25 +113,23 @@ class LatencyModel(Plugin):
         """
         context = work.context
         try:
-            if len(context) == 1:
-                pairs, times = context[0], []
-                for a, b in self.pieces(work):
-                    times.append(a + b * pairs)
+            pieces = self.pieces(work)
+            if len(pieces) == 1 == len(context):  # as a rule: there is nothing to compare
+                a, b = pieces[0]
+                times = [a + b * context[0]]
+                longest = times[0]
             else:
                 times = [
                     piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True))
-                    for piece in self.pieces(work)
+                    for piece in pieces
                 ]
-            if len(times) == 1:  # as a rule: then there is nothing to compare
-                longest = total = times[0]
-            else:
-                longest, total = max(times), sum(times)
-            is_whole = type(total) is int
+                longest = max(times)
+            is_time = longest >= 0 and type(sum(times)) is int
         except FAILURES as error:
             raise_policy_error(self, "pieces", error)
-        if longest < 0 or not is_whole:
-            longest = next((time for time in times if type(time) is not int), longest)
-            _refuse(self, f"{work} takes {longest!r} ps; give whole picoseconds, 0 or more")
+        if not is_time:
+            wrong = next((time for time in times if type(time) is not int), longest)
+            _refuse(self, f"{work} takes {wrong!r} ps; give whole picoseconds, 0 or more")
         return longest
 
     def coefficients(self) -> dict[str, Any]:
