@@ -38,17 +38,18 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
-from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
     LinearPiece,
+    ServiceEstimates,
     StepResult,
+    StepTimes,
     StepWork,
     decode_lines,
 )
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.service_times import ServiceEstimates
 from kvcore.serving.stats import PENDING_EVENTS, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
