@@ -1,4 +1,21 @@
-"""The job: a request between arrival and finish, as schedulers and the loop see it."""
+"""The job: a request between arrival and finish, as schedulers and the loop see it.
+
+Its stages, and what takes it from one to the next (methods of `Batcher` and `ServingLoop`):
+
+                _open                  _prefill_done              _finish
+    waiting ---------------> prefill ------------------> decode ----------> done
+     ^ |                     ^  | ^                       | ^
+     | +--> loading --_loaded+  | +-------_resume-------+ | |
+     |                          +--_pause--> paused ----+-|-+
+     |                                        |  ^        |
+     |                                        |  +-_pause-+
+     +--_recompute-- prefill, decode, paused: the blocks are freed. What was generated counts
+                     as prompt from then on (`target`), and `_open` gives new blocks; those of
+                     the old ones that are still cached hit, and are not computed again.
+
+A paused job keeps its blocks, and waits for a slot alone; a loading job has all its blocks, some
+of which are on their way from a tier or from another server.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +31,7 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 PAUSED: Final = "paused"
 DONE: Final = "done"
-"""The stages of a job: waiting without blocks; computing its prompt; generating; off the batch
-with its blocks kept; finished or rejected."""
-
 LOADING: Final = "loading"
-"""One more: running, with all its blocks, some of which are on their way from a tier."""
 
 
 class DecodeSteps:
