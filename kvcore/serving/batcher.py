@@ -2,12 +2,12 @@
 
 A plan divides the tokens of the next step, `max_tokens`, in this order:
 
-    1  decoding jobs      one token each; blocks for them are allocated first (`next_step`).
-                          Where none is left, the rules choose a job that loses its blocks, until
-                          the others have theirs (`_preempt_to_grow`)
-    2  prefilling jobs    their next chunks (`_allot`), in order of admission
-    3  waiting jobs       admitted while tokens, slots and blocks last (`_schedule`, `_open`), and
-                          each gets its first chunk
+    1  decoding jobs     a token each; the blocks for it are allocated first (`next_step`).
+                         Where none is left, the rules choose a job that loses its blocks,
+                         until the others have theirs (`_preempt_to_grow`)
+    2  prefilling jobs   their next chunks (`_allot`), in order of admission
+    3  waiting jobs      admitted while tokens, slots and blocks last (`_schedule`, `_open`);
+                         each gets its first chunk
 
 With a preemptive scheduler 2 and 3 are merged by its order, and a waiting job may take the slot
 of a running one, which is paused. With `steps="prefill-first"`, 1 follows only if 2 and 3 have

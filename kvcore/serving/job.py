@@ -1,20 +1,18 @@
 """The job: a request between arrival and finish, as schedulers and the loop see it.
 
-Its stages, and what takes it from one to the next (methods of `Batcher` and `ServingLoop`):
+Its stages, and the methods of `Batcher` and `ServingLoop` that take it from one to the next:
 
-                _open                  _prefill_done              _finish
-    waiting ---------------> prefill ------------------> decode ----------> done
-     ^ |                     ^  | ^                       | ^
-     | +--> loading --_loaded+  | +-------_resume-------+ | |
-     |                          +--_pause--> paused ----+-|-+
-     |                                        |  ^        |
-     |                                        |  +-_pause-+
-     +--_recompute-- prefill, decode, paused: the blocks are freed. What was generated counts
-                     as prompt from then on (`target`), and `_open` gives new blocks; those of
-                     the old ones that are still cached hit, and are not computed again.
+    waiting ---_open---> prefill ---_prefill_done---> decode ---_finish---> done
+       |                    ^
+       +----_open----> loading: `_loaded` follows
 
-A paused job keeps its blocks, and waits for a slot alone; a loading job has all its blocks, some
-of which are on their way from a tier or from another server.
+    prefill, decode          ---_pause--->      paused   ---_resume---> where it was
+    prefill, decode, paused  ---_recompute--->  waiting, without blocks
+
+A paused job keeps its blocks, and waits for a slot alone. A loading job has all its blocks, some
+of which are on their way from a tier or another server. A recomputed job has lost its blocks:
+what it has generated counts as prompt from then on (`target`); `_open` gives it new blocks, and
+those of the old ones that are still cached are hit.
 """
 
 from __future__ import annotations
