@@ -11,8 +11,8 @@ Its stages, and the methods of `Batcher` and `ServingLoop` that take it from one
 
 A paused job keeps its blocks, and waits for a slot alone. A loading job has all its blocks;
 some are on their way from a tier or another server. A recomputed job has lost its blocks: what
-it has generated counts as prompt from then on (`target`); `_open` gives it new blocks, and those
-of the old ones that are still cached are hit.
+it has generated counts as prompt from then on (`target`); `_open` gives it new blocks, of which
+those that are still cached are hit.
 """
 
 from __future__ import annotations
