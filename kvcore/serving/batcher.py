@@ -10,7 +10,7 @@ A plan divides the tokens of the next step, `max_tokens`, in this order:
                          each gets its first chunk
 
 Where an admission takes the blocks of a chunk alone (`Rules.reserve`), 2 may lack blocks as
-well, and a job loses those that it has (`_has_blocks`): another one, or the one that needs more.
+well, and a job loses its blocks (`_has_blocks`): another one, or the one that needs more.
 
 A job that the plan has preempted is offered no slot in the same plan, unless nothing else runs.
 Whom the same plan may still admit, and when others are offered a slot, depends on the rules:
