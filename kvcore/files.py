@@ -264,6 +264,10 @@ def _gzip() -> Codec:
 
 
 def _zstd() -> Codec:
+    if sys.version_info >= (3, 14):
+        from compression import zstd  # noqa: PLC0415 - for one kind of file
+
+        return "zstd", zstd.ZstdDecompressor, zstd.ZstdError
     import zstandard  # noqa: PLC0415 - 18 ms, for one kind of file
 
     return "zstd", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
@@ -275,6 +279,11 @@ def _to_gzip() -> Compressor:
 
 
 def _to_zstd() -> Compressor:
+    if sys.version_info >= (3, 14):
+        from compression import zstd  # noqa: PLC0415 - as above
+
+        checked = zstd.ZstdCompressor(options={zstd.CompressionParameter.checksum_flag: 1})
+        return Compressor(checked, checked.FLUSH_BLOCK)
     import zstandard  # noqa: PLC0415 - as above
 
     encoder = zstandard.ZstdCompressor(write_checksum=True).compressobj()

@@ -415,6 +415,8 @@ def _prepare_streams() -> None:
         if stream is None:  # closed: the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
             continue
+        if getattr(stream, "encoding", None) is None:  # takes any text, as `io.StringIO` does
+            continue
         encoding = codecs.lookup(stream.encoding).name
         # The locale C has the last of these, with which UTF-8 writes the names of all files.
         if stream.errors in ("strict", "backslashreplace") or (

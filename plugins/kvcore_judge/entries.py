@@ -15,7 +15,7 @@ import attrs
 from kvcore.cache import EvictionPolicy
 from kvcore.errors import InputError, PluginError
 from kvcore.plugins.base import FAILURES
-from kvcore.plugins.manager import Plugins
+from kvcore.plugins.manager import Plugins, check_name
 from kvcore.trace.fields import plain
 
 
@@ -68,7 +68,7 @@ def policy_class(path: Path, name: str = "") -> type[EvictionPolicy]:
 
     Raises:
         InputError: there is no such file, or it has no such class, or several.
-        PluginError: the file cannot be run.
+        PluginError: the file cannot be run, or the class has no name.
     """
     if not path.is_file():
         msg = f"{path}: there is no such file; give a Python file with an eviction policy"
@@ -100,4 +100,6 @@ def policy_class(path: Path, name: str = "") -> type[EvictionPolicy]:
         which = f"class {name!r}" if name else "one class derived from EvictionPolicy"
         msg = f"{path}: {which} is needed, and there is {found}; FILE.py:CLASS names one"
         raise InputError(msg)
-    return next(iter(classes.values()))
+    found_class = next(iter(classes.values()))
+    check_name(found_class)
+    return found_class

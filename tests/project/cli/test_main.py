@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -127,6 +127,15 @@ def test_output_fits_any_encoding(monkeypatch, encoding, errors, words):
     text = stream.buffer.getvalue().decode(encoding)
     assert "\\u" not in text
     assert ("over time" in text) is (words[0] == "simulate")
+
+
+def test_output_goes_to_a_stream_without_an_encoding(monkeypatch):
+    """A stream of text alone, as a browser's Python has one, is written to as it is."""
+    stream = StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    frame._prepare_streams()
+    click.echo("ü × ▁")
+    assert stream.getvalue() == "ü × ▁\n"
 
 
 def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
