@@ -108,7 +108,9 @@ def regression(name: str, now: Hits, before: Mapping[str, Any], tolerance: float
             each.missed.get(reason, 0) / max(each.prompt_tokens, 1) for each in (now, base)
         )
         if here > there:
-            lines.append(f"  {here:6.1%} missed as {reason}: {meaning(reason)} ({there:.1%} before)")
+            lines.append(
+                f"  {here:6.1%} missed as {reason}: {meaning(reason)} ({there:.1%} before)"
+            )
     return "\n".join(lines)
 
 

@@ -40,7 +40,7 @@ class HitCurves:
     @property
     def label(self) -> str:
         """What the curves show."""
-        return f"Share of blocks that hit, by pool size, on {self.stream}; at most {self.top:.1%}"
+        return f"Share of blocks that hit, by size, on {self.stream}; at most {self.top:.1%}"
 
 
 @attrs.frozen
@@ -131,8 +131,8 @@ class LeaderboardReport:
             "Score: geometric mean of hits over those of LRU in the cells on which the policy "
             "was not tuned; a cell is a stream and a pool of 0.5 to 50 % of its footprint. "
             "Cost: CPU time for each block looked up or evicted, over that of LRU in this run."
-            "\nHits are not time: the table of TTFT has the same policies under a clock, on the "
-            "default server."
+            "\nHits are not time: the table of TTFT has the same policies under a clock, on "
+            "the default server."
         )
 
 

@@ -71,7 +71,8 @@ def work(
 
     Args:
         policy: the file, which may have been another one at the last call.
-        choice, limit: as in `panel_of`.
+        choice: what to run it on, as in `panel_of`.
+        limit: number of requests, as in `panel_of`.
         journal: a file that keeps finished cells, those of LRU and ARC above all.
         progress: shows the number of cells that are done.
 
@@ -167,7 +168,8 @@ def answer(
 
     Args:
         source: the text of the file.
-        choice, limit: as in `panel_of`.
+        choice: what to run it on, as in `panel_of`.
+        limit: number of requests, as in `panel_of`.
         report: called with a description, the number of cells that are done, and of all.
     """
     policy = Path("policy.py")
