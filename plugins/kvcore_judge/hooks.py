@@ -12,6 +12,7 @@ def kvcore_commands() -> dict[str, Verb]:
     about = {
         "judge": "Judge the eviction policy in FILE: its rules, then its score.",
         "leaderboard": "Rank eviction policies by one protocol.",
+        "workbench": "Make a site that scores an eviction policy in the browser.",
     }
     return {name: Verb(f"kvcore_judge.cli.{name}:{name}", text) for name, text in about.items()}
 

@@ -90,7 +90,8 @@ def loads(data: bytes | bytearray | memoryview | str, /) -> Any:
 
 
 def _refuse(constant: str) -> NoReturn:
-    raise JSONDecodeError(f"{constant} is no JSON", constant, 0)
+    msg = f"{constant} is no JSON"
+    raise JSONDecodeError(msg, constant, 0)
 
 
 def _integer(text: str) -> int | float:
