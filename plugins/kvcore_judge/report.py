@@ -127,13 +127,16 @@ class LeaderboardReport:
     @property
     def reading(self) -> str:
         """Sentences about the columns."""
-        return (
+        scores = (
             "Score: geometric mean of hits over those of LRU in the cells on which the policy "
             "was not tuned; a cell is a stream and a pool of 0.5 to 50 % of its footprint. "
             "Cost: CPU time for each block looked up or evicted, over that of LRU in this run."
-            "\nHits are not time: the table of TTFT has the same policies under a clock, on "
-            "the default server."
         )
+        times = (
+            "Hits are not time: the table of TTFT has the same policies under a clock, on the "
+            "default server."
+        )
+        return f"{scores}\n{times}" if self.times.rows else scores
 
 
 def leaderboard_page(board: Leaderboard) -> str:

@@ -1,7 +1,7 @@
 """The workbench as a site of plain files: a page, Python for browsers, and kvcore.
 
-Any server of files will do. Nothing is fetched from elsewhere: the runtime and the one wheel that
-is not pure Python come from a folder, all else from what is installed here.
+Any server of files will do. Nothing is fetched from elsewhere: the runtime and the one wheel
+that is not pure Python come from a folder, all else from what is installed here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import orjson
 
 from kvcore.distributions import entry_points, version
 from kvcore.errors import InputError, PluginError
-from kvcore.files import AtomicFile, make_directory
+from kvcore.files import atomic_file, make_directory
 from kvcore_judge.workbench import choices
 
 LOCK = "pyodide-lock.json"
@@ -34,7 +34,16 @@ PURE = ("attrs", "pluggy", "structlog")
 """The distributions in pure Python that kvcore needs in the browser."""
 
 PYODIDE = "314.0.7"
-"""The release of Pyodide that errors name."""
+"""The release of Pyodide for which the site is made."""
+
+TAG = "cp314-cp314-pyemscripten_2026_0_wasm32"
+"""The tag of wheels for its Python."""
+
+WHEEL = (
+    "pip download --no-deps --only-binary=:all: --platform pyemscripten_2026_0_wasm32 "
+    "--python-version 3.14 --implementation cp --abi cp314 msgspec"
+)
+"""The command that gets the one wheel that is not pure Python."""
 
 
 def write_site(out: Path, runtime: Path) -> int:
@@ -53,24 +62,17 @@ def write_site(out: Path, runtime: Path) -> int:
     site = site_files(runtime)
     for name, data in site.items():
         make_directory((out / name).parent)
-        file = AtomicFile(out / name, str(out / name))
-        try:
-            rest = memoryview(data)
-            while rest:
-                rest = rest[file.write(rest) :]
-            file.finish()
-        except BaseException:
-            file.discard()
-            raise
+        with atomic_file(out / name) as file:
+            file.buffer.write(data)
     return sum(map(len, site.values()))
 
 
 def site_files(runtime: Path) -> dict[str, bytes]:
     """Return the content of each file of the site, by its path there."""
-    lock, wheel = _checked(runtime)
+    info, wheel = _checked(runtime)
     site = {f"pyodide/{name}": (runtime / name).read_bytes() for name in RUNTIME}
     # Without packages, so that Python finds none that it could load from elsewhere.
-    site[f"pyodide/{LOCK}"] = orjson.dumps({"info": lock["info"], "packages": {}})
+    site[f"pyodide/{LOCK}"] = orjson.dumps({"info": info, "packages": {}})
     site["packages/kvcore.zip"] = _archive(_installed_files())
     site[f"packages/{wheel.name}"] = wheel.read_bytes()
     site["worker.js"] = _static("worker.js").encode()
@@ -97,35 +99,34 @@ def site_files(runtime: Path) -> dict[str, bytes]:
 
 
 def _checked(runtime: Path) -> tuple[dict[str, Any], Path]:
-    """Return the lock of a folder with the runtime, and the wheel of msgspec there."""
+    """Return what the lock says of a folder's runtime, and the wheel of msgspec there."""
     missing = [name for name in (LOCK, *RUNTIME) if not (runtime / name).is_file()]
     if missing:
         msg = (
             f"--pyodide {runtime}: there is no {missing[0]}; `npm install pyodide@{PYODIDE}` "
-            "makes the folder node_modules/pyodide, which has all"
+            "makes the folder node_modules/pyodide, which has it"
         )
         raise InputError(msg)
     try:
-        lock = orjson.loads((runtime / LOCK).read_bytes())
-        info = lock["info"]
-        tag = "cp{}{}".format(*info["python"].split(".")[:2])
-        platform = f"pyemscripten_{info['abi_version']}_{info['arch']}"
-    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError, IndexError) as error:
-        msg = (
-            f"--pyodide {runtime}: {LOCK} is not that of a release of Pyodide such as "
-            f"{PYODIDE}: {error!r}"
-        )
+        info: dict[str, Any] = orjson.loads((runtime / LOCK).read_bytes())["info"]
+        python, abi = info["python"], info["abi_version"]
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        msg = f"--pyodide {runtime}: {LOCK} is not that of Pyodide {PYODIDE}: {error!r}"
         raise InputError(msg) from error
-    wheels = sorted(runtime.glob(f"msgspec-*-{tag}-{tag}-{platform}.whl"))
-    if not wheels:
-        release = ".".join(info["python"].split(".")[:2])
+    if not str(python).startswith("3.14.") or f"_{abi}_" not in TAG:
         msg = (
-            f"--pyodide {runtime}: there is no wheel of msgspec for its Python; get it by `pip "
-            f"download --no-deps --only-binary=:all: --platform {platform} --python-version "
-            f"{release} --implementation cp --abi {tag} -d {runtime} msgspec`"
+            f"--pyodide {runtime}: it has Python {python} and the ABI {abi}; the site is made "
+            f"for that of `npm install pyodide@{PYODIDE}`"
         )
         raise InputError(msg)
-    return lock, wheels[-1]
+    wheels = sorted(runtime.glob(f"msgspec-*-{TAG}.whl"))
+    if not wheels:
+        msg = (
+            f"--pyodide {runtime}: there is no wheel of msgspec for its Python; get it by "
+            f"`{WHEEL} -d {runtime}`"
+        )
+        raise InputError(msg)
+    return info, wheels[-1]
 
 
 def _installed_files() -> dict[str, bytes]:

@@ -14,6 +14,7 @@ from traceback import extract_tb
 from typing import Any
 
 import attrs
+import orjson
 
 from kvcore import KVCache
 from kvcore.errors import InputError, KvcoreError
@@ -37,6 +38,8 @@ PANELS = {
 
 MISSES_SHARE = 100
 """The pool size, in thousandths of the footprint, in which misses are explained."""
+
+_OPTIONS = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
 
 
 def choices() -> dict[str, str]:
@@ -68,6 +71,8 @@ def work(
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Return what the page shows of the policy in a file, as a JSON object.
+
+    Its `document` is the text that `kvcore leaderboard -o board.json` writes.
 
     Args:
         policy: the file, which may have been another one at the last call.
@@ -111,7 +116,7 @@ def work(
             for each in report.curves
         ],
         "reading": report.reading,
-        "board": board.document(),
+        "document": orjson.dumps(board.document(), option=_OPTIONS).decode(),
     }
 
 

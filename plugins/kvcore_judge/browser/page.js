@@ -4,6 +4,7 @@
 
 const at = (id) => document.getElementById(id);
 const SVG = "http://www.w3.org/2000/svg";
+const OWN = "policy.py";
 const WIDTH = 300, HEIGHT = 170, MARGIN = 28;
 
 let worker = null, script = null, ready = false, running = false, dropped = null;
@@ -93,6 +94,7 @@ async function run() {
   worker.postMessage({ kind: "run", source: at("policy").value, choice, limit, file });
 }
 
+// Python cannot be interrupted from here: it is started again.
 function stop() {
   worker.terminate();
   start();
@@ -102,7 +104,8 @@ function stop() {
 
 function table({ title, headers, rows }) {
   const numbers = (index) => (index ? { class: "number" } : {});
-  const line = (cells, name) => made("tr", {}, ...cells.map((cell, index) => made(name, numbers(index), cell)));
+  const own = (cells) => (cells[0] === OWN ? { class: "own" } : {});
+  const line = (cells, name) => made("tr", own(cells), ...cells.map((cell, index) => made(name, numbers(index), cell)));
   return [
     made("h2", {}, title),
     made("div", { class: "scroll" }, made("table", {},
@@ -130,15 +133,24 @@ function picture({ label, sizes, lines }) {
   return made("figure", {}, made("figcaption", {}, label), legend, image);
 }
 
-function show({ headline, digest, tables, curves, reading }) {
+function download(name, content) {
+  const place = URL.createObjectURL(new Blob([content], { type: "application/octet-stream" }));
+  made("a", { href: place, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(place), 60_000);
+}
+
+function show({ headline, digest, tables, curves, reading, document: board }) {
   const [score, ...others] = tables;
+  const save = made("button", {}, "Save leaderboard.json");
+  save.addEventListener("click", () => download("leaderboard.json", board));
   at("result").replaceChildren(
     ...table(score),
     made("p", { class: "soft" }, headline),
     ...curves.map(picture),
     ...others.flatMap(table),
     ...reading.split("\n").map((text) => made("p", { class: "soft" }, text)),
-    made("p", { class: "soft" }, `The source of policy.py has the digest ${digest}, there and in \`kvcore leaderboard\`.`),
+    made("p", { class: "soft" }, `The source of ${OWN} has the digest ${digest}, there and in \`kvcore leaderboard\`.`),
+    save,
   );
 }
 
@@ -196,16 +208,10 @@ async function take(file) {
   choose();
 }
 
-function save() {
-  const old = at("save").href;
-  at("save").href = URL.createObjectURL(new Blob([at("policy").value], { type: "text/x-python" }));
-  if (old.startsWith("blob:")) URL.revokeObjectURL(old);
-}
-
 at("run").addEventListener("click", run);
 at("stop").addEventListener("click", stop);
 at("share").addEventListener("click", share);
-at("save").addEventListener("click", save);
+at("save").addEventListener("click", () => download(OWN, at("policy").value));
 at("choice").addEventListener("change", choose);
 at("file").addEventListener("change", () => take(at("file").files[0]));
 addEventListener("hashchange", follow);

@@ -1,5 +1,11 @@
 // Python beside the page: loads kvcore from the files of the site, and runs policies.
 
+// What a policy is not to have, since it may be anybody's: the network, and what the site keeps.
+const CLOSED = [
+  "fetch", "XMLHttpRequest", "WebSocket", "WebSocketStream", "EventSource", "WebTransport", "importScripts",
+  "Worker", "SharedWorker", "BroadcastChannel", "caches", "indexedDB", "navigator",
+];
+
 let python = null, files = 0;
 
 async function bytes(base, name) {
@@ -17,6 +23,7 @@ async function load({ base, wheel }) {
   // A policy is imported from the same file at each run; one compiled a second ago may be stale.
   python.runPython("import sys, importlib; sys.dont_write_bytecode = True; importlib.invalidate_caches()");
   python.pyimport("kvcore_judge.workbench");
+  for (let scope = self; scope; scope = Object.getPrototypeOf(scope)) CLOSED.forEach((name) => delete scope[name]);
   postMessage({ kind: "ready" });
 }
 

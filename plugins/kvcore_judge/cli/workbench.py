@@ -33,9 +33,9 @@ def workbench(*, pyodide: Path, out: Path) -> None:
     """Make a site that scores an eviction policy in the browser.
 
     The page has an editor, the streams of `kvcore leaderboard`, and a place for a file of your
-    own, which stays on the machine. A policy is run by kvcore itself, in WebAssembly. Any server
-    of files will do, such as `python -m http.server -d FOLDER`; nothing is fetched from elsewhere,
-    and after the first visit the page works offline.
+    own, which stays on the machine. A policy is run by kvcore itself, in WebAssembly. Any
+    server of files will do, such as `python -m http.server -d FOLDER`; nothing is fetched from
+    elsewhere, and after the first visit the page works offline.
     """
     from kvcore_judge.site import write_site  # noqa: PLC0415 - it imports the leaderboard
 
