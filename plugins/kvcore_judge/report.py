@@ -39,7 +39,7 @@ class HitCurves:
 
     @property
     def label(self) -> str:
-        """What the curves show."""
+        """The quantity of the curves, with its largest value."""
         return f"Share of blocks that hit, by size, on {self.stream}; at most {self.top:.1%}"
 
 

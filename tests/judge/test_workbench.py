@@ -57,7 +57,7 @@ def answer(tmp_path, monkeypatch):
 
 
 def test_answer_has_the_document_of_a_leaderboard(answer, tmp_path):
-    """What a panel gives is what `kvcore leaderboard` writes, byte by byte."""
+    """A panel gives the document that `kvcore leaderboard` writes, byte by byte."""
     found = answer(POLICY, "quick", None)
     board = make_leaderboard(
         find_panel("quick"), [Entry("arc"), Entry(str(tmp_path / "policy.py"))]
@@ -354,7 +354,7 @@ def test_a_dropped_file_stays_here(shown, answer, tmp_path):
 
 
 def test_a_policy_reaches_no_network_and_nothing_that_is_kept(shown):
-    """A policy of somebody else finds neither the network nor the files of the site."""
+    """A linked policy finds neither the network nor the files of the site."""
     names = ("fetch", "XMLHttpRequest", "WebSocket", "Worker", "caches", "indexedDB")
     source = f"import js\nraise ValueError([n for n in {names} if hasattr(js, n)])\n"
     error, _ = shown.run(source, "quick")

@@ -1,7 +1,7 @@
-"""What kvcore uses of `orjson`, by the standard library, for Pythons that it has no wheel for.
+"""A stand-in for `orjson` by the standard library, for a Python that it has no wheel for.
 
-In the browser this file is the module `orjson`. Bytes are equal, so that digests are, but for
-values that kvcore does not write: keys that are no text are written as text, not refused.
+In the browser this file is the module `orjson`, with the names that kvcore uses. Its bytes are
+equal, so that digests are; but keys that are no text are written as text, not refused.
 """
 
 from __future__ import annotations

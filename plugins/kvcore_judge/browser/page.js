@@ -149,7 +149,8 @@ function show({ headline, digest, tables, curves, reading, document: board }) {
     ...curves.map(picture),
     ...others.flatMap(table),
     ...reading.split("\n").map((text) => made("p", { class: "soft" }, text)),
-    made("p", { class: "soft" }, `The source of ${OWN} has the digest ${digest}, there and in \`kvcore leaderboard\`.`),
+    made("p", { class: "soft" }, `The source of ${OWN} has the digest ${digest}, here and in `,
+      made("code", {}, "kvcore leaderboard"), "."),
     save,
   );
 }
