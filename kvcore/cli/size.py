@@ -17,7 +17,7 @@ from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, prefill_flop
-from kvcore.models.memory import SERVER, KVLayout, degree_problem, kv_copies, servers_that_fit
+from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
 
@@ -166,7 +166,7 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
     windows = Counter(model.windows).items()
     return {
         "model": {
-            **attrs.asdict(model, filter=attrs.filters.exclude("windows")),
+            **attrs.asdict(model, filter=attrs.filters.exclude("windows", "caches")),
             "attention": model.attention,
             "windows": [{"window": window, "layers": layers} for window, layers in windows],
             "weight_bytes": model.weight_bytes,
@@ -183,6 +183,17 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
             "bytes_per_batch": batch * layout.request_bytes(tokens),
             "staged_bytes_per_request": layout.staged_bytes(),
         },
+        "caches": [
+            {
+                "cache": str(cache),
+                **attrs.asdict(cache),
+                "bytes_per_token": ceil(cache.layers * layout.cache_bytes(cache))
+                if cache.grows
+                else 0,
+                "bytes_per_request": ceil(layout.kept_bytes(cache, tokens)),
+            }
+            for cache in model.layer_caches
+        ],
     }
 
 
@@ -224,7 +235,12 @@ class _Server:
     @property
     def copies(self) -> Fraction:
         """Number of copies of K/V on all GPUs together."""
-        return Fraction(1) if self.ranks > 1 else kv_copies(self.layout.model, self.devices)
+        return self.layout.copies(self.sharing)
+
+    @property
+    def sharing(self) -> int:
+        """Number of GPUs that share the K/V of a request."""
+        return 1 if self.ranks > 1 else self.devices
 
     @property
     def budget(self) -> int:
@@ -235,12 +251,12 @@ class _Server:
 
     def requests(self, tokens: int) -> int:
         """Return the number of requests of `tokens` tokens that fit."""
-        return self.ranks * self.layout.requests_in(self._of_rank, tokens)
+        return self.ranks * self.layout.requests_in(self._of_rank, tokens, self.sharing)
 
     @property
     def _of_rank(self) -> int:
-        """Bytes that a rank has for one copy of its K/V."""
-        return int(self.budget / (self.ranks * self.copies))
+        """Bytes that a rank has for its K/V, all copies together."""
+        return self.budget // self.ranks
 
     def remedy(self, tokens: int) -> str:
         """Return a sentence with GPUs that hold the weights and a request."""
@@ -272,7 +288,7 @@ class _Server:
                 "reserve_bytes": self.devices * _reserve(self.reserve, gpu),
                 "kv_budget_bytes": budget,
                 "weights_fit": budget >= 0,
-                "blocks": self.ranks * layout.blocks_in(self._of_rank),
+                "blocks": self.ranks * layout.blocks_in(self._of_rank, self.sharing),
                 "requests": requests,
                 "batch_fits": batch <= requests,
             },
@@ -280,9 +296,9 @@ class _Server:
         if budget < 0:
             return fits
         step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes
-        step_bytes += ceil(batch * layout.read_bytes(tokens) * self.copies)
+        step_bytes += batch * layout.read_bytes(tokens, self.sharing)
         step_seconds = step_bytes / (gpu.bandwidth * self.devices)
-        load_bytes = layout.request_bytes(tokens) * self.copies * self.ranks
+        load_bytes = layout.request_bytes(tokens, self.sharing) * self.ranks
         return fits | {
             "decode": {
                 "bytes_per_step": step_bytes,

@@ -54,6 +54,11 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])
     yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
+    # Documents before 0.2 have no caches.
+    caches = report.get("caches", ())
+    if len(caches) > 1:
+        for cache in caches:
+            yield _bytes(f"- {cache['cache']}", cache["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
     if kv["staged_bytes_per_request"]:
         what = "and each running request stages"
