@@ -171,7 +171,7 @@ class LayerCache:
             "compressed": f"an entry for {self.ratio:,} tokens",
             "shared": "K/V of other layers",
             "cross": f"{tokens} of another sequence",
-            "state": "recurrent state",
+            "state": "a state of fixed size",
         }[self.kind]
 
 

@@ -174,6 +174,25 @@ class Deployment:
         return f"No {gpus} GPUs hold it. Take a smaller model, or smaller blocks"
 
 
+def check_pool(model: ModelSpec) -> None:
+    """Refuse a model of which a pool of blocks, each of some tokens in all layers, is no cache.
+
+    Raises:
+        InputError: layers keep what such blocks cannot hold.
+    """
+    others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
+    if others:
+        msg = (
+            f"{model.name} keeps more than K/V of tokens ({'; '.join(map(str, others))}), and a "
+            "pool has blocks of tokens alone, so hits and memory would be wrong. "
+            "`kvcore size` sizes it; here, give a model whose layers keep K/V"
+        )
+        raise InputError(msg)
+
+
+_NOT_IN_BLOCKS = "state", "compressed", "cross"
+
+
 def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
     codec: Codec = resolve("codec", given, "fp16")
     return codec
@@ -244,6 +263,18 @@ class KVLayout:
     def bytes_per_block(self) -> int:
         """Bytes of a block: `block_size` tokens in all layers."""
         return ceil(self.block_bytes())
+
+    @property
+    def pool_note(self) -> str:
+        """A sentence on what a pool keeps that no layer needs; "" if there is nothing."""
+        short = [cache for cache in self.model.layer_caches if cache.grows and cache.window]
+        if not short:
+            return ""
+        return (
+            "The pool keeps all tokens in all layers, as an engine without cache groups: "
+            f"{self.model.name} needs less ({'; '.join(map(str, short))}), so in an engine with "
+            "them more requests fit and hit."
+        )
 
     def staged_bytes(self, dtype: str | None = None) -> int:
         """Return the bytes of a running sequence that are outside its blocks.

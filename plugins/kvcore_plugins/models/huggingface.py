@@ -181,6 +181,10 @@ def model_of(
     taken = config.count("num_experts_per_tok") if one_expert else 0
     shape = _shape(config, family)
     caches = merged([cache for part in every for cache in part.caches])
+    full = next((cache for cache in caches if cache.kind == "full"), None)
+    if full is not None:
+        heads = {"kv_heads": full.kv_heads, "head_dim": full.key_dim}
+        shape |= {**heads, "value_dim": full.value_dim}
     given = {"dtype": dtype} if dtype else _stored(config, blocks, outside, experts)
     positions = _positions(config)
     _check_known(config, family)
