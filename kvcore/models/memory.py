@@ -183,8 +183,8 @@ def check_pool(model: ModelSpec) -> None:
     others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
     if others:
         msg = (
-            f"{model.name} keeps more than K/V of tokens ({'; '.join(map(str, others))}), and a "
-            "pool has blocks of tokens alone, so hits and memory would be wrong. "
+            f"{model.name} keeps more than K/V of tokens ({'; '.join(map(str, others))}), and "
+            "a pool has blocks of tokens alone, so hits and memory would be wrong. "
             "`kvcore size` sizes it; here, give a model whose layers keep K/V"
         )
         raise InputError(msg)
@@ -272,8 +272,8 @@ class KVLayout:
             return ""
         return (
             "The pool keeps all tokens in all layers, as an engine without cache groups: "
-            f"{self.model.name} needs less ({'; '.join(map(str, short))}), so in an engine with "
-            "them more requests fit and hit."
+            f"{self.model.name} needs less ({'; '.join(map(str, short))}), so in an engine "
+            "with them more requests fit and hit."
         )
 
     def staged_bytes(self, dtype: str | None = None) -> int:

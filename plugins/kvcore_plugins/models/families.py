@@ -542,7 +542,7 @@ FAMILIES: Mapping[str, Family] = {
         names=_MAMBA_NAMES,
         only={"sliding_window": None, "mlp_bias": False},
         known=named(
-            "intermediate_size moe_intermediate_size n_shared_experts mlp_hidden_act",
+            "moe_intermediate_size n_routed_experts n_shared_experts num_experts_per_tok",
             "moe_shared_expert_intermediate_size hybrid_override_pattern time_step_rank",
             "moe_shared_expert_overlap mamba_proj_bias moe_latent_size",
         ),
