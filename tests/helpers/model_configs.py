@@ -1,4 +1,4 @@
-"""Configs of the models of the catalogue, as their makers publish them, less harmless fields."""
+"""Configs of the models of the catalogue, as their makers publish them but shorter."""
 
 from __future__ import annotations
 
