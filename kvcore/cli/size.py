@@ -163,12 +163,17 @@ def _reserve(text: str, device: DeviceSpec | None) -> int:
 def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
     """Return the sizes that do not depend on a device."""
     model = layout.model
-    windows = Counter(model.windows).items()
+    windows = Counter[int | None]()
+    for cache in model.layer_caches:
+        if cache.grows and cache.kind != "index":
+            windows[cache.window] += cache.layers
     return {
         "model": {
             **attrs.asdict(model, filter=attrs.filters.exclude("windows", "caches")),
             "attention": model.attention,
-            "windows": [{"window": window, "layers": layers} for window, layers in windows],
+            "windows": [
+                {"window": window, "layers": layers} for window, layers in windows.items()
+            ],
             "weight_bytes": model.weight_bytes,
         },
         "tokens": tokens,

@@ -108,7 +108,8 @@ def test_a_field_that_the_family_does_not_know_is_refused(read):
         read(LLAMA | {"sliding_window": 4096})
     text = str(caught.value)
     assert "config.json: field 'sliding_window' is 4096, which models of type 'llama'" in text
-    assert "leave it out; else describe the model in a file of TOML" in text
+    assert "leave it out; else describe the model by hand" in text
+    assert "[[caches]] with kind = 'full', layers = 12" in text
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])

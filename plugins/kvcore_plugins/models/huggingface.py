@@ -39,32 +39,12 @@ _KINDS = {
 }
 """Other names of types of layers."""
 
-BY_HAND = """\
-name = "my-model"
-layers = 48
-query_heads = 16
-kv_heads = 2
-head_dim = 256
-hidden_size = 2048
-parameters = 79_674_391_296
-active_parameters = 3_871_000_000
-experts = 512
-experts_per_token = 10
-dtype = "bf16"
-
-[[caches]]
-kind = "full"
-layers = 12
-kv_heads = 2
-key_dim = 256
-value_dim = 256
-
-[[caches]]
-kind = "state"
-layers = 36
-state_bytes = 2_146_304
-"""
-"""A model that is described by hand, in TOML."""
+_REMEDY = (
+    "else describe the model by hand, as kvcore.models.spec.ModelSpec or in a file of TOML "
+    "with its fields and what layers keep, such as [[caches]] with kind = 'full', layers = 12, "
+    "kv_heads = 2, key_dim = 256 and value_dim = 256: see 'A model by hand' in "
+    "docs/reference/size.md"
+)
 
 
 def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
@@ -222,23 +202,16 @@ def _opened(fields: Mapping[str, Any], path: Path) -> tuple[Config, Family]:
         config.refuse("model_type", "is missing")
     if str(kind) not in FAMILIES:
         known = ", ".join(FAMILIES)
-        config.refuse("model_type", f"is {kind!r}; known: {known}; {_remedy()}")
+        config.refuse("model_type", f"is {kind!r}; known: {known}; {_REMEDY}")
     family = FAMILIES[kind]
     return attrs.evolve(config, defaults=family.defaults, names=family.names), family
-
-
-def _remedy() -> str:
-    return (
-        "else describe the model in a file of TOML, with what its layers keep, and give that: "
-        "see 'A model by hand' in docs/reference/size.md"
-    )
 
 
 def _check_known(config: Config, family: Family) -> None:
     """Refuse a field that nothing here has asked for, and that is not known to be harmless."""
     for name, value in family.only.items():
         if config.get(name, value) != value:
-            config.refuse(name, f"is {config.get(name)!r}, not {value!r}; {_remedy()}")
+            config.refuse(name, f"is {config.get(name)!r}, not {value!r}; {_REMEDY}")
     kind = config.get("model_type")
     known = config.known | family.known | HARMLESS
     for name, value in config.fields.items():
@@ -249,7 +222,7 @@ def _check_known(config: Config, family: Family) -> None:
             name,
             f"is {shorten(repr(value))}, which models of type {kind!r} are not known to have: "
             "it may change what a layer keeps. If it changes neither that nor the parameters, "
-            f"leave it out; {_remedy()}",
+            f"leave it out; {_REMEDY}",
         )
 
 

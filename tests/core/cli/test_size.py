@@ -281,6 +281,13 @@ def test_every_json_field_is_in_the_reference():
     assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
 
 
+def test_the_model_by_hand_of_the_reference_is_that_of_the_catalogue(tmp_path):
+    """The example of a model by hand takes the bytes of the model that it describes."""
+    path = tmp_path / "model.toml"
+    path.write_text(REFERENCE.split("```toml\n")[1].split("```")[0])
+    assert report(str(path))["kv"] == report("qwen3-next-80b-a3b")["kv"]
+
+
 def fit(*arguments):
     """Return the part of the report that says what fits."""
     return report(*arguments)["fit"]
