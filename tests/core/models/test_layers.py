@@ -208,7 +208,7 @@ def test_simulate_says_what_its_pool_keeps_past_a_window():
     """The document of a run has the note, and only if there is one."""
 
     def notes(**options):
-        return RunConfig("zipf", **options).build().describe().get("notes")
+        return RunConfig(workload="zipf", **options).build().describe().get("notes")
 
     note = KVLayout(find_model("gemma-3-12b")).pool_note
     assert notes(model="gemma-3-12b", tensor_parallel=1) == [note]
