@@ -17,6 +17,7 @@ from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
 from kvcore.models.cost import PrefillCost, prefill_flop
+from kvcore.models.groups import GroupPlan, groups_of
 from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
@@ -109,7 +110,7 @@ def size(
     if window is not None:
         spec = spec.with_window(window)
     layout = KVLayout(spec, codec, block_size)
-    report = {"schema": 1, **_memory(layout, tokens, batch)}
+    report = {"schema": 1, **_memory(layout, tokens, batch), **_groups(layout, tokens)}
     if window is not None:
         report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
     if max(report["kv"].values()) > MAX_COUNT:
@@ -202,6 +203,28 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
     }
 
 
+def _plan(layout: KVLayout, devices: int = 1) -> GroupPlan | None:
+    """Return the cache groups of a model; None if there is one, or no rule for its layers."""
+    try:
+        plan = groups_of(layout.model, layout.block_size, layout.codec, devices)
+    except InputError:
+        return None
+    return plan if len(plan.groups) > 1 else None
+
+
+def _groups(layout: KVLayout, tokens: int) -> dict[str, Any]:
+    """Return the cache groups of a model as JSON, if there are several."""
+    plan = _plan(layout)
+    if plan is None:
+        return {}
+    groups = [
+        {"cache": str(group.caches[0]), "block_size": group.block_size} for group in plan.groups
+    ]
+    blocks = plan.blocks_for(tokens)
+    size = {"bytes_per_block": plan.bytes_per_block, "blocks_per_request": blocks}
+    return {"groups": {**size, "groups": groups}}
+
+
 @attrs.frozen
 class _Server:
     """The GPUs that share a model.
@@ -282,7 +305,7 @@ class _Server:
         """Return the requests that fit, and if the weights do, the bounds of speed."""
         layout, gpu, model = self.layout, self.gpu, self.layout.model
         budget, requests = self.budget, self.requests(tokens)
-        fits = {
+        fits: dict[str, Any] = {
             "device": attrs.asdict(gpu),
             "server": {
                 "gpus": self.devices,
@@ -298,6 +321,10 @@ class _Server:
                 "batch_fits": batch <= requests,
             },
         }
+        plan = _plan(layout, self.sharing)
+        if plan is not None:
+            grouped = self.ranks * plan.requests_in(self._of_rank, tokens)
+            fits["fit"]["grouped_requests"] = grouped
         if budget < 0:
             return fits
         step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes

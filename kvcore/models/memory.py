@@ -174,14 +174,19 @@ class Deployment:
         return f"No {gpus} GPUs hold it. Take a smaller model, or smaller blocks"
 
 
+def is_pooled(model: ModelSpec) -> bool:
+    """Return True if blocks, each of some tokens in all layers, hold what a model keeps."""
+    return not any(cache.kind in _NOT_IN_BLOCKS for cache in model.layer_caches)
+
+
 def check_pool(model: ModelSpec) -> None:
     """Refuse a model of which a pool of blocks, each of some tokens in all layers, is no cache.
 
     Raises:
         InputError: layers keep what such blocks cannot hold.
     """
-    others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
-    if others:
+    if not is_pooled(model):
+        others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
         msg = (
             f"{model.name} keeps more than K/V of tokens ({'; '.join(map(str, others))}), and "
             "a pool has blocks of tokens alone, so hits and memory would be wrong. "

@@ -89,6 +89,11 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
     enough = "" if fit["batch_fits"] else f"the batch of {batch:,} does not"
     yield "requests that fit", f"{fit['requests']:,}", enough
+    if "grouped_requests" in fit:
+        groups = report["groups"]
+        block = format_bytes(groups["bytes_per_block"])
+        what = f"{groups['blocks_per_request']:,} blocks of {block}"
+        yield "requests in cache groups", f"{fit['grouped_requests']:,}", what
     if not fit["weights_fit"]:
         return
     decode, prefill = report["decode"], report["prefill"]

@@ -135,6 +135,8 @@ def _memory() -> dict[str, Any]:
                 "codecs": {codec: _layout(model, codec) for codec in CODECS},
             }
             for name, model in MODELS.items()
+            # The page computes with heads, latents and windows alone.
+            if not model.caches
         },
         "devices": {name: device.hbm_bytes for name, device in DEVICES.items()},
     }

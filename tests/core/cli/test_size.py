@@ -13,6 +13,7 @@ from helpers.configs import LLAMA_3_8B
 
 from kvcore.cli.size import size
 from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.groups import groups_of
 from kvcore.models.memory import KVLayout
 from kvcore.plugins import Plugins
 from kvcore.report.size import size_sections
@@ -279,6 +280,24 @@ def test_every_json_field_is_in_the_reference():
     """The reference names every field of the JSON document."""
     document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
     assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
+
+
+def test_the_json_fields_of_cache_groups_are_in_the_reference():
+    """The reference names every field of the document of a model with several groups."""
+    document = report("gemma-3-12b", "--device", "h100")
+    assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
+
+
+def test_requests_fit_into_the_cache_groups_that_an_engine_plans():
+    """Beside the requests that fit are those in cache groups, if there are several."""
+    printed = run("gemma-3-12b", "--device", "h100", "--tokens", "32768")
+    assert re.search(r"in cache groups +\d+ +2,373 blocks of 1 MiB", printed)
+    document = report("gemma-3-12b", "--device", "h100", "--tokens", "32768")
+    plan, fit = groups_of(MODELS["gemma-3-12b"]), document["fit"]
+    blocks = fit["kv_budget_bytes"] // plan.bytes_per_block
+    assert fit["grouped_requests"] == blocks // plan.blocks_for(32_768) <= fit["requests"]
+    assert "groups" not in report("llama-3-8b")
+    assert "groups" not in report("deepseek-v4-flash")
 
 
 def test_the_model_by_hand_of_the_reference_is_that_of_the_catalogue(tmp_path):
