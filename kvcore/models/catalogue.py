@@ -16,8 +16,6 @@ from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import parse_bytes, parse_rate, parse_whole
 
-__all__ = ["DEVICES", "MODELS", "find_device", "find_model", "load_model"]
-
 Spec = TypeVar("Spec", ModelSpec, DeviceSpec)
 
 

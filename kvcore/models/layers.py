@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a sequence: K/V, index keys, states; and their cost.
+"""Caches of layers: the K/V, index keys or states that they keep of a sequence, and the cost.
 
 A layer of a transformer used to keep the K/V of all tokens. Layers of today keep that of a
 window, of a chunk or of compressed entries, a latent, keys of an indexer beside it, a state of
@@ -190,7 +190,7 @@ _LEAST = {
 
 
 def merged(caches: list[LayerCache]) -> tuple[LayerCache, ...]:
-    """Return one cache for all that are equal but for their layers, in order of the first."""
+    """Return one cache for all that differ by their layers alone, in order of the first."""
     counts: dict[Any, int] = {}
     for cache in caches:
         one = attrs.evolve(cache, layers=1)

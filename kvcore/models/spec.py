@@ -173,7 +173,7 @@ class ModelSpec:
 
     @property
     def layer_caches(self) -> tuple[LayerCache, ...]:
-        """What the layers keep of a sequence: a cache for each group of equal layers."""
+        """The caches that the layers keep of a sequence, one for each group of equal layers."""
         if self.caches:
             return self.caches
         heads, key, value = self.kv_heads, self.head_dim, self.value_dim

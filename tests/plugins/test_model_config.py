@@ -455,7 +455,7 @@ SPARSE_MLA = without(KIMI, "quantization_config") | {
     ],
 )  # fmt: skip
 def test_bytes_that_grow_with_a_token(read, fields, bytes_per_token, caches):
-    """What a token adds to the layers is counted kind by kind, in 16 bits."""
+    """The bytes that a token adds to the layers are counted kind by kind, in 16 bits."""
     model = read(fields)
     assert KVLayout(model).bytes_per_token == bytes_per_token
     assert kept(model) == caches

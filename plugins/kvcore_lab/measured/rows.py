@@ -18,8 +18,9 @@ import orjson
 from kvcore.config.options import read_option
 from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.catalogue import DEVICES
 from kvcore.models.memory import is_pooled
+from kvcore.models.released import MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS

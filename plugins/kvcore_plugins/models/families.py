@@ -8,104 +8,15 @@ of the class in transformers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 
 from kvcore_plugins.models import parts
 from kvcore_plugins.models.config import Config
+from kvcore_plugins.models.family import Build, Family, Layer
 from kvcore_plugins.models.harmless import named
-from kvcore_plugins.models.parts import Build, attention, feed_forward, in_mixer
-
-_ATTENTION: Mapping[str, Build] = {
-    "full_attention": attention,
-    "sliding_attention": attention,
-    "chunked_attention": attention,
-}
-
-
-@attrs.frozen(kw_only=True)
-class Family:
-    """The properties that all models of one `model_type` share.
-
-    Attributes:
-        mixers: the function that builds what mixes tokens in a layer, by type of the layer.
-        kinds: the function that returns the types of the layers, if the config does not.
-        network: the function that builds the feed-forward network of a layer.
-        outside: the function that returns further parameters outside the layers.
-        norms, final_norms: norm vectors of `hidden_size` in each layer, and after the last.
-            A norm with a bias counts as two.
-        qkv_bias, output_bias, mlp_bias: whether these have biases; None: a field of the config
-            decides.
-        qk_norm: whether queries and keys are normalised, by a vector of `head_dim` each, or by
-            one for `all` heads; None: a field of the config decides.
-        sinks: whether each query head has a learned sink, or the types of layers where it has.
-        gate: whether the output is gated, by a number for each `head` or for `each` number.
-        value_width: whether `v_head_dim` is the width of a value.
-        one_projection: whether keys and values of full attention may be one projection.
-        mamba_norm: whether a Mamba 2 layer has a norm; None: a field of the config decides.
-        gated: whether the MLP has a gate, hence three matrices rather than two.
-        mlp: name of the feed-forward module of a layer.
-        width: the field with its width, where it has no experts.
-        mlp_ratio: MLP width in hidden sizes, where the config leaves it out.
-        positions, head_bias: whether there are learned positions, and an output bias.
-        mla, indexer: whether attention is multi-head latent attention, and has an indexer.
-        experts: the field with the number of routed experts; None: a dense model.
-        expert_width: the field with the width of one.
-        optional_experts: whether a model without that field, or with one expert, is dense.
-        by_index: whether layers of one type may differ.
-        shares: whether the last `num_kv_shared_layers` layers read K/V of earlier ones.
-        shared: the field with the number of experts that each token takes.
-        shared_experts: that number, if no field gives it.
-        router_bias: whether the router has a bias for each expert.
-        windows: whether `sliding_window` applies without `use_sliding_window`; None: never.
-        window: the field with the window.
-        full_every: every `full_every`-th layer has no window; 0: every layer has one.
-        names: names that fields have in this family, by the usual names.
-        defaults: values of fields that the makers' own configs leave out.
-        only: fields that are known with these values alone.
-        known: fields whose values change nothing here.
-    """
-
-    mixers: Mapping[str, Build] = _ATTENTION
-    kinds: Callable[[Config, Family], list[str]] | None = None
-    network: Build = feed_forward
-    outside: Callable[[Config], int] | None = None
-    norms: int = 2
-    final_norms: int = 1
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    mlp_bias: bool | None = False
-    qk_norm: bool | Literal["all"] | None = False
-    sinks: bool | tuple[str, ...] = False
-    gate: Literal["head", "each"] | None = None
-    value_width: bool = False
-    one_projection: bool = False
-    mamba_norm: bool | None = True
-    gated: bool = True
-    mlp: str = "mlp"
-    width: str = "intermediate_size"
-    mlp_ratio: int | None = None
-    positions: bool = False
-    head_bias: bool = False
-    mla: bool = False
-    indexer: bool = False
-    experts: str | None = None
-    expert_width: str = "moe_intermediate_size"
-    optional_experts: bool = False
-    by_index: bool = False
-    shares: bool = False
-    shared: str = "n_shared_experts"
-    shared_experts: int = 0
-    router_bias: bool = False
-    windows: bool | None = None
-    window: str = "sliding_window"
-    full_every: int = 0
-    names: Mapping[str, str] = attrs.field(factory=dict)
-    defaults: Mapping[str, Any] = attrs.field(factory=dict)
-    only: Mapping[str, Any] = attrs.field(factory=dict)
-    known: frozenset[str] = frozenset()
-
+from kvcore_plugins.models.parts import attention, in_mixer
 
 # Types of layers, where `layer_types` does not list them.
 
@@ -189,7 +100,7 @@ def _mimo(config: Config, family: Family) -> list[str]:
 def _of_type(kind: str, names: Mapping[str, str], build: Build) -> Build:
     """Return a function that builds layers of type `kind` by fields of other names."""
 
-    def named(config: Config, family: Family, layer: parts.Layer) -> Any:
+    def named(config: Config, family: Family, layer: Layer) -> Any:
         if layer.kind == kind:
             for own in names.values():
                 config.count(own)
@@ -199,7 +110,7 @@ def _of_type(kind: str, names: Mapping[str, str], build: Build) -> Build:
     return named
 
 
-def _global_heads(config: Config, family: Family, layer: parts.Layer) -> Any:
+def _global_heads(config: Config, family: Family, layer: Layer) -> Any:
     """Build attention of Gemma 4, whose full layers have heads of their own."""
     width, heads = (
         config.count("global_head_dim", 512),

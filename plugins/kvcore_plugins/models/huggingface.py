@@ -21,9 +21,10 @@ from kvcore.errors import InputError, shorten
 from kvcore.models.layers import LayerCache, merged
 from kvcore.models.spec import ModelSpec, bytes_of
 from kvcore_plugins.models.config import Config
-from kvcore_plugins.models.families import FAMILIES, Family
+from kvcore_plugins.models.families import FAMILIES
+from kvcore_plugins.models.family import Build, Family, Layer, Part
 from kvcore_plugins.models.harmless import HARMLESS
-from kvcore_plugins.models.parts import Layer, Part, head_width
+from kvcore_plugins.models.parts import attention, feed_forward, head_width
 from kvcore_plugins.models.quantisation import Quantisation, Scheme, read_quantisation
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
@@ -31,6 +32,13 @@ _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m
 _NAMES = ", ".join(_DTYPES)
 
 _SHARED_FIELDS = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
+
+_MIXERS: Mapping[str, Build] = {
+    "full_attention": attention,
+    "sliding_attention": attention,
+    "chunked_attention": attention,
+}
+"""What layers of a family are by their type, if the family does not say it."""
 
 _KINDS = {
     "attention": "full_attention",
@@ -236,7 +244,7 @@ def _layers(config: Config, family: Family) -> list[Layer]:
         config.refuse("layer_types", f"has {len(kinds)} entries for {count} layers")
     kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     for kind in kinds:
-        if not isinstance(kind, str) or kind not in family.mixers:
+        if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
             config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
     window, sparse = _window(config, family), _sparse_layers(config, family, count)
     shared = config.count("num_kv_shared_layers", 0, least=0) if family.shares else 0
@@ -315,18 +323,19 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
 def _parts(
     config: Config, family: Family, layer: Layer, built: dict[Layer, list[Part]]
 ) -> list[Part]:
-    """Return the parts of a layer; `built` has those of layers that are alike."""
+    """Return the parts of a layer; `built` has those of equal layers."""
     own = config.of_layer(layer.index)
-    alike = layer if family.by_index or own is not config else attrs.evolve(layer, index=-1)
-    if alike not in built:
+    equal = layer if family.by_index or own is not config else attrs.evolve(layer, index=-1)
+    if equal not in built:
         norms = family.norms * config.count("hidden_size")
-        mixer = family.mixers[layer.kind]
-        built[alike] = [
+        mixer = (family.mixers or _MIXERS)[layer.kind]
+        network = family.network or feed_forward
+        built[equal] = [
             *mixer(own, family, layer),
-            *family.network(config, family, layer),
+            *network(config, family, layer),
             Part("", {}, norms),
         ]
-    return built[alike]
+    return built[equal]
 
 
 def _outside(config: Config, family: Family) -> int:

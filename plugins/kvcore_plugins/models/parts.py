@@ -6,76 +6,22 @@ write one, and name it among the `mixers` of a family in `families.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import attrs
 
 from kvcore.models.layers import CacheKind, LayerCache
 from kvcore_plugins.models.config import Config
-
-if TYPE_CHECKING:
-    from kvcore_plugins.models.families import Family
-
-Matrices: TypeAlias = dict[str, tuple[int, int]]
-"""Inputs and outputs of the matrices of a module, by name."""
+from kvcore_plugins.models.family import Build, Family, Layer, Matrices, Part
 
 STATE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of a number of a recurrent state, by the name of its type."""
 
 CONV_BYTES = 2
 """Bytes of a number of the state of a convolution, which engines keep in 16 bits."""
-
-
-@attrs.frozen
-class Part:
-    """A module of a layer, or one expert of a layer.
-
-    Attributes:
-        name: path of the module within the layer.
-        matrices: its matrices, which may be quantised.
-        vectors: number of its other parameters: biases, norms, routers.
-        caches: what it keeps of a sequence.
-        expert: whether it is one of the routed experts, all of which have its size.
-    """
-
-    name: str = ""
-    matrices: Matrices = attrs.field(factory=dict)
-    vectors: int = 0
-    caches: tuple[LayerCache, ...] = ()
-    expert: bool = False
-
-    @property
-    def parameters(self) -> int:
-        """Number of all its parameters."""
-        return self.vectors + sum(
-            inputs * outputs for inputs, outputs in self.matrices.values()
-        )
-
-
-@attrs.frozen
-class Layer:
-    """One layer of a model.
-
-    Attributes:
-        index: its position, from 0.
-        kind: its type, such as `full_attention`.
-        sparse: whether it has experts.
-        shares: whether it reads the K/V of an earlier layer, and has none of its own.
-        window: tokens of its window or chunk; None: it attends to all.
-    """
-
-    index: int
-    kind: str
-    sparse: bool = False
-    shares: bool = False
-    window: int | None = None
-
-
-Build: TypeAlias = Callable[[Config, "Family", Layer], Iterable[Part]]
-"""A function that builds the parts of a layer."""
 
 
 def _biased(matrices: Matrices, *names: str) -> int:

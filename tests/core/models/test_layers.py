@@ -1,4 +1,4 @@
-"""What layers keep of a sequence: the errors of caches, and their bytes."""
+"""Caches of layers: their errors, their bytes, and the FLOP of using them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 import kvcore
 from kvcore.config import RunConfig
 from kvcore.errors import InputError
-from kvcore.models.catalogue import MODELS, find_device, find_model
+from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import attended_pairs, decode_step_bytes, pair_flop, prefill_flop
 from kvcore.models.layers import CACHE_KINDS, LayerCache, merged
 from kvcore.models.memory import Deployment, KVLayout, can_share, check_pool, kv_copies
+from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 
 FULL = LayerCache(kind="full", layers=2, kv_heads=4, key_dim=8, value_dim=8, pair_flop=100)
@@ -223,7 +224,7 @@ def test_simulate_refuses_a_model_with_states(name):
 
 
 def test_roofline_reads_and_writes_states_whatever_the_context():
-    """A step with states takes as long at any context, but for the layers with K/V."""
+    """A step with states takes as long at any context, except for the layers with K/V."""
     from kvcore_plugins.latency.roofline import Roofline  # noqa: PLC0415 - a plugin
 
     latency = Roofline("qwen3-next-80b-a3b", device="h200", tensor_parallel=2)

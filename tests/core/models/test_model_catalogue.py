@@ -11,9 +11,9 @@ import pytest
 from helpers.model_configs import CONFIGS
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device, find_model, load_model
+from kvcore.models.catalogue import DEVICES, find_device, find_model, load_model
 from kvcore.models.layers import CACHE_KINDS
-from kvcore.models.released import SOURCES
+from kvcore.models.released import MODELS, SOURCES
 from kvcore_plugins.models.huggingface import read_config
 
 
