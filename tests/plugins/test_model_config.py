@@ -112,6 +112,23 @@ def test_a_field_that_the_family_does_not_know_is_refused(read):
     assert "[[caches]] with kind = 'full', layers = 12" in text
 
 
+def test_layers_with_experts_may_be_listed(read):
+    """`moe_layers` lists the layers with experts, in place of every so many."""
+    text = LLAMA_4["text_config"]
+    every = read({"text_config": text | {"interleave_moe_layer_step": 2}})
+    listed = read({"text_config": text | {"moe_layers": list(range(1, 48, 2))}})
+    assert listed == every
+
+
+def test_a_type_of_layer_that_is_not_known_is_refused(read):
+    """A MiniMax M2 with a layer of another type than full attention is refused."""
+    fields = LLAMA | {"model_type": "minimax_m2", "num_local_experts": 8}
+    fields |= {"num_experts_per_tok": 2}
+    assert read(fields | {"attn_type_list": [1] * 32}) == read(fields)
+    with pytest.raises(InputError, match="has '0', whose K/V cannot be sized"):
+        read(fields | {"attn_type_list": [1] * 31 + [0]})
+
+
 @pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
 def test_an_unknown_field_that_says_nothing_is_left_out(read, value):
     """Null, false, zero and what is empty change nothing."""

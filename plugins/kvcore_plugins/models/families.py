@@ -91,36 +91,37 @@ def _deepseek_v4(config: Config, family: Family) -> list[str]:
     return [_COMPRESSED[ratio] for ratio in ratios]
 
 
+def _minimax(config: Config, family: Family) -> list[str]:
+    """Return the types of layers by `attn_type_list`, in which 1 is full attention."""
+    del family
+    kinds = config.items("attn_type_list") or [1] * config.count("num_hidden_layers")
+    return ["full_attention" if kind == 1 else str(kind) for kind in kinds]
+
+
 def _mimo(config: Config, family: Family) -> list[str]:
     del family
     kinds = {0: "full_attention", 1: "sliding_attention"}
     return [kinds.get(each, str(each)) for each in config.items("hybrid_layer_pattern")]
 
 
-def _of_type(kind: str, names: Mapping[str, str], build: Build) -> Build:
-    """Return a function that builds layers of type `kind` by fields of other names."""
+def _renamed(names: Mapping[str, str], build: Build) -> Build:
+    """Return a function that builds parts by fields of other names, none of them left out."""
 
-    def named(config: Config, family: Family, layer: Layer) -> Any:
-        if layer.kind == kind:
-            for own in names.values():
-                config.count(own)
-            config = attrs.evolve(config, names={**config.names, **names})
-        return build(config, family, layer)
+    def renamed(config: Config, family: Family, layer: Layer) -> Any:
+        for own in names.values():
+            config.count(own)
+        return build(attrs.evolve(config, names={**config.names, **names}), family, layer)
 
-    return named
+    return renamed
 
 
 def _global_heads(config: Config, family: Family, layer: Layer) -> Any:
     """Build attention of Gemma 4, whose full layers have heads of their own."""
-    width, heads = (
-        config.count("global_head_dim", 512),
-        config.get("num_global_key_value_heads"),
-    )
-    same = config.flag("attention_k_eq_v")
-    if layer.kind == "full_attention" and not config.table("per_layer_config"):
-        fields = {**config.fields, "head_dim": width}
-        if same and heads is not None:
-            fields["num_key_value_heads"] = heads
+    heads = config.get("num_global_key_value_heads")
+    fields = {**config.fields, "head_dim": config.count("global_head_dim", 512)}
+    if config.flag("attention_k_eq_v") and heads is not None:
+        fields["num_key_value_heads"] = heads
+    if not config.table("per_layer_config"):
         config = attrs.evolve(config, fields=fields)
     return attention(config, family, layer)
 
@@ -358,7 +359,6 @@ FAMILIES: Mapping[str, Family] = {
                 "linear_attention": parts.delta_attention,
             },
             "experts": "num_experts",
-            "known": named("head_dim qk_head_dim num_key_value_heads"),
         },
         kinds=_kimi,
         router_bias=True,
@@ -378,10 +378,8 @@ FAMILIES: Mapping[str, Family] = {
         windows=True,
         window="attention_chunk_size",
         full_every=4,
-        # Norms of queries and keys have no parameters, in Scout alone.
-        known=named(
-            "use_qk_norm no_rope_layers moe_layers no_rope_layer_interval for_llm_compressor"
-        ),
+        # Norms of queries and keys have no parameters.
+        known=named("use_qk_norm no_rope_layers no_rope_layer_interval for_llm_compressor"),
     ),
     "minimax_m2": Family(
         qk_norm="all",
@@ -389,15 +387,15 @@ FAMILIES: Mapping[str, Family] = {
         experts="num_local_experts",
         expert_width="intermediate_size",
         router_bias=True,
+        kinds=_minimax,
         only={"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True},
-        known=named("attn_type_list num_mtp_modules mtp_transformer_layers use_mtp"),
+        known=named("num_mtp_modules mtp_transformer_layers use_mtp"),
     ),
     "mimo": Family(**_QWEN_2),
     "mimo_v2_flash": Family(
         mixers={
             "full_attention": attention,
-            "sliding_attention": _of_type(
-                "sliding_attention",
+            "sliding_attention": _renamed(
                 {
                     "num_attention_heads": "swa_num_attention_heads",
                     "num_key_value_heads": "swa_num_key_value_heads",

@@ -283,7 +283,11 @@ def _by_window(config: Config, family: Family) -> list[str]:
         if rotary := config.items("no_rope_layers"):
             return [limited if each else "full_attention" for each in rotary]
     first = config.count("max_window_layers", 0, least=0)
-    every = config.count("sliding_window_pattern", family.full_every, least=0)
+    every = config.count(
+        "sliding_window_pattern",
+        config.count("no_rope_layer_interval", family.full_every, least=0),
+        least=0,
+    )
     return [
         "full_attention" if layer < first or (every and (layer + 1) % every == 0) else limited
         for layer in range(layers)
@@ -298,6 +302,8 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     kinds = config.items("mlp_layer_types")
     if kinds and len(kinds) != count:
         config.refuse("mlp_layer_types", f"has {len(kinds)} entries for {count} layers")
+    if indices := config.items("moe_layers"):
+        kinds = ["sparse" if layer in indices else "dense" for layer in range(count)]
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
         kinds = ["sparse" if each else "dense" for each in frequencies]

@@ -7,9 +7,7 @@ write one, and name it among the `mixers` of a family in `families.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from math import ceil
-from typing import Any
 
 import attrs
 
@@ -557,11 +555,10 @@ def lfm_feed_forward(config: Config, family: Family, layer: Layer) -> list[Part]
     return [Part("feed_forward", mlp(config.count("hidden_size"), width))]
 
 
-def in_mixer(build: Callable[..., list[Part]], **more: Any) -> Build:
+def in_mixer(build: Callable[[Config, Family, Layer], list[Part]]) -> Build:
     """Return a function that builds parts whose module is called `mixer` (Nemotron-H)."""
 
-    def named(config: Config, family: Family, layer: Layer) -> list[Part]:
-        parts = partial(build, **more)(config, family, layer)
-        return [attrs.evolve(part, name="mixer") for part in parts]
+    def renamed(config: Config, family: Family, layer: Layer) -> list[Part]:
+        return [attrs.evolve(part, name="mixer") for part in build(config, family, layer)]
 
-    return named
+    return renamed
