@@ -112,6 +112,12 @@ def test_a_field_that_the_family_does_not_know_is_refused(read):
     assert "[[caches]] with kind = 'full', layers = 12" in text
 
 
+def test_a_width_of_each_layer_is_refused_where_layers_are_alike(read):
+    """A list in place of a width is refused, except in families whose layers differ."""
+    with pytest.raises(InputError, match="'intermediate_size' must be an integer of at least"):
+        read(LLAMA | {"intermediate_size": [14336] * 32})
+
+
 def test_layers_with_experts_may_be_listed(read):
     """`moe_layers` lists the layers with experts, in place of every so many."""
     text = LLAMA_4["text_config"]

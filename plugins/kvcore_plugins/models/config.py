@@ -104,6 +104,18 @@ class Config:
             self.refuse(name, f"must be a list, not {value!r}")
         return value
 
+    @property
+    def layers(self) -> int:
+        """Number of layers, which may be that of `layer_types` alone."""
+        return self.count("num_hidden_layers", len(self.items("layer_types")) or None)
+
+    def of_layers(self, name: str) -> list[Any]:
+        """Return a field that is a list with an entry for each layer; empty if left out."""
+        values, layers = self.items(name), self.layers
+        if values and len(values) != layers:
+            self.refuse(name, f"has {len(values)} entries for {layers} layers")
+        return values
+
     def table(self, name: str) -> Mapping[str, Any]:
         """Return a field that is an object; empty if left out."""
         value = self.get(name, {})
@@ -121,11 +133,10 @@ class Config:
             self.refuse("per_layer_config", f"has {shorten(repr(own))} for layer {index}")
         return attrs.evolve(self, fields={**self.fields, **own}) if own else self
 
-    def by_layer(self, name: str, index: int, default: int | None = None) -> int:
+    def by_layer(self, name: str, index: int) -> int:
         """Return an integer field that may be a list with an integer for each layer."""
         value = self.get(name)
-        if isinstance(value, list):
-            if len(value) != self.count("num_hidden_layers"):
-                self.refuse(name, f"has {len(value)} entries for as many layers")
-            return attrs.evolve(self, fields={**self.fields, name: value[index]}).count(name)
-        return self.count(name, default)
+        if isinstance(value, list) and value:
+            own = self.of_layers(name)[index]
+            return attrs.evolve(self, fields={**self.fields, name: own}).count(name)
+        return self.count(name)

@@ -86,7 +86,7 @@ def _deepseek_v4(config: Config, family: Family) -> list[str]:
     """Return the types of layers by the ratio of each; those of further layers are left out."""
     del family
     ratios = config.items("compress_ratios")[: config.count("num_hidden_layers")]
-    if not ratios or any(ratio not in _COMPRESSED for ratio in ratios):
+    if not ratios or any(type(each) is not int or each not in _COMPRESSED for each in ratios):
         config.refuse("compress_ratios", "must have 0, 4 or 128 for each layer")
     return [_COMPRESSED[ratio] for ratio in ratios]
 
@@ -100,8 +100,9 @@ def _minimax(config: Config, family: Family) -> list[str]:
 
 def _mimo(config: Config, family: Family) -> list[str]:
     del family
-    kinds = {0: "full_attention", 1: "sliding_attention"}
-    return [kinds.get(each, str(each)) for each in config.items("hybrid_layer_pattern")]
+    kinds = {"0": "full_attention", "1": "sliding_attention"}
+    pattern = map(str, config.of_layers("hybrid_layer_pattern"))
+    return [kinds.get(each, each) for each in pattern]
 
 
 def _renamed(names: Mapping[str, str], build: Build) -> Build:

@@ -18,7 +18,7 @@ from typing import Any
 import attrs
 
 from kvcore.errors import InputError, shorten
-from kvcore.models.layers import LayerCache, merged
+from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.models.spec import ModelSpec, bytes_of
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.families import FAMILIES
@@ -236,8 +236,7 @@ def _check_known(config: Config, family: Family) -> None:
 
 def _layers(config: Config, family: Family) -> list[Layer]:
     """Return the layers: their types and windows, whether they have experts or share K/V."""
-    count = config.count("num_hidden_layers", len(config.items("layer_types")) or None)
-    kinds = config.items("layer_types")
+    count, kinds = config.layers, config.items("layer_types")
     if not kinds:
         kinds = (family.kinds or _by_window)(config, family)
     if len(kinds) != count:
@@ -299,13 +298,12 @@ def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     fewest = 2 if family.optional_experts else 1
     if not family.experts or config.count(family.experts, fewest - 1, least=0) < fewest:
         return [False] * count
-    kinds = config.items("mlp_layer_types")
-    if kinds and len(kinds) != count:
-        config.refuse("mlp_layer_types", f"has {len(kinds)} entries for {count} layers")
+    kinds = config.of_layers("mlp_layer_types")
     if indices := config.items("moe_layers"):
         kinds = ["sparse" if layer in indices else "dense" for layer in range(count)]
     frequencies = config.get("moe_layer_freq", 1)
     if isinstance(frequencies, list):
+        frequencies = config.of_layers("moe_layer_freq")
         kinds = ["sparse" if each else "dense" for each in frequencies]
         config = attrs.evolve(config, fields={**config.fields, "moe_layer_freq": 1})
     dense = config.items("mlp_only_layers")
@@ -383,13 +381,14 @@ def _positions(config: Config) -> int:
     scaling = config.get("rope_scaling")
     if not isinstance(scaling, dict):
         return positions
-    kind, factor = (scaling.get(name) for name in ("rope_type", "factor"))
-    if (kind or scaling.get("type")) == "yarn" and isinstance(factor, int | float):
-        original = scaling.get("original_max_position_embeddings")
-        return (
-            max(positions, int(factor * original)) if isinstance(original, int) else positions
-        )
-    return positions
+    kind = scaling.get("rope_type") or scaling.get("type")
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
+    if kind != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
+        return positions
+    if not 0 < factor * original <= MAX_WIDTH:
+        config.refuse("rope_scaling", f"has a factor of {factor} for {original} positions")
+    return max(positions, int(factor * original))
 
 
 # How weights are stored.

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import ceil
+from typing import Any
 
 import attrs
 
-from kvcore.models.layers import CacheKind, LayerCache
+from kvcore.errors import shorten
+from kvcore.models.layers import MAX_WIDTH, CacheKind, LayerCache
 from kvcore_plugins.models.config import Config
 from kvcore_plugins.models.family import Build, Family, Layer, Matrices, Part
 
@@ -120,8 +122,10 @@ def latent_attention(config: Config, family: Family, layer: Layer) -> list[Part]
 
 def _has_indexer(config: Config, index: int) -> bool:
     """Return True if a layer selects tokens itself, not as the layer before it."""
-    kinds = config.items("indexer_types")
+    kinds = config.of_layers("indexer_types")
     pattern = config.get("index_topk_pattern")
+    if pattern and (not isinstance(pattern, str | list) or index >= len(pattern)):
+        config.refuse("index_topk_pattern", f"is {shorten(repr(pattern))}, not F or S a layer")
     every, offset = (
         config.count("index_topk_freq", 1),
         config.count("index_skip_topk_offset", 2),
@@ -382,12 +386,15 @@ def feed_forward(config: Config, family: Family, layer: Layer) -> list[Part]:
 
     if not layer.sparse:
         ratio = family.mlp_ratio
-        width = config.by_layer(family.width, layer.index, ratio * hidden if ratio else None)
+        width = config.count(family.width, ratio * hidden if ratio else None)
         return [part(name, width)]
     experts = config.count(str(family.experts))
     width = config.count(family.expert_width)
     # Layers that choose experts by the hash of a token have no bias for each.
-    kinds, first = config.items("mlp_layer_types"), config.count("num_hash_layers", 0, least=0)
+    kinds, first = (
+        config.of_layers("mlp_layer_types"),
+        config.count("num_hash_layers", 0, least=0),
+    )
     hashed = kinds[layer.index] == "hash_moe" if kinds else layer.index < first
     router = hidden * experts + experts * (family.router_bias and not hashed)
     parts = [Part(f"{name}.gate", {}, router), part(f"{name}.experts.0", width, expert=True)]
@@ -439,35 +446,46 @@ def nemotron_experts(config: Config, family: Family, layer: Layer) -> list[Part]
 
 def nas_layer(config: Config, family: Family, layer: Layer) -> list[Part]:
     """Build a layer as its entry in `block_configs` says: parts may be narrower, or missing."""
-    blocks = config.items("block_configs")
-    if len(blocks) != config.count("num_hidden_layers"):
-        config.refuse("block_configs", f"has {len(blocks)} entries for as many layers")
-    block = blocks[layer.index]
-    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
-    said, norms, parts = block["attention"], 0, list[Part]()
-    for part in block.values():
-        odd = [key for key, value in part.items() if value and key not in _NAS_FIELDS]
-        if odd or part.get("no_op") is None:
-            config.refuse("block_configs", f"has {odd[0] if odd else 'no no_op'!r} in a layer")
-    if not said["no_op"]:
-        fields = {**config.fields, "num_key_value_heads": heads // said["n_heads_in_group"]}
+    blocks = config.of_layers("block_configs")
+    if not blocks:
+        config.refuse("block_configs", "is missing")
+    heads, ffn = (_nas_part(config, blocks[layer.index], *each) for each in _NAS_PARTS)
+    hidden, parts = config.count("hidden_size"), list[Part]()
+    if heads is not None:
+        shared = max(1, config.count("num_attention_heads") // int(heads))
+        fields = {**config.fields, "num_key_value_heads": shared}
         parts += attention(attrs.evolve(config, fields=fields), family, layer)
-        norms += 1
-    if not block["ffn"]["no_op"]:
-        # As wide as so many hidden sizes, two thirds of it, in whole 256.
-        width = int(2 * block["ffn"]["ffn_mult"] * hidden / 3)
+    if ffn is not None:
+        # Two thirds of so many hidden sizes, in whole 256.
+        width = int(2 * ffn * hidden / 3)
         parts.append(Part("mlp", mlp(hidden, -(-width // 256) * 256)))
-        norms += 1
+    norms = (heads is not None) + (ffn is not None)
     return [*parts, Part("", {}, norms * hidden)]
 
 
-_NAS_FIELDS = {"n_heads_in_group", "ffn_mult", "no_op"}
+_NAS_PARTS = ("attention", "n_heads_in_group"), ("ffn", "ffn_mult")
+
+
+def _nas_part(config: Config, block: Any, name: str, size: str) -> float | None:
+    """Return the size of a part of a block; None if the block has no such part."""
+    part = block.get(name) if isinstance(block, dict) else None
+    if not isinstance(part, dict):
+        config.refuse("block_configs", f"has a layer without {name!r}")
+    if part.get("no_op") is True:
+        return None
+    value = part.get(size)
+    if not isinstance(value, int | float) or not 0 < value <= MAX_WIDTH:
+        config.refuse("block_configs", f"has {size} {shorten(repr(value))} in a layer")
+    odd = [key for key, other in part.items() if other and key not in (size, "no_op")]
+    if odd:
+        config.refuse("block_configs", f"has {odd[0]!r} in a layer, which is not known")
+    return float(value)
 
 
 def gemma_4(config: Config, family: Family, layer: Layer) -> list[Part]:
     """Build the feed-forward networks of Gemma 4: a dense one, perhaps experts beside it."""
     hidden = config.count("hidden_size")
-    width = config.by_layer("intermediate_size", layer.index)
+    width = config.count("intermediate_size")
     wide = config.flag("use_double_wide_mlp") and layer.shares
     parts = [Part("mlp", mlp(hidden, width * (2 if wide else 1)))]
     if config.flag("enable_moe_block"):

@@ -47,6 +47,12 @@ class Scheme:
     scale_bits: Fraction | int = 32
     index_bits: int = 0
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse sizes of tiles that are no whole numbers."""
+        if not all(isinstance(size, int) and size >= 0 for size in (self.inputs, self.outputs)):
+            msg = f"tiles of {self.outputs!r} x {self.inputs!r}"
+            raise TypeError(msg)
+
     def matrix_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes of a matrix with all its scales."""
         tiles = -(-inputs // (self.inputs or inputs)) * -(-outputs // (self.outputs or outputs))
