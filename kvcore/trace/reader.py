@@ -23,6 +23,7 @@ from kvcore.trace.events import Event, Header
 from kvcore.trace.fields import OPTIONAL, SCHEMA, slo_of
 from kvcore.trace.jsonl_file import ODD_BYTES, SealedReader
 from kvcore.units import INT64_LIMIT
+from kvcore.untrusted import TRACE_HEADER_BYTES, parse_json
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 
@@ -35,9 +36,6 @@ class _Builder(Protocol):
 
 
 Builder = TypeVar("Builder", bound=_Builder)
-
-LONGEST_HEADER = 1 << 20
-"""Largest number of bytes of HEADER, the only line with fields of any JSON."""
 
 NO_TRACE = (
     "not a kvcore trace: its first line is no HEADER; `kvcore simulate FILE` runs workloads"
@@ -143,7 +141,7 @@ class TraceReader(SealedReader[Event]):
         if not (plain or colons == events.count_names(event)) or (
             self._odd_bytes and ODD_BYTES.search(raw)
         ):
-            self._must_be_as_written(raw, orjson.loads(raw))
+            self._must_be_as_written(raw, parse_json(raw))
         if not plain:
             self._check_placed(event)
 
@@ -156,10 +154,10 @@ class TraceReader(SealedReader[Event]):
 
     def _check_header(self, raw: bytes) -> None:
         """Refuse a file whose first line is not HEADER of this schema."""
-        if len(raw) > LONGEST_HEADER:
-            self.fail(f"HEADER is longer than {LONGEST_HEADER:,} bytes, which is the most")
+        if len(raw) > TRACE_HEADER_BYTES:
+            self.fail(f"HEADER is longer than {TRACE_HEADER_BYTES:,} bytes, which is the most")
         try:
-            line = orjson.loads(raw)
+            line = parse_json(raw)
         except orjson.JSONDecodeError as error:
             self.fail(f"{NO_TRACE} (not JSON: {error.msg}, at column {error.colno})")
         if type(line) is not dict or line.get("event") != "HEADER":

@@ -21,9 +21,10 @@ from kvcore.cli.output import (
     line_seconds,
     print_table,
 )
-from kvcore.cli.verb import Count, Seconds, echo, escaped, verb
+from kvcore.cli.verb import Count, Seconds, echo, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
+from kvcore.untrusted import escaped
 
 if TYPE_CHECKING:
     from kvcore_events.recording import Tally

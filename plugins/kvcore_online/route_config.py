@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -17,6 +16,7 @@ from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
+from kvcore.untrusted import load_toml
 
 Bytes: TypeAlias = Annotated[int, as_bytes]
 """A number of bytes; as text with a unit, such as `8MiB`."""
@@ -209,11 +209,11 @@ class RouteConfig:
                 invalid value; the message names the file and the key.
         """
         try:
-            given = tomllib.loads(path.read_text("utf-8"))
+            given = load_toml(path)
         except OSError as error:
             msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
             raise InputError(msg) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             msg = f"{path}: is not TOML: {error}"
             raise InputError(msg) from error
         given = {key.replace("-", "_"): value for key, value in given.items()}

@@ -18,18 +18,9 @@ from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace import events
 from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
 from kvcore.trace.fields import decode_runs
+from kvcore.untrusted import MOST_BLOCKS, MOST_COPIES, WORK, WORK_OF_LINE
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 from kvcore_replay.state.tiers import TracedTiers
-
-MOST_BLOCKS = 1 << 24
-"""Largest number of blocks in use at once; each takes 4 bytes here."""
-
-MOST_COPIES = 1 << 18
-"""Largest number of blocks in the tables of open forks; each takes about 100 bytes."""
-
-WORK, WORK_OF_LINE = 1 << 25, 1 << 10
-"""Largest number of steps, each some 50 ns: for a whole trace, and more for each line."""
-
 
 APPLIED = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
