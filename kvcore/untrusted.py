@@ -64,8 +64,8 @@ PAYLOAD_BYTES = 1 << 26
 PAYLOAD_LEVELS = 24
 PAYLOAD_OBJECTS = 1 << 23
 PAYLOAD_EVENTS = 1 << 18
-"""Limits of a payload of KV events: a text, list or map takes up to 72 bytes of memory, an event
-that cannot be parsed 400, with its reason."""
+"""Limits of a payload of KV events: a text, list or map takes up to 72 bytes of memory, an
+event that cannot be parsed 400, with its reason."""
 
 MOST_HEADERS, LONGEST_HEADER = 64, 8_190
 """Limits of the headers of an HTTP request."""

@@ -9,12 +9,10 @@ import orjson
 
 from kvcore.errors import InputError
 from kvcore.request import Request, TextRequest, block_keys, chain_keys
+from kvcore.untrusted import LONGEST_SESSION, parse_json
 
 MOST_KEYS = 8_192
 """Largest number of blocks that get a key: a longer prompt has keys of its beginning."""
-
-MOST_TEXT = 128
-"""Largest number of characters of a session's name."""
 
 ASKED_OUTPUT = 16
 """Output tokens of a completion if neither its client nor its server gives a number."""
@@ -45,8 +43,8 @@ class Call:
             InputError: the body is no JSON object, or has no prompt.
         """
         try:
-            document = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            document = parse_json(body)
+        except ValueError as error:
             msg = f"the body is not JSON: {error}"
             raise InputError(msg) from error
         needed = "messages" if path.endswith("chat/completions") else "prompt"
@@ -118,7 +116,7 @@ class Call:
             "id": number,
             "arrival": now,
             "key_tokens": key_tokens,
-            "session": session[:MOST_TEXT] or None,
+            "session": session[:LONGEST_SESSION] or None,
         }
         model = self.document.get("model")
         if tokens is not None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
@@ -74,6 +75,8 @@ class TrafficLog:
         routing: other options that decide on routes, such as the view.
         replicas: all replicas.
         key_tokens: number of tokens in a block of a prompt.
+        unlogged: called with the error of a request that cannot be written, which is left out:
+            no value of one request ends the log of all.
     """
 
     def __init__(
@@ -83,7 +86,9 @@ class TrafficLog:
         routing: Mapping[str, Any],
         replicas: Sequence[Replica],
         key_tokens: int,
+        unlogged: Callable[[InputError], None],
     ) -> None:
+        self._unlogged = unlogged
         self._file = LiveTrace(path, mode="wall")
         self._trace = ClusterTrace(self._file)
         for each in replicas:
@@ -146,8 +151,12 @@ class TrafficLog:
     def _write(self, flight: Flight) -> None:
         if flight.wrong:
             return
-        request = flight.final()
-        self._trace.request(request, request.arrival)
+        try:
+            request = flight.final()
+            self._trace.request(request, request.arrival)
+        except InputError as error:
+            self._unlogged(error)
+            return
         most = len(request.keys) * request.key_tokens
         for now, replica, tokens in flight.routes:
             self._trace.route(now, request, replica, min(tokens, most))
@@ -175,6 +184,9 @@ class Metrics:
         cached_tokens: prompt tokens that hit by the servers' own count, by replica.
         prompt_tokens: prompt tokens of requests that were sent, by replica.
         in_flight: requests in flight, by replica.
+        unlogged: requests that could not be written to the trace.
+        lost_batches: batches of KV events that are lost or cannot be read, by replica.
+        restarts: background work that has failed and was started again, by what it does.
         up: 1 for replicas that are up, 0 for others.
 
     Raises:
@@ -198,6 +210,9 @@ class Metrics:
         self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", one)
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", one)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", one)
+        self.unlogged = counter("unlogged", "Requests left out of the trace.")
+        self.lost_batches = counter("lost_batches", "Batches of KV events not read.", one)
+        self.restarts = counter("restarts", "Background work started again.", "what")
         self.first_byte = made.Histogram(
             "kvcore_route_first_byte_seconds",
             "From arrival to the first byte of the answer.",

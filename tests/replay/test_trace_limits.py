@@ -133,7 +133,7 @@ def test_a_header_nested_too_deep_is_refused(tmp_path, header):
     path = tmp_path / "deep"
     deep = b"[" * 900 + b"]" * 900
     path.write_bytes(header.replace(b"}\n", b',"model":%s}\n' % deep))
-    with pytest.raises(TraceError, match=":1: .*nested more than 254 levels deep"):
+    with pytest.raises(TraceError, match=r":1: .*nested more than 254 levels deep"):
         lines(path)
 
 
