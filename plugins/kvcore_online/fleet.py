@@ -142,29 +142,31 @@ class FollowedEvents(EventsView):
 
     def _follow(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
         """Apply what a server publishes until `stop`; after an error, from an empty cache."""
-        while True:
+        subscriber: Subscriber | None = self._subscribers[number]
+        while subscriber is not None:
             try:
-                with self._subscribers[number] as subscriber:
+                with subscriber:
                     for item in subscriber.items():
                         self._read(number, item, loop)
             except Exception as error:  # noqa: BLE001 - else nobody would see that it has ended
                 what = f"the follower of replica {number}"
-                self._messages.warn(f"{what} failed, and starts again: {error}", what)
+                self._messages.warn(f"{what} failed, and starts again: {error!r}", what)
                 self._failed(number)
                 asyncio.run_coroutine_threadsafe(self._forget(number), loop).result()
-                if not self._stopping.wait(PAUSE_SECONDS):
-                    self._reconnect(number)
-            if self._stopping.is_set():
-                return
+            subscriber = self._reconnected(number)
 
-    def _reconnect(self, number: int) -> None:
-        """Subscribe to a server again, unless its address cannot be connected to just now."""
-        try:
-            self._subscribers[number] = Subscriber(self._servers[number])
-        except InputError as error:
-            self._messages.warn(str(error))
-        if self._stopping.is_set():
-            self._subscribers[number].stop()
+    def _reconnected(self, number: int) -> Subscriber | None:
+        """Return a new subscription to a server, once it can be made; None after `stop`."""
+        while not self._stopping.wait(PAUSE_SECONDS):
+            try:
+                self._subscribers[number] = subscriber = Subscriber(self._servers[number])
+            except InputError as error:
+                self._messages.warn(str(error))
+                continue
+            if self._stopping.is_set():
+                subscriber.stop()  # `stop` may have seen the one before
+            return subscriber
+        return None
 
     def _read(self, number: int, item: StreamItem, loop: asyncio.AbstractEventLoop) -> None:
         """Decode an item here, and wait until the loop has applied it.
