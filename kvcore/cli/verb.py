@@ -5,6 +5,7 @@ Text for a terminal is escaped here, so that no file or server can control the t
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
@@ -39,6 +40,13 @@ VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print `text` on stdout, or with `err` on stderr, with control characters escaped."""
     click.echo(escaped(text), file=None if err else results(), err=err, nl=nl)
+
+
+def end_signals() -> list[signal.Signals]:
+    """Return the signals that ask a verb to end: SIGHUP too, unless `nohup` ignores it."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    found = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+    return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 _RESULTS = "kvcore.results"

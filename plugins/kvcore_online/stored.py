@@ -165,6 +165,7 @@ class StoredBlocks:
                 self._messages.warn(f"KV events are not published: {error!r}", "KV events")
                 self.dropped += 1
                 self._publisher.skip(1)
+                self._ends.wait(_POLL_SECONDS)
 
     def _publish_next(self) -> bool:
         """Send the next batch, or answer replays; return False at the end."""

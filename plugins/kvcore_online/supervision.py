@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from kvcore.cli.verb import end_signals
 from kvcore.untrusted import escaped
 
 if sys.platform != "win32":
@@ -122,11 +123,11 @@ async def stopped(
 
 @contextmanager
 def signalled() -> Iterator[asyncio.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set; after the body, they end the process."""
+    """Yield an event that Ctrl-C, SIGTERM and SIGHUP set; later they end the process."""
     loop, event = asyncio.get_running_loop(), asyncio.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()  # type: ignore[assignment]  # signals come to the main thread alone
+    # Signals come to the main thread alone.
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = end_signals() if in_main else []
     before = {number: signal.getsignal(number) for number in numbers}
     for number in numbers:
         loop.add_signal_handler(number, event.set)

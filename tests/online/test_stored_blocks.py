@@ -125,7 +125,7 @@ def test_a_batch_that_cannot_be_sent_is_a_gap(publisher, capsys):
     cache, stored = make(publisher, blocks=100)
     publish = publisher.publish
 
-    def fail(payload):
+    def fail(_):
         publisher.publish = publish
         raise ZeroDivisionError
 
