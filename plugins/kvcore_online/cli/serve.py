@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 @verb(
     "kvcore serve --port 8001",
     "kvcore serve --generator huggingface:model=./my-model --kv-events tcp://127.0.0.1:5557",
-    more="Ctrl-C, SIGTERM and SIGHUP let open requests end, check the cache, and make the trace "
-    "whole. A second signal does not wait for open requests.",
+    more="Ctrl-C, SIGTERM and SIGHUP let open requests end, check the cache, and make the "
+    "trace whole. A second signal does not wait for open requests.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option(
