@@ -27,7 +27,7 @@ JSON_LEVELS = 254
 """Most levels of lists and objects in JSON: what orjson can write again."""
 
 TOML_BYTES = 1 << 20
-TOML_LEVELS = 64
+TOML_LEVELS = 16
 """Largest number of bytes of a TOML file, and of levels of its tables and lists."""
 
 EXPANDED_BYTES = 1 << 24
@@ -152,6 +152,20 @@ _CONTROLS = re.compile(
 )
 """C0 except tab and newline, C1, line separators, and characters that change the direction."""
 
+# Of texts without an end, too, so that each character is looked at once.
+_TOML_TEXTS = re.compile(
+    r"""
+    "{3} (?: [^"\\] | \\. | "(?!"") )*+ (?:"{3})?
+    | '{3} (?: [^'] | '(?!'') )*+ (?:'{3})?
+    | " (?: [^"\\\n] | \\. )*+ "?
+    | ' [^'\n]*+ '?
+    | \# [^\n]*+
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{TOML_LEVELS + 1}}}")
+"""Texts and comments of TOML, and a dotted key of too many parts in what is left."""
+
 _NOT_IN_HEADERS = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
 """Control characters except tab, and bytes that are no UTF-8, as HTTP's parser gives them."""
 
@@ -199,9 +213,13 @@ def load_toml(path: Path) -> dict[str, Any]:
     if len(data) > TOML_BYTES:
         msg = f"it is longer than {TOML_BYTES:,} bytes, which is the most"
         raise ValueError(msg)
+    text = data.decode()
     deep = f"it is nested more than {TOML_LEVELS} levels deep, which is the most"
+    # Looked for first: tomllib takes memory with the square of the parts of a dotted key.
+    if _LONG_KEY.search(_TOML_TEXTS.sub("_", text)):
+        raise ValueError(deep)
     try:
-        tables = tomllib.loads(data.decode())
+        tables = tomllib.loads(text)
     except RecursionError:
         raise ValueError(deep) from None
     level: list[Any] = [tables]
