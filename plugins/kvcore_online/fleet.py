@@ -19,6 +19,7 @@ from kvcore.plugins import Plugins, describe, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
 from kvcore.serving.router import Replica, Router
+from kvcore.trace.keyed import KeyedNames
 from kvcore.units import NS_PER_S
 from kvcore.untrusted import LONGEST_METRICS
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
@@ -299,6 +300,7 @@ class Fleet:
                 routing,
                 replicas,
                 config.key_tokens,
+                KeyedNames.of(config.trace_key),
                 self._unlogged,
             )
 

@@ -95,6 +95,8 @@ class RouteConfig:
         key_tokens: number of tokens in a block of a prompt.
         key_chars: bytes of text that stand for such a block where tokens are not known.
         trace: file for REQUEST and ROUTE lines; None: none is written.
+        trace_key: file with the key by which salts, sessions and keys of blocks are hashed in
+            the trace; None: one is drawn, and kept nowhere.
         concurrency: largest number of requests in flight; further ones get 503.
         connections: largest number of connections of clients; further ones are closed.
         body, answer: largest size in bytes of a request, and of an answer that is no stream.
@@ -129,6 +131,9 @@ class RouteConfig:
     key_tokens: int = _option(16, "Number of tokens in a block of a prompt.")
     key_chars: int = _option(64, "Bytes of text that stand for a block.")
     trace: Path | None = _option(None, "JSONL file to write REQUEST and ROUTE lines to.")
+    trace_key: Path | None = _option(
+        None, "File with the key by which names in the trace are hashed; else one is drawn."
+    )
     concurrency: int = _option(1_024, "Largest number of requests in flight.")
     connections: int = _option(4_096, "Largest number of connections of clients.")
     body: Bytes = _option(8 << 20, "Largest size of a request in bytes.")
@@ -219,6 +224,8 @@ class RouteConfig:
         given = {key.replace("-", "_"): value for key, value in given.items()}
         if isinstance(given.get("trace"), str) and given["trace"]:
             given["trace"] = path.parent / given["trace"]
+        if isinstance(given.get("trace_key"), str):
+            given["trace_key"] = path.parent / given["trace_key"]
         try:
             return cls.of(**{"replicas": [], **given, **options})
         except InputError as error:

@@ -19,6 +19,7 @@ from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
 from kvcore.serving.simulate import check_cache
+from kvcore.trace.keyed import KeyedNames
 from kvcore.trace.writer import LiveTrace
 from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
@@ -207,8 +208,10 @@ class Server:
         self._failed = asyncio.Event()
         self._stack = ExitStack()
         with ExitStack() as stack:
-            trace = None
+            trace = self._names = None
             if config.trace is not None:
+                # A salt keeps tenants apart, as long as none knows that of another.
+                self._names = KeyedNames()
                 header = parts.header()
                 trace = stack.enter_context(LiveTrace(config.trace, **header))
             arguments = parts.arguments(trace)
@@ -471,13 +474,15 @@ class Server:
         def listener(part: Tokens) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        size = self.cache.geometry.block_size
+        size, salt = self.cache.geometry.block_size, call.salt
+        if self._names is not None and salt is not None:
+            salt = self._names.name("salt", salt)
         request: TextRequest = text_request(
             number,
             call.tokens,
             output=call.output,
             block_size=size,
-            salt=call.salt,
+            salt=salt,
             publish=True,
         )
         self.engine.submit(request, listener)

@@ -12,6 +12,7 @@ from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
+from kvcore.trace.keyed import KeyedNames
 from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
 
@@ -47,19 +48,20 @@ class Flight:
     ended: bool = False
     wrong: bool = False
 
-    def final(self) -> Request:
-        """Return the request with its counted lengths, and with keys for these alone."""
+    def final(self, names: KeyedNames) -> Request:
+        """Return the request as it is written: with counted lengths, and hashed names."""
         request = self.request
         tokens = self.prompt or request.prompt_tokens
+        salt, session = request.salt, request.session
         return Request(
             id=request.id,
             arrival=request.arrival,
             prompt_tokens=tokens,
             output_tokens=self.output,
-            keys=request.keys[: tokens // request.key_tokens],
+            keys=names.keys(request.keys[: tokens // request.key_tokens]),
             key_tokens=request.key_tokens,
-            salt=request.salt,
-            session=request.session,
+            salt=None if salt is None else names.name("salt", salt),
+            session=None if session is None else names.name("session", session),
         )
 
 
@@ -75,6 +77,7 @@ class TrafficLog:
         routing: other options that decide on routes, such as the view.
         replicas: all replicas.
         key_tokens: number of tokens in a block of a prompt.
+        names: hashes salts, sessions and keys of blocks.
         unlogged: called with the error of a request that cannot be written, which is left out:
             no value of one request ends the log of all.
     """
@@ -86,8 +89,10 @@ class TrafficLog:
         routing: Mapping[str, Any],
         replicas: Sequence[Replica],
         key_tokens: int,
+        names: KeyedNames,
         unlogged: Callable[[InputError], None],
     ) -> None:
+        self._names = names
         self._unlogged = unlogged
         self._file = LiveTrace(path, mode="wall")
         self._trace = ClusterTrace(self._file)
@@ -152,7 +157,7 @@ class TrafficLog:
         if flight.wrong:
             return
         try:
-            request = flight.final()
+            request = flight.final(self._names)
             self._trace.request(request, request.arrival)
         except InputError as error:
             self._unlogged(error)

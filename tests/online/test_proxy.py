@@ -542,7 +542,7 @@ def test_the_trace_has_requests_and_routes(tmp_path):
     assert routes == [0, 1, 0]
     first, second = TraceWorkload(path)
     assert (first.prompt_tokens, first.output_tokens, len(first.keys)) == (40, 3, 2)
-    assert (second.prompt_tokens, second.output_tokens, second.session) == (40, 3, "s")
+    assert (second.prompt_tokens, second.output_tokens, len(second.session)) == (40, 3, 32)
 
 
 def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
@@ -744,3 +744,33 @@ def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
     assert part.name == "day.jsonl.part"
     assert [each.event for each in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
     assert f"{part} keeps what was written before; the proxy goes on" in capsys.readouterr().err
+
+
+def test_the_trace_tells_nobody_what_was_asked(tmp_path):
+    """Salts, sessions, users and keys of prompts are in the trace as keyed hashes alone.
+
+    Two recordings by one key agree; without that key a guessed prompt cannot be confirmed.
+    """
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    secret = {"cache_salt": "TOP-SECRET-SALT", "user": "alice@example.org"}
+
+    async def scene(proxy, servers, client):
+        await ask(client, prompt="a" * 640, **secret)
+        await ask(client, prompt="a" * 640, headers={"x-session-id": "Alice"})
+        assert servers[0].calls[0]["cache_salt"] == secret["cache_salt"]
+
+    found = []
+    for number, trace_key in enumerate([key, key, None, None]):
+        path = tmp_path / f"{number}.jsonl"
+        play(scene, count=1, trace=path, trace_key=trace_key)
+        text = path.read_text()
+        assert not [word for word in (*secret.values(), "Alice") if word in text]
+        known = Call.read(COMPLETIONS, json.dumps(prompt("a" * 640)).encode()).request(
+            0, 0, None, tokens=None, key_tokens=16, key_chars=64
+        )
+        requests = list(TraceWorkload(path))
+        assert not set(known.keys) & {each for request in requests for each in request.keys}
+        found.append([(each.salt, each.session, each.keys) for each in requests])
+    assert found[0] == found[1]
+    assert len({str(each) for each in found}) == 3

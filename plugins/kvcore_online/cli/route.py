@@ -47,6 +47,12 @@ from kvcore.report.tables import counted
     metavar="FILE",
     help="JSONL file for requests, and for the server that each was sent to.",
 )
+@click.option(
+    "--trace-key",
+    callback=input_file,
+    metavar="FILE",
+    help="File with the key by which names in the trace are hashed.  [default: one is drawn]",
+)
 def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None:
     """Route the requests of an OpenAI-style API to several servers.
 

@@ -1,0 +1,74 @@
+"""Names of people and prompts as keyed hashes: equal names in one recording stay equal.
+
+Who does not have the key can neither read a name nor find out whether a guess is right.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from hashlib import blake2b
+from pathlib import Path
+from typing import Self
+
+from kvcore.errors import InputError
+from kvcore.files import unreadable_reason
+from kvcore.request import KEY_BYTES, Key
+
+LEAST_SECRET = 16
+"""Smallest number of bytes of a file with a key."""
+
+
+class KeyedNames:
+    """Hashes names and keys of blocks by keyed BLAKE2b, a MAC as HMAC is one (RFC 7693).
+
+    Args:
+        secret: the key, at most 64 bytes, which is written nowhere; None: one is drawn.
+    """
+
+    def __init__(self, secret: bytes | None = None) -> None:
+        self._secret = secrets.token_bytes(32) if secret is None else secret
+
+    @classmethod
+    def of(cls, file: Path | None) -> Self:
+        """Return the names by the key in a file; None: by a key that is drawn.
+
+        Raises:
+            InputError: the file cannot be read, or has less than 16 bytes.
+        """
+        if file is None:
+            return cls()
+        try:
+            secret = file.read_bytes()
+        except OSError as error:
+            msg = f"{file}: cannot be read: {unreadable_reason(file, error)}"
+            raise InputError(msg) from error
+        if len(secret) < LEAST_SECRET:
+            msg = (
+                f"{file}: a key of {len(secret)} bytes can be guessed: give at least "
+                f"{LEAST_SECRET}, such as those of `head -c 32 /dev/urandom`"
+            )
+            raise InputError(msg)
+        return cls(blake2b(secret, digest_size=32).digest())
+
+    def name(self, kind: str, value: str) -> str:
+        """Return the hash of a name, 32 hex digits; equal names of two kinds differ."""
+        return self._hash(f"{kind}\0{value}".encode("utf-8", "surrogatepass")).hex()
+
+    def keys(self, keys: Iterable[Key]) -> list[bytes]:
+        """Return the hashes of keys of blocks: 16 bytes, or 32 hex digits, or integers."""
+        secret = self._secret
+        return [
+            blake2b(
+                key if type(key) is bytes else _bytes(key), digest_size=KEY_BYTES, key=secret
+            ).digest()
+            for key in keys
+        ]
+
+    def _hash(self, value: bytes) -> bytes:
+        return blake2b(value, digest_size=KEY_BYTES, key=self._secret).digest()
+
+
+def _bytes(key: Key) -> bytes:
+    """Return a key of another form as bytes; those of the two forms of one key are equal."""
+    return bytes.fromhex(key) if isinstance(key, str) else f"int {key}".encode()
