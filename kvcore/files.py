@@ -537,8 +537,9 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     """
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+    except (OSError, ValueError) as error:  # a NUL is in no name
+        reason = getattr(error, "strerror", None) or error
+        reason = "it is a file" if isinstance(error, FileExistsError) else reason
         msg = f"{path}: cannot be made a directory: {reason}; name another one"
         raise InputError(msg) from error
 

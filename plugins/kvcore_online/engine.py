@@ -184,7 +184,7 @@ class LiveLoop(ServingLoop):
         stored: StoredBlocks | None = None,
     ) -> None:
         if batching.rules.lag:
-            msg = "lag=1: this engine plans a step once the one before has ended; leave it out"
+            msg = "lag=1: this engine plans a step once the one before has ended; give lag=0"
             raise InputError(msg)
         self.inbox = LiveInbox(self._gone)
         super().__init__(self.inbox, cache, scheduler, executor, batching)

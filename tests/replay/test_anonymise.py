@@ -94,7 +94,6 @@ def test_a_key_in_a_file_gives_the_same_hashes_again(trace, tmp_path):
         ["--anonymise", "--to", "vllm", "--out", "a"],
         ["--anonymise", "--replica", "0", "--out", "a"],
         ["--to", "mooncake", "--key", "key", "--out", "a"],
-        ["--out", "a"],
     ],
 )
 def test_options_that_do_not_belong_together_are_refused(trace, tmp_path, words):

@@ -202,11 +202,12 @@ def export(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Export the TRACE of a run as KV events, requests or tracks, or without names.
+    """Export the TRACE of a run as KV events, requests or tracks, for other tools.
 
     Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
     ZMQ, from the first subscriber's connection until the last subscriber leaves. The TRACE
-    may be the directory that --out of simulate or run wrote.
+    may be the directory that --out of simulate or run wrote. With --anonymise it is written
+    again as a trace, in which nobody can be told who asked what.
     """
     if anonymise:
         if out is None or kind or zmq or replay or replica:
@@ -215,9 +216,13 @@ def export(
         refuse_overwrite(out, [trace, key])
         with reading("exporting", trace) as tick:
             found = _anonymised(trace, out, key, tick)
-    elif kind is None or key is not None:
-        msg = "give --to FORMAT, or --anonymise and perhaps --key"
+    elif key is not None:
+        msg = "--key is for --anonymise alone: leave it out"
         raise click.UsageError(msg)
+    elif kind is None:
+        context = click.get_current_context()
+        named = {param.name: param for param in context.command.params}
+        raise click.MissingParameter(ctx=context, param=named["kind"])
     elif out is not None and zmq is None and replay is None:
         refuse_overwrite(out, [trace])
         if kind == "vllm":
