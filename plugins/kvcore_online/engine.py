@@ -274,6 +274,10 @@ class LiveLoop(ServingLoop):
             self.open[request.id].ended = True
         if self._stored is not None and isinstance(request, TextRequest):
             self._stored.closed(request)
+        if self._trace is not None:
+            # Both know each request of a run, which has no end here.
+            self._trace.forget(request)
+            self._cache.disown(request)
 
     def _let_go(self) -> None:
         """Abort requests that need no more tokens.
