@@ -12,11 +12,11 @@ from helpers.upstreams import prompt, routed
 COMPLETIONS = "/v1/completions"
 
 
-def play(scene, count=2, **options):
+def play(scene, count=2, seconds=30, **options):
     """Run a scene with a proxy, its servers and a client, and return the scene's result."""
 
     async def run():
-        async with asyncio.timeout(30), routed(count, **options) as parts:
+        async with asyncio.timeout(seconds), routed(count, **options) as parts:
             return await scene(*parts)
 
     return asyncio.run(run())
@@ -49,9 +49,11 @@ async def raw(proxy, data):
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(data)
     answer = b""
-    with suppress(ConnectionError):
-        answer = await reader.read()
-    writer.close()
+    try:
+        with suppress(ConnectionError):
+            answer = await reader.read()
+    finally:
+        writer.transport.abort()
     return answer
 
 
