@@ -581,7 +581,7 @@ def decode(raw: bytes) -> Event:
     """
     try:
         return (_decode_drop if raw.endswith(_DROP_ENDS) else _decode_tagged)(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # msgspec names a path and a type; the message is to name the field and its values.
         value = parse_json(raw)
         reason = find_fault(value)

@@ -1,4 +1,4 @@
-"""What keeps a server running: background work, messages, open files, the end by signals."""
+"""The life of a server: background work, messages, open files, the end by signals."""
 
 from __future__ import annotations
 

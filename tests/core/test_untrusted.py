@@ -107,7 +107,7 @@ def test_toml_is_what_tomllib_reads(tmp_path_factory, tables):
 
 @given(st.binary(max_size=50))
 def test_the_text_of_a_header_can_be_written(data):
-    """Whatever bytes a header has, its text can be written, and sent on."""
+    """The text of a header of any bytes can be written, and sent on."""
     text = header_text(data.decode("utf-8", "surrogateescape"))
     text.encode()
     orjson.dumps(text)

@@ -1,4 +1,4 @@
-"""What one client or one server sends wrongly costs itself, and nothing that others share."""
+"""A wrong value of one client or one server costs that one, and nothing that others share."""
 
 # ruff: noqa: ARG001 - every scene takes all parts
 
@@ -144,7 +144,7 @@ async def test_an_answer_that_cannot_be_passed_on_is_a_failure_of_its_server(
 async def test_an_unexpected_error_is_one_line_and_a_500(
     proxy, servers, client, monkeypatch, capsys
 ):
-    """An error that nobody expected is a 500 of the API, and few lines for many requests."""
+    """An unexpected error is a 500 of the API, and few lines for many requests."""
 
     def fail(*_):
         raise ZeroDivisionError

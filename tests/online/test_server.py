@@ -645,7 +645,7 @@ def test_a_generator_that_cannot_encode_is_reported():
 
 
 def test_a_server_with_a_trace_keeps_nothing_of_ended_requests(tmp_path):
-    """What the server knows of a request is gone with it, however the request has ended.
+    """The server forgets each request that has ended, however that was.
 
     The salt of a request, which keeps tenants apart, is in the trace as a keyed hash.
     """

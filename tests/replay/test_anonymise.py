@@ -37,7 +37,7 @@ def keys_of(path):
 
 
 def test_no_name_is_left(trace, tmp_path):
-    """Neither names nor ids nor keys of the trace are in the anonymised one."""
+    """Names, ids and keys of the trace are not in the anonymised one."""
     out = tmp_path / "shared.jsonl"
     assert anonymise(trace, out, KeyedNames()) == len(list(read_events(trace)))
     text = out.read_text()
@@ -62,7 +62,7 @@ def test_the_run_stays_the_same(trace, tmp_path):
 
 
 def test_equal_names_stay_equal(trace, tmp_path):
-    """Who asks twice asks twice in the anonymised trace: requests are told apart as before."""
+    """Keys that differ in the trace differ in the anonymised one, and equal keys are equal."""
     out = tmp_path / "shared.jsonl"
     anonymise(trace, out, KeyedNames())
     before, after = list(TraceWorkload(trace)), list(TraceWorkload(out))

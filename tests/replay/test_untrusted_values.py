@@ -88,3 +88,15 @@ def test_each_verb_refuses_requests_that_no_run_has(trace, verb, change, tmp_pat
     assert done.stderr.startswith("kvcore: error: ")
     assert done.stderr.count("\n") == 1
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("levels", [255, 900, 5_000, 100_000])
+@pytest.mark.parametrize("field", ["keys", "unknown", "hints"])
+def test_a_line_nested_too_deeply_is_refused(trace, levels, field):
+    """A line nested more deeply than any run writes is refused with its number."""
+    path, _ = trace
+    first, second, *rest = path.read_bytes().splitlines(keepends=True)
+    deep = b'"%s":' % field.encode() + b"[" * levels + b"]" * levels
+    path.write_bytes(b"".join([first, second[:-2] + b"," + deep + b"}\n", *rest]))
+    with pytest.raises(TraceError, match=r"jsonl:2: "):
+        list(read_events(path))

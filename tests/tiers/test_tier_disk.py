@@ -342,7 +342,7 @@ def test_a_hard_link_in_place_of_a_file_is_refused(tmp_path, suffix):
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o720, 0o702])
 def test_a_directory_that_others_may_write_is_refused(tmp_path, mode):
-    """Who may write into the directory chooses the K/V of later runs: it is refused."""
+    """A directory in which other users may write is refused: they could choose the K/V."""
     path = tmp_path / "kv"
     filled(path)
     path.chmod(mode)

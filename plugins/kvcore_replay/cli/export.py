@@ -207,7 +207,7 @@ def export(
     Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
     ZMQ, from the first subscriber's connection until the last subscriber leaves. The TRACE
     may be the directory that --out of simulate or run wrote. With --anonymise it is written
-    again as a trace, in which nobody can be told who asked what.
+    again as a trace, in which names and prompts are keyed hashes.
     """
     if anonymise:
         if out is None or kind or zmq or replay or replica:
