@@ -93,6 +93,8 @@ def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
             of 32 hex digits.
     """
     keys = list(keys)
+    if {*map(type, keys)} == {bytes} and {*map(len, keys)} == {KEY_BYTES}:
+        return list(map(bytes.hex, keys))
     try:
         numbers = array("q", keys).tolist()
     except (TypeError, OverflowError):
