@@ -24,9 +24,8 @@ LEAST_SECRET = 16
 class KeyedNames:
     """Hashes names and keys of blocks, each behind a secret key of 32 bytes.
 
-    By BLAKE2b, whose state cannot be continued from a digest: with it a secret prefix is a MAC as
-    HMAC is (RFC 7693, section 2.9), at half the cost of its keyed mode, which pads the key to a
-    block of its own.
+    BLAKE2b cannot be continued from a digest, so that a secret prefix makes a MAC of it, as its
+    keyed mode does, which costs twice as much: it pads the key to a block of its own.
 
     Args:
         secret: the key, 32 bytes, which is written nowhere; None: one is drawn.
