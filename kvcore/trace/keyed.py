@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable
+from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Self
@@ -16,6 +17,9 @@ from kvcore.files import unreadable_reason
 from kvcore.request import KEY_BYTES, Key
 
 SECRET_BYTES = 32
+
+_REMEMBERED = 1 << 16
+"""Keys whose hashes are remembered, some 200 bytes each."""
 
 LEAST_SECRET = 16
 """Smallest number of bytes of a file with a key."""
@@ -33,6 +37,8 @@ class KeyedNames:
 
     def __init__(self, secret: bytes | None = None) -> None:
         self._secret = secrets.token_bytes(SECRET_BYTES) if secret is None else secret
+        # Requests share prefixes: most keys have come before.
+        self._hashed = lru_cache(_REMEMBERED)(self._hash)
 
     @classmethod
     def of(cls, file: Path | None) -> Self:
@@ -63,13 +69,11 @@ class KeyedNames:
 
     def keys(self, keys: Iterable[Key]) -> list[bytes]:
         """Return the hashes of keys of blocks: 16 bytes, or 32 hex digits, or integers."""
-        secret, size = self._secret, KEY_BYTES
-        return [
-            blake2b(
-                secret + (key if type(key) is bytes else _bytes(key)), digest_size=size
-            ).digest()
-            for key in keys
-        ]
+        return list(map(self._hashed, keys))
+
+    def _hash(self, key: Key) -> bytes:
+        content = key if type(key) is bytes else _bytes(key)
+        return blake2b(self._secret + content, digest_size=KEY_BYTES).digest()
 
 
 def _bytes(key: Key) -> bytes:
