@@ -28,6 +28,7 @@ from kvcore.plugins.options import Spec, takes_path
 from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
 from kvcore.trace.fields import EXPECTATIONS
+from kvcore.untrusted import load_toml
 from kvcore.workloads.selection import with_path
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -99,11 +100,9 @@ class _ConfigFile:
                 yield key, value
 
     def _document(self) -> dict[str, Any]:
-        import tomllib  # noqa: PLC0415 - for files alone
-
         try:
-            return tomllib.loads(self.path.read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            return load_toml(self.path)
+        except ValueError as error:
             msg = f"is not TOML: {error}"
             raise InputError(msg) from error
         except OSError as error:

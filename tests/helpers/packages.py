@@ -2,7 +2,7 @@
 
 ORDER = [
     {"errors"},
-    {"units"},
+    {"units", "untrusted"},
     {"distributions", "files", "histogram", "lazy", "moved", "progress"},
     {"sections"},
     {"notebook"},
