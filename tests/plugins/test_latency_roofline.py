@@ -10,6 +10,8 @@ from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Roofline
+from kvcore_plugins.latency import roofline as module
+from kvcore_plugins.latency.engine_times import EngineTimes, ExpertTimes, engine_times
 
 # Weights: 2 GB. K/V: 10,240 bytes a token. FLOP: 2e9 a token and 40,960 a pair.
 MODEL = ModelSpec(
@@ -189,16 +191,57 @@ def test_narrow_kv_is_read_at_a_lower_rate():
     assert (wide, half, narrow) == (2 * KV, KV, round(KV / 2 * 20 / 17))
 
 
-def test_only_the_expected_experts_are_read():
-    """A step reads the weights of the experts that its tokens are expected to use."""
-    model = find_model("mixtral-8x7b")
-    latency = roofline(model, overhead=0)
-    each = latency.coefficients()["activations"]["token_ps"] / 1e12
-    for tokens in (1, 5, 100):
-        seconds = model.weight_bytes_read(tokens) / 5e11 + tokens * each
-        for batch in (StepWork(decode=tokens), StepWork(prefill=tokens)):
-            ((reading, _),) = latency.pieces(batch)
-            assert reading / 1e12 == pytest.approx(seconds, rel=1e-9)
+# 100 experts of 8,000,000 parameters, of which a token takes 10; 200,000,000 others.
+MIXTURE = attrs.evolve(MODEL, experts=100, experts_per_token=10, active_parameters=280 * 10**6)
+TIMES = ExpertTimes(layer=1e-5, device=1e-6, token=1e-7, bandwidth=0.5, compute=0.25)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 5, 1000])
+def test_routed_experts_take_times_of_their_own(monkeypatch, tokens, devices):
+    """Experts are read, or computed, at rates of their own, and tokens are routed to them.
+
+    Of the experts those are read that the tokens are expected to select.
+    """
+    times = EngineTimes(experts=TIMES)
+    monkeypatch.setattr(module, "engine_times", lambda *_: times)
+    latency = roofline(MIXTURE, NVLINK, tensor_parallel=devices)
+    found = latency.coefficients()
+    others = found["activations"]["token_ps"] + found["all_reduces"]["token_ps"]
+    reading = (MIXTURE.weight_bytes_read(tokens) - MIXTURE.shared_bytes) / (2.5e11 * devices)
+    computing = 2 * 80e6 * tokens / (1.25e13 * devices)
+    shared = max(4e8 / (5e11 * devices), 2 * 200e6 * tokens / (5e13 * devices))
+    layers = 10 * (1e-5 + 1e-6 * (devices - 1) + 1e-7 * tokens + (devices > 1) * 6e-6)
+    seconds = 1e-3 + shared + max(reading, computing) + layers + tokens * others / 1e12
+    for work in (StepWork(decode=tokens), StepWork(prefill=tokens)):
+        ((time, _),) = latency.pieces(work)
+        assert time / 1e12 == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm", "sglang"])
+def test_an_engine_adds_a_constant_a_step_and_a_term_a_sequence(engine):
+    """The host of an engine takes its time in each step, and for each decoding sequence."""
+    times = engine_times(engine, DEVICE.name)
+    assert times.step > 0 < times.sequence
+    for work in (PROMPT, DECODE):
+        more = roofline(engine=engine).duration(work) - roofline().duration(work)
+        host = times.step + times.sequence * work.decode
+        assert more / 1e12 == pytest.approx(host, rel=1e-9)
+
+
+def test_without_an_engine_a_dense_model_takes_its_kernels_alone():
+    """Without an engine, the host takes no time, and products reach `compute`."""
+    times = engine_times(None, "h100")
+    assert (times.step, times.sequence, times.compute) == (0, 0, 1)
+
+
+def test_experts_in_few_bits_compute_in_fp8_where_a_device_can():
+    """Experts in MXFP4 compute at the rate of fp8, on a device that has one."""
+    model, device = find_model("gpt-oss-20b"), attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
+    wide, narrow = (
+        roofline(model, each).coefficients()["experts"]["token_ps"] for each in (DEVICE, device)
+    )
+    assert narrow == pytest.approx(wide / 2 * 10 / 9, rel=1e-9)
 
 
 def test_windows_count_for_their_layers():
@@ -263,6 +306,7 @@ def test_weights_that_do_not_fit_are_refused():
         ("tensor_parallel", 1.5, "roofline: tensor_parallel=1.5 must be a number of devices"),
         ("bandwidth", 1.1, "roofline: bandwidth=1.1 must be a share"),
         ("layer_overhead", -1, "roofline: layer_overhead=-1 must be a number of seconds"),
+        ("engine", "tgi", "roofline: engine='tgi' must be one of vllm, trtllm, sglang"),
         ("codec", "fp12", "no codec plugin is named 'fp12' "),
     ],
 )

@@ -8,7 +8,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 from operator import mul
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import attrs
 
@@ -20,6 +20,8 @@ from kvcore.models.memory import KVLayout, can_share, degree_problem, kv_copies,
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
+from kvcore_plugins.latency.engine_times import ExpertTimes, engine_times
+from kvcore_plugins.latency.step_times import EngineName
 
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
@@ -56,17 +58,23 @@ the host."""
 REDUCTIONS = 2
 """All-reduces a layer: after attention, and after the feed-forward network."""
 
+FEW_BITS = "fp8", "int4", "mxfp4"
+"""Formats of experts' weights with which devices that have FLOP/s in fp8 compute in fp8."""
+
 
 @attrs.define(slots=False, eq=False)
 class Roofline(LatencyModel):
     """Kernels one after the other, each as long as computing or as reading takes.
 
     Of `tensor_parallel` devices, each reaching a share of its data sheet, a step takes
-    `overhead + layers x layer_overhead + products + attention + activations + all-reduces`:
+    `host + layers x layer_overhead + products + attention + activations + all-reduces`:
 
+    - host: `overhead`; of an `engine`, its constant a step, and a term for each sequence;
     - products with weights: 2 FLOP for each active parameter and token over all FLOP/s, or
-      reading the weights once (of experts, those that the tokens are expected to select),
-      whichever takes longer;
+      reading the weights once, whichever takes longer;
+    - products of routed experts: the same by themselves, with those experts read that the
+      tokens are expected to select, and at the rates that small products reach; and for each
+      layer the time to route tokens, by their number and by that of devices;
     - attention: the FLOP of the pairs that prompt tokens attend to; the K/V that decoding
       sequences attend to, and the K/V written, over all bandwidth;
     - activations: the bytes that norms and element-wise kernels write and read for each token;
@@ -96,6 +104,10 @@ class Roofline(LatencyModel):
         layer_overhead: additional seconds of a layer: launches, and kernels too small to be
             bound by compute or bandwidth.
         frontend: seconds between the arrival of a request and when it can be planned.
+        engine: `vllm`, `trtllm` or `sglang`: adds what measured servers of the engine take
+            beside these kernels. None: nothing for the host, and medians for experts.
+
+    Devices are those of one server: nothing slower than `link` between them is in the model.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
     transformer inference", MLSys 2023.
@@ -116,6 +128,7 @@ class Roofline(LatencyModel):
     overhead: float = attrs.field(default=0.0)
     layer_overhead: float = attrs.field(default=4.5e-5)
     frontend: float = attrs.field(default=0.0)
+    engine: EngineName | None = attrs.field(default=None)
 
     def __attrs_post_init__(self) -> None:
         """Convert data sheets to coefficients."""
@@ -130,18 +143,23 @@ class Roofline(LatencyModel):
         devices = self.tensor_parallel
         launches = picoseconds(self.layer_overhead, "roofline: layer_overhead") * model.layers
         fp8 = model.dtype == "fp8"
-        self._overhead = picoseconds(self.overhead, "roofline: overhead") + launches
+        times = engine_times(self.engine, device.name)
+        self._host = picoseconds(self.overhead, "roofline: overhead")
+        self._host += picoseconds(times.step, "step")
+        self._overhead = self._host + launches
+        self._sequence = _fine(Fraction(times.sequence))
         picoseconds(self.frontend, "roofline: frontend")
 
         flops = device.flops * devices * Fraction(self.compute)
         peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
-        products = peak * devices * Fraction(self.compute)
+        products = peak * devices * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
-        self._product = _fine(2 * model.active_parameters / products)
-        over, under = ((PS_PER_S << SHIFT) / (bandwidth * devices)).as_integer_ratio()
-        # Raising integers to the power of the tokens, as experts ask for, takes its time.
-        read = model.weight_bytes_read
-        self._weights = lru_cache(64)(lambda n: -(-read(n) * over // under))
+        routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
+        self._product = _fine(2 * (model.active_parameters - routed) / products)
+        memory = (PS_PER_S << SHIFT) / (bandwidth * devices)
+        self._weights = ceil(model.shared_bytes * memory)
+
+        routing = self._add_experts(model, device, times.experts, routed, memory)
 
         flop_of = dict(pair_flop(model))
         self._windows = tuple(sorted(flop_of, key=lambda w: (w is not None, w or 0)))
@@ -168,13 +186,43 @@ class Roofline(LatencyModel):
         shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
-        self._floor = _fine(model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER))
+        kernels = model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER)
+        self._floor = _fine(kernels + routing)
         # All but overhead and attention follows from the tokens, and full steps have as many.
         product, weights, floor = self._product, self._weights, self._floor
-        token = self._moved + self._reduced
+        expert, expert_weights = self._expert_product, self._expert_weights
+        token = self._moved + self._reduced + self._routed
         self._by_tokens = lru_cache(4096)(
-            lambda n: max(product * n, weights(n)) + token * n + floor
+            lambda n: (
+                max(product * n, weights)
+                + max(expert * n, expert_weights(n))
+                + token * n
+                + floor
+            )
         )
+
+    def _add_experts(
+        self,
+        model: ModelSpec,
+        device: DeviceSpec,
+        times: ExpertTimes,
+        parameters: Fraction,
+        memory: Fraction,
+    ) -> Fraction:
+        """Store the coefficients of routed experts, and return the seconds of their layers.
+
+        A token takes `parameters` of them; a byte of other weights is read in `memory`.
+        """
+        peak = device.fp8_flops * FP8_PRODUCTS if model.expert_dtype in FEW_BITS else 0
+        flops = (peak or device.flops) * Fraction(self.compute) * Fraction(times.compute)
+        self._expert_product = _fine(2 * parameters / (flops * self.tensor_parallel))
+        over, under = (memory / Fraction(times.bandwidth)).as_integer_ratio()
+        # Raising integers to the power of the tokens, as experts ask for, takes its time.
+        read, others = model.weight_bytes_read, model.shared_bytes
+        self._expert_weights = lru_cache(64)(lambda n: -(-(read(n) - others) * over // under))
+        layers = model.layers * (model.experts > 0)
+        self._routed = _fine(layers * Fraction(times.token))
+        return layers * Fraction(times.layer + times.device * (self.tensor_parallel - 1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options, from which the coefficients follow."""
@@ -187,7 +235,7 @@ class Roofline(LatencyModel):
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the only line of the step. Costs O(windows)."""
-        fine = self._by_tokens(work.prefill + work.decode)
+        fine = self._by_tokens(work.prefill + work.decode) + self._sequence * work.decode
         if len(self._read) == 1:
             fine += self._pairs[0] * work.attended_pairs[0]
             return ((self._overhead + (fine >> SHIFT), self._read[0]),)
@@ -203,27 +251,47 @@ class Roofline(LatencyModel):
             read = sum(map(mul, self._read, work.context)) << SHIFT
             attention = _seconds(pairs) * self.compute
             moved = _seconds(self._moved * tokens + read) * self.bandwidth
-            products = _seconds(self._product * tokens) * self.compute
-            weights = _seconds(self._weights(tokens)) * self.bandwidth
+            whole = (0.0, _seconds(self._product * tokens)), (_seconds(self._weights), 0.0)
+            parts = (
+                (0.0, _seconds(self._expert_product * tokens)),
+                (_seconds(self._expert_weights(tokens)), 0.0),
+            )
             found.append(
                 [
-                    [self._layers, attention + products, moved],
-                    [self._layers, attention, moved + weights],
+                    [
+                        self._layers,
+                        attention + (one + other) * self.compute,
+                        moved + (read + more) * self.bandwidth,
+                    ]
+                    for read, one in whole
+                    for more, other in (parts if self._expert_product else parts[:1])
                 ]
             )
         return found
 
     def fixed(self, works: Sequence[StepWork]) -> list[float]:
-        """Return the seconds that no fitted option changes: overhead and all-reduces."""
-        overhead = picoseconds(self.overhead, "overhead") << SHIFT
+        """Return the seconds that no fitted option changes: host, routing, all-reduces."""
+        token = self._reduced + self._routed
+        constant = (self._host << SHIFT) + self._floor
         return [
-            _seconds(overhead + self._reduced * (work.prefill + work.decode) + self._floor)
+            _seconds(
+                constant + token * (work.prefill + work.decode) + self._sequence * work.decode
+            )
             for work in works
         ]
 
     def coefficients(self) -> dict[str, Any]:
         """Return the picoseconds of a token, a pair and a step in each kernel."""
         model, device = self._names
+        experts: dict[str, Any] = {}
+        if self._expert_product:
+            experts["experts"] = {
+                "token_ps": self._expert_product / 2**SHIFT,
+                "weights_ps": self._expert_weights(1) / 2**SHIFT,
+                "routed_ps": self._routed / 2**SHIFT,
+            }
+        if self._sequence:
+            experts["sequence_ps"] = self._sequence / 2**SHIFT
         return {
             "model": model,
             "device": device,
@@ -231,8 +299,9 @@ class Roofline(LatencyModel):
             "overhead_ps": self._overhead,
             "products": {
                 "token_ps": self._product / 2**SHIFT,
-                "weights_ps": self._weights(1) / 2**SHIFT,
+                "weights_ps": self._weights / 2**SHIFT,
             },
+            **experts,
             "attention": {
                 "pair_ps": [pair / 2**SHIFT for pair in self._pairs],
                 "context_ps": list(self._read),
@@ -275,6 +344,9 @@ class Roofline(LatencyModel):
             )
         else:
             problem = degree_problem(model, devices)
+        if not problem and self.engine not in (None, *get_args(EngineName)):
+            engines = ", ".join(get_args(EngineName))
+            problem = f"engine={self.engine!r} must be one of {engines}"
         if problem:
             msg = f"roofline: {problem}"
             raise InputError(msg)
