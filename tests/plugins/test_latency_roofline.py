@@ -264,6 +264,45 @@ def test_windows_without_a_full_layer():
     assert roofline(model).windows == (16, 64)
 
 
+def test_sparse_attention_reads_what_it_attends_to_and_what_chooses_it():
+    """A decoding token reads `attended` tokens at most, and a share of all to choose them.
+
+    The prompt attends to all of its tokens. A token of the context takes 20,480 ps.
+    """
+    latency = roofline(attended=100, selection=1 / 16)
+    assert latency.windows == (None, 100)
+    ((_, choosing, reading),) = latency.pieces(StepWork(decode=1, context=(0, 0)))
+    assert (choosing, reading) == (KV / 16, KV)
+    work = StepWork(prefill=1000, attended_pairs=(500_500, 95_050), context=(0, 0))
+    assert latency.duration(work) == roofline().duration(PROMPT)
+
+
+def test_attended_tokens_on_the_host_are_moved():
+    """Tokens that the device does not have are moved at the rate of the host link and read.
+
+    Reading takes 20,480 ps, moving 50 times as long: at 1e10 for 5e11 bytes a second.
+    """
+    latency = roofline(attended=100, missed=0.1)
+    assert latency.pieces(StepWork(decode=1, context=(0, 0)))[0][1:] == (0, 6 * KV)
+    shared = roofline(attended=100, missed=0.1, tensor_parallel=2)
+    assert shared.pieces(StepWork(decode=1, context=(0, 0)))[0][1:] == (0, 3 * KV)
+
+
+def test_layers_with_a_window_do_not_choose():
+    """Only layers without a window attend sparsely; equal windows are one."""
+    model = attrs.evolve(MODEL, windows=(None, 64) * 5)
+    latency = roofline(model, attended=64)
+    assert latency.windows == (None, 64)
+    ((_, choosing, reading),) = latency.pieces(StepWork(decode=1, context=(0, 0)))
+    assert (choosing, reading) == (0, KV)
+
+
+def test_a_context_that_is_attended_to_whole_takes_as_long_as_dense_attention():
+    """Sparse attention to more tokens than there are takes the time of dense attention."""
+    work = StepWork(decode=10, context=(10_000, 10_000))
+    assert roofline(attended=10**6).duration(work) == roofline().duration(DECODE)
+
+
 def test_small_times_are_not_lost():
     """A million pairs of 1/200 ps each take 5,000 ps."""
     tiny = ModelSpec(
@@ -307,6 +346,9 @@ def test_weights_that_do_not_fit_are_refused():
         ("bandwidth", 1.1, "roofline: bandwidth=1.1 must be a share"),
         ("layer_overhead", -1, "roofline: layer_overhead=-1 must be a number of seconds"),
         ("engine", "tgi", "roofline: engine='tgi' must be one of vllm, trtllm, sglang"),
+        ("attended", -1, "roofline: attended=-1 must be a number of tokens"),
+        ("selection", 0.1, "roofline: selection=0.1 needs attended=TOKENS"),
+        ("missed", 2, "roofline: missed=2 must be a share"),
         ("codec", "fp12", "no codec plugin is named 'fp12' "),
     ],
 )

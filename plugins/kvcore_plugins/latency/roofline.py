@@ -20,7 +20,7 @@ from kvcore.models.memory import KVLayout, can_share, degree_problem, kv_copies,
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
-from kvcore_plugins.latency.engine_times import ExpertTimes, engine_times
+from kvcore_plugins.latency.engine_times import EngineTimes, ExpertTimes, engine_times
 from kvcore_plugins.latency.step_times import EngineName
 
 SHIFT = 32
@@ -106,15 +106,23 @@ class Roofline(LatencyModel):
         frontend: seconds between the arrival of a request and when it can be planned.
         engine: `vllm`, `trtllm` or `sglang`: adds what measured servers of the engine take
             beside these kernels. None: nothing for the host, and medians for experts.
+        attended: tokens that a decoding token attends to in layers without a window, chosen by
+            their relevance (sparse attention); 0: all of them.
+        selection: bytes read of each token of the context to choose them, as a share of its
+            K/V: 1/16 for the bounds of keys in pages of 16 tokens, as in Quest; 132 bytes of
+            those of a latent for the indexer of DeepSeek V3.2.
+        missed: share of the attended tokens whose K/V are in the memory of the host, and are
+            moved in each step, as by the hierarchical sparse attention of SGLang.
 
     Devices are those of one server: nothing slower than `link` between them is in the model.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
-    transformer inference", MLSys 2023.
+    transformer inference", MLSys 2023; Tang et al., "Quest", ICML 2024.
     """
 
     name: ClassVar[str] = "roofline"
     renamed_options: ClassVar[dict[str, str]] = {"kv_dtype": "codec"}
+    later_options: ClassVar[tuple[str, ...]] = ("engine", "attended", "selection", "missed")
     fitted_times: ClassVar[tuple[str, ...]] = ("layer_overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
@@ -129,6 +137,9 @@ class Roofline(LatencyModel):
     layer_overhead: float = attrs.field(default=4.5e-5)
     frontend: float = attrs.field(default=0.0)
     engine: EngineName | None = attrs.field(default=None)
+    attended: int = attrs.field(default=0)
+    selection: float = attrs.field(default=0.0)
+    missed: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
         """Convert data sheets to coefficients."""
@@ -141,14 +152,9 @@ class Roofline(LatencyModel):
             self.codec = str(layout.codec)
         self._layers = model.layers
         devices = self.tensor_parallel
-        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead") * model.layers
         fp8 = model.dtype == "fp8"
         times = engine_times(self.engine, device.name)
-        self._host = picoseconds(self.overhead, "roofline: overhead")
-        self._host += picoseconds(times.step, "step")
-        self._overhead = self._host + launches
-        self._sequence = _fine(Fraction(times.sequence))
-        picoseconds(self.frontend, "roofline: frontend")
+        self._add_overheads(times)
 
         flops = device.flops * devices * Fraction(self.compute)
         peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
@@ -158,7 +164,6 @@ class Roofline(LatencyModel):
         self._product = _fine(2 * (model.active_parameters - routed) / products)
         memory = (PS_PER_S << SHIFT) / (bandwidth * devices)
         self._weights = ceil(model.shared_bytes * memory)
-
         routing = self._add_experts(model, device, times.experts, routed, memory)
 
         flop_of = dict(pair_flop(model))
@@ -175,6 +180,9 @@ class Roofline(LatencyModel):
             )
             for w in self._windows
         )
+        if self.attended:
+            reading = layout.bytes_per_layer * layers[None] / kv_bandwidth
+            self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
         numbers = ACTIVATIONS[0] + FP8_ACTIVATIONS * fp8 + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
         written = layout.bytes_per_layer * model.layers / kv_bandwidth
@@ -200,6 +208,30 @@ class Roofline(LatencyModel):
                 + floor
             )
         )
+
+    def _add_overheads(self, times: EngineTimes) -> None:
+        """Store the coefficients of the host and of launches."""
+        overhead = picoseconds(self.overhead, "roofline: overhead")
+        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead")
+        picoseconds(self.frontend, "roofline: frontend")
+        self._host = overhead + picoseconds(times.step, "step")
+        self._overhead = self._host + launches * self._layers
+        self._sequence = _fine(Fraction(times.sequence))
+
+    def _attend_sparsely(self, reading: Fraction, moving: Fraction) -> None:
+        """Let decoding tokens attend to `attended` tokens, where they attended to all.
+
+        To them counts what a window of as many tokens counts. Prompt tokens attend to all.
+        Reading the K/V of a token takes `reading` seconds, moving them from the host `moving`.
+        """
+        pairs = dict(zip(self._windows, self._pairs, strict=True))
+        reads = dict(zip(self._windows, self._read, strict=True))
+        whole = reads[None] + _whole(moving * Fraction(self.missed))
+        reads[self.attended] = reads.get(self.attended, 0) + whole
+        reads[None] = _whole(reading * Fraction(self.selection))
+        self._windows = tuple(sorted(reads, key=lambda w: (w is not None, w or 0)))
+        self._pairs = [pairs.get(window, 0) for window in self._windows]
+        self._read = tuple(reads[window] for window in self._windows)
 
     def _add_experts(
         self,
@@ -344,12 +376,25 @@ class Roofline(LatencyModel):
             )
         else:
             problem = degree_problem(model, devices)
-        if not problem and self.engine not in (None, *get_args(EngineName)):
-            engines = ", ".join(get_args(EngineName))
-            problem = f"engine={self.engine!r} must be one of {engines}"
-        if problem:
+        if problem := problem or self._option_problem(model):
             msg = f"roofline: {problem}"
             raise InputError(msg)
+
+    def _option_problem(self, model: ModelSpec) -> str:
+        """Return what is wrong with the engine or the sparse attention; "" if nothing is."""
+        if self.engine not in (None, *get_args(EngineName)):
+            return f"engine={self.engine!r} must be one of {', '.join(get_args(EngineName))}"
+        if type(self.attended) is not int or self.attended < 0:
+            return f"attended={self.attended!r} must be a number of tokens; 0 stands for all"
+        for name in ("selection", "missed"):
+            share = getattr(self, name)
+            if not 0 <= share <= 1:
+                return f"{name}={share} must be a share, from 0 to 1"
+            if share and not self.attended:
+                return f"{name}={share} needs attended=TOKENS, of sparse attention"
+        if self.attended and None not in model.windows:
+            return f"attended={self.attended}: each layer of {model.name} has a window"
+        return ""
 
 
 def _fine(seconds: Fraction) -> int:
