@@ -134,7 +134,7 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
 
 @attrs.frozen
 class _Server:
-    """What must be equal for two samples to be of one kind of server."""
+    """A server, and the lengths of its requests: samples of equal ones can be compared."""
 
     engine: str
     shape: ModelSpec

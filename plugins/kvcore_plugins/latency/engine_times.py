@@ -1,4 +1,4 @@
-"""What a step takes beside the kernels of a data sheet: by engine, and for mixtures of experts.
+"""Times of a step beside the kernels of a data sheet: of an engine, and of routed experts.
 
 All constants are fitted to the mean TPOT of measured servers, those that come with
 AIConfigurator 0.12 (Apache-2.0), of the models that `kvcore_lab.measured.samples` names as
