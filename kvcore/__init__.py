@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
     from kvcore_lab.api import compare, find_capacity, plan, validate
-    from kvcore_lab.contiguous.fragmentation import MeasuredAllocator, MeasuredLoop
+    from kvcore_lab.contiguous.fragmentation import MeasuredAllocator, Occupancy
     from kvcore_lab.report.notebook import report_html, report_on
     from kvcore_plugins.models.huggingface import read_config
     from kvcore_replay.recorded.config import recorded_config
@@ -76,7 +76,7 @@ _MODULES = {
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
     "kvcore_lab.api": "compare find_capacity plan validate",
-    "kvcore_lab.contiguous.fragmentation": "MeasuredAllocator MeasuredLoop",
+    "kvcore_lab.contiguous.fragmentation": "MeasuredAllocator Occupancy",
 }
 """Names of the front door by the module that defines them, imported when it is first needed."""
 
@@ -95,8 +95,8 @@ __all__ = [
     "KvcoreError",
     "LatencyModel",
     "MeasuredAllocator",
-    "MeasuredLoop",
     "Mode",
+    "Occupancy",
     "OutOfBlocks",
     "PluginError",
     "Plugins",

@@ -10,7 +10,6 @@ from itertools import accumulate, repeat
 from operator import mul
 from typing import Any
 
-from kvcore.compiled import divided, mypyc_attr
 from kvcore.units import INT64_LIMIT
 
 PERCENTS = (50, 90, 95, 99)
@@ -41,7 +40,6 @@ def nearest_rank(percent: int, count: int) -> int:
     return max(1, -(-percent * count // 100))
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Histogram:
     """A multiset of integers from 0 on, each with a weight, in buckets of about 1 %.
 
@@ -83,6 +81,24 @@ class Histogram:
         counts, places = self._weights, map(bisect_left, repeat(self._borders), values, *ends)
         for (place, weight), times in Counter(zip(places, weights, strict=True)).items():
             counts[place] += weight * times
+
+    def add_ascending(self, times: Sequence[int], since: int) -> None:
+        """Add the difference from `since` to each of `times`, which ascend.
+
+        O(buckets between the first and the last), and one addition for each time.
+        """
+        count, last = len(times), times[-1] - since
+        self.weight += count
+        self.total += sum(times) - count * since
+        self.high = max(self.high, last)
+        borders, counts = self._borders, self._weights
+        place, done = bisect_left(borders, times[0] - since), 0
+        while borders[place] < last:
+            upto = bisect_right(times, borders[place] + since, done)
+            counts[place] += upto - done
+            done = upto
+            place = bisect_left(borders, times[done] - since, place)
+        counts[place] += count - done
 
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""
@@ -149,8 +165,8 @@ class Histogram:
         names = (f"{bound / unit:.15g}" for bound in bounds)
         return {
             "blocks": self.weight,
-            "sum": divided(self.total, unit),
-            "mean": divided(self.total, self.weight * unit),
-            **{name: divided(value, unit) for name, value in percentiles.items()},
+            "sum": self.total / unit,
+            "mean": self.total / (self.weight * unit),
+            **{name: value / unit for name, value in percentiles.items()},
             "buckets": dict(zip(names, self.at_most(bounds), strict=True)),
         }

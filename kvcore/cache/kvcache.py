@@ -44,7 +44,6 @@ from kvcore.cache.retention import (
 )
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import SpanTree
-from kvcore.compiled import Count, Nanoseconds, mypyc_attr
 from kvcore.errors import InputError, OutOfBlocks, PolicyError
 from kvcore.plugins import FAILURES, Plugin, describe, find_override, policy_error, resolve
 from kvcore.request import NO_HINTS, Key, Request
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from kvcore.cache.tiers import LowerTiers
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class KVCache:
     """Allocates, shares, reuses and evicts the blocks of a paged KV cache.
 
@@ -107,14 +105,14 @@ class KVCache:
 
     def __init__(
         self,
-        blocks: Count,
-        block_size: Count = 16,
+        blocks: int,
+        block_size: int = 16,
         *,
         eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
         prefix: PrefixIndex | type[PrefixIndex] | str | None = None,
         retention: RetentionPolicy | type[RetentionPolicy] | str | None = None,
         accounting: str = "tokens",
-        key_tokens: Count | None = None,
+        key_tokens: int | None = None,
         trace: Recorder | None = None,
         ids: bool = False,
         recompute: Callable[[int, int], float] | None = None,
@@ -173,9 +171,7 @@ class KVCache:
         """Number of blocks that are free or can be evicted."""
         return self.pool.free_blocks + self.tree.unpinned_blocks
 
-    def probe(
-        self, request: Request, now: Nanoseconds | None = None, target: int | None = None
-    ) -> int:
+    def probe(self, request: Request, now: int | None = None, target: int | None = None) -> int:
         """Return the number of blocks of `request` that would hit. Changes no block.
 
         `target` is that of `open`.
@@ -281,7 +277,7 @@ class KVCache:
         self,
         request: Request,
         first_tokens: int | None = None,
-        now: Nanoseconds | None = None,
+        now: int | None = None,
         *,
         resumed: bool = False,
         target: int | None = None,
@@ -421,7 +417,7 @@ class KVCache:
         self.extend(seq, (blocks - hit) * self.geometry.block_size, now)
         return seq
 
-    def extend(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
+    def extend(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Allocate private blocks for `tokens` more tokens; evict blocks if too few are free.
 
         A partial last block that another sequence shares since a fork is copied first.
@@ -455,7 +451,7 @@ class KVCache:
             seq.blocks = blocks
         seq.tokens = total
 
-    def commit(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
+    def commit(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Count `tokens` more tokens as computed: full blocks with keys become shareable.
 
         Where another sequence has committed the same keys meanwhile, `seq` switches to
@@ -520,7 +516,7 @@ class KVCache:
             self.now = now
             self.tree.commit(seq, upto, now)
 
-    def compact(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
+    def compact(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Reduce `seq` to `tokens` of the tokens that it holds, in private blocks.
 
         It keeps as many of its private blocks as these tokens need, and gets new ones if they
@@ -576,7 +572,7 @@ class KVCache:
     def close(  # noqa: C901 - one end, from top to bottom
         self,
         seq: Sequence,
-        now: Nanoseconds | None = None,
+        now: int | None = None,
         length: int | None = None,
         *,
         preempted: bool = False,
@@ -623,7 +619,7 @@ class KVCache:
         if hints.demote:
             tree.demote(seq.span)
 
-    def fork(self, seq: Sequence, now: Nanoseconds | None = None) -> Sequence:
+    def fork(self, seq: Sequence, now: int | None = None) -> Sequence:
         """Return a sequence that shares every block of `seq`, copy-on-write.
 
         Allocates nothing, and counts as no access and no hit. A cache that only counted
@@ -655,7 +651,7 @@ class KVCache:
             self.on_fork(seq, child)
         return child
 
-    def rollback(self, seq: Sequence, tokens: int, now: Nanoseconds | None = None) -> None:
+    def rollback(self, seq: Sequence, tokens: int, now: int | None = None) -> None:
         """Drop the newest `tokens` tokens of `seq` (rejected drafts); free whole blocks.
 
         Raises:
@@ -843,7 +839,7 @@ class KVCache:
             self._traced_key_tokens = request.key_tokens
             trace.describe(key_tokens=request.key_tokens)
 
-    def _at(self, now: Nanoseconds | None) -> int:
+    def _at(self, now: int | None) -> int:
         """Return the time of a call in ns; None stands for that of the previous call."""
         if now is None:
             return self.now
@@ -853,7 +849,7 @@ class KVCache:
         self.now = now
         return now
 
-    def _begin(self, seq: Sequence, now: Nanoseconds | None) -> int:
+    def _begin(self, seq: Sequence, now: int | None) -> int:
         """Check that `seq` is open in this cache, and return the time of the call."""
         if self.tree.failure is not None or self.sequences.get(seq.id) is not seq:
             self._refuse(seq)
@@ -870,9 +866,7 @@ class KVCache:
     def _raise_failure(self) -> NoReturn:
         """Raise the first error of a plugin again, after which no call works."""
         # A new exception, since raising one object again lengthens its traceback each time.
-        error = PolicyError(str(self.tree.failure))
-        error.__cause__ = self.tree.failure  # compiled, `raise ... from` loses it
-        raise error
+        raise PolicyError(str(self.tree.failure)) from self.tree.failure
 
     def _no_room(self, request: Request, need: int, kept: int) -> str:
         return (

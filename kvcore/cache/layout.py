@@ -7,7 +7,6 @@ from collections.abc import Sequence as Keys
 from math import inf
 from typing import Final, NamedTuple
 
-from kvcore.compiled import Count, mypyc_attr
 from kvcore.errors import InputError
 from kvcore.request import Key, KeyPrefix, Request
 
@@ -38,7 +37,6 @@ class PromptBlocks(NamedTuple):
     limit: int
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class BlockLayout:
     """Lays requests out in blocks; one object for a cache and all its spans.
 
@@ -75,8 +73,8 @@ class BlockLayout:
     def __init__(
         self,
         accounting: str,
-        block_size: Count,
-        key_tokens: Count | None = None,
+        block_size: int,
+        key_tokens: int | None = None,
         recompute: Callable[[int, int], float] | None = None,
     ) -> None:
         if accounting not in ACCOUNTINGS:

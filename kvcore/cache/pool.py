@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from typing import TypeAlias
 
-from kvcore.compiled import Count, mypyc_attr
 from kvcore.errors import InputError, OutOfBlocks
 
 Ids: TypeAlias = "array[int]"
@@ -14,7 +13,6 @@ Ids: TypeAlias = "array[int]"
 MOST_BLOCKS = 2**31 - 1
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class CountingPool:
     """Counts free blocks, for runs that do not need block ids.
 
@@ -28,7 +26,7 @@ class CountingPool:
 
     __slots__ = ("blocks", "free_blocks")
 
-    def __init__(self, blocks: Count) -> None:
+    def __init__(self, blocks: int) -> None:
         """Store the size; all `blocks` are free. Costs nothing until they are used."""
         if type(blocks) is not int or not 0 < blocks <= MOST_BLOCKS:
             msg = f"a pool of {blocks!r} blocks was asked for; it must have 1 to {MOST_BLOCKS}"
@@ -54,7 +52,6 @@ class CountingPool:
         self.free_blocks += count
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class BlockPool(CountingPool):
     """Allocates block ids: freed ones first, last freed first; then unused, ascending.
 
@@ -71,7 +68,7 @@ class BlockPool(CountingPool):
 
     __slots__ = ("_freed", "high_water", "owners")
 
-    def __init__(self, blocks: Count) -> None:
+    def __init__(self, blocks: int) -> None:
         """Store the size; the ids 0 to `blocks` - 1 are free."""
         super().__init__(blocks)
         self._freed: Ids = array("i")

@@ -11,7 +11,6 @@ import attrs
 
 from kvcore.cache.layout import common_prefix
 from kvcore.cache.span import Span
-from kvcore.compiled import mypyc_attr
 from kvcore.histogram import Histogram
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
@@ -26,11 +25,10 @@ were stored, after this number of evictions. Each key stands for `ratio` blocks.
 
 Exit: TypeAlias = tuple[Keys[Key], int, int, int, int, int, int]
 """(keys, first, end, ratio, idle, lifetime, hits): the blocks `[first, end)` of that path left.
-`idle` and `lifetime` are the ns since their last access and since they were stored, and `hits`
-the number of their hits."""
+`idle` and `lifetime` are the ns since their last access and since they were stored (-1 where
+blocks left one by one), and `hits` the number of their hits."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Refaults:
     """Counts blocks that are stored again after at most `window` others were evicted.
 
@@ -137,7 +135,6 @@ BATCH = 4096
 """Events that are stored before they are counted together."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Residency:
     """Statistics of one tier: how long blocks stay until they are hit or evicted.
 
@@ -212,12 +209,12 @@ class Residency:
 
     def on_evict_by_block(self, span: Span, times: Keys[int]) -> None:
         """Called when the last blocks of `span` are evicted, one at each of `times` (ns)."""
-        keys, end, ratio = span.path_keys, span.end, span.geometry.ratio
-        accessed, created, hits = span.last_access, span.created, span.hit_count
-        self._gone += [
-            (keys, block, block + 1, ratio, now - accessed, now - created, hits)
-            for block, now in zip(range(end - 1, -1, -1), times, strict=False)
-        ]
+        end = span.end
+        self._gone.append(
+            (span.path_keys, end - len(times), end, span.geometry.ratio, -1, -1, span.hit_count)
+        )
+        self.age_at_eviction.add_ascending(times, span.last_access)
+        self.lifetime.add_ascending(times, span.created)
         if len(self._gone) > BATCH:
             self.settle()
 
@@ -260,6 +257,11 @@ class Residency:
         blocks = tuple(map(sub, end, first))
         self.evicted_blocks[reason] += sum(blocks)
         self.hits_at_eviction.extend(hits, blocks)
+        if -1 in idle:  # `on_evict_by_block` has counted the times of these
+            rest = [each for each in zip(idle, lifetime, blocks, strict=True) if each[0] >= 0]
+            if not rest:
+                return
+            idle, lifetime, blocks = zip(*rest, strict=True)
         self.age_at_eviction.extend(idle, blocks)
         self.lifetime.extend(lifetime, blocks)
 

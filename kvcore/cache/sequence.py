@@ -10,7 +10,6 @@ from typing import Any, NoReturn, TypeAlias
 from kvcore.cache.hints import PriorityStep
 from kvcore.cache.pool import Ids
 from kvcore.cache.span import Span
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
@@ -18,7 +17,6 @@ Hole: TypeAlias = tuple[int, int]
 """(first, end): block positions that a sequence has dropped."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Sequence:
     """The block table of an open request: a path of shared spans, then private blocks.
 

@@ -7,11 +7,9 @@ from collections.abc import Sequence as Keys
 from typing import Any
 
 from kvcore.cache.layout import GENERATED, BlockLayout
-from kvcore.compiled import mypyc_attr
 from kvcore.request import DEFAULT_PRIORITY, Key
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Span:
     """A node of the prefix tree: the unit that an eviction policy orders.
 

@@ -28,7 +28,6 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.span import Span
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import PolicyError
 from kvcore.plugins import Plugin, find_override, policy_error, wrong_answer
 from kvcore.request import DEFAULT_PRIORITY, Key, Request
@@ -59,7 +58,6 @@ class Watcher(Protocol):
         """Called when the last `blocks` blocks of `span` are about to leave (`on_remove`)."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class SpanTree:
     """Keeps the cached spans and their pins, and evicts.
 
@@ -91,9 +89,9 @@ class SpanTree:
         "_evicts_leaves", "_expires", "_index_insert", "_index_remove", "_index_split",
         "_last_id", "_match", "_now", "_on_access", "_on_end", "_on_extend", "_on_insert",
         "_on_leaf", "_on_miss", "_on_pin", "_on_release", "_on_remove", "_on_split", "_on_trim",
-        "_released", "cached_blocks", "evicted_blocks", "eviction", "expired_blocks", "failure",
-        "fixed_order", "geometry", "index", "pins", "pool", "residency", "root", "trace",
-        "unpinned_blocks", "upper", "watcher",
+        "_released", "_shares", "cached_blocks", "evicted_blocks", "eviction",
+        "expired_blocks", "failure", "fixed_order", "geometry", "index", "pins", "pool",
+        "residency", "root", "trace", "unpinned_blocks", "upper", "watcher",
     )  # fmt: skip
 
     def __init__(
@@ -127,6 +125,7 @@ class SpanTree:
         self._index_remove = find_override(index, "remove")
         self._evicts_leaves = index.evicts_leaves
         self._block_spans = index.block_spans
+        self._shares = index.shares
         self._expires = eviction.expires_spans
         self.fixed_order = bool(vars(type(eviction)).get("fixed_order"))
         self._on_insert = find_override(eviction, "on_insert")
@@ -228,7 +227,11 @@ class SpanTree:
             raise self.fail(self.eviction, "on_pin", error) from error
         if self._on_miss is not None and missed and not resumed:
             self.missed(seq.request, seq.hit_blocks, now)
-        seq.private = self.allocate(need, seq, now)
+        pool = self.pool
+        if need <= pool.free_blocks and type(pool) is CountingPool:
+            pool.free_blocks -= need
+        else:
+            seq.private = self.allocate(need, seq, now)
         # The access counts after the evictions that the admission needs.
         if seq.span is not root:
             self._record_hit(seq, now, resumed)
@@ -344,16 +347,16 @@ class SpanTree:
         Blocks whose keys another sequence has committed meanwhile are freed, and the cached
         blocks take their place; the others are stored.
         """
-        if not self.index.shares:
+        if not self._shares:
             return
         self._now = now
         span = seq.span
         if span.children and seq.keys[span.end // self.geometry.ratio] in span.children:
             self._switch_to_cached(seq, upto, now)
-            span = seq.span
+            if seq.span.end >= upto:
+                return
         if seq.priorities is None:
-            if span.end < upto:
-                self._store(seq, upto, DEFAULT_PRIORITY, None, now)
+            self._store(seq, upto, DEFAULT_PRIORITY, None, now)
             return
         for end, priority, duration in [*seq.priorities, (upto, DEFAULT_PRIORITY, None)]:
             if seq.span.end < end and seq.span.end < upto:
@@ -453,7 +456,24 @@ class SpanTree:
             if ids is not None and span.ids is not None:
                 span.ids.extend(ids)
         else:
-            span = self._add_child(seq, upto, priority, until, ids, now)
+            parent, request, keys = span, seq.request, seq.keys
+            self._last_id += 1
+            self._created += 1
+            span = Span(
+                self._last_id, first, upto, parent, 1, None, now, now, self._created,
+                seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
+                self.geometry, keys, ids, seq,
+            )  # fmt: skip
+            key, children = keys[first // self.geometry.ratio], parent.children
+            if children is None:
+                parent.children = {key: span}
+            elif children.setdefault(key, span) is not span:
+                why = f"no more than {parent!r}, which {children[key]!r} continues"
+                raise self._refuse(self.index, "match()", why)
+            parent.creator = None
+            seq.span = span
+            if parent.priority != priority or parent.priority_until != until:
+                raise_priority_above(span, now)
         if self.trace is not None:
             how: Literal["grown", "new"] = "grown" if appends else "new"
             self.trace.commit(
@@ -468,36 +488,6 @@ class SpanTree:
             self._share_with_forks(seq, first, ids, now)
         if self.watcher is not None and not span.is_generated:
             self.watcher.stored(span, count, now)
-
-    def _add_child(
-        self,
-        seq: Sequence,
-        upto: int,
-        priority: int,
-        until: int | None,
-        ids: Ids | None,
-        now: int,
-    ) -> Span:
-        """Return a new span, inserted as the deepest one of `seq`."""
-        parent, request = seq.span, seq.request
-        self._last_id += 1
-        self._created += 1
-        span = Span(
-            self._last_id, parent.end, upto, parent, 1, None, now, now, self._created,
-            seq.admission, request.id, 0, 0, priority, until, None, request.tenant, None,
-            self.geometry, seq.keys, ids, seq,
-        )  # fmt: skip
-        key = seq.keys[parent.end // self.geometry.ratio]
-        if parent.children is None:
-            parent.children = {}
-        if parent.children.setdefault(key, span) is not span:
-            why = f"no more than {parent!r}, which {parent.children[key]!r} continues"
-            raise self._refuse(self.index, "match()", why)
-        parent.creator = None
-        seq.span = span
-        if (parent.priority, parent.priority_until) != (priority, until):
-            raise_priority_above(span, now)
-        return span
 
     def _announce(self, span: Span, first: int, now: int, *, appended: bool) -> None:
         """Call the index and the policy for the new blocks of `span`, from `first` on."""
@@ -676,11 +666,14 @@ class SpanTree:
             PolicyError: the policy raised, or returned no unpinned leaf.
         """
         self._now = now
-        self.eviction.requester = requester
+        eviction, residency = self.eviction, self.residency
+        eviction.requester = requester
         evicted: Ids | None = None
-        missing, residency = blocks, self.residency
+        missing = blocks
         while missing > 0:
-            span, count = self._victim(missing, now)
+            span, count = self._victim(now)
+            if count > missing and not self._evicts_leaves:
+                count = missing
             ids = span.ids
             if ids is not None:
                 ids = ids[: -count - 1 : -1]
@@ -707,39 +700,44 @@ class SpanTree:
                 self._trim(span, count)
         return evicted
 
-    def _victim(self, missing: int, now: int) -> tuple[Span, int]:
-        """Return a demoted leaf or the victim of the policy, and how many blocks to evict."""
+    def _next_demoted(self) -> Span | None:
+        """Return the leaf that was demoted first and not used since; None without one."""
         while self._demoted:
             span, released = next(iter(self._demoted.items()))
-            if not span.ref_count and not span.children and span.released_order == released:
-                return span, span.blocks if self._evicts_leaves else min(span.blocks, missing)
+            if not (span.ref_count or span.children) and span.released_order == released:
+                return span
             del self._demoted[span]
-        # `Any`, so that compiled code does not check the type before this method does.
-        policy: Any = self.eviction
+        return None
+
+    def _victim(self, now: int) -> tuple[Span, int]:
+        """Return the next victim, and how many of its blocks may be evicted.
+
+        That is a demoted leaf, or the victim of the policy.
+        """
+        if self._demoted:
+            demoted = self._next_demoted()
+            if demoted is not None:
+                return demoted, demoted.end - demoted.start
         try:
-            answer = policy.victim(now)
+            span = self.eviction.victim(now)
         except BaseException as error:
             raise self.fail(self.eviction, "victim", error) from error
-        if answer.__class__ is not Span:
-            raise self._refuse(self.eviction, "victim()", self._why_not(answer))
-        span = answer
         if (
-            span.geometry is not self.geometry
+            span.__class__ is not Span
             or span.ref_count
             or span.children
             or span.parent is None
+            or span.geometry is not self.geometry
         ):
             raise self._refuse(self.eviction, "victim()", self._why_not(span))
-        count = blocks = span.end - span.start
-        if self._evicts_leaves:
-            return span, count
-        if self._evictable_blocks is not None:
-            answer = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
-            if type(answer) is not int or not 1 <= answer <= blocks:
-                why = f"{answer!r}: give 1 to {blocks}"
-                raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
-            count = answer
-        return span, count if count < missing else missing
+        blocks = span.end - span.start
+        if self._evictable_blocks is None or self._evicts_leaves:
+            return span, blocks
+        count = self._call(self.eviction, "evictable_blocks", self._evictable_blocks, span)
+        if type(count) is not int or not 1 <= count <= blocks:
+            why = f"{count!r}: give 1 to {blocks}"
+            raise self._refuse(self.eviction, f"evictable_blocks() of {span!r}", why)
+        return span, count
 
     def _why_not(self, answer: object) -> str:
         """Return the reason why the answer of a policy cannot be a victim."""

@@ -162,18 +162,19 @@ def _name_faults(*hooks: str | None) -> None:
 
 
 def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
-    """Print the installed version, and whether its hot path is compiled, and end."""
+    """Print the installed version, and end."""
     if not wanted or ctx.resilient_parsing:
         return
-    from importlib.util import find_spec  # noqa: PLC0415 - no verb needs it
-
-    # The library in which the build puts all that it compiles.
-    kind = "compiled" if find_spec("kvcore__mypyc") else "pure Python"
     installed = version("kvcore")
     if installed is None:
         msg = "kvcore is not installed, so it has no version; run `pip install -e .`"
         raise PluginError(msg)
-    click.echo(f"kvcore {installed} ({kind})")
+    click.echo(f"kvcore {installed}")
+    if os.environ.get("KVCORE_COMPILE", "0") not in {"", "0"}:
+        echo(
+            "kvcore: KVCORE_COMPILE does nothing any more, kvcore is pure Python; unset it",
+            err=True,
+        )
     ctx.exit()
 
 
@@ -204,7 +205,7 @@ def help_page(ctx: click.Context, words: tuple[str, ...]) -> None:
     is_eager=True,
     expose_value=False,
     callback=print_version,
-    help="Print the version, and whether the hot path is compiled, and exit.",
+    help="Print the version, and exit.",
 )
 @click.pass_context
 def kvcore(ctx: click.Context) -> None:

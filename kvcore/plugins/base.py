@@ -261,7 +261,7 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
         f"{plugin.kind} plugin {plugin.name!r} ({qualified(type(plugin))}) raised "
         f"{type(error).__name__} in {method}(): {error} ({where})"
     )
-    found.__cause__ = error  # compiled code ignores the `from` of a `raise`
+    found.__cause__ = error  # some callers keep it, and raise it later or never
     return found
 
 

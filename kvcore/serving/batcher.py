@@ -1,24 +1,36 @@
-"""Continuous batching: which jobs run, wait and are preempted, as a scheduler decides."""
+"""Continuous batching: which jobs run, wait and are preempted, as a scheduler decides.
+
+A plan divides the tokens of the next step, `max_tokens`, in this order:
+
+    1  decoding jobs     a token each; the blocks for it are allocated first (`next_step`).
+                         Where none is left, the rules choose a job that loses its blocks,
+                         until the others have theirs (`_preempt_to_grow`)
+    2  prefilling jobs   their next chunks (`_allot`), in order of admission
+    3  waiting jobs      admitted while tokens, slots and blocks last (`_schedule`, `_open`);
+                         each gets its first chunk
+
+With a preemptive scheduler 2 and 3 are merged by its order, and a waiting job may take the slot
+of a running one, which is paused. With `steps="prefill-first"`, 1 follows only if 2 and 3 have
+taken nothing.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal
 
-from kvcore.cache import EvictionPolicy, KVCache
-from kvcore.compiled import mypyc_attr
+from kvcore.cache import KVCache
 from kvcore.errors import PolicyError, shorten
-from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.plugins import policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
 from kvcore.serving.rules import Decisions, StepState, TokenRatio
-from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
+from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes
+from kvcore.serving.waiting import CheckedScheduler, WaitingQueue
 
 if TYPE_CHECKING:
     from kvcore.cache.tiers import TierLoad
@@ -28,7 +40,6 @@ _PATIENCE: Final = 100
 """Preemptions without a new token that are no livelock yet, besides ten for each job."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
 class Batcher:
     """Carries out the decisions of the scheduler.
 
@@ -38,6 +49,7 @@ class Batcher:
     Attributes:
         waiting: waiting jobs, in scheduler order.
         running: running jobs, in order of admission; at most `max_seqs`.
+        prefilling: running jobs whose prompt is not computed yet, in order of admission.
         paused: jobs off the batch that keep their blocks; they are in `waiting` too.
         chunks: the jobs that prefill in the next step, with their numbers of tokens.
         changed: whether anything has happened since the last plan.
@@ -53,16 +65,11 @@ class Batcher:
         server: hits and times of service, for the scheduler.
     """
 
-    # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
-        "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
-        "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
-        "_full",
-        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_prefilling", "_publishes",
-        "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps",
-        "_tiers", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
-        "blocked_job", "changed", "chunks", "loads", "moved", "paused", "running",
-        "server", "timers", "waiting", "without_progress",
+        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full", "_mixed",
+        "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_tiers", "_unpublished",
+        "_victims", "batching", "blocked_job", "changed", "chunks", "loads", "moved", "paused",
+        "prefilling", "running", "server", "timers", "waiting", "without_progress",
     )  # fmt: skip
 
     def __init__(
@@ -88,6 +95,7 @@ class Batcher:
         policies = [level.tree.eviction for level in levels]
         self.waiting = WaitingQueue(cache.eviction, *policies)
         self.running: dict[Job, None] = {}
+        self.prefilling: dict[Job, None] = {}
         self.paused: dict[Job, None] = {}
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
@@ -96,58 +104,39 @@ class Batcher:
         self.blocked_job: Job | None = None
         self.without_progress = 0
         self.moved: Callable[[Job, int], bool] | None = None
+        self.batching = batching
+        self.server = server
         self._cache = cache
         self._tiers = cache.tiers
-        self._scheduler = scheduler
-        self._order = JobOrder(scheduler)
-        self.batching = batching
+        self._scheduler = CheckedScheduler(scheduler)
         self._batch = batch
-        self._steps = batch.steps
         self._allocator = allocator
-        self.server = server
         self._mixed = batching.steps == "mixed"
         self._rules = rules = batching.rules
-        # Decisions that rules override are asked for. The others are made here as the methods
-        # of `Rules` say, which are called where that costs nothing beside what follows.
-        self._decisions = Decisions(rules)
-        # Whether the rules admit no job any more in this step, and the tokens that they give
-        # to the job that is offered a slot.
-        self._refuses = False
-        self._chunk: int | None = None
-        self._admits_after_preemption = rules.admit_after_preemption
+        self._decisions = Decisions(rules, batching, tiers=cache.tiers is not None)
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
-        # K/V from a tier or from another server needs all its blocks at once.
-        self._whole = rules.reserve == "prompt" or cache.tiers is not None
-        self._publishes = rules.commit == "scheduled"
-        self._unpublished: list[tuple[Job, int]] = []
-        self._keeps = rules.generated == "cached" or self._decisions.keeps_generated is not None
         ratio = rules.new_token_ratio
         self._ratio = None if ratio is None else TokenRatio(ratio)
-        self._full = False
-        self._by_length = rules.preempts == "shortest"
-        self._max_chunk, self._max_seqs = rules.max_chunk, batching.max_seqs
-        # Whether prompts are chunked without asking the rules.
-        self._chunked = batching.chunked and self._decisions.chunk_tokens is None
+        # Of the step that is planned: its tokens that are left, the jobs that it has preempted,
+        # the chunks whose blocks are shared before they are computed, and the tokens that the
+        # rules give to the job that is offered a slot.
         self._budget = 0
-        self._prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
-        self._ranks = not find_override(scheduler, "plan")
-        self._changes = find_override(scheduler, "changes_at")
-        self._queued = find_override(scheduler, "queued")
-        self._admitted = find_override(scheduler, "admitted")
-        self._finished = find_override(scheduler, "finished")
-        self._withdrawn = find_override(scheduler, "withdrawn")
+        self._unpublished: list[tuple[Job, int]] = []
+        self._chunk: int | None = None
+        # Whether the rules admit no job any more: in this step, or until a running job leaves.
+        self._refuses = self._full = False
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
         """Add `job` to the waiting ones."""
-        if self._ranks:
+        if self._scheduler.ranks:
             self._rank(job, now)
         try:
             self.waiting.push(job, now, front)
         except TypeError as error:
-            raise policy_error(self._scheduler, "priority", error) from error
-        if self._queued is not None:
-            self._order.call("queued", self._queued, job, now)
+            raise policy_error(self._scheduler.scheduler, "priority", error) from error
+        if self._scheduler.heard:
+            self._scheduler.tell("queued", job, now)
         self.changed = True
 
     def prefetch(self, request: Request, now: int, arrival: int) -> None:
@@ -174,37 +163,39 @@ class Batcher:
         while loads and loads[0][0] <= now:
             _, _, job, load = heappop(loads)
             self._loaded(job, load, now)
-        # Running jobs go before waiting ones: first the blocks of the next decode step, then
-        # admissions. Where prefill goes first, a step decodes only if it has no prefill.
         retry = False
-        if self._mixed:
-            self._grow(now)
-        if self.changed and (self._prefilling or self.waiting.entries):
-            self._admit(now)
-        if not (self._mixed or self.chunks):
-            self._grow(now)
+        self._divide(now)
         if self._victims:
             # Jobs that were not offered a slot because of them are after the next step.
-            retry = not self._admits_after_preemption or self._refuses
+            retry = not self._rules.admit_after_preemption or self._refuses
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
                 # All running jobs were preempted: admit again, with the freed blocks.
-                self._allocator.allocated_until = self._steps.count + self._mixed
-                self._admit(now)
-                if not (self._mixed or self.chunks):
-                    self._grow(now)
+                self._allocator.allocated_until = self._batch.steps.count
+                self.changed = True
+                self._divide(now)
                 self._victims.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
-            self._allocator.allocated_until = self._steps.count
+            self._allocator.allocated_until = self._batch.steps.count
         return changed
 
-    def computed(self, done: Iterable[Job] = ()) -> None:
-        """Record that blocks were committed, and that the jobs `done` have been prefilled."""
-        for job in done:
-            del self._prefilling[job]
-            self.without_progress = 0
+    def _divide(self, now: int) -> None:
+        """Allocate for the next decode step, and divide its tokens among prompts.
+
+        Running jobs go before waiting ones: first the blocks of the next decode step, then
+        admissions. Where prefill goes first, a step decodes only if it has no prefill.
+        """
+        if self._mixed and not self._allocator.next_step(now):
+            self._preempt_to_grow(now)
+        if self.changed and (self.prefilling or self.waiting.entries):
+            self._admit(now)
+        if not (self._mixed or self.chunks or self._allocator.next_step(now)):
+            self._preempt_to_grow(now)
+
+    def computed(self) -> None:
+        """Record that blocks were committed."""
         self.blocked_job = None  # it may hit more now
         self.changed = True
 
@@ -220,7 +211,7 @@ class Batcher:
 
         It is not `complete` while the last token is being computed, which a lag allows.
         """
-        if self._keeps:
+        if self._decisions.keeps:
             self.retire(job)
             self._keep_generated(job, now, complete=complete)
         trace, request, seq = self._cache.trace, job.request, job.seq
@@ -240,13 +231,13 @@ class Batcher:
         del self.running[job]
         self.blocked_job, self._full = None, False
         self.changed = True
-        if self._finished is not None:
-            self._order.call("finished", self._finished, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("finished", job, now)
 
     def ended(self, job: Job, now: int) -> None:
         """Call `finished` of the scheduler for `job`, which ran and was aborted."""
-        if self._finished is not None:
-            self._order.call("finished", self._finished, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("finished", job, now)
 
     def abort(self, job: Job, now: int) -> bool:
         """Remove `job` from the server before its end, and free its slot and blocks.
@@ -280,35 +271,33 @@ class Batcher:
         """Remove `job`, which waits and will not be served, from the queue."""
         self.waiting.remove(job, now)
         self.paused.pop(job, None)
-        if self._withdrawn is not None:
-            self._order.call("withdrawn", self._withdrawn, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("withdrawn", job, now)
 
-    def _grow(self, now: int) -> None:
+    def _preempt_to_grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
-        step, allocator = self._steps.count, self._allocator
-        if not self._batch.size:
-            allocator.allocated_until = step + 1
-            return
-        while allocator.allocated_until <= step and not allocator.next_step(now):
-            if not self._whole:
-                allocator.serve_first(now)
+        while True:
+            if not self._decisions.whole:
+                self._allocator.serve_first(now)
             self._recompute(self._choose_victim(now, None), now)
+            if self._allocator.next_step(now):
+                return
 
-    def _admit(self, now: int) -> None:  # noqa: C901, PLR0912 - one merge of two sequences
-        """Divide the tokens of the next step among jobs, in scheduler order."""
-        ongoing = list(self._prefilling)
+    def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
+        """Divide the tokens of the next step among prompts, in scheduler order."""
+        ongoing = list(self.prefilling)
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
             if preemptive:
-                ranks = {job: (self._order.priority(job, now), job.serial) for job in ongoing}
-                self._order.call("priority", ongoing.sort, key=ranks.__getitem__)
+                ranks = {
+                    job: (self._scheduler.priority(job, now), job.serial) for job in ongoing
+                }
+                self._scheduler.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
-        offers, offered_all = None if self._ranks else self._offers(now), False
+        offers = None if self._scheduler.ranks else self._offers(now)
         asks, self._refuses = self._decisions.headroom is not None, False
-        admits = asks or self._admits_after_preemption
-        self._budget = self.batching.max_tokens
-        if self._mixed:
-            self._budget -= self._batch.size
+        admits, after_preemption = True, asks or self._rules.admit_after_preemption
+        self._budget = self.batching.max_tokens - (self._batch.size if self._mixed else 0)
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
         while self._budget > 0:
@@ -320,7 +309,7 @@ class Batcher:
             if self._unpublished:
                 self._publish(now)
             offered: Job | None = None
-            if not offered_all and (admits or not self._victims):
+            if admits and (after_preemption or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
             if asks and offered is not None:
                 self._refuses = self._room_for(offered, now, self._victims) is None
@@ -328,7 +317,7 @@ class Batcher:
             if offered is not None and self._schedule(offered, now):
                 self._allot(offered, now)
             elif ongoing:
-                offered_all, preemptive = True, False
+                admits = preemptive = False
             else:
                 break
         if self._unpublished:
@@ -338,7 +327,7 @@ class Batcher:
         """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
         if not (self.running or self.paused):
             if self._ratio is not None:
-                self._ratio.restart(self._steps.count)
+                self._ratio.restart(self._batch.steps.count)
             if not preempted:
                 return 0
         if self._decisions.headroom is not None:
@@ -360,26 +349,31 @@ class Batcher:
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the chunk of `job` in the planned step to `chunks`, and allocate its blocks."""
-        if job.stage == DECODE:
-            self._budget -= self._mixed
+        if job.stage != PREFILL:
+            self._budget -= self._mixed and job.stage == DECODE
             return
-        if job.stage == LOADING:
-            return
-        decisions = self._decisions
         tokens = job.target - job.computed
-        most = self._budget if self._max_chunk is None else self._most_tokens()
+        if self._decisions.plain:
+            if tokens > self._budget:
+                tokens = self._budget
+            self.chunks.append((job, tokens))
+            self._budget -= tokens
+            return
+        decisions, most = self._decisions, self._most_tokens()
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
         elif tokens > most:
-            tokens = most if self._chunked else 0 if self.chunks else tokens
+            tokens = most if self._decisions.chunked else 0 if self.chunks else tokens
         if not tokens:
             self._budget = 0
             return
-        by_chunk = not self._whole or decisions.reserved is not None
+        by_chunk = not self._decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
         shares = decisions.shares_scheduled
-        publishes = self._publishes if shares is None else shares(job, self._state(now))
+        publishes = (
+            self._decisions.publishes if shares is None else shares(job, self._state(now))
+        )
         self.chunks.append((job, tokens))
         self._budget -= tokens
         if publishes:
@@ -387,7 +381,7 @@ class Batcher:
 
     def _most_tokens(self) -> int:
         """Return how many tokens of a prompt the step that is planned may compute."""
-        cap = self._max_chunk
+        cap = self._rules.max_chunk
         if cap is None or len(self.running) + len(self.waiting) <= 1:
             return self._budget
         return min(cap, self._budget)
@@ -421,7 +415,7 @@ class Batcher:
             self._cache.available_blocks,
             self.server,
         )
-        plan, unpaused = self._order.plan(state), set()
+        plan, unpaused = self._scheduler.plan(state), set()
         for job in self._jobs(plan.pause, "paused", self.running, "is not running"):
             if job.stage in (LOADING, DONE):
                 unpaused.add(job)
@@ -435,50 +429,41 @@ class Batcher:
         ignored: Container[Job] = (),
     ) -> Iterator[Job]:  # fmt: skip
         """Yield the jobs of a plan, except for `ignored` ones; all others must be `known`."""
-        for job in self._order.planned(planned):
+        for job in self._scheduler.planned(planned):
             is_job = isinstance(job, Job)
             if is_job and job in ignored:
                 continue
             if not is_job or job not in known:
                 reason, shown = why if is_job else "is no job", shorten(repr(job))
-                name = self._scheduler.name
+                name = self._scheduler.scheduler.name
                 msg = f"scheduler plugin {name!r}: plan() {what} {shown}, which {reason}"
                 raise PolicyError(msg)
             yield job
 
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
-        head = self.waiting.head() if self._ranks else None
+        head = self.waiting.head() if self._scheduler.ranks else None
         if head is None:
             return False
         return bool(
-            self._order.call(
+            self._scheduler.call(
                 "priority",
                 lt,
                 head.rank,
-                self._order.priority(other, now),
+                self._scheduler.priority(other, now),
             )
         )
 
     def _schedule(self, job: Job, now: int) -> bool:
         """Make `job` run if a slot is or can be made free, and it finds its blocks."""
-        tree, is_blocked = self._cache.tree, job is self.blocked_job
-        # Without an event, pins of clients end early, and blocks expire.
-        if is_blocked and (tree.pins is not None or tree.eviction.expires_spans):
-            is_blocked = False
-        if is_blocked or self._full or job in self._victims:
+        if job is self.blocked_job and not self._frees_alone():
             return False
-        if not (self._chunked or self._has_chunk(job, now)):
+        if self._full or job in self._victims:
             return False
-        if len(self.running) >= self._max_seqs:
-            last = self._order.call("priority", self._behind, job, now)
-            if last is None:
-                return False
-            # Checked first: without blocks for `job` the pause would be in vain.
-            if not self._fits(job, now):
-                self.blocked_job = job
-                return False
-            self._pause(last, now, job)
+        if not (self._decisions.chunked or self._has_chunk(job, now)):
+            return False
+        if len(self.running) >= self.batching.max_seqs and not self._take_slot(job, now):
+            return False
         take = self._resume if job.stage == PAUSED else self._open
         while not take(job, now):
             if not self._make_room(job, now):
@@ -486,8 +471,25 @@ class Batcher:
                 return False
         self.waiting.remove(job, now)
         self.running[job] = None
-        if self._admitted is not None:
-            self._order.call("admitted", self._admitted, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("admitted", job, now)
+        return True
+
+    def _frees_alone(self) -> bool:
+        """Return True if blocks may become free without an event: pins end, spans expire."""
+        tree = self._cache.tree
+        return tree.pins is not None or tree.eviction.expires_spans
+
+    def _take_slot(self, job: Job, now: int) -> bool:
+        """Pause the running job that is last in order for `job`; return False if none is."""
+        last = self._scheduler.call("priority", self._behind, job, now)
+        if last is None:
+            return False
+        # Checked first: without blocks for `job` the pause would be in vain.
+        if not self._fits(job, now):
+            self.blocked_job = job
+            return False
+        self._pause(last, now, job)
         return True
 
     def _has_chunk(self, job: Job, now: int) -> bool:
@@ -505,7 +507,7 @@ class Batcher:
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
-        if not (self._ranks and self._scheduler.preemptive):
+        if not (self._scheduler.ranks and self._scheduler.preemptive):
             return None
         # A running job has only come forward since it was ranked.
         behind = [
@@ -513,7 +515,9 @@ class Batcher:
             for other in self.running
             if job.rank < other.rank and other.stage not in (LOADING, DONE)
         ]
-        ranks = {other: (self._order.priority(other, now), other.serial) for other in behind}
+        ranks = {
+            other: (self._scheduler.priority(other, now), other.serial) for other in behind
+        }
         last = max(ranks, key=ranks.__getitem__, default=None)
         return None if last is None or not job.rank < ranks[last][0] else last
 
@@ -526,7 +530,7 @@ class Batcher:
     def _missing_slots(self, job: Job) -> int:
         """Return how many slots a paused job needs for the step that is allocated."""
         assert job.seq is not None
-        if job.prefill_left or self._allocator.allocated_until <= self._steps.count:
+        if job.prefill_left or self._allocator.allocated_until <= self._batch.steps.count:
             return 0
         return job.length + 1 - job.seq.compacted - job.seq.tokens
 
@@ -563,7 +567,7 @@ class Batcher:
                     self._loaded(job, load, now)
                 return True
         job.stage = PREFILL
-        self._prefilling[job] = None
+        self.prefilling[job] = None
         return True
 
     def _loaded(self, job: Job | None, load: TierLoad, now: int) -> None:
@@ -583,7 +587,7 @@ class Batcher:
     def prefill(self, job: Job) -> None:
         """Prefill what is left of the prompt of a job, whose other K/V has come."""
         job.stage = PREFILL
-        self._prefilling[job] = None
+        self.prefilling[job] = None
         self.blocked_job = None
         self.changed = True
 
@@ -600,7 +604,7 @@ class Batcher:
         del self.paused[job]
         if job.prefill_left:
             job.stage = PREFILL
-            self._prefilling[job] = None
+            self.prefilling[job] = None
             return True
         self._allocator.extend(seq, missing, now)
         job.stage = DECODE
@@ -659,7 +663,7 @@ class Batcher:
         self._victims.add(job)
         if self._ratio is not None:
             decoding = (other for other in self.running if other.stage == DECODE)
-            self._ratio.preempted(decoding, self._steps.count)
+            self._ratio.preempted(decoding, self._batch.steps.count)
 
     def _leave_batch(self, job: Job) -> None:
         """Stop the prefill or the decoding of `job`."""
@@ -667,7 +671,7 @@ class Batcher:
             self._batch.remove(job)
             self._allocator.settle(job)
         else:
-            del self._prefilling[job]
+            del self.prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
             self._unpublished = [each for each in self._unpublished if each[0] is not job]
         del self.running[job]
@@ -680,9 +684,9 @@ class Batcher:
 
         If it is not `complete`, its newest token is not known yet, and does not count.
         """
-        if not self._keeps or job.seq is None:
+        if not self._decisions.keeps or job.seq is None:
             return
-        keeps = not (preempted and self._by_length)
+        keeps = not (preempted and self._rules.preempts == "shortest")
         if self._decisions.keeps_generated is not None:
             state = self._state(now)
             keeps = self._decisions.keeps_generated(job, state, preempted=preempted)
@@ -715,7 +719,9 @@ class Batcher:
         if self._decisions.victim is not None:
             return self._decisions.victim(jobs, state, requester)
         # Without an override only priorities can fail to compare.
-        victim: Job = self._order.call("priority", self._rules.victim, jobs, state, requester)
+        victim: Job = self._scheduler.call(
+            "priority", self._rules.victim, jobs, state, requester
+        )
         return victim
 
     def _state(self, now: int, preempted: Collection[Job] | None = None) -> StepState:
@@ -724,7 +730,7 @@ class Batcher:
         return StepState(
             now,
             self.batching.max_tokens,
-            self._max_seqs,
+            self.batching.max_seqs,
             self.batching.chunked,
             self._cache.geometry.block_size,
             self._cache.pool.blocks,
@@ -737,8 +743,8 @@ class Batcher:
             self.chunks,
             self._budget,
             self._victims if preempted is None else preempted,
-            None if ratio is None else ratio.at(self._steps.count),
-            lambda job: self._order.priority(job, now),
+            None if ratio is None else ratio.at(self._batch.steps.count),
+            lambda job: self._scheduler.priority(job, now),
         )
 
     def _record(
@@ -765,14 +771,14 @@ class Batcher:
             )
         jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
         # Jobs that get their blocks chunk by chunk may lose them at every chunk.
-        chunks = 1 if self._whole else pool.blocks
+        chunks = 1 if self._decisions.whole else pool.blocks
         if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "
                 f"for {pool.blocks} blocks, of which {pool.free_blocks} are free. Scheduler "
-                f"{self._scheduler.name!r} orders them differently every time it is asked: a "
-                "running job's priority may only improve"
+                f"{self._scheduler.scheduler.name!r} orders them differently every time it is "
+                "asked: a running job's priority may only improve"
             )
             if self._rules.decides():
                 msg += f"; or rules {self._rules.name!r} preempt those that come next"
@@ -780,176 +786,15 @@ class Batcher:
 
     def _rank(self, job: Job, now: int) -> None:
         """Set the rank of a waiting job, and schedule when to do so again."""
-        job.rank = self._order.priority(job, now)
-        if self._changes is not None:
-            due = self._order.changes_at(job, now)
+        job.rank = self._scheduler.priority(job, now)
+        if self._scheduler.changes:
+            due = self._scheduler.changes_at(job, now)
             if due is not None:
                 heappush(self.timers, (due, job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
         """TIMER: rank `job` again, if it still waits."""
-        if job in self.waiting and self._ranks:
+        if job in self.waiting and self._scheduler.ranks:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
-
-
-class JobOrder:
-    """Calls a scheduler, checks its answers, and reports its exceptions as its own."""
-
-    __slots__ = ("_scheduler",)
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def call(
-        self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
-    ) -> Any:
-        """Call a function of the scheduler, or one that compares its answers.
-
-        Raises:
-            PolicyError: the function failed; the error names `method`.
-        """
-        try:
-            return function(*arguments, **options)
-        except FAILURES as error:
-            raise_policy_error(self._scheduler, method, error)
-
-    def priority(self, job: Job, now: int) -> Any:
-        """Return the priority of `job` at this moment.
-
-        Raises:
-            PolicyError: the scheduler failed, or its answer has no place in an order.
-        """
-        try:
-            priority = self._scheduler.priority(job, now)
-            # NaN is not before, equal to or after any priority.
-            unordered = priority is None or priority != priority  # noqa: PLR0124
-        except FAILURES as error:
-            raise_policy_error(self._scheduler, "priority", error)
-        if unordered:
-            hint = ": is a `return` missing?" if priority is None else ""
-            why = f"{priority!r}, which has no place in an order{hint}"
-            raise wrong_answer(self._scheduler, f"priority() of {job!r}", why)
-        return priority
-
-    def changes_at(self, job: Job, now: int) -> int | None:
-        """Return when (ns) the priority of `job` changes by itself; None: it does not.
-
-        Raises:
-            PolicyError: the scheduler failed, or its answer is no time after `now`.
-        """
-        due = self.call("changes_at", self._scheduler.changes_at, job, now)
-        if due is not None and (type(due) is not int or due <= now):
-            why = f"{due!r} at {now} ns: give whole ns after that, or None"
-            raise wrong_answer(self._scheduler, f"changes_at() of {job!r}", why)
-        return due
-
-    def plan(self, state: LoopState) -> StepPlan:
-        """Return the plan of the scheduler.
-
-        Raises:
-            PolicyError: the scheduler failed, or returned no plan.
-        """
-        plan = self.call("plan", self._scheduler.plan, state)
-        if not isinstance(plan, StepPlan):
-            name = self._scheduler.name
-            got = shorten(repr(plan))
-            msg = f"scheduler plugin {name!r}: plan() returned {got}, which is no StepPlan"
-            raise PolicyError(msg)
-        return plan
-
-    def planned(self, jobs: Iterable[Job]) -> Iterator[Any]:
-        """Yield the entries of a plan, which the scheduler may choose one after the other.
-
-        Raises:
-            PolicyError: the scheduler failed.
-        """
-        entries = self.call("plan", iter, jobs)
-        while (entry := self.call("plan", next, entries, None)) is not None:
-            yield entry
-
-
-Entry: TypeAlias = tuple[Any, bool, int, Job]
-"""(rank, whether it holds no blocks, order of arrival, the job): the sort key of the queue."""
-
-_SLACK: Final = 4
-"""Entries that the heap may hold for each waiting job before it is rebuilt."""
-
-
-class WaitingQueue:
-    """Waiting jobs: a heap by rank, and the order in which they queued up.
-
-    Among equals jobs that hold blocks go first, then those that arrived first. The eviction
-    policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
-
-    Attributes:
-        entries: the jobs, in the order in which they queued up, and their places in the heap.
-    """
-
-    __slots__ = ("_heap", "_on_dequeued", "_on_queued", "entries")
-
-    def __init__(self, *evictions: EvictionPolicy) -> None:
-        self.entries: OrderedDict[Job, Entry] = OrderedDict()
-        self._heap: list[Entry] = []
-        self._on_queued, self._on_dequeued = (
-            [
-                (policy, method)
-                for policy in evictions
-                if (method := find_override(policy, name)) is not None
-            ]
-            for name in ("on_queued", "on_dequeued")
-        )
-
-    def __len__(self) -> int:
-        """Return the number of waiting jobs."""
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Job]:
-        """Yield the jobs in the order in which they queued up, the preempted ones first."""
-        return iter(self.entries)
-
-    def __contains__(self, job: object) -> bool:
-        """Return True if `job` waits."""
-        return job in self.entries
-
-    def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Add `job` by its rank, or update its rank; at the `front` of the order of entry."""
-        entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._on_queued and job not in self.entries:
-            for policy, on_queued in self._on_queued:
-                try:
-                    on_queued(job.known_request(), now, front=front)
-                except FAILURES as error:
-                    raise policy_error(policy, "on_queued", error) from error
-        entries, heap = self.entries, self._heap
-        entries[job] = entry
-        if front:
-            entries.move_to_end(job, last=False)
-        # An entry that a job had before stays in the heap, and is dropped when it surfaces.
-        heappush(heap, entry)
-        if len(heap) > _SLACK * (len(entries) + _SLACK):
-            heap[:] = entries.values()
-            heapify(heap)
-
-    def head(self) -> Job | None:
-        """Return the first job in rank; None without jobs."""
-        heap, entries = self._heap, self.entries
-        while heap:
-            entry = heap[0]
-            job = entry[3]
-            if entries.get(job) == entry:
-                return job
-            heappop(heap)
-        return None
-
-    def remove(self, job: Job, now: int) -> None:
-        """Remove `job`."""
-        del self.entries[job]
-        if not self._on_dequeued:
-            return
-        for policy, on_dequeued in self._on_dequeued:
-            try:
-                on_dequeued(job.known_request(), now)
-            except FAILURES as error:
-                raise policy_error(policy, "on_dequeued", error) from error

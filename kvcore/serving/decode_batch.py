@@ -21,34 +21,27 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
-from math import isqrt
+from itertools import chain
 from typing import TypeAlias
 
 from kvcore.cache import KVCache, Sequence
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
-from kvcore.serving.job import DONE, DecodeSteps, Job
-from kvcore.serving.latency import LinearPiece, Windows
+from kvcore.serving.job import DONE, DecodeSteps, Job, admission_of
+from kvcore.serving.latency import LinearPiece, StepTimes, Windows
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
-from kvcore.units import PS_PER_NS
+from kvcore.units import INT64_LIMIT, PS_PER_NS
 
 End: TypeAlias = tuple[int, int, int, Job]
-"""(step at which a job finishes, its admission, its residue class, the job)."""
-
-
-def _admission(job: Job) -> int:
-    assert job.seq is not None
-    return job.seq.admission
+"""(step at which a job finishes, its admission, its residue, the job)."""
 
 
 class DecodeBatch:
     """Jobs that generate one token in every decode step, without any work per token.
 
     Lengths are one step counter away from their value when a job joined. Finishing is a
-    heap of step numbers. Growing is counted by residue class: a job with L tokens in its
-    blocks that joins at step d needs a block at every step s with s = d - L modulo the block
-    size.
+    heap of step numbers. Growing is counted by residues: a job with L tokens in its blocks
+    that joins at step d needs a block at every step s with s = d - L modulo the block size.
 
     Attributes:
         steps: the step counter.
@@ -57,9 +50,10 @@ class DecodeBatch:
             the lengths of all jobs, the new token included.
         growth: tokens that a step adds to `context`.
         fresh: jobs that joined after the last step.
-        committing: jobs that commit every block they fill, by residue class: because they
-            share generated blocks, or may drop tokens.
+        committing: jobs that commit every block they fill, by residue: because they share
+            generated blocks, or may drop tokens.
         last_step_ps: when the last step ended.
+        ends: a heap of the steps at which jobs finish; not empty while jobs are here.
     """
 
     def __init__(
@@ -92,18 +86,18 @@ class DecodeBatch:
         self._windows = windows
         self._is_plain = windows == (None,)
         self._forgetting = forgetting
-        self._classes: dict[int, list[Job]] = {}
-        self._residues: list[int] = []
-        # Entries stay in these heaps when they are outdated: `_ends` and `_full_at` have the
+        # (residue, admission, job), sorted: the jobs in the order in which they grow.
+        self._growing: list[tuple[int, int, Job]] = []
+        # Entries stay in these heaps when they are outdated: `_end_of` and `_full_at` have the
         # valid entry of each job.
-        self._finish: list[End] = []
-        self._ends: dict[Job, End] = {}
+        self.ends: list[End] = []
+        self._end_of: dict[Job, End] = {}
         self._full: list[tuple[int, int, int, Job]] = []
         self._full_at: dict[tuple[Job, int], int] = {}
 
     def __iter__(self) -> Iterator[Job]:
         """Yield the jobs in the order in which they joined."""
-        return iter(self._ends)
+        return iter(self._end_of)
 
     def add(self, job: Job, generated: int) -> None:
         """Add `job`, which has generated `generated` tokens; it decodes from the next step."""
@@ -113,14 +107,13 @@ class DecodeBatch:
         length = request.prompt_tokens + generated - 1
         residue = (count - length + seq.compacted) % self._block_size
         end = (count + job.output_tokens - generated, seq.admission, residue, job)
-        self._ends[job] = end
-        heappush(self._finish, end)
+        self._end_of[job] = end
+        heappush(self.ends, end)
         self.size += 1
         self.fresh.append(job)
-        insort(self._residues, residue)
-        _put(self._classes, residue, job, seq.admission)
+        insort(self._growing, (residue, seq.admission, job))
         if self._forgetting or request.publish or request.output_keys:
-            _put(self.committing, residue, job, seq.admission)
+            insort(self.committing.setdefault(residue, []), job, key=admission_of)
         attended = length + 1 - seq.dropped_tokens
         if self._is_plain:
             self.context[0] += attended
@@ -129,9 +122,9 @@ class DecodeBatch:
             self._attend(job, attended, seq.admission)
 
     def remove(self, job: Job) -> None:
-        """Remove `job`. O(jobs of its residue class)."""
+        """Remove `job`. O(log jobs), and a move in memory."""
         self.size -= 1
-        if job in self.fresh:
+        if self.fresh and job in self.fresh:
             self.fresh.remove(job)
         else:
             job.last_token_ps = self.last_step_ps
@@ -139,11 +132,10 @@ class DecodeBatch:
         assert job.joined is not None
         job.generated_before += self.steps.count - job.joined
         job.joined = None
-        residue = self._ends.pop(job)[2]
-        del self._residues[bisect_left(self._residues, residue)]
-        _drop(self._classes, residue, job)
-        if self.committing and job in self.committing.get(residue, ()):
-            _drop(self.committing, residue, job)
+        _, admission, residue, _ = self._end_of.pop(job)
+        del self._growing[bisect_left(self._growing, (residue, admission))]
+        if self.committing:
+            self._stop_committing(job, residue)
         attended = job.request.prompt_tokens + job.generated_before - job.seq.dropped_tokens
         if self._is_plain:
             self.context[0] -= attended
@@ -164,16 +156,13 @@ class DecodeBatch:
             attended = job.length + 1 - seq.dropped_tokens
             self._unattend(job, attended + tokens)
             self._attend(job, attended, seq.admission)
-        at, _, before, _ = self._ends[job]
+        at, _, before, _ = self._end_of[job]
         residue = (self.steps.count - seq.tokens) % self._block_size
         if residue != before:
             self._move(job, at, residue)
 
     def gain(self, job: Job, tokens: int) -> None:
-        """Add `tokens` tokens to `job` beyond those that the last step gave to all.
-
-        O(jobs of its residue classes).
-        """
+        """Add `tokens` tokens to `job` beyond those that the last step gave to all."""
         seq = job.seq
         assert seq is not None
         attended = job.length + 1 - seq.dropped_tokens
@@ -183,28 +172,39 @@ class DecodeBatch:
         else:
             self._unattend(job, attended)
             self._attend(job, attended + tokens, seq.admission)
-        at, _, before, _ = self._ends[job]
+        at, _, before, _ = self._end_of[job]
         self._move(job, at - tokens, (before - tokens) % self._block_size)
 
     def _move(self, job: Job, at: int, residue: int) -> None:
         """Reschedule `job` to finish at step `at`, and to fill its blocks at other steps."""
-        _, admission, before, _ = self._ends[job]
-        end = self._ends[job] = (at, admission, residue, job)
-        heappush(self._finish, end)
+        _, admission, before, _ = self._end_of[job]
+        end = self._end_of[job] = (at, admission, residue, job)
+        heappush(self.ends, end)
         if residue == before:
             return
-        del self._residues[bisect_left(self._residues, before)]
-        insort(self._residues, residue)
-        commits = job in self.committing.get(before, ())
-        for classes in (self._classes, self.committing) if commits else (self._classes,):
-            _drop(classes, before, job)
-            _put(classes, residue, job, admission)
+        del self._growing[bisect_left(self._growing, (before, admission))]
+        insort(self._growing, (residue, admission, job))
+        if self._stop_committing(job, before):
+            insort(self.committing.setdefault(residue, []), job, key=admission_of)
+
+    def _stop_committing(self, job: Job, residue: int) -> bool:
+        """Remove `job` from those that commit the blocks they fill; return False if it is not.
+
+        O(jobs that commit at the same steps).
+        """
+        jobs = self.committing.get(residue, [])
+        if job not in jobs:
+            return False
+        jobs.remove(job)
+        if not jobs:
+            del self.committing[residue]
+        return True
 
     def end(self, job: Job) -> None:
         """Make `job` finish with the step that runs."""
-        _, admission, residue, _ = self._ends[job]
-        end = self._ends[job] = (self.steps.count + 1, admission, residue, job)
-        heappush(self._finish, end)
+        _, admission, residue, _ = self._end_of[job]
+        end = self._end_of[job] = (self.steps.count + 1, admission, residue, job)
+        heappush(self.ends, end)
 
     def advance(
         self, start_ps: int, segments: Iterable[tuple[int, int, int]]
@@ -230,7 +230,12 @@ class DecodeBatch:
         pending, fresh = self._gaps.pending, self.fresh
         # Are all newest tokens from the moment at which the first step begins? Then the gap
         # before each token of it is the time of the step.
-        if self._all_had_token_at(start_ps) if fresh else start_ps == self.last_step_ps:
+        even = start_ps == self.last_step_ps
+        if fresh:
+            even = even or len(fresh) == self.size
+            for job in fresh:
+                even = even and job.last_token_ps == start_ps
+        if even:
             pending.append((first, slope, steps, self.size))
         else:
             self._record_uneven(start_ps + first)
@@ -238,16 +243,19 @@ class DecodeBatch:
                 pending.append((first + slope, slope, steps - 1, self.size))
         if len(pending) > PENDING_EVENTS:
             self._gaps.settle()
+        fresh.clear()
         took_ps = first
         if steps > 1:
             took_ps = steps * first + slope * (steps * (steps - 1) // 2)
         self.steps.count = now = self.steps.count + steps
-        if fresh:
-            fresh.clear()
         self.last_step_ps = start_ps + took_ps
         self.context[0] += self.growth[0] * steps
-        if self._is_plain:
-            return took_ps
+        if not self._is_plain:
+            self._fill_windows(steps, now)
+        return took_ps
+
+    def _fill_windows(self, steps: int, now: int) -> None:
+        """Add `steps` steps, up to step `now`, to the contexts of all windows but the first."""
         for place in range(1, len(self.growth)):
             self.context[place] += self.growth[place] * steps
         full = self._full
@@ -256,30 +264,28 @@ class DecodeBatch:
             if self._full_at.get((job, place)) == at:
                 del self._full_at[job, place]
                 self.growth[place] -= 1
-        return took_ps
 
     def until_change(self) -> int:
         """Return after how many steps one finishes, fills a window, or commits a block."""
-        finish, ends = self._finish, self._ends
-        while ends.get(finish[0][3]) != finish[0]:
-            heappop(finish)
+        ends, valid = self.ends, self._end_of
+        while valid.get(ends[0][3]) is not ends[0]:
+            heappop(ends)
         count = self.steps.count
-        steps = finish[0][0] - count
+        steps = ends[0][0] - count
         if self._full:
             steps = min(steps, max(self._full[0][0] - count, 1))
-        if self.committing:
-            for residue in self.committing:
-                steps = min(steps, (residue - count - 1) % self._block_size + 1)
+        for residue in self.committing:
+            steps = min(steps, (residue - count - 1) % self._block_size + 1)
         return steps
 
     def pop_finished(self) -> list[Job]:
         """Remove and return the jobs that have generated all their tokens."""
-        finish, count = self._finish, self.steps.count
+        ends, count = self.ends, self.steps.count
         done: list[Job] = []
-        while finish and finish[0][0] <= count:
-            end = heappop(finish)
+        while ends and ends[0][0] <= count:
+            end = heappop(ends)
             job = end[3]
-            if self._ends.get(job) == end:
+            if self._end_of.get(job) is end:
                 self.remove(job)
                 done.append(job)
         return done
@@ -288,50 +294,47 @@ class DecodeBatch:
         """Return the jobs that commit every block they fill and have just filled one."""
         return self.committing.get(self.steps.count % self._block_size, [])
 
-    def growing(self, step: int) -> list[Job] | None:
-        """Return the jobs that need a block at `step`, in order of admission, if any do."""
-        return self._classes.get(step % self._block_size)
+    def growing(self, step: int) -> list[Job]:
+        """Return the jobs that need a block at `step`, in order of admission. O(log jobs)."""
+        residue, order = step % self._block_size, self._growing
+        first = bisect_left(order, (residue,))
+        if first == len(order) or order[first][0] != residue:
+            return []
+        return [job for _, _, job in order[first : bisect_left(order, (residue + 1,), first)]]
 
     def growth_between(self, first: int, end: int) -> int:
         """Return how many blocks the steps `[first, end)` need. O(log jobs)."""
-        # Every residue class comes once a turn of `block_size` steps, so each job needs a
-        # block a turn; the remaining steps are a range of residues, which may wrap around.
-        turns, rest = divmod(end - first, self._block_size)
-        residues = self._residues
-        low = first % self._block_size
+        # Every residue comes once a turn of `block_size` steps, so each job needs a block a
+        # turn; the remaining steps are a range of residues, which may wrap around.
+        size, order = self._block_size, self._growing
+        turns, rest = divmod(end - first, size)
+        low = first % size
         high = low + rest
-        count = bisect_left(residues, high) - bisect_left(residues, low)
-        if high > self._block_size:
-            count += bisect_left(residues, high - self._block_size)
+        count = bisect_left(order, (high,)) - bisect_left(order, (low,))
+        if high > size:
+            count += bisect_left(order, (high - size,))
         return turns * self.size + count
 
     def growing_between(self, first: int, end: int) -> Iterator[tuple[int, list[Job]]]:
         """Yield the steps in `[first, end)` at which jobs need blocks, each with its jobs."""
-        size, classes = self._block_size, self._classes
-        if end - first < len(classes):
-            for step in range(first, end):
-                jobs = classes.get(step % size)
-                if jobs is not None:
-                    yield step, jobs
-            return
-        offsets = sorted(
-            [((residue - first) % size, jobs) for residue, jobs in classes.items()]
-        )
+        size, order = self._block_size, self._growing
+        start = bisect_left(order, (first % size,))
+        classes: list[tuple[int, list[Job]]] = []
+        last = -1
+        for residue, _, job in chain(order[start:], order[:start]):
+            offset = (residue - first) % size
+            if offset == last:
+                classes[-1][1].append(job)
+            elif first + offset < end:
+                classes.append((offset, [job]))
+                last = offset
+            else:
+                break
         for turn in range(first, end, size):
-            for offset, jobs in offsets:
+            for offset, jobs in classes:
                 if turn + offset >= end:
                     return
                 yield turn + offset, jobs
-
-    def _all_had_token_at(self, start_ps: int) -> bool:
-        """Return True if the newest token of every job came at `start_ps`."""
-        fresh = self.fresh
-        if start_ps != self.last_step_ps and len(fresh) < self.size:
-            return False
-        for job in fresh:  # noqa: SIM110 - a generator costs more than most of these lists
-            if job.last_token_ps != start_ps:
-                return False
-        return True
 
     def _record_uneven(self, now_ps: int) -> None:
         """Record the gaps before tokens that come at `now_ps`, where they differ by job."""
@@ -363,130 +366,6 @@ class DecodeBatch:
                 self.context[place] -= window
 
 
-def _put(classes: dict[int, list[Job]], residue: int, job: Job, admission: int) -> None:
-    """Add `job` to its residue class, in order of admission."""
-    jobs = classes.get(residue)
-    if jobs is None:
-        classes[residue] = [job]
-    elif _admission(jobs[-1]) < admission:
-        jobs.append(job)
-    else:
-        insort(jobs, job, key=_admission)
-
-
-def _drop(classes: dict[int, list[Job]], residue: int, job: Job) -> None:
-    """Remove `job` from its residue class."""
-    jobs = classes[residue]
-    jobs.remove(job)
-    if not jobs:
-        del classes[residue]
-
-
-class StepTimes:
-    """The times of consecutive decode steps of the same sequences, in picoseconds.
-
-    Step i takes `max(a + b * i)` over a few lines, since the context grows by the same with
-    every step. All methods are exact; they cost O(lines that are the maximum somewhere).
-
-    Attributes:
-        line: (a, b) of the only line; None: there are several.
-    """
-
-    __slots__ = ("_lines", "line")
-
-    def __init__(
-        self, pieces: Lines[LinearPiece], context: Lines[int], growth: Lines[int]
-    ) -> None:
-        """Turn lines in the context into lines in the number of the step.
-
-        Args:
-            pieces: lines in the context.
-            context: the context of the first step, by attention window.
-            growth: tokens that each step adds to it.
-        """
-        self._lines: Lines[tuple[int, int]] = ()
-        if len(growth) == 1:
-            start, more = context[0], growth[0]
-            if len(pieces) == 1:
-                a, b = pieces[0]
-                self.line: tuple[int, int] | None = (a + b * start, b * more)
-                return
-            lines = [(a + b * start, b * more) for a, b in pieces]
-        else:
-            lines = [
-                (
-                    piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True)),
-                    sum(b * g for b, g in zip(piece[1:], growth, strict=True)),
-                )
-                for piece in pieces
-            ]
-        if len(lines) > 1:
-            top, steepest = max(lines), max(line[1] for line in lines)
-            if top[1] == steepest:
-                lines = [top]
-        self._lines, self.line = lines, lines[0] if len(lines) == 1 else None
-
-    def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:
-        """Return (ps of the first step, ps that each adds, steps) of straight parts."""
-        line = self.line
-        return self._parts(steps) if line is None else ((*line, steps),)
-
-    def total(self, steps: int) -> int:
-        """Return the picoseconds that the first `steps` steps take together."""
-        if self.line is not None:
-            a, b = self.line
-            return steps * a + b * (steps * (steps - 1) // 2)
-        return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
-
-    def reach(self, time: int, most: int) -> int:
-        """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""
-        if self.line is not None:
-            a, b = self.line
-            if most * a + b * (most * (most - 1) // 2) < time:
-                return most
-            return max(1, _steps_for(a, b, most, time))
-        done = 0
-        for first, slope, count in self._parts(most):
-            whole = _sum(first, slope, count)
-            if whole >= time:
-                return max(1, done + _steps_for(first, slope, count, time))
-            time -= whole
-            done += count
-        return most
-
-    def _parts(self, steps: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the straight parts of the first `steps` steps."""
-        lines, step = self._lines, 0
-        while step < steps:
-            _, b, a = max((a + b * step, b, a) for a, b in lines)
-            # Where a steeper line rises above this one.
-            overtakes = [(a - c) // (d - b) + 1 for c, d in lines if d > b]
-            end = min([*overtakes, steps])
-            yield a + b * step, b, end - step
-            step = end
-
-
-def _sum(first: int, slope: int, count: int) -> int:
-    """Return first + (first + slope) + ..., `count` terms."""
-    return count * first + slope * (count * (count - 1) // 2)
-
-
-def _steps_for(first: int, slope: int, count: int, time: int) -> int:
-    """Return the fewest steps whose sum is at least `time`; `count` steps suffice."""
-    if time <= 0:
-        return 0
-    if not slope:
-        return -(-time // first)
-    # first·k + slope·k(k-1)/2 = time, rounded down; the root may fall one short.
-    p = 2 * first - slope
-    steps = (isqrt(p * p + 8 * slope * time) - p) // (2 * slope)
-    steps = min(max(steps, 0), count)
-    while _sum(first, slope, steps) < time:
-        steps += 1
-    return steps
-
-
-@mypyc_attr(allow_interpreted_subclasses=True)
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 
@@ -498,8 +377,11 @@ class DecodeAllocator:
     another way, or measure how the memory is used.
 
     Attributes:
+        takes_drafts: whether a step may add several tokens to a sequence.
         allocated_until: the first decode step whose blocks are not allocated yet.
     """
+
+    takes_drafts = True
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0
@@ -595,7 +477,7 @@ class DecodeAllocator:
         step = batch.steps.count
         if self.allocated_until <= step:
             jobs = batch.growing(step)
-            if jobs is not None:
+            if jobs:
                 cache = self._cache
                 if self._served:
                     jobs = [job for job in jobs if job not in self._served]
@@ -611,14 +493,12 @@ class DecodeAllocator:
 
         The blocks that this evicts are lost, however many a preemption then frees.
         """
-        jobs = self._batch.growing(self._batch.steps.count) or []
+        jobs = self._batch.growing(self._batch.steps.count)
         jobs = [job for job in jobs if job not in self._served][: self._cache.available_blocks]
         self._grow(jobs, 0, now)
         self._served.update(jobs)
 
-    def jump(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
-    ) -> tuple[int, int]:
+    def jump(self, lines: Lines[LinearPiece], clock_ps: int, event: int) -> tuple[int, int]:
         """Run decode steps as long as nothing changes but lengths, and allocate for them.
 
         The first of them is allocated already.
@@ -626,41 +506,32 @@ class DecodeAllocator:
         Args:
             lines: the time of a step, as the maximum of lines in the context.
             clock_ps: when they begin.
-            event_ps: when the next event comes from outside; None: never.
+            event: when (ns) the next event comes from outside.
 
         Returns:
             The number of steps, and the picoseconds they took.
         """
-        # The same as `foresee` and `run`, in fewer calls: this is the hot path.
-        batch = self._batch
-        times = StepTimes(lines, batch.context, batch.growth)
-        steps = batch.until_change()
-        if steps > 1:
-            if event_ps is not None:
-                steps = times.reach(event_ps - clock_ps, steps)
-            if steps > 1:
-                steps = self._allocate_ahead(steps, clock_ps, times)
-        straight = times.line
-        if straight is None:
-            return batch.advance(clock_ps, times.segments(steps))
-        return steps, batch.run(clock_ps, straight[0], straight[1], steps)
+        return self.run(*self.foresee(lines, clock_ps, event), clock_ps)
 
     def foresee(
-        self, lines: Lines[LinearPiece], clock_ps: int, event_ps: int | None
+        self, lines: Lines[LinearPiece], clock_ps: int, event: int
     ) -> tuple[int, StepTimes]:
         """Return how many steps `jump` would run if there is room, and their times."""
         batch = self._batch
         times = StepTimes(lines, batch.context, batch.growth)
         steps = batch.until_change()
-        if event_ps is not None and steps > 1:
-            steps = times.reach(event_ps - clock_ps, steps)
+        if steps > 1 and event < INT64_LIMIT:
+            steps = times.reach(event * PS_PER_NS - clock_ps, steps)
         return steps, times
 
     def run(self, steps: int, times: StepTimes, clock_ps: int) -> tuple[int, int]:
         """Run up to `steps` steps, or as many as there is room for, as `jump` does."""
         if steps > 1:
             steps = self._allocate_ahead(steps, clock_ps, times)
-        return self._batch.advance(clock_ps, times.segments(steps))
+        if times.line is None:
+            return self._batch.advance(clock_ps, times.segments(steps))
+        first, slope = times.line
+        return steps, self._batch.run(clock_ps, first, slope, steps)
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""

@@ -7,16 +7,27 @@ Its events, who handles them, and the line of the trace that each makes:
     LOADED         `Batcher._loaded`             LOAD
     PREFILL_DONE   `ServingLoop._prefill_done`   FIRST_TOKEN
     DECODE_DONE    `ServingLoop._finish`         FINISH
-    OUT_OF_BLOCKS  `Batcher._grow`               PREEMPT
+    OUT_OF_BLOCKS  `Batcher._preempt_to_grow`,
+                   `Batcher._has_blocks`         PREEMPT
     TIMER          `Batcher._rank_again`         none
 
 Between two of them the same jobs decode, so that all the steps in between are one jump (see
-`decode_batch`). One turn of the loop:
+`decode_batch`). One turn of the loop, `begin` and `end`:
 
-    arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock
-         |                   |                               |
-         v                   v                               v
-      waiting  <-preempt-  running: prefill chunks, then the decode batch  ->  finished
+    begin  1  _take_arrivals   requests up to now are queued, or rejected
+           2  Batcher.plan     blocks of the next decode step: running jobs grow first, and
+                               preempt others where none is left
+                               prompts that are being computed get tokens of the step, then
+                               waiting jobs are admitted, in scheduler order
+           3  _planned         the pool is recorded
+    end    4  _compute, _jump  one step with prefill; or many decode steps, up to the next event
+           5  _pass            the clock moves on; requests that came meanwhile are queued
+           6  commit           blocks that were filled can hit from now on
+           7  _prefill_done    first tokens; the jobs decode from the next step on
+           8  _finish          jobs with all their tokens give their blocks back
+
+Under a lag (`Rules.lag`), 6 and 8 of a step follow 2 of the next one, which therefore does not
+see them (`_catch_up`).
 
 The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole nanoseconds.
 """
@@ -28,36 +39,43 @@ from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from heapq import heappop, heappush
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
 
 from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
-from kvcore.compiled import mypyc_attr
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
-from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
-from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
+from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
     LinearPiece,
+    ServiceEstimates,
     StepResult,
+    StepTimes,
     StepWork,
     decode_lines,
 )
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.service_times import ServiceEstimates
-from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, RunLog
+from kvcore.serving.stats import PENDING_EVENTS, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
+
+if TYPE_CHECKING:
+    from kvcore.cache.retention import RetentionPolicy
+    from kvcore.serving.drafter import Drafter
+    from kvcore.serving.speculation import Speculation
 
 NEVER: Final = INT64_LIMIT
 """A time (ns) that does not come: the clock ends before it."""
 
+_ALL: Final = (None,)
+"""The attention windows of a model all of whose layers attend to everything."""
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+
 class Arrivals:
     """The requests of a workload in the order in which they arrive.
 
@@ -88,7 +106,7 @@ class Arrivals:
     def __init__(
         self,
         requests: Iterable[Request],
-        rate_scale: int | float = 1.0,  # noqa: PYI041 - of an int a compiler makes a float
+        rate_scale: float = 1.0,
         *,
         prefetches: bool = False,
     ) -> None:
@@ -150,35 +168,23 @@ class Arrivals:
     def _read(self) -> None:
         """Read up to the next open-loop request; from the first of a session on, to the end."""
         for request in self._requests:
-            at, known, session = request.arrival, request.id, request.session
-            self._note(known, session)
-            if session is not None:
-                self._closed = True
-            place = self._came
+            at, name, session = request.arrival, request.id, request.session
+            place = self._came = self._came + 1
+            if place == 1 and isinstance(name, int):
+                self._first_number = self._next_number = name
+            if name == self._next_number and session is None and not self._session_of:
+                self._next_number += 1
+            else:
+                self._note(name, session)
             if at < self._last:
                 msg = (
-                    f"request {known!r} (number {place}) arrives at {at} ns, before "
+                    f"request {name!r} (number {place}) arrives at {at} ns, before "
                     f"{self._last} ns: times start at 0 and never decrease; sort the workload"
                 )
                 raise InputError(msg)
             self._last = at
             if request.after is not None:
-                came = self._has_come(request.after)
-                other = self._session_of.get(request.after) if came else session
-                if session is None:
-                    msg = (
-                        f"request {known!r} comes after request {request.after!r} and has no "
-                        "session: give both the same session"
-                    )
-                    raise InputError(msg)
-                if other != session:
-                    msg = (
-                        f"request {known!r} of session {session!r} comes after "
-                        f"request {request.after!r} of session {other!r}: give both the same "
-                        "session"
-                    )
-                    raise InputError(msg)
-                self.following.setdefault(request.after, []).append((place, request))
+                self._follow(request, place)
                 continue
             if self._scaled:
                 at = int(at / self._scale)
@@ -187,11 +193,29 @@ class Arrivals:
             if not self._closed and at >= self._due[0][0] + self._longest:
                 return
 
+    def _follow(self, request: Request, place: int) -> None:
+        """Keep a request that comes after another one, until that has ended."""
+        name, session, awaited = request.id, request.session, request.after
+        assert awaited is not None
+        if session is None:
+            msg = (
+                f"request {name!r} comes after request {awaited!r} and has no session: give "
+                "both the same session"
+            )
+            raise InputError(msg)
+        other = self._session_of.get(awaited) if self._has_come(awaited) else session
+        if other != session:
+            msg = (
+                f"request {name!r} of session {session!r} comes after request {awaited!r} of "
+                f"session {other!r}: give both the same session"
+            )
+            raise InputError(msg)
+        self.following.setdefault(awaited, []).append((place, request))
+
     def _note(self, name: int | str, session: str | None) -> None:
         """Keep the name of a request that was read, and its session."""
-        if not self._came and isinstance(name, int):
-            self._first_number = self._next_number = name
-        self._came += 1
+        if session is not None:
+            self._closed = True
         if session is None and name == self._next_number and name not in self._session_of:
             self._next_number += 1
         elif self._has_come(name):
@@ -223,7 +247,46 @@ class Arrivals:
 AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
 
 
-@mypyc_attr(allow_interpreted_subclasses=True)
+class Meter(Protocol):
+    """Measures a run while it runs: a part that a loop is given, and tells what has happened.
+
+    A meter may raise an exception to end the run. A loop without a meter pays nothing.
+    """
+
+    def planned(self, loop: ServingLoop, now: int) -> None:
+        """Called after a plan at `now` (ns) that changed something."""
+
+    def passed(
+        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
+    ) -> None:
+        """Called when `steps` steps have run, by which the clock has moved on by `took_ps`.
+
+        They computed `prefill` tokens of prompts and generated `decode` tokens; their jobs
+        have not ended yet. No step runs while the loop waits for an arrival.
+        """
+
+
+class Lag:
+    """The last step and what it has left behind, which the plan of the next one does not see.
+
+    Under asynchronous scheduling a step is planned while the one before runs.
+
+    Attributes:
+        began_ps: when the last step began.
+        stepped: whether a step has run since the last plan.
+        late: the jobs that the step has finished.
+        filled: the blocks that it has filled: job, sequence, and length in tokens.
+    """
+
+    __slots__ = ("began_ps", "filled", "late", "stepped")
+
+    def __init__(self) -> None:
+        self.began_ps = 0
+        self.stepped = False
+        self.late: list[Job] = []
+        self.filled: list[tuple[Job, CacheSequence, int]] = []
+
+
 class ServingLoop:
     """Serves requests, step by step; decode steps between two events are one jump.
 
@@ -231,16 +294,24 @@ class ServingLoop:
         arrivals: the requests by time of arrival.
         cache: where K/V is kept, in `tokens` accounting.
         scheduler: the order of jobs.
-        executor: runs a step, or computes the time it takes.
+        executor: runs a step, or computes the time it takes. One with a drafter verifies
+            drafts.
         batching: the limits of a step.
         jumps: whether to run many decode steps at once. It changes only the time that the
             run takes.
         slo: the SLO of requests without one of their own.
         allocator: makes the allocator of blocks.
+        meter: measures the run; None: nothing.
+        log: where requests are recorded; None: a new `RunLog`.
 
     Attributes:
         clock_ps: the time, in picoseconds.
-        steps, batch, allocator, batcher, log: its parts.
+        steps, arrivals, batch, allocator, batcher, log: its parts.
+        on_first_token: called with each job whose first token has come, and the time (ns);
+            None: nobody is told.
+
+    Raises:
+        InputError: parts that do not fit one another.
     """
 
     def __init__(
@@ -254,61 +325,60 @@ class ServingLoop:
         jumps: bool = True,
         slo: SLO | None = None,
         allocator: AllocatorFactory = DecodeAllocator,
+        meter: Meter | None = None,
+        log: RunLog | None = None,
     ) -> None:
+        latency, rules = executor.latency, batching.rules
         self.clock_ps = 0
         self.steps = DecodeSteps()
-        self.log = RunLog(cache.pool.blocks, slo)
-        self._windows = windows = executor.latency.windows
+        self.log = RunLog(cache.pool.blocks, slo) if log is None else log
+        self._windows = latency.windows
         self.batch = DecodeBatch(
             self.steps,
             cache.geometry.block_size,
-            windows,
+            latency.windows,
             self.log.itl,
             forgetting=cache.retention is not None,
         )
-        server = ServiceEstimates(cache, executor.latency, batching.max_seqs)
+        server = ServiceEstimates(cache, latency, batching.max_seqs)
         scheduler.bind()
         scheduler.attach(server)
         self.allocator = allocator(cache, self.batch)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
-        self._arrivals = arrivals
+        self.on_first_token: Callable[[Job, int], None] | None = None
+        self.arrivals = arrivals
         self._cache = cache
         self._scheduler = scheduler
         self._executor = executor
+        self._meter = meter
         self._mixed = batching.steps == "mixed"
         self._jumps = jumps and executor.jumps
         self._serial = 0
         # By number of jobs: a latency model is asked once for each.
         self._lines: dict[int, Sequence[LinearPiece]] = {}
-        self._no_pairs = (0,) * len(windows)
         # The result or the jump of a turn that has begun and not ended.
         self._computed: StepResult | None = None
         self._jumped: tuple[int, int] | None = None
-        self._is_plain = windows == (None,)
         self._longest = batching.max_model_len
         # The most tokens of a sequence that must be computed in one step; None: any number.
-        waits = not batching.chunked and batching.rules.unchunked == "wait"
+        waits = not batching.chunked and rules.unchunked == "wait"
         self._in_one = batching.max_tokens if waits else None
         # By the wall clock the front end takes its real time.
-        frontend_ps = picoseconds(executor.latency.frontend, "frontend")
+        frontend_ps = picoseconds(latency.frontend, "frontend")
         self._frontend_ns = frontend_ps // PS_PER_NS if executor.mode == "model" else 0
-        # Under a lag: when the last step began, whether a step has run since the last plan,
-        # and the jobs that finished and the blocks that were filled meanwhile, which the next
-        # plan does not count. Also with a front end: jobs that have arrived and cannot be
-        # planned yet, with the time (ns) from which on they can.
-        self._lag = batching.rules.lag
-        self._began_ps = 0
-        self._stepped = False
+        # Under a lag, or with a front end: jobs that have arrived and cannot be planned yet,
+        # with the time (ns) from which on they can.
         self._unseen: deque[tuple[int, Job]] = deque()
-        self._late: list[Job] = []
-        self._filled: list[tuple[Job, CacheSequence, int]] = []
-        if self._lag and (cache.retention is not None or hasattr(executor, "drafter")):
-            what = "a retention policy" if cache.retention is not None else "a drafter"
-            msg = (
-                f"lag=1 with {what}: what a step leaves behind would be decided before it is "
-                "known; leave out one of them"
+        self._lag = Lag() if rules.lag else None
+        self._drafts: Speculation | None = None
+        drafter = executor.drafter
+        _check_parts(drafter, cache.retention, self.allocator, lag=rules.lag)
+        if drafter is not None:
+            from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
+
+            self._drafts = Speculation(
+                drafter, cast("Any", executor), cache, self.batch, self.batcher, self.log
             )
-            raise InputError(msg)
 
     def run(self) -> None:
         """Serve all requests that arrive.
@@ -322,54 +392,64 @@ class ServingLoop:
                 self.end()
             elif not self._wait():
                 break
-        self._arrivals.check_all_came()
+        self.arrivals.check_all_came()
 
     def begin(self) -> bool:
         """Handle arrivals and plan the next step; return False if there is none to run."""
-        batcher, arrivals = self.batcher, self._arrivals
+        batcher, arrivals, tree = self.batcher, self.arrivals, self._cache.tree
         now = self.clock_ps // PS_PER_NS
-        pins = self._cache.tree.pins
+        pins = tree.pins
         if pins and pins.next_end <= now:
             pins.end(now)
             batcher.computed()
         if arrivals.next_at <= now:
             self._take_arrivals(now)
         if self._unseen:
-            self._queue_seen(self._began_ps // PS_PER_NS if self._stepped else now, now)
+            self._queue_seen(now)
         if batcher.plan(now):
             self._planned(now)
         if arrivals.prefetch_at <= now:
             self._prefetch(now)
         runs = self.batch.size > 0 or len(batcher.chunks) > 0
-        if self._lag and self._catch_up(now) and not runs:
+        if self._lag is not None and self._catch_up(self._lag, now) and not runs:
             return self.begin()
         return runs
 
-    def _queue_seen(self, seen: int, now: int) -> None:
-        """Queue the jobs that could be planned at `seen` (ns), when this step was planned."""
-        unseen = self._unseen
+    def _planned(self, now: int) -> None:
+        """Record the state of the pool after a plan that changed something."""
+        timeline, tree = self.log.pool, self._cache.tree
+        timeline.pending.append((now, tree.pool.free_blocks, tree.unpinned_blocks))
+        if len(timeline.pending) > PENDING_EVENTS:
+            timeline.settle()
+        if self._meter is not None:
+            self._meter.planned(self, now)
+
+    def _queue_seen(self, now: int) -> None:
+        """Queue the jobs that could be planned at the time at which this step was planned."""
+        lag, unseen = self._lag, self._unseen
+        seen = lag.began_ps // PS_PER_NS if lag is not None and lag.stepped else now
         while unseen and unseen[0][0] <= seen:
             self.batcher.queue(unseen.popleft()[1], now)
 
-    def _catch_up(self, now: int) -> bool:
+    def _catch_up(self, lag: Lag, now: int) -> bool:
         """Apply the effects of the last step to the cache and the jobs.
 
         Under a lag that is after the plan of the next one. Return False if nothing has run
         since the plan before, so that another plan would be the same.
         """
-        stepped, self._stepped = self._stepped, False
-        filled, self._filled = self._filled, []
+        stepped, lag.stepped = lag.stepped, False
+        filled, lag.filled = lag.filled, []
         for job, seq, length in filled:
             if job.seq is seq and seq.is_open:
                 if seq.tokens < length:
                     self._cache.settle(seq, length)
                 self._cache.commit(seq, length - seq.computed, now)
                 self.batcher.computed()
-        late, self._late = self._late, []
-        for job in sorted(late, key=lambda job: 0 if job.seq is None else job.seq.admission):
+        late, lag.late = lag.late, []
+        for job in sorted(late, key=admission_of):
             if job in self.batcher.running:
                 self.batcher.finish(job, now)
-            self._arrivals.ended(job.request, now)
+            self.arrivals.ended(job.request, now)
         if late:
             self._planned(now)
         return stepped or bool(late)
@@ -383,7 +463,7 @@ class ServingLoop:
 
     def idle_until(self) -> int:
         """Return when (ns) the next event is if no step runs, or NEVER."""
-        arrivals, batcher = self._arrivals, self.batcher
+        arrivals, batcher = self.arrivals, self.batcher
         wake = min(arrivals.next_at, arrivals.prefetch_at)
         if self._unseen:
             wake = min(wake, self._unseen[0][0])
@@ -402,23 +482,22 @@ class ServingLoop:
             self._reject(job, why, now)
         else:
             self.log.ended(job, now)
-            self._arrivals.ended(job.request, now)
+            self.arrivals.ended(job.request, now)
         return True
 
-    def fragmentation(self) -> Fragmentation | None:
-        """Return how the memory was used; None, since this loop does not measure it."""
-        return None
+    def break_off(self, now: int) -> None:
+        """End the turn that has begun, at `now` (ns): no other follows.
 
-    def _planned(self, now: int) -> None:
-        """Record the state of the pool after a plan that changed something."""
-        events, tree = self.log.pool.pending, self._cache.tree
-        events.append((now, tree.pool.free_blocks, tree.unpinned_blocks))
-        if len(events) > PENDING_EVENTS:
-            self.log.pool.settle()
+        The blocks that were allocated for the batch as a whole are assigned to its sequences.
+        """
+        if self._drafts is not None:
+            self._drafts.break_off(now)
+        for job in self.batch:
+            self.allocator.settle(job)
 
     def _take_arrivals(self, now: int) -> None:
         """ARRIVAL: queue each request up to `now`, or reject it."""
-        arrivals = self._arrivals
+        arrivals = self.arrivals
         while arrivals.next_at <= now:
             at, request = arrivals.take()
             self._arrive(request, at, at)
@@ -429,10 +508,10 @@ class ServingLoop:
         `known` are attributes of its job from the start, if another server has prefilled it.
         """
         self._serial += 1
-        served = request if self._longest is None else self._bounded(request)
         slo = request.slo or self.log.slo
         job = Job(request, self._serial, arrival, self.steps, request.prompt_tokens, slo)
-        job.output_tokens = served.output_tokens
+        if self._longest is not None:
+            job.output_tokens = self._bounded(request).output_tokens
         for name, value in known.items():
             setattr(job, name, value)
         if self._cache.trace is not None:
@@ -440,7 +519,7 @@ class ServingLoop:
         why = self._unfit(request)
         if why:
             self._reject(job, why, now)
-        elif (self._lag or self._frontend_ns) and not known:
+        elif (self._lag is not None or self._frontend_ns) and not known:
             self._unseen.append((now + self._frontend_ns, job))
         else:
             self.batcher.queue(job, now)
@@ -474,7 +553,7 @@ class ServingLoop:
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request whose hint is due, unless it has arrived."""
-        arrivals = self._arrivals
+        arrivals = self.arrivals
         while arrivals.prefetch_at <= now:
             at, request = arrivals.take_prefetch()
             if at > now:
@@ -488,13 +567,16 @@ class ServingLoop:
         if self._cache.trace is not None:
             self._cache.trace.reject(now, request=request.id, why=why)
         self.log.rejected(job, why)
-        self._arrivals.ended(request, now)
+        self.arrivals.ended(request, now)
 
     def _wait(self) -> bool:
         """Move the clock to the next arrival or timer; return False if there is none."""
         wake = self.idle_until()
         if wake < NEVER:
-            self.clock_ps = max(self.clock_ps, wake * PS_PER_NS)
+            before_ps = self.clock_ps
+            self.clock_ps = max(before_ps, wake * PS_PER_NS)
+            if self._meter is not None and self._serial:
+                self._meter.passed(self, self.clock_ps - before_ps, 0, 0, 0)
             return True
         batcher = self.batcher
         if batcher.waiting:
@@ -509,9 +591,38 @@ class ServingLoop:
     def _compute(self) -> StepResult:
         """Run the step that is planned, or compute how long it takes."""
         batch, chunks = self.batch, self.batcher.chunks
-        decodes = batch.size > 0 and (self._mixed or not chunks)
-        work = self._work(chunks, decodes=decodes)
-        return self._executor.run(work, chunks, batch if decodes else ())
+        total = doubled = 0
+        for job, tokens in chunks:
+            seq = job.seq
+            assert seq is not None
+            total += tokens
+            # n tokens after a context of c attend to c + 1, ..., c + n tokens.
+            doubled += tokens * (2 * (job.computed - seq.dropped_tokens) + tokens + 1)
+        pairs: tuple[int, ...] = (doubled // 2,)
+        if self._windows != _ALL:
+            pairs = self._attended(chunks)
+        work = StepWork(total, pairs)
+        decoding: Iterable[Job] = ()
+        if batch.size and (self._mixed or not chunks):
+            decoding = batch
+            work.decode, work.context = batch.size, tuple(batch.context)
+        else:
+            work.context = (0,) * len(pairs)
+        if self._drafts is not None:
+            return self._drafts.compute(work, chunks, decoding, self.clock_ps // PS_PER_NS)
+        return self._executor.run(work, chunks, decoding)
+
+    def _attended(self, chunks: Iterable[tuple[Job, int]]) -> tuple[int, ...]:
+        """Return how many tokens those of prefill chunks attend to, by attention window."""
+        parts = [
+            (job.computed - job.seq.dropped_tokens, tokens)
+            for job, tokens in chunks
+            if job.seq is not None
+        ]
+        return tuple(
+            sum(attended_pairs(context, tokens, window) for context, tokens in parts)
+            for window in self._windows
+        )
 
     def _prefill_step(self) -> None:
         """Run one step that prefills, and decodes as well if steps are mixed."""
@@ -524,23 +635,25 @@ class ServingLoop:
             self._cut_short(ended)
         if decoding:
             batch.run(self.clock_ps, took_ps, 0, 1)
-        prefill = 0
-        for _, tokens in chunks:
-            prefill += tokens
-        now = self._pass(1, took_ps, prefill, decoding, named)
+        now = self._pass(1, took_ps, decoding, named)
         commit, prefilled = self._cache.commit, []
         for job, tokens in chunks:
-            seq = job.seq
-            assert seq is not None
+            assert job.seq is not None
             job.computed = computed = job.computed + tokens
-            commit(seq, tokens, now)
+            commit(job.seq, tokens, now)
             if computed == job.target:
                 prefilled.append(job)
         if decoding and batch.committing:
             self._commit(now)
-        batcher.computed(prefilled)
-        done = [job for job in prefilled if self._prefill_done(job, now)] if prefilled else []
-        if decoding:
+        batcher.blocked_job = None  # it may hit more now
+        batcher.changed = True
+        done = []
+        for job in prefilled:
+            del batcher.prefilling[job]
+            batcher.without_progress = 0
+            if self._prefill_done(job, now):
+                done.append(job)
+        if decoding and batch.ends[0][0] <= self.steps.count:
             done += batch.pop_finished()
         if done:
             self._finish(done, now)
@@ -559,33 +672,32 @@ class ServingLoop:
                 self._cut_short(ended)
             steps = 1
             batch.run(self.clock_ps, took_ps, 0, 1)
-        now = self._pass(steps, took_ps, 0, tokens * steps, named)
+        now = self._pass(steps, took_ps, tokens * steps, named)
         self.batcher.without_progress = 0
         if batch.committing:
             self._commit(now)
-        done = batch.pop_finished()
-        if done:
-            self._finish(done, now)
+        if batch.ends[0][0] <= self.steps.count:
+            done = batch.pop_finished()
+            if done:
+                self._finish(done, now)
 
     def _jump(self, until: int) -> tuple[int, int]:
         """Run decode steps up to the next event, at most to the first that ends at `until`."""
         lines, event = self._foreseen()
-        if until < event:
-            event = until
-        event_ps = event * PS_PER_NS if event < NEVER else None
-        return self.allocator.jump(lines, self.clock_ps, event_ps)
+        return self.allocator.jump(lines, self.clock_ps, min(event, until))
 
     def _foreseen(self) -> tuple[Sequence[LinearPiece], int]:
         """Return the lines of a decode step's time, and when (ns) the next event is.
 
         Events that steps bring about do not count; NEVER: there is no other.
         """
-        size = self.batch.size
+        size, batcher, arrivals = self.batch.size, self.batcher, self.arrivals
         lines = self._lines.get(size)
         if lines is None:
             lines = self._lines[size] = decode_lines(self._executor.latency, size)
-        arrivals, batcher = self._arrivals, self.batcher
-        event = arrivals.next_at
+        if batcher.changed:
+            return lines, 0  # the next step is followed by another plan in any case
+        event, pins = arrivals.next_at, self._cache.tree.pins
         if arrivals.prefetch_at < event:
             event = arrivals.prefetch_at
         if batcher.timers:
@@ -594,9 +706,6 @@ class ServingLoop:
             event = min(event, batcher.loads[0][0])
         if self._unseen:
             event = min(event, self._unseen[0][0])
-        if batcher.changed:
-            event = 0  # the next step is followed by another plan in any case
-        pins = self._cache.tree.pins
         return lines, min(event, pins.next_end) if pins else event
 
     def _cut_short(self, ended: Iterable[tuple[Job, int]]) -> None:
@@ -610,7 +719,6 @@ class ServingLoop:
         self,
         steps: int,
         took_ps: int,
-        prefill: int,
         decode: int,
         named: Sequence[tuple[Job, Sequence[Key]]],
     ) -> int:
@@ -619,36 +727,43 @@ class ServingLoop:
         Args:
             steps: number of steps.
             took_ps: picoseconds they took.
-            prefill: prompt tokens they computed.
             decode: tokens they generated.
             named: jobs, and block keys of their generated tokens that became known.
         """
-        del prefill, decode
         log = self.log
-        if self._lag:
-            self._stepped = True
-            self._began_ps = self.clock_ps
+        if self._lag is not None:
+            self._lag.stepped = True
+            self._lag.began_ps = self.clock_ps
             if steps > 1:
-                self._began_ps += took_ps - self._last_step_ps()
+                self._lag.began_ps += took_ps - self._last_step_ps()
         self.clock_ps = clock_ps = self.clock_ps + took_ps
         log.steps += steps
         log.busy_ps += took_ps
         now = clock_ps // PS_PER_NS
-        if took_ps >= INT64_LIMIT or now >= INT64_LIMIT:
-            # Integers of any size, which floats divide only up to 1e308.
-            took, end = float(Decimal(took_ps).scaleb(-12)), float(Decimal(now).scaleb(-9))
-            what = "a step takes" if steps == 1 else f"{steps} steps take"
-            msg = (
-                f"{what} {took:.3g} s by latency model "
-                f"{self._executor.latency.name!r}, to {end:.3g} s from the start: a step "
-                "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
-            )
-            raise InputError(msg)
-        if self._arrivals.next_at <= now:
+        if clock_ps >= INT64_LIMIT and (took_ps >= INT64_LIMIT or now >= INT64_LIMIT):
+            self._refuse_time(steps, took_ps, now)
+        if self.arrivals.next_at <= now:
             self._take_arrivals(now)
         if named:
             self._name(named, now)
+        if self._drafts is not None:
+            self._drafts.settle(took_ps, now)
+        if self._meter is not None:
+            prefill = sum([tokens for _, tokens in self.batcher.chunks])
+            self._meter.passed(self, took_ps, prefill, decode, steps)
         return now
+
+    def _refuse_time(self, steps: int, took_ps: int, now: int) -> NoReturn:
+        """Raise the InputError of steps that took `took_ps`, too long, and ended at `now`."""
+        # Integers of any size, which floats divide only up to 1e308.
+        took, end = float(Decimal(took_ps).scaleb(-12)), float(Decimal(now).scaleb(-9))
+        what = "a step takes" if steps == 1 else f"{steps} steps take"
+        msg = (
+            f"{what} {took:.3g} s by latency model "
+            f"{self._executor.latency.name!r}, to {end:.3g} s from the start: a step "
+            "ends within 2^63 ps (106 days), and the clock at 2^63 ns"
+        )
+        raise InputError(msg)
 
     def _last_step_ps(self) -> int:
         """Return how long (ps) the last step of a jump took, which has just been run."""
@@ -666,38 +781,17 @@ class ServingLoop:
             if trace is not None:
                 trace.keys(now, request=job.request.id, keys=keys)
 
-    def _work(self, chunks: Sequence[tuple[Job, int]], *, decodes: bool) -> StepWork:
-        """Return the work of a step with these prefill chunks, and the decode batch or not."""
-        total = doubled = 0
-        for job, tokens in chunks:
-            seq = job.seq
-            assert seq is not None
-            total += tokens
-            # n tokens after a context of c attend to c + 1, ..., c + n tokens.
-            doubled += tokens * (2 * (job.computed - seq.dropped_tokens) + tokens + 1)
-        pairs: tuple[int, ...] = (doubled // 2,)
-        if not self._is_plain:
-            parts = [
-                (job.computed - job.seq.dropped_tokens, tokens)
-                for job, tokens in chunks
-                if job.seq is not None
-            ]
-            pairs = tuple(
-                sum(attended_pairs(context, tokens, window) for context, tokens in parts)
-                for window in self._windows
-            )
-        if decodes:
-            return StepWork(total, pairs, self.batch.size, tuple(self.batch.context))
-        return StepWork(total, pairs, 0, self._no_pairs)
-
     def _commit(self, now: int) -> None:
         """Commit the blocks that jobs have just filled, which are then shared or dropped."""
+        if self._drafts is not None:
+            self._drafts.commit(now)
+            return
         # A copy: a job whose sequence is compacted moves to another list.
         for job in [*self.batch.committers()]:
             seq = job.seq
             assert seq is not None
-            if self._lag:
-                self._filled.append((job, seq, job.length))
+            if self._lag is not None:
+                self._lag.filled.append((job, seq, job.length))
                 continue
             self._cache.settle(seq, job.length)
             before = seq.dropped_tokens
@@ -708,13 +802,15 @@ class ServingLoop:
 
     def _prefill_done(self, job: Job, now: int) -> bool:
         """PREFILL_DONE: record the next token; return True if it was the last."""
-        request = job.request
         if not job.output_tokens:
             return True
+        request = job.request
         if job.first_token is None:
             job.first_token = now
             if self._cache.trace is not None and job.seq is not None:
                 self._cache.trace.first_token(now, request=request.id, seq=job.seq.id)
+            if self.on_first_token is not None:
+                self.on_first_token(job, now)
         else:
             self.log.itl.pending.append((self.clock_ps - job.last_token_ps, 0, 1, 1))
         job.last_token_ps = self.clock_ps
@@ -729,13 +825,42 @@ class ServingLoop:
     def _finish(self, jobs: list[Job], now: int) -> None:
         """DECODE_DONE: finish the jobs that have all their tokens, in order of admission."""
         if len(jobs) > 1:
-            jobs.sort(key=lambda job: 0 if job.seq is None else job.seq.admission)
+            jobs.sort(key=admission_of)
         for job in jobs:
-            if self._lag:
+            if self._lag is not None:
                 self.batcher.retire(job)
-                self._late.append(job)
-            else:
-                self.batcher.finish(job, now)
+                self._lag.late.append(job)
+                self.log.ended(job, now)
+                continue
+            self.batcher.finish(job, now)
             self.log.ended(job, now)
-            if not self._lag:
-                self._arrivals.ended(job.request, now)
+            self.arrivals.ended(job.request, now)
+
+
+def _check_parts(
+    drafter: Drafter | None,
+    retention: RetentionPolicy | None,
+    allocator: DecodeAllocator,
+    *,
+    lag: int,
+) -> None:
+    """Raise InputError if two parts of a run contradict each other."""
+    why = ""
+    if lag and (retention is not None or drafter is not None):
+        what = "a retention policy" if retention is not None else "a drafter"
+        why = (
+            f"lag=1 with {what}: what a step leaves behind would be decided before it is "
+            "known; leave out one of them"
+        )
+    elif drafter is not None and retention is not None:
+        why = (
+            f"drafter {drafter.name!r} with retention {retention.name!r}: what is rejected "
+            "cannot be rolled back where tokens have been dropped; leave out one of the two"
+        )
+    elif drafter is not None and not allocator.takes_drafts:
+        why = (
+            f"drafter {drafter.name!r}: memory is measured, and contiguous, where a step adds "
+            "one token a sequence; leave out the drafter, or that"
+        )
+    if why:
+        raise InputError(why)

@@ -18,7 +18,9 @@ from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.workloads import check_keys
 
 if TYPE_CHECKING:
+    from kvcore import Occupancy
     from kvcore.serving.drafter import Drafter
+    from kvcore.serving.stats import Fragmentation
 
 
 def simulate(
@@ -70,7 +72,7 @@ def simulate(
         from kvcore.serving.speculation import SpeculativeSimulator  # noqa: PLC0415 - rare
 
         executor = SpeculativeSimulator(latency, built)
-    loop, wall_s = serve(
+    loop, memory, wall_s = serve(
         workload,
         cache,
         scheduler,
@@ -88,7 +90,7 @@ def simulate(
         cache,
         batching,
         latency,
-        loop.fragmentation(),
+        memory,
         wall_s=wall_s,
         drafter=built,
     )
@@ -148,28 +150,20 @@ def serve(
     residency: bool = True,
     jumps: bool = True,
     allocator: AllocatorFactory | None = None,
-) -> tuple[ServingLoop, float]:
-    """Serve `workload` with any executor; return the loop and the seconds it took.
+) -> tuple[ServingLoop, Fragmentation | None, float]:
+    """Serve `workload` with any executor.
+
+    Returns the loop, how its memory was used if that was measured, and the seconds it took.
 
     `executor` runs a step, or computes the time it takes. The other arguments are those of
     `simulate`, which raises the same errors.
     """
-    loop_type: type[ServingLoop] = ServingLoop
+    meter: Occupancy | None = None
     if allocator is not None or fragmentation:
         import kvcore  # noqa: PLC0415 - its table says where memory is measured
 
-        loop_type, allocator = kvcore.MeasuredLoop, allocator or kvcore.MeasuredAllocator
-    if hasattr(executor, "drafter"):
-        from kvcore.serving.speculation import SpeculativeLoop  # noqa: PLC0415 - rare
-
-        if loop_type is not ServingLoop:
-            msg = (
-                f"drafter {executor.drafter.name!r}: memory is measured, and contiguous, where "
-                "a step adds one token a sequence; leave out the drafter, or that"
-            )
-            raise InputError(msg)
-        loop_type = SpeculativeLoop
-    loop = loop_type(
+        meter, allocator = kvcore.Occupancy(), allocator or kvcore.MeasuredAllocator
+    loop = ServingLoop(
         Arrivals(check_keys(workload), rate_scale, prefetches=cache.tiers is not None),
         cache,
         scheduler,
@@ -178,6 +172,7 @@ def serve(
         jumps=jumps,
         slo=slo,
         allocator=allocator or DecodeAllocator,
+        meter=meter,
     )
     if cache.trace is not None:
         record_run(
@@ -193,4 +188,5 @@ def serve(
         cache.record_residency()
     start = perf_counter()
     loop.run()
-    return loop, perf_counter() - start
+    seconds = perf_counter() - start
+    return loop, None if meter is None else meter.summary(), seconds

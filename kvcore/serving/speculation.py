@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins import find_override
-from kvcore.request import Key
+from kvcore.serving.batcher import Batcher
+from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.drafter import Drafter, DraftStats
-from kvcore.serving.job import DECODE, Job
+from kvcore.serving.job import DECODE, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
     LatencyModel,
@@ -19,18 +21,11 @@ from kvcore.serving.latency import (
     StepWork,
     Windows,
 )
-from kvcore.serving.loop import ServingLoop
-from kvcore.units import PS_PER_NS
+from kvcore.serving.stats import RunLog
 
 
 class SpeculativeExecutor(Executor, Protocol):
-    """An executor whose steps verify drafts.
-
-    Attributes:
-        drafter: drafts the tokens, or gives the number that is accepted.
-    """
-
-    drafter: Drafter
+    """An executor whose steps verify the drafts of its drafter."""
 
     def speculate(
         self,
@@ -58,7 +53,7 @@ class SpeculativeSimulator(SimulatedExecutor):
             raise InputError(msg)
         drafter.bind()
         drafter.attach(latency)
-        self.drafter = drafter
+        self.drafter: Drafter = drafter
         self.jumps = False
         self.plugins: Any = (latency, drafter)
 
@@ -114,28 +109,33 @@ def with_drafts(
     return StepWork(work.prefill + total, pairs, work.decode, work.context)
 
 
-class SpeculativeLoop(ServingLoop):
-    """The serving loop whose decode steps verify drafts: a sequence gets 1 to k + 1 tokens.
+class Speculation:
+    """The part of a serving loop by which decode steps verify drafts.
 
-    Before a step each decoding sequence gets slots for its drafts. Their number is at most k,
-    the tokens that it still needs beside the model's own one, the rest of `max_tokens` beside
-    prefill, and the room in free or evictable blocks: drafts preempt no job. After the step
-    the slots of rejected drafts are rolled back, before a block is committed: shared blocks
-    hold only accepted tokens. Steps are run one by one.
+    A step gives 1 to k + 1 tokens to each decoding sequence. Before it the sequence gets slots
+    for its drafts. Their number is at most k, the tokens that it still needs beside the model's
+    own one, the rest of `max_tokens` beside prefill, and the room in free or evictable blocks:
+    drafts preempt no job. After the step the slots of rejected drafts are rolled back, before
+    a block is committed: shared blocks hold only accepted tokens. Steps are run one by one.
+
+    Args:
+        drafter: drafts the tokens, or gives the number that is accepted.
+        executor: runs the steps.
+        cache, batch, batcher, log: those of the loop. The log counts the drafts.
     """
 
-    _executor: SpeculativeExecutor
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        if self._cache.retention is not None:
-            msg = (
-                f"drafter {self._executor.drafter.name!r} with retention "
-                f"{self._cache.retention.name!r}: what is rejected cannot be rolled back where "
-                "tokens have been dropped; leave out one of the two"
-            )
-            raise InputError(msg)
-        self.log.drafts = DraftStats()
+    def __init__(
+        self,
+        drafter: Drafter,
+        executor: SpeculativeExecutor,
+        cache: KVCache,
+        batch: DecodeBatch,
+        batcher: Batcher,
+        log: RunLog,
+    ) -> None:
+        self._drafter, self._executor = drafter, executor
+        self._cache, self._batch, self._batcher, self._log = cache, batch, batcher, log
+        self._stats = log.drafts = DraftStats()
         # Of the step that has begun: the decoding jobs, the most drafts of each, those jobs
         # that were extended by slots for drafts, and the work and its result.
         self._jobs: list[Job] = []
@@ -143,21 +143,25 @@ class SpeculativeLoop(ServingLoop):
         self._extended: set[Job] = set()
         self._step: tuple[StepWork, StepResult] | None = None
 
-    def _compute(self) -> StepResult:
-        batch, chunks = self.batch, self.batcher.chunks
-        decodes = batch.size > 0 and (self._mixed or not chunks)
-        work = self._work(chunks, decodes=decodes)
-        self._jobs = [*batch] if decodes else []
-        self._limits = self._extend(work.prefill)
+    def compute(
+        self,
+        work: StepWork,
+        chunks: Sequence[tuple[Job, int]],
+        decoding: Iterable[Job],
+        now: int,
+    ) -> StepResult:
+        """Run a step that begins at `now` (ns), with slots for the drafts of its jobs."""
+        self._jobs = [*decoding]
+        self._limits = self._extend(work.prefill, now)
         result = self._executor.speculate(work, chunks, self._jobs, self._limits)
         self._step = work, result
         return result
 
-    def _extend(self, prefill: int) -> list[int]:
+    def _extend(self, prefill: int, now: int) -> list[int]:
         """Allocate slots for drafts; return the most drafts of each job of the step."""
-        cache, now = self._cache, self.clock_ps // PS_PER_NS
-        most, size = self._executor.drafter.tokens, cache.geometry.block_size
-        left = self.batcher.batching.max_tokens - prefill - len(self._jobs)
+        cache = self._cache
+        most, size = self._drafter.tokens, cache.geometry.block_size
+        left = self._batcher.batching.max_tokens - prefill - len(self._jobs)
         limits = []
         for job in self._jobs:
             seq, count = job.seq, min(most, job.output_left - 1, left)
@@ -176,20 +180,15 @@ class SpeculativeLoop(ServingLoop):
             limits.append(max(count, 0))
         return limits
 
-    def _pass(
-        self,
-        steps: int,
-        took_ps: int,
-        prefill: int,
-        decode: int,
-        named: Sequence[tuple[Job, Sequence[Key]]],
-    ) -> int:
-        now = super()._pass(steps, took_ps, prefill, decode, named)
+    def settle(self, took_ps: int, now: int) -> None:
+        """Give the jobs of a step, which ended at `now` (ns), their accepted drafts.
+
+        The slots of the other drafts are rolled back. The step took `took_ps` picoseconds.
+        """
         assert self._step is not None
         (work, result), self._step = self._step, None
-        cache, batch, stats = self._cache, self.batch, self.log.drafts
+        cache, batch, stats = self._cache, self._batch, self._stats
         extended, more = self._extended, 0
-        assert stats is not None
         for job, limit, (drafted, accepted) in zip(
             self._jobs, self._limits, result.verified, strict=True
         ):
@@ -205,22 +204,28 @@ class SpeculativeLoop(ServingLoop):
         extended.clear()
         if more:
             # Accepted drafts come at the same moment as the token after them.
-            self.log.itl.pending.append((0, 0, 1, more))
+            self._log.itl.pending.append((0, 0, 1, more))
         if work.decode and not work.prefill and self._executor.mode == "model":
             plain_ps = self._executor.latency.duration(work)
             stats.plain_ps += plain_ps * (work.decode + more) // work.decode
             stats.took_ps += took_ps
-        return now
 
-    def _commit(self, now: int) -> None:
+    def commit(self, now: int) -> None:
         """Commit the blocks that jobs have filled, which lie anywhere in a step's tokens."""
         size = self._cache.geometry.block_size
-        jobs = [job for each in self.batch.committing.values() for job in each]
-        for job in sorted(jobs, key=lambda job: job.seq.admission if job.seq else 0):
+        jobs = [job for each in self._batch.committing.values() for job in each]
+        for job in sorted(jobs, key=admission_of):
             seq = job.seq
             assert seq is not None
             full = job.length - job.length % size
             if full > seq.computed:
                 self._cache.settle(seq, job.length)
                 self._cache.commit(seq, full - seq.computed, now)
-                self.batcher.computed()
+                self._batcher.computed()
+
+    def break_off(self, now: int) -> None:
+        """Roll back the slots of drafts of a step that will not end."""
+        for job, limit in zip(self._jobs, self._limits, strict=True):
+            if job in self._extended:
+                assert job.seq is not None
+                self._cache.rollback(job.seq, limit, now)

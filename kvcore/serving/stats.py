@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
 
 import attrs
 
-from kvcore.compiled import divided, mypyc_attr
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
 from kvcore.request import SLO
@@ -31,7 +30,6 @@ ROWS = 1 << 16
 Cell = TypeVar("Cell")
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class Column(Generic[Cell]):
     """A column of a log: a sequence that holds only its newest cells in memory.
 
@@ -161,7 +159,6 @@ UNJUDGED, MISSED, MET = -1, 0, 1
 """The verdicts on a request by its SLO: none is possible, it missed it, or it met it."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class RunLog:
     """Columns of a run, one row a request, in the order in which these ended.
 
@@ -306,8 +303,8 @@ class Percentiles:
         if count <= ROWS:
             ranked = [ordered[nearest_rank(each, count) - 1] for each in PERCENTS]
             return cls(
-                divided(sum(ordered), count * second),
-                *(divided(value, second) for value in ranked),
+                sum(ordered) / (count * second),
+                *(value / second for value in ranked),
             )
         batches = [(len(b), sum(b), min(b), max(b)) for b in _batches(samples)]
         counts, sums, lows, highs = zip(*batches, strict=True)
@@ -315,8 +312,8 @@ class Percentiles:
         ranks = [nearest_rank(each, count) for each in PERCENTS]
         ranked = _at_ranks(samples, ranks, min(lows), max(highs))
         return cls(
-            divided(sum(sums), count * second),
-            *(divided(value, second) for value in ranked),
+            sum(sums) / (count * second),
+            *(value / second for value in ranked),
         )
 
     def as_dict(self) -> dict[str, float]:
@@ -388,7 +385,6 @@ TokenGap: TypeAlias = tuple[int, int, int, int]
 step `first` ps after the token before, and with each further step `slope` ps more."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class TokenGaps:
     """The times between two tokens of a request, in picoseconds: inter-token latencies.
 
@@ -420,8 +416,8 @@ class TokenGaps:
         if found is None:
             return None
         return Percentiles(
-            divided(self._histogram.total, self._histogram.weight * second),
-            *(divided(found[f"p{percent}"], second) for percent in PERCENTS),
+            self._histogram.total / (self._histogram.weight * second),
+            *(found[f"p{percent}"] / second for percent in PERCENTS),
         )
 
     def merge(self, other: TokenGaps) -> None:
@@ -451,7 +447,6 @@ MAX_SAMPLES = 512
 """Samples of the timeline. When there are as many, every second one is dropped."""
 
 
-@mypyc_attr(allow_interpreted_subclasses=True, serializable=True)
 class PoolTimeline:
     """Use of the blocks of a pool, from event to event.
 
@@ -509,7 +504,7 @@ class PoolTimeline:
             self._active_area + since * self._active,
             self._cached_area + since * self._cached,
         )
-        active, cached = (divided(area, span) if span else None for area in areas)
+        active, cached = (area / span if span else None for area in areas)
         return {
             "blocks": self.blocks,
             "active": {"mean": active, "peak": self.peak},

@@ -214,7 +214,7 @@ class PhaseLoop(ReplicaLoop):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        if self._lag:
+        if self._lag is not None:
             msg = "lag=1 with split phases: a transfer begins when a step ends; leave out one"
             raise InputError(msg)
         self.phases: PhaseCluster | None = None

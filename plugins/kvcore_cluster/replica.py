@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 from kvcore.cache import KVCache
 from kvcore.request import SLO, Request
-from kvcore.serving.decode_batch import StepTimes
 from kvcore.serving.drafter import Drafter
-from kvcore.serving.job import Job
-from kvcore.serving.latency import LatencyModel, SimulatedExecutor
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
 from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
+from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS
 
 
@@ -62,7 +60,7 @@ class ReplicaLoop(ServingLoop):
         latency: gives the time of a step.
         on_first_token: called with each request whose first token comes, and the time (ns).
         on_ended: called with each request that has ended, and the time (ns).
-        drafter: gives the number of accepted drafts, in a `SpeculativeReplica`.
+        drafter: gives the number of accepted drafts; None: steps verify none.
 
     Attributes:
         handed: rows of its log whose requests are decoded by another replica.
@@ -87,7 +85,7 @@ class ReplicaLoop(ServingLoop):
         super().__init__(self.inbox, cache, scheduler, executor, batching, slo=slo)
         self.cache, self.latency, self.executor = cache, latency, executor
         self.handed: set[int] = set()
-        self._on_first_token = on_first_token
+        self.on_first_token = lambda job, now: on_first_token(job.request, now)
         # The steps of a jump that has begun and is not run yet, and their times.
         self._ahead: tuple[int, StepTimes] | None = None
 
@@ -106,8 +104,7 @@ class ReplicaLoop(ServingLoop):
             self._computed = self._compute()
             return self.clock_ps + self._computed.took_ps
         lines, event = self._foreseen()
-        event_ps = event * PS_PER_NS if event < NEVER else None
-        steps, times = self.allocator.foresee(lines, self.clock_ps, event_ps)
+        steps, times = self.allocator.foresee(lines, self.clock_ps, event)
         if steps > 1 and self._growth(steps) > self._room(reporting=reporting):
             self._jumped = self._jump(horizon())
             return self.clock_ps + self._jumped[1]
@@ -131,9 +128,7 @@ class ReplicaLoop(ServingLoop):
     def break_off(self, now: int) -> None:
         """End the current turn at `now` (ns); no other follows."""
         self.interrupt(now)
-        # Assign the blocks that were allocated for the batch as a whole to its sequences.
-        for job in self.batch:
-            self.allocator.settle(job)
+        super().break_off(now)
 
     def end(self) -> None:
         """Run the current turn to its end."""
@@ -202,13 +197,6 @@ class ReplicaLoop(ServingLoop):
             sent, arrival, request = inbox.take_sent()
             self._arrive(request, sent, arrival)
 
-    def _prefill_done(self, job: Job, now: int) -> bool:
-        first = job.first_token is None
-        done = super()._prefill_done(job, now)
-        if first and job.first_token is not None:
-            self._on_first_token(job.request, now)
-        return done
-
 
 class Server:
     """A replica of the cluster: its loop, and the loops it had before it failed.
@@ -239,15 +227,3 @@ class Server:
         self.loop = self._start()
         self.lives.append(self.loop)
         self.busy = False
-
-
-class SpeculativeReplica(SpeculativeLoop, ReplicaLoop):
-    """A replica whose decode steps verify drafts."""
-
-    def break_off(self, now: int) -> None:
-        """End the current turn at `now` (ns), and roll back its draft tokens."""
-        for job, limit in zip(self._jobs, self._limits, strict=True):
-            if job in self._extended:
-                assert job.seq is not None
-                self._cache.rollback(job.seq, limit, now)
-        super().break_off(now)

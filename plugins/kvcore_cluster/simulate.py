@@ -23,7 +23,7 @@ from kvcore_cluster.cluster import Cluster, Failure, Start
 from kvcore_cluster.dispatcher import PrefixView
 from kvcore_cluster.phases import PhaseCluster, PhaseLoop
 from kvcore_cluster.planner import Planner
-from kvcore_cluster.replica import ReplicaLoop, SpeculativeReplica
+from kvcore_cluster.replica import ReplicaLoop
 from kvcore_cluster.result import ClusterResult, merge_logs
 from kvcore_cluster.trace import ClusterTrace
 
@@ -81,9 +81,7 @@ def simulate_cluster(
             check_cache(cache, "simulate")
             made["latency"].bind()
             drafter = made.get("drafter")
-            kind: type[ReplicaLoop] = ReplicaLoop if drafter is None else SpeculativeReplica
-            if phases is not None:
-                kind = PhaseLoop
+            kind = ReplicaLoop if phases is None else PhaseLoop
             loop = kind(
                 cache,
                 made["scheduler"],

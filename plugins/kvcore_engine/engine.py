@@ -154,7 +154,7 @@ def run(
             executor = SpeculativeTensorExecutor(*parts, drafter=built_drafter, **options)
         whole = False
         try:
-            loop, took = serve(
+            loop, memory, took = serve(
                 workload,
                 cache,
                 scheduler,
@@ -173,7 +173,7 @@ def run(
         cache=cache,
         batching=batching,
         latency=latency,
-        fragmentation=loop.fragmentation(),
+        fragmentation=memory,
         wall_s=took,
         outputs={name: stream.output for name, stream in executor.streams.items()},
         steps=executor.measured,

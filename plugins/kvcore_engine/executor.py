@@ -30,6 +30,7 @@ from kvcore_plugins.drafter.measured_acceptance import DraftedStep
 from kvcore_plugins.latency.measured_steps import MeasuredStep
 
 if TYPE_CHECKING:
+    from kvcore.serving.drafter import Drafter
     from kvcore_engine.mover import TensorMover
     from kvcore_tiers.hierarchy import Tiers
 
@@ -93,6 +94,7 @@ class TensorExecutor:
 
     name = "run"
     jumps = False
+    drafter: Drafter | None = None
 
     def __init__(
         self,

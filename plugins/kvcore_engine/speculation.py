@@ -61,7 +61,7 @@ class SpeculativeTensorExecutor(TensorExecutor):
             )
             raise InputError(msg)
         super().__init__(*arguments, seed=seed, **options)
-        self.drafter = drafter
+        self.drafter: TokenDrafter = drafter
         self.plugins = (*self.plugins, drafter)
         try:
             drafter.bind()

@@ -187,9 +187,8 @@ class LiveLoop(ServingLoop):
             msg = "lag=1: this engine plans a step once the one before has ended; leave it out"
             raise InputError(msg)
         self.inbox = LiveInbox(self._gone)
-        super().__init__(self.inbox, cache, scheduler, executor, batching)
         tally = Tally(cache.pool.blocks)
-        tally.itl, self.log = self.log.itl, tally
+        super().__init__(self.inbox, cache, scheduler, executor, batching, log=tally)
         self.open: dict[int | str, OpenRequest] = {}
         self.listeners: dict[int | str, Listener] = {}
         self._tensors = executor

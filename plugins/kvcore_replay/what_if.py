@@ -485,7 +485,7 @@ class _Rerun:
                 )
                 raise InputError(msg)
             executor = SpeculativeSimulator(latency, drafter)
-        loop, _ = serve(
+        loop, _, _ = serve(
             requests,
             self._cache,
             scheduler,

@@ -1,10 +1,10 @@
-"""Print the table of speeds in `docs/reference/benchmarks.md`, for the installed build.
+"""Print the table of speeds in `docs/reference/benchmarks.md`.
 
     python tests/bench/targets.py [ROW]...
 
 Each row is a time, or a ratio of two times from one run; times are medians of alternating runs.
-Rows that need Dynamo print "not measured" if it is not installed. `tox run -e
-targets,targets-compiled` prints both columns.
+Rows that need Dynamo print "not measured" if it is not installed. `tox run -e targets` installs
+it first.
 """
 
 from __future__ import annotations
@@ -211,8 +211,7 @@ ROWS: dict[str, tuple[str, Callable[[], str]]] = {
 
 def main(names: Sequence[str]) -> None:
     """Print the rows of these names, or all rows if there are none."""
-    kind = "compiled" if find_spec("kvcore__mypyc") else "pure Python"
-    print(f"| work | {kind} | took |\n|---|---|---|")
+    print("| work | measured | took |\n|---|---|---|")
     for name in names or ROWS:
         about, measure = ROWS[name]
         begun = perf_counter()

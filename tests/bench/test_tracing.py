@@ -1,7 +1,7 @@
 """The cost of a trace, against the untraced run plus encoding and writing its lines.
 
 The target is 1.3 times the untraced run plus encoding and writing the same dicts in a tight
-loop. Pure Python does not reach it on the bundled trace: the untraced run counts blocks, while
+loop. kvcore does not reach it on the bundled trace: the untraced run counts blocks, while
 a traced one has to move their ids, call the logger eight times a request, and find the runs in
 500,000 ids, none of which the tight loop does. So the cost of that work is printed as well.
 """

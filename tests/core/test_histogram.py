@@ -48,6 +48,21 @@ def test_counts_up_to_round_numbers_are_exact(pairs):
     assert histogram.at_most(bounds) == [bisect_right(values, bound) for bound in bounds]
 
 
+@given(PAIRS, st.lists(VALUES, min_size=1, max_size=40), st.integers(0, 10**15))
+def test_add_ascending_equals_adding_each_age(pairs, ages, since):
+    """`add_ascending` of sorted times equals adding each age by itself."""
+    histogram, _ = filled(pairs)
+    expected, _ = filled([*pairs, *((age, 1) for age in ages)])
+    histogram.add_ascending([since + age for age in sorted(ages)], since)
+    assert vars_of(histogram) == vars_of(expected)
+
+
+def vars_of(histogram):
+    """Return the weight, the sum, the maximum and the buckets of a histogram."""
+    weights = {place: weight for place, weight in histogram._weights.items() if weight}
+    return histogram.weight, histogram.total, histogram.high, weights
+
+
 def test_memory_is_bounded():
     """A hundred thousand different values share a few thousand buckets."""
     histogram = Histogram()

@@ -3,7 +3,6 @@
 ORDER = [
     {"errors"},
     {"units"},
-    {"compiled"},
     {"distributions", "files", "histogram", "lazy", "moved", "progress"},
     {"sections"},
     {"notebook"},
@@ -27,6 +26,7 @@ ORDER = [
     {"kvcore_lab"},
     {"kvcore_pages", "kvcore_online"},
     {"kvcore_testing"},
+    {"kvcore_judge"},
 ]
 """Rooms and packages: one imports itself and those above it."""
 

@@ -112,6 +112,7 @@ class DynoSimExecutor:
     def __init__(self, cache: KVCache) -> None:
         self.latency = EmptyServerTimes()
         self.plugins = (self.latency,)
+        self.drafter = None
         self._tokens = cache.pool.blocks * cache.geometry.block_size
 
     def run(

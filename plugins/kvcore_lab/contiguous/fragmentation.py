@@ -1,15 +1,11 @@
-"""Measuring how memory is used: a loop and an allocator that count slots.
+"""Measuring how memory is used: a meter of a loop, and an allocator that counts slots.
 
 A run that does not measure uses neither, and pays nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Named
-from typing import Any
-
 from kvcore.cache import KVCache, Sequence
-from kvcore.request import Key
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job
 from kvcore.serving.loop import ServingLoop
@@ -24,6 +20,8 @@ class MeasuredAllocator(DecodeAllocator):
         idle: slots that open requests hold without a token in them.
         uncomputed: those of them that prefill fills next.
     """
+
+    takes_drafts = False
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         super().__init__(cache, batch)
@@ -95,54 +93,17 @@ class MeasuredAllocator(DecodeAllocator):
         self.idle += blocks * self._block_size
 
 
-class MeasuredLoop(ServingLoop):
-    """A serving loop that measures how memory is used. Its allocator counts slots."""
+class Occupancy:
+    """A meter that sums the use of slots over time, from event to event. O(1) a step.
 
-    allocator: MeasuredAllocator
+    The loop allocates by a `MeasuredAllocator`.
+    """
 
-    def __init__(self, *parts: Any, **options: Any) -> None:
-        super().__init__(*parts, **options)
-        self._occupancy = _Occupancy(self.allocator)
-
-    def fragmentation(self) -> Fragmentation:
-        """Return how the memory was used."""
-        return self._occupancy.summary()
-
-    def _planned(self, now: int) -> None:
-        """Record the state of pool and memory after a plan that changed something."""
-        super()._planned(now)
-        self._occupancy.event(len(self.batcher.running), self.batcher.blocked_job)
-
-    def _wait(self) -> bool:
-        """Move the clock to the next arrival or timer; return False if there is none."""
-        before_ps, idle = self.clock_ps, self._serial > 0
-        if not super()._wait():
-            return False
-        if idle:
-            self._occupancy.passed(self.clock_ps - before_ps, 0, 0, 0)
-        return True
-
-    def _pass(
-        self,
-        steps: int,
-        took_ps: int,
-        prefill: int,
-        decode: int,
-        named: Named[tuple[Job, Named[Key]]],
-    ) -> int:
-        """Move the clock over steps that have run, and measure them."""
-        self._occupancy.passed(took_ps, prefill, decode, steps)
-        return super()._pass(steps, took_ps, prefill, decode, named)
-
-
-class _Occupancy:
-    """Sums the use of slots over time, from event to event. O(1) a step."""
-
-    def __init__(self, allocator: MeasuredAllocator) -> None:
-        self._allocator = allocator
+    def __init__(self) -> None:
         # The state since the last event.
         self._running = self._held = self._cached = self._idle = self._uncomputed = 0
         self._blocked = False
+        self._slots = 1
         # Since then: picoseconds, steps, and slots that were filled.
         self._took_ps = self._steps = self._filled = 0
         self._last = 0, 0, 0
@@ -151,32 +112,32 @@ class _Occupancy:
         self._holds = self._caches = self._idles = self._frees = 0
         self._peak = 0
 
-    def event(self, running: int, blocked: Job | None) -> None:
-        """Record an event, and the state that holds until the next one.
-
-        Args:
-            running: running jobs.
-            blocked: the job that waits for memory, if one does.
-        """
-        if self._took_ps:
-            self._add_up()
-        allocator = self._allocator
-        self._running = running
+    def planned(self, loop: ServingLoop, now: int) -> None:
+        """Record an event, and the state that holds until the next one."""
+        del now
+        self._end_state()
+        allocator, blocked = loop.allocator, loop.batcher.blocked_job
+        assert isinstance(allocator, MeasuredAllocator)
+        self._slots = allocator.slots
+        self._running = len(loop.batcher.running)
         self._held, self._cached = allocator.held()
         self._idle, self._uncomputed = allocator.idle, allocator.uncomputed
         self._blocked = blocked is not None and allocator.is_fragmented(blocked.request)
-        self._took_ps = self._steps = self._filled = 0
 
-    def passed(self, took_ps: int, prefill: int, decode: int, steps: int) -> None:
+    def passed(
+        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
+    ) -> None:
         """Record `steps` steps, whose blocks are allocated.
 
         Args:
+            loop: the loop that runs them.
             took_ps: picoseconds they took; without steps, idle time.
             prefill: prompt tokens that filled slots.
             decode: generated tokens, the same number with each step.
             steps: number of steps.
         """
-        allocator = self._allocator
+        allocator = loop.allocator
+        assert isinstance(allocator, MeasuredAllocator)
         # The slots that would be idle if nothing had been filled since the event.
         self._last = *allocator.held(), allocator.idle + self._filled
         self._took_ps += took_ps
@@ -186,8 +147,8 @@ class _Occupancy:
 
     def summary(self) -> Fragmentation:
         """Return the shares."""
-        self.event(0, None)
-        time, slots = max(self._time_ps, 1), self._allocator.slots
+        self._end_state()
+        time, slots = max(self._time_ps, 1), self._slots
         whole = time * slots
         waited = self._waited
         return Fragmentation(
@@ -201,9 +162,11 @@ class _Occupancy:
             external_free=self._frees / (2 * waited * slots) if waited else None,
         )
 
-    def _add_up(self) -> None:
+    def _end_state(self) -> None:
         """Add the time since the last event, in which slots were taken and filled evenly."""
         took_ps, (held, cached, idle) = self._took_ps, self._last
+        if not took_ps:
+            return
         # A step's tokens are there after it: those of the last one do not count yet.
         idle -= self._filled - self._filled // max(self._steps, 1)
         held += self._held
@@ -216,4 +179,5 @@ class _Occupancy:
         self._peak = max(self._peak, self._idle, idle)
         if self._blocked:
             self._waited += took_ps
-            self._frees += took_ps * (2 * self._allocator.slots - held)
+            self._frees += took_ps * (2 * self._slots - held)
+        self._took_ps = self._steps = self._filled = 0

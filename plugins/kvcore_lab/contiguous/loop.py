@@ -13,8 +13,9 @@ from kvcore.cache import KVCache, Sequence
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins.manager import resolve
 from kvcore.request import Request
-from kvcore.serving.decode_batch import DecodeBatch, StepTimes
+from kvcore.serving.decode_batch import DecodeBatch
 from kvcore.serving.job import Job
+from kvcore.serving.latency import StepTimes
 from kvcore.serving.result import Result
 from kvcore.serving.simulate import check_cache
 from kvcore.serving.simulate import simulate as simulate_allocated

@@ -18,12 +18,14 @@ from kvcore.models.memory import tensor_degrees
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
+from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import NEVER, AllocatorFactory
+from kvcore.serving.loop import NEVER, AllocatorFactory, ServingLoop
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
+from kvcore.units import PS_PER_NS
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
-from kvcore_lab.plans.early_end import DecidedError, EarlyEndLoop, loop_of
+from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
@@ -197,16 +199,17 @@ class _Search:
             cache = contiguous_cache(cache)
             allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
         executor = SimulatedExecutor(latency)
-        loop = loop_of(_QueueLoop, again, self.requests, cache, executor, allocator)
-        loop.moments = self._moments(loop, again, latency)
-        loop.run_until_decided()
+        judge = _QueueJudge()
+        loop = loop_of(judge, again, self.requests, cache, executor, allocator)
+        judge.moments = self._moments(loop, again, latency)
+        run_until_decided(loop)
         self.tick(1)
-        if loop.grows is None:
+        if judge.grows is None:
             run = Result(loop.log, cache, parts.batching, latency, None)
             return run.saturation is None or not run.saturation.saturated
-        return not loop.grows
+        return not judge.grows
 
-    def _moments(self, loop: _QueueLoop, parts: RunParts, latency: LatencyModel) -> list[int]:
+    def _moments(self, loop: ServingLoop, parts: RunParts, latency: LatencyModel) -> list[int]:
         """Return times (ns), latest first: an empty queue at one shows that no queue grows.
 
         There are such times if the offered load is at most 1 even if nothing hits. Without
@@ -231,8 +234,8 @@ class _Search:
         return moments(came[0], came[-1])[: -LAST - 1 : -1]
 
 
-class _QueueLoop(EarlyEndLoop):
-    """A serving loop that ends when it is decided whether its queue grows.
+class _QueueJudge(EarlyEnd):
+    """Ends a run when it is decided whether its queue grows.
 
     That is decided after the last arrival, or earlier if the queue does not grow.
 
@@ -241,44 +244,48 @@ class _QueueLoop(EarlyEndLoop):
         grows: whether the queue grows; None: only the whole run decides it.
     """
 
-    moments: list[int]
-    grows: bool | None = None
-    _all_came: int | None = None
+    def __init__(self) -> None:
+        self.moments: list[int] = []
+        self.grows: bool | None = None
+        self._all_came: int | None = None
 
-    def _pass(self, *step: Any) -> int:
-        """Advance the clock over executed steps; check the queue before that time."""
-        now = super()._pass(*step)
+    def passed(
+        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
+    ) -> None:
+        """Check the queue before the time that the clock has."""
+        del took_ps, prefill, decode
+        if not steps:
+            return
+        now = loop.clock_ps // PS_PER_NS
         # All jobs that were admitted before `now` are known: the clock has gone on.
         while self.moments and self.moments[-1] < now:
-            if not self._waits(self.moments.pop()):
+            if not self._waits(loop.batcher, self.moments.pop()):
                 self.grows = False
                 raise DecidedError
         if self._all_came is None:
-            if self._arrivals.next_at >= NEVER and not self._arrivals.following:
+            if loop.arrivals.next_at >= NEVER and not loop.arrivals.following:
                 self._all_came = now
         elif 0 <= self._all_came < now:
             self._all_came = -1
-            self._look()
-        return now
+            self._look(loop)
 
-    def _waits(self, at: int) -> bool:
+    def _waits(self, jobs: Batcher, at: int) -> bool:
         """Return True if a job waited at the time `at`, which lies before the clock."""
-        jobs = self.batcher
         return any(job.arrival < at for job in jobs.waiting) or any(
             job.arrival < at < (job.admitted or 0) for job in jobs.running
         )
 
-    def _look(self) -> None:
-        """End the loop once it is decided whether the queue grows."""
-        log = self.log
+    def _look(self, loop: ServingLoop) -> None:
+        """End the run once it is decided whether the queue grows."""
+        log, batcher = loop.log, loop.batcher
         rows = [row for row, finish in enumerate(log.finish) if finish >= 0]
-        jobs = [*self.batcher.running, *self.batcher.waiting]
+        jobs = [*batcher.running, *batcher.waiting]
         queue = Queue.of(
             [log.arrival[row] for row in rows] + [job.arrival for job in jobs],
             [log.admitted[row] for row in rows]
             + [job.admitted for job in jobs if job.admitted is not None],
             [log.finish[row] for row in rows],
-            self.batcher.batching.max_seqs,
+            batcher.batching.max_seqs,
         )
         if queue is None or not queue.grows or queue.persists:
             self.grows = queue is not None and queue.grows

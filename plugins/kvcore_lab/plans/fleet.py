@@ -15,11 +15,12 @@ from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
 from kvcore.request import Request
 from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.loop import ServingLoop
 from kvcore.serving.result import Outcome
-from kvcore.serving.speculation import SpeculativeLoop, SpeculativeSimulator
+from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.serving.stats import MET, MISSED, UNJUDGED, RunLog
 from kvcore.workloads import Workload, check_keys
-from kvcore_lab.plans.early_end import DecidedError, EarlyEndLoop, loop_of
+from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
 from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore_replay.belady import Foresight
 from kvcore_replay.untimed import replay
@@ -271,30 +272,28 @@ def _served(
         begin = requests[0].arrival
         replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
     latency.bind()
-    kind, executor = _JudgedLoop, SimulatedExecutor(latency)
+    executor = SimulatedExecutor(latency)
     if config.drafter is not None:
-        kind, executor = _JudgedDrafts, SpeculativeSimulator(latency, parts.built("drafter"))
-    loop = loop_of(kind, parts, requests, cache, executor)
-    loop.most_missed = most_missed
-    whole = loop.run_until_decided()
+        executor = SpeculativeSimulator(latency, parts.built("drafter"))
+    loop = loop_of(_Judge(most_missed), parts, requests, cache, executor)
+    whole = run_until_decided(loop)
     return loop.log, whole
 
 
-class _JudgedLoop(EarlyEndLoop):
-    """A serving loop that ends when more than `most_missed` requests have missed their SLO."""
+class _Judge(EarlyEnd):
+    """Ends a run when more than `most_missed` requests have missed their SLO."""
 
-    most_missed: Fraction
-    _looked = 0
+    def __init__(self, most_missed: Fraction) -> None:
+        self.most_missed = most_missed
+        self._looked = 0
 
-    def _pass(self, *step: Any) -> int:
-        """Advance the clock over executed steps; sometimes count the missed SLOs."""
-        verdicts = self.log.verdict
+    def passed(
+        self, loop: ServingLoop, took_ps: int, prefill: int, decode: int, steps: int
+    ) -> None:
+        """Sometimes count the missed SLOs."""
+        del took_ps, prefill, decode, steps
+        verdicts = loop.log.verdict
         if len(verdicts) > self._looked + LOOK:
             self._looked = len(verdicts)
             if verdicts.count(MISSED) > self.most_missed:
                 raise DecidedError
-        return super()._pass(*step)
-
-
-class _JudgedDrafts(_JudgedLoop, SpeculativeLoop):
-    """The same loop where steps verify drafts."""

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from importlib import util
 from io import BytesIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -386,15 +385,15 @@ def test_bugs_are_not_hidden(verb):
         frame.run(["act"])
 
 
-@pytest.mark.parametrize(
-    ("library", "kind"), [(None, "pure Python"), (object(), "compiled")], ids=["no", "yes"]
-)
-def test_version_is_the_installed_one(library, kind, monkeypatch, capsys):
-    """`--version` prints the installed version, and whether it is compiled."""
+@pytest.mark.parametrize(("asked", "notices"), [("", 0), ("0", 0), ("1", 1)])
+def test_version_is_the_installed_one(asked, notices, monkeypatch, capsys):
+    """`--version` prints the installed version, and that KVCORE_COMPILE has no effect."""
     monkeypatch.setattr(frame, "version", {"kvcore": "1.2.3"}.__getitem__)
-    monkeypatch.setattr(util, "find_spec", {"kvcore__mypyc": library}.__getitem__)
+    monkeypatch.setenv("KVCORE_COMPILE", asked)
     assert frame.run(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvcore 1.2.3 ({kind})\n"
+    printed = capsys.readouterr()
+    assert printed.out == "kvcore 1.2.3\n"
+    assert printed.err.count("KVCORE_COMPILE does nothing any more") == notices
 
 
 def test_version_without_installation(monkeypatch, capsys):
