@@ -221,7 +221,7 @@ def test_routed_experts_take_times_of_their_own(monkeypatch, tokens, devices):
 @pytest.mark.parametrize("engine", ["vllm", "trtllm", "sglang"])
 def test_an_engine_adds_a_constant_a_step_and_a_term_a_sequence(engine):
     """The host of an engine takes its time in each step, and for each decoding sequence."""
-    times = engine_times(engine, DEVICE.name)
+    times = engine_times(engine, DEVICE.name, "bf16")
     assert times.step > 0 < times.sequence
     for work in (PROMPT, DECODE):
         more = roofline(engine=engine).duration(work) - roofline().duration(work)
@@ -231,8 +231,16 @@ def test_an_engine_adds_a_constant_a_step_and_a_term_a_sequence(engine):
 
 def test_without_an_engine_a_dense_model_takes_its_kernels_alone():
     """Without an engine, the host takes no time, and products reach `compute`."""
-    times = engine_times(None, "h100")
+    times = engine_times(None, "h100", "bf16")
     assert (times.step, times.sequence, times.compute) == (0, 0, 1)
+
+
+def test_times_of_four_bits_hold_for_four_bits_alone():
+    """Experts in fp8 do not take the times that experts in MXFP4 take on a B200."""
+    narrow, wide = (engine_times("vllm", "b200", dtype) for dtype in ("mxfp4", "fp8"))
+    assert narrow.experts != wide.experts == ExpertTimes()
+    on_h200 = {engine_times("vllm", "h200", dtype) for dtype in ("mxfp4", "fp8")}
+    assert len(on_h200) == 1
 
 
 def test_experts_in_few_bits_compute_in_fp8_where_a_device_can():

@@ -67,15 +67,19 @@ _COMPUTE = {("vllm", "h100"): 0.74, ("trtllm", "h100"): 0.87}
 _EXPERTS = {
     ("vllm", "h100"): ExpertTimes(16e-6, 1.2e-6, 3.2e-7, 1.16, 0.39),
     ("vllm", "h200"): ExpertTimes(17e-6, 1.2e-6, 1.9e-7, 0.80, 0.23),
-    ("vllm", "b200"): ExpertTimes(3.6e-6, 2.4e-6, 6e-8, 1.17, 1.25),
     ("trtllm", "h200"): ExpertTimes(71e-6, 2.5e-6, 2.9e-7, 1.14, 0.51),
-    ("trtllm", "b200"): ExpertTimes(1.7e-6, 0.9e-6, 6e-8, 1.17, 1.25),
     ("sglang", "h200"): ExpertTimes(28e-6, 1.9e-6, 1.7e-7, 1.04, 0.59),
     ("sglang", "b200"): ExpertTimes(15e-6, 1.4e-6, 3.8e-7, 1.17, 0.47),
 }
 
+# Measured with MXFP4 on a device that multiplies in 4 bits, which no other format can.
+_EXPERTS_IN_FOUR_BITS = {
+    ("vllm", "b200"): ExpertTimes(3.6e-6, 2.4e-6, 6e-8, 1.17, 1.25),
+    ("trtllm", "b200"): ExpertTimes(1.7e-6, 0.9e-6, 6e-8, 1.17, 1.25),
+}
 
-def engine_times(engine: EngineName | None, device: str) -> EngineTimes:
+
+def engine_times(engine: EngineName | None, device: str, expert_dtype: str) -> EngineTimes:
     """Return the times of an engine on a device, of a name in the catalogue.
 
     Without an engine they are `KERNELS`; on a device without measurements, only those of the
@@ -84,6 +88,9 @@ def engine_times(engine: EngineName | None, device: str) -> EngineTimes:
     if engine is None:
         return KERNELS
     key = engine, device
+    experts = _EXPERTS_IN_FOUR_BITS.get(key) if expert_dtype == "mxfp4" else None
     return attrs.evolve(
-        _HOST[engine], compute=_COMPUTE.get(key, 1.0), experts=_EXPERTS.get(key, ExpertTimes())
+        _HOST[engine],
+        compute=_COMPUTE.get(key, 1.0),
+        experts=experts or _EXPERTS.get(key, ExpertTimes()),
     )

@@ -153,7 +153,7 @@ class Roofline(LatencyModel):
         self._layers = model.layers
         devices = self.tensor_parallel
         fp8 = model.dtype == "fp8"
-        times = engine_times(self.engine, device.name)
+        times = engine_times(self.engine, device.name, model.expert_dtype)
         self._add_overheads(times)
 
         flops = device.flops * devices * Fraction(self.compute)
