@@ -20,7 +20,7 @@ from kvcore.progress import Progress, silent
 from kvcore.serving import Result, simulate
 from kvcore.units import check_whole
 from kvcore_lab.measured.rows import MEASURES, SERVER, Measured, check_columns, read_measured
-from kvcore_plugins.latency.step_times import EngineName
+from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
 """Requests of each client of a closed loop, and the share by which their lengths vary."""

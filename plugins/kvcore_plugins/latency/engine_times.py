@@ -7,9 +7,12 @@ fitted: those of the host once for each engine, the others for each engine and d
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias
+
 import attrs
 
-from kvcore_plugins.latency.step_times import EngineName
+EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]
+"""Engines whose servers and kernels were measured."""
 
 
 @attrs.frozen

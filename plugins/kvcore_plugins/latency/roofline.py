@@ -20,8 +20,12 @@ from kvcore.models.memory import KVLayout, can_share, degree_problem, kv_copies,
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
-from kvcore_plugins.latency.engine_times import EngineTimes, ExpertTimes, engine_times
-from kvcore_plugins.latency.step_times import EngineName
+from kvcore_plugins.latency.engine_times import (
+    EngineName,
+    EngineTimes,
+    ExpertTimes,
+    engine_times,
+)
 
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
