@@ -11,7 +11,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import attrs
 import orjson
 
 from kvcore.config.options import read_option
@@ -21,6 +20,7 @@ from kvcore.models.catalogue import MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS
+from kvcore_lab.measured.measurement import Measured
 from kvcore_lab.measured.samples import COLUMNS as SAMPLE_COLUMNS
 from kvcore_lab.measured.samples import read_samples, samples_path
 
@@ -54,33 +54,6 @@ _VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
 
 Taken: TypeAlias = "Measured | str"
 """A row that can be simulated, or the reason why it cannot be."""
-
-
-@attrs.frozen
-class Measured:
-    """One measurement.
-
-    Attributes:
-        line: number of its line in the file, from 1.
-        labels: its id, engine, version and source, if the row has them.
-        options: options of `RunConfig`, such as the model and the device.
-        load: options of the workload `bench`.
-        values: the measured values, by the names of `MEASURES`.
-    """
-
-    line: int
-    labels: Mapping[str, str]
-    options: Mapping[str, Any]
-    load: Mapping[str, Any]
-    values: Mapping[str, float]
-
-    def label(self, names: str) -> str:
-        """Return the value of a column, or of several with `+` between their names.
-
-        The value of a column that the row lacks is `-`.
-        """
-        known = {**self.load, **self.options, **self.labels}
-        return " ".join(str(known.get(name, "-")) for name in names.split("+"))
 
 
 def read_measured(

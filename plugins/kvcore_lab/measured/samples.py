@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 
@@ -20,9 +20,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, MODELS
 from kvcore.models.memory import SERVER
 from kvcore.models.spec import ModelSpec
-
-if TYPE_CHECKING:
-    from kvcore_lab.measured.rows import Measured
+from kvcore_lab.measured.measurement import Measured
 
 COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
 

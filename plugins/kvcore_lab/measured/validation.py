@@ -19,7 +19,8 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.rows import MEASURES, SERVER, Measured, check_columns, read_measured
+from kvcore_lab.measured.measurement import Measured
+from kvcore_lab.measured.rows import MEASURES, SERVER, check_columns, read_measured
 from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
