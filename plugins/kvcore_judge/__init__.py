@@ -13,6 +13,7 @@ and why. To read, in this order::
     sandbox.py      a process without network, with limits and a read-only file system
     verdict.py      judge: the kit, the rules, the panel
     report.py       tables, and the page
+    gate.py         a plugin of pytest: hits of an application must not fall
     cli/            the verbs
     data/           sessions of coding agents, with their licence
 """

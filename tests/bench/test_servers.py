@@ -16,8 +16,8 @@ if find_spec("aiconfigurator_core") is None:
 LARGE = 30
 """Rows of a group from which its median says something."""
 
-OUTSIDE = {"llama-3.1-8b sglang h200"}
-"""Groups whose measurements no clock explains; see `docs/explanation/fidelity.md`."""
+OUTSIDE = {"llama-3.1-8b sglang h200", "kimi-k2.5 vllm b200"}
+"""Groups that are further off; why is in `docs/explanation/fidelity.md`."""
 
 
 def _is_mixture(compared: Compared) -> bool:
