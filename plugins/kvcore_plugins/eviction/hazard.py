@@ -16,9 +16,9 @@ from zlib import crc32
 import attrs
 
 from kvcore import EvictionPolicy, InputError, Request, Span
-from kvcore.request import Key
 from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction.counts import Label, Tables, read_counts, write_counts
+from kvcore_plugins.eviction.ghost import GhostRuns
 from kvcore_plugins.eviction.hazard_guard import Guard
 from kvcore_plugins.eviction.tool_ttl import hazards
 
@@ -337,9 +337,7 @@ class Hazard(EvictionPolicy):
         if self._counts:
             self.model.restore(self._counts)
         self._spans: dict[Span, None] = {}
-        # By the first key: the wait, and its blocks.
-        self._ghosts: OrderedDict[Key, tuple[Wait, int]] = OrderedDict()
-        self._ghost_blocks = 0
+        self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
         # By request: turns and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
         # When a request last ended, and its answer, tool and tenant.
@@ -362,15 +360,10 @@ class Hazard(EvictionPolicy):
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """End the waits of the evicted blocks that follow the hit."""
-        keys, ratio = request.keys, max(1, request.key_tokens // self.block_size)
-        ghosts, position = self._ghosts, hit_blocks // ratio
-        while position < len(keys) and keys[position] in ghosts:
-            wait, blocks = ghosts.pop(keys[position])
-            self._ghost_blocks -= blocks
+        for wait in self._ghosts.take(request, hit_blocks):
             self._returned[request.id] = wait.turns, self.model.count(wait, now)
             if len(self._returned) > _RETURNED:  # a tier hears of no end of a request
                 del self._returned[next(iter(self._returned))]
-            position += max(1, blocks // ratio)
 
     def on_insert(self, span: Span, now: int) -> None:
         """Continue the conversation of the span above, or of the evicted blocks."""
@@ -468,16 +461,8 @@ class Hazard(EvictionPolicy):
         del self._spans[span]
         self._leaves.pop(span, None)
         self._lasts.pop(span, None)
-        wait, ghosts, blocks = span.data, self._ghosts, max(1, span.data.end - span.start)
-        key = span.path_keys[span.start // span.geometry.ratio]
-        if key in ghosts:
-            self._ghost_blocks -= ghosts.pop(key)[1]
-        ghosts[key] = wait, blocks
-        self._ghost_blocks += blocks
-        while self._ghost_blocks > _GHOSTS * self.blocks:
-            dropped, size = ghosts.popitem(last=False)[1]
-            self._ghost_blocks -= size
-            self.model.count(dropped, self._now, used=False)
+        for wait in self._ghosts.add(span, span.data.end, span.data):
+            self.model.count(wait, self._now, used=False)
 
     def evictable_blocks(self, span: Span) -> int:
         """Return the blocks of the last key while that goes by itself, else all."""
@@ -491,7 +476,7 @@ class Hazard(EvictionPolicy):
         self._now, model = now, self.model
         if model.counted >= model.fit_at and self._learns:
             waits = [span.data for span in self._spans if not span.ref_count]
-            waits += [wait for wait, _ in self._ghosts.values()]
+            waits += self._ghosts.values()
             model.fit([wait for wait in waits if wait.counts], now)
             if self.save is not None:
                 write_counts(Path(self.save), "hazard", f"by={self.by}", model.tables())
