@@ -55,6 +55,9 @@ EXTENSIONS = (
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
 
+REMOVED = {("eviction", "adaptive"): "it hit what lru hits; hazard hits more"}
+"""Why plugins of an earlier release are no more, by kind and name."""
+
 BOUNDS = ("belady", "optimum")
 """Names beside those of eviction policies in comparisons, which are not plugins."""
 
@@ -192,6 +195,8 @@ class Plugins:
         msg = f"no {kind} plugin is named {name!r}"
         if kind == "eviction" and name in BOUNDS:
             msg += ": it is no policy but a bound, and comparisons alone know it"
+        elif (kind, name) in REMOVED:
+            msg += f" any more: {REMOVED[kind, name]}"
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"

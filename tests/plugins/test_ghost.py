@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, Span
 from kvcore.testing import Driver, Traffic, random_steps, step_lists
-from kvcore_plugins.eviction import LRU, Adaptive
+from kvcore_plugins.eviction import LRU
 from kvcore_plugins.eviction.ghost import GhostRuns, GhostTree
 
 KEY = 6
@@ -162,14 +162,6 @@ def test_ghost_runs_equal_blocks_in_any_list_of_steps(count, size, steps, room, 
     Hypothesis shrinks a failing list to a small counterexample.
     """
     assert_equal_memories(Haunted(room=room, forgets=forgets), steps, count, size)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_ghosts_of_an_expert_equal_its_blocks(seed):
-    """The `GhostTree` of an expert of `adaptive` equals its block-by-block memory."""
-    policy = Haunted()
-    driver = haunted(Adaptive(experts=(policy, LRU())), 9, "keys", KEY)
-    assert_equal_memories(policy, random_steps(seed, 200, HINTS), "keys", KEY, driver)
 
 
 def test_a_run_above_the_capacity_loses_its_tail_first():
