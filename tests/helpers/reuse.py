@@ -112,7 +112,7 @@ def scans(seed: int) -> list[Request]:
 
 
 def popular(seed: int) -> list[Request]:
-    """Return prompts of a tree of prefixes, all alike popular, so that chance alone decides."""
+    """Return prompts of a tree of prefixes of equal popularity, so that chance decides."""
     return list(Plugins().build("workload", f"zipf:requests=6000,skew=0,seed={seed}"))
 
 

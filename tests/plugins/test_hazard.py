@@ -100,7 +100,7 @@ def test_the_guard_ends_what_loses():
 
 @pytest.mark.parametrize("seed", [4, 13])
 def test_the_guard_is_not_misled_by_chance(seed):
-    """In a pool of two prompts, all alike popular, it hits no less than LRU within 1 %."""
+    """In a pool of two prompts of equal popularity it hits no less than LRU within 1 %."""
     requests = list(Plugins().build("workload", f"zipf:requests=6000,skew=0,seed={seed}"))
     lru = hits(LRU(), requests, 304, block_size=16)
     assert hits(Hazard(), requests, 304, block_size=16) >= 0.99 * lru
