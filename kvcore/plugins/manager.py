@@ -175,7 +175,8 @@ class Plugins:
     def get(self, kind: str, name: str) -> Any:
         """Return the class named `name`, derived from the kind's base class.
 
-        `my.py:Class` is the class of that name in the file `my.py`, which is run.
+        `my.py:Class` is the class of that name in the file `my.py`, which is run; `my.py`, or
+        `my.py:`, is its only class of that kind.
 
         Raises:
             InputError: there is no such kind, no such plugin, or no such file.
@@ -709,11 +710,11 @@ def imported_place(place: str) -> Any:
 
 
 def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
-    """Return the class `name` of a file, which is run once.
+    """Return the class `name` of a file, which is run once; without a name its only one.
 
     Raises:
         InputError: there is no such file.
-        PluginError: it raised an error, or has no such class.
+        PluginError: it raised an error, or has no such class, or several.
     """
     path = Path(file).resolve()
     if not path.is_file():
@@ -733,11 +734,16 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
             del sys.modules[module_name]
             msg = f"{kind} plugin {file}:{name} raised {error!r}{error_line(error)}"
             raise PluginError(msg) from error
-    classes = {each: cls for each, cls in vars(module).items() if not _fault(cls, kind)}
+    found = {each: cls for each, cls in vars(module).items() if isinstance(cls, type)}
+    classes = {each: cls for each, cls in found.items() if not _fault(cls, kind)}
     if name in classes:
         return cast("type[Plugin]", classes[name])
     own = sorted(each for each, cls in classes.items() if cls.__module__ == module_name)
-    if name in vars(module):
+    if not name and len(own) == 1:
+        return cast("type[Plugin]", classes[own[0]])
+    if not name:
+        msg = f"{file} has {len(own) or 'no'} classes to choose from; write {file}:CLASS"
+    elif name in vars(module):
         msg = f"{file}:{name} is {_fault(vars(module)[name], kind)}"
     else:
         msg = f"{file} has no class {name!r}{nearest(name, own)}"

@@ -56,7 +56,7 @@ def parse(text: str) -> list[Spec]:
     """Read a list of plugins: `lru,lfu:half_life=300,unit=s,cost` names three.
 
     A piece `key=value` continues the name before it. A value cannot contain a comma. The name
-    of a class in a file is `my.py:Class`.
+    of a class in a file is `my.py:Class`, or `my.py` if it has no other of the kind.
 
     Raises:
         InputError: an empty name, an option without a name or a value, or given twice.
