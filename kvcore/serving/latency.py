@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf, isqrt
 from typing import (
-    TYPE_CHECKING,
     Any,
     ClassVar,
     Final,
@@ -25,9 +24,6 @@ from kvcore.plugins.base import FAILURES, Plugin, raise_policy_error
 from kvcore.request import Key, Request
 from kvcore.serving.job import Job
 from kvcore.units import PS_PER_NS, PS_PER_S
-
-if TYPE_CHECKING:
-    from kvcore.serving.drafter import Drafter
 
 Windows: TypeAlias = tuple[int | None, ...]
 """Attention windows in tokens, None for attention without a window."""
@@ -203,8 +199,8 @@ class Executor(Protocol):
         """The plugins of the executor, for the header of a trace."""
 
     @property
-    def drafter(self) -> Drafter | None:
-        """Drafts tokens, which steps verify (`SpeculativeExecutor`); None: no step does."""
+    def drafter(self) -> Plugin | None:
+        """The drafter of which steps verify drafts (`SpeculativeExecutor`); None: none does."""
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -223,7 +219,7 @@ class SimulatedExecutor:
 
     name = "simulate"
     mode = "model"
-    drafter: Drafter | None = None
+    drafter: Plugin | None = None
 
     def __init__(self, latency: LatencyModel) -> None:
         self.latency = latency

@@ -22,8 +22,8 @@ NAMES = {
     "router": "dynamo least-requests llm-d lmetric loadaware mooncake power-of-two "
     "preble prefix-affinity random round-robin session sglang",
     "tier": "disk host redis",
-    "workload": "agents azure bench chat jsonl kv-events lengths lmcache mooncake recency trace "
-    "weka zipf",
+    "workload": "agents azure bench chat jsonl kv-events lengths lmcache mooncake recency "
+    "trace weka zipf",
 }
 
 BUILT_IN = {"codec", "eviction", "latency", "prefix", "scheduler"}
