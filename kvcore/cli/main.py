@@ -39,6 +39,10 @@ VERBS = {
         "kvcore.cli.simulate:simulate",
         "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
     ),
+    "size": Verb(
+        "kvcore.cli.size:size",
+        "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
+    ),
 }
 """The verbs of the core. Packages add theirs by the hook `kvcore_commands`."""
 

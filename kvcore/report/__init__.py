@@ -1,1 +1,1 @@
-"""Reports on simulations: sentences, tables, and CSV."""
+"""Reports on simulations and on sizes of K/V: sentences, tables, and CSV."""

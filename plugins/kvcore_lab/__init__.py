@@ -12,7 +12,6 @@ It adds verbs (those that begin lines below, and `explain`), the options `--sear
     plans/          plan, --search: the load that a server takes, the servers for a load
     router_comparison.py   routers: hits and latency under each, beside one cache of all memory
     quality.py      quality: what bounded or quantised K/V costs
-    cli/size.py     size: bytes of K/V, and requests that fit
     measured/       calibrate, validate: latency models and simulations beside real servers
     demo/           demo: a cache on a model small enough to follow
     contiguous/     demo paging: memory as it was allocated before there were blocks
