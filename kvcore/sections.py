@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
-
-import attrs
+from typing import NamedTuple, TypeAlias
 
 from kvcore.units import format_number
 
 
-@attrs.frozen
 class Table:
     """A table of texts: no cell is markup, and none needs another format.
 
@@ -25,14 +22,23 @@ class Table:
         split: whether a table that is too wide may become several, each with the first column.
     """
 
-    headers: Sequence[str]
-    rows: Sequence[Sequence[object]]
-    right: Collection[str] = attrs.Factory(lambda table: table.headers[1:], takes_self=True)
-    split: bool = False
+    __slots__ = ("headers", "right", "rows", "split")
+
+    def __init__(
+        self,
+        headers: Sequence[str],
+        rows: Sequence[Sequence[object]],
+        right: Collection[str] | None = None,
+        *,
+        split: bool = False,
+    ) -> None:
+        self.headers = headers
+        self.rows = rows
+        self.right = headers[1:] if right is None else right
+        self.split = split
 
 
-@attrs.frozen
-class Panel:
+class Panel(NamedTuple):
     """Lines over an axis.
 
     Attributes:
@@ -48,8 +54,7 @@ class Panel:
     bound: tuple[str, float] | None = None
 
 
-@attrs.frozen
-class Chart:
+class Chart(NamedTuple):
     """Panels side by side over one axis; bars, if the axis has one value.
 
     Attributes:

@@ -17,9 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import attrs
+from typing import Any, NamedTuple
 
 from kvcore.cache import Recorder
 from kvcore.cli.output import emit_json, print_notes, print_sections, progress
@@ -41,8 +39,7 @@ def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
     return given["out"] / TRACE if parts.traced else None
 
 
-@attrs.frozen
-class ServedRun:
+class ServedRun(NamedTuple):
     """A run whose files are open.
 
     Attributes:
@@ -57,7 +54,7 @@ class ServedRun:
     given: Mapping[str, Any]
     recorder: Recorder | None
     beside: Sequence[Running]
-    added: list[Ran] = attrs.field(factory=list)
+    added: list[Ran]
 
     def run(self, doing: str) -> Any:
         """Serve the workload, and show the progress of `doing` it; return the result."""
@@ -122,7 +119,7 @@ def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
         recorder = next((each.recorder for each in beside if each.recorder is not None), None)
         if recorder is None and path is not None:
             recorder = stack.enter_context(Trace(path, **parts.header()))
-        yield ServedRun(parts, given, recorder, beside)
+        yield ServedRun(parts, given, recorder, beside, [])
 
 
 @contextmanager

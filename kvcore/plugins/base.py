@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from traceback import extract_tb
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import attrs
 
@@ -109,8 +109,7 @@ class Plugin(ABC):
             raise PluginError(msg) from error
 
 
-@attrs.frozen
-class Option:
+class Option(NamedTuple):
     """A parameter of a plugin's constructor that users may set.
 
     Attributes:

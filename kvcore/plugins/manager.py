@@ -11,9 +11,8 @@ from functools import cache, lru_cache, partial
 from importlib import import_module
 from inspect import signature
 from traceback import extract_tb, walk_tb
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
-import attrs
 from pluggy import PluginManager, PluginValidationError
 
 from kvcore import distributions, hookspecs
@@ -60,8 +59,7 @@ DISABLE = "KVCORE_DISABLE_PLUGINS"
 """Environment variable: the entry points to skip, by name, separated by commas."""
 
 
-@attrs.frozen
-class Origin:
+class Origin(NamedTuple):
     """The origin of a plugin: an entry point of a distribution, or code (no distribution)."""
 
     name: str
@@ -86,8 +84,7 @@ Found: TypeAlias = tuple[type[Plugin] | str, Origin]
 """A class, or its place as `package.module:Class`, and its origin."""
 
 
-@attrs.frozen
-class PluginInfo:
+class PluginInfo(NamedTuple):
     """A plugin in a listing, which does not build it.
 
     Attributes:

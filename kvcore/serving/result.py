@@ -13,7 +13,7 @@ from itertools import accumulate, chain, compress, pairwise, repeat
 from math import floor, sqrt
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 import orjson
@@ -117,8 +117,7 @@ def _column_of_finished(log: RunLog, name: str) -> Times:
     return Times(lambda: chain.from_iterable(part for (part,) in _of_finished(log, name)))
 
 
-@attrs.frozen
-class Saturation:
+class Saturation(NamedTuple):
     """Whether the queue of a run grew until the last arrival, by the times of its requests.
 
     Attributes:
@@ -150,7 +149,7 @@ class Saturation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON; `holds`, which costs simulations, is None."""
-        return {**attrs.asdict(self), "why": self.why, "holds": None}
+        return {**self._asdict(), "why": self.why, "holds": None}
 
 
 def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation | None:
@@ -176,8 +175,7 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
 
 
-@attrs.frozen
-class Queue:
+class Queue(NamedTuple):
     """The requests that waited in a run, as of its last arrival.
 
     All fields are final by then except `persists`, which may become true later if too few
@@ -392,8 +390,7 @@ def _time(
 SUMMARY, REQUESTS, TRACE = "summary.json", "requests.jsonl", "trace.jsonl.gz"
 
 
-@attrs.frozen
-class HitRatio:
+class HitRatio(NamedTuple):
     """Share of the prompts that hit, counted in three ways; None without a lookup.
 
     Attributes:
@@ -563,7 +560,6 @@ class Outcome(Shown):
         return min(log.arrival, default=0), last
 
 
-@attrs.frozen(slots=False, eq=False)
 class Reported(Outcome):
     """The result of one server or of several, as files and as a data frame."""
 
@@ -685,7 +681,7 @@ class Result(Reported):
             "reuse_ratio": (stats if cache.tiers is None else cache.tiers.hit_stats()).ratios(),
             "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
-            "fragmentation": None if measured is None else attrs.asdict(measured),
+            "fragmentation": None if measured is None else measured._asdict(),
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
 

@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
-
-import attrs
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
@@ -276,8 +274,7 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
     return verdict
 
 
-@attrs.frozen
-class Percentiles:
+class Percentiles(NamedTuple):
     """Mean and percentiles of times, in seconds. A percentile is the nearest rank."""
 
     mean: float
@@ -318,7 +315,7 @@ class Percentiles:
 
     def as_dict(self) -> dict[str, float]:
         """Return the JSON object: `mean`, `p50`, `p90`, `p95` and `p99`."""
-        return attrs.asdict(self)
+        return self._asdict()
 
 
 class Times:
@@ -531,8 +528,7 @@ class PoolTimeline:
         self._due = now + self._interval
 
 
-@attrs.frozen(kw_only=True)
-class Fragmentation:
+class Fragmentation(NamedTuple):
     """How well a run used its memory. Shares are of the pool's slots, one token each.
 
     `used + cached + internal` and the free share are the whole pool. Means are over the time

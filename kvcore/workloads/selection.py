@@ -11,7 +11,7 @@ from itertools import islice
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import attrs
 import orjson
@@ -206,7 +206,6 @@ def _reads_files(cls: type[Workload]) -> bool:
 _name = attrgetter("name")
 
 
-@attrs.define(eq=False)
 class WorkloadSample(Workload):
     """A part of a workload: requests that arrive in a window, the first of them, scaled.
 
@@ -227,14 +226,19 @@ class WorkloadSample(Workload):
             iterating: no request arrives in the window.
     """
 
-    source: Workload
-    limit: int | None = None
-    scale: int = 1
-    window: tuple[int, int | None] | None = None
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(
+        self,
+        source: Workload,
+        limit: int | None = None,
+        scale: int = 1,
+        window: tuple[int, int | None] | None = None,
+    ) -> None:
         """Check `limit` and `scale`."""
-        msg, tokens = "", self.source.key_tokens
+        self.source = source
+        self.limit = limit
+        self.scale = scale
+        self.window = window
+        msg, tokens = "", source.key_tokens
         if self.limit is not None and self.limit < 1:
             msg = f"the first {self.limit} requests of {self.source.name}: give 1 or more"
         elif self.scale < 1 or tokens % self.scale:
@@ -341,11 +345,6 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _read_once(requests: Iterable[Request]) -> tuple[Request, ...]:
-    return tuple(requests)
-
-
-@attrs.define(eq=False)
 class RequestList(Workload):
     """Requests that are in memory already, such as those that a program makes itself.
 
@@ -358,21 +357,18 @@ class RequestList(Workload):
             or a request whose keys stand for another number of tokens.
     """
 
-    name: ClassVar[str] = "requests"
+    name = "requests"
+    key_tokens = 0  # of the class, in place of the abstract property
 
-    requests: Sequence[Request] = attrs.field(converter=_read_once, repr=False)
-    key_tokens: int = attrs.field()
-
-    @key_tokens.default
-    def _key_tokens_of_first(self) -> int:
-        if not self.requests:
-            msg = "an empty list of requests is no workload: give at least one Request"
-            raise InputError(msg)
-        first = self.requests[0]
-        return first.key_tokens if isinstance(first, Request) else 0
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(self, requests: Iterable[Request], key_tokens: int | None = None) -> None:
         """Check that all are requests, with keys of one length."""
+        self.requests = tuple(requests)
+        if key_tokens is None:
+            if not self.requests:
+                msg = "an empty list of requests is no workload: give at least one Request"
+                raise InputError(msg)
+            key_tokens = getattr(self.requests[0], "key_tokens", 0)
+        self.key_tokens = key_tokens
         for number, request in enumerate(self.requests, 1):
             if not isinstance(request, Request):
                 msg = f"number {number} of the requests is {request!r:.60}, which is no Request"
@@ -411,8 +407,6 @@ class RequestList(Workload):
 class PromptWorkload(RequestList):
     """Requests made from texts by `text_request`, which all arrive at once."""
 
-    __slots__ = ()
-
     name = "prompts"
 
     @property
@@ -431,8 +425,6 @@ class ClientWorkload(RequestList):
     Args:
         key_tokens: number of tokens of a key.
     """
-
-    __slots__ = ()
 
     name = "clients"
 
