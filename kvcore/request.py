@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, Final, TypeAlias, overload
 
 import attrs
-import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
@@ -94,6 +93,8 @@ def _hash(content: bytes) -> bytes:
 
 
 def _written(value: object) -> bytes:
+    import orjson  # noqa: PLC0415 - most requests have no salt
+
     try:
         return orjson.dumps(value)
     except TypeError as error:

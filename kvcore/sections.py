@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeAlias
 from kvcore.units import format_number
 
 
-class Table:
+class Table(NamedTuple):
     """A table of texts: no cell is markup, and none needs another format.
 
     Every row has a cell for each header, which is shown as `str` returns it. A table without
@@ -17,25 +17,20 @@ class Table:
     Attributes:
         headers: the headers of the columns.
         rows: the cells, row by row.
-        right: the headers of the columns that are flush right; by default all but the first.
+        right: the headers of the columns that are flush right; None: all but the first.
             Headers that the table lacks have no effect.
         split: whether a table that is too wide may become several, each with the first column.
     """
 
-    __slots__ = ("headers", "right", "rows", "split")
+    headers: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    right: Collection[str] | None = None
+    split: bool = False
 
-    def __init__(
-        self,
-        headers: Sequence[str],
-        rows: Sequence[Sequence[object]],
-        right: Collection[str] | None = None,
-        *,
-        split: bool = False,
-    ) -> None:
-        self.headers = headers
-        self.rows = rows
-        self.right = headers[1:] if right is None else right
-        self.split = split
+    @property
+    def flush_right(self) -> Collection[str]:
+        """The headers of the columns that are flush right."""
+        return self.headers[1:] if self.right is None else self.right
 
 
 class Panel(NamedTuple):

@@ -220,8 +220,6 @@ def main() -> NoReturn:
     Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception. While the
     verb loads further modules, they raise when these are loaded, or the second time.
     """
-    # A run makes hardly any cycles, and the search for them takes a tenth of its time.
-    gc.set_threshold(50_000, 20, 20)
     _prepare_streams()
     warnings.showwarning = _print_warning  # type: ignore[assignment]
     # torch warns on import if there is no numpy, which kvcore does not need.

@@ -28,7 +28,6 @@ from kvcore.hookspecs import Ran, Running
 from kvcore.progress import silent, ticked, unseen
 from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
-from kvcore.trace import Trace
 
 
 def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
@@ -118,6 +117,8 @@ def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
         beside = [stack.enter_context(context) or Running() for context in started]
         recorder = next((each.recorder for each in beside if each.recorder is not None), None)
         if recorder is None and path is not None:
+            from kvcore.trace import Trace  # noqa: PLC0415 - most runs are not traced
+
             recorder = stack.enter_context(Trace(path, **parts.header()))
         yield ServedRun(parts, given, recorder, beside, [])
 

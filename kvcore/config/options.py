@@ -95,7 +95,8 @@ class Option(NamedTuple):
             raise InputError(msg) from error
 
 
-def declared(entries: type) -> dict[str, Option]:
+@cache
+def declared(entries: type) -> Mapping[str, Option]:
     """Return the options that a TypedDict declares, by name; it may have other entries."""
     found = {}
     for name, hint in get_type_hints(entries, include_extras=True).items():
@@ -380,7 +381,7 @@ class SourceOptions(TypedDict, total=False):
     """None: by tokens under a clock, which knows no other way, and by keys without one."""
 
 
-CORE: Mapping[str, Option] = declared(SourceOptions) | declared(SimulateOptions)
+CORE: Mapping[str, Option] = {**declared(SourceOptions), **declared(SimulateOptions)}
 """The options of the core, by name."""
 
 MODES: Mapping[str, Mode] = {

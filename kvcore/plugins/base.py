@@ -8,7 +8,6 @@ import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from traceback import extract_tb
 from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import attrs
@@ -252,6 +251,8 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
     It names the innermost line of the traceback in the file that defines the plugin's class,
     or else the innermost line of all.
     """
+    from traceback import extract_tb  # noqa: PLC0415 - for errors alone
+
     frames = extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
     frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]

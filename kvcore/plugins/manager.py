@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
-from inspect import signature
-from traceback import extract_tb, walk_tb
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from pluggy import PluginManager, PluginValidationError
@@ -306,6 +304,8 @@ class Plugins:
 
         The innermost frame of either tells.
         """
+        from traceback import walk_tb  # noqa: PLC0415 - for errors alone
+
         packages = {
             getattr(plugin, "__name__", type(plugin).__module__).partition(".")[0]: origin
             for name, plugin in self._manager.list_name_plugin()
@@ -679,6 +679,8 @@ def _reason(hook: str, origin: Origin, error: BaseException) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return the file and the line of a plugin where an error was raised, in brackets."""
+    from traceback import extract_tb  # noqa: PLC0415 - for errors alone
+
     _, *frames = extract_tb(error.__traceback__)
     lines = [
         f"{frame.filename}:{frame.lineno}"
@@ -696,6 +698,8 @@ def imported_place(place: str) -> Any:
 
 def _misfit(plugin: object, error: BaseException) -> str:
     """Return an error text for the hooks of `plugin`, which pluggy refused with `error`."""
+    from inspect import signature  # noqa: PLC0415 - for errors alone
+
     if not isinstance(error, PluginValidationError):
         return f"has hooks that cannot be read: {error!r}"
     known = [*KINDS.values(), *EXTENSIONS]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import attrs
-import orjson
 
 from kvcore.cache import KVCache, Recorder
 from kvcore.cache.residency import CacheStats
@@ -586,6 +585,8 @@ class Reported(Outcome):
             InputError: the directory cannot be made, or a file not be opened.
             StorageError: the disk refused a write.
         """
+        import orjson  # noqa: PLC0415 - for `--out` alone
+
         directory = Path(directory)
         make_directory(directory)
         with (

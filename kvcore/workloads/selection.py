@@ -6,7 +6,6 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
 from os import PathLike
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import attrs
-import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import input_path, unreadable_reason
 from kvcore.plugins.base import FAILURES, Plugin, options_of
@@ -190,6 +189,8 @@ def _beginning(first_line: bytes) -> str:
     begins = f"its first line begins {text!r}"
     if not text.startswith("{"):
         return begins
+    import orjson  # noqa: PLC0415 - for errors alone
+
     try:
         orjson.loads(first_line)
     except orjson.JSONDecodeError as error:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcore import EvictionPolicy, InputError, Plugins, Request, Span
+from kvcore.blake2 import blake2b
 from kvcore.plugins import find_override
 from kvcore_plugins.eviction.ghost import GhostTree
 
