@@ -56,7 +56,10 @@ class StepWork:
 
     def __repr__(self) -> str:
         """Return the code that makes an equal object."""
-        return f"StepWork{self._fields()}"
+        return (
+            f"StepWork(prefill={self.prefill}, attended_pairs={self.attended_pairs}, "
+            f"decode={self.decode}, context={self.context})"
+        )
 
     def _fields(self) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
         return self.prefill, self.attended_pairs, self.decode, self.context
