@@ -42,10 +42,10 @@ KINDS = {
 """The kinds of plugins, and the hook that returns the classes of each kind."""
 
 EXTENSIONS = (
-    *("kvcore_commands", "kvcore_modes", "kvcore_options"),
+    *("kvcore_commands", "kvcore_modes", "kvcore_options", "kvcore_formats"),
     *("kvcore_running", "kvcore_ran"),
 )
-"""The hooks that add to the command line."""
+"""The other hooks: formats of files, and those that add to the command line."""
 
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
@@ -157,9 +157,13 @@ class Plugins:
         """Return the names of the plugins of `kind`, sorted."""
         return sorted(self._find(kind))
 
-    def classes(self, kind: str) -> dict[str, Any]:
-        """Return the classes of `kind` by name, without those that cannot be loaded."""
-        found = {name: self._class(kind, name) for name in list(self._find(kind))}
+    def classes(self, kind: str, names: Collection[str] | None = None) -> dict[str, Any]:
+        """Return the classes of `kind` by name, without those that cannot be loaded.
+
+        `names` are the names of those to load; None: all.
+        """
+        names = list(self._find(kind)) if names is None else names
+        found = {name: self._class(kind, name) for name in names}
         return {name: cls for name, cls in found.items() if cls is not None}
 
     def get(self, kind: str, name: str) -> Any:
@@ -250,6 +254,11 @@ class Plugins:
         """Return the modes that packages add, by name; none is `taken`."""
         added = self._collected("kvcore_modes", taken)
         return {name: mode for name, (mode, _) in added.items()}
+
+    def formats(self) -> dict[str, list[set[str]]]:
+        """Return fields of files that are of one workload alone, by its name."""
+        results = self._called("kvcore_formats", _are_formats, "a dict of lists of sets")
+        return {name: fields for _, found in results for name, fields in found.items()}
 
     def refuse_mode(self, name: str, error: BaseException) -> None:
         """Remove a mode that cannot be used, and list it as unusable."""
@@ -744,6 +753,14 @@ def _are_named(kind: Any, result: object) -> bool:
         # Both fields of a verb are texts.
         and (kind is not Verb or all(isinstance(field, str) for field in value))
         for name, value in result.items()
+    )
+
+
+def _are_formats(result: object) -> bool:
+    """Return True if `result` has lists of sets of names of fields, by names of workloads."""
+    return isinstance(result, dict) and all(
+        isinstance(formats, list) and all(isinstance(fields, set) for fields in formats)
+        for formats in result.values()
     )
 
 

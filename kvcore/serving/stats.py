@@ -245,17 +245,24 @@ class RunLog:
             "verdict": self.verdict,
         }
 
-    def tpot(self) -> Iterator[int]:
-        """Yield the mean picoseconds of the tokens after the first by row; -1 for none."""
-        return mean_gaps(self.first_token, self.finish, self.output)
+    def tpot(self) -> Times:
+        """Return the mean picoseconds of the tokens after the first, where there are any."""
+        columns = self.first_token, self.finish, self.output
+        return Times(lambda: chain.from_iterable(map(_gaps, *(c.parts() for c in columns))))
+
+
+def _gaps(first: Sequence[int], finish: Sequence[int], output: Sequence[int]) -> list[int]:
+    return [gap for gap in mean_gaps(first, finish, output) if gap >= 0]
 
 
 def mean_gaps(
     first_token: Iterable[int], finish: Iterable[int], output: Iterable[int]
-) -> Iterator[int]:
-    """Yield the mean picoseconds between two of the `output` tokens; -1 where there is none."""
-    for first, end, tokens in zip(first_token, finish, output, strict=True):
-        yield (end - first) * PS_PER_NS // (tokens - 1) if end >= 0 and tokens > 1 else -1
+) -> list[int]:
+    """Return the mean picoseconds between two of the `output` tokens; -1 for none."""
+    return [
+        (end - first) * PS_PER_NS // (tokens - 1) if end >= 0 and tokens > 1 else -1
+        for first, end, tokens in zip(first_token, finish, output, strict=True)
+    ]
 
 
 def _verdict(job: Job, slo: SLO, now: int) -> int:
@@ -303,7 +310,7 @@ class Percentiles(NamedTuple):
                 sum(ordered) / (count * second),
                 *(value / second for value in ranked),
             )
-        batches = [(len(b), sum(b), min(b), max(b)) for b in _batches(samples)]
+        batches = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
         counts, sums, lows, highs = zip(*batches, strict=True)
         count = sum(counts)
         ranks = [nearest_rank(each, count) for each in PERCENTS]
@@ -331,7 +338,7 @@ class Times:
         return iter(self._make())
 
 
-def _batches(samples: Iterable[int]) -> Iterator[list[int]]:
+def batches(samples: Iterable[int]) -> Iterator[list[int]]:
     """Yield the samples, `ROWS` at a time."""
     rest = iter(samples)
     while batch := list(islice(rest, ROWS)):
@@ -349,7 +356,7 @@ def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -
     """
     width = (most - least) // _BUCKETS + 1
     counts: Counter[int] = Counter()
-    for batch in _batches(samples):
+    for batch in batches(samples):
         counts.update([(each - least) // width for each in batch if least <= each <= most])
     buckets = sorted(counts)
     ends = list(accumulate([counts[bucket] for bucket in buckets]))

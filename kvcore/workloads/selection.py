@@ -67,7 +67,9 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
             f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
         )
         raise plugins.not_found("workload", msg) from None  # noqa: EM101 - the kind
-    return recognise(path, plugins.classes("workload").values())
+    head = list(_first_lines(path))
+    candidates = plugins.classes("workload", _possible(head, plugins))
+    return _recognised(path, head, candidates.values())
 
 
 def as_workload(workload: Any, plugins: Plugins) -> Any:
@@ -103,7 +105,32 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
         InputError: the file cannot be read, or no class recognises any of its first lines, or
             several recognise as many.
     """
-    head = list(_first_lines(path))
+    return _recognised(path, list(_first_lines(path)), candidates)
+
+
+def _possible(head: list[bytes], plugins: Plugins) -> list[str]:
+    """Return the names of the workloads that may recognise the first lines of a file.
+
+    That is one if `Plugins.formats` has their fields, and those that it does not know.
+    """
+    names, formats = plugins.names("workload"), plugins.formats()
+    kinds = {*map(json_fields, head)}
+    if kinds == {frozenset()}:
+        kinds = {frozenset(_columns(head[0]))}
+    sure = {name for name in formats if all(fields in formats[name] for fields in kinds)}
+    if len(sure) != 1 or not sure <= {*names}:
+        return names
+    return [name for name in names if name in sure or name not in formats]
+
+
+def _columns(line: bytes) -> list[str]:
+    """Return the names in a line that is the header of a CSV file."""
+    return [name.strip() for name in line.decode(errors="replace").split(",")]
+
+
+def _recognised(
+    path: Path, head: list[bytes], candidates: Iterable[type[Workload]]
+) -> Workload:
     first_line = head[0]
     readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
     votes, errors = Counter[type[Workload]](), {}
@@ -161,7 +188,7 @@ def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
     found, complete = json_fields(first_line), "a field is of another type"
     if not found:
         complete = "its lines are JSON objects"
-        found = frozenset(map(str.strip, first_line.decode(errors="replace").split(",")))
+        found = frozenset(_columns(first_line))
     near = []
     for cls in readers:
         for wanted in cls.line_fields:

@@ -128,6 +128,16 @@ def kvcore_workloads() -> dict[str, str]:
 
 
 @hookimpl
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return the fields of published traces."""
+    formats: dict[str, list[set[str]]] = dict.fromkeys(kvcore_workloads(), [])
+    return formats | {
+        "azure": [{"TIMESTAMP", "ContextTokens", "GeneratedTokens"}],
+        "mooncake": [{"timestamp", "input_length", "output_length", "hash_ids"}],
+    }
+
+
+@hookimpl
 def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
     return {"acceptance": "kvcore_plugins.drafter:Acceptance"}
