@@ -310,8 +310,8 @@ class Percentiles(NamedTuple):
                 sum(ordered) / (count * second),
                 *(value / second for value in ranked),
             )
-        batches = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
-        counts, sums, lows, highs = zip(*batches, strict=True)
+        figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
+        counts, sums, lows, highs = zip(*figures, strict=True)
         count = sum(counts)
         ranks = [nearest_rank(each, count) for each in PERCENTS]
         ranked = _at_ranks(samples, ranks, min(lows), max(highs))

@@ -130,8 +130,7 @@ def kvcore_workloads() -> dict[str, str]:
 @hookimpl
 def kvcore_formats() -> dict[str, list[set[str]]]:
     """Return the fields of published traces."""
-    formats: dict[str, list[set[str]]] = dict.fromkeys(kvcore_workloads(), [])
-    return formats | {
+    return {name: list[set[str]]() for name in kvcore_workloads()} | {
         "azure": [{"TIMESTAMP", "ContextTokens", "GeneratedTokens"}],
         "mooncake": [{"timestamp", "input_length", "output_length", "hash_ids"}],
     }

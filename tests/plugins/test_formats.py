@@ -40,7 +40,7 @@ def test_all_classes_agree_with_the_table(file):
 
 
 def test_a_file_is_found_without_the_import_of_other_formats(file, monkeypatch):
-    """A file in the table is read by its workload, and those of other entries are not loaded."""
+    """A file in the table is read by its workload; those of other entries are not loaded."""
     name, path = file
     others = {cls.__module__ for cls in PLUGINS.classes("workload", FORMATS).values()}
     for module in others:
