@@ -15,7 +15,7 @@ from typing import Any, TextIO, TypeAlias
 
 import click
 
-from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, option, results, results_alone
+from kvcore.cli.verb import VerbT, echo, option, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import (
     STDIN,
@@ -28,6 +28,7 @@ from kvcore.hookspecs import OUTPUT
 from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
+from kvcore.untrusted import escaped, escaped_json
 from kvcore.workloads import Workload
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
 from pluggy import PluginManager, PluginValidationError
@@ -49,6 +50,9 @@ EXTENSIONS = (
 
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
+
+REMOVED = {("eviction", "adaptive"): "it hit what lru hits; hazard hits more"}
+"""Why plugins of an earlier release are no more, by kind and name."""
 
 BOUNDS = ("belady", "optimum")
 """Names beside those of eviction policies in comparisons, which are not plugins."""
@@ -177,12 +181,16 @@ class Plugins:
     def get(self, kind: str, name: str) -> Any:
         """Return the class named `name`, derived from the kind's base class.
 
+        `my.py:Class` is the class of that name in the file `my.py`, which is run.
+
         Raises:
-            InputError: there is no such kind, or no such plugin.
+            InputError: there is no such kind, no such plugin, or no such file.
             PluginError: the plugin is broken, or it is not found and a broken one may have
                 that name, or an editable install is older than its checkout's entry points.
         """
         found = self._find(kind)
+        if ".py:" in name:
+            return _class_of_file(kind, *name.rsplit(":", 1))
         name = ALIASES.get((kind, name), name)
         if name in found and (cls := self._class(kind, name)) is not None:
             return cls
@@ -193,6 +201,8 @@ class Plugins:
         msg = f"no {kind} plugin is named {name!r}"
         if kind == "eviction" and name in BOUNDS:
             msg += ": it is no policy but a bound, and comparisons alone know it"
+        elif (kind, name) in REMOVED:
+            msg += f" any more: {REMOVED[kind, name]}"
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
@@ -711,6 +721,46 @@ def imported_place(place: str) -> Any:
     """Import and return the object at a place, `package.module:name`."""
     module, _, attribute = place.partition(":")
     return getattr(import_module(module), attribute)
+
+
+def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
+    """Return the class `name` of a file, which is run once.
+
+    Raises:
+        InputError: there is no such file.
+        PluginError: it raised an error, or has no such class.
+    """
+    path = Path(file).resolve()
+    if not path.is_file():
+        msg = f"{kind} plugin {file}:{name}: there is no file {file}"
+        raise InputError(msg)
+    # Its path is a name that no installed module has.
+    module_name = str(path)
+    module = sys.modules.get(module_name)
+    if module is None:
+        from importlib.util import module_from_spec, spec_from_file_location  # noqa: PLC0415
+
+        spec = spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[module_name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except FAILURES as error:
+            del sys.modules[module_name]
+            msg = f"{kind} plugin {file}:{name} raised {error!r}{error_line(error)}"
+            raise PluginError(msg) from error
+    classes = {each: cls for each, cls in vars(module).items() if not _fault(cls, kind)}
+    if name in classes:
+        return cast("type[Plugin]", classes[name])
+    own = sorted(each for each, cls in classes.items() if cls.__module__ == module_name)
+    if name in vars(module):
+        msg = f"{file}:{name} is {_fault(vars(module)[name], kind)}"
+    else:
+        msg = f"{file} has no class {name!r}{nearest(name, own)}"
+    some = ", ".join(own) or "none"
+    msg += f". Its {kind} plugins: {some}"
+    raise PluginError(msg)
 
 
 def _misfit(plugin: object, error: BaseException) -> str:

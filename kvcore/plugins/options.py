@@ -65,7 +65,8 @@ class Spec:
 def parse(text: str) -> list[Spec]:
     """Read a list of plugins: `lru,lfu:half_life=300,unit=s,cost` names three.
 
-    A piece `key=value` continues the name before it. A value cannot contain a comma.
+    A piece `key=value` continues the name before it. A value cannot contain a comma. The name
+    of a class in a file is `my.py:Class`.
 
     Raises:
         InputError: an empty name, an option without a name or a value, or given twice.
@@ -73,6 +74,9 @@ def parse(text: str) -> list[Spec]:
     specs: list[Spec] = []
     for piece in text.split(","):
         name, colon, option = piece.partition(":")
+        if name.endswith(".py"):
+            class_name, colon, option = option.partition(":")
+            name = f"{name}:{class_name.strip()}"
         if "=" in name:
             option = piece
             if not specs:

@@ -7,9 +7,9 @@ To read, in this order:
     rules.py          the contract of the rules by which engines differ
     loop.py           one turn: arrivals, a plan, a step or a jump, the clock
     batcher.py        the plan: who is admitted, paused, preempted
+    waiting.py        the queue, and the calls of the scheduler
     decode_batch.py   the blocks of jobs; those that decode, many steps at once
-    latency.py        the contract of latency models, and the executor that asks one
-    service_times.py  estimates by it, for schedulers
+    latency.py        the contract of latency models; the times of one step and of many
     simulate.py       the parts checked, the loop made and run
     stats.py          a row a request, percentiles, the pool over time
     result.py         the result, and its files

@@ -1,23 +1,46 @@
-"""Continuous batching: which jobs run, wait and are preempted, as a scheduler decides."""
+"""Continuous batching: which jobs run, wait and are preempted, as a scheduler decides.
+
+A plan divides the tokens of the next step, `max_tokens`, in this order:
+
+    1  decoding jobs     a token each; the blocks for it are allocated first (`next_step`).
+                         Where none is left, the rules choose a job that loses its blocks,
+                         until the others have theirs (`_preempt_to_grow`)
+    2  prefilling jobs   their next chunks (`_allot`), in order of admission
+    3  waiting jobs      admitted while tokens, slots and blocks last (`_schedule`, `_open`);
+                         each gets its first chunk
+
+Where an admission takes the blocks of a chunk alone (`Rules.reserve`), 2 may lack blocks as
+well, and a job loses its blocks (`_has_blocks`): another one, or the one that needs more.
+
+A job that the plan has preempted is offered no slot in the same plan, unless nothing else runs.
+Whom the same plan may still admit, and when others are offered a slot, depends on the rules:
+
+    admit_after_preemption   jobs before the preempted one in order   offered again
+    true (kvcore)            in the same plan                         when something has changed
+    false (vLLM)             not in the same plan                     in the next plan
+
+With a preemptive scheduler 2 and 3 are merged by its order, and a waiting job may take the slot
+of a running one, which is paused. With `steps="prefill-first"`, 1 follows only if 2 and 3 have
+taken nothing.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Final, Literal
 
-from kvcore.cache import EvictionPolicy, KVCache
+from kvcore.cache import KVCache
 from kvcore.errors import PolicyError, shorten
-from kvcore.plugins import FAILURES, find_override, policy_error, wrong_answer
-from kvcore.plugins.base import raise_policy_error
+from kvcore.plugins import policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
 from kvcore.serving.rules import Decisions, StepState, TokenRatio
-from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes, StepPlan
+from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes
+from kvcore.serving.waiting import CheckedScheduler, WaitingQueue
 
 if TYPE_CHECKING:
     from kvcore.cache.tiers import TierLoad
@@ -45,23 +68,19 @@ class Batcher:
         loads: a heap of the times (ns) at which loads from tiers end, with their jobs. The
             job is None for a prefetch, whose request has not arrived; these go first.
         blocked_job: the job that found no blocks last, if nothing has happened since.
-        without_progress: preemptions since the last new token: many are a livelock.
+        without_progress: preemptions since the last step that gave a token: many are a
+            livelock.
         moved: called with each job that was given its blocks; returns True if its K/V comes
             from another server. None: that never happens.
         batching: the limits of a step.
         server: hits and times of service, for the scheduler.
     """
 
-    # More attributes than CPython keeps in fast instance dictionaries.
     __slots__ = (
-        "_admits_after_preemption", "_admitted", "_allocator", "_batch", "_budget",
-        "_by_length", "_cache", "_changes", "_chunk", "_chunked", "_decisions", "_finished",
-        "_full",
-        "_keeps", "_max_chunk", "_max_seqs", "_mixed", "_order", "_plain", "_publishes",
-        "_queued", "_ranks", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_steps",
-        "_tiers", "_unpublished", "_victims", "_whole", "_withdrawn", "batching",
-        "blocked_job", "changed", "chunks", "loads", "moved", "paused", "prefilling", "running",
-        "server", "timers", "waiting", "without_progress",
+        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full", "_mixed",
+        "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_tiers", "_unpublished",
+        "_victims", "batching", "blocked_job", "changed", "chunks", "loads", "moved", "paused",
+        "prefilling", "running", "server", "timers", "waiting", "without_progress",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +106,7 @@ class Batcher:
         policies = [level.tree.eviction for level in levels]
         self.waiting = WaitingQueue(cache.eviction, *policies)
         self.running: dict[Job, None] = {}
+        self.prefilling: dict[Job, None] = {}
         self.paused: dict[Job, None] = {}
         self.chunks: list[tuple[Job, int]] = []
         self.changed = True
@@ -95,67 +115,39 @@ class Batcher:
         self.blocked_job: Job | None = None
         self.without_progress = 0
         self.moved: Callable[[Job, int], bool] | None = None
+        self.batching = batching
+        self.server = server
         self._cache = cache
         self._tiers = cache.tiers
-        self._scheduler = scheduler
-        self._order = JobOrder(scheduler)
-        self.batching = batching
+        self._scheduler = CheckedScheduler(scheduler)
         self._batch = batch
-        self._steps = batch.steps
         self._allocator = allocator
-        self.server = server
         self._mixed = batching.steps == "mixed"
         self._rules = rules = batching.rules
-        # Decisions that rules override are asked for. The others are made here as the methods
-        # of `Rules` say, which are called where that costs nothing beside what follows.
-        self._decisions = Decisions(rules)
-        # Whether the rules admit no job any more in this step, and the tokens that they give
-        # to the job that is offered a slot.
-        self._refuses = False
-        self._chunk: int | None = None
-        self._admits_after_preemption = rules.admit_after_preemption
+        self._decisions = Decisions(rules, batching, tiers=cache.tiers is not None)
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
-        # K/V from a tier or from another server needs all its blocks at once.
-        self._whole = rules.reserve == "prompt" or cache.tiers is not None
-        self._publishes = rules.commit == "scheduled"
-        self._unpublished: list[tuple[Job, int]] = []
-        self._keeps = rules.generated == "cached" or self._decisions.keeps_generated is not None
         ratio = rules.new_token_ratio
         self._ratio = None if ratio is None else TokenRatio(ratio)
-        self._full = False
-        self._by_length = rules.preempts == "shortest"
-        self._max_chunk, self._max_seqs = rules.max_chunk, batching.max_seqs
-        # Whether prompts are chunked without asking the rules.
-        self._chunked = batching.chunked and self._decisions.chunk_tokens is None
-        # Whether a chunk is what is left of a prompt and of the step: nothing else is asked.
-        self._plain = (
-            self._chunked
-            and self._whole
-            and self._max_chunk is None
-            and not self._publishes
-            and self._decisions.reserved is None
-            and self._decisions.shares_scheduled is None
-        )
+        # Of the step that is planned: its tokens that are left, the jobs that it has preempted,
+        # the chunks whose blocks are shared before they are computed, and the tokens that the
+        # rules give to the job that is offered a slot.
         self._budget = 0
-        self.prefilling: dict[Job, None] = {}
         self._victims: set[Job] = set()
-        self._ranks = not find_override(scheduler, "plan")
-        self._changes = find_override(scheduler, "changes_at")
-        self._queued = find_override(scheduler, "queued")
-        self._admitted = find_override(scheduler, "admitted")
-        self._finished = find_override(scheduler, "finished")
-        self._withdrawn = find_override(scheduler, "withdrawn")
+        self._unpublished: list[tuple[Job, int]] = []
+        self._chunk: int | None = None
+        # Whether the rules admit no job any more: in this step, or until a running job leaves.
+        self._refuses = self._full = False
 
     def queue(self, job: Job, now: int, *, front: bool = False) -> None:
         """Add `job` to the waiting ones."""
-        if self._ranks:
+        if self._scheduler.ranks:
             self._rank(job, now)
         try:
             self.waiting.push(job, now, front)
         except TypeError as error:
-            raise policy_error(self._scheduler, "priority", error) from error
-        if self._queued is not None:
-            self._order.call("queued", self._queued, job, now)
+            raise policy_error(self._scheduler.scheduler, "priority", error) from error
+        if self._scheduler.heard:
+            self._scheduler.tell("queued", job, now)
         self.changed = True
 
     def prefetch(self, request: Request, now: int, arrival: int) -> None:
@@ -185,19 +177,21 @@ class Batcher:
         retry = False
         self._divide(now)
         if self._victims:
-            # Jobs that were not offered a slot because of them are after the next step.
-            retry = not self._admits_after_preemption or self._refuses
+            # Jobs that were offered no slot because of them are offered one by the next plan.
+            # If the rules admit after a preemption, all others were offered one.
+            retry = not self._rules.admit_after_preemption or self._refuses
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
-                # All running jobs were preempted: admit again, with the freed blocks.
-                self._allocator.allocated_until = self._steps.count
+                # All running jobs were preempted: admit again, with the freed blocks. The
+                # blocks of the next step are those of nobody.
+                self._allocator.allocated_until = self._batch.steps.count
                 self.changed = True
                 self._divide(now)
                 self._victims.clear()
         changed, self.changed = self.changed, retry
         if not self._batch.size:
             # Jobs that join by a prefill have no blocks for their first decode step yet.
-            self._allocator.allocated_until = self._steps.count
+            self._allocator.allocated_until = self._batch.steps.count
         return changed
 
     def _divide(self, now: int) -> None:
@@ -230,7 +224,7 @@ class Batcher:
 
         It is not `complete` while the last token is being computed, which a lag allows.
         """
-        if self._keeps:
+        if self._decisions.keeps:
             self.retire(job)
             self._keep_generated(job, now, complete=complete)
         trace, request, seq = self._cache.trace, job.request, job.seq
@@ -250,13 +244,13 @@ class Batcher:
         del self.running[job]
         self.blocked_job, self._full = None, False
         self.changed = True
-        if self._finished is not None:
-            self._order.call("finished", self._finished, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("finished", job, now)
 
     def ended(self, job: Job, now: int) -> None:
         """Call `finished` of the scheduler for `job`, which ran and was aborted."""
-        if self._finished is not None:
-            self._order.call("finished", self._finished, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("finished", job, now)
 
     def abort(self, job: Job, now: int) -> bool:
         """Remove `job` from the server before its end, and free its slot and blocks.
@@ -290,15 +284,15 @@ class Batcher:
         """Remove `job`, which waits and will not be served, from the queue."""
         self.waiting.remove(job, now)
         self.paused.pop(job, None)
-        if self._withdrawn is not None:
-            self._order.call("withdrawn", self._withdrawn, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("withdrawn", job, now)
 
     def _preempt_to_grow(self, now: int) -> None:
         """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
         while True:
-            if not self._whole:
+            if not self._decisions.whole:
                 self._allocator.serve_first(now)
-            self._recompute(self._choose_victim(now, None), now)
+            self._take_blocks(self._choose_victim(now, None), now)
             if self._allocator.next_step(now):
                 return
 
@@ -308,12 +302,14 @@ class Batcher:
         preemptive = self._scheduler.preemptive
         if len(ongoing) > 1:
             if preemptive:
-                ranks = {job: (self._order.priority(job, now), job.serial) for job in ongoing}
-                self._order.call("priority", ongoing.sort, key=ranks.__getitem__)
+                ranks = {
+                    job: (self._scheduler.priority(job, now), job.serial) for job in ongoing
+                }
+                self._scheduler.call("priority", ongoing.sort, key=ranks.__getitem__)
             ongoing.reverse()
-        offers = None if self._ranks else self._offers(now)
+        offers = None if self._scheduler.ranks else self._offers(now)
         asks, self._refuses = self._decisions.headroom is not None, False
-        admits, after_preemption = True, asks or self._admits_after_preemption
+        admits, after_preemption = True, asks or self._rules.admit_after_preemption
         self._budget = self.batching.max_tokens - (self._batch.size if self._mixed else 0)
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
@@ -323,7 +319,7 @@ class Batcher:
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
-            if self._unpublished:
+            if self._unpublished and not ongoing:
                 self._publish(now)
             offered: Job | None = None
             if admits and (after_preemption or not self._victims):
@@ -344,7 +340,7 @@ class Batcher:
         """Return the blocks that the rules leave beside `job`; None: it is not admitted."""
         if not (self.running or self.paused):
             if self._ratio is not None:
-                self._ratio.restart(self._steps.count)
+                self._ratio.restart(self._batch.steps.count)
             if not preempted:
                 return 0
         if self._decisions.headroom is not None:
@@ -356,8 +352,8 @@ class Batcher:
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
 
-        Called after the chunks of all ongoing prompts are planned: none of these can be
-        preempted any more, so that every published block is computed.
+        Called when the chunks of all ongoing prompts are planned: nothing else can lack blocks
+        in this plan, so that no job with published blocks is preempted before it computes them.
         """
         for job, tokens in self._unpublished:
             assert job.seq is not None
@@ -370,7 +366,7 @@ class Batcher:
             self._budget -= self._mixed and job.stage == DECODE
             return
         tokens = job.target - job.computed
-        if self._plain:
+        if self._decisions.plain:
             if tokens > self._budget:
                 tokens = self._budget
             self.chunks.append((job, tokens))
@@ -380,15 +376,17 @@ class Batcher:
         if decisions.chunk_tokens is not None:
             tokens = decisions.chunk_tokens(job, tokens, self._state(now))
         elif tokens > most:
-            tokens = most if self._chunked else 0 if self.chunks else tokens
+            tokens = most if self._decisions.chunked else 0 if self.chunks else tokens
         if not tokens:
             self._budget = 0
             return
-        by_chunk = not self._whole or decisions.reserved is not None
+        by_chunk = not self._decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
         shares = decisions.shares_scheduled
-        publishes = self._publishes if shares is None else shares(job, self._state(now))
+        publishes = (
+            self._decisions.publishes if shares is None else shares(job, self._state(now))
+        )
         self.chunks.append((job, tokens))
         self._budget -= tokens
         if publishes:
@@ -396,7 +394,7 @@ class Batcher:
 
     def _most_tokens(self) -> int:
         """Return how many tokens of a prompt the step that is planned may compute."""
-        cap = self._max_chunk
+        cap = self._rules.max_chunk
         if cap is None or len(self.running) + len(self.waiting) <= 1:
             return self._budget
         return min(cap, self._budget)
@@ -413,8 +411,9 @@ class Batcher:
             return True
         need = -(-(seq.tokens + tokens) // cache.geometry.block_size) - seq.blocks
         while need > cache.available_blocks and not cache.make_room(need, now):
+            # No `requester`: the job may lose its own blocks.
             victim = self._choose_victim(now, job)
-            self._recompute(victim, now)
+            self._take_blocks(victim, now)
             if victim is job:
                 return False
         self._allocator.extend(seq, tokens, now)
@@ -430,7 +429,7 @@ class Batcher:
             self._cache.available_blocks,
             self.server,
         )
-        plan, unpaused = self._order.plan(state), set()
+        plan, unpaused = self._scheduler.plan(state), set()
         for job in self._jobs(plan.pause, "paused", self.running, "is not running"):
             if job.stage in (LOADING, DONE):
                 unpaused.add(job)
@@ -444,28 +443,28 @@ class Batcher:
         ignored: Container[Job] = (),
     ) -> Iterator[Job]:  # fmt: skip
         """Yield the jobs of a plan, except for `ignored` ones; all others must be `known`."""
-        for job in self._order.planned(planned):
+        for job in self._scheduler.planned(planned):
             is_job = isinstance(job, Job)
             if is_job and job in ignored:
                 continue
             if not is_job or job not in known:
                 reason, shown = why if is_job else "is no job", shorten(repr(job))
-                name = self._scheduler.name
+                name = self._scheduler.scheduler.name
                 msg = f"scheduler plugin {name!r}: plan() {what} {shown}, which {reason}"
                 raise PolicyError(msg)
             yield job
 
     def _head_before(self, other: Job, now: int) -> bool:
         """Return True if the first waiting job goes before `other`."""
-        head = self.waiting.head() if self._ranks else None
+        head = self.waiting.head() if self._scheduler.ranks else None
         if head is None:
             return False
         return bool(
-            self._order.call(
+            self._scheduler.call(
                 "priority",
                 lt,
                 head.rank,
-                self._order.priority(other, now),
+                self._scheduler.priority(other, now),
             )
         )
 
@@ -475,9 +474,9 @@ class Batcher:
             return False
         if self._full or job in self._victims:
             return False
-        if not (self._chunked or self._has_chunk(job, now)):
+        if not (self._decisions.chunked or self._has_chunk(job, now)):
             return False
-        if len(self.running) >= self._max_seqs and not self._take_slot(job, now):
+        if len(self.running) >= self.batching.max_seqs and not self._take_slot(job, now):
             return False
         take = self._resume if job.stage == PAUSED else self._open
         while not take(job, now):
@@ -486,18 +485,18 @@ class Batcher:
                 return False
         self.waiting.remove(job, now)
         self.running[job] = None
-        if self._admitted is not None:
-            self._order.call("admitted", self._admitted, job, now)
+        if self._scheduler.heard:
+            self._scheduler.tell("admitted", job, now)
         return True
 
     def _frees_alone(self) -> bool:
-        """Return True if blocks may have become free without an event: pins end, spans expire."""
+        """Return True if blocks may become free without an event: pins end, spans expire."""
         tree = self._cache.tree
         return tree.pins is not None or tree.eviction.expires_spans
 
     def _take_slot(self, job: Job, now: int) -> bool:
         """Pause the running job that is last in order for `job`; return False if none is."""
-        last = self._order.call("priority", self._behind, job, now)
+        last = self._scheduler.call("priority", self._behind, job, now)
         if last is None:
             return False
         # Checked first: without blocks for `job` the pause would be in vain.
@@ -522,7 +521,7 @@ class Batcher:
 
     def _behind(self, job: Job, now: int) -> Job | None:
         """Return the running job that is last in order, if `job` may take its slot."""
-        if not (self._ranks and self._scheduler.preemptive):
+        if not (self._scheduler.ranks and self._scheduler.preemptive):
             return None
         # A running job has only come forward since it was ranked.
         behind = [
@@ -530,7 +529,9 @@ class Batcher:
             for other in self.running
             if job.rank < other.rank and other.stage not in (LOADING, DONE)
         ]
-        ranks = {other: (self._order.priority(other, now), other.serial) for other in behind}
+        ranks = {
+            other: (self._scheduler.priority(other, now), other.serial) for other in behind
+        }
         last = max(ranks, key=ranks.__getitem__, default=None)
         return None if last is None or not job.rank < ranks[last][0] else last
 
@@ -543,7 +544,7 @@ class Batcher:
     def _missing_slots(self, job: Job) -> int:
         """Return how many slots a paused job needs for the step that is allocated."""
         assert job.seq is not None
-        if job.prefill_left or self._allocator.allocated_until <= self._steps.count:
+        if job.prefill_left or self._allocator.allocated_until <= self._batch.steps.count:
             return 0
         return job.length + 1 - job.seq.compacted - job.seq.tokens
 
@@ -558,7 +559,7 @@ class Batcher:
             takes = self._decisions.reserved(job, self._state(now))
         at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
         most = None if at_once else min(self._chunk or self._budget, self._most_tokens())
-        seq = self._allocator.open(job, now, reserve, most, whole=takes != "first-chunk")
+        seq = self._allocator.open(job, now, reserve, most, fits_prompt=takes != "first-chunk")
         if seq is None:
             self._full = self._ratio is not None and bool(self.running)
             return False
@@ -634,7 +635,7 @@ class Batcher:
         self._record(job, "pause", now, requester)
         self.queue(job, now, front=True)
 
-    def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
+    def _take_blocks(self, job: Job, now: int, requester: Job | None = None) -> None:
         """Free all blocks of `job`, for `requester` if given.
 
         They will be computed again, or loaded from a tier where that is faster. A job that has
@@ -649,7 +650,8 @@ class Batcher:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
-            # Its tokens of the step go to jobs that are planned after it.
+            # Its tokens of the step go to jobs that are planned after it. (Before `_admit` it
+            # has none, and the budget is set there.)
             chunks = sum(tokens for other, tokens in self.chunks if other is job)
             self._budget += self._mixed if job.stage == DECODE else chunks
             self._leave_batch(job)
@@ -668,7 +670,7 @@ class Batcher:
         elif job.seq is not None:
             job.swaps += 1
             level.park(job.seq, tokens, now)
-        self._allocator.close(job, now)
+        self._allocator.close(job, now)  # as preempted: its stage is not DONE
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         self.queue(job, now, front=True)
@@ -676,7 +678,7 @@ class Batcher:
         self._victims.add(job)
         if self._ratio is not None:
             decoding = (other for other in self.running if other.stage == DECODE)
-            self._ratio.preempted(decoding, self._steps.count)
+            self._ratio.preempted(decoding, self._batch.steps.count)
 
     def _leave_batch(self, job: Job) -> None:
         """Stop the prefill or the decoding of `job`."""
@@ -697,9 +699,9 @@ class Batcher:
 
         If it is not `complete`, its newest token is not known yet, and does not count.
         """
-        if not self._keeps or job.seq is None:
+        if not self._decisions.keeps or job.seq is None:
             return
-        keeps = not (preempted and self._by_length)
+        keeps = not (preempted and self._rules.preempts == "shortest")
         if self._decisions.keeps_generated is not None:
             state = self._state(now)
             keeps = self._decisions.keeps_generated(job, state, preempted=preempted)
@@ -721,7 +723,7 @@ class Batcher:
         last = self._choose_victim(now, job)
         if last is job:
             return False
-        self._recompute(last, now, job)
+        self._take_blocks(last, now, job)
         return True
 
     def _choose_victim(self, now: int, requester: Job | None) -> Job:
@@ -732,7 +734,9 @@ class Batcher:
         if self._decisions.victim is not None:
             return self._decisions.victim(jobs, state, requester)
         # Without an override only priorities can fail to compare.
-        victim: Job = self._order.call("priority", self._rules.victim, jobs, state, requester)
+        victim: Job = self._scheduler.call(
+            "priority", self._rules.victim, jobs, state, requester
+        )
         return victim
 
     def _state(self, now: int, preempted: Collection[Job] | None = None) -> StepState:
@@ -741,7 +745,7 @@ class Batcher:
         return StepState(
             now,
             self.batching.max_tokens,
-            self._max_seqs,
+            self.batching.max_seqs,
             self.batching.chunked,
             self._cache.geometry.block_size,
             self._cache.pool.blocks,
@@ -754,8 +758,8 @@ class Batcher:
             self.chunks,
             self._budget,
             self._victims if preempted is None else preempted,
-            None if ratio is None else ratio.at(self._steps.count),
-            lambda job: self._order.priority(job, now),
+            None if ratio is None else ratio.at(self._batch.steps.count),
+            lambda job: self._scheduler.priority(job, now),
         )
 
     def _record(
@@ -782,14 +786,14 @@ class Batcher:
             )
         jobs, pool = len(self.running) + len(self.waiting), self._cache.pool
         # Jobs that get their blocks chunk by chunk may lose them at every chunk.
-        chunks = 1 if self._whole else pool.blocks
+        chunks = 1 if self._decisions.whole else pool.blocks
         if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
             msg = (
                 f"livelock at {now} ns: {self.without_progress} preemptions without a new "
                 f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "
                 f"for {pool.blocks} blocks, of which {pool.free_blocks} are free. Scheduler "
-                f"{self._scheduler.name!r} orders them differently every time it is asked: a "
-                "running job's priority may only improve"
+                f"{self._scheduler.scheduler.name!r} orders them differently every time it is "
+                "asked: a running job's priority may only improve"
             )
             if self._rules.decides():
                 msg += f"; or rules {self._rules.name!r} preempt those that come next"
@@ -797,176 +801,15 @@ class Batcher:
 
     def _rank(self, job: Job, now: int) -> None:
         """Set the rank of a waiting job, and schedule when to do so again."""
-        job.rank = self._order.priority(job, now)
-        if self._changes is not None:
-            due = self._order.changes_at(job, now)
+        job.rank = self._scheduler.priority(job, now)
+        if self._scheduler.changes:
+            due = self._scheduler.changes_at(job, now)
             if due is not None:
                 heappush(self.timers, (due, job.serial, job))
 
     def _rank_again(self, job: Job, now: int) -> None:
         """TIMER: rank `job` again, if it still waits."""
-        if job in self.waiting and self._ranks:
+        if job in self.waiting and self._scheduler.ranks:
             self._rank(job, now)
             self.waiting.push(job, now)
             self.changed = True
-
-
-class JobOrder:
-    """Calls a scheduler, checks its answers, and reports its exceptions as its own."""
-
-    __slots__ = ("_scheduler",)
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def call(
-        self, method: str, function: Callable[..., Any], *arguments: Any, **options: Any
-    ) -> Any:
-        """Call a function of the scheduler, or one that compares its answers.
-
-        Raises:
-            PolicyError: the function failed; the error names `method`.
-        """
-        try:
-            return function(*arguments, **options)
-        except FAILURES as error:
-            raise_policy_error(self._scheduler, method, error)
-
-    def priority(self, job: Job, now: int) -> Any:
-        """Return the priority of `job` at this moment.
-
-        Raises:
-            PolicyError: the scheduler failed, or its answer has no place in an order.
-        """
-        try:
-            priority = self._scheduler.priority(job, now)
-            # NaN is not before, equal to or after any priority.
-            unordered = priority is None or priority != priority  # noqa: PLR0124
-        except FAILURES as error:
-            raise_policy_error(self._scheduler, "priority", error)
-        if unordered:
-            hint = ": is a `return` missing?" if priority is None else ""
-            why = f"{priority!r}, which has no place in an order{hint}"
-            raise wrong_answer(self._scheduler, f"priority() of {job!r}", why)
-        return priority
-
-    def changes_at(self, job: Job, now: int) -> int | None:
-        """Return when (ns) the priority of `job` changes by itself; None: it does not.
-
-        Raises:
-            PolicyError: the scheduler failed, or its answer is no time after `now`.
-        """
-        due = self.call("changes_at", self._scheduler.changes_at, job, now)
-        if due is not None and (type(due) is not int or due <= now):
-            why = f"{due!r} at {now} ns: give whole ns after that, or None"
-            raise wrong_answer(self._scheduler, f"changes_at() of {job!r}", why)
-        return due
-
-    def plan(self, state: LoopState) -> StepPlan:
-        """Return the plan of the scheduler.
-
-        Raises:
-            PolicyError: the scheduler failed, or returned no plan.
-        """
-        plan = self.call("plan", self._scheduler.plan, state)
-        if not isinstance(plan, StepPlan):
-            name = self._scheduler.name
-            got = shorten(repr(plan))
-            msg = f"scheduler plugin {name!r}: plan() returned {got}, which is no StepPlan"
-            raise PolicyError(msg)
-        return plan
-
-    def planned(self, jobs: Iterable[Job]) -> Iterator[Any]:
-        """Yield the entries of a plan, which the scheduler may choose one after the other.
-
-        Raises:
-            PolicyError: the scheduler failed.
-        """
-        entries = self.call("plan", iter, jobs)
-        while (entry := self.call("plan", next, entries, None)) is not None:
-            yield entry
-
-
-Entry: TypeAlias = tuple[Any, bool, int, Job]
-"""(rank, whether it holds no blocks, order of arrival, the job): the sort key of the queue."""
-
-_SLACK: Final = 4
-"""Entries that the heap may hold for each waiting job before it is rebuilt."""
-
-
-class WaitingQueue:
-    """Waiting jobs: a heap by rank, and the order in which they queued up.
-
-    Among equals jobs that hold blocks go first, then those that arrived first. The eviction
-    policies that define `on_queued` or `on_dequeued`, of the pool or of tiers, are called.
-
-    Attributes:
-        entries: the jobs, in the order in which they queued up, and their places in the heap.
-    """
-
-    __slots__ = ("_heap", "_on_dequeued", "_on_queued", "entries")
-
-    def __init__(self, *evictions: EvictionPolicy) -> None:
-        self.entries: OrderedDict[Job, Entry] = OrderedDict()
-        self._heap: list[Entry] = []
-        self._on_queued, self._on_dequeued = (
-            [
-                (policy, method)
-                for policy in evictions
-                if (method := find_override(policy, name)) is not None
-            ]
-            for name in ("on_queued", "on_dequeued")
-        )
-
-    def __len__(self) -> int:
-        """Return the number of waiting jobs."""
-        return len(self.entries)
-
-    def __iter__(self) -> Iterator[Job]:
-        """Yield the jobs in the order in which they queued up, the preempted ones first."""
-        return iter(self.entries)
-
-    def __contains__(self, job: object) -> bool:
-        """Return True if `job` waits."""
-        return job in self.entries
-
-    def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Add `job` by its rank, or update its rank; at the `front` of the order of entry."""
-        entry = (job.rank, job.stage != PAUSED, job.serial, job)
-        if self._on_queued and job not in self.entries:
-            for policy, on_queued in self._on_queued:
-                try:
-                    on_queued(job.known_request(), now, front=front)
-                except FAILURES as error:
-                    raise policy_error(policy, "on_queued", error) from error
-        entries, heap = self.entries, self._heap
-        entries[job] = entry
-        if front:
-            entries.move_to_end(job, last=False)
-        # An entry that a job had before stays in the heap, and is dropped when it surfaces.
-        heappush(heap, entry)
-        if len(heap) > _SLACK * (len(entries) + _SLACK):
-            heap[:] = entries.values()
-            heapify(heap)
-
-    def head(self) -> Job | None:
-        """Return the first job in rank; None without jobs."""
-        heap, entries = self._heap, self.entries
-        while heap:
-            entry = heap[0]
-            job = entry[3]
-            if entries.get(job) == entry:
-                return job
-            heappop(heap)
-        return None
-
-    def remove(self, job: Job, now: int) -> None:
-        """Remove `job`."""
-        del self.entries[job]
-        if not self._on_dequeued:
-            return
-        for policy, on_dequeued in self._on_dequeued:
-            try:
-                on_dequeued(job.known_request(), now)
-            except FAILURES as error:
-                raise policy_error(policy, "on_dequeued", error) from error

@@ -22,14 +22,13 @@ from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
 from itertools import chain
-from math import isqrt
 from typing import TypeAlias
 
 from kvcore.cache import KVCache, Sequence
 from kvcore.errors import OutOfBlocks
 from kvcore.request import Request
 from kvcore.serving.job import DONE, DecodeSteps, Job, admission_of
-from kvcore.serving.latency import LinearPiece, Windows
+from kvcore.serving.latency import LinearPiece, StepTimes, Windows
 from kvcore.serving.stats import PENDING_EVENTS, TokenGaps
 from kvcore.units import INT64_LIMIT, PS_PER_NS
 
@@ -367,110 +366,6 @@ class DecodeBatch:
                 self.context[place] -= window
 
 
-class StepTimes:
-    """The times of consecutive decode steps of the same sequences, in picoseconds.
-
-    Step i takes `max(a + b * i)` over a few lines, since the context grows by the same with
-    every step. All methods are exact; they cost O(lines that are the maximum somewhere).
-
-    Attributes:
-        line: (a, b) of the only line; None: there are several.
-    """
-
-    __slots__ = ("_lines", "line")
-
-    def __init__(
-        self, pieces: Lines[LinearPiece], context: Lines[int], growth: Lines[int]
-    ) -> None:
-        """Turn lines in the context into lines in the number of the step.
-
-        Args:
-            pieces: lines in the context.
-            context: the context of the first step, by attention window.
-            growth: tokens that each step adds to it.
-        """
-        self._lines: Lines[tuple[int, int]] = ()
-        if len(growth) == 1:
-            start, more = context[0], growth[0]
-            if len(pieces) == 1:
-                a, b = pieces[0]
-                self.line: tuple[int, int] | None = (a + b * start, b * more)
-                return
-            lines = [(a + b * start, b * more) for a, b in pieces]
-        else:
-            lines = [
-                (
-                    piece[0] + sum(b * c for b, c in zip(piece[1:], context, strict=True)),
-                    sum(b * g for b, g in zip(piece[1:], growth, strict=True)),
-                )
-                for piece in pieces
-            ]
-        if len(lines) > 1:
-            top, steepest = max(lines), max(line[1] for line in lines)
-            if top[1] == steepest:
-                lines = [top]
-        self._lines, self.line = lines, lines[0] if len(lines) == 1 else None
-
-    def segments(self, steps: int) -> Iterable[tuple[int, int, int]]:
-        """Return (ps of the first step, ps that each adds, steps) of straight parts."""
-        line = self.line
-        return self._parts(steps) if line is None else ((*line, steps),)
-
-    def total(self, steps: int) -> int:
-        """Return the picoseconds that the first `steps` steps take together."""
-        if self.line is not None:
-            a, b = self.line
-            return steps * a + b * (steps * (steps - 1) // 2)
-        return sum(_sum(first, slope, count) for first, slope, count in self._parts(steps))
-
-    def reach(self, time: int, most: int) -> int:
-        """Return the number of steps (at least 1) until `time` ps have passed, or `most`."""
-        if self.line is not None:
-            a, b = self.line
-            if most * a + b * (most * (most - 1) // 2) < time:
-                return most
-            return max(1, _steps_for(a, b, most, time))
-        done = 0
-        for first, slope, count in self._parts(most):
-            whole = _sum(first, slope, count)
-            if whole >= time:
-                return max(1, done + _steps_for(first, slope, count, time))
-            time -= whole
-            done += count
-        return most
-
-    def _parts(self, steps: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the straight parts of the first `steps` steps."""
-        lines, step = self._lines, 0
-        while step < steps:
-            _, b, a = max((a + b * step, b, a) for a, b in lines)
-            # Where a steeper line rises above this one.
-            overtakes = [(a - c) // (d - b) + 1 for c, d in lines if d > b]
-            end = min([*overtakes, steps])
-            yield a + b * step, b, end - step
-            step = end
-
-
-def _sum(first: int, slope: int, count: int) -> int:
-    """Return first + (first + slope) + ..., `count` terms."""
-    return count * first + slope * (count * (count - 1) // 2)
-
-
-def _steps_for(first: int, slope: int, count: int, time: int) -> int:
-    """Return the fewest steps whose sum is at least `time`; `count` steps suffice."""
-    if time <= 0:
-        return 0
-    if not slope:
-        return -(-time // first)
-    # first·k + slope·k(k-1)/2 = time, rounded down; the root may fall one short.
-    p = 2 * first - slope
-    steps = (isqrt(p * p + 8 * slope * time) - p) // (2 * slope)
-    steps = min(max(steps, 0), count)
-    while _sum(first, slope, steps) < time:
-        steps += 1
-    return steps
-
-
 class DecodeAllocator:
     """Allocates the blocks of jobs: at admission, and while they decode, many steps ahead.
 
@@ -520,7 +415,13 @@ class DecodeAllocator:
         return False  # blocks may lie anywhere
 
     def open(
-        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+        self,
+        job: Job,
+        now: int,
+        reserve: int,
+        most: int | None = None,
+        *,
+        fits_prompt: bool = True,
     ) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it.
 
@@ -529,14 +430,15 @@ class DecodeAllocator:
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
             most: tokens after the hit for which it gets blocks at most; None: for all.
-            whole: whether there must be room for the whole prompt, even if `most` is less.
+            fits_prompt: whether there must be room for the whole prompt, even if `most` is
+                less.
         """
         target = None if job.admitted is None else job.target
         request = job.request if target is None else job.known_request()
         resumed = target is not None
         if most is not None:
             # If no other sequence is open it fits in the end: pins of clients yield to it.
-            if whole and self._cache.sequences and not self.fits(job, now, reserve):
+            if fits_prompt and self._cache.sequences and not self.fits(job, now, reserve):
                 return None
             hit = self._cache.probe(request, now, target)
             most = min(most, job.target - hit * self._block_size)

@@ -1,4 +1,19 @@
-"""The job: a request between arrival and finish, as schedulers and the loop see it."""
+"""The job: a request between arrival and finish, as schedulers and the loop see it.
+
+Its stages, and the methods of `Batcher` and `ServingLoop` that take it from one to the next:
+
+    waiting ---_open---> prefill ---_prefill_done---> decode ---_finish---> done
+       |                    ^
+       +----_open----> loading: `_loaded` follows
+
+    prefill, decode          ---_pause--->      paused   ---_resume---> where it was
+    prefill, decode, paused  ---_take_blocks-->  waiting, without blocks
+
+A paused job keeps its blocks, and waits for a slot alone. A loading job has all its blocks;
+some are on their way from a tier or another server. A job without blocks is preempted: what
+it has generated counts as prompt from then on (`target`); `_open` gives it new blocks, of which
+those that are still cached are hit.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +29,7 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 PAUSED: Final = "paused"
 DONE: Final = "done"
-"""The stages of a job: waiting without blocks; computing its prompt; generating; off the batch
-with its blocks kept; finished or rejected."""
-
 LOADING: Final = "loading"
-"""One more: running, with all its blocks, some of which are on their way from a tier."""
 
 
 class DecodeSteps:

@@ -7,16 +7,27 @@ Its events, who handles them, and the line of the trace that each makes:
     LOADED         `Batcher._loaded`             LOAD
     PREFILL_DONE   `ServingLoop._prefill_done`   FIRST_TOKEN
     DECODE_DONE    `ServingLoop._finish`         FINISH
-    OUT_OF_BLOCKS  `Batcher._grow`               PREEMPT
+    OUT_OF_BLOCKS  `Batcher._preempt_to_grow`,
+                   `Batcher._has_blocks`         PREEMPT
     TIMER          `Batcher._rank_again`         none
 
 Between two of them the same jobs decode, so that all the steps in between are one jump (see
-`decode_batch`). One turn of the loop:
+`decode_batch`). One turn of the loop, `begin` and `end`:
 
-    arrivals up to now -> plan (admit, pause, preempt) -> one step or one jump -> the clock
-         |                   |                               |
-         v                   v                               v
-      waiting  <-preempt-  running: prefill chunks, then the decode batch  ->  finished
+    begin  1  _take_arrivals   requests up to now are queued, or rejected
+           2  Batcher.plan     blocks of the next decode step: running jobs grow first, and
+                               preempt others where none is left
+                               prompts that are being computed get tokens of the step, then
+                               waiting jobs are admitted, in scheduler order
+           3  _planned         the pool is recorded
+    end    4  _compute, _jump  one step with prefill; or many decode steps, up to the next event
+           5  _pass            the clock moves on; requests that came meanwhile are queued
+           6  commit           blocks that were filled can hit from now on
+           7  _prefill_done    first tokens; the jobs decode from the next step on
+           8  _finish          jobs with all their tokens give their blocks back
+
+Under a lag (`Rules.lag`), 8, and 6 of decoding jobs, follow 2 of the next step, which therefore
+does not see them (`_catch_up`).
 
 The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole nanoseconds.
 """
@@ -38,17 +49,18 @@ from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
-from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch, StepTimes
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
     LinearPiece,
+    ServiceEstimates,
     StepResult,
+    StepTimes,
     StepWork,
     decode_lines,
 )
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.service_times import ServiceEstimates
 from kvcore.serving.stats import PENDING_EVENTS, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
@@ -612,7 +624,7 @@ class ServingLoop:
             for window in self._windows
         )
 
-    def _prefill_step(self) -> None:
+    def _prefill_step(self) -> None:  # noqa: C901 - one step, in the order of its events
         """Run one step that prefills, and decodes as well if steps are mixed."""
         batch, batcher = self.batch, self.batcher
         chunks = batcher.chunks
@@ -635,10 +647,11 @@ class ServingLoop:
             self._commit(now)
         batcher.blocked_job = None  # it may hit more now
         batcher.changed = True
+        if decoding or prefilled:
+            batcher.without_progress = 0
         done = []
         for job in prefilled:
             del batcher.prefilling[job]
-            batcher.without_progress = 0
             if self._prefill_done(job, now):
                 done.append(job)
         if decoding and batch.ends[0][0] <= self.steps.count:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -16,6 +16,9 @@ from kvcore.plugins.base import (
     wrong_answer,
 )
 from kvcore.serving.job import DECODE, WAITING, Job
+
+if TYPE_CHECKING:
+    from kvcore.serving.scheduler import Batching
 
 Reserve: TypeAlias = Literal["prompt", "chunk", "first-chunk"]
 """The blocks that an admission takes, as the option `reserve` of `Rules` says."""
@@ -88,8 +91,9 @@ class Rules(Plugin):
         generated: which generated blocks stay cached: those that are `keyed` by the workload;
             or all of them are `cached`, under keys that no other request has.
         admit_after_preemption: whether a step that preempts may admit.
-        ties: which of the jobs that are last in order is preempted: of equal priority the
-            one admitted `last`; or of equal priority and arrival the one admitted `first`.
+        ties: which of the jobs that are last in order is preempted. `last`: the last by
+            (priority, admission). `first`: the last by (priority, arrival), and of equal ones
+            the one admitted first.
         lag: steps between a plan and the state it is based on: 1 under asynchronous
             scheduling, where a step is planned while the one before it runs. Jobs that finish
             or arrive during that step count a step later.
@@ -166,7 +170,7 @@ class Rules(Plugin):
 
     def decides(self) -> bool:
         """Return True if it overrides a decision, so that its options do not say all."""
-        return any(find_override(self, name) is not None for name in Decisions.__slots__)
+        return any(find_override(self, name) is not None for name in DECISIONS)
 
     def victim(self, jobs: Sequence[Job], state: StepState, requester: Job | None) -> Job:
         """Return the one of `jobs` that loses its blocks, by `preempts` and `ties`.
@@ -295,11 +299,21 @@ def _brevity(job: Job) -> tuple[int, int, int]:
 
 
 class Decisions:
-    """The decisions that rules override: called, checked, and failures reported as their own.
+    """The decisions of rules: those that they override are asked for, the others made inline.
+
+    What rules override is called and checked, and its failures are reported as their own. The
+    batcher makes the other decisions itself, as the methods of `Rules` say; it calls these
+    where that costs nothing beside what follows.
 
     Attributes:
         victim, headroom, reserved, chunk_tokens, shares_scheduled, keeps_generated: the
             methods of the rules; None where they are not overridden.
+        whole: whether an admission takes all blocks of a prompt. Those from a tier, or from
+            another server, are needed at once.
+        publishes: whether blocks can be hit as soon as they are scheduled.
+        keeps: whether generated blocks may stay cached.
+        chunked: whether prompts are chunked without asking the rules.
+        plain: whether a chunk is what is left of a prompt and of the step: nothing is asked.
 
     Raises (when one is called):
         PolicyError: the rules failed, or gave an answer that cannot be.
@@ -307,7 +321,7 @@ class Decisions:
 
     __slots__ = (
         *("chunk_tokens", "headroom", "keeps_generated", "reserved", "shares_scheduled"),
-        "victim",
+        *("chunked", "keeps", "plain", "publishes", "victim", "whole"),
     )
 
     chunk_tokens: Callable[[Job, int, StepState], int] | None
@@ -317,16 +331,27 @@ class Decisions:
     shares_scheduled: Callable[[Job, StepState], bool] | None
     victim: Callable[[Sequence[Job], StepState, Job | None], Job] | None
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, batching: Batching, *, tiers: bool) -> None:
         rules.bind()
-        for name in Decisions.__slots__:
+        for name in DECISIONS:
             method = find_override(rules, name)
             setattr(self, name, None if method is None else _checked(rules, name, method))
+        self.whole = rules.reserve == "prompt" or tiers
+        self.publishes = rules.commit == "scheduled"
+        self.keeps = rules.generated == "cached" or self.keeps_generated is not None
+        self.chunked = batching.chunked and self.chunk_tokens is None
+        asks = self.reserved is not None or self.shares_scheduled is not None
+        self.plain = (
+            self.chunked
+            and self.whole
+            and rules.max_chunk is None
+            and not (self.publishes or asks)
+        )
 
 
 def _checked(rules: Rules, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a method of rules, and checks its answer."""
-    fits, expected = _ANSWERS[name]
+    fits, expected = DECISIONS[name]
 
     def decision(subject: Job | Sequence[Job], *arguments: Any, **options: Any) -> Any:
         try:
@@ -355,7 +380,7 @@ def _is_chunk(answer: object, job: Job, tokens: int, state: StepState) -> bool:
     return answer <= state.budget
 
 
-_ANSWERS: Mapping[str, tuple[Callable[..., bool], str]] = {
+DECISIONS: Mapping[str, tuple[Callable[..., bool], str]] = {
     "victim": (lambda answer, jobs, *_: answer in jobs, "one of the jobs with blocks"),
     "headroom": (
         lambda answer, *_: answer is None or (type(answer) is int and answer >= 0),
@@ -372,7 +397,8 @@ _ANSWERS: Mapping[str, tuple[Callable[..., bool], str]] = {
     "shares_scheduled": (_is_flag, "True or False"),
     "keeps_generated": (_is_flag, "True or False"),
 }
-"""Whether an answer can be, from it and the arguments; and what an error asks for instead."""
+"""The methods of rules that decide: whether an answer can be, from it and the arguments, and
+what an error asks for instead."""
 
 
 class TokenRatio:

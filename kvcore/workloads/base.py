@@ -15,6 +15,7 @@ from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
 from kvcore.progress import Ticked
 from kvcore.request import Key, KeyPrefix, Request
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import parse_json
 from kvcore.workloads.files import file_digest
 
 CHECKED_REQUESTS = 4_000
@@ -197,7 +198,7 @@ def json_fields(line: bytes) -> frozenset[str]:
     import orjson  # noqa: PLC0415 - for files alone
 
     try:
-        fields = orjson.loads(line)
+        fields = parse_json(line)
     except orjson.JSONDecodeError:
         return frozenset()
     return frozenset(fields) if isinstance(fields, dict) else frozenset()

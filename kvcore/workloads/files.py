@@ -15,16 +15,12 @@ from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import (
     CHUNK_BYTES,
-    LONGEST_LINE,
     CutError,
     DamageError,
     decompressed,
-    line_fault,
     unreadable_reason,
 )
-
-EXPANSION = 64
-"""Largest number of bytes that a compressed byte expands to, past the first 16 MiB."""
+from kvcore.untrusted import LONGEST_LINE, WORKLOAD_EXPANSION, line_fault, parse_json
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
 _INDENTED = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\n")
@@ -41,7 +37,7 @@ def first_json(path: Path) -> Any:
     import orjson  # noqa: PLC0415 - for files of JSON alone
 
     with closing(lines(path)) as found, suppress(orjson.JSONDecodeError):
-        return orjson.loads(next(found)[1])
+        return parse_json(next(found)[1])
     return None
 
 
@@ -60,7 +56,7 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_rows(decompressed(file, EXPANSION)), 1):
+            for number, line in enumerate(_rows(decompressed(file, WORKLOAD_EXPANSION)), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():

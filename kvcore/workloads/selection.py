@@ -22,6 +22,7 @@ from kvcore.plugins.manager import Plugins, installed
 from kvcore.plugins.options import nearest, takes_path
 from kvcore.request import Request, Retention, TextRequest
 from kvcore.units import window_text
+from kvcore.untrusted import parse_json
 from kvcore.workloads.base import Workload, json_fields
 from kvcore.workloads.files import lines
 
@@ -219,7 +220,7 @@ def _beginning(first_line: bytes) -> str:
     import orjson  # noqa: PLC0415 - for errors alone
 
     try:
-        orjson.loads(first_line)
+        parse_json(first_line)
     except orjson.JSONDecodeError as error:
         return f"{begins} and is not JSON: {error.msg} (column {error.colno})"
     return begins

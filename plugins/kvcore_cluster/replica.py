@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 from kvcore.cache import KVCache
 from kvcore.request import SLO, Request
-from kvcore.serving.decode_batch import StepTimes
 from kvcore.serving.drafter import Drafter
-from kvcore.serving.latency import LatencyModel, SimulatedExecutor
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
 from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler

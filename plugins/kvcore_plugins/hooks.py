@@ -17,7 +17,6 @@ def _places(folder: str, classes: dict[str, str]) -> dict[str, str]:
 def kvcore_eviction_policies() -> dict[str, str]:
     """Return the built-in eviction policies."""
     classes = {
-        "adaptive": "adaptive:Adaptive",
         "arc": "arc:ARC",
         "cost": "cost:Cost",
         "fifo": "fifo:FIFO",

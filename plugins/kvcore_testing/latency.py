@@ -14,7 +14,7 @@ import pytest
 from kvcore.models.cost import attended_pairs
 from kvcore.plugins.base import qualified
 from kvcore.serving import LatencyModel, StepWork, Windows
-from kvcore.serving.decode_batch import StepTimes
+from kvcore.serving.latency import StepTimes
 from kvcore_testing.plugin import PluginTests, check_is_named
 
 _STEPS = 100

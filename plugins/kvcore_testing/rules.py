@@ -17,7 +17,7 @@ from kvcore.errors import InputError
 from kvcore.plugins import find_override
 from kvcore.request import Request
 from kvcore.serving import Batching, Result, Rules, simulate
-from kvcore.serving.rules import Decisions
+from kvcore.serving.rules import DECISIONS
 from kvcore.trace import Trace
 from kvcore_replay.check.trace import check_trace
 from kvcore_testing.harness import Traffic, random_requests
@@ -140,7 +140,7 @@ def _asked_twice(rules: Rules) -> Rules:
 
         return asked
 
-    for name in Decisions.__slots__:
+    for name in DECISIONS:
         if find_override(rules, name) is not None:
             vars(rules)[name] = twice(name)
     return rules

@@ -10,7 +10,7 @@ from helpers.serving import RULES, Bent, random_ruled_server, ruled_servers
 from hypothesis import assume, given, settings
 
 from kvcore.serving import Batching, Rules
-from kvcore.serving.rules import Decisions
+from kvcore.serving.rules import DECISIONS
 from kvcore_replay.check.trace import check_trace
 
 every_scheduler = pytest.mark.parametrize("scheduler", SCHEDULERS)
@@ -57,7 +57,7 @@ class Asked(Rules):
     name = "asked"
 
 
-for name in Decisions.__slots__:
+for name in DECISIONS:
     setattr(Asked, name, partialmethod(getattr(Rules, name)))
 
 

@@ -5,7 +5,7 @@ from itertools import accumulate
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvcore.serving.decode_batch import StepTimes
+from kvcore.serving.latency import StepTimes
 
 MOST = 60
 

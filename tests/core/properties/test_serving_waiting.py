@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from kvcore import Job, Request
 from kvcore.serving import DecodeSteps
-from kvcore.serving.batcher import _SLACK, WaitingQueue
 from kvcore.serving.job import PAUSED
+from kvcore.serving.waiting import _SLACK, WaitingQueue
 from kvcore_plugins.eviction import LRU
 
 STEPS = DecodeSteps()

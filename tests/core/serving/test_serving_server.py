@@ -5,7 +5,7 @@ from helpers.serving import Bent, Single
 
 from kvcore import KVCache
 from kvcore.serving import StepWork
-from kvcore.serving.service_times import ServiceEstimates
+from kvcore.serving.latency import ServiceEstimates
 
 MAX_SEQS = 8
 

@@ -21,8 +21,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcore import KVCache
+from kvcore.serving.latency import ServiceEstimates
 from kvcore.serving.loop import ServingLoop
-from kvcore.serving.service_times import ServiceEstimates
 from kvcore.testing import (
     COMPACTIONS,
     EVEN,
