@@ -12,7 +12,6 @@ from errno import EISDIR
 from functools import cache
 from itertools import count
 from pathlib import Path
-from shutil import copyfileobj
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeAlias
 from weakref import finalize, ref
@@ -125,7 +124,8 @@ del as_path.__annotations__["name"]
 @cache
 def _copy(source: Path | None) -> Path:
     """Return a temporary copy of a pipe, or (None) of standard input."""
-    from tempfile import TemporaryDirectory  # noqa: PLC0415 - for pipes alone
+    from shutil import copyfileobj  # noqa: PLC0415 - for pipes alone
+    from tempfile import TemporaryDirectory  # noqa: PLC0415 - likewise
 
     folder = TemporaryDirectory(prefix="kvcore-")
     _folders.append(folder)

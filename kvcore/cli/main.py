@@ -11,7 +11,6 @@ import warnings
 from contextlib import redirect_stdout, suppress
 from copy import copy
 from errno import ENOSPC
-from traceback import walk_tb
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -221,8 +220,6 @@ def main() -> NoReturn:
     Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception. While the
     verb loads further modules, they raise when these are loaded, or the second time.
     """
-    # A run makes hardly any cycles, and the search for them takes a tenth of its time.
-    gc.set_threshold(50_000, 20, 20)
     _prepare_streams()
     warnings.showwarning = _print_warning  # type: ignore[assignment]
     # torch warns on import if there is no numpy, which kvcore does not need.
@@ -342,6 +339,8 @@ def _raised_by_code(error: BaseException) -> str | None:
     the handler that `main` has not replaced.
     """
     handled = signal.getsignal(signal.SIGINT) is _interrupt
+    from traceback import walk_tb  # noqa: PLC0415 - for errors alone
+
     *_, (frame, line) = walk_tb(error.__traceback__)
     code = frame.f_code
     if not handled or type(error) is not KeyboardInterrupt or code.co_filename == __file__:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
-
-import attrs
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from kvcore.config.options import (
     check_names,
@@ -71,8 +69,7 @@ def read_toml(
         raise type(error)(msg) from error
 
 
-@attrs.frozen
-class _ConfigFile:
+class _ConfigFile(NamedTuple):
     path: Path
     types: Mapping[str, Any]
     lists: bool

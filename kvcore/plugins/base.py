@@ -8,9 +8,8 @@ import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from traceback import extract_tb
 from types import CodeType
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import attrs
 
@@ -110,8 +109,7 @@ class Plugin(ABC):
             raise PluginError(msg) from error
 
 
-@attrs.frozen
-class Option:
+class Option(NamedTuple):
     """A parameter of a plugin's constructor that users may set.
 
     Attributes:
@@ -271,6 +269,8 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
     It names the innermost line of the traceback in the file that defines the plugin's class,
     or else the innermost line of all.
     """
+    from traceback import extract_tb  # noqa: PLC0415 - for errors alone
+
     frames = extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
     frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]

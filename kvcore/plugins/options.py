@@ -21,8 +21,6 @@ from typing import (
     get_type_hints,
 )
 
-import attrs
-
 from kvcore.errors import InputError, KvcoreError, PluginError, redact, shorten
 from kvcore.files import input_path
 from kvcore.plugins.base import (
@@ -39,12 +37,24 @@ from kvcore.units import parse_whole
 P = TypeVar("P", bound=Plugin)
 
 
-@attrs.frozen
 class Spec:
     """The name of a plugin and its options, as text."""
 
-    name: str
-    options: dict[str, str] = attrs.field(factory=dict)
+    __slots__ = ("name", "options")
+
+    def __init__(self, name: str, options: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.options = {} if options is None else options
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` has the same name and options."""
+        return type(other) is Spec and (self.name, self.options) == (other.name, other.options)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Return the code that makes an equal object."""
+        return f"Spec(name={self.name!r}, options={self.options!r})"
 
     def __str__(self) -> str:
         """Return the text from which `parse` makes an equal object."""

@@ -14,8 +14,6 @@ from typing import (
     TypeAlias,
 )
 
-import attrs
-
 from kvcore.cache import KVCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
@@ -32,7 +30,6 @@ LinearPiece: TypeAlias = tuple[int, ...]
 """`(a, b)`: a + b x context picoseconds. With more attention windows `(a, b, c, ...)`."""
 
 
-@attrs.define
 class StepWork:
     """The work of one step, as far as its time depends on it.
 
@@ -44,10 +41,35 @@ class StepWork:
             the lengths of the sequences, the new token included.
     """
 
-    prefill: int = 0
-    attended_pairs: tuple[int, ...] = (0,)
-    decode: int = 0
-    context: tuple[int, ...] = (0,)
+    __slots__ = ("attended_pairs", "context", "decode", "prefill")
+
+    def __init__(
+        self,
+        prefill: int = 0,
+        attended_pairs: tuple[int, ...] = (0,),
+        decode: int = 0,
+        context: tuple[int, ...] = (0,),
+    ) -> None:
+        self.prefill = prefill
+        self.attended_pairs = attended_pairs
+        self.decode = decode
+        self.context = context
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` is the same work."""
+        return type(other) is StepWork and self._fields() == other._fields()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Return the code that makes an equal object."""
+        return (
+            f"StepWork(prefill={self.prefill}, attended_pairs={self.attended_pairs}, "
+            f"decode={self.decode}, context={self.context})"
+        )
+
+    def _fields(self) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+        return self.prefill, self.attended_pairs, self.decode, self.context
 
 
 class LatencyModel(Plugin):

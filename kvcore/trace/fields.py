@@ -7,7 +7,6 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -182,6 +181,8 @@ class EvictionDigest:
 
     def __init__(self) -> None:
         self.blocks = 0
+        from hashlib import sha256  # noqa: PLC0415 - for comparisons alone
+
         self._sha = sha256()
 
     def add(self, key: Key) -> None:

@@ -26,13 +26,13 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Self, TypeVar
 
 import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError, StorageError, TraceError
 from kvcore.files import (
     AtomicFile,

@@ -8,10 +8,10 @@ from __future__ import annotations
 import secrets
 from collections.abc import Iterable
 from functools import lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from typing import Self
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.request import KEY_BYTES, Key

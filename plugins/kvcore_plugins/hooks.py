@@ -127,6 +127,15 @@ def kvcore_workloads() -> dict[str, str]:
 
 
 @hookimpl
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return the fields of published traces."""
+    return {name: list[set[str]]() for name in kvcore_workloads()} | {
+        "azure": [{"TIMESTAMP", "ContextTokens", "GeneratedTokens"}],
+        "mooncake": [{"timestamp", "input_length", "output_length", "hash_ids"}],
+    }
+
+
+@hookimpl
 def kvcore_drafters() -> dict[str, str]:
     """Return the built-in drafters."""
     return {"acceptance": "kvcore_plugins.drafter:Acceptance"}
