@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
-
-import attrs
+from typing import Any, NamedTuple
 
 from kvcore.cache.residency import TIER
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
@@ -48,7 +46,7 @@ def thrashing(
     return "\n".join(sentences)
 
 
-COLUMNS = tuple(attrs.fields_dict(Percentiles))
+COLUMNS = Percentiles._fields
 
 WIDTH = 48
 """Number of bars in the line that shows the pool over time."""
@@ -83,8 +81,7 @@ def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
         yield "", f"decode steps {format_number(drafts['speedup'])} times as fast as without"
 
 
-@attrs.frozen
-class SimulationReport:
+class SimulationReport(NamedTuple):
     """The summary of a run as sentences and tables, the most important first.
 
     Attributes:
@@ -104,10 +101,6 @@ class SimulationReport:
     clock: str = "simulated"
     done: str = "simulated"
     about: str = ""
-
-    nothing_holds: ClassVar[str] = (
-        "Neither a lower rate nor more GPUs were found with which it would hold."
-    )
 
     @property
     def sections(self) -> list[Section]:
@@ -149,11 +142,16 @@ class SimulationReport:
             f"is.{last}"
         )
 
+    @staticmethod
+    def nothing_holds() -> str:
+        """Return a sentence for a search that has found nothing."""
+        return "Neither a lower rate nor more GPUs were found with which it would hold."
+
     @classmethod
     def holding(cls, options: Mapping[str, float]) -> str:
         """Return a sentence about the `options` with which the queue does not grow."""
         if not options:
-            return cls.nothing_holds
+            return cls.nothing_holds()
         flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
         return (
             f"It would hold with {' or '.join(flags)}: simulated with "
@@ -169,7 +167,7 @@ class SimulationReport:
             f"{config['workload']['name']}: {requests} to {config['model']} on {self._devices},"
             f"{self._rate} in {format_number(summary['simulated_s'])} {self.clock} seconds."
         )
-        lines = [run, self._pool]
+        lines = [run, self._pool, *config.get("notes", ())]
         if load is not None:
             lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
         return "\n".join([*lines, self._ended()])

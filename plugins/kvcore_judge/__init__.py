@@ -1,7 +1,7 @@
 """The judge: one protocol by which eviction policies are compared, and a leaderboard.
 
-It adds the verbs `leaderboard`, `judge` and `workbench`. docs/reference/protocol.md says what is
-measured, and why. To read, in this order::
+It adds the verbs `leaderboard`, `judge` and `workbench`. docs/reference/protocol.md says what
+is measured, and why. To read, in this order::
 
     protocol.py     panels of streams, pool sizes, marks of cells that a policy was tuned on
     streams.py      two generated workloads of the public panel

@@ -6,6 +6,7 @@ leaderboard`, and gives the same document.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from kvcore.plugins import find_override
 from kvcore.progress import Progress, Tick, silent
 from kvcore.report.tables import NONE
 from kvcore.sections import Table
-from kvcore_judge.entries import Entry, policy_class
+from kvcore_judge.entries import Entry
 from kvcore_judge.leaderboard import BASE, Leaderboard, make_leaderboard
 from kvcore_judge.misses import meaning, missed_tokens, replay_summary
 from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
@@ -86,7 +87,8 @@ def work(
         PluginError: the file cannot be run.
         PolicyError: the policy failed, or answered what it must not.
     """
-    policy_class.cache_clear()
+    # A file is run once, and kept by its path.
+    sys.modules.pop(str(policy.resolve()), None)
     entry = Entry(str(policy))
     if find_override(entry.build(), "on_queued") is not None:
         msg = (

@@ -120,8 +120,8 @@ def test_error_names_the_line(answer, wrong):
 @pytest.mark.parametrize(
     ("source", "what"),
     [
-        ("x = 1\n", "one class derived from EvictionPolicy is needed"),
-        (POLICY.replace('name = "used"', ""), "has no name"),
+        ("x = 1\n", "no classes to choose from"),
+        (POLICY.replace('name = "used"', ""), "needs an attribute `name`"),
         (POLICY + "\n    def on_queued(self, request, now): pass\n", "do not look ahead"),
     ],
 )
@@ -358,7 +358,7 @@ def test_a_policy_reaches_no_network_and_nothing_that_is_kept(shown):
     names = ("fetch", "XMLHttpRequest", "WebSocket", "Worker", "caches", "indexedDB")
     source = f"import js\nraise ValueError([n for n in {names} if hasattr(js, n)])\n"
     error, _ = shown.run(source, "quick")
-    assert "ValueError: []" in error
+    assert "ValueError([])" in error
 
 
 def test_a_policy_that_never_returns_can_be_stopped(shown):

@@ -222,6 +222,28 @@ def test_ctrl_c_while_modules_load_exits_130(tmp_path):
     assert (done.returncode, done.stderr) == (130, "kvcore: interrupted\n")
 
 
+def test_an_interrupt_that_no_signal_has_raised_is_an_error(tmp_path):
+    """A KeyboardInterrupt raised by code is told as an error of that code, with its place."""
+    policy = tmp_path / "policy.py"
+    policy.write_text(
+        "from kvcore_plugins.eviction import LRU\n"
+        "def victim(self, *_):\n"
+        "    raise KeyboardInterrupt\n"
+        "LRU.victim = victim\n"
+    )
+    words = ["simulate", "zipf:requests=40", "--blocks", "160", "--eviction", "lru"]
+    program = "import policy; from kvcore.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    expected = f"kvcore: error: {policy}:3, victim raised KeyboardInterrupt\n"
+    assert (done.returncode, done.stderr) == (3, expected)
+
+
 def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):
     """SIGTERM while a verb loads kills the process, since a module might catch an exception."""
     (tmp_path / "talk.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
