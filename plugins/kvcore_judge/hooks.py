@@ -22,3 +22,9 @@ def kvcore_workloads() -> dict[str, str]:
     """Return the workloads that are made for the public panel."""
     classes = {"agents": "Agents", "recency": "Recency"}
     return {name: f"kvcore_judge.streams:{place}" for name, place in classes.items()}
+
+
+@hookimpl
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return that the generated workloads read no files."""
+    return {"agents": [], "recency": []}
