@@ -15,9 +15,11 @@ import click
 from kvcore.cli.output import emit_json, json_option, print_sections
 from kvcore.cli.verb import Count, plugin_completion, verb
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
+from kvcore.models.catalogue import DEVICES, find_device, load_model
 from kvcore.models.cost import PrefillCost, prefill_flop
-from kvcore.models.memory import SERVER, KVLayout, degree_problem, kv_copies, servers_that_fit
+from kvcore.models.groups import GroupPlan, groups_of
+from kvcore.models.memory import SERVER, KVLayout, degree_problem, servers_that_fit
+from kvcore.models.released import MODELS
 from kvcore.models.spec import MAX_COUNT, WEIGHT_DTYPES, DeviceSpec
 from kvcore.units import format_bytes, parse_bytes
 
@@ -109,7 +111,7 @@ def size(
     if window is not None:
         spec = spec.with_window(window)
     layout = KVLayout(spec, codec, block_size)
-    report = {"schema": 1, **_memory(layout, tokens, batch)}
+    report = {"schema": 1, **_memory(layout, tokens, batch), **_groups(layout, tokens)}
     if window is not None:
         report["kv"] |= {"window": window, "window_bytes": layout.window_bytes(batch, window)}
     if max(report["kv"].values()) > MAX_COUNT:
@@ -163,12 +165,17 @@ def _reserve(text: str, device: DeviceSpec | None) -> int:
 def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
     """Return the sizes that do not depend on a device."""
     model = layout.model
-    windows = Counter(model.windows).items()
+    windows = Counter[int | None]()
+    for cache in model.layer_caches:
+        if cache.grows and cache.kind != "index":
+            windows[cache.window] += cache.layers
     return {
         "model": {
-            **attrs.asdict(model, filter=attrs.filters.exclude("windows")),
+            **attrs.asdict(model, filter=attrs.filters.exclude("windows", "caches")),
             "attention": model.attention,
-            "windows": [{"window": window, "layers": layers} for window, layers in windows],
+            "windows": [
+                {"window": window, "layers": layers} for window, layers in windows.items()
+            ],
             "weight_bytes": model.weight_bytes,
         },
         "tokens": tokens,
@@ -183,7 +190,40 @@ def _memory(layout: KVLayout, tokens: int, batch: int) -> dict[str, Any]:
             "bytes_per_batch": batch * layout.request_bytes(tokens),
             "staged_bytes_per_request": layout.staged_bytes(),
         },
+        "caches": [
+            {
+                "cache": str(cache),
+                **attrs.asdict(cache),
+                "bytes_per_token": ceil(cache.layers * layout.cache_bytes(cache))
+                if cache.grows
+                else 0,
+                "bytes_per_request": ceil(layout.kept_bytes(cache, tokens)),
+            }
+            for cache in model.layer_caches
+        ],
     }
+
+
+def _plan(layout: KVLayout, devices: int = 1) -> GroupPlan | None:
+    """Return the cache groups of a model; None if there is one, or no rule for its layers."""
+    try:
+        plan = groups_of(layout.model, layout.block_size, layout.codec, devices)
+    except InputError:
+        return None
+    return plan if len(plan.groups) > 1 else None
+
+
+def _groups(layout: KVLayout, tokens: int) -> dict[str, Any]:
+    """Return the cache groups of a model as JSON, if there are several."""
+    plan = _plan(layout)
+    if plan is None:
+        return {}
+    groups = [
+        {"cache": str(group.caches[0]), "block_size": group.block_size} for group in plan.groups
+    ]
+    blocks = plan.blocks_for(tokens)
+    size = {"bytes_per_block": plan.bytes_per_block, "blocks_per_request": blocks}
+    return {"groups": {**size, "groups": groups}}
 
 
 @attrs.frozen
@@ -224,7 +264,12 @@ class _Server:
     @property
     def copies(self) -> Fraction:
         """Number of copies of K/V on all GPUs together."""
-        return Fraction(1) if self.ranks > 1 else kv_copies(self.layout.model, self.devices)
+        return self.layout.copies(self.sharing)
+
+    @property
+    def sharing(self) -> int:
+        """Number of GPUs that share the K/V of a request."""
+        return 1 if self.ranks > 1 else self.devices
 
     @property
     def budget(self) -> int:
@@ -235,12 +280,12 @@ class _Server:
 
     def requests(self, tokens: int) -> int:
         """Return the number of requests of `tokens` tokens that fit."""
-        return self.ranks * self.layout.requests_in(self._of_rank, tokens)
+        return self.ranks * self.layout.requests_in(self._of_rank, tokens, self.sharing)
 
     @property
     def _of_rank(self) -> int:
-        """Bytes that a rank has for one copy of its K/V."""
-        return int(self.budget / (self.ranks * self.copies))
+        """Bytes that a rank has for its K/V, all copies together."""
+        return self.budget // self.ranks
 
     def remedy(self, tokens: int) -> str:
         """Return a sentence with GPUs that hold the weights and a request."""
@@ -261,7 +306,7 @@ class _Server:
         """Return the requests that fit, and if the weights do, the bounds of speed."""
         layout, gpu, model = self.layout, self.gpu, self.layout.model
         budget, requests = self.budget, self.requests(tokens)
-        fits = {
+        fits: dict[str, Any] = {
             "device": attrs.asdict(gpu),
             "server": {
                 "gpus": self.devices,
@@ -272,17 +317,21 @@ class _Server:
                 "reserve_bytes": self.devices * _reserve(self.reserve, gpu),
                 "kv_budget_bytes": budget,
                 "weights_fit": budget >= 0,
-                "blocks": self.ranks * layout.blocks_in(self._of_rank),
+                "blocks": self.ranks * layout.blocks_in(self._of_rank, self.sharing),
                 "requests": requests,
                 "batch_fits": batch <= requests,
             },
         }
+        plan = _plan(layout, self.sharing)
+        if plan is not None:
+            grouped = self.ranks * plan.requests_in(self._of_rank, tokens)
+            fits["fit"]["grouped_requests"] = grouped
         if budget < 0:
             return fits
         step_bytes = model.weight_bytes_read(batch) + (self.ranks - 1) * model.shared_bytes
-        step_bytes += ceil(batch * layout.read_bytes(tokens) * self.copies)
+        step_bytes += batch * layout.read_bytes(tokens, self.sharing)
         step_seconds = step_bytes / (gpu.bandwidth * self.devices)
-        load_bytes = layout.request_bytes(tokens) * self.copies * self.ranks
+        load_bytes = layout.request_bytes(tokens, self.sharing) * self.ranks
         return fits | {
             "decode": {
                 "bytes_per_step": step_bytes,

@@ -15,10 +15,11 @@ from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
 from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, MODELS, find_device, load_model
+from kvcore.models.catalogue import DEVICES, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
-from kvcore.models.memory import Deployment, KVLayout
+from kvcore.models.memory import Deployment, KVLayout, check_pool
+from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins, describe, resolve
 from kvcore.plugins.manager import installed
@@ -134,6 +135,8 @@ class RunParts:
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
         model, codec = self.model, self.codec
+        with self._about("model"):
+            check_pool(model)
         with self._about("codec"):
             layout = KVLayout(model, codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
@@ -255,6 +258,7 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return the configuration and the plugins of a run, without None, for JSON."""
+        note = self.deployment.layout.pool_note
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         used += [self.rules] if self.rules.decides() else []
         return {
@@ -277,6 +281,7 @@ class RunParts:
             "allocation": "paged",
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
+            **({"notes": [note]} if note else {}),
         }
 
     def document(self, result: Any) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """Tables of well-known models and GPUs, found by name.
 
-Models: shapes from the `config.json` their makers publish; parameters counted from those
-shapes, tensor by tensor, as from a `config.json` (for multimodal models,
-those of the language model). GPUs: the makers' data sheets; see `docs/reference/size.md`.
+Models: `released.py`. GPUs: the makers' data sheets; see `docs/reference/size.md`.
 """
 
 from __future__ import annotations
@@ -14,6 +12,7 @@ from typing import Any, TypeVar
 
 import kvcore
 from kvcore.errors import InputError
+from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import parse_bytes, parse_rate, parse_whole
 
@@ -32,17 +31,19 @@ def find_model(name: str) -> ModelSpec:
 def load_model(text: str, weights_dtype: str | None = None) -> ModelSpec:
     """Return the well-known model called `text`, or the one that the file at `text` describes.
 
-    A text with a separator, or one that ends in `.json`, is a path. A name of the catalogue is
-    that model, even if a file has the name; any other name of a file or folder is a path.
+    A text with a separator, or one that ends in `.json` or `.toml`, is a path. A name of the
+    catalogue is that model, even if a file has the name; any other name of a file or folder is
+    a path.
 
     Args:
-        text: a name, the path of a Hugging Face `config.json`, or the folder it lies in.
+        text: a name, the path of a Hugging Face `config.json`, or the folder it lies in, or
+            the path of a table of TOML with the fields of a `ModelSpec`.
         weights_dtype: number format of the weights; None: as released.
 
     Raises:
         InputError: no known name, and no file that can be used.
     """
-    is_path = text.endswith(".json") or os.sep in text
+    is_path = text.endswith((".json", ".toml")) or os.sep in text
     if is_path or (text not in MODELS and os.path.exists(text)):  # noqa: PTH110 - never raises
         near = _near(MODELS, text.partition("/")[2]) if _is_hub_id(text) else []
         if near:
@@ -140,150 +141,8 @@ def _near(table: Iterable[str], name: str) -> list[str]:
     return get_close_matches(name.lower(), table, n=3, cutoff=0.5)
 
 
-def _interleaved(layers: int, window: int, full_every: int) -> tuple[int | None, ...]:
-    """Return the windows of a model in which every `full_every`-th layer has none."""
-    return tuple(None if i % full_every == 0 else window for i in range(1, layers + 1))
-
-
-def _model(
-    name: str,
-    layers: int,
-    heads: tuple[int, int, int],
-    hidden_size: int,
-    parameters: int,
-    **more: Any,
-) -> ModelSpec:
-    """Return a row; `heads` are query heads, K/V heads and their width."""
-    query_heads, kv_heads, head_dim = heads
-    prefix = max((each for each in _POSITIONS if name.startswith(each)), key=len)
-    return ModelSpec(
-        name=name,
-        positions=_POSITIONS[prefix],
-        layers=layers,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        hidden_size=hidden_size,
-        parameters=parameters,
-        **more,
-    )
-
-
-def _moe(experts: int, per_token: int, active: int, **more: Any) -> dict[str, Any]:
-    return {
-        "experts": experts,
-        "experts_per_token": per_token,
-        "active_parameters": active,
-        **more,
-    }
-
-
-def _by_name(specs: Iterable[Spec]) -> dict[str, Spec]:
+def _by_name(specs: Iterable[DeviceSpec]) -> dict[str, DeviceSpec]:
     return {spec.name: spec for spec in specs}
-
-
-_FP16: dict[str, Any] = {"dtype": "fp16"}
-
-
-_MLA: dict[str, Any] = {"value_dim": 128, "latent": 512 + 64}
-
-# Embeddings and output layer in bf16, and a scale of fp32 for each block of 128 x 128.
-_FP8_BLOCKS = {"dtype": "fp8", "extra_bytes": 1_964_517_216, "extra_expert_bytes": 159_645_696}
-
-
-# fmt: off
-# By the beginnings of names: the longest counts.
-_POSITIONS = {
-    "gpt2": 1024, "phi-2": 2048, "llama-2": 4096, "phi-3-mini-4k": 4096, "gemma": 8192,
-    "llama-3-": 8192, "phi-4": 16_384, "mistral": 32_768, "mixtral": 32_768, "qwen2.5": 32_768,
-    "gemma-3-1b": 32_768, "qwen3": 40_960, "mixtral-8x22b": 65_536, "llama-3.": 131_072,
-    "mistral-nemo": 131_072, "gemma-3": 131_072, "gpt-oss": 131_072, "phi-3-medium": 131_072,
-    "phi-4-mini": 131_072, "deepseek": 163_840,
-}
-
-MODELS: Mapping[str, ModelSpec] = _by_name([
-    _model("gpt2", 12, (12, 12, 64), 768, 124_439_808, dtype="fp32"),
-    _model("gpt2-xl", 48, (25, 25, 64), 1600, 1_557_611_200, dtype="fp32"),
-    _model("llama-2-7b", 32, (32, 32, 128), 4096, 6_738_415_616, **_FP16),
-    _model("llama-2-13b", 40, (40, 40, 128), 5120, 13_015_864_320, **_FP16),
-    _model("llama-2-70b", 80, (64, 8, 128), 8192, 68_976_648_192, **_FP16),
-    # Not a released model: what Llama 2 70B would be with a K/V head for each query head.
-    _model("llama-2-70b-mha", 80, (64, 64, 128), 8192, 78_371_889_152, **_FP16),
-    _model("llama-3-8b", 32, (32, 8, 128), 4096, 8_030_261_248),
-    _model("llama-3-70b", 80, (64, 8, 128), 8192, 70_553_706_496),
-    _model("llama-3.1-8b", 32, (32, 8, 128), 4096, 8_030_261_248),
-    _model("llama-3.1-70b", 80, (64, 8, 128), 8192, 70_553_706_496),
-    _model("llama-3.1-405b", 126, (128, 8, 128), 16384, 405_853_388_800),
-    _model("llama-3.2-1b", 16, (32, 8, 64), 2048, 1_235_814_400),
-    _model("llama-3.2-3b", 28, (24, 8, 128), 3072, 3_212_749_824),
-    _model("llama-3.3-70b", 80, (64, 8, 128), 8192, 70_553_706_496),
-    # Version 0.1 had a sliding window; 0.2 dropped it; 0.3 has a larger vocabulary.
-    _model("mistral-7b-v0.1", 32, (32, 8, 128), 4096, 7_241_732_096, windows=(4096,) * 32),
-    _model("mistral-7b", 32, (32, 8, 128), 4096, 7_241_732_096),
-    _model("mistral-7b-v0.3", 32, (32, 8, 128), 4096, 7_248_023_552),
-    _model("mistral-nemo-12b", 40, (32, 8, 128), 5120, 12_247_782_400),
-    _model("mistral-small-24b", 40, (32, 8, 128), 5120, 23_572_403_200),
-    _model("mixtral-8x7b", 32, (32, 8, 128), 4096, 46_702_792_704,
-           **_moe(8, 2, 12_879_925_248)),
-    _model("mixtral-8x22b", 56, (48, 8, 128), 6144, 140_620_634_112,
-           **_moe(8, 2, 39_152_031_744)),
-    _model("qwen2.5-0.5b", 24, (14, 2, 64), 896, 494_032_768),
-    _model("qwen2.5-1.5b", 28, (12, 2, 128), 1536, 1_543_714_304),
-    _model("qwen2.5-3b", 36, (16, 2, 128), 2048, 3_085_938_688),
-    _model("qwen2.5-7b", 28, (28, 4, 128), 3584, 7_615_616_512),
-    _model("qwen2.5-14b", 48, (40, 8, 128), 5120, 14_770_033_664),
-    _model("qwen2.5-32b", 64, (40, 8, 128), 5120, 32_763_876_352),
-    _model("qwen2.5-72b", 80, (64, 8, 128), 8192, 72_706_203_648),
-    _model("qwen3-0.6b", 28, (16, 8, 128), 1024, 596_049_920),
-    _model("qwen3-1.7b", 28, (16, 8, 128), 2048, 1_720_574_976),
-    _model("qwen3-4b", 36, (32, 8, 128), 2560, 4_022_468_096),
-    _model("qwen3-8b", 36, (32, 8, 128), 4096, 8_190_735_360),
-    _model("qwen3-14b", 40, (40, 8, 128), 5120, 14_768_307_200),
-    _model("qwen3-32b", 64, (64, 8, 128), 5120, 32_762_123_264),
-    _model("qwen3-30b-a3b", 48, (32, 4, 128), 2048, 30_532_122_624,
-           **_moe(128, 8, 3_353_032_704)),
-    _model("qwen3-235b-a22b", 94, (64, 4, 128), 4096, 235_093_634_560,
-           **_moe(128, 8, 22_190_763_520)),
-    _model("gemma-2b", 18, (8, 1, 256), 2048, 2_506_172_416),
-    _model("gemma-7b", 28, (16, 16, 256), 3072, 8_537_680_896),
-    _model("gemma-2-2b", 26, (8, 4, 256), 2304, 2_614_341_888,
-           windows=_interleaved(26, 4096, 2)),
-    _model("gemma-2-9b", 42, (16, 8, 256), 3584, 9_241_705_984,
-           windows=_interleaved(42, 4096, 2)),
-    _model("gemma-2-27b", 46, (32, 16, 128), 4608, 27_227_128_320,
-           windows=_interleaved(46, 4096, 2)),
-    _model("gemma-3-1b", 26, (4, 1, 256), 1152, 999_885_952, windows=_interleaved(26, 512, 6)),
-    _model("gemma-3-4b", 34, (8, 4, 256), 2560, 3_880_263_168,
-           windows=_interleaved(34, 1024, 6)),
-    _model("gemma-3-12b", 48, (16, 8, 256), 3840, 11_766_034_176,
-           windows=_interleaved(48, 1024, 6)),
-    _model("gemma-3-27b", 62, (32, 16, 128), 5376, 27_009_346_304,
-           windows=_interleaved(62, 1024, 6)),
-    _model("phi-2", 32, (32, 32, 80), 2560, 2_779_683_840, **_FP16),
-    _model("phi-3-mini-4k", 32, (32, 32, 96), 3072, 3_821_079_552, windows=(2047,) * 32),
-    _model("phi-3-medium-128k", 40, (40, 10, 128), 5120, 13_960_238_080),
-    _model("phi-4", 40, (40, 10, 128), 5120, 14_659_507_200),
-    _model("phi-4-mini", 32, (24, 8, 128), 3072, 3_836_021_760),
-    _model("gpt-oss-20b", 24, (64, 8, 64), 2880, 20_914_757_184,
-           windows=_interleaved(24, 128, 2),
-           # The biases of experts are in bf16.
-           **_moe(32, 4, 4_187_440_704, expert_dtype="mxfp4", extra_expert_bytes=9_745_920)),
-    _model("gpt-oss-120b", 36, (64, 8, 64), 2880, 116_829_156_672,
-           windows=_interleaved(36, 128, 2),
-           **_moe(128, 4, 5_711_982_912, expert_dtype="mxfp4", extra_expert_bytes=58_475_520)),
-    _model("deepseek-v2-lite", 27, (16, 16, 192), 2048, 15_706_484_224,
-           **_MLA, **_moe(64, 6, 2_661_150_208)),
-    _model("deepseek-v2", 60, (128, 128, 192), 5120, 235_741_434_880,
-           **_MLA, **_moe(160, 6, 21_375_800_320)),
-    # DeepSeek V3 without its multi-token prediction layer; R1 has the same shape.
-    _model("deepseek-v3", 61, (128, 128, 192), 7168, 671_026_419_200,
-           **_MLA, **_moe(256, 8, 37_552_297_472, **_FP8_BLOCKS)),
-    _model("deepseek-r1", 61, (128, 128, 192), 7168, 671_026_419_200,
-           **_MLA, **_moe(256, 8, 37_552_297_472, **_FP8_BLOCKS)),
-])
-
-
-# fmt: on
 
 
 def _device(

@@ -7,7 +7,8 @@ predictions: a real system is slower.
 
 from __future__ import annotations
 
-from collections import Counter
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
 import attrs
@@ -55,8 +56,9 @@ def prefill_flop(model: ModelSpec, tokens: int, context: int = 0) -> int:
 
     Two for each active parameter and token; and for each attended pair, layer and query
     head, two for each number of the key (scores) and of the value (weighted sum), which is
-    `4 * layers * query_heads * head_dim` a pair. Source: the forward third of the count in
-    appendix B of the PaLM report (Chowdhery et al. 2022), with causal pairs only.
+    `4 * layers * query_heads * head_dim` a pair where all layers attend to all tokens. Source:
+    the forward third of the count in appendix B of the PaLM report (Chowdhery et al. 2022),
+    with causal pairs only.
     """
     attention = sum(
         flop * attended_pairs(context, tokens, window) for window, flop in pair_flop(model)
@@ -65,9 +67,15 @@ def prefill_flop(model: ModelSpec, tokens: int, context: int = 0) -> int:
 
 
 def pair_flop(model: ModelSpec) -> list[tuple[int | None, int]]:
-    """Return (window, FLOP an attended pair costs in all layers of that window)."""
-    flop = 2 * model.query_heads * (model.head_dim + model.value_dim)
-    return [(window, flop * layers) for window, layers in Counter(model.windows).items()]
+    """Return (window, FLOP an attended pair costs in all layers of that window).
+
+    A state has a window of one token: each token updates it, whatever came before.
+    """
+    flop: dict[int | None, Fraction] = {}
+    for cache in model.layer_caches:
+        pairs = Fraction(cache.layers * cache.pair_flop * cache.each, cache.ratio)
+        flop[cache.reach] = flop.get(cache.reach, Fraction(0)) + pairs
+    return [(window, ceil(pairs)) for window, pairs in flop.items() if pairs]
 
 
 def token_projections(prompt: int, output: int, *, cached: bool) -> int:
@@ -129,7 +137,8 @@ def cost_fields(cost: PrefillCost) -> dict[str, Any]:
 
     Of a model and a device of the catalogue the seconds follow, and are left out.
     """
-    from kvcore.models.catalogue import DEVICES, MODELS  # noqa: PLC0415 - a long table
+    from kvcore.models.catalogue import DEVICES  # noqa: PLC0415 - a long table
+    from kvcore.models.released import MODELS  # noqa: PLC0415 - a long table
 
     fields: dict[str, Any] = {name: getattr(cost, name) for name in _NAMES}
     if cost.model in MODELS and cost.device in DEVICES and cost == read_cost(fields):

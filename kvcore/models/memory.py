@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from fractions import Fraction
 from itertools import islice
@@ -12,6 +11,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.codec import PLANE_BYTES, Codec, Part
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec, count_field
 from kvcore.plugins import FAILURES, policy_error, resolve, wrong_answer
 from kvcore.plugins.options import Spec
@@ -26,15 +26,11 @@ _SUGGESTIONS = 3
 
 
 def kv_copies(model: ModelSpec, devices: int) -> Fraction:
-    """Return how many copies of the K/V are kept when its heads are divided among `devices`.
+    """Return how many copies of the K/V of a token `devices` keep, all layers together.
 
-    The device with the most heads decides: 8 heads lie on 4 devices once, on 3 devices, of
-    which one has 3, as if 9 were held, and on 16 twice. A latent (MLA) has no heads, so
-    each device holds all of it.
+    Each kind of layer has its own: see `LayerCache.copies`.
     """
-    if model.latent:
-        return Fraction(devices)
-    return Fraction(devices * -(-model.kv_heads // devices), model.kv_heads)
+    return KVLayout(model).copies(devices)
 
 
 SERVER = 8
@@ -52,7 +48,8 @@ def can_share(model: ModelSpec, devices: int) -> bool:
     """
     if not 1 <= devices <= MOST_DEVICES or model.query_heads % devices:
         return False
-    return bool(model.latent) or not model.kv_heads % devices or not devices % model.kv_heads
+    heads = [cache.kv_heads for cache in model.layer_caches if cache.kv_heads > 1]
+    return all(not count % devices or not devices % count for count in heads)
 
 
 def tensor_degrees(model: ModelSpec, start: int = 1, stop: int = SERVER) -> list[int]:
@@ -120,7 +117,7 @@ class Deployment:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block on all devices together."""
-        return ceil(self.layout.bytes_per_block * kv_copies(self.layout.model, self.devices))
+        return ceil(self.layout.block_bytes(self.devices))
 
     @property
     def kv_bytes(self) -> int:
@@ -134,8 +131,7 @@ class Deployment:
 
     def staged_bytes(self, sequences: int) -> int:
         """Return the bytes that unfinished blocks of `sequences` sequences stage, together."""
-        copies = kv_copies(self.layout.model, self.devices)
-        return ceil(sequences * self.layout.staged_bytes() * copies)
+        return ceil(sequences * self.layout.staged_bytes() * self.layout.copies(self.devices))
 
     def blocks(self, sequences: int = 0) -> int:
         """Return how many blocks fit beside the weights and the staged bytes.
@@ -178,6 +174,30 @@ class Deployment:
         return f"No {gpus} GPUs hold it. Take a smaller model, or smaller blocks"
 
 
+def is_pooled(model: ModelSpec) -> bool:
+    """Return True if blocks, each of some tokens in all layers, hold what a model keeps."""
+    return not any(cache.kind in _NOT_IN_BLOCKS for cache in model.layer_caches)
+
+
+def check_pool(model: ModelSpec) -> None:
+    """Refuse a model of which a pool of blocks, each of some tokens in all layers, is no cache.
+
+    Raises:
+        InputError: layers keep what such blocks cannot hold.
+    """
+    if not is_pooled(model):
+        others = [cache for cache in model.layer_caches if cache.kind in _NOT_IN_BLOCKS]
+        msg = (
+            f"{model.name} keeps more than K/V of tokens ({'; '.join(map(str, others))}), and "
+            "a pool has blocks of tokens alone, so hits and memory would be wrong. "
+            "`kvcore size` sizes it; here, give a model whose layers keep K/V"
+        )
+        raise InputError(msg)
+
+
+_NOT_IN_BLOCKS = "state", "compressed", "cross"
+
+
 def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
     codec: Codec = resolve("codec", given, "fp16")
     return codec
@@ -211,34 +231,55 @@ class KVLayout:
         if self.bytes_per_block < 1:
             raise wrong_answer(self.codec, "planes()", "none, so K/V would take no bytes")
 
-    @property
-    def _heads(self) -> tuple[int, int, int]:
-        """The K/V heads of a layer, and the width of their keys and of their values."""
-        model = self.model
-        if model.latent:
-            return 1, model.latent, 0
-        return model.kv_heads, model.head_dim, model.value_dim
+    def cache_bytes(self, cache: LayerCache) -> Fraction:
+        """Return the bytes of one token in one layer of a cache: its part of a block, exact."""
+        numbers: Fraction | int = 0
+        if cache.kv_heads:
+            widths = cache.key_dim, cache.value_dim
+            coded = cache.kv_heads * self.codec.head_bytes(self.block_size, *widths)
+            numbers = Fraction(coded, self.block_size)
+        return (numbers + cache.entry_bytes) / Fraction(cache.ratio)
 
-    @property
-    def _layer_bytes(self) -> int:
-        """Bytes of a block in one layer."""
-        heads, *widths = self._heads
-        return heads * self.codec.head_bytes(self.block_size, *widths)
+    def token_bytes(self, devices: int = 1) -> Fraction:
+        """Return the bytes that a token adds to the caches of all layers, exact.
 
-    @property
-    def bytes_per_layer(self) -> Fraction:
-        """Bytes of one token in one layer: its part of a block, exact."""
-        return Fraction(self._layer_bytes, self.block_size)
+        Args:
+            devices: number of devices that share the model, and have heads in several copies.
+        """
+        return sum(
+            (
+                cache.layers * self.cache_bytes(cache) * cache.copies(devices)
+                for cache in self.model.layer_caches
+                if cache.grows
+            ),
+            Fraction(0),
+        )
+
+    def block_bytes(self, devices: int = 1) -> Fraction:
+        """Return the bytes of a block on all of `devices` devices together, exact."""
+        return self.block_size * self.token_bytes(devices)
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers, rounded up."""
-        return ceil(self.bytes_per_layer * self.model.layers)
+        """Bytes that a token adds to all layers, rounded up."""
+        return ceil(self.token_bytes())
 
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block: `block_size` tokens in all layers."""
-        return self._layer_bytes * self.model.layers
+        return ceil(self.block_bytes())
+
+    @property
+    def pool_note(self) -> str:
+        """A sentence on what a pool keeps that no layer needs; "" if there is nothing."""
+        short = [cache for cache in self.model.layer_caches if cache.grows and cache.window]
+        if not short:
+            return ""
+        return (
+            "The pool keeps all tokens in all layers, as an engine without cache groups: "
+            f"{self.model.name} needs less ({'; '.join(map(str, short))}), so in an engine "
+            "with them more requests fit and hit."
+        )
 
     def staged_bytes(self, dtype: str | None = None) -> int:
         """Return the bytes of a running sequence that are outside its blocks.
@@ -252,54 +293,93 @@ class KVLayout:
         """
         if dtype is None:
             dtype = self.model.dtype if self.model.dtype in ("fp32", "fp16") else "bf16"
-        heads, *widths = self._heads
         parts: tuple[Part, ...] = ("keys", "values")
         try:
             by_token = [self.codec.by_token(part) for part in parts]
         except FAILURES as error:
             raise policy_error(self.codec, "by_token", error) from error
-        staged = sum(width for width, alone in zip(widths, by_token, strict=True) if not alone)
-        return staged * heads * self.block_size * self.model.layers * PLANE_BYTES[dtype]
+        numbers = 0
+        for cache in self.model.layer_caches:
+            if cache.grows:
+                widths = cache.key_dim, cache.value_dim
+                staged = sum(w for w, alone in zip(widths, by_token, strict=True) if not alone)
+                numbers += staged * cache.kv_heads * cache.layers
+        return numbers * self.block_size * PLANE_BYTES[dtype]
 
     def blocks_for(self, tokens: int) -> int:
         """Return the blocks that `tokens` tokens occupy, the last perhaps in part."""
         return -(-tokens // self.block_size)
 
-    def request_bytes(self, tokens: int) -> int:
+    def request_bytes(self, tokens: int, devices: int = 1) -> int:
         """Return the bytes a request of `tokens` tokens occupies, in whole blocks.
 
         A layer with a window keeps no more than the window, rounded up to blocks (a ring of
-        blocks written round and round).
-        """
-        return sum(
-            layers * self._layer_bytes * self.blocks_for(kept)
-            for kept, layers in self._kept(tokens)
-        )
+        blocks written round and round). A state takes its bytes once.
 
-    def read_bytes(self, tokens: int) -> int:
+        Args:
+            tokens: tokens of the request.
+            devices: number of devices that share the model, on all of which together it is.
+        """
+        return ceil(self._request_bytes(tokens, devices))
+
+    def _request_bytes(self, tokens: int, devices: int = 1) -> Fraction:
+        caches = self.model.layer_caches
+        return sum((self.kept_bytes(each, tokens, devices) for each in caches), Fraction(0))
+
+    def kept_bytes(self, cache: LayerCache, tokens: int, devices: int = 1) -> Fraction:
+        """Return the bytes that the layers of a cache keep of a request of `tokens` tokens."""
+        if cache.kind == "shared":
+            return Fraction(0)
+        blocks = self.blocks_for(cache.kept(tokens))
+        one = blocks * self.block_size * self.cache_bytes(cache) + cache.state_bytes
+        return cache.layers * one * cache.copies(devices)
+
+    def read_bytes(self, tokens: int, devices: int = 1) -> int:
         """Return the bytes of K/V read to decode one token with `tokens` tokens of context.
 
         Rounded up, where the tokens of a block share scales.
         """
-        read = sum(layers * kept for kept, layers in self._kept(tokens))
-        return ceil(read * self.bytes_per_layer)
+        reads = self.reads(devices).items()
+        return ceil(
+            sum(
+                size * (tokens if reach is None else min(tokens, reach))
+                for reach, size in reads
+            )
+        )
+
+    def reads(self, devices: int = 1) -> dict[int | None, Fraction]:
+        """Return the bytes read for each token in reach, in all layers with that reach.
+
+        A state is read and written, which costs twice its bytes.
+        """
+        reads: dict[int | None, Fraction] = {}
+        for cache in self.model.layer_caches:
+            one = cache.each * self.cache_bytes(cache) + 2 * cache.state_bytes
+            size = cache.layers * one * cache.copies(devices)
+            reads[cache.reach] = reads.get(cache.reach, Fraction(0)) + size
+        return reads
 
     def window_bytes(self, sequences: int, window: int) -> int:
         """Return the bytes of `sequences` sequences that each keep `window` tokens."""
-        return ceil(sequences * window * self.bytes_per_layer * self.model.layers)
+        fixed = sum(
+            self.kept_bytes(cache, window)
+            for cache in self.model.layer_caches
+            if not cache.grows
+        )
+        return ceil(sequences * (window * self.token_bytes() + fixed))
 
-    def blocks_in(self, budget: int) -> int:
-        """Return how many blocks fit into `budget` bytes."""
-        return max(0, budget) // self.bytes_per_block
+    def blocks_in(self, budget: int, devices: int = 1) -> int:
+        """Return how many blocks fit into `budget` bytes on `devices` devices together."""
+        return int(max(0, budget) // self.block_bytes(devices))
 
-    def requests_in(self, budget: int, tokens: int) -> int:
+    def requests_in(self, budget: int, tokens: int, devices: int = 1) -> int:
         """Return how many requests of `tokens` tokens (1 or more) fit into `budget` bytes.
 
-        Each takes its blocks, and the bytes that it stages.
+        Each takes its blocks and states, and the bytes that it stages, on `devices` devices.
         """
-        return max(0, budget) // (self.request_bytes(tokens) + self.staged_bytes())
+        staged = self.staged_bytes() * self.copies(devices)
+        return int(max(0, budget) // (self._request_bytes(tokens, devices) + staged))
 
-    def _kept(self, tokens: int) -> list[tuple[int, int]]:
-        """Return pairs of the tokens that a layer keeps, and the number of such layers."""
-        kept = Counter(tokens if w is None else min(tokens, w) for w in self.model.windows)
-        return list(kept.items())
+    def copies(self, devices: int) -> Fraction:
+        """Return how many copies of the K/V of a token `devices` keep, all layers together."""
+        return self.token_bytes(devices) / self.token_bytes() if devices > 1 else Fraction(1)

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import attrs
 
 from kvcore.errors import InputError
+from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.units import INT64_LIMIT
 
 # Bytes of 32 numbers: a block of MXFP4 has 32, and one byte of scale.
@@ -30,7 +31,6 @@ WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype)
 # Far above any model there is, and low enough that no product of them takes long.
 MAX_LAYERS = 100_000
 MAX_EXPERTS = 10_000
-MAX_WIDTH = 2**31 - 1
 MAX_PARAMETERS = 2**60
 MAX_COUNT = INT64_LIMIT - 1
 
@@ -76,7 +76,7 @@ class ModelSpec:
 
     Attributes:
         name: name of the model.
-        layers: transformer layers, each with K/V of its own.
+        layers: layers; each keeps K/V of its own unless `caches` says what is kept.
         query_heads, kv_heads: attention heads, and the K/V heads they share.
         head_dim, value_dim: width of a query or key head, and of a value head.
         hidden_size: width of the residual stream.
@@ -92,6 +92,8 @@ class ModelSpec:
         windows: attention window of each layer in tokens; None: all tokens.
         latent: under multi-head latent attention (MLA), the numbers a layer stores per token
             in place of the K/V heads: compressed K/V and rotary key. Otherwise 0.
+        caches: what the layers keep, where heads, latent and windows alone do not say it;
+            see `layer_caches`. Heads and widths are then those of the full attention.
 
     Raises:
         InputError: a count that is not positive or beyond any model, or counts that
@@ -122,6 +124,7 @@ class ModelSpec:
         repr=lambda windows: repr(dict(Counter(windows))),
     )
     latent: int = 0
+    caches: tuple[LayerCache, ...] = ()
 
     def __attrs_post_init__(self) -> None:
         """Refuse counts that contradict one another."""
@@ -142,11 +145,22 @@ class ModelSpec:
             problem = f"{self.active_parameters} of {self.parameters} parameters are active"
         elif self.active_parameters < self.parameters and not self.experts_per_token:
             problem = "only a model with experts has parameters that are not active"
+        problem = problem or (self._caches_problem() if self.caches else None)
         if problem:
             msg = f"model {self.name!r}: {problem}"
             raise InputError(msg)
         bytes_of(0, self.dtype)
         bytes_of(0, self.expert_dtype)
+
+    def _caches_problem(self) -> str | None:
+        """Return what contradicts the other fields in `caches`; None if nothing does."""
+        if any(cache.layers > self.layers for cache in self.caches):
+            return f"a cache of more than its {self.layers} layers"
+        if not any(cache.grows for cache in self.caches):
+            return "none of its caches grows with a token"
+        if set(self.windows) != {None}:
+            return "windows of layers beside caches, which have their own"
+        return None
 
     @property
     def attention(self) -> str:
@@ -156,6 +170,32 @@ class ModelSpec:
         if self.kv_heads == self.query_heads:
             return "MHA"
         return "MQA" if self.kv_heads == 1 else "GQA"
+
+    @property
+    def layer_caches(self) -> tuple[LayerCache, ...]:
+        """The caches that the layers keep of a sequence, one for each group of equal layers."""
+        if self.caches:
+            return self.caches
+        heads, key, value = self.kv_heads, self.head_dim, self.value_dim
+        if self.latent:
+            heads, key, value = 1, self.latent, 0
+        return tuple(
+            LayerCache(
+                kind="window" if window else "mla" if self.latent else "full",
+                layers=layers,
+                kv_heads=heads,
+                key_dim=key,
+                value_dim=value,
+                window=window,
+                pair_flop=2 * self.query_heads * (self.head_dim + self.value_dim),
+            )
+            for window, layers in Counter(self.windows).items()
+        )
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all layers keep K/V, or a latent, of all tokens."""
+        return not self.caches and set(self.windows) == {None}
 
     @property
     def expert_parameters(self) -> int:
@@ -204,8 +244,21 @@ class ModelSpec:
 
     def with_window(self, window: int) -> ModelSpec:
         """Return the model with the attention of every layer limited to `window` tokens."""
+        if self.caches:
+            caches = [cache.with_window(window) for cache in self.caches]
+            return attrs.evolve(self, caches=merged(caches))
         windows = tuple(window if w is None else min(w, window) for w in self.windows)
         return attrs.evolve(self, windows=windows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as values of JSON; without `caches` if heads and windows tell all.
+
+        So the header of a trace is what it was before models had `caches`.
+        """
+        fields = attrs.asdict(self)
+        if not self.caches:
+            del fields["caches"]
+        return fields
 
 
 @attrs.frozen(kw_only=True)

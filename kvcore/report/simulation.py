@@ -169,7 +169,7 @@ class SimulationReport:
             f"{config['workload']['name']}: {requests} to {config['model']} on {self._devices},"
             f"{self._rate} in {format_number(summary['simulated_s'])} {self.clock} seconds."
         )
-        lines = [run, self._pool]
+        lines = [run, self._pool, *config.get("notes", ())]
         if load is not None:
             lines.append(f"Load: at least {load:.2f} of what this deployment can do.")
         return "\n".join([*lines, self._ended()])

@@ -54,6 +54,11 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield _bytes(f"K/V of a token in {report['codec']}", kv["bytes_per_token"])
     yield _bytes(f"K/V of a block of {report['block_size']:,} tokens", kv["bytes_per_block"])
     yield _bytes(f"K/V of a request of {tokens:,} tokens", kv["bytes_per_request"])
+    # Documents before 0.2 have no caches.
+    caches = report.get("caches", ())
+    if len(caches) > 1:
+        for cache in caches:
+            yield _bytes(f"- {cache['cache']}", cache["bytes_per_request"])
     yield _bytes(f"K/V of a batch of {batch:,}", kv["bytes_per_batch"])
     if kv["staged_bytes_per_request"]:
         what = "and each running request stages"
@@ -84,6 +89,11 @@ def _rows(report: Mapping[str, Any]) -> Iterator[Row]:
     yield "blocks that fit", f"{fit['blocks']:,}", f"{room:,} tokens"
     enough = "" if fit["batch_fits"] else f"the batch of {batch:,} does not"
     yield "requests that fit", f"{fit['requests']:,}", enough
+    if "grouped_requests" in fit:
+        groups = report["groups"]
+        block = format_bytes(groups["bytes_per_block"])
+        what = f"{groups['blocks_per_request']:,} blocks of {block}"
+        yield "requests in cache groups", f"{fit['grouped_requests']:,}", what
     if not fit["weights_fit"]:
         return
     decode, prefill = report["decode"], report["prefill"]

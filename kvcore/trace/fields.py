@@ -117,7 +117,9 @@ def plain(value: Any) -> Any:
         return value if math.isfinite(value) else str(value)
     if isinstance(value, SLO):
         value = slo_field(value)
-    if isinstance(value, (ModelSpec, DeviceSpec)):
+    if isinstance(value, ModelSpec):
+        value = value.as_dict()
+    if isinstance(value, DeviceSpec):
         value = attrs.asdict(value)
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}

@@ -320,8 +320,16 @@ def tensor_layout(
     """Return the layout of the K/V of a model in a pool of blocks.
 
     Raises:
-        InputError: the model stores a latent (MLA), not K/V heads.
+        InputError: the model stores a latent (MLA), not K/V heads, or its layers keep different
+            things.
     """
+    if spec.caches:
+        kinds = "; ".join(map(str, spec.caches))
+        msg = (
+            f"layers of model {spec.name!r} keep different things ({kinds}), so it cannot be "
+            "run on one paged K/V; take one whose layers all keep K/V heads"
+        )
+        raise InputError(msg)
     if spec.latent:
         msg = (
             f"model {spec.name!r} stores a latent (MLA), no K/V heads, so it cannot be run on "

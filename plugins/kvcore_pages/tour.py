@@ -15,10 +15,11 @@ import attrs
 
 from kvcore.cache import KVCache
 from kvcore.errors import InputError
-from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.catalogue import DEVICES
 from kvcore.models.codec import BYTES_PER_NUMBER
 from kvcore.models.cost import prefill_flop
 from kvcore.models.memory import KVLayout
+from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import resolve
 from kvcore.request import Request, block_keys, text_request, word_tokens
@@ -135,6 +136,8 @@ def _memory() -> dict[str, Any]:
                 "codecs": {codec: _layout(model, codec) for codec in CODECS},
             }
             for name, model in MODELS.items()
+            # The page computes with heads, latents and windows alone.
+            if not model.caches
         },
         "devices": {name: device.hbm_bytes for name, device in DEVICES.items()},
     }

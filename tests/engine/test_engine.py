@@ -14,6 +14,7 @@ from helpers.schedulers import scheduler_of
 from helpers.serving import Bent, ask, serve
 
 from kvcore import InputError, KVCache, LatencyModel, PolicyError, run
+from kvcore.models.layers import LayerCache
 from kvcore.request import block_keys, text_request
 from kvcore_engine import tokens as streams
 from kvcore_plugins.latency.measured_steps import read_steps, write_steps
@@ -420,6 +421,20 @@ def test_a_latent_is_refused():
 
     with pytest.raises(InputError, match=r"'folded' stores a latent \(MLA\)"):
         run([text("a")], **parts(generator=Latent()))
+
+
+def test_a_model_whose_layers_keep_different_things_is_refused():
+    """A model with caches of its own is refused, since one layout is not all layers'."""
+
+    class Mixed(Exact):
+        @property
+        def spec(self):
+            state = LayerCache(kind="state", layers=1, state_bytes=8)
+            caches = (*super().spec.layer_caches, state)
+            return attrs.evolve(super().spec, name="mixed", caches=caches)
+
+    with pytest.raises(InputError, match="layers of model 'mixed' keep different things"):
+        run([text("a")], **parts(generator=Mixed()))
 
 
 @pytest.mark.parametrize("kind", ["generator", "backend"])

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="generators compute on torch")
 
 from kvcore import InputError, KVCache, Plugins, StorageError, run  # noqa: E402
 from kvcore.engine import DeviceMemory, Rotary  # noqa: E402
-from kvcore.models.catalogue import MODELS  # noqa: E402
+from kvcore.models.released import MODELS  # noqa: E402
 from kvcore.testing.dense import (  # noqa: E402
     DenseCache,
     HostTensors,
@@ -239,6 +239,7 @@ def test_dense_attention_with_window_and_sinks():
     [
         (SinCos, {"model": "llama-9"}, "did you mean llama-3-8b"),
         (SinCos, {"model": "deepseek-v3"}, "'deepseek-v3' stores a latent"),
+        (SinCos, {"model": "llama-4-scout"}, "'llama-4-scout' keep different things"),
         (SinCos, {"layers": 0}, "layers must be at least 1"),
         (SinCos, {"vocab_size": 2**18 + 1}, "1 to 262,144, not 262145"),
         (SinCos, {"heads": 4}, "4 query heads cannot share 8"),

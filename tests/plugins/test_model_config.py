@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 
+import attrs
 import pytest
 from helpers.configs import LLAMA_3_8B as LLAMA
 
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
+from kvcore_plugins.models.families import FAMILIES
+from kvcore_plugins.models.harmless import HARMLESS
 from kvcore_plugins.models.huggingface import read_config
 
 QWEN = LLAMA | {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 4096}
@@ -40,6 +43,11 @@ def read(tmp_path):
         return read_config(path, **options)
 
     return read
+
+
+def kept(model):
+    """Return what the layers of a model keep, in words."""
+    return list(map(str, model.layer_caches))
 
 
 def without(fields, *names):
@@ -94,9 +102,66 @@ def test_qwen_windows_hold_from_max_window_layers_on(read):
     assert read(QWEN | {"max_window_layers": 20}).windows == (None,) * 20 + (4096,) * 12
 
 
-def test_a_llama_ignores_a_sliding_window(read):
-    """Llama has no windows, even if its config has a sliding window."""
-    assert set(read(LLAMA | {"sliding_window": 4096}).windows) == {None}
+def test_a_field_that_the_family_does_not_know_is_refused(read):
+    """A field that may change what a layer keeps is refused, with ways to go on."""
+    with pytest.raises(InputError) as caught:
+        read(LLAMA | {"sliding_window": 4096})
+    text = str(caught.value)
+    assert "config.json: field 'sliding_window' is 4096, which models of type 'llama'" in text
+    assert "leave it out; else describe the model by hand" in text
+    assert "[[caches]] with kind = 'full', layers = 12" in text
+
+
+def test_a_width_of_each_layer_is_refused_where_layers_are_alike(read):
+    """A list in place of a width is refused, except in families whose layers differ."""
+    with pytest.raises(InputError, match="'intermediate_size' must be an integer of at least"):
+        read(LLAMA | {"intermediate_size": [14336] * 32})
+
+
+def test_layers_with_experts_may_be_listed(read):
+    """`moe_layers` lists the layers with experts, in place of every so many."""
+    text = LLAMA_4["text_config"]
+    every = read({"text_config": text | {"interleave_moe_layer_step": 2}})
+    listed = read({"text_config": text | {"moe_layers": list(range(1, 48, 2))}})
+    assert listed == every
+
+
+def test_a_type_of_layer_that_is_not_known_is_refused(read):
+    """A MiniMax M2 with a layer of another type than full attention is refused."""
+    fields = LLAMA | {"model_type": "minimax_m2", "num_local_experts": 8}
+    fields |= {"num_experts_per_tok": 2}
+    assert read(fields | {"attn_type_list": [1] * 32}) == read(fields)
+    with pytest.raises(InputError, match="has '0', whose K/V cannot be sized"):
+        read(fields | {"attn_type_list": [1] * 31 + [0]})
+
+
+@pytest.mark.parametrize("value", [None, False, 0, "", [], {}])
+def test_an_unknown_field_that_says_nothing_is_left_out(read, value):
+    """Null, false, zero and what is empty change nothing."""
+    assert read(LLAMA | {"brand_new_attention": value}) == read(LLAMA)
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "rms_norm_eps", "eos_token_id", "auto_map"])
+def test_a_harmless_field_is_passed_over(read, field):
+    """Positions, norms, tokens and names of classes change neither K/V nor parameters."""
+    assert read(LLAMA | {field: 5}) == read(LLAMA)
+
+
+def test_no_family_reads_a_harmless_field():
+    """A field that some family reads for its size is not harmless in another one."""
+    read = {"sliding_window", "num_kv_shared_layers", "index_topk", "kv_lora_rank", "head_dim"}
+    assert not HARMLESS & (
+        read | {field for family in FAMILIES.values() for field in family.only}
+    )
+
+
+def test_a_field_may_have_one_known_value(read):
+    """A field with one value that is sized is refused with any other."""
+    fields = LLAMA | {"model_type": "minimax_m2", "num_local_experts": 8, "use_qk_norm": True}
+    fields |= {"num_experts_per_tok": 2}
+    assert read(fields).experts == 8
+    with pytest.raises(InputError, match="field 'qk_norm_type' is 'per_head', not 'per_layer'"):
+        read(fields | {"qk_norm_type": "per_head"})
 
 
 def test_shared_experts_and_dense_layers_are_counted(read):
@@ -159,8 +224,8 @@ def test_a_missing_field_is_named_with_its_file(read, tmp_path, name):
         (LLAMA, "num_hidden_layers", True, "must be an integer of at least 1, not True"),
         (LLAMA, "vocab_size", 0, "must be an integer of at least 1, not 0"),
         (LLAMA, "tie_word_embeddings", "no", "must be true or false, not 'no'"),
-        (LLAMA, "model_type", "mamba", "is 'mamba'; known: deepseek_v2, deepseek_v3"),
-        (LLAMA, "model_type", ["llama"], "is ['llama']; known: deepseek_v2"),
+        (LLAMA, "model_type", "mamba", "is 'mamba'; known: bamba, deepseek_v2, deepseek_v3"),
+        (LLAMA, "model_type", ["llama"], "is ['llama']; known: bamba, deepseek_v2"),
         (LLAMA, "torch_dtype", "complex64", "is 'complex64'; give --weights-dtype"),
         (LLAMA, "quantization_config", 4, "must be an object, not 4"),
         (LLAMA, "quantization_config", {"quant_method": "exl2"}, "by 'exl2', of unknown size"),
@@ -338,11 +403,11 @@ def test_glm_normalises_queries_if_its_config_says_so(read):
 
 def test_llama_4_looks_back_a_chunk_where_it_has_rotary_positions(read):
     """Llama 4 attends to all tokens in the layers without rotary positions, a fourth."""
-    expected = (8192, 8192, 8192, None) * 12
-    assert read(LLAMA_4).windows == expected
+    expected = ["36 layers, chunk of 8,192 tokens", "12 layers, all tokens"]
+    assert kept(read(LLAMA_4)) == expected
     text = LLAMA_4["text_config"]
-    assert read({"text_config": without(text, "no_rope_layers")}).windows == expected
-    assert set(read({"text_config": text | {"attention_chunk_size": None}}).windows) == {None}
+    assert kept(read({"text_config": without(text, "no_rope_layers")})) == expected
+    assert read({"text_config": text | {"attention_chunk_size": None}}).uniform
 
 
 def test_every_second_layer_of_llama_4_may_have_experts(read):
@@ -355,24 +420,145 @@ def test_every_second_layer_of_llama_4_may_have_experts(read):
 
 
 @pytest.mark.parametrize(
-    ("fields", "reason"),
+    ("fields", "field"),
     [
-        (DEEPSEEK | {"index_topk": 2048, "index_head_dim": 128}, "sparse attention"),
-        (LLAMA | {"model_type": "deepseek_v32", "index_n_heads": 64}, "sparse attention"),
-        (LLAMA | {"model_type": "qwen3_next", "linear_num_key_heads": 16}, "linear attention"),
-        (
-            LLAMA | {"model_type": "kimi_linear", "linear_attn_config": {"a": 1}},
-            "linear attention",
-        ),
-        (LLAMA | {"model_type": "bamba", "mamba_d_state": 128}, "Mamba"),
-        (LLAMA | {"model_type": "gemma3n_text", "num_kv_shared_layers": 15}, "share K/V"),
+        (LLAMA | {"index_topk": 2048, "index_head_dim": 128}, "index_topk"),
+        (DEEPSEEK | {"v_head_dim": 128, "index_n_heads": 64}, "index_n_heads"),
+        (LLAMA | {"linear_num_key_heads": 16}, "linear_num_key_heads"),
+        (LLAMA | {"mamba_d_state": 128}, "mamba_d_state"),
+        (LLAMA | {"num_kv_shared_layers": 15}, "num_kv_shared_layers"),
+        (GLM | {"sparse_attention_config": {"a": 1}}, "sparse_attention_config"),
+        (KIMI | {"compress_ratios": [4] * 61}, "compress_ratios"),
     ],
 )
-def test_models_whose_kv_would_be_sized_wrongly_are_refused(read, fields, reason):
-    """A model with more or less than K/V in its layers is refused, with the reason."""
-    with pytest.raises(InputError, match=r"field 'model_type' is .* not sized") as caught:
+def test_what_would_size_kv_wrongly_is_refused(read, fields, field):
+    """A family whose layers keep K/V refuses fields of indexers, states and shared K/V."""
+    with pytest.raises(InputError, match=rf"field '{field}' is .* are not known to have"):
         read(fields)
-    assert reason in str(caught.value)
+
+
+QWEN_NEXT = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "intermediate_size": 5120,
+    "vocab_size": 151936,
+    "torch_dtype": "bfloat16",
+}
+SPARSE_MLA = without(KIMI, "quantization_config") | {
+    "model_type": "deepseek_v32",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
+}
+
+
+@pytest.mark.parametrize(
+    ("fields", "bytes_per_token", "caches"),
+    [
+        (KIMI, 70_272, ["61 layers, latent of all tokens"]),
+        (GLM, 188_416, ["46 layers, all tokens"]),
+        (LLAMA_4, 196_608, ["36 layers, chunk of 8,192 tokens", "12 layers, all tokens"]),
+        (QWEN_NEXT, 24_576, ["36 layers, a state of fixed size", "12 layers, all tokens"]),
+        # A key of 128 numbers in fp8 with 4 bytes of scale beside each latent.
+        (SPARSE_MLA, 61 * (576 * 2 + 132), ["61 layers, latent of all tokens",
+                                            "61 layers, keys of an indexer"]),
+    ],
+)  # fmt: skip
+def test_bytes_that_grow_with_a_token(read, fields, bytes_per_token, caches):
+    """The bytes that a token adds to the layers are counted kind by kind, in 16 bits."""
+    model = read(fields)
+    assert KVLayout(model).bytes_per_token == bytes_per_token
+    assert kept(model) == caches
+
+
+def test_a_state_has_bytes_of_its_convolution_and_of_its_recurrence(read):
+    """A gated delta net keeps 3 x 8,192 numbers in 16 bits and 32 x 128 x 128 in 32."""
+    state, _ = read(QWEN_NEXT).caches
+    assert state.state_bytes == 3 * 8192 * 2 + 32 * 128 * 128 * 4 == 2_146_304
+    half, _ = read(QWEN_NEXT | {"mamba_ssm_dtype": "bfloat16"}).caches
+    assert half.state_bytes == 3 * 8192 * 2 + 32 * 128 * 128 * 2
+    with pytest.raises(InputError, match="'mamba_ssm_dtype' is 'int8'; known: float32"):
+        read(QWEN_NEXT | {"mamba_ssm_dtype": "int8"})
+
+
+def test_a_layer_may_have_fields_of_its_own(read):
+    """`per_layer_config` has heads of single layers; other fields there are refused."""
+    fields = LLAMA | {"model_type": "qwen3", "head_dim": 128}
+    own = read(fields | {"per_layer_config": {"3": {"num_key_value_heads": 2}}})
+    assert [(cache.layers, cache.kv_heads) for cache in own.caches] == [(31, 8), (1, 2)]
+    with pytest.raises(InputError, match=r"field 'per_layer_config' has .* for layer 3"):
+        read(fields | {"per_layer_config": {"3": {"sliding_window": 2}}})
+
+
+BY_HAND = """
+layers = 48
+query_heads = 16
+kv_heads = 2
+head_dim = 256
+hidden_size = 2048
+parameters = 79_674_391_296
+active_parameters = 3_874_929_408
+experts = 512
+experts_per_token = 10
+
+[[caches]]
+kind = "state"
+layers = 36
+state_bytes = 2_146_304
+pair_flop = 2_097_152
+
+[[caches]]
+kind = "full"
+layers = 12
+kv_heads = 2
+key_dim = 256
+value_dim = 256
+pair_flop = 16_384
+"""
+
+
+def test_a_model_by_hand_is_that_of_its_config(read, tmp_path):
+    """A table of TOML with what layers keep describes the model that a config does."""
+    path = tmp_path / "config.toml"
+    path.write_text(BY_HAND)
+    assert attrs.evolve(read_config(path), name="") == attrs.evolve(read(QWEN_NEXT), name="")
+    assert read_config(path, "fp8").dtype == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("layers = ", "not a TOML file"),
+        ("layers = 4", "a model has no 'query_heads'; its fields are"),
+        (BY_HAND.replace("kv_heads = 2\nhead_dim", "head_dim", 1), "a model has no 'kv_heads'"),
+        (BY_HAND.replace("state_bytes", "bytes"), "a cache has no field 'bytes'"),
+        (BY_HAND.replace("layers = 36", "layers = 96"), "a cache of more than its 48 layers"),
+        (BY_HAND.replace("2_146_304", "'2'"), "a cache: state_bytes must be a whole number"),
+        (BY_HAND.replace('"state"', '"ssm"'), "cache of kind 'ssm'; known: full, window"),
+        ("windows = [1]\n" + BY_HAND, "a model has no field 'windows'"),
+    ],
+)
+def test_a_wrong_model_by_hand_is_refused(tmp_path, text, problem):
+    """A table of TOML that is no model raises InputError with the file and the field."""
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(InputError) as caught:
+        read_config(path)
+    assert str(path) in str(caught.value)
+    assert problem in str(caught.value)
 
 
 @pytest.mark.parametrize(

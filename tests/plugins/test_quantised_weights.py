@@ -370,9 +370,43 @@ def test_experts_are_quantised_apart_from_all_else(read):
     assert model.shared_bytes == kept + shared + 4 * shared // 128**2
 
 
+def test_model_opt_may_say_in_a_file_of_its_own_how_it_quantised(tmp_path):
+    """`hf_quant_config.json` beside the config is read if the config says nothing."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA))
+    said = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    assert read_config(path).dtype == "fp8"
+    inside = {"quantization_config": {"quant_method": "modelopt", **said}}
+    path.write_text(json.dumps(LLAMA | inside))
+    (tmp_path / "hf_quant_config.json").unlink()
+    assert read_config(path).dtype == "fp8"
+
+
+def test_mixed_precision_is_read_module_by_module(read):
+    """Modules that `quantized_layers` names have the format that it names, others have none."""
+    said = {
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            "model.layers.0.mlp.up_proj": {"quant_algo": "FP8"},
+            "model.layers.1.mlp": {"quant_algo": "NVFP4", "group_size": 16},
+        },
+    }
+    plain = read(LLAMA)
+    model = read(LLAMA | {"quantization_config": {"quant_method": "modelopt", **said}})
+    one = 4096 * 14336
+    # One matrix in bytes with a scale, three in halves of bytes with one for each 16 numbers.
+    saved = one * 1 - 4 + 3 * (2 * one - one // 2 - one // 16)
+    assert plain.weight_bytes - model.weight_bytes == saved
+
+
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
+        (
+            {**by_groups({"num_bits": 4, "type": "float"}), "quant_method": "fp8"},
+            "has groups beside blocks of fp8",
+        ),
         ({"quant_method": "gptq", "bits": 3}, "by 'gptq' with 3 bits, of unknown size"),
         ({"quant_method": "aqlm"}, "by 'aqlm', of unknown size"),
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:(": {}}}, "cannot be read"),

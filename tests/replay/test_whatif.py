@@ -10,7 +10,7 @@ from helpers.serving import ask
 from helpers.traces import ask as ask_for
 from helpers.traces import lines
 
-from kvcore import SLO, InputError, KVCache, PluginError, Plugins, Trace, hookimpl
+from kvcore import SLO, InputError, KVCache, PluginError, Plugins, Trace, hookimpl, simulate
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import PrefillCost, cost_fields, read_cost
 from kvcore.plugins import describe
@@ -274,6 +274,18 @@ def test_a_cost_read_from_the_header_equals_the_recorded_cost(cost):
     Entries of the catalogue are recorded by name, others with their seconds.
     """
     assert read_cost(orjson.loads(orjson.dumps(cost_fields(cost)))) == cost
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3.2", "llama-4-scout", "gemma-3-12b"])
+def test_a_model_of_several_kinds_of_layers_is_rebuilt_from_the_header(tmp_path, name):
+    """Step times of a model with caches, or windows, follow from its record in the header."""
+    path = tmp_path / "trace.jsonl"
+    options = {"model": name, "device": "b300", "tensor_parallel": 8, "weights_dtype": "fp8"}
+    simulate("zipf", limit=20, trace=path, **options)
+    (header,) = lines(path)[:1]
+    model = header["plugins"]["latency"]["options"]["model"]
+    assert ("caches" in model) == bool(find_model(name).caches)
+    assert whatif(path).changes == []
 
 
 def test_a_cost_policy_decides_the_same_in_a_rerun(tmp_path):

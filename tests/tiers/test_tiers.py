@@ -7,8 +7,8 @@ from helpers.serving import BLOCK, SLOT, Slow, Tally, ask, serve
 import kvcore
 from kvcore import EvictionPolicy, InputError, KVCache, PolicyError
 from kvcore.cache.tiers import Tier
-from kvcore.models.catalogue import MODELS
 from kvcore.models.memory import KVLayout
+from kvcore.models.released import MODELS
 from kvcore_tiers.hierarchy import Tiers
 from kvcore_tiers.tier import Host
 
@@ -341,7 +341,7 @@ def test_a_slot_has_the_bytes_of_a_block_in_all_layers():
         )  # fmt: skip
         (level,) = result.cache.tiers.levels
         spec = MODELS[model]
-        each = KVLayout(spec, "fp16", 16).bytes_per_layer * len(spec.windows) * 16
+        each = KVLayout(spec, "fp16", 16).bytes_per_block
         assert level.pool.blocks == 64 * 2**30 // each
 
 

@@ -26,10 +26,17 @@ def resized(
     model has repeat its windows.
 
     Raises:
-        InputError: the model is unknown or stores a latent in place of K/V heads, or the
-            sizes contradict one another.
+        InputError: the model is unknown, stores a latent in place of K/V heads, or has layers
+            that keep different things; or the sizes contradict one another.
     """
     spec = find_model(model) if isinstance(model, str) else model
+    if spec.caches:
+        msg = (
+            f"layers of model {spec.name!r} keep different things "
+            f"({'; '.join(map(str, spec.caches))}): take one whose layers all keep K/V heads, "
+            "such as 'llama-3-8b'"
+        )
+        raise InputError(msg)
     if spec.latent:
         msg = (
             f"model {spec.name!r} stores a latent (MLA), no K/V heads: take one with "

@@ -27,7 +27,7 @@ from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.memory import KVLayout
+from kvcore.models.memory import KVLayout, check_pool
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
@@ -131,6 +131,7 @@ def compare(workload: str | None, **given: Any) -> None:
     sizes, budget = given["blocks"], None
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
+        check_pool(spec)
         layout = KVLayout(spec, codec, tokens_of(source, given))
         budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
         sizes = list(budget.labels)

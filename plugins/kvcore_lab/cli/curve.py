@@ -26,7 +26,7 @@ from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, POOL
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
-from kvcore.models.memory import KVLayout
+from kvcore.models.memory import KVLayout, check_pool
 from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.workloads import Workload, part_of
@@ -119,6 +119,7 @@ def curve(workload: str | None, **given: Any) -> None:
     layout = None
     if model is not None or given["tier"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
+        check_pool(spec)
         layout = KVLayout(spec, codec, tokens_of(source, given))
     if kind in FORMS:
         matplotlib()

@@ -18,7 +18,9 @@ import orjson
 from kvcore.config.options import read_option
 from kvcore.config.values import shown
 from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.catalogue import DEVICES
+from kvcore.models.memory import is_pooled
+from kvcore.models.released import MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS
@@ -270,13 +272,16 @@ def _silicon(path: Path, line: int, fields: Mapping[str, str]) -> Taken:
     model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
     device = fields["system"].removesuffix("_sxm")
     weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
-    released = MODELS[model].expert_dtype if model in MODELS else None
+    spec = MODELS.get(model)
+    released = None if spec is None else spec.expert_dtype
     unlike = {
         "prefill and decode on servers of their own": fields.get("mode", "agg") != "agg",
         "no concurrency recorded": not concurrency,
         "attention or requests divided among replicas": concurrency != fields["batch_size"],
         "pipeline stages": fields.get("pp_size", "1") not in ("", "1"),
-        f"model {model} is not in the catalogue": released is None,
+        f"model {model} is not in the catalogue": spec is None,
+        f"model {model} keeps more than K/V of tokens": spec is not None
+        and not is_pooled(spec),
         f"device {device} is not in the catalogue": device not in DEVICES,
         "weights in nvfp4": weights == "nvfp4" and released != "mxfp4",
     }

@@ -37,8 +37,8 @@ def block_bytes(layout: KVLayout) -> str:
     """Return a sentence about the bytes of a block."""
     return (
         f"A block of {counted(layout.block_size, 'token')} of {layout.model.name} in "
-        f"{layout.codec} takes {format_bytes(layout.bytes_per_block)}."
-    )
+        f"{layout.codec} takes {format_bytes(layout.bytes_per_block)}. {layout.pool_note}"
+    ).rstrip()
 
 
 def memory_fields(layout: KVLayout) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -16,7 +15,7 @@ from kvcore import InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import pair_flop
-from kvcore.models.memory import KVLayout, can_share, degree_problem, kv_copies, tensor_degrees
+from kvcore.models.memory import KVLayout, can_share, degree_problem, tensor_degrees
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
@@ -72,7 +71,8 @@ class Roofline(LatencyModel):
     - activations: the bytes that norms and element-wise kernels write and read for each token;
     - all-reduces: two a layer over the links of the devices, as a ring.
 
-    Layers with a sliding window count the tokens in their window. Weights are divided among
+    Layers with a sliding window count the tokens in their window, layers with a recurrent state
+    read and write it for each sequence (a window of one token). Weights are divided among
     the devices; so are K/V heads, but there may be fewer of these than devices, and a
     latent (MLA) is not divided at all. Left out: the K/V that a prefill chunk reads of the
     context before it (its pairs take longer to compute). Coefficients in the context are
@@ -143,23 +143,20 @@ class Roofline(LatencyModel):
         read = model.weight_bytes_read
         self._weights = lru_cache(64)(lambda n: -(-read(n) * over // under))
 
-        flop_of = dict(pair_flop(model))
-        self._windows = tuple(sorted(flop_of, key=lambda w: (w is not None, w or 0)))
-        self._pairs = [_fine(flop_of[w] / (flops * ATTENTION)) for w in self._windows]
+        flop_of, reads = dict(pair_flop(model)), layout.reads(devices)
+        self._windows = tuple(sorted(reads, key=lambda w: (w is not None, w or 0)))
+        flop = [flop_of.get(window, 0) / (flops * ATTENTION) for window in self._windows]
+        self._pairs = [_fine(seconds) for seconds in flop]
         wide = KVLayout(model, "fp16", self.block_size)
-        slower = NARROW_KV if layout.bytes_per_layer < wide.bytes_per_layer else 1
-        kv_bandwidth = bandwidth * slower * devices / kv_copies(model, devices)
-        layers = Counter(model.windows)
+        slower = NARROW_KV if layout.token_bytes() < wide.token_bytes() else 1
+        kv_bandwidth = bandwidth * slower * devices
         self._read = tuple(
-            max(
-                _whole(layout.bytes_per_layer * layers[w] / kv_bandwidth),
-                _whole(flop_of[w] / (flops * ATTENTION)),
-            )
-            for w in self._windows
+            max(_whole(reads[window] / kv_bandwidth), _whole(seconds))
+            for window, seconds in zip(self._windows, flop, strict=True)
         )
         numbers = ACTIVATIONS[0] + FP8_ACTIVATIONS * fp8 + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
-        written = layout.bytes_per_layer * model.layers / kv_bandwidth
+        written = layout.token_bytes(devices) / kv_bandwidth
         self._moved = _fine(written + numbers * hidden / bandwidth)
 
         reductions = REDUCTIONS * (devices > 1)

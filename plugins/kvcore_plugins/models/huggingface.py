@@ -1,415 +1,401 @@
 """The shape and the parameters of a model, from a Hugging Face `config.json`.
 
 The count is exact, tensor by tensor, for the language model (not for a vision tower, nor
-for layers that predict further tokens).
+for layers that predict further tokens). A field that the family of the model does not know is
+refused: it may change what a layer keeps.
 """
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import Any
 
 import attrs
 
 from kvcore.errors import InputError, shorten
-from kvcore.models.spec import MAX_EXPERTS, MAX_LAYERS, MAX_WIDTH, ModelSpec, bytes_of
-from kvcore_plugins.models.quantisation import Quantisation, read_quantisation
-
-_ALIASES = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "intermediate_size": "n_inner",
-    "max_position_embeddings": "n_positions",
-    "sliding_window_pattern": "_sliding_window_pattern",
-    "torch_dtype": "dtype",
-}
+from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
+from kvcore.models.spec import ModelSpec, bytes_of
+from kvcore_plugins.models.config import Config
+from kvcore_plugins.models.families import FAMILIES
+from kvcore_plugins.models.family import Build, Family, Layer, Part
+from kvcore_plugins.models.harmless import HARMLESS
+from kvcore_plugins.models.parts import attention, feed_forward, head_width
+from kvcore_plugins.models.quantisation import Quantisation, Scheme, read_quantisation
 
 _DTYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
 
 _NAMES = ", ".join(_DTYPES)
 
-_MOST = {
-    "num_hidden_layers": MAX_LAYERS,
-    "n_routed_experts": MAX_EXPERTS,
-    "num_experts": MAX_EXPERTS,
-    "num_local_experts": MAX_EXPERTS,
-}
-
-_UNSIZED = {
-    "index_": "keys of an indexer beside its K/V (sparse attention)",
-    "linear_": "layers that keep a state in place of K/V (linear attention)",
-    "mamba_": "layers that keep a state in place of K/V (Mamba)",
-    "num_kv_shared_layers": "layers that share K/V",
-}
-"""Beginnings of fields of models whose K/V would be sized wrongly."""
-
 _SHARED_FIELDS = ("torch_dtype", "dtype", "quantization_config", "tie_word_embeddings")
 
+_MIXERS: Mapping[str, Build] = {
+    "full_attention": attention,
+    "sliding_attention": attention,
+    "chunked_attention": attention,
+}
+"""What layers of a family are by their type, if the family does not say it."""
 
-@attrs.frozen
-class _Config:
-    """The fields of a config file; errors name file and field."""
+_KINDS = {
+    "attention": "full_attention",
+    "mamba": "linear_attention",
+    "short_conv": "conv",
+}
+"""Other names of types of layers."""
 
-    path: Path
-    fields: Mapping[str, Any]
-    prefix: str = ""
-    defaults: Mapping[str, Any] = attrs.field(factory=dict)
-
-    def refuse(self, name: str, problem: str) -> NoReturn:
-        """Raise InputError for a problem of the field `name`."""
-        msg = f"{self.path}: field '{self.prefix}{name}' {problem}"
-        raise InputError(msg)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a field, under either of its names; null counts as left out."""
-        for key in (name, _ALIASES.get(name)):
-            if self.fields.get(key or name) is not None:
-                return self.fields[key or name]
-        return self.defaults.get(name, default)
-
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """Return an integer field, from `least` up to the largest that a model may have."""
-        value = self.get(name, default)
-        if value is None:
-            also = f" (and so is '{_ALIASES[name]}')" if name in _ALIASES else ""
-            self.refuse(name, f"is missing{also}")
-        if type(value) is not int or value < least:
-            self.refuse(
-                name, f"must be an integer of at least {least}, not {shorten(repr(value))}"
-            )
-        most = _MOST.get(name, MAX_WIDTH)
-        if value > most:
-            self.refuse(name, f"must be at most {most:,}, not {shorten(repr(value))}")
-        return value
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        """Return a field that is true or false."""
-        value = self.get(name, default)
-        if not isinstance(value, bool):
-            self.refuse(name, f"must be true or false, not {value!r}")
-        return value
-
-    def items(self, name: str) -> list[Any]:
-        """Return a field that is a list; empty if left out."""
-        value = self.get(name, [])
-        if not isinstance(value, list):
-            self.refuse(name, f"must be a list, not {value!r}")
-        return value
+_REMEDY = (
+    "else describe the model by hand, as kvcore.models.spec.ModelSpec or in a file of TOML "
+    "with its fields and what layers keep, such as [[caches]] with kind = 'full', layers = 12, "
+    "kv_heads = 2, key_dim = 256 and value_dim = 256: see 'A model by hand' in "
+    "docs/reference/size.md"
+)
 
 
 def read_config(path: Path | str, dtype: str | None = None) -> ModelSpec:
-    """Read the model that a Hugging Face `config.json` describes.
+    """Read the model that a Hugging Face `config.json`, or a table of TOML, describes.
 
     Args:
-        path: the file, or the folder with a `config.json`, after which the model is named.
+        path: the file, or the folder with a `config.json`, after which the model is named. A
+            file that ends in `.toml` has the fields of `ModelSpec`.
         dtype: type of the weights, instead of the one in the file.
 
     Raises:
         InputError: a file that cannot be read, an unknown type of model, a field that is
-            missing or cannot be used; the text names file and field.
+            missing, not known or cannot be used; the text names file and field.
     """
-    config, family = _open(Path(path))
-    heads = config.count("num_attention_heads")
-    hidden = config.count("hidden_size")
-    if family.mla:
-        rotary = config.count("qk_rope_head_dim")
-        head_dim = config.count("qk_nope_head_dim") + rotary
-        value_dim = config.count("v_head_dim")
-        latent = config.count("kv_lora_rank") + rotary
-        kv_heads = heads
-    else:
-        if config.get("head_dim") is None and hidden % heads:
-            config.refuse("head_dim", f"is missing, and {hidden} / {heads} is not whole")
-        head_dim = value_dim = config.count("head_dim", hidden // heads)
-        latent = 0
-        kv_heads = config.count("num_key_value_heads", heads)
-    experts = config.count(family.experts) if family.experts else 0
-    taken = config.count("num_experts_per_tok") if experts else 0
-    weights = _weights(config, family, kv_heads, head_dim)
-    shared, expert = weights.shared, weights.one_expert
-    stored = {"dtype": dtype} if dtype else _stored(config, family, weights, experts)
-    windows = _windows(config, family)
-    name = (
-        config.path.parent.resolve().name if config.path.stem == "config" else config.path.stem
-    )
-    try:
-        return ModelSpec(
-            name=name,
-            layers=len(windows),
-            query_heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            hidden_size=hidden,
-            parameters=shared + experts * expert,
-            active_parameters=shared + taken * expert,
-            experts=experts,
-            experts_per_token=taken,
-            windows=windows,
-            positions=_positions(config),
-            **stored,
-            latent=latent,
-        )
-    except InputError as error:
-        msg = f"{config.path}: {error}"
-        raise InputError(msg) from None
-
-
-def _open(path: Path) -> tuple[_Config, _Family]:
+    path = Path(path)
+    if path.suffix == ".toml":
+        model = _by_hand(path)
+        return model.with_weights(dtype) if dtype else model
     if path.is_dir():
         path /= "config.json"
+    name = path.parent.resolve().name if path.stem == "config" else path.stem
+    fields, beside = _json(path), path.with_name("hf_quant_config.json")
+    # ModelOpt says in a file of its own how it has quantised.
+    if path.stem == "config" and "quantization_config" not in fields and beside.is_file():
+        quantised = _json(beside).get("quantization")
+        fields = {**fields, "quantization_config": quantised}
+    return model_of(fields, name, path, dtype)
+
+
+def _read(path: Path) -> bytes:
     try:
-        fields = json.loads(path.read_bytes())
+        return path.read_bytes()
     except OSError as error:
         msg = f"{path}: cannot be read: {error.strerror}"
         raise InputError(msg) from None
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        fields = json.loads(_read(path))
     except (ValueError, RecursionError) as error:
         msg = f"{path}: not a JSON file: {error}"
         raise InputError(msg) from None
     if not isinstance(fields, dict):
         msg = f"{path}: expected a JSON object, as in a Hugging Face config.json"
         raise InputError(msg)
-    config = _Config(path, fields)
+    return fields
+
+
+def _by_hand(path: Path) -> ModelSpec:
+    """Read a model from a file of TOML with the fields of a `ModelSpec`."""
+    try:
+        fields = tomllib.loads(_read(path).decode())
+    except ValueError as error:
+        msg = f"{path}: not a TOML file: {error}"
+        raise InputError(msg) from None
+    fields.setdefault("name", path.stem)
+    try:
+        caches = [_made(LayerCache, each) for each in fields.pop("caches", ())]
+        model: ModelSpec = _made(ModelSpec, fields | {"caches": merged(caches)})
+    except InputError as error:
+        msg = f"{path}: {error}"
+        raise InputError(msg) from None
+    return model
+
+
+def _made(cls: Any, fields: Any) -> Any:
+    """Return an object of an attrs class by its fields; refuse others, and other types."""
+    known = attrs.fields_dict(cls)
+    what = "a cache" if cls is LayerCache else "a model"
+    if not isinstance(fields, dict):
+        msg = f"{what} must be a table, not {shorten(repr(fields))}"
+        raise InputError(msg)
+    unknown = [name for name in fields if name not in known or name == "windows"]
+    needed = [name for name, field in known.items() if field.default is attrs.NOTHING]
+    missing = [name for name in needed if name not in fields]
+    if unknown or missing:
+        problem = f"has no {missing[0]!r}" if missing else f"has no field {unknown[0]!r}"
+        msg = f"{what} {problem}; its fields are {', '.join(set(known) - {'windows'})}"
+        raise InputError(msg)
+    for name, value in fields.items():
+        whole = name not in ("name", "kind", "dtype", "expert_dtype", "caches")
+        if type(value) is not (int if whole else type(value) if name == "caches" else str):
+            kind = "a whole number" if whole else "text"
+            msg = f"{what}: {name} must be {kind}, not {shorten(repr(value))}"
+            raise InputError(msg)
+    return cls(**fields)
+
+
+def model_of(
+    fields: Mapping[str, Any], name: str, path: Path | str, dtype: str | None = None
+) -> ModelSpec:
+    """Return the model called `name` that the fields of a config describe.
+
+    Args:
+        fields: the fields, of the language model or with it as `text_config`.
+        name: name of the model.
+        path: the file that errors name.
+        dtype: type of the weights, instead of the one in the fields.
+
+    Raises:
+        InputError: an unknown type of model, or a field that is missing, not known or cannot
+            be used.
+    """
+    config, family = _opened(fields, Path(path))
+    layers = _layers(config, family)
+    built: dict[Layer, list[Part]] = {}
+    blocks = [_parts(config, family, layer, built) for layer in layers]
+    every = [part for block in blocks for part in block]
+    one_expert = sum(part.parameters for part in every if part.expert)
+    outside = _outside(config, family)
+    shared = outside + sum(part.parameters for part in every if not part.expert)
+    experts = config.count(str(family.experts)) if one_expert else 0
+    taken = config.count("num_experts_per_tok") if one_expert else 0
+    shape = _shape(config, family)
+    caches = merged([cache for part in every for cache in part.caches])
+    full = next((cache for cache in caches if cache.kind == "full"), None)
+    if full is not None:
+        heads = {"kv_heads": full.kv_heads, "head_dim": full.key_dim}
+        shape |= {**heads, "value_dim": full.value_dim}
+    given = {"dtype": dtype} if dtype else _stored(config, blocks, outside, experts)
+    positions = _positions(config)
+    _check_known(config, family)
+    try:
+        model = ModelSpec(
+            name=name,
+            layers=len(layers),
+            **shape,
+            hidden_size=config.count("hidden_size"),
+            parameters=shared + experts * one_expert,
+            active_parameters=shared + taken * one_expert,
+            experts=experts,
+            experts_per_token=taken,
+            positions=positions,
+            **given,
+        )
+        windows = [None if layer.shares else layer.window for layer in layers]
+        plain = attrs.evolve(model, windows=tuple(windows))
+        # Where heads, latent and windows say it, that is all there is to say.
+        return plain if plain.layer_caches == caches else attrs.evolve(model, caches=caches)
+    except InputError as error:
+        msg = f"{config.path}: {error}"
+        raise InputError(msg) from None
+
+
+def _opened(fields: Mapping[str, Any], path: Path) -> tuple[Config, Family]:
+    """Return the fields of the language model, and its family."""
+    config = Config(path, fields)
     text = fields.get("text_config")
     if isinstance(text, dict):
         shared = {name: fields[name] for name in _SHARED_FIELDS if name in fields}
-        config = _Config(path, shared | text, "text_config.")
+        config = Config(path, shared | text, "text_config.")
     kind = config.get("model_type")
     if kind is None:
         config.refuse("model_type", "is missing")
-    for field, what in _UNSIZED.items():
-        if any(name.startswith(field) and value for name, value in config.fields.items()):
-            config.refuse("model_type", f"is {kind!r}, with {what}, which are not sized")
     if str(kind) not in FAMILIES:
-        config.refuse("model_type", f"is {kind!r}; known: {', '.join(FAMILIES)}")
+        known = ", ".join(FAMILIES)
+        config.refuse("model_type", f"is {kind!r}; known: {known}; {_REMEDY}")
     family = FAMILIES[kind]
-    return attrs.evolve(config, defaults=family.defaults), family
+    return attrs.evolve(config, defaults=family.defaults, names=family.names), family
 
 
-Matrices: TypeAlias = dict[str, tuple[int, int]]
-"""Inputs and outputs of the matrices of a module, by name."""
-
-
-@attrs.frozen
-class _Weights:
-    """The matrices of the layers, by the module that they are in, and all other parameters.
-
-    Attributes:
-        everywhere, dense, sparse: those of all layers, of layers without experts, and of
-            layers with experts, outside these.
-        expert: those of one expert of a layer, and its biases.
-        has_experts: whether a layer has experts.
-        others: parameters outside the experts that are in no such matrix.
-    """
-
-    everywhere: dict[str, Matrices]
-    dense: dict[str, Matrices]
-    sparse: dict[str, Matrices]
-    expert: Matrices
-    expert_biases: int
-    has_experts: list[bool]
-    others: int
-
-    @property
-    def shared(self) -> int:
-        """Parameters outside the experts."""
-        layers, sparse = len(self.has_experts), sum(self.has_experts)
-        groups = (self.everywhere, layers), (self.dense, layers - sparse), (self.sparse, sparse)
-        return self.others + sum(
-            count * _size(matrices) for group, count in groups for matrices in group.values()
+def _check_known(config: Config, family: Family) -> None:
+    """Refuse a field that nothing here has asked for, and that is not known to be harmless."""
+    for name, value in family.only.items():
+        if config.get(name, value) != value:
+            config.refuse(name, f"is {config.get(name)!r}, not {value!r}; {_REMEDY}")
+    kind = config.get("model_type")
+    known = config.known | family.known | HARMLESS
+    for name, value in config.fields.items():
+        # What is null, false, zero or empty is left out.
+        if name in known or not value:
+            continue
+        config.refuse(
+            name,
+            f"is {shorten(repr(value))}, which models of type {kind!r} are not known to have: "
+            "it may change what a layer keeps. If it changes neither that nor the parameters, "
+            f"leave it out; {_REMEDY}",
         )
 
-    @property
-    def one_expert(self) -> int:
-        """Parameters of one expert in all layers."""
-        return sum(self.has_experts) * (_size(self.expert) + self.expert_biases)
 
-    def modules(self, layer: int) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, inputs and outputs of each matrix of a layer outside the experts."""
-        others = self.sparse if self.has_experts[layer] else self.dense
-        for parent, matrices in (self.everywhere | others).items():
-            for name, shape in matrices.items():
-                yield f"model.layers.{layer}.{parent}.{name}", *shape
+def _layers(config: Config, family: Family) -> list[Layer]:
+    """Return the layers: their types and windows, whether they have experts or share K/V."""
+    count, kinds = config.layers, config.items("layer_types")
+    if not kinds:
+        kinds = (family.kinds or _by_window)(config, family)
+    if len(kinds) != count:
+        config.refuse("layer_types", f"has {len(kinds)} entries for {count} layers")
+    kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    for kind in kinds:
+        if not isinstance(kind, str) or kind not in (family.mixers or _MIXERS):
+            config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
+    window, sparse = _window(config, family), _sparse_layers(config, family, count)
+    shared = config.count("num_kv_shared_layers", 0, least=0) if family.shares else 0
+    return [
+        Layer(
+            index=index,
+            kind=kind,
+            sparse=sparse[index],
+            shares=index >= count - shared,
+            window=window if kind in ("sliding_attention", "chunked_attention") else None,
+        )
+        for index, kind in enumerate(kinds)
+    ]
 
-    def of_expert(self, layer: int, parent: str) -> Iterator[tuple[str, int, int]]:
-        """Yield the name, inputs and outputs of each matrix of the first expert of a layer."""
-        if self.has_experts[layer]:
-            for name, shape in self.expert.items():
-                yield f"model.layers.{layer}.{parent}.experts.0.{name}", *shape
+
+def _window(config: Config, family: Family) -> int | None:
+    """Return the tokens that layers with a window attend to; None: all."""
+    if family.windows is None or config.get(family.window) is None:
+        return None
+    longest = config.get("max_position_embeddings")
+    if not config.flag("use_sliding_window", default=family.windows):
+        return None
+    window = config.count(family.window)
+    return None if isinstance(longest, int) and window >= longest else window
 
 
-def _size(matrices: Matrices) -> int:
-    return sum(inputs * outputs for inputs, outputs in matrices.values())
-
-
-def _weights(config: _Config, family: _Family, kv_heads: int, head_dim: int) -> _Weights:
-    """Return the weights of the model."""
+def _by_window(config: Config, family: Family) -> list[str]:
+    """Return the types of layers of which some have a window, or a chunk."""
     layers = config.count("num_hidden_layers")
-    hidden = config.count("hidden_size")
-    vocabulary = config.count("vocab_size")
-    mlp_bias = config.flag("mlp_bias") if family.mlp_bias is None else family.mlp_bias
-
-    def mlp(width: int) -> Matrices:
-        up = {"up_proj": (hidden, width), "down_proj": (width, hidden)}
-        return {"gate_proj": (hidden, width), **up} if family.gated else up
-
-    def biases(matrices: Matrices) -> int:
-        return mlp_bias * sum(outputs for _, outputs in matrices.values())
-
-    others = vocabulary * hidden * (1 if config.flag("tie_word_embeddings") else 2)
-    others += vocabulary * family.head_bias + hidden * family.final_norms
-    if family.positions:
-        others += config.count("max_position_embeddings") * hidden
-    if family.mla:
-        attention, vectors = _latent_attention(config)
-    else:
-        attention, vectors = _attention(config, family, kv_heads, head_dim)
-    others += layers * (vectors + hidden * family.norms)
-
-    has_experts = _sparse_layers(config, family)
-    sparse = sum(has_experts)
-    ratio = family.mlp_ratio
-    dense: Matrices = {}
-    if sparse < layers or family.expert_width == "intermediate_size":
-        width = config.count(family.width, ratio * hidden if ratio else None)
-        dense = mlp(width)
-        others += (layers - sparse) * biases(dense)
-    expert: Matrices = {}
-    shared: dict[str, Matrices] = {}
-    if family.experts:
-        experts = config.count(family.experts)
-        width = config.count(family.expert_width)
-        expert = mlp(width)
-        others += sparse * (hidden * experts + experts * family.router_bias)
-        # As wide as so many experts together.
-        if more := config.count("n_shared_experts", family.shared_experts, least=0):
-            shared = {f"{family.mlp}.shared_experts": mlp(width * more)}
-            others += sparse * biases(shared[f"{family.mlp}.shared_experts"])
-        if width := config.count("shared_expert_intermediate_size", 0, least=0):
-            shared = {f"{family.mlp}.shared_expert": mlp(width)}
-            others += sparse * (hidden + biases(mlp(width)))
-    return _Weights(
-        everywhere={"self_attn": attention},
-        dense={family.mlp: dense},
-        sparse=shared,
-        expert=expert,
-        expert_biases=biases(expert),
-        has_experts=has_experts,
-        others=others,
+    if _window(config, family) is None:
+        return ["full_attention"] * layers
+    limited = "sliding_attention"
+    if family.window == "attention_chunk_size":
+        limited = "chunked_attention"
+        # Llama 4 attends in chunks in the layers that have rotary positions.
+        if rotary := config.items("no_rope_layers"):
+            return [limited if each else "full_attention" for each in rotary]
+    first = config.count("max_window_layers", 0, least=0)
+    every = config.count(
+        "sliding_window_pattern",
+        config.count("no_rope_layer_interval", family.full_every, least=0),
+        least=0,
     )
+    return [
+        "full_attention" if layer < first or (every and (layer + 1) % every == 0) else limited
+        for layer in range(layers)
+    ]
 
 
-def _attention(
-    config: _Config, family: _Family, kv_heads: int, head_dim: int
-) -> tuple[Matrices, int]:
-    """Return the matrices of attention in a layer, and its further parameters."""
-    hidden = config.count("hidden_size")
-    heads = config.count("num_attention_heads")
-    says = config.flag("attention_bias")
-    vectors = (
-        (heads + 2 * kv_heads)
-        * head_dim
-        * (says if family.qkv_bias is None else family.qkv_bias)
-    )
-    vectors += hidden * (says if family.output_bias is None else family.output_bias)
-    normed = config.flag("use_qk_norm") if family.qk_norm is None else family.qk_norm
-    matrices = {
-        "q_proj": (hidden, heads * head_dim),
-        "k_proj": (hidden, kv_heads * head_dim),
-        "v_proj": (hidden, kv_heads * head_dim),
-        "o_proj": (heads * head_dim, hidden),
-    }
-    return matrices, vectors + 2 * head_dim * normed + heads * family.sinks
-
-
-def _latent_attention(config: _Config) -> tuple[Matrices, int]:
-    """Return the matrices of latent attention in a layer, and the numbers of its norms."""
-    hidden = config.count("hidden_size")
-    heads = config.count("num_attention_heads")
-    rank = config.count("kv_lora_rank")
-    key, rotary = config.count("qk_nope_head_dim"), config.count("qk_rope_head_dim")
-    value = config.count("v_head_dim")
-    matrices = {
-        "kv_a_proj_with_mqa": (hidden, rank + rotary),
-        "kv_b_proj": (rank, heads * (key + value)),
-        "o_proj": (heads * value, hidden),
-    }
-    if config.get("q_lora_rank") is None:
-        return {"q_proj": (hidden, heads * (key + rotary)), **matrices}, rank
-    query_rank = config.count("q_lora_rank")
-    matrices["q_a_proj"] = hidden, query_rank
-    matrices["q_b_proj"] = query_rank, heads * (key + rotary)
-    return matrices, rank + query_rank
-
-
-def _sparse_layers(config: _Config, family: _Family) -> list[bool]:
+def _sparse_layers(config: Config, family: Family, count: int) -> list[bool]:
     """Return for each layer whether it has experts."""
-    layers = range(config.count("num_hidden_layers"))
-    if not family.experts:
-        return [False for _ in layers]
+    fewest = 2 if family.optional_experts else 1
+    if not family.experts or config.count(family.experts, fewest - 1, least=0) < fewest:
+        return [False] * count
+    kinds = config.of_layers("mlp_layer_types")
+    if indices := config.items("moe_layers"):
+        kinds = ["sparse" if layer in indices else "dense" for layer in range(count)]
+    frequencies = config.get("moe_layer_freq", 1)
+    if isinstance(frequencies, list):
+        frequencies = config.of_layers("moe_layer_freq")
+        kinds = ["sparse" if each else "dense" for each in frequencies]
+        config = attrs.evolve(config, fields={**config.fields, "moe_layer_freq": 1})
     dense = config.items("mlp_only_layers")
-    first = config.count("first_k_dense_replace", 0, least=0)
+    first = config.count("first_k_dense_replace", config.get("num_dense_layers", 0), least=0)
     step = config.count("interleave_moe_layer_step", config.count("decoder_sparse_step", 1))
     every = config.count("moe_layer_freq", 1)
+    period = config.count("expert_layer_period", 1)
+    offset = config.count("expert_layer_offset", 0, least=0)
     return [
-        layer >= first and layer not in dense and (layer + 1) % step == 0 and layer % every == 0
-        for layer in layers
+        kinds[layer] != "dense"
+        if kinds
+        else layer >= first
+        and layer not in dense
+        and (layer + 1) % step == 0
+        and layer % every == 0
+        and layer % period == offset
+        for layer in range(count)
     ]
 
 
-def _windows(config: _Config, family: _Family) -> tuple[int | None, ...]:
-    layers = config.count("num_hidden_layers")
-    if family.windows is None or config.get(family.window) is None:
-        return (None,) * layers
-    window = config.count(family.window)
-    longest = config.get("max_position_embeddings")
-    unlimited = isinstance(longest, int) and window >= longest
-    if unlimited or not config.flag("use_sliding_window", default=family.windows):
-        return (None,) * layers
-    # Llama 4 attends in chunks in the layers that have rotary positions.
-    kinds = config.items("layer_types") or [
-        "chunked_attention" if rotary else "full_attention"
-        for rotary in config.items("no_rope_layers")
-    ]
-    if kinds and len(kinds) != layers:
-        config.refuse("layer_types", f"has {len(kinds)} entries for {layers} layers")
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "chunked_attention"):
-            config.refuse("layer_types", f"has {kind!r}, whose K/V cannot be sized")
-    if not kinds:
-        first = config.count("max_window_layers", 0, least=0)
-        every = config.count("sliding_window_pattern", family.full_every, least=0)
-        kinds = [
-            "full_attention"
-            if layer < first or (every and (layer + 1) % every == 0)
-            else "sliding_attention"
-            for layer in range(layers)
+def _parts(
+    config: Config, family: Family, layer: Layer, built: dict[Layer, list[Part]]
+) -> list[Part]:
+    """Return the parts of a layer; `built` has those of equal layers."""
+    own = config.of_layer(layer.index)
+    equal = layer if family.by_index or own is not config else attrs.evolve(layer, index=-1)
+    if equal not in built:
+        norms = family.norms * config.count("hidden_size")
+        mixer = (family.mixers or _MIXERS)[layer.kind]
+        network = family.network or feed_forward
+        built[equal] = [
+            *mixer(own, family, layer),
+            *network(config, family, layer),
+            Part("", {}, norms),
         ]
-    return tuple(None if kind == "full_attention" else window for kind in kinds)
+    return built[equal]
 
 
-def _positions(config: _Config) -> int:
+def _outside(config: Config, family: Family) -> int:
+    """Return the number of parameters outside the layers."""
+    hidden, vocabulary = config.count("hidden_size"), config.count("vocab_size")
+    outside = vocabulary * hidden * (1 if config.flag("tie_word_embeddings") else 2)
+    outside += vocabulary * family.head_bias + hidden * family.final_norms
+    if family.positions:
+        outside += config.count("max_position_embeddings") * hidden
+    if family.outside is not None:
+        outside += family.outside(config)
+    return outside
+
+
+def _shape(config: Config, family: Family) -> dict[str, Any]:
+    """Return heads and widths of the model's full attention."""
+    heads = config.count("num_attention_heads")
+    if family.mla:
+        rotary = config.count("qk_rope_head_dim")
+        return {
+            "query_heads": heads,
+            "kv_heads": heads,
+            "head_dim": config.count("qk_nope_head_dim") + rotary,
+            "value_dim": config.count("v_head_dim"),
+            "latent": config.count("kv_lora_rank") + rotary,
+        }
+    width = head_width(config)
+    return {
+        "query_heads": heads,
+        "kv_heads": config.count("num_key_value_heads", heads),
+        "head_dim": width,
+        "value_dim": config.count("v_head_dim", width) if family.value_width else width,
+    }
+
+
+def _positions(config: Config) -> int:
     """Return the tokens up to which a model has positions; 0 if the config does not say."""
     positions = config.count("max_position_embeddings", 0, least=0)
     scaling = config.get("rope_scaling")
     if not isinstance(scaling, dict):
         return positions
-    kind, factor = (scaling.get(name) for name in ("rope_type", "factor"))
-    if (kind or scaling.get("type")) == "yarn" and isinstance(factor, int | float):
-        original = scaling.get("original_max_position_embeddings")
-        return (
-            max(positions, int(factor * original)) if isinstance(original, int) else positions
-        )
-    return positions
+    kind = scaling.get("rope_type") or scaling.get("type")
+    factor = scaling.get("factor")
+    original = scaling.get("original_max_position_embeddings")
+    if kind != "yarn" or not isinstance(factor, int | float) or not isinstance(original, int):
+        return positions
+    if not 0 < factor * original <= MAX_WIDTH:
+        config.refuse("rope_scaling", f"has a factor of {factor} for {original} positions")
+    return max(positions, int(factor * original))
+
+
+# How weights are stored.
 
 
 def _stored(
-    config: _Config, family: _Family, weights: _Weights, experts: int
+    config: Config, blocks: list[list[Part]], outside: int, experts: int
 ) -> dict[str, Any]:
     """Return the dtypes of the weights and of the experts, and what they take beside that."""
     dtype = _DTYPES.get(str(config.get("torch_dtype")).removeprefix("torch."))
@@ -425,16 +411,21 @@ def _stored(
     if not isinstance(given, dict):
         config.refuse("quantization_config", f"must be an object, not {given!r}")
     formats = read_quantisation(given, partial(config.refuse, "quantization_config"))
-    layers = range(len(weights.has_experts))
-    shared = [module for layer in layers for module in weights.modules(layer)]
+    shared = list(_modules(blocks, expert=False))
     if not config.flag("tie_word_embeddings"):
         shared.append(("lm_head", config.count("hidden_size"), config.count("vocab_size")))
-    expert = [module for layer in layers for module in weights.of_expert(layer, family.mlp)]
+    expert = list(_modules(blocks, expert=True))
+    every = [part for block in blocks for part in block]
+    numbers = outside + sum(part.parameters for part in every if not part.expert)
+    of_experts = sum(part.parameters for part in every if part.expert)
     whole = dtype or "bf16"
-    dtype, extra = _format(formats, shared, weights.shared, whole)
+    dtype, extra = _format(formats, shared, numbers, whole)
     if not expert:
         return {"dtype": dtype, "extra_bytes": extra}
-    expert_dtype, more = _format(formats, expert, weights.one_expert, whole)
+    # DeepSeek V4 keeps experts in MXFP4 where other weights are in fp8.
+    narrow = config.get("expert_dtype") == "fp4"
+    fp4 = Scheme("mxfp4", 32, 1, 8) if narrow and not given.get("config_groups") else None
+    expert_dtype, more = _format(formats, expert, of_experts, whole, fp4)
     return {
         "dtype": dtype,
         "expert_dtype": expert_dtype,
@@ -443,13 +434,27 @@ def _stored(
     }
 
 
+def _modules(blocks: list[list[Part]], *, expert: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield the name, inputs and outputs of the matrices of layers, or of an expert of each."""
+    for layer, block in enumerate(blocks):
+        for part in block:
+            if part.expert == expert:
+                parent = f"model.layers.{layer}.{part.name}".rstrip(".")
+                for name, shape in part.matrices.items():
+                    yield f"{parent}.{name}", *shape
+
+
 def _format(
-    formats: Quantisation, modules: list[tuple[str, int, int]], parameters: int, whole: str
+    formats: Quantisation,
+    modules: list[tuple[str, int, int]],
+    parameters: int,
+    whole: str,
+    fixed: Scheme | None = None,
 ) -> tuple[str, int]:
     """Return the dtype of most of some parameters, and what they take beside it, in bytes."""
     numbers, size = Counter({whole: parameters}), 0
     for name, inputs, outputs in modules:
-        scheme = formats.scheme_of(name)
+        scheme = fixed or formats.scheme_of(name)
         if scheme is not None:
             numbers[scheme.dtype] += inputs * outputs
             numbers[whole] -= inputs * outputs
@@ -457,135 +462,3 @@ def _format(
     dtype = max(numbers, key=lambda each: numbers[each])
     size += bytes_of(numbers[whole], whole)
     return dtype, size - bytes_of(parameters, dtype)
-
-
-@attrs.frozen(kw_only=True)
-class _Family:
-    """The properties that all models of one `model_type` share.
-
-    Attributes:
-        norms, final_norms: norm vectors of `hidden_size` in each layer, and after the last.
-            A norm with a bias counts as two.
-        qkv_bias, output_bias, mlp_bias: whether these have biases; None: a field of the config
-            decides.
-        qk_norm: whether queries and keys are normalised, by a vector of `head_dim` each; None:
-            a field of the config decides.
-        sinks: whether each query head has a learned sink.
-        gated: whether the MLP has a gate, hence three matrices rather than two.
-        mlp: name of the feed-forward module of a layer.
-        width: the field with its width, where it has no experts.
-        mlp_ratio: MLP width in hidden sizes, where the config leaves it out.
-        positions, head_bias: whether there are learned positions, and an output bias.
-        mla: whether attention is multi-head latent attention.
-        experts: the field with the number of routed experts; None: a dense model.
-        expert_width: the field with the width of one.
-        shared_experts: number of experts that each token takes, if no field gives it.
-        router_bias: whether the router has a bias for each expert.
-        windows: whether `sliding_window` applies without `use_sliding_window`; None: never.
-        window: the field with the window.
-        full_every: every `full_every`-th layer has no window; 0: every layer has one.
-        defaults: values of fields that the makers' own configs leave out.
-    """
-
-    norms: int = 2
-    final_norms: int = 1
-    qkv_bias: bool | None = None
-    output_bias: bool | None = None
-    mlp_bias: bool | None = False
-    qk_norm: bool | None = False
-    sinks: bool = False
-    gated: bool = True
-    mlp: str = "mlp"
-    width: str = "intermediate_size"
-    mlp_ratio: int | None = None
-    positions: bool = False
-    head_bias: bool = False
-    mla: bool = False
-    experts: str | None = None
-    expert_width: str = "moe_intermediate_size"
-    shared_experts: int = 0
-    router_bias: bool = False
-    windows: bool | None = None
-    window: str = "sliding_window"
-    full_every: int = 0
-    defaults: Mapping[str, Any] = attrs.field(factory=dict)
-
-
-_BIASED: dict[str, Any] = {"qkv_bias": True, "output_bias": True, "mlp_bias": True}
-
-
-_QWEN_2: dict[str, Any] = {"qkv_bias": True, "output_bias": False, "windows": False}
-
-_TIED = {"tie_word_embeddings": True}
-
-
-_DEEPSEEK_V3 = _Family(mla=True, experts="n_routed_experts", router_bias=True)
-
-
-FAMILIES: Mapping[str, _Family] = {
-    "deepseek_v2": _Family(mla=True, experts="n_routed_experts"),
-    "deepseek_v3": _DEEPSEEK_V3,
-    "gemma": _Family(defaults=_TIED),
-    "gemma2": _Family(norms=4, windows=True, full_every=2, defaults=_TIED),
-    "gemma3_text": _Family(
-        norms=4,
-        qk_norm=True,
-        windows=True,
-        full_every=6,
-        defaults=_TIED
-        | {
-            "vocab_size": 262_208,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "max_position_embeddings": 131_072,
-        },
-    ),
-    "glm4_moe": _Family(
-        output_bias=False, qk_norm=None, experts="n_routed_experts", router_bias=True
-    ),
-    "gpt2": _Family(
-        norms=4,
-        final_norms=2,
-        gated=False,
-        mlp_ratio=4,
-        positions=True,
-        defaults=_TIED | {"torch_dtype": "float32"},
-        **_BIASED,
-    ),
-    "gpt_oss": _Family(
-        sinks=True,
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        router_bias=True,
-        windows=True,
-        full_every=2,
-        defaults={"torch_dtype": "bfloat16"},
-        **_BIASED,
-    ),
-    "kimi_k2": _DEEPSEEK_V3,
-    "llama": _Family(mlp_bias=None),
-    "llama4_text": _Family(
-        mlp="feed_forward",
-        width="intermediate_size_mlp",
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        shared_experts=1,
-        windows=True,
-        window="attention_chunk_size",
-        full_every=4,
-    ),
-    "mistral": _Family(windows=True),
-    "mixtral": _Family(
-        mlp="block_sparse_moe",
-        experts="num_local_experts",
-        expert_width="intermediate_size",
-        windows=True,
-    ),
-    "phi": _Family(final_norms=2, gated=False, head_bias=True, **_BIASED),
-    "phi3": _Family(windows=True),
-    "qwen2": _Family(**_QWEN_2),
-    "qwen2_moe": _Family(experts="num_experts", **_QWEN_2),
-    "qwen3": _Family(qk_norm=True, windows=False),
-    "qwen3_moe": _Family(qk_norm=True, experts="num_experts", windows=False),
-}

@@ -47,6 +47,12 @@ class Scheme:
     scale_bits: Fraction | int = 32
     index_bits: int = 0
 
+    def __attrs_post_init__(self) -> None:
+        """Refuse sizes of tiles that are no whole numbers."""
+        if not all(isinstance(size, int) and size >= 0 for size in (self.inputs, self.outputs)):
+            msg = f"tiles of {self.outputs!r} x {self.inputs!r}"
+            raise TypeError(msg)
+
     def matrix_bytes(self, inputs: int, outputs: int) -> int:
         """Return the bytes of a matrix with all its scales."""
         tiles = -(-inputs // (self.inputs or inputs)) * -(-outputs // (self.outputs or outputs))
@@ -80,20 +86,29 @@ def read_quantisation(
     fields: Mapping[str, Any], refuse: Callable[[str], NoReturn]
 ) -> Quantisation:
     """Read the `quantization_config` of a Hugging Face config; `refuse` raises its errors."""
-    method = fields.get("quant_method")
+    # ModelOpt names its algorithm alone.
+    method = fields.get("quant_method", "modelopt" if "quant_algo" in fields else None)
     if method is None:
         refuse("does not name its 'quant_method'; give --weights-dtype")
     try:
         excluded = [name for field in _EXCLUDED for name in fields.get(field) or ()]
-        groups = fields.get("config_groups")
+        groups, alone = fields.get("config_groups"), fields.get("quantized_layers")
+        if groups and method == "fp8":
+            # Modules of no group may lie in blocks of fp8, or as they were.
+            refuse("has groups beside blocks of fp8, of unknown size; give --weights-dtype")
         if groups:
             schemes = [
-                (_pattern(group["targets"]), _group_scheme(group["weights"]))
+                (_pattern(group.get("targets", ["Linear"])), _group_scheme(group["weights"]))
                 for group in groups.values()
                 if group.get("weights")
             ]
             # Targets by name hold before those by class.
             schemes.sort(key=lambda scheme: not scheme[0].pattern)
+        elif alone and fields.get("quant_algo") == "MIXED_PRECISION":
+            schemes = [
+                (_pattern([name]), _scheme(str(method), {**fields, **given}))
+                for name, given in alone.items()
+            ]
         else:
             targets = _targets(fields)
             schemes = [(_pattern(targets), _scheme(str(method), fields))]
@@ -119,7 +134,7 @@ class _UnknownSizeError(Exception):
 
 def _targets(fields: Mapping[str, Any]) -> list[str]:
     """Return the modules that are quantised, if not all are."""
-    if fields["quant_method"] == "mxfp4":
+    if fields.get("quant_method") == "mxfp4":
         return ["experts"]
     blocks = fields.get("modules_in_block_to_quantize") or []
     return [name for block in blocks for name in ([block] if isinstance(block, str) else block)]
@@ -130,7 +145,9 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
 
     No names, or the class of all matrices, is a pattern of all modules.
     """
-    names = [name.replace("language_model.", "") for name in names]
+    names = [
+        name.replace("language_model.", "").replace("backbone.", "model.") for name in names
+    ]
     if not names or "Linear" in names:
         return re.compile("")
     parts = [
@@ -157,7 +174,7 @@ def _scheme(method: str, fields: Mapping[str, Any]) -> Scheme:
         scheme = Scheme("int4", 64, 1, 8 + Fraction(32, 256) if doubled else 32)
     elif method in ("int4", "int8", "bitsandbytes"):
         scheme = Scheme("int4" if method == "int4" else "int8", 0, 1)
-    elif method == "mxfp4" or algorithm == "NVFP4":
+    elif method == "mxfp4" or algorithm in ("NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4"):
         scheme = Scheme("mxfp4", fields.get("group_size", 16 if algorithm else 32), 1, 8)
     elif method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
         outputs, inputs = fields.get("weight_block_size") or (method == "fbgemm_fp8", 0)

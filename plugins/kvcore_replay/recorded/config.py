@@ -14,6 +14,7 @@ from kvcore.config.options import find_option
 from kvcore.config.run_config import RunConfig
 from kvcore.config.values import read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugin, Plugins
 from kvcore.plugins.options import Spec, as_text, takes_path
@@ -269,7 +270,9 @@ def _value(written: Any) -> Any:
     if isinstance(written, list):
         return tuple(map(_value, written))
     if isinstance(written, dict):
-        for cls in (ModelSpec, DeviceSpec):
-            if written.keys() == attrs.fields_dict(cls).keys():
+        # The header of a model whose heads and windows say what is kept has no caches.
+        names = written.keys() | ({"caches"} if "windows" in written else set())
+        for cls in (ModelSpec, LayerCache, DeviceSpec):
+            if names == attrs.fields_dict(cls).keys():
                 return cls(**{key: _value(value) for key, value in written.items()})
     return written

@@ -12,8 +12,10 @@ from helpers.commands import error_of, fields_of, json_of, stdout_of, words_of
 from helpers.configs import LLAMA_3_8B
 
 from kvcore.cli.size import size
-from kvcore.models.catalogue import DEVICES, MODELS
+from kvcore.models.catalogue import DEVICES
+from kvcore.models.groups import groups_of
 from kvcore.models.memory import KVLayout
+from kvcore.models.released import MODELS
 from kvcore.plugins import Plugins
 from kvcore.report.size import size_sections
 from kvcore_plugins.models.huggingface import FAMILIES
@@ -279,6 +281,31 @@ def test_every_json_field_is_in_the_reference():
     """The reference names every field of the JSON document."""
     document = report("mixtral-8x7b", "--device", "h100", "--window", "512")
     assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
+
+
+def test_the_json_fields_of_cache_groups_are_in_the_reference():
+    """The reference names every field of the document of a model with several groups."""
+    document = report("gemma-3-12b", "--device", "h100")
+    assert [name for name in fields_of(document) if f"`{name}`" not in REFERENCE] == []
+
+
+def test_requests_fit_into_the_cache_groups_that_an_engine_plans():
+    """Beside the requests that fit are those in cache groups, if there are several."""
+    printed = run("gemma-3-12b", "--device", "h100", "--tokens", "32768")
+    assert re.search(r"in cache groups +\d+ +2,373 blocks of 1 MiB", printed)
+    document = report("gemma-3-12b", "--device", "h100", "--tokens", "32768")
+    plan, fit = groups_of(MODELS["gemma-3-12b"]), document["fit"]
+    blocks = fit["kv_budget_bytes"] // plan.bytes_per_block
+    assert fit["grouped_requests"] == blocks // plan.blocks_for(32_768) <= fit["requests"]
+    assert "groups" not in report("llama-3-8b")
+    assert "groups" not in report("deepseek-v4-flash")
+
+
+def test_the_model_by_hand_of_the_reference_is_that_of_the_catalogue(tmp_path):
+    """The example of a model by hand takes the bytes of the model that it describes."""
+    path = tmp_path / "model.toml"
+    path.write_text(REFERENCE.split("```toml\n")[1].split("```")[0])
+    assert report(str(path))["kv"] == report("qwen3-next-80b-a3b")["kv"]
 
 
 def fit(*arguments):

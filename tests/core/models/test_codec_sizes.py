@@ -10,9 +10,10 @@ from kvcore import Codec, PolicyError
 from kvcore.config import RunConfig
 from kvcore.engine import Plane
 from kvcore.errors import InputError
-from kvcore.models.catalogue import MODELS, find_device, find_model
+from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import decode_step_bytes
 from kvcore.models.memory import Deployment, KVLayout
+from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import spec_of
@@ -121,7 +122,7 @@ def test_shared_bytes_of_a_block_are_rounded_up_once():
     """Bytes that the tokens of a block share are rounded up once, not for each token."""
     layout = KVLayout(tiny(), Thirds(), 5)
     heads = 2 * 3
-    assert layout.bytes_per_layer == 2 * (24 + Fraction(2, 5))
+    assert layout.token_bytes() / 3 == 2 * (24 + Fraction(2, 5))
     assert layout.bytes_per_token == heads * 24 + 3
     assert [layout.read_bytes(tokens) for tokens in (1, 2, 5)] == [147, 293, heads * 122]
     assert layout.window_bytes(1, 5) == layout.bytes_per_block

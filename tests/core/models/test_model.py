@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore.errors import InputError
-from kvcore.models.catalogue import MODELS, find_device, find_model
+from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.cost import (
     PrefillCost,
     attended_pairs,
@@ -20,6 +20,7 @@ from kvcore.models.cost import (
     prefill_flop,
 )
 from kvcore.models.memory import KVLayout
+from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec, bytes_of
 
 lengths = st.integers(0, 300)
@@ -158,12 +159,12 @@ def test_bytes_per_token_and_block_by_hand():
 
 def test_values_may_be_narrower_than_keys():
     """Keys and values are counted by their own widths."""
-    assert KVLayout(tiny(value_dim=3)).bytes_per_layer == 2 * (4 + 3) * 2
+    assert KVLayout(tiny(value_dim=3)).token_bytes() == 3 * 2 * (4 + 3) * 2
 
 
 def test_a_latent_is_stored_in_place_of_heads():
     """A latent is stored once, in place of keys and values."""
-    assert KVLayout(tiny(latent=9)).bytes_per_layer == 9 * 2
+    assert KVLayout(tiny(latent=9)).token_bytes() == 3 * 9 * 2
 
 
 @given(st.integers(1, 500), st.integers(1, 40), windows)
@@ -175,13 +176,13 @@ def test_a_window_layer_keeps_the_window_in_whole_blocks(tokens, block_size, win
         return -(-kept // block_size)
 
     kept = blocks(tokens) + 2 * blocks(min(tokens, window or tokens))
-    assert layout.request_bytes(tokens) == kept * block_size * layout.bytes_per_layer
+    assert layout.request_bytes(tokens) == kept * block_size * layout.token_bytes() / 3
 
 
 def test_decoding_reads_no_more_than_the_window():
     """Decoding reads tokens, not blocks, up to each layer's window."""
     layout = KVLayout(tiny(windows=(None, 10, 20)), "fp16", 16)
-    assert layout.read_bytes(15) == (15 + 10 + 15) * layout.bytes_per_layer
+    assert layout.read_bytes(15) == (15 + 10 + 15) * layout.token_bytes() / 3
 
 
 def test_limiting_the_window_keeps_smaller_ones():
