@@ -91,7 +91,9 @@ class LayerGroup:
         """Return how many first blocks no token after the first `tokens` needs."""
         if self.kind == "full" or not tokens:
             return 0
-        return max(0, tokens - (1 if self.window is None else self.window - 1)) // self.block_size
+        return (
+            max(0, tokens - (1 if self.window is None else self.window - 1)) // self.block_size
+        )
 
 
 class Block:
@@ -382,7 +384,11 @@ class GroupedCache:
         """Refuse the hints of `request` that groups do not know; called when it arrives."""
         del now
         hints = request.hints
-        if hints is not NO_HINTS and (hints.pin is not None or hints.demote) or request.retention:
+        if (
+            hints is not NO_HINTS
+            and (hints.pin is not None or hints.demote)
+            or request.retention
+        ):
             msg = (
                 f"request {request.id!r} has hints for eviction, which cache groups do not know: "
                 "serve the model as one group, or leave the hints out"
@@ -452,11 +458,29 @@ class GroupedCache:
         First the blocks are freed that no token after the first `settled` needs, whether or not
         there is room then.
         """
-        self._free_passed(seq, settled)
-        if self._missing(seq, tokens) > self.available_blocks:
+        self.free_passed(seq, settled)
+        if not self.has_room(seq, tokens):
             return False
         self._allocate(seq, tokens)
         return True
+
+    def free_passed(self, seq: GroupSequence, tokens: int) -> None:
+        """Free the blocks of `seq` that no token after its first `tokens` needs, the last first.
+
+        So a window ages from the moment at which it has passed, not from the end of its request.
+        """
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            count = min(group.passed(tokens) - table.first, len(table.blocks))
+            if count > 0:
+                passed = table.blocks[:count]
+                del table.blocks[:count]
+                table.first += count
+                passed.reverse()
+                self._free(passed)
+
+    def has_room(self, seq: GroupSequence, tokens: int) -> bool:
+        """Return True if there are blocks for the first `tokens` tokens of `seq`."""
+        return self._missing(seq, tokens) <= self.available_blocks
 
     def extend(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
         """Allocate blocks for `tokens` more tokens; evict blocks if too few are free.
@@ -747,20 +771,6 @@ class GroupedCache:
             del cached[name]
         else:
             cached[name] = block.younger
-
-    def _free_passed(self, seq: GroupSequence, tokens: int) -> None:
-        """Free the blocks of `seq` that no token after its first `tokens` needs, the last first.
-
-        So a window ages from the moment at which it has passed, not from the end of its request.
-        """
-        for group, table in zip(self.groups, seq.tables, strict=True):
-            count = min(group.passed(tokens) - table.first, len(table.blocks))
-            if count > 0:
-                passed = table.blocks[:count]
-                del table.blocks[:count]
-                table.first += count
-                passed.reverse()
-                self._free(passed)
 
     def _free(self, blocks: Iterable[Block | None]) -> None:
         """Let go of blocks, in this order: those that nobody else holds are free."""

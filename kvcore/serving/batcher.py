@@ -22,7 +22,7 @@ from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import policy_error
 from kvcore.request import Request, TextRequest
@@ -74,7 +74,7 @@ class Batcher:
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: ServedCache,
         scheduler: Scheduler,
         batching: Batching,
         batch: DecodeBatch,
@@ -367,6 +367,9 @@ class Batcher:
         if not tokens:
             self._budget = 0
             return
+        tokens = self._allocator.chunk_tokens(job, tokens)
+        if not tokens:
+            return
         by_chunk = not self._decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
@@ -391,13 +394,12 @@ class Batcher:
 
         Return False if `job` was itself the last in order, and has lost its blocks.
         """
-        cache, seq = self._cache, job.seq
+        seq = job.seq
         assert seq is not None
         tokens -= seq.tokens
         if tokens <= 0:
             return True
-        need = -(-(seq.tokens + tokens) // cache.geometry.block_size) - seq.blocks
-        while need > cache.available_blocks and not cache.make_room(need, now):
+        while not self._allocator.finds_blocks(seq, tokens, now):
             victim = self._choose_victim(now, job)
             self._recompute(victim, now)
             if victim is job:
@@ -477,8 +479,8 @@ class Batcher:
 
     def _frees_alone(self) -> bool:
         """Return True if blocks may become free without an event: pins end, spans expire."""
-        tree = self._cache.tree
-        return tree.pins is not None or tree.eviction.expires_spans
+        cache = self._cache
+        return cache.pins is not None or cache.eviction.expires_spans
 
     def _take_slot(self, job: Job, now: int) -> bool:
         """Pause the running job that is last in order for `job`; return False if none is."""

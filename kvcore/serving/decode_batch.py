@@ -457,6 +457,16 @@ class DecodeAllocator:
         """Return True if `seq` can get a slot more."""
         return seq.tokens < seq.blocks * self._block_size or self._cache.available_blocks > 0
 
+    def finds_blocks(self, seq: Sequence, tokens: int, now: int) -> bool:
+        """Return True if the blocks of `tokens` more slots of `seq` are free or evictable."""
+        need = -(-(seq.tokens + tokens) // self._block_size) - seq.blocks
+        return need <= self._cache.available_blocks or self._cache.make_room(need, now)
+
+    def chunk_tokens(self, job: Job, tokens: int) -> int:
+        """Return how many of the next `tokens` prompt tokens of `job` end where a chunk may."""
+        del job
+        return tokens
+
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
         self._cache.extend(seq, tokens, now)

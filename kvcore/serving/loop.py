@@ -43,8 +43,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cas
 
 import attrs
 
-from kvcore.cache import KVCache
 from kvcore.cache import Sequence as CacheSequence
+from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
@@ -65,6 +65,7 @@ from kvcore.serving.stats import PENDING_EVENTS, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
+    from kvcore.cache import KVCache
     from kvcore.cache.retention import RetentionPolicy
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.speculation import Speculation
@@ -244,7 +245,8 @@ class Arrivals:
             self.prefetch_at = self._ahead[0][0]
 
 
-AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
+AllocatorFactory: TypeAlias = Callable[[Any, DecodeBatch], DecodeAllocator]
+"""Makes the allocator of a run from its cache, of a kind that it knows, and its batch."""
 
 
 class Meter(Protocol):
@@ -317,7 +319,7 @@ class ServingLoop:
     def __init__(
         self,
         arrivals: Arrivals,
-        cache: KVCache,
+        cache: ServedCache,
         scheduler: Scheduler,
         executor: Executor,
         batching: Batching,
@@ -377,7 +379,12 @@ class ServingLoop:
             from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
 
             self._drafts = Speculation(
-                drafter, cast("Any", executor), cache, self.batch, self.batcher, self.log
+                drafter,
+                cast("Any", executor),
+                cast("KVCache", cache),
+                self.batch,
+                self.batcher,
+                self.log,
             )
 
     def run(self) -> None:
@@ -396,9 +403,8 @@ class ServingLoop:
 
     def begin(self) -> bool:
         """Handle arrivals and plan the next step; return False if there is none to run."""
-        batcher, arrivals, tree = self.batcher, self.arrivals, self._cache.tree
+        batcher, arrivals, pins = self.batcher, self.arrivals, self._cache.pins
         now = self.clock_ps // PS_PER_NS
-        pins = tree.pins
         if pins and pins.next_end <= now:
             pins.end(now)
             batcher.computed()
@@ -417,8 +423,8 @@ class ServingLoop:
 
     def _planned(self, now: int) -> None:
         """Record the state of the pool after a plan that changed something."""
-        timeline, tree = self.log.pool, self._cache.tree
-        timeline.pending.append((now, tree.pool.free_blocks, tree.unpinned_blocks))
+        timeline, cache = self.log.pool, self._cache
+        timeline.pending.append((now, cache.pool.free_blocks, cache.unpinned_blocks))
         if len(timeline.pending) > PENDING_EVENTS:
             timeline.settle()
         if self._meter is not None:
@@ -514,8 +520,7 @@ class ServingLoop:
             job.output_tokens = self._bounded(request).output_tokens
         for name, value in known.items():
             setattr(job, name, value)
-        if self._cache.trace is not None:
-            self._cache.announce(request, now)
+        self._cache.announce(request, now)
         why = self._unfit(request)
         if why:
             self._reject(job, why, now)
@@ -697,7 +702,7 @@ class ServingLoop:
             lines = self._lines[size] = decode_lines(self._executor.latency, size)
         if batcher.changed:
             return lines, 0  # the next step is followed by another plan in any case
-        event, pins = arrivals.next_at, self._cache.tree.pins
+        event, pins = arrivals.next_at, self._cache.pins
         if arrivals.prefetch_at < event:
             event = arrivals.prefetch_at
         if batcher.timers:
