@@ -1,29 +1,29 @@
 """Cache groups: what layers of several kinds keep, in one pool of blocks.
 
-Layers with full attention keep K/V of all tokens, layers with a window that of the last ones, and
-recurrent layers a state. A *group* is a set of layers that keep the same; a sequence has a table
-of blocks for each. All blocks take the same bytes, so that any free one can go to any group:
+Layers with full attention keep K/V of all tokens, layers with a window that of the last ones,
+and recurrent layers a state. A *group* is a set of layers that keep the same; a sequence has a
+table of blocks for each. All blocks take the same bytes, so any free one can go to any group:
 
     position      0     1     2     3     4     5
     full        [ A ] [ B ] [ C ] [ D ] [ E ] [   ]     all tokens
     window        -     -     -   [ D'] [ E'] [   ]     the window has passed the first three
     state         -     -     -     -   [ s ] [   ]     the state after position 4; the newest
 
-A block that is filled gets a *name*, its group and its key, by which later requests hit it. Full
-attention names all blocks, the others those at which a request is likely to resume
-(`GroupedCache.kept`). Several blocks may have one name; the oldest of these copies is hit.
+A block that is filled gets a *name*, its group and its key, by which later requests hit it.
+Full attention names all blocks, the others those at which a request is likely to resume
+(`GroupedCache._kept`). Several blocks may have one name; the oldest of these copies is hit.
 
 When nobody holds a block any more it is free. Blocks without a name are taken first; then those
 with a name, the least recently freed one first, and these are evicted.
 
-Source: the hybrid KV cache manager of vLLM 0.33, whose hits, refusals, free blocks and evictions
-these rules have.
+Source: the hybrid KV cache manager of vLLM 0.33, whose hits, refusals, free blocks and
+evictions these rules have.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Keys
 from math import lcm
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
@@ -38,7 +38,7 @@ from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import resolve
-from kvcore.request import NO_HINTS, Key, Request
+from kvcore.request import Key, Request
 
 GroupKind: TypeAlias = Literal["full", "window", "state"]
 """What a group keeps of a sequence."""
@@ -52,9 +52,9 @@ class LayerGroup:
     """Layers that keep the same of a sequence, with one table of blocks.
 
     Attributes:
-        kind: `full`: K/V of all tokens; `window`: that of the last `window` tokens; `state`: the
-            state after the last token.
-        block_size: tokens of a block; a state stands for all tokens up to the end of its block.
+        kind: `full`: K/V of all tokens; `window`: that of the last `window` tokens; `state`:
+            the state after the last token.
+        block_size: tokens of a block; a state stands for all tokens up to the end of a block.
         window: tokens that a token attends to, itself included; None except for a `window`.
         layers: number of layers.
 
@@ -76,7 +76,7 @@ class LayerGroup:
             problem = "give whole tokens of a block and layers, 1 or more"
         elif (self.kind == "window") != (self.window is not None):
             problem = "give a window, and that alone, the tokens that it has"
-        elif self.window is not None and (type(self.window) is not int or self.window < 2):
+        elif self.window is not None and (type(self.window) is not int or self.window <= 1):
             problem = "a window has 2 or more whole tokens"
         if problem:
             msg = f"{self}: {problem}"
@@ -211,9 +211,9 @@ class GroupedCache:
     """Allocates, shares, reuses and evicts blocks of cache groups, in a pool of all of them.
 
     It has the calls of `KVCache` that serving makes (`ServedCache`), in `tokens` accounting:
-    blocks are allocated chunk by chunk, hits are multiples of `geometry.block_size`. The rest is
-    not known to groups: tiers, traces, retention of tokens, forks, drafts, and eviction policies
-    other than LRU.
+    blocks are allocated chunk by chunk, hits are multiples of `geometry.block_size`. The rest
+    is not known to groups: tiers, traces, retention of tokens, forks, drafts, and eviction
+    policies other than LRU.
 
     Args:
         groups: the groups.
@@ -232,8 +232,8 @@ class GroupedCache:
         sequences: the open sequences by id.
         stats: counts of lookups and hits so far.
         evicted_blocks: number of blocks evicted so far.
-        in_flight_tokens: tokens of all sequences that may be computed before what the window has
-            passed is freed, for the admission of prompts.
+        in_flight_tokens: tokens that may be computed before what the window has passed is
+            freed, for the admission of prompts.
         names_generated: whether generated blocks without keys get names.
 
     Raises:
@@ -266,9 +266,9 @@ class GroupedCache:
             type(retention_interval) is not int or retention_interval % size
         ):
             msg = (
-                f"retention_interval={retention_interval!r}: give a multiple of {size:,} tokens, "
-                "which blocks of all groups divide, 0 for the ends of prompts alone, or None for "
-                "all"
+                f"retention_interval={retention_interval!r}: give a multiple of {size:,} "
+                "tokens, which blocks of all groups divide; 0 for the ends of prompts alone; or "
+                "None for all"
             )
             raise InputError(msg)
         self.retention_interval = retention_interval
@@ -360,7 +360,7 @@ class GroupedCache:
         )
 
     def most_blocks(self, tokens: int) -> int:
-        """Return the most blocks that a sequence of `tokens` tokens holds, alone in the pool."""
+        """Return the most blocks that a sequence holds until it has `tokens` tokens."""
         total = 0
         for group in self.groups:
             blocks = -(-tokens // group.block_size)
@@ -384,14 +384,10 @@ class GroupedCache:
         """Refuse the hints of `request` that groups do not know; called when it arrives."""
         del now
         hints = request.hints
-        if (
-            hints is not NO_HINTS
-            and (hints.pin is not None or hints.demote)
-            or request.retention
-        ):
+        if request.retention or hints.pin is not None or hints.demote:
             msg = (
-                f"request {request.id!r} has hints for eviction, which cache groups do not know: "
-                "serve the model as one group, or leave the hints out"
+                f"request {request.id!r} has hints for eviction, which cache groups do not "
+                "know: serve the model as one group, or leave the hints out"
             )
             raise InputError(msg)
 
@@ -465,9 +461,9 @@ class GroupedCache:
         return True
 
     def free_passed(self, seq: GroupSequence, tokens: int) -> None:
-        """Free the blocks of `seq` that no token after its first `tokens` needs, the last first.
+        """Free the blocks that no token after the first `tokens` of `seq` needs, last first.
 
-        So a window ages from the moment at which it has passed, not from the end of its request.
+        So a window ages from the time at which it has passed, not from the end of its request.
         """
         for group, table in zip(self.groups, seq.tables, strict=True):
             count = min(group.passed(tokens) - table.first, len(table.blocks))
@@ -572,10 +568,10 @@ class GroupedCache:
         seq.tables.clear()
 
     def append_keys(self, seq: GroupSequence, keys: Keys[Key]) -> NoReturn:
-        """Refuse keys that become known while a request runs: only runs on tensors have them."""
+        """Refuse keys that become known while a request runs, as in runs on tensors."""
         msg = (
-            f"request {seq.request.id!r} gets {len(keys)} keys while it runs, which cache groups "
-            "do not know: serve the model as one group"
+            f"request {seq.request.id!r} gets {len(keys)} keys while it runs, which cache "
+            "groups do not know: serve the model as one group"
         )
         raise InputError(msg)
 
@@ -590,37 +586,41 @@ class GroupedCache:
         Raises:
             AssertionError: an invariant does not hold; the message has the numbers.
         """
-        holders: dict[Block, int] = {}
-        bare = 0
-        for seq in self.sequences.values():
-            for table in seq.tables:
-                for block in table.blocks:
-                    if block is BARE:
-                        bare += 1
-                    elif block is not None:
-                        holders[block] = holders.get(block, 0) + 1
-        named = 0
+        tables = [table for seq in self.sequences.values() for table in seq.tables]
+        holders = Counter(block for table in tables for block in table.blocks)
+        bare = holders.pop(BARE, 0)
+        holders.pop(None, None)
+        named = dict(self._named())
+        for block, place in named.items():
+            held = holders.pop(block, 0)
+            is_evictable = block in self._evictable
+            if (
+                (block.group, block.name) != place
+                or block.holders != held
+                or (is_evictable == (held > 0))
+            ):
+                msg = (
+                    f"block {block.name!r} of group {block.group} is found as {place!r}; it has "
+                    f"{block.holders} holders, {held} tables, and evictable is {is_evictable}"
+                )
+                raise AssertionError(msg)
+        total = self.pool.free_blocks + bare + len(named)
+        if holders or total != self.pool.blocks or len(self._evictable) > len(named):
+            msg = (
+                f"{self.pool.free_blocks} free, {bare} held without a name and {len(named)} "
+                f"named blocks, {len(self._evictable)} of them evictable, are not "
+                f"{self.pool.blocks}; {len(holders)} held ones have lost their names"
+            )
+            raise AssertionError(msg)
+
+    def _named(self) -> Iterator[tuple[Block, tuple[int, Name]]]:
+        """Yield the blocks with a name, and their groups and names, by which they are found."""
         for index, cached in enumerate(self._cached):
             for name, oldest in cached.items():
                 copy: Block | None = oldest
                 while copy is not None:
-                    named += 1
-                    held = holders.pop(copy, 0)
-                    problem = (copy.group, copy.name, copy.holders) != (index, name, held)
-                    if problem or (held == 0) != (copy in self._evictable):
-                        msg = (
-                            f"block {name!r} of group {index}: {copy.holders} holders, {held} "
-                            f"tables, evictable: {copy in self._evictable}"
-                        )
-                        raise AssertionError(msg)
+                    yield copy, (index, name)
                     copy = copy.younger
-        total = self.pool.free_blocks + bare + named
-        if holders or total != self.pool.blocks:
-            msg = (
-                f"{self.pool.free_blocks} free, {bare} held without a name and {named} named "
-                f"blocks are not {self.pool.blocks}; {len(holders)} held ones have lost theirs"
-            )
-            raise AssertionError(msg)
 
     # Lookup.
 
@@ -634,8 +634,8 @@ class GroupedCache:
     def _look_up(self, names: dict[int, BlockNames], length: int) -> GroupMatch:
         """Return the longest prefix below `length` that all groups have.
 
-        Each kind of group takes the length that those before it have left, or shortens it, until
-        none does.
+        Each kind of group takes the length that those before it have left, or shortens it,
+        until none does.
         """
         tokens, longest, before = length - 1, 0, length
         full: dict[int, int] = {}
@@ -660,13 +660,13 @@ class GroupedCache:
     def _prefix(
         self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
     ) -> int:
-        """Return how many of the first `tokens` tokens all of these groups have without a gap."""
+        """Return how many first tokens, at most `tokens`, these groups have without a gap."""
         tables = [self._cached[index] for index in members]
         end = min(tokens // group.block_size, names.end)
         position = 0
         while position < end:
             name = names[position]
-            if not all([name in cached for cached in tables]):
+            if not all(name in cached for cached in tables):
                 break
             position += 1
         return self._aligned(position * group.block_size)
@@ -686,7 +686,7 @@ class GroupedCache:
             if not run and (position + 1) * size % aligned:
                 continue
             name = names[position]
-            if not all([name in cached for cached in tables]):
+            if not all(name in cached for cached in tables):
                 run = 0
                 continue
             if not run:
@@ -705,8 +705,8 @@ class GroupedCache:
     ) -> Iterable[int]:
         """Return the positions in `[start, end)` whose blocks get a name.
 
-        Full attention keeps all. Of windows and states those are kept that a request needs which
-        resumes at the end of the prompt or at the junction, or at the end of an interval.
+        Full attention keeps all. Of windows and states those are kept that a request needs
+        which resumes at the end of the prompt, at the junction, or at the end of an interval.
         """
         interval, need = self.retention_interval, group.needed
         if group.kind == "full":

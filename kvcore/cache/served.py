@@ -29,39 +29,86 @@ class ServedCache(Protocol):
     """
 
     @property
-    def pool(self) -> CountingPool: ...
+    def pool(self) -> CountingPool:
+        """The blocks."""
+
     @property
-    def geometry(self) -> BlockLayout: ...
+    def geometry(self) -> BlockLayout:
+        """The layout of prompts in blocks."""
+
     @property
-    def eviction(self) -> EvictionPolicy: ...
+    def eviction(self) -> EvictionPolicy:
+        """The eviction policy."""
+
     @property
-    def prefix(self) -> PrefixIndex | None: ...
+    def prefix(self) -> PrefixIndex | None:
+        """The index of cached blocks; None: there is none."""
+
     @property
-    def retention(self) -> RetentionPolicy | None: ...
+    def retention(self) -> RetentionPolicy | None:
+        """The policy that drops tokens; None: all are kept."""
+
     @property
-    def tiers(self) -> LowerTiers | None: ...
+    def tiers(self) -> LowerTiers | None:
+        """The tiers below the pool; None: there are none."""
+
     @property
-    def trace(self) -> Recorder | None: ...
+    def trace(self) -> Recorder | None:
+        """What records every decision; None: nothing does."""
+
     @property
-    def pins(self) -> ClientPins | None: ...
+    def pins(self) -> ClientPins | None:
+        """The pins of clients; None: there are none."""
+
     @property
-    def stats(self) -> CacheStats: ...
+    def stats(self) -> CacheStats:
+        """Counts of lookups and hits so far."""
+
     @property
-    def sequences(self) -> Mapping[int, Sequence]: ...
+    def sequences(self) -> Mapping[int, Sequence]:
+        """The open sequences by id."""
+
     @property
-    def available_blocks(self) -> int: ...
+    def available_blocks(self) -> int:
+        """Number of blocks that are free or can be evicted."""
+
     @property
-    def unpinned_blocks(self) -> int: ...
+    def unpinned_blocks(self) -> int:
+        """Number of blocks that can be evicted."""
+
     @property
-    def evicted_blocks(self) -> int: ...
-    def probe(self, request: Request, now: int | None, target: int | None = None) -> int: ...
-    def announce(self, request: Request, now: int) -> None: ...
-    def commit(self, seq: Any, tokens: int, now: int | None) -> None: ...
-    def publish(self, seq: Any, tokens: int, now: int) -> None: ...
-    def keep_generated(self, seq: Any, tokens: int, now: int) -> None: ...
-    def settle(self, seq: Any, tokens: int) -> None: ...
-    def append_keys(self, seq: Any, keys: Keys[Key]) -> None: ...
-    def make_room(self, blocks: int, now: int) -> bool: ...
-    def check_integrity(self) -> None: ...
-    def record_residency(self) -> Any: ...
-    def residency_by_tier(self) -> dict[str, Any] | None: ...
+    def evicted_blocks(self) -> int:
+        """Number of blocks that have left the cache so far."""
+
+    def probe(self, request: Request, now: int | None, target: int | None = None) -> int:
+        """Return how many blocks of `request` would hit."""
+
+    def announce(self, request: Request, now: int) -> None:
+        """Called when `request` has arrived."""
+
+    def commit(self, seq: Any, tokens: int, now: int | None) -> None:
+        """Count `tokens` more tokens as computed."""
+
+    def publish(self, seq: Any, tokens: int, now: int) -> None:
+        """Share the blocks that the next `tokens` tokens will fill."""
+
+    def keep_generated(self, seq: Any, tokens: int, now: int) -> None:
+        """Share the generated blocks that `tokens` tokens fill."""
+
+    def settle(self, seq: Any, tokens: int) -> None:
+        """Set the length of the text of `seq` to `tokens`."""
+
+    def append_keys(self, seq: Any, keys: Keys[Key]) -> None:
+        """Append the keys of generated blocks."""
+
+    def make_room(self, blocks: int, now: int) -> bool:
+        """Return True if `blocks` blocks are or can be made available."""
+
+    def check_integrity(self) -> None:
+        """Check every invariant."""
+
+    def record_residency(self) -> Any:
+        """Start to record how long blocks stay."""
+
+    def residency_by_tier(self) -> dict[str, Any] | None:
+        """Return how long blocks stayed; None: unknown."""

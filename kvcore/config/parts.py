@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import kvcore
-from kvcore.cache import KVCache, Recorder
+from kvcore.cache import KVCache, Recorder, ServedCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -446,7 +446,7 @@ class RunParts:
             raise type(error)(msg) from error
 
 
-def plugins_of(cache: KVCache, *others: Plugin | None) -> list[Plugin]:
+def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:
     """Return the plugins of a run: those of its cache, `others`, and its tiers."""
     tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
     plugins = (cache.eviction, cache.prefix, cache.retention, *others, *tiers)

@@ -9,6 +9,16 @@ A plan divides the tokens of the next step, `max_tokens`, in this order:
     3  waiting jobs      admitted while tokens, slots and blocks last (`_schedule`, `_open`);
                          each gets its first chunk
 
+Where an admission takes the blocks of a chunk alone (`Rules.reserve`), 2 may lack blocks as
+well, and a job loses its blocks (`_has_blocks`): another one, or the one that needs more.
+
+A job that the plan has preempted is offered no slot in the same plan, unless nothing else runs.
+Whom the same plan may still admit, and when others are offered a slot, depends on the rules:
+
+    admit_after_preemption   jobs before the preempted one in order   offered again
+    true (kvcore)            in the same plan                         when something has changed
+    false (vLLM)             not in the same plan                     in the next plan
+
 With a preemptive scheduler 2 and 3 are merged by its order, and a waiting job may take the slot
 of a running one, which is paused. With `steps="prefill-first"`, 1 follows only if 2 and 3 have
 taken nothing.
@@ -58,7 +68,8 @@ class Batcher:
         loads: a heap of the times (ns) at which loads from tiers end, with their jobs. The
             job is None for a prefetch, whose request has not arrived; these go first.
         blocked_job: the job that found no blocks last, if nothing has happened since.
-        without_progress: preemptions since the last new token: many are a livelock.
+        without_progress: preemptions since the last step that gave a token: many are a
+            livelock.
         moved: called with each job that was given its blocks; returns True if its K/V comes
             from another server. None: that never happens.
         batching: the limits of a step.
@@ -166,11 +177,13 @@ class Batcher:
         retry = False
         self._divide(now)
         if self._victims:
-            # Jobs that were not offered a slot because of them are after the next step.
+            # Jobs that were offered no slot because of them are offered one by the next plan.
+            # If the rules admit after a preemption, all others were offered one.
             retry = not self._rules.admit_after_preemption or self._refuses
             self._victims.clear()
             if all(job.stage == LOADING for job in self.running):
-                # All running jobs were preempted: admit again, with the freed blocks.
+                # All running jobs were preempted: admit again, with the freed blocks. The
+                # blocks of the next step are those of nobody.
                 self._allocator.allocated_until = self._batch.steps.count
                 self.changed = True
                 self._divide(now)
@@ -279,7 +292,7 @@ class Batcher:
         while True:
             if not self._decisions.whole:
                 self._allocator.serve_first(now)
-            self._recompute(self._choose_victim(now, None), now)
+            self._take_blocks(self._choose_victim(now, None), now)
             if self._allocator.next_step(now):
                 return
 
@@ -306,7 +319,7 @@ class Batcher:
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
-            if self._unpublished:
+            if self._unpublished and not ongoing:
                 self._publish(now)
             offered: Job | None = None
             if admits and (after_preemption or not self._victims):
@@ -339,8 +352,8 @@ class Batcher:
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
 
-        Called after the chunks of all ongoing prompts are planned: none of these can be
-        preempted any more, so that every published block is computed.
+        Called when the chunks of all ongoing prompts are planned: nothing else can lack blocks
+        in this plan, so that no job with published blocks is preempted before it computes them.
         """
         for job, tokens in self._unpublished:
             assert job.seq is not None
@@ -400,8 +413,9 @@ class Batcher:
         if tokens <= 0:
             return True
         while not self._allocator.finds_blocks(seq, tokens, now):
+            # No `requester`: the job may lose its own blocks.
             victim = self._choose_victim(now, job)
-            self._recompute(victim, now)
+            self._take_blocks(victim, now)
             if victim is job:
                 return False
         self._allocator.extend(seq, tokens, now)
@@ -547,7 +561,7 @@ class Batcher:
             takes = self._decisions.reserved(job, self._state(now))
         at_once = takes == "prompt" or self._tiers is not None or self.moved is not None
         most = None if at_once else min(self._chunk or self._budget, self._most_tokens())
-        seq = self._allocator.open(job, now, reserve, most, whole=takes != "first-chunk")
+        seq = self._allocator.open(job, now, reserve, most, fits_prompt=takes != "first-chunk")
         if seq is None:
             self._full = self._ratio is not None and bool(self.running)
             return False
@@ -623,7 +637,7 @@ class Batcher:
         self._record(job, "pause", now, requester)
         self.queue(job, now, front=True)
 
-    def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
+    def _take_blocks(self, job: Job, now: int, requester: Job | None = None) -> None:
         """Free all blocks of `job`, for `requester` if given.
 
         They will be computed again, or loaded from a tier where that is faster. A job that has
@@ -638,7 +652,8 @@ class Batcher:
             del self.paused[job]
             self.waiting.remove(job, now)
         else:
-            # Its tokens of the step go to jobs that are planned after it.
+            # Its tokens of the step go to jobs that are planned after it. (Before `_admit` it
+            # has none, and the budget is set there.)
             chunks = sum(tokens for other, tokens in self.chunks if other is job)
             self._budget += self._mixed if job.stage == DECODE else chunks
             self._leave_batch(job)
@@ -657,7 +672,7 @@ class Batcher:
         elif job.seq is not None:
             job.swaps += 1
             level.park(job.seq, tokens, now)
-        self._allocator.close(job, now)
+        self._allocator.close(job, now)  # as preempted: its stage is not DONE
         job.seq, job.stage = None, WAITING
         job.target, job.computed = job.request.prompt_tokens + job.generated, 0
         self.queue(job, now, front=True)
@@ -710,7 +725,7 @@ class Batcher:
         last = self._choose_victim(now, job)
         if last is job:
             return False
-        self._recompute(last, now, job)
+        self._take_blocks(last, now, job)
         return True
 
     def _choose_victim(self, now: int, requester: Job | None) -> Job:

@@ -415,7 +415,13 @@ class DecodeAllocator:
         return False  # blocks may lie anywhere
 
     def open(
-        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+        self,
+        job: Job,
+        now: int,
+        reserve: int,
+        most: int | None = None,
+        *,
+        fits_prompt: bool = True,
     ) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it.
 
@@ -424,14 +430,15 @@ class DecodeAllocator:
             now: the time, ns.
             reserve: blocks that must stay free or evictable.
             most: tokens after the hit for which it gets blocks at most; None: for all.
-            whole: whether there must be room for the whole prompt, even if `most` is less.
+            fits_prompt: whether there must be room for the whole prompt, even if `most` is
+                less.
         """
         target = None if job.admitted is None else job.target
         request = job.request if target is None else job.known_request()
         resumed = target is not None
         if most is not None:
             # If no other sequence is open it fits in the end: pins of clients yield to it.
-            if whole and self._cache.sequences and not self.fits(job, now, reserve):
+            if fits_prompt and self._cache.sequences and not self.fits(job, now, reserve):
                 return None
             hit = self._cache.probe(request, now, target)
             most = min(most, job.target - hit * self._block_size)

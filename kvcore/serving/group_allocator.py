@@ -1,9 +1,9 @@
 """The blocks of cache groups while jobs are prefilled and decode.
 
 With full attention alone a decoding job needs a block each time its newest one is full. In
-groups more happens, each at its own lengths (`GroupAllocator._lengths`): a window passes a block,
-which is freed; the state before the newest one is no longer needed; blocks of several sizes fill.
-Between these lengths nothing changes, so that many decode steps are still one jump.
+groups more happens, each at its own lengths (`GroupAllocator._lengths`): a window passes a
+block, which is freed; the state before the newest one is no longer needed; blocks of several
+sizes fill. Between these lengths nothing changes, so many decode steps are still one jump.
 
 Prompts with states are cut: a state can be cached only where a chunk ends (`chunk_tokens`).
 """
@@ -50,8 +50,8 @@ class GroupAllocator(DecodeAllocator):
         self._has_states = any(group.kind == "state" for group in cache.groups)
         if self._has_states and not batching.chunked:
             msg = (
-                "chunked=False with a model that keeps states: they are cached where chunks end, "
-                "so its prompts are computed in chunks; leave it out"
+                "chunked=False with a model that keeps states: they are cached where chunks "
+                "end, so its prompts are computed in chunks; leave it out"
             )
             raise InputError(msg)
         self._max_tokens = batching.max_tokens
@@ -232,6 +232,6 @@ class GroupAllocator(DecodeAllocator):
     def _growing_between(
         self, residue: int, first: int, end: int
     ) -> Iterator[tuple[int, list[Job]]]:
-        """Yield the steps in `[first, end)` at which lengths have a residue, with their jobs."""
+        """Yield the steps in `[first, end)` at which lengths have `residue`, and their jobs."""
         for step, jobs in self._batch.growing_between(first - residue, end - residue):
             yield step + residue, jobs

@@ -7,12 +7,12 @@ Its stages, and the methods of `Batcher` and `ServingLoop` that take it from one
        +----_open----> loading: `_loaded` follows
 
     prefill, decode          ---_pause--->      paused   ---_resume---> where it was
-    prefill, decode, paused  ---_recompute--->  waiting, without blocks
+    prefill, decode, paused  ---_take_blocks-->  waiting, without blocks
 
-A paused job keeps its blocks, and waits for a slot alone. A loading job has all its blocks, some
-of which are on their way from a tier or another server. A recomputed job has lost its blocks:
-what it has generated counts as prompt from then on (`target`); `_open` gives it new blocks, and
-those of the old ones that are still cached are hit.
+A paused job keeps its blocks, and waits for a slot alone. A loading job has all its blocks;
+some are on their way from a tier or another server. A job without blocks is preempted: what
+it has generated counts as prompt from then on (`target`); `_open` gives it new blocks, of which
+those that are still cached are hit.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ Between two of them the same jobs decode, so that all the steps in between are o
            7  _prefill_done    first tokens; the jobs decode from the next step on
            8  _finish          jobs with all their tokens give their blocks back
 
-Under a lag (`Rules.lag`), 6 and 8 of a step follow 2 of the next one, which therefore does not
-see them (`_catch_up`).
+Under a lag (`Rules.lag`), 8, and 6 of decoding jobs, follow 2 of the next step, which therefore
+does not see them (`_catch_up`).
 
 The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole nanoseconds.
 """
@@ -629,7 +629,7 @@ class ServingLoop:
             for window in self._windows
         )
 
-    def _prefill_step(self) -> None:
+    def _prefill_step(self) -> None:  # noqa: C901 - one step, in the order of its events
         """Run one step that prefills, and decodes as well if steps are mixed."""
         batch, batcher = self.batch, self.batcher
         chunks = batcher.chunks
@@ -652,10 +652,11 @@ class ServingLoop:
             self._commit(now)
         batcher.blocked_job = None  # it may hit more now
         batcher.changed = True
+        if decoding or prefilled:
+            batcher.without_progress = 0
         done = []
         for job in prefilled:
             del batcher.prefilling[job]
-            batcher.without_progress = 0
             if self._prefill_done(job, now):
                 done.append(job)
         if decoding and batch.ends[0][0] <= self.steps.count:

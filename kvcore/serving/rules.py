@@ -91,8 +91,9 @@ class Rules(Plugin):
         generated: which generated blocks stay cached: those that are `keyed` by the workload;
             or all of them are `cached`, under keys that no other request has.
         admit_after_preemption: whether a step that preempts may admit.
-        ties: which of the jobs that are last in order is preempted: of equal priority the
-            one admitted `last`; or of equal priority and arrival the one admitted `first`.
+        ties: which of the jobs that are last in order is preempted. `last`: the last by
+            (priority, admission). `first`: the last by (priority, arrival), and of equal ones
+            the one admitted first.
         lag: steps between a plan and the state it is based on: 1 under asynchronous
             scheduling, where a step is planned while the one before it runs. Jobs that finish
             or arrive during that step count a step later.

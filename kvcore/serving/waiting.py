@@ -161,7 +161,11 @@ class WaitingQueue:
         return job in self.entries
 
     def push(self, job: Job, now: int, front: bool = False) -> None:  # noqa: FBT001, FBT002
-        """Add `job` by its rank, or update its rank; at the `front` of the order of entry."""
+        """Add `job` by its rank, or update its rank.
+
+        `front` puts it at the front of the order of entry, which `Scheduler.plan` sees; the
+        heap goes by rank alone.
+        """
         entry = (job.rank, job.stage != PAUSED, job.serial, job)
         if self._on_queued and job not in self.entries:
             for policy, on_queued in self._on_queued:

@@ -14,6 +14,7 @@ SCRIPT = Path(__file__).parents[2] / "docs" / "interface.py"
 INTERNAL = {
     "kvcore.cli",
     "kvcore.report",
+    "kvcore_judge",
     "kvcore_online",
     "kvcore_plugins",
     "kvcore_tiers",

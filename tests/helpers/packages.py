@@ -26,6 +26,7 @@ ORDER = [
     {"kvcore_lab"},
     {"kvcore_pages", "kvcore_online"},
     {"kvcore_testing"},
+    {"kvcore_judge"},
 ]
 """Rooms and packages: one imports itself and those above it."""
 

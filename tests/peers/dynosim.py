@@ -151,7 +151,7 @@ class DynoSimBatcher(Batcher):
         while not super()._open(job, now):
             if not self.running:
                 return False
-            self._recompute(self._choose_victim(now, job), now, job)
+            self._take_blocks(self._choose_victim(now, job), now, job)
             self._budget = budget  # no job gets the tokens of the preempted one
         self.hits[job] = max(self.hits.get(job, 0), job.computed)
         return True
@@ -161,10 +161,10 @@ class DynoSimBatcher(Batcher):
         del now, requester
         return next(reversed(self.running))
 
-    def _recompute(self, job: Job, now: int, requester: Job | None = None) -> None:
+    def _take_blocks(self, job: Job, now: int, requester: Job | None = None) -> None:
         """Put `job` before all waiting jobs, whatever their order of arrival."""
         self._fronts[job] = -1 - sum(other.recomputes for other in self._fronts)
-        super()._recompute(job, now, requester)
+        super()._take_blocks(job, now, requester)
 
     def _rank(self, job: Job, now: int) -> None:
         """Rank jobs by arrival, except those that were preempted."""

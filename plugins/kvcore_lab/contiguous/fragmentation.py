@@ -56,10 +56,16 @@ class MeasuredAllocator(DecodeAllocator):
         self.filled(tokens, 0)
 
     def open(
-        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+        self,
+        job: Job,
+        now: int,
+        reserve: int,
+        most: int | None = None,
+        *,
+        fits_prompt: bool = True,
     ) -> Sequence | None:
         """Return a new sequence for `job`, or None if there are no blocks for it."""
-        seq = super().open(job, now, reserve, most, whole=whole)
+        seq = super().open(job, now, reserve, most, fits_prompt=fits_prompt)
         if seq is not None:
             self.idle += self.slots_of(seq) - seq.computed
             self.uncomputed += seq.tokens - seq.computed

@@ -187,10 +187,16 @@ class ContiguousAllocator(MeasuredAllocator):
         return self.piece(seq)[1]
 
     def open(
-        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+        self,
+        job: Job,
+        now: int,
+        reserve: int,
+        most: int | None = None,
+        *,
+        fits_prompt: bool = True,
     ) -> Sequence | None:
         """Return a new sequence for `job`, or None if no hole is long enough."""
-        del reserve, most, whole  # the running jobs have all the slots they will need
+        del reserve, most, fits_prompt  # the running jobs have all the slots they will need
         length = self.piece_length(job.request)
         try:
             start = self.space.take(length)

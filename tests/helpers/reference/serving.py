@@ -444,7 +444,8 @@ class Server:
                 if job.stage == PREFILL:
                     self.allot(job)
                 continue
-            self.publish()
+            if not ongoing:
+                self.publish()
             job = next(offers, None)
             self.refuses = job is not None and self.headroom(job, self.victims) is None
             if job is not None and not self.refuses and self.start(job):

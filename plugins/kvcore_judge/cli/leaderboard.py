@@ -1,0 +1,130 @@
+"""`kvcore leaderboard`: rank eviction policies by one protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+import orjson
+
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    input_file,
+    json_bytes,
+    json_option,
+    print_sections,
+    progress,
+)
+from kvcore.cli.verb import Count, echo, option, verb
+from kvcore.errors import InputError
+from kvcore.files import atomic_file
+from kvcore.hookspecs import OUTPUT
+from kvcore_judge.entries import Entry
+from kvcore_judge.leaderboard import (
+    Leaderboard,
+    built_in_entries,
+    check_leaderboard,
+    make_leaderboard,
+)
+from kvcore_judge.protocol import find_panel
+from kvcore_judge.report import LeaderboardReport, leaderboard_page
+from kvcore_plugins.host import cpus
+
+PAGE, DOCUMENT = ".html", ".json"
+
+
+@verb(
+    "kvcore leaderboard --policy my_policy.py",
+    "kvcore leaderboard --policy lfu --policy arc --panel quick",
+    "kvcore leaderboard --check leaderboard.json --cells 3",
+)
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    metavar="NAME|FILE",
+    help="Eviction policy: a name with options, such as lfu:half_life=300, or a Python file. "
+    "May be given several times.  [default: all that are installed]",
+)
+@click.option(
+    "--panel",
+    default="public",
+    metavar="public|quick|FILE",
+    help="Streams and pool sizes: public, quick, or a TOML file with streams of your own.",
+)
+@click.option("--jobs", type=Count(), help="Number of processes.  [default: one a CPU]")
+@click.option(
+    "--resume",
+    callback=file_path,
+    metavar="FILE",
+    help="File to which finished cells are appended; cells that it has are not run again.",
+)
+@click.option(
+    "--check",
+    callback=input_file,
+    metavar="FILE",
+    help="Run some cells of a leaderboard again, and say whether they are the same.",
+)
+@click.option("--cells", type=Count(), default=3, help="With --check: number of cells.")
+@option(
+    "-o",
+    "--out",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="FILE",
+    help="File for the leaderboard: .html for a page, .json for the document.",
+)
+@json_option
+def leaderboard(**given: Any) -> None:
+    """Rank eviction policies by one protocol.
+
+    Each policy is replayed on each stream of a panel, in pools of 0.5 to 50 % of the blocks
+    that the stream ever uses. The score is the geometric mean of its hits over those of LRU,
+    beside its worst cell and its share of the optimum.
+    """
+    panel, out = find_panel(given["panel"]), given["out"]
+    if given["check"] is not None:
+        _check(given, panel)
+        return
+    if out is not None and out.suffix not in (PAGE, DOCUMENT):
+        msg = f"--out {out}: the name ends in {PAGE} for a page, or {DOCUMENT} for the document"
+        raise InputError(msg)
+    board = make_leaderboard(
+        panel,
+        [Entry(text) for text in given["policies"]] or built_in_entries(),
+        jobs=given["jobs"] or cpus(),
+        journal=given["resume"],
+        progress=progress,
+    )
+    if out is not None:
+        _write(board, out)
+    if given["as_json"]:
+        emit_json(board.document())
+    elif out is None:
+        print_sections(*LeaderboardReport(board).sections)
+
+
+def _write(board: Leaderboard, out: Path) -> None:
+    document = json_bytes(board.document())
+    with atomic_file(out) as file:
+        file.write(leaderboard_page(board) if out.suffix == PAGE else document.decode())
+
+
+def _check(given: dict[str, Any], panel: Any) -> None:
+    """Run cells again; raise InputError if one differs."""
+    try:
+        document = orjson.loads(given["check"].read_bytes())
+    except (OSError, orjson.JSONDecodeError) as error:
+        msg = f"--check {given['check']}: {error}"
+        raise InputError(msg) from error
+    wrong = 0
+    for checked in check_leaderboard(document, panel, given["cells"]):
+        wrong += not checked.same
+        how = "the same" if checked.same else "DIFFERS"
+        hits, digest = checked.found
+        echo(f"{checked.policy} on {checked.cell}: {hits:,} hits, evictions {digest}: {how}")
+    if wrong:
+        msg = f"{wrong} of the cells that were run again differ from the leaderboard"
+        raise InputError(msg)

@@ -1,0 +1,177 @@
+"""A gate for the prefix hits of an application: measured by a replay, compared to a baseline.
+
+As a plugin of pytest it adds the fixture `kvcore_hits` and two options; see
+docs/how-to/catch-a-cache-regression.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import attrs
+import pytest
+
+if TYPE_CHECKING:
+    from kvcore.workloads import Workload
+
+SCHEMA = 1
+
+_NEW = "compulsory"
+
+PathLike: TypeAlias = "str | os.PathLike[str]"
+
+
+@attrs.frozen
+class Hits:
+    """The prefix hits of a workload in a cache.
+
+    Attributes:
+        requests: number of requests.
+        prompt_tokens, hit_tokens: tokens of all prompts, and those that hit.
+        missed: tokens that missed, by reason.
+        setting: pool, block size and policy.
+    """
+
+    requests: int
+    prompt_tokens: int
+    hit_tokens: int
+    missed: Mapping[str, int]
+    setting: Mapping[str, Any]
+
+    @property
+    def share(self) -> float:
+        """The share of prompt tokens that hit."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+
+def measure(
+    workload: Workload | PathLike,
+    *,
+    blocks: int = 100_000,
+    block_size: int = 16,
+    eviction: str = "lru",
+) -> Hits:
+    """Replay a workload, serial and without a clock; return its hits, and why the rest missed.
+
+    Args:
+        workload: a workload, or its text: a recording, a log of prompts, KV events.
+        blocks: blocks of the pool.
+        block_size: tokens of a block.
+        eviction: the eviction policy, with its options.
+
+    Raises:
+        InputError: the workload cannot be read, or the block size does not fit its keys.
+    """
+    from kvcore import KVCache, Plugins, Trace  # noqa: PLC0415 - every run of pytest loads this
+    from kvcore.workloads.selection import as_workload  # noqa: PLC0415 - as above
+    from kvcore_replay.misses.explain import explain  # noqa: PLC0415 - as above
+    from kvcore_replay.untimed import replay  # noqa: PLC0415 - as above
+
+    source = as_workload(workload, Plugins())
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "trace.jsonl")
+        with Trace(path) as trace:
+            cache = KVCache(blocks, block_size, eviction=eviction, trace=trace)
+            replay(source, cache)
+        summary = explain(path).summary()
+    # What no request had before is told apart by where prompts part from earlier ones.
+    ways = {f"{_NEW}, {way}": lost.tokens for way, lost in summary.ways.items()}
+    reasons = {name: lost.tokens for name, lost in summary.categories.items() if name != _NEW}
+    return Hits(
+        requests=summary.admitted,
+        prompt_tokens=summary.prompt_tokens,
+        hit_tokens=summary.hit_tokens,
+        missed={name: tokens for name, tokens in (ways | reasons).items() if tokens},
+        setting={"blocks": blocks, "block_size": block_size, "eviction": eviction},
+    )
+
+
+def regression(name: str, now: Hits, before: Mapping[str, Any], tolerance: float) -> str:
+    """Return why `now` is worse than the baseline `before`; "" if it is not.
+
+    Args:
+        name: the name of the baseline.
+        now: the hits.
+        before: the entry of the baseline.
+        tolerance: the share of prompt tokens by which hits may fall.
+    """
+    base = Hits(**before)
+    if dict(now.setting) != dict(base.setting):
+        return (
+            f"{name}: measured with {dict(now.setting)}, and the baseline with "
+            f"{dict(base.setting)}: these do not compare; run again with --kvcore-hits-update"
+        )
+    if now.share >= base.share - tolerance:
+        return ""
+    told = (
+        f"{name}: {now.share:.1%} of {now.prompt_tokens:,} prompt tokens hit, and "
+        f"{base.share:.1%} of {base.prompt_tokens:,} in the baseline."
+    )
+    lines = [told]
+    for reason in sorted({*now.missed, *base.missed}):
+        here, there = (
+            each.missed.get(reason, 0) / max(each.prompt_tokens, 1) for each in (now, base)
+        )
+        if here > there:
+            lines.append(f"  {here:6.1%} missed as {_meaning(reason)} ({there:.1%} before)")
+    return "\n".join(lines)
+
+
+def _meaning(reason: str) -> str:
+    """Return a reason with its meaning."""
+    from kvcore_replay.misses.reasons import CATEGORIES, WAYS  # noqa: PLC0415 - as above
+
+    name, _, way = reason.partition(", ")
+    return f"{reason}: {WAYS[way] if way else CATEGORIES[name]}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of the gate to pytest."""
+    group = parser.getgroup("kvcore")
+    group.addoption("--kvcore-hits", metavar="FILE", help="Baseline of prefix hits, as JSON.")
+    group.addoption(
+        "--kvcore-hits-update",
+        action="store_true",
+        help="Write the prefix hits of this run to the baseline, in place of comparing them.",
+    )
+
+
+@pytest.fixture
+def kvcore_hits(request: pytest.FixtureRequest) -> Iterator[Callable[..., Hits]]:
+    """Return a function that measures the prefix hits of a workload, and fails if they fell.
+
+    It takes a name for the baseline, the workload, and `blocks`, `block_size`, `eviction` and
+    `tolerance`, the share of prompt tokens by which hits may fall.
+    """
+    import orjson  # noqa: PLC0415 - every run of pytest loads this module
+
+    option = request.config.getoption("--kvcore-hits")
+    update = request.config.getoption("--kvcore-hits-update")
+    path = None if option is None else Path(option)
+    measured: dict[str, Any] = {}
+
+    def check(
+        name: str, workload: Workload | PathLike, *, tolerance: float = 0.0, **setting: Any
+    ) -> Hits:
+        hits = measure(workload, **setting)
+        measured[name] = attrs.asdict(hits)
+        if path is None or update:
+            return hits
+        known = orjson.loads(path.read_bytes())["baselines"] if path.exists() else {}
+        if name not in known:
+            pytest.fail(f"{path} has no baseline {name!r}: run with --kvcore-hits-update")
+        why = regression(name, hits, known[name], tolerance)
+        if why:
+            pytest.fail(why)
+        return hits
+
+    yield check
+    if path is not None and update and measured:
+        known = orjson.loads(path.read_bytes())["baselines"] if path.exists() else {}
+        document = {"schema": SCHEMA, "baselines": known | measured}
+        options = orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS | orjson.OPT_APPEND_NEWLINE
+        path.write_bytes(orjson.dumps(document, option=options))

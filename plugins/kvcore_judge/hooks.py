@@ -1,0 +1,23 @@
+"""Registers the verbs of the judge, and the workloads of its panel."""
+
+from __future__ import annotations
+
+from kvcore import hookimpl
+from kvcore.hookspecs import Verb
+
+
+@hookimpl
+def kvcore_commands() -> dict[str, Verb]:
+    """Return the verbs."""
+    about = {
+        "judge": "Judge the eviction policy in FILE: its rules, then its score.",
+        "leaderboard": "Rank eviction policies by one protocol.",
+    }
+    return {name: Verb(f"kvcore_judge.cli.{name}:{name}", text) for name, text in about.items()}
+
+
+@hookimpl
+def kvcore_workloads() -> dict[str, str]:
+    """Return the workloads that are made for the public panel."""
+    classes = {"agents": "Agents", "recency": "Recency"}
+    return {name: f"kvcore_judge.streams:{place}" for name, place in classes.items()}

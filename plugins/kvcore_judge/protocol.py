@@ -1,0 +1,185 @@
+"""The protocol: panels of streams, sizes of pools, and which cells a policy was tuned on."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.plugins.manager import Plugins
+from kvcore.request import Request
+from kvcore.workloads import Workload, check_keys
+from kvcore.workloads.selection import find_workload
+
+SHARES = (5, 10, 20, 50, 100, 200, 500)
+"""Pool sizes, in thousandths of the footprint of a stream: the blocks that it ever uses."""
+
+TIMED_SHARES = (10, 50, 200)
+"""The sizes in which a stream is also served under a clock."""
+
+STRETCHES = 20
+"""Parts of equal numbers of requests by which the spread within a stream is estimated."""
+
+TUNED: Mapping[str, frozenset[str]] = {
+    "hazard": frozenset({"conversation", "agentic"}),
+}
+"""The streams of the public panel on which a built-in policy was tuned: its cells there are
+marked, and its headline is made of the others."""
+
+
+@attrs.frozen
+class Stream:
+    """A workload on which policies are judged.
+
+    Attributes:
+        name: name in tables.
+        workload: the text that names the workload, as on a command line.
+        limit: number of its first requests that are used; None: all.
+        timed: whether it is served under a clock, too.
+        digest: the digest that the workload must have; None: any.
+    """
+
+    name: str
+    workload: str
+    limit: int | None = None
+    timed: bool = False
+    digest: str | None = None
+
+    def source(self) -> Workload:
+        """Return the workload.
+
+        Raises:
+            InputError: there is no such workload, or it has another digest.
+        """
+        workload = find_workload(self.workload, Plugins())
+        if self.digest not in (None, workload.digest):
+            msg = (
+                f"stream {self.name!r}: {self.workload} has the digest {workload.digest}, and "
+                f"the panel names {self.digest}: it is another file, or has other options"
+            )
+            raise InputError(msg)
+        return workload
+
+
+@attrs.frozen
+class Footprint:
+    """The requests of a stream, and what follows from them.
+
+    Attributes:
+        requests: the requests.
+        digest: digest of the workload.
+        key_tokens: tokens of a key, and of a block.
+        blocks: distinct blocks.
+    """
+
+    requests: Sequence[Request] = attrs.field(repr=False)
+    digest: str
+    key_tokens: int
+    blocks: int
+
+    def pool(self, share: int) -> int:
+        """Return the blocks of a pool of `share` thousandths of the footprint."""
+        return max(1, self.blocks * share // 1000)
+
+
+@lru_cache(maxsize=8)
+def read_stream(stream: Stream) -> Footprint:
+    """Read a stream; the result is kept, since every cell of it needs the same requests."""
+    workload = stream.source()
+    requests: list[Request] = []
+    keys: set[Any] = set()
+    for request in check_keys(workload, every=True):
+        if len(requests) == stream.limit:
+            break
+        requests.append(request)
+        keys.update(request.keys)
+    if not keys:
+        msg = f"stream {stream.name!r}: its requests have no keys, so that nothing can hit"
+        raise InputError(msg)
+    return Footprint(requests, workload.digest, workload.key_tokens, len(keys))
+
+
+@attrs.frozen
+class Panel:
+    """Streams and pool sizes.
+
+    Attributes:
+        name: name of the panel, or path of its file.
+        streams: the streams.
+        shares: pool sizes, in thousandths of a stream's footprint.
+    """
+
+    name: str
+    streams: tuple[Stream, ...]
+    shares: tuple[int, ...] = SHARES
+
+
+def agentic_path() -> Path:
+    """Return the path of the sessions of coding agents that come with kvcore."""
+    return Path(str(files("kvcore_judge") / "data" / "agentic_sessions.jsonl.gz"))
+
+
+def find_panel(name: str) -> Panel:
+    """Return the panel `public` or `quick`, or that of a TOML file.
+
+    A file has a table `[[stream]]` for each stream, with `name` and `workload`, and perhaps
+    `digest`, `limit` and `timed`; and perhaps `shares`, in thousandths of the footprint.
+
+    Raises:
+        InputError: there is no such panel, or the file is none.
+    """
+    agentic = f"weka:path={agentic_path()}"
+    if name == "public":
+        return Panel(
+            name,
+            (
+                Stream("conversation", "mooncake", timed=True),
+                Stream("agentic", agentic, timed=True),
+                Stream("popular", "zipf:requests=8000,prefixes=2000,seed=1"),
+                Stream("tools", "agents:seed=1"),
+                Stream("recency", "recency:seed=1"),
+            ),
+        )
+    if name == "quick":
+        return Panel(
+            name,
+            (
+                Stream("conversation", "mooncake", limit=2000),
+                Stream("tools", "agents:seed=1", limit=2000),
+                Stream("recency", "recency:seed=1", limit=2000),
+            ),
+            shares=(20, 100),
+        )
+    return _panel_of_file(Path(name))
+
+
+def _panel_of_file(path: Path) -> Panel:
+    try:
+        document = tomllib.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        msg = f"--panel {path}: {error}; there are public and quick, or give a TOML file"
+        raise InputError(msg) from error
+    except tomllib.TOMLDecodeError as error:
+        msg = f"--panel {path}: {error}"
+        raise InputError(msg) from error
+    try:
+        streams = tuple(Stream(**each) for each in document.pop("stream"))
+        shares = tuple(document.pop("shares", SHARES))
+        sound = not document and streams and shares and all(type(s) is int for s in shares)
+        sound = sound and all(0 < share <= 1000 for share in shares)  # noqa: PLR2004
+    except (TypeError, KeyError):
+        sound = False
+    if not sound:
+        msg = (
+            f"--panel {path}: give [[stream]] tables with name and workload, and perhaps "
+            "digest, limit and timed; and perhaps shares = [5, 100], thousandths of the "
+            "footprint"
+        )
+        raise InputError(msg)
+    return Panel(str(path), streams, shares)

@@ -1,0 +1,180 @@
+"""The leaderboard as tables, and as a page of one file that opens offline."""
+
+from __future__ import annotations
+
+from html import escape
+
+import attrs
+
+from kvcore.report.tables import NONE
+from kvcore.sections import Section, Table
+from kvcore.units import format_seconds
+from kvcore_judge.leaderboard import BASE, Column, Leaderboard
+
+WIDTH, HEIGHT, MARGIN = 300, 170, 28
+"""The size of a picture on the page, in pixels."""
+
+BEST = 3
+"""Policies that a picture shows beside LRU and the optimum."""
+
+
+@attrs.frozen
+class LeaderboardReport:
+    """The tables of a leaderboard.
+
+    Attributes:
+        board: the leaderboard.
+    """
+
+    board: Leaderboard
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report: scores, times, and what they mean."""
+        return [self.headline, self.table, self.times, self.reading]
+
+    @property
+    def headline(self) -> str:
+        """A sentence about the panel."""
+        streams = ", ".join(
+            f"{name} ({about['requests']:,} requests, {about['footprint_blocks']:,} blocks)"
+            for name, about in self.board.streams.items()
+        )
+        return f"Panel {self.board.panel.name}: {streams}."
+
+    @property
+    def table(self) -> Table:
+        """The scores, the best first."""
+        board = self.board
+        rows = []
+        for text, score in board.scores.items():
+            entry = next(each for each in board.entries if each.text == text)
+            worst = NONE if score.worst is None else f"{score.worst[0]} {score.worst[1]}"
+            rows.append(
+                [
+                    text,
+                    score.headline or NONE,
+                    score.all_cells or NONE,
+                    worst,
+                    score.of_optimum or NONE,
+                    f"{board.cost(entry):.1f}",
+                ]
+            )
+        headers = ["policy", "score", "all cells", "worst cell", "of optimum", "cost"]
+        return Table(headers, rows)
+
+    @property
+    def times(self) -> Table:
+        """Times to the first token under a clock, by stream and size; seconds saved."""
+        board = self.board
+        timed = [
+            column
+            for column in board.columns
+            if board.results[BASE.text, column.name].timed is not None
+        ]
+        rows = []
+        for text in board.scores if timed else ():
+            cells = [text]
+            for column in timed:
+                times = board.results[text, column.name].timed or {}
+                mean, p99 = times["mean_ttft_us"] / 1e6, times["p99_ttft_us"] / 1e6
+                cells.append(f"{format_seconds(mean)}, {format_seconds(p99)}")
+            rows.append(cells)
+        return Table(["mean, p99 TTFT", *(column.name for column in timed)], rows, split=True)
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the columns."""
+        return (
+            "Score: geometric mean of hits over those of LRU in the cells on which the policy "
+            "was not tuned; a cell is a stream and a pool of 0.5 to 50 % of its footprint. "
+            "Cost: CPU time for each block looked up or evicted, over that of LRU in this run."
+            "\nHits are not time: the second table has the same policies under a clock, on the "
+            "default server."
+        )
+
+
+def leaderboard_page(board: Leaderboard) -> str:
+    """Return the page of a leaderboard: its tables, and a picture of hits for each stream."""
+    report = LeaderboardReport(board)
+    parts = [f"<h1>Eviction policies: panel {escape(board.panel.name)}</h1>"]
+    parts += [f"<p>{escape(report.headline)}</p>", _table(report.table)]
+    parts += [_picture(board, name) for name in board.streams]
+    if report.times.rows:
+        parts.append(_table(report.times))
+    parts += [f"<p>{escape(line)}</p>" for line in report.reading.splitlines()]
+    body = "\n".join(parts)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width">\n'
+        f"<title>kvcore leaderboard</title><style>{_STYLE}</style></head>\n"
+        f"<body>\n{body}\n</body></html>\n"
+    )
+
+
+def _table(table: Table) -> str:
+    head = "".join(f"<th>{escape(str(each))}</th>" for each in table.headers)
+    rows = "".join(
+        f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>\n"
+        for row in table.rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>'
+
+
+def _picture(board: Leaderboard, stream: str) -> str:
+    """Return a picture of hit ratios by pool size: the best policies between the bounds."""
+    columns = [column for column in board.columns if column.stream.name == stream]
+    lookups = max(board.results[BASE.text, columns[0].name].lookups, 1)
+    best = [text for text in board.scores if text != BASE.text][:BEST]
+    lines = {
+        text: [board.results[text, column.name].total / lookups for column in columns]
+        for text in (BASE.text, *best)
+    }
+    lines["optimum"] = [column.optimum / lookups for column in columns]
+    top = max(max(line) for line in lines.values()) or 1
+    drawn = [
+        f'<polyline class="l{place}" points="{_points(columns, line, top)}"/>'
+        for place, line in enumerate(lines.values())
+    ]
+    names = "".join(
+        f'<span class="l{place}">{escape(name)}</span> ' for place, name in enumerate(lines)
+    )
+    ticks = "".join(
+        f'<text x="{_x(columns, place)}" y="{HEIGHT - 8}">{column.share / 10:g}%</text>'
+        for place, column in enumerate(columns)
+    )
+    label = f"Share of blocks that hit, by pool size, on {stream}; at most {top:.1%}"
+    return (
+        f"<figure><figcaption>{escape(label)}<br>{names}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f"{''.join(drawn)}{ticks}</svg></figure>"
+    )
+
+
+def _x(columns: list[Column], place: int) -> int:
+    return MARGIN + place * (WIDTH - 2 * MARGIN) // max(len(columns) - 1, 1)
+
+
+def _points(columns: list[Column], line: list[float], top: float) -> str:
+    height = HEIGHT - 2 * MARGIN
+    return " ".join(
+        f"{_x(columns, place)},{MARGIN + height - round(height * value / top)}"
+        for place, value in enumerate(line)
+    )
+
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 62rem;
+  padding: 0 1rem }
+table { border-collapse: collapse }
+.wide { overflow-x: auto }
+td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd }
+td:first-child, th:first-child { text-align: left }
+figure { display: inline-block; width: 300px; margin: 1rem 1rem 0 0; vertical-align: top }
+figcaption { font-size: 13px }
+svg { width: 100% }
+text { font-size: 9px; text-anchor: middle }
+polyline { fill: none; stroke-width: 2; stroke: currentColor }
+.l0 { color: #666 } .l1 { color: #0072b2 } .l2 { color: #d55e00 } .l3 { color: #009e73 }
+.l4 { color: #000 } polyline.l4 { stroke-dasharray: 4 3 }
+"""

@@ -1,0 +1,142 @@
+"""The verdict on a policy in a file: its rules, then its score on a panel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+
+from kvcore.cache.layout import BlockLayout
+from kvcore_judge.cells import Cell, CellResult, run_cell
+from kvcore_judge.entries import Entry
+from kvcore_judge.leaderboard import BASE
+from kvcore_judge.protocol import Footprint, Panel, Stream, read_stream
+from kvcore_judge.rules import (
+    check_hears_no_future,
+    check_is_deterministic,
+    check_kit,
+    check_reads_no_future,
+)
+from kvcore_judge.sandbox import Ended, Limits, run_in_sandbox
+from kvcore_judge.scores import Score, ratio_of, score_of
+from kvcore_replay.belady import Belady, Future
+
+SCHEMA = 1
+
+
+@attrs.frozen
+class Verdict:
+    """What the judge says of a policy.
+
+    Attributes:
+        policy: name, options and digest of the source; empty if it cannot be built.
+        rule: the rule that it breaks; empty if it breaks none.
+        what: what it did.
+        tests: tests of the kit that passed.
+        score: its score; None if it breaks a rule.
+        cells: hits by cell, beside those of LRU and of the optimum.
+    """
+
+    policy: dict[str, Any]
+    rule: str = ""
+    what: str = ""
+    tests: int = 0
+    score: Score | None = None
+    cells: Sequence[dict[str, Any]] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether it breaks no rule."""
+        return not self.rule
+
+    def document(self) -> dict[str, Any]:
+        """Return the verdict as a JSON object."""
+        return {"schema": SCHEMA, "passed": self.passed, **attrs.asdict(self)}
+
+
+class Judge:
+    """Judges policies on a panel, each in a process of its own.
+
+    Streams and the cells of LRU and the optimum are made once, so that a program may judge
+    thousands of policies by one judge.
+
+    Args:
+        panel: streams and pool sizes.
+        limits: time and memory of a policy.
+        kit: whether the kit of eviction policies is run.
+        unsafe: whether policies are run where the kernel cannot refuse writes and connections.
+    """
+
+    def __init__(
+        self,
+        panel: Panel,
+        limits: Limits | None = None,
+        *,
+        kit: bool = True,
+        unsafe: bool = False,
+    ) -> None:
+        self.panel = panel
+        self._limits = limits or Limits()
+        self._kit, self._unsafe = kit, unsafe
+        if kit:
+            import kvcore_testing  # noqa: F401, PLC0415 - here, since a sandbox reads no files
+        self._columns = list(self._known())
+
+    def _known(self) -> Iterator[tuple[Stream, int, CellResult, int]]:
+        """Yield streams and shares with the result of LRU and the hits of the optimum."""
+        for stream in self.panel.streams:
+            read: Footprint = read_stream(stream)
+            layout = BlockLayout("keys", read.key_tokens, read.key_tokens)
+            future = Future.read(read.requests, layout)
+            for share in self.panel.shares:
+                best = sum(Belady().hits(future, read.pool(share))[0])
+                yield stream, share, run_cell(Cell(BASE, stream, share)), best
+
+    def judge(self, entry: Entry) -> Verdict:
+        """Return the verdict on a policy.
+
+        Raises:
+            InputError: there is no such file, or no sandbox on this system.
+        """
+        about = self._sandboxed(entry.describe)
+        if about.rule:
+            return Verdict({}, about.rule, about.what)
+        tests = 0
+        if self._kit:
+            kit = self._sandboxed(partial(check_kit, entry))
+            if kit.rule:
+                return Verdict(about.result, kit.rule, kit.what)
+            tests = kit.result
+        played = self._sandboxed(partial(self._play, entry))
+        if played.rule:
+            return Verdict(about.result, played.rule, played.what, tests)
+        ratios, cells = [], []
+        for (stream, share, base, best), result in zip(
+            self._columns, played.result, strict=True
+        ):
+            name = f"{stream.name} {share / 10:g}%"
+            ratios.append(ratio_of(name, result.total, base.total, best))
+            cells.append(
+                {
+                    "stream": stream.name,
+                    "share": share,
+                    "hits": result.total,
+                    "lru": base.total,
+                    "optimum": best,
+                    "evictions": result.evictions,
+                }
+            )
+        return Verdict(about.result, tests=tests, score=score_of(ratios), cells=cells)
+
+    def _sandboxed(self, function: Callable[[], Any]) -> Ended:
+        return run_in_sandbox(function, self._limits, unsafe=self._unsafe)
+
+    def _play(self, entry: Entry) -> list[CellResult]:
+        """Check the rules on the panel, and return the result of each cell."""
+        stream, share = self.panel.streams[0], self.panel.shares[len(self.panel.shares) // 2]
+        check_hears_no_future(entry)
+        check_is_deterministic(Cell(entry, stream, share))
+        check_reads_no_future(entry, stream, share)
+        return [run_cell(Cell(entry, stream, share)) for stream, share, _, _ in self._columns]

@@ -1,0 +1,84 @@
+"""The gate of pytest: a baseline is written, kept, and told when hits fall below it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+SYSTEM = "You are a careful assistant of a library. " * 40
+
+TEST = """
+def test_hits(kvcore_hits):
+    hits = kvcore_hits("chat", "prompts.jsonl", blocks=1000{setting})
+    assert hits.requests == 20
+"""
+
+
+def prompts(folder, change="", *, salt=False):
+    """Write 20 prompts with one system prompt; `change` comes before it, by number."""
+    rows = []
+    for index in range(20):
+        text = change.format(index) + SYSTEM
+        row = {"messages": [{"role": "system", "content": text}]}
+        row["messages"].append({"role": "user", "content": f"question {index} " * 20})
+        rows.append(row | ({"cache_salt": f"user-{index}"} if salt else {}))
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def run(folder, *options, setting=""):
+    """Run pytest on a test of the gate; return its exit code and output."""
+    (folder / "test_app.py").write_text(TEST.format(setting=setting))
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"]
+    done = subprocess.run(
+        [*command, *options], cwd=folder, capture_output=True, text=True, check=False
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture
+def baseline(tmp_path):
+    """Return the options that compare with a baseline, which is written."""
+    prompts(tmp_path)
+    code, said = run(tmp_path, "--kvcore-hits", "hits.json", "--kvcore-hits-update")
+    assert code == 0, said
+    return "--kvcore-hits", "hits.json"
+
+
+def test_same_prompts_pass(baseline, tmp_path):
+    """The same prompts pass; without the option nothing is compared."""
+    assert run(tmp_path, *baseline)[0] == 0
+    assert run(tmp_path)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "salt", "reason"),
+    [
+        ("It is {} o'clock. ", False, "the first block is new"),
+        ("", True, "the first block is new"),
+    ],
+    ids=["a clock in the system prompt", "a salt for each user"],
+)
+def test_a_regression_fails_with_its_reason(baseline, change, salt, reason, tmp_path):
+    """Prompts that share nothing any more fail, and the message says where they part."""
+    prompts(tmp_path, change, salt=salt)
+    code, said = run(tmp_path, *baseline)
+    assert code == 1
+    assert "in the baseline" in said
+    assert reason in said
+
+
+def test_another_block_size_does_not_compare(baseline, tmp_path):
+    """A measurement with another setting says so, and does not pass or fail by its hits."""
+    code, said = run(tmp_path, *baseline, setting=", block_size=64")
+    assert code == 1
+    assert "do not compare" in said
+
+
+def test_an_unknown_baseline_says_how_to_write_it(tmp_path):
+    """Without a baseline of that name the message has the option that writes one."""
+    prompts(tmp_path)
+    code, said = run(tmp_path, "--kvcore-hits", "hits.json")
+    assert code == 1
+    assert "--kvcore-hits-update" in said

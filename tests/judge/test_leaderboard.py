@@ -1,0 +1,194 @@
+"""The leaderboard: its numbers, resuming, checking, and the verbs."""
+
+import hashlib
+from decimal import Decimal
+
+import orjson
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import InputError, KVCache
+from kvcore_judge.cells import Cell, EvictionDigest, run_cell
+from kvcore_judge.cli.leaderboard import leaderboard
+from kvcore_judge.entries import Entry
+from kvcore_judge.leaderboard import check_leaderboard, make_leaderboard
+from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
+from kvcore_judge.report import leaderboard_page
+from kvcore_judge.scores import Ratio, interval, ratio_of, score_of
+from kvcore_replay.untimed import replay
+
+TOOLS = Stream("tools", "agents:sessions=12", timed=True)
+RECENT = Stream("recency", "recency:requests=400")
+PANEL = Panel("test", (TOOLS, RECENT), (50, 200))
+ENTRIES = [Entry("lfu"), Entry("slru")]
+
+TOML = '[[stream]]\nname = "own"\nworkload = "recency:requests=300"\n'
+
+
+@pytest.fixture(scope="module")
+def board():
+    """Return a small leaderboard."""
+    return make_leaderboard(PANEL, ENTRIES)
+
+
+def test_hits_are_those_of_a_replay(board):
+    """A cell has the hits and the evictions of a plain replay."""
+    read = read_stream(RECENT)
+    cache = KVCache(read.pool(200), 64, eviction="lfu", accounting="keys")
+    cache.tree.watcher = digest = EvictionDigest()
+    stats = replay(read.requests, cache)
+    result = board.results["lfu", "recency 20%"]
+    assert (result.total, result.lookups) == (stats.hit_blocks, stats.lookup_blocks)
+    assert result.evictions == digest.hexdigest()
+
+
+def test_lru_scores_one(board):
+    """LRU has a score of 1, and no policy has more hits than the optimum."""
+    assert board.scores["lru"].headline == "1.0000"
+    for ratio in board.ratios(Entry("slru")):
+        assert ratio.of_optimum <= 1
+
+
+def test_document_does_not_depend_on_jobs_or_order(board):
+    """Several processes, and other policies beside them, give the same cells."""
+    again = make_leaderboard(PANEL, ENTRIES[::-1], jobs=2)
+    assert again.document() == board.document()
+
+
+def test_finished_cells_are_not_run_again(board, tmp_path, monkeypatch):
+    """A journal has the finished cells; a torn last line costs its cell alone."""
+    journal = tmp_path / "cells.jsonl"
+    make_leaderboard(PANEL, ENTRIES[:1], journal=journal)
+    journal.write_bytes(journal.read_bytes()[:-20])
+    cells = []
+
+    def counted(cell, **options):
+        cells.append(cell)
+        return run_cell(cell, **options)
+
+    monkeypatch.setattr("kvcore_judge.leaderboard.run_cell", counted)
+    again = make_leaderboard(PANEL, ENTRIES, journal=journal)
+    assert again.document() == board.document()
+    assert len(cells) == 1 + len(PANEL.streams) * len(PANEL.shares)
+
+
+def test_a_journal_of_something_else_is_refused(tmp_path):
+    """A file that is no journal is an error that names it, and stays as it is."""
+    path = tmp_path / "notes.txt"
+    path.write_text('{"a": 1}\n')
+    with pytest.raises(InputError, match="no finished cell"):
+        make_leaderboard(PANEL, ENTRIES, journal=path)
+    assert path.read_text() == '{"a": 1}\n'
+
+
+def test_check_finds_a_cell_that_was_changed(board):
+    """Cells run again are the same; one whose hits were changed is not."""
+    document = orjson.loads(orjson.dumps(board.document()))
+    everything = 12
+    assert all(each.same for each in check_leaderboard(document, PANEL, everything))
+    document["policies"][0]["cells"][0]["hits"] += 1
+    found = [each.same for each in check_leaderboard(document, PANEL, everything)]
+    assert found.count(False) == 1
+
+
+def test_check_refuses_another_version_of_a_policy(board):
+    """A leaderboard of another source of a policy cannot be checked here."""
+    document = orjson.loads(orjson.dumps(board.document()))
+    for policy in document["policies"]:
+        policy["source"] = hashlib.blake2b(b"", digest_size=16).hexdigest()
+    with pytest.raises(InputError, match="another version"):
+        list(check_leaderboard(document, PANEL, 1))
+
+
+def test_tuned_cells_are_left_out_of_the_headline():
+    """The headline is the mean of the other cells; the worst cell may be any."""
+    ratios = [Ratio("a", Decimal(4), Decimal(1), tuned=True), Ratio("b", Decimal(1), None)]
+    score = score_of(ratios)
+    assert (score.headline, score.all_cells) == ("1.0000", "2.0000")
+    assert score.worst == ("1.0000", "b")
+
+
+def test_cell_without_hits_of_lru_counts_by_the_optimum():
+    """Where LRU hits nothing, the ratio is that to the optimum; where nothing hits, none."""
+    assert ratio_of("a", 5, 0, 10).ratio == Decimal("0.5")
+    assert ratio_of("a", 0, 0, 0).ratio is None
+
+
+@given(st.lists(st.integers(1, 1000), min_size=20, max_size=20), st.integers(1, 9))
+def test_interval_holds_a_constant_ratio(lru, factor):
+    """A policy with the same multiple of LRU's hits in each stretch has an exact interval."""
+    ratio = f"{factor}.0000"
+    assert interval([factor * each for each in lru], lru) == (ratio, ratio)
+
+
+def test_page_has_a_picture_for_each_stream(board):
+    """The page fetches nothing, and draws each stream."""
+    page = leaderboard_page(board)
+    assert page.count("<svg") == len(PANEL.streams)
+    assert "http" not in page
+    assert "slru" in page
+
+
+def test_panel_of_a_file(tmp_path):
+    """A file names streams; a digest that is another one is refused."""
+    path = tmp_path / "panel.toml"
+    path.write_text(TOML)
+    panel = find_panel(str(path))
+    assert read_stream(panel.streams[0]).requests
+    path.write_text(TOML + 'digest = "00"\n')
+    with pytest.raises(InputError, match="another file"):
+        read_stream(find_panel(str(path)).streams[0])
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("stream = 3", "give"),
+        ("[[stream]]\nname = 'a'\n", "give"),
+        ("[", "panel"),
+        ("", "give"),
+    ],
+)
+def test_panel_of_a_wrong_file(text, match, tmp_path):
+    """A file that is no panel is an error that says what one has."""
+    path = tmp_path / "panel.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=match):
+        find_panel(str(path))
+
+
+def test_verb_writes_and_checks(tmp_path):
+    """`kvcore leaderboard` writes the document, and checks it afterwards."""
+    (tmp_path / "panel.toml").write_text(TOML)
+    out = tmp_path / "board.json"
+    options = ["--panel", str(tmp_path / "panel.toml"), "--jobs", "1"]
+    made = CliRunner().invoke(leaderboard, [*options, "--policy", "lfu", "--out", str(out)])
+    assert made.exit_code == 0, made.output
+    assert {each["name"] for each in orjson.loads(out.read_bytes())["policies"]} == {
+        "lru",
+        "lfu",
+    }
+    checked = CliRunner().invoke(leaderboard, [*options, "--check", str(out), "--cells", "2"])
+    assert checked.exit_code == 0, checked.output
+    assert checked.output.count("the same") == 2
+
+
+def test_generated_streams_are_equal_everywhere():
+    """The digest of the requests of both generated workloads is fixed."""
+    found = {}
+    for stream in (TOOLS, RECENT):
+        requests = read_stream(stream).requests
+        rows = [
+            (each.arrival, list(each.keys), each.output_tokens, each.tool) for each in requests
+        ]
+        found[stream.name] = hashlib.blake2b(repr(rows).encode(), digest_size=8).hexdigest()
+    assert found == {"tools": "80c5132c2b0f4f00", "recency": "18e0b86df9577dc2"}
+
+
+def test_cells_under_a_clock_have_times(board):
+    """A timed stream has times to the first token in its timed sizes alone."""
+    timed = {name for (_, name), result in board.results.items() if result.timed is not None}
+    assert timed <= {"tools 5%", "tools 20%"}
+    assert run_cell(Cell(Entry("lru"), RECENT, 200)).timed is None

@@ -1,0 +1,214 @@
+"""The judge: each wrong policy gets the verdict that names its rule, and leaves nothing."""
+
+from pathlib import Path
+from textwrap import dedent, indent
+
+import pytest
+
+from kvcore_judge.entries import Entry
+from kvcore_judge.protocol import Panel, Stream
+from kvcore_judge.sandbox import Limits, landlock_version
+from kvcore_judge.verdict import Judge
+
+pytestmark = pytest.mark.skipif(
+    not landlock_version(), reason="this kernel has no Landlock to run the policies in"
+)
+
+HEAD = '''
+"""A policy to judge."""
+
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+
+from kvcore import EvictionPolicy
+
+SEEN = []
+
+
+class Judged(EvictionPolicy):
+    """LRU, but for one thing."""
+
+    name = "judged"
+
+    def attach(self, blocks, block_size):
+        super().attach(blocks, block_size)
+        self._order = OrderedDict()
+
+    def on_pin(self, span):
+        del self._order[span]
+
+    def on_release(self, span, now):
+        self._order[span] = None
+
+    def on_remove(self, span, reason):
+        del self._order[span]
+
+    def victim(self, now):
+        return next(iter(self._order))
+
+'''
+
+WRONG = {
+    "evicts-pinned": ("contract", "def on_pin(self, span):\n    pass"),
+    "evicts-parents": (
+        "contract",
+        "def victim(self, now):\n    return next(reversed(self._order))",
+    ),
+    "evicts-nothing": ("contract", "def victim(self, now):\n    return None"),
+    "raises": ("contract", "def on_remove(self, span, reason):\n    raise ValueError('no')"),
+    "keeps-gone-spans": (
+        "contract",
+        "def on_remove(self, span, reason):\n    SEEN.append(span)",
+    ),
+    "draws": (
+        "deterministic",
+        """
+        def victim(self, now):
+            leaves = [span for span in self._order if not span.children]
+            return random.choice(leaves)
+        """,
+    ),
+    "by-address": (
+        "deterministic",
+        """
+        def victim(self, now):
+            leaves = [span for span in self._order if not span.children]
+            return min(leaves, key=lambda span: (id(span) ^ os.getpid()) % 97)
+        """,
+    ),
+    "by-clock": (
+        "deterministic",
+        """
+        def victim(self, now):
+            leaves = [span for span in self._order if not span.children]
+            return leaves[time.perf_counter_ns() % len(leaves)]
+        """,
+    ),
+    "hears-of-the-queue": (
+        "future",
+        """
+        lookahead = 8
+        def on_queued(self, request, now, *, front):
+            pass
+        """,
+    ),
+    "looks-at-the-requests-to-come": (
+        "future",
+        """
+        def victim(self, now):
+            frame = sys._getframe()
+            while not isinstance(frame.f_locals.get('requests'), list):
+                frame = frame.f_back
+            leaves = [span for span in self._order if not span.children]
+            return leaves[len(frame.f_locals['requests']) % len(leaves)]
+        """,
+    ),
+    "never-returns": (
+        "time",
+        """
+        def victim(self, now):
+            while True:
+                pass
+        """,
+    ),
+    "eats-memory": (
+        "memory",
+        """
+        def victim(self, now):
+            SEEN.append(bytearray(1 << 28))
+            return next(iter(self._order))
+        """,
+    ),
+    "writes": (
+        "files",
+        """
+        def victim(self, now):
+            open('left_behind', 'w').close()
+            return next(iter(self._order))
+        """,
+    ),
+    "writes-and-hides-it": (
+        "files",
+        """
+        def victim(self, now):
+            try:
+                open('left_behind', 'w').close()
+            except BaseException:
+                pass
+            return next(iter(self._order))
+        """,
+    ),
+    "reads": (
+        "files",
+        """
+        def victim(self, now):
+            open('/proc/self/maps').read()
+            return next(iter(self._order))
+        """,
+    ),
+    "connects": (
+        "network",
+        """
+        def victim(self, now):
+            socket.create_connection(('127.0.0.1', 9))
+            return next(iter(self._order))
+        """,
+    ),
+    "starts-a-process": (
+        "processes",
+        """
+        def victim(self, now):
+            subprocess.run(['true'])
+            return next(iter(self._order))
+        """,
+    ),
+    "ends-the-process": ("ends the process", "def victim(self, now):\n    os._exit(0)"),
+}
+"""By name: the rule that it breaks, and the methods in which it differs from LRU."""
+
+PANEL = Panel("test", (Stream("tools", "agents:sessions=30"),), (50, 200))
+
+
+@pytest.fixture(scope="module")
+def judge():
+    """Return a judge that gives policies few seconds."""
+    return Judge(PANEL, Limits(seconds=2, memory=1 << 30), kit=False)
+
+
+def written(folder, methods):
+    """Return the entry of a policy with these methods."""
+    path = Path(folder, "judged.py")
+    path.write_text(HEAD + indent(dedent(methods).strip(), "    ") + "\n", "utf-8")
+    return Entry(str(path))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_policy_gets_the_verdict_of_its_rule(name, judge, tmp_path, monkeypatch):
+    """The verdict names the rule, and nothing of the policy survives in the working folder."""
+    monkeypatch.chdir(tmp_path)
+    rule, methods = WRONG[name]
+    verdict = judge.judge(written(tmp_path, methods))
+    assert (verdict.passed, verdict.rule) == (False, rule), verdict.what
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["judged.py"]
+
+
+def test_right_policy_passes_and_scores(judge, tmp_path):
+    """LRU in a file passes, and has the hits of LRU in each cell."""
+    verdict = judge.judge(written(tmp_path, "pass"))
+    assert verdict.passed, verdict.what
+    assert verdict.score.headline == "1.0000"
+    assert all(cell["hits"] == cell["lru"] > 0 for cell in verdict.cells)
+
+
+def test_the_kit_comes_first(tmp_path):
+    """A policy that only the kit finds wrong fails it, with the name of the test."""
+    methods = "def attach(self, blocks, block_size):\n    self._order = OrderedDict()\n"
+    methods += "def __deepcopy__(self, memo):\n    return self"
+    verdict = Judge(PANEL).judge(written(tmp_path, methods))
+    assert verdict.rule == "contract"
+    assert "test_" in verdict.what
