@@ -267,8 +267,8 @@ class GroupedCache:
         ):
             msg = (
                 f"retention_interval={retention_interval!r}: give a multiple of {size:,} "
-                "tokens, which blocks of all groups divide; 0 for the ends of prompts alone; or "
-                "None for all"
+                "tokens, which blocks of all groups divide; 0 for the ends of prompts alone; "
+                "or None for all"
             )
             raise InputError(msg)
         self.retention_interval = retention_interval
@@ -600,8 +600,8 @@ class GroupedCache:
                 or (is_evictable == (held > 0))
             ):
                 msg = (
-                    f"block {block.name!r} of group {block.group} is found as {place!r}; it has "
-                    f"{block.holders} holders, {held} tables, and evictable is {is_evictable}"
+                    f"block {block.name!r} of group {block.group} is found as {place!r}; it "
+                    f"has {block.holders} holders, {held} tables, evictable is {is_evictable}"
                 )
                 raise AssertionError(msg)
         total = self.pool.free_blocks + bare + len(named)

@@ -90,7 +90,13 @@ class GroupAllocator(DecodeAllocator):
         return need + reserve <= cache.available_blocks and cache.is_computed(match)
 
     def open(
-        self, job: Job, now: int, reserve: int, most: int | None = None, *, whole: bool = True
+        self,
+        job: Job,
+        now: int,
+        reserve: int,
+        most: int | None = None,
+        *,
+        fits_prompt: bool = True,
     ) -> Sequence | None:
         """Return a new sequence for `job` with its first chunk, or None without blocks for it.
 
@@ -100,14 +106,11 @@ class GroupAllocator(DecodeAllocator):
         target = None if job.admitted is None else job.target
         request = job.request if target is None else job.known_request()
         match = cache.match(request, now, job.target)
-        if (
-            whole
-            and cache.need(match, job.target, whole=True) + reserve > cache.available_blocks
-        ):
+        available = cache.available_blocks - reserve
+        if fits_prompt and cache.need(match, job.target, whole=True) > available:
             return None
-        left = job.target - match.tokens
-        tokens = self._cut(job, match.tokens, left if most is None else min(most, left),
-                           match.junction)  # fmt: skip
+        tokens = job.target - match.tokens
+        tokens = self._cut(job, match.tokens, min(tokens, most or tokens), match.junction)
         if not tokens:
             return None
         try:

@@ -74,7 +74,6 @@ def simulate(
         others = {"drafter": drafter, "allocator": allocator, "fragmentation": fragmentation}
         _check_no_others(others)
         batching = by_chunk(batching)
-        allocator = partial(GroupAllocator, batching=batching)
     executor = SimulatedExecutor(latency)
     built: Drafter | None = resolve("drafter", drafter)
     if built is not None:
@@ -190,6 +189,8 @@ def serve(
         import kvcore  # noqa: PLC0415 - its table says where memory is measured
 
         meter, allocator = kvcore.Occupancy(), allocator or kvcore.MeasuredAllocator
+    if isinstance(cache, GroupedCache):
+        allocator = partial(GroupAllocator, batching=batching)
     loop = ServingLoop(
         Arrivals(check_keys(workload), rate_scale, prefetches=cache.tiers is not None),
         cache,
