@@ -38,18 +38,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
 
+from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
-from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
+from kvcore.serving.group_allocator import GroupAllocator
 from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
@@ -302,7 +304,7 @@ class ServingLoop:
         jumps: whether to run many decode steps at once. It changes only the time that the
             run takes.
         slo: the SLO of requests without one of their own.
-        allocator: makes the allocator of blocks.
+        allocator: makes the allocator of blocks; None: one that pages, or one for groups.
         meter: measures the run; None: nothing.
         log: where requests are recorded; None: a new `RunLog`.
 
@@ -326,7 +328,7 @@ class ServingLoop:
         *,
         jumps: bool = True,
         slo: SLO | None = None,
-        allocator: AllocatorFactory = DecodeAllocator,
+        allocator: AllocatorFactory | None = None,
         meter: Meter | None = None,
         log: RunLog | None = None,
     ) -> None:
@@ -345,7 +347,10 @@ class ServingLoop:
         server = ServiceEstimates(cache, latency, batching.max_seqs)
         scheduler.bind()
         scheduler.attach(server)
-        self.allocator = allocator(cache, self.batch)
+        pages: AllocatorFactory = DecodeAllocator
+        if isinstance(cache, GroupedCache):
+            pages = partial(GroupAllocator, batching=batching)
+        self.allocator = (allocator or pages)(cache, self.batch)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.on_first_token: Callable[[Job, int], None] | None = None
         self.arrivals = arrivals

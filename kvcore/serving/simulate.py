@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -11,8 +10,6 @@ from kvcore.cache import GroupedCache, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
-from kvcore.serving.decode_batch import DecodeAllocator
-from kvcore.serving.group_allocator import GroupAllocator
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
 from kvcore.serving.result import Result, record_run
@@ -189,8 +186,6 @@ def serve(
         import kvcore  # noqa: PLC0415 - its table says where memory is measured
 
         meter, allocator = kvcore.Occupancy(), allocator or kvcore.MeasuredAllocator
-    if isinstance(cache, GroupedCache):
-        allocator = partial(GroupAllocator, batching=batching)
     loop = ServingLoop(
         Arrivals(check_keys(workload), rate_scale, prefetches=cache.tiers is not None),
         cache,
@@ -199,7 +194,7 @@ def serve(
         batching,
         jumps=jumps,
         slo=slo,
-        allocator=allocator or DecodeAllocator,
+        allocator=allocator,
         meter=meter,
     )
     if cache.trace is not None:
