@@ -180,8 +180,8 @@ class PoolOptions(TypedDict, total=False):
         bool,
         Option(
             default=False,
-            help="Serve a model whose layers keep different things as one cache group, in which "
-            "all of them keep all tokens.",
+            help="Serve a model whose layers keep different things as one cache group, in "
+            "which all of them keep all tokens.",
             heading=POOL,
         ),
     ]
