@@ -227,6 +227,7 @@ class GroupedCache:
 
     Attributes:
         groups, retention_interval: the arguments.
+        has_states: whether a group keeps states.
         pool: the blocks; its free ones have no name.
         geometry: the layout of prompts in blocks of which each is whole in every group.
         sequences: the open sequences by id.
@@ -260,6 +261,7 @@ class GroupedCache:
         if not self.groups:
             msg = "a cache without groups: give one or more, such as LayerGroup('full', 16)"
             raise InputError(msg)
+        self.has_states = any(group.kind == "state" for group in self.groups)
         sizes = {group.block_size for group in self.groups}
         self._size = size = lcm(*sizes)
         if retention_interval is not None and (
@@ -371,6 +373,39 @@ class GroupedCache:
                 blocks = min(blocks, -(-kept // group.block_size) + 1)
             total += blocks
         return total
+
+    def chunk_tokens(
+        self, start: int, tokens: int, prompt: int, target: int, junction: int, largest: int
+    ) -> int:
+        """Return how many of `tokens` tokens from `start` on the next chunk of a prompt has.
+
+        A state can be cached only where a chunk ends. So a chunk ends at a multiple of the
+        block, unless it is the last one of its prompt; and at the last such multiple before
+        the prompt's last token, and at the junction. 0: there are too few tokens for that.
+
+        Args:
+            start: tokens that are computed.
+            tokens: tokens that may be.
+            prompt: tokens of the prompt.
+            target: tokens to compute before the next one is generated.
+            junction: that of its `GroupMatch`.
+            largest: the most tokens of a step. A block with more is computed over several.
+        """
+        # After a preemption the last token is a generated one, computed as in a decode step.
+        prompt_end, size = max(prompt, target - 1), self._size
+        if not self.has_states or start >= prompt_end:
+            return tokens
+        end = start + tokens
+        if end < prompt_end:
+            last = end // size * size
+            if last > start or size <= largest:
+                end = last
+        stops = [(target - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if start < junction < end:
+            stops.append(start + (junction - start) // size * size)
+        return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
 
     def residency_by_tier(self) -> None:
         """Return None: how long blocks of groups stay is not recorded."""
@@ -566,6 +601,35 @@ class GroupedCache:
         for table in seq.tables:
             self._free(reversed(table.blocks))
         seq.tables.clear()
+
+    def compute(self, request: Request, max_tokens: int) -> GroupMatch:
+        """Compute the prompt of `request` in chunks while nobody else runs; return its hit.
+
+        For replays without a clock. A prompt that finds no room ends there.
+
+        Args:
+            request: the request.
+            max_tokens: the most tokens of a chunk.
+        """
+        match, length = self.match(request), request.prompt_tokens
+        computed, seq = match.tokens, None
+        self.in_flight_tokens = max_tokens
+        while computed < length:
+            tokens = self.chunk_tokens(
+                computed, min(max_tokens, length - computed), length, length, match.junction,
+                max_tokens,
+            )  # fmt: skip
+            if seq is None:
+                if self.need(match, computed + tokens) > self.available_blocks:
+                    break
+                seq = self.open(request, tokens, match=match)
+            elif not self.grow(seq, computed + tokens, computed):
+                break
+            self.commit(seq, tokens)
+            computed += tokens
+        if seq is not None:
+            self.close(seq)
+        return match
 
     def append_keys(self, seq: GroupSequence, keys: Keys[Key]) -> NoReturn:
         """Refuse keys that become known while a request runs, as in runs on tensors."""

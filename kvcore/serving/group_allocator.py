@@ -47,8 +47,7 @@ class GroupAllocator(DecodeAllocator):
         super().__init__(cast("Any", cache), batch)
         rules, size = batching.rules, cache.geometry.block_size
         self._groups = cache
-        self._has_states = any(group.kind == "state" for group in cache.groups)
-        if self._has_states and not batching.chunked:
+        if cache.has_states and not batching.chunked:
             msg = (
                 "chunked=False with a model that keeps states: they are cached where chunks "
                 "end, so its prompts are computed in chunks; leave it out"
@@ -110,7 +109,7 @@ class GroupAllocator(DecodeAllocator):
         if fits_prompt and cache.need(match, job.target, whole=True) > available:
             return None
         tokens = job.target - match.tokens
-        tokens = self._cut(job, match.tokens, min(tokens, most or tokens), match.junction)
+        tokens = self._chunk(job, match.tokens, min(tokens, most or tokens), match.junction)
         if not tokens:
             return None
         try:
@@ -124,34 +123,16 @@ class GroupAllocator(DecodeAllocator):
     def chunk_tokens(self, job: Job, tokens: int) -> int:
         """Return how many of the next `tokens` prompt tokens of `job` end where a chunk may.
 
-        A state can be cached only where a chunk ends. So a chunk ends at a multiple of the
-        block, unless it is the last one of its prompt; and at the last such multiple before the
-        prompt's last token, and at the junction. 0: it waits for a step with more tokens.
+        0: it waits for a step with more tokens.
         """
         seq = cast("GroupSequence", job.seq)
-        return self._cut(job, job.computed, tokens, seq.junction)
+        return self._chunk(job, job.computed, tokens, seq.junction)
 
-    def _cut(self, job: Job, start: int, tokens: int, junction: int) -> int:
-        """Return how many of `tokens` tokens from `start` on the next chunk of `job` has."""
-        if not self._has_states:
-            return tokens
-        size, target = self._block_size, job.target
-        # After a preemption the last token is a generated one, computed as in a decode step.
-        prompt_end = max(job.request.prompt_tokens, target - 1)
-        if start >= prompt_end:
-            return tokens
-        end = start + tokens
-        if end < prompt_end:
-            last = end // size * size
-            # A block that no step can hold is computed over several.
-            if last > start or size <= self._max_tokens:
-                end = last
-        stops = [(target - 1) // size * size]
-        if start % size:
-            stops.append((start // size + 1) * size)
-        if start < junction < end:
-            stops.append(start + (junction - start) // size * size)
-        return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
+    def _chunk(self, job: Job, start: int, tokens: int, junction: int) -> int:
+        prompt = job.request.prompt_tokens
+        return self._groups.chunk_tokens(
+            start, tokens, prompt, job.target, junction, self._max_tokens
+        )
 
     def can_extend(self, seq: Sequence) -> bool:
         """Return True if `seq` can get a slot more."""
