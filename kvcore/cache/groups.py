@@ -483,23 +483,20 @@ class GroupedCache:
         self.stats.admitted(lookup, hit // size, prompt, hit, resumed)
         return seq
 
-    def grow(self, seq: GroupSequence, tokens: int, settled: int) -> bool:
-        """Allocate for the first `tokens` tokens of `seq`; return False if there is no room.
-
-        First the blocks are freed that no token after the first `settled` needs, whether or not
-        there is room then.
-        """
-        self.free_passed(seq, settled)
+    def grow(self, seq: GroupSequence, tokens: int) -> bool:
+        """Allocate for the first `tokens` tokens of `seq`; return False if there is no room."""
         if not self.has_room(seq, tokens):
             return False
         self._allocate(seq, tokens)
         return True
 
-    def free_passed(self, seq: GroupSequence, tokens: int) -> None:
+    def free_passed(self, seq: GroupSequence, tokens: int) -> bool:
         """Free the blocks that no token after the first `tokens` of `seq` needs, last first.
 
         So a window ages from the time at which it has passed, not from the end of its request.
+        Returns True if more blocks are available then.
         """
+        before = self.available_blocks
         for group, table in zip(self.groups, seq.tables, strict=True):
             count = min(group.passed(tokens) - table.first, len(table.blocks))
             if count > 0:
@@ -508,6 +505,7 @@ class GroupedCache:
                 table.first += count
                 passed.reverse()
                 self._free(passed)
+        return self.available_blocks > before
 
     def has_room(self, seq: GroupSequence, tokens: int) -> bool:
         """Return True if there are blocks for the first `tokens` tokens of `seq`."""
@@ -521,7 +519,8 @@ class GroupedCache:
         """
         del now
         total = seq.tokens + tokens
-        if not self.grow(seq, total, seq.computed):
+        self.free_passed(seq, seq.computed)
+        if not self.grow(seq, total):
             raise OutOfBlocks(self._no_room(seq.request, self._missing(seq, total)))
 
     def commit(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
@@ -623,8 +622,10 @@ class GroupedCache:
                 if self.need(match, computed + tokens) > self.available_blocks:
                     break
                 seq = self.open(request, tokens, match=match)
-            elif not self.grow(seq, computed + tokens, computed):
-                break
+            else:
+                self.free_passed(seq, computed)
+                if not self.grow(seq, computed + tokens):
+                    break
             self.commit(seq, tokens)
             computed += tokens
         if seq is not None:

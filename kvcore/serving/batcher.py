@@ -122,6 +122,7 @@ class Batcher:
         self._scheduler = CheckedScheduler(scheduler)
         self._batch = batch
         self._allocator = allocator
+        allocator.waiting = self.waiting.entries
         self._mixed = batching.steps == "mixed"
         self._rules = rules = batching.rules
         self._decisions = Decisions(rules, batching, tiers=cache.tiers is not None)
@@ -202,6 +203,10 @@ class Batcher:
         """
         if self._mixed and not self._allocator.next_step(now):
             self._preempt_to_grow(now)
+        if self._allocator.freed:
+            self._allocator.freed = False
+            if self.waiting.entries:
+                self.computed()
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
         if not (self._mixed or self.chunks or self._allocator.next_step(now)):

@@ -18,7 +18,7 @@ Blocks of a full prefix stay in the cache until the eviction policy drops them.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
 from itertools import chain
@@ -379,12 +379,17 @@ class DecodeAllocator:
     Attributes:
         takes_drafts: whether a step may add several tokens to a sequence.
         allocated_until: the first decode step whose blocks are not allocated yet.
+        freed: whether growth has freed blocks, which waiting jobs may get; the batcher resets
+            it.
+        waiting: the waiting jobs, of which it reads whether there are any.
     """
 
     takes_drafts = True
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0
+        self.freed = False
+        self.waiting: Sized = ()
         self._served: set[Job] = set()
         self._cache = cache
         self._batch = batch

@@ -145,14 +145,15 @@ class GroupAllocator(DecodeAllocator):
         """
         del now
         own = cast("GroupSequence", seq)
-        self._groups.free_passed(own, own.settled if self._lag else own.computed)
+        settled = own.settled if self._lag else own.computed
+        self.freed |= self._groups.free_passed(own, settled)
         return self._groups.has_room(own, own.tokens + tokens)
 
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
         del now
         own = cast("GroupSequence", seq)
-        self._groups.grow(own, own.tokens + tokens, 0)
+        self._groups.grow(own, own.tokens + tokens)
 
     # Decoding.
 
@@ -186,7 +187,8 @@ class GroupAllocator(DecodeAllocator):
             settled = length
             if self._lag:
                 settled = seq.settled if job in self._batch.fresh and not ahead else length - 1
-            if not cache.grow(seq, length + 1, settled):
+            self.freed |= cache.free_passed(seq, settled)
+            if not cache.grow(seq, length + 1):
                 return False
             cache.store(seq, length + self._known)
             self._served.add(job)
@@ -204,8 +206,8 @@ class GroupAllocator(DecodeAllocator):
         )
         for step, entries in groupby(events, key=itemgetter(0)):
             jobs = sorted({job for _, each in entries for job in each}, key=admission_of)
-            if not self._serve(jobs, step):
-                # Those that are served already have their blocks when the step is planned.
+            if not self._serve(jobs, step) or (self.freed and self.waiting):
+                # The step is planned; those that are served already have their blocks then.
                 end = step
                 break
             self._served.clear()

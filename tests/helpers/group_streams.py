@@ -129,7 +129,8 @@ class CacheSide:
                 return False
         else:
             seq = self._open[request.id]
-            if not cache.grow(seq, computed + tokens, computed):
+            cache.free_passed(seq, computed)
+            if not cache.grow(seq, computed + tokens):
                 return False
         cache.commit(seq, tokens)
         return True

@@ -18,6 +18,7 @@ import attrs
 import orjson
 
 from kvcore import KVCache, Request
+from kvcore.cache import GroupedCache, LayerGroup, ServedCache
 from kvcore.config import RunConfig
 from kvcore.plugins.manager import resolve
 from kvcore.serving import Job, StepResult, StepWork
@@ -71,6 +72,9 @@ class Server:
         lag: 1 if a step is planned while the one before it runs, else 0.
         by_priority: whether requests run by priority; else in the order of arrival.
         options: other options of `Batching`, and of its rules, by name.
+        groups: the cache groups, with blocks of `block_size` tokens; empty: full attention in
+            one group, served by a `KVCache`.
+        interval: the retention interval of the groups.
     """
 
     name: str
@@ -84,6 +88,8 @@ class Server:
     lag: int = 0
     by_priority: bool = False
     options: dict[str, Any] = attrs.field(factory=dict)
+    groups: Sequence[LayerGroup] = ()
+    interval: int | None = 0
 
 
 def conversation(blocks: int, block_size: int, lag: int, requests: int = 600) -> Server:
@@ -168,10 +174,43 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
     )
 
 
+def grouped_server(seed: int) -> Server:
+    """Return a random server under load with random cache groups, and chunks if it needs them.
+
+    Its pool is that of `random_server` for each of the groups.
+    """
+    server, rng = random_server(seed), Random(f"groups/{seed}")
+
+    def below(end: int) -> int:
+        return int(rng.random() * end)
+
+    size = server.block_size
+    full, state = LayerGroup("full", size), LayerGroup("state", size)
+    short, long = (LayerGroup("window", size, 2 + below(most)) for most in (40, 600))
+    groups = [
+        [full, short],
+        [full, long, long],
+        [full, short, long],
+        [full, state, state],
+        [full, long, state],
+        [short, long],
+        [long],
+    ][below(7)]
+    if state in groups:
+        server = attrs.evolve(server, chunked=True)
+    return attrs.evolve(
+        server,
+        name=f"groups, seed {seed}",
+        blocks=server.blocks * len(groups) + 8,
+        groups=groups,
+        interval=(0, 0, None, 4 * size)[below(4)],
+    )
+
+
 class StepRecorder(SimulatedExecutor):
     """An executor whose steps all take the same time, and that records their contents."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: ServedCache) -> None:
         super().__init__(Linear(step=STEP_NS / NS_PER_S, prefill=0, decode=0, context=0))
         self.latency.bind()
         self.jumps = False
@@ -218,12 +257,14 @@ def kvcore_steps(server: Server) -> list[Step]:
         chunked=server.chunked,
         watermark=server.watermark,
     )
-    cache = KVCache(
-        server.blocks - config.batching.rules.null_block,
-        server.block_size,
-        eviction=config.eviction,
-        prefix=config.prefix,
-    )
+    blocks = server.blocks - config.batching.rules.null_block
+    cache: ServedCache
+    if server.groups:
+        cache = GroupedCache(server.groups, blocks, retention_interval=server.interval)
+    else:
+        cache = KVCache(
+            blocks, server.block_size, eviction=config.eviction, prefix=config.prefix
+        )
     recorder = StepRecorder(cache)
     serve(
         server.requests,
