@@ -62,6 +62,8 @@ class Pool:
         groups = [_group(each, size, window) for each in SHAPES[shape]]
         size = lcm(*(group.block_size for group in groups))
         interval = rng.choice((None, 0, 0, 2 * size, 4 * size))
+        if all(group.kind == "full" for group in groups):
+            interval = 0  # vLLM refuses another one
         chunk = rng.choice((1, 3, 8)) * size
         return cls(shape, groups, rng.choice((120, 250, 900)), interval, chunk)
 

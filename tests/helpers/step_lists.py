@@ -32,8 +32,14 @@ from kvcore_plugins.workload import Mooncake
 
 GOLDEN = Path(__file__).parents[1] / "core" / "golden" / "vllm" / "steps.jsonl.xz"
 
+GROUPED = GOLDEN.with_name("groups.jsonl.xz")
+"""The step lists of servers with cache groups."""
+
 SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
 """Seeds of the random servers in `GOLDEN`: all kinds of servers, without duplicate blocks."""
+
+GROUPED_SEEDS = (*range(6), 7, 8, 9, 10, 12, 15, 17, 19, 21, 22)
+"""Seeds of the servers in `GROUPED`."""
 
 STEP_NS = 20_000_000
 """Nanoseconds of a step, whatever it computes."""
@@ -285,6 +291,11 @@ def golden_servers() -> list[Server]:
     pools = ((1024, 512), (400, 512), (16_384, 16))
     traces = [conversation(*pool, lag) for pool in pools for lag in (0, 1)]
     return [*traces, *map(random_server, SEEDS)]
+
+
+def grouped_servers() -> list[Server]:
+    """Return the servers whose step lists are in the file `GROUPED`."""
+    return list(map(grouped_server, GROUPED_SEEDS))
 
 
 def encode(steps: Iterable[Step]) -> dict[str, Any]:
