@@ -195,15 +195,17 @@ class GroupSequence(Sequence):
         names: the names of its blocks, by their size.
         junction: that of its `GroupMatch`.
         settled: tokens that were allocated before the newest ones.
+        committed_at: the time (ns) of its last commit.
         fresh: the states that have a name and that it has not computed yet, by group and name.
     """
 
-    __slots__ = ("fresh", "junction", "names", "settled", "tables")
+    __slots__ = ("committed_at", "fresh", "junction", "names", "settled", "tables")
 
     tables: list[Table]
     names: dict[int, BlockNames]
     junction: int
     settled: int
+    committed_at: int | None
     fresh: list[tuple[int, Name]]
 
 
@@ -469,7 +471,7 @@ class GroupedCache:
             hit // size, hit, hit, hit // size, length, self._root,
         )  # fmt: skip
         seq.names, seq.junction, seq.fresh = names, match.junction, []
-        seq.settled, seq.tables = hit, []
+        seq.settled, seq.committed_at, seq.tables = hit, None, []
         for group, blocks in zip(self.groups, match.blocks, strict=True):
             for block in blocks:
                 if block is not None:
@@ -525,9 +527,9 @@ class GroupedCache:
 
     def commit(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
         """Count `tokens` more tokens as computed: full blocks get their names."""
-        del now
         if tokens < 0 or seq.computed + tokens > seq.tokens:
             seq.refuse_commit(tokens)
+        seq.committed_at = now
         seq.computed += tokens
         self.store(seq, seq.computed)
         if seq.fresh:

@@ -122,7 +122,7 @@ class Batcher:
         self._scheduler = CheckedScheduler(scheduler)
         self._batch = batch
         self._allocator = allocator
-        allocator.waiting = self.waiting.entries
+        allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
         self._mixed = batching.steps == "mixed"
         self._rules = rules = batching.rules
         self._decisions = Decisions(rules, batching, tiers=cache.tiers is not None)
@@ -201,16 +201,17 @@ class Batcher:
         Running jobs go before waiting ones: first the blocks of the next decode step, then
         admissions. Where prefill goes first, a step decodes only if it has no prefill.
         """
-        if self._mixed and not self._allocator.next_step(now):
-            self._preempt_to_grow(now)
-        if self._allocator.freed:
-            self._allocator.freed = False
+        allocator = self._allocator
+        if self._mixed and not allocator.next_step(now):
+            self._preempt_to_grow(now, allocator.next_step)
+        if allocator.freed:
+            allocator.freed = False
             if self.waiting.entries:
                 self.computed()
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
-        if not (self._mixed or self.chunks or self._allocator.next_step(now)):
-            self._preempt_to_grow(now)
+        if (self._mixed or not self.chunks) and not allocator.finish_step(now):
+            self._preempt_to_grow(now, allocator.finish_step)
 
     def computed(self) -> None:
         """Record that blocks were committed."""
@@ -292,13 +293,13 @@ class Batcher:
         if self._scheduler.heard:
             self._scheduler.tell("withdrawn", job, now)
 
-    def _preempt_to_grow(self, now: int) -> None:
-        """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
+    def _preempt_to_grow(self, now: int, grow: Callable[[int], bool]) -> None:
+        """OUT_OF_BLOCKS: preempt until `grow` finds the blocks of the next decode step."""
         while True:
             if not self._decisions.whole:
                 self._allocator.serve_first(now)
             self._take_blocks(self._choose_victim(now, None), now)
-            if self._allocator.next_step(now):
+            if grow(now):
                 return
 
     def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
@@ -324,8 +325,8 @@ class Batcher:
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
-            if self._unpublished and not ongoing:
-                self._publish(now)
+            if not ongoing:
+                self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
@@ -338,6 +339,13 @@ class Batcher:
                 admits = preemptive = False
             else:
                 break
+        if self._unpublished:
+            self._publish(now)
+
+    def _running_served(self, now: int) -> None:
+        """Called when all prompts that are being computed have their chunks of the step."""
+        if self._mixed and not self._allocator.finish_step(now):
+            self._preempt_to_grow(now, self._allocator.finish_step)
         if self._unpublished:
             self._publish(now)
 

@@ -382,6 +382,7 @@ class DecodeAllocator:
         freed: whether growth has freed blocks, which waiting jobs may get; the batcher resets
             it.
         waiting: the waiting jobs, of which it reads whether there are any.
+        prefilling: the jobs whose prompt is not computed yet.
     """
 
     takes_drafts = True
@@ -390,6 +391,7 @@ class DecodeAllocator:
         self.allocated_until = 0
         self.freed = False
         self.waiting: Sized = ()
+        self.prefilling: Iterable[Job] = ()
         self._served: set[Job] = set()
         self._cache = cache
         self._batch = batch
@@ -509,6 +511,10 @@ class DecodeAllocator:
                 self._served.clear()
             self.allocated_until = step + 1
         return True
+
+    def finish_step(self, now: int) -> bool:
+        """Allocate for what `next_step` has left until prompts have their blocks: nothing."""
+        return self.next_step(now)
 
     def serve_first(self, now: int) -> None:
         """Allocate for as many jobs of the next step, from the first on, as there is room for.

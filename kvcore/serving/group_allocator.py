@@ -141,11 +141,14 @@ class GroupAllocator(DecodeAllocator):
     def finds_blocks(self, seq: Sequence, tokens: int, now: int) -> bool:
         """Return True if the blocks of `tokens` more slots of `seq` are free or evictable.
 
-        What its window has passed is freed first.
+        Jobs that were admitted before it grow first, and what its window has passed is freed.
         """
-        del now
+        if not self._serve_before(seq.admission):
+            return False
         own = cast("GroupSequence", seq)
-        settled = own.settled if self._lag else own.computed
+        # Under a lag, a chunk of the step before is still being computed.
+        in_flight = self._lag and own.committed_at == now
+        settled = own.settled if in_flight else own.computed
         self.freed |= self._groups.free_passed(own, settled)
         return self._groups.has_room(own, own.tokens + tokens)
 
@@ -158,8 +161,30 @@ class GroupAllocator(DecodeAllocator):
     # Decoding.
 
     def next_step(self, now: int) -> bool:
-        """Allocate for the next step, unless that is done; return False if there is no room."""
+        """Allocate for the next step, unless that is done; return False if there is no room.
+
+        Running jobs free blocks while they grow, so that their order decides what is evicted:
+        those that were admitted after one that prefills are served after it.
+        """
+        first = min(map(admission_of, self.prefilling), default=None)
+        if first is None:
+            return self.finish_step(now)
+        return self._serve_before(first)
+
+    def finish_step(self, now: int) -> bool:
+        """Allocate for all jobs that are not served yet; return False if there is no room."""
         del now
+        if not self._serve_before(None):
+            return False
+        step = self._batch.steps.count
+        if self.allocated_until <= step:
+            self._served.clear()
+            self._joined = self._batch.fresh[:] if self._lag else []
+            self.allocated_until = step + 1
+        return True
+
+    def _serve_before(self, admission: int | None) -> bool:
+        """Allocate at the next step for the jobs admitted before one; None: for all."""
         batch, step = self._batch, self._batch.steps.count
         if self.allocated_until > step:
             return True
@@ -167,12 +192,10 @@ class GroupAllocator(DecodeAllocator):
         jobs = {*batch.fresh, *self._joined}
         for residue in self._residues:
             jobs.update(batch.growing(step - residue))
-        if not self._serve(sorted(jobs, key=admission_of), step):
-            return False
-        self._served.clear()
-        self._joined = batch.fresh[:] if self._lag else []
-        self.allocated_until = step + 1
-        return True
+        order = sorted(jobs, key=admission_of)
+        if admission is not None:
+            order = [job for job in order if admission_of(job) < admission]
+        return self._serve(order, step)
 
     def serve_first(self, now: int) -> None:
         """Do nothing: jobs that find blocks have them already."""
