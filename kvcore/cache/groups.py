@@ -310,6 +310,11 @@ class GroupedCache:
     # Reading.
 
     @property
+    def forgets(self) -> bool:
+        """Whether a running sequence may hold fewer tokens than it has: no group keeps all."""
+        return all(group.kind != "full" for group in self.groups)
+
+    @property
     def unpinned_blocks(self) -> int:
         """Number of blocks that can be evicted."""
         return len(self._evictable)

@@ -173,6 +173,11 @@ class KVCache:
         return self.tree.pins
 
     @property
+    def forgets(self) -> bool:
+        """Whether a running sequence may hold fewer tokens than it has: under a retention."""
+        return self.retention is not None
+
+    @property
     def unpinned_blocks(self) -> int:
         """Number of blocks that can be evicted."""
         return self.tree.unpinned_blocks

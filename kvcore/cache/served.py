@@ -69,6 +69,10 @@ class ServedCache(Protocol):
         """The open sequences by id."""
 
     @property
+    def forgets(self) -> bool:
+        """Whether a running sequence may hold fewer tokens than it has."""
+
+    @property
     def available_blocks(self) -> int:
         """Number of blocks that are free or can be evicted."""
 

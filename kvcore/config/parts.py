@@ -376,8 +376,8 @@ class RunParts:
 
     @property
     def traced(self) -> bool:
-        """Whether a run writes a trace of its blocks."""
-        return True
+        """Whether a run writes a trace of its blocks: those of cache groups have none."""
+        return self.cache_groups is None
 
     @property
     def sized(self) -> bool:

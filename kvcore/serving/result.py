@@ -642,7 +642,7 @@ class Result(Reported):
         if self.log.drafts is not None:
             return None
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
-        forgetting = self.cache.retention is not None
+        forgetting = self.cache.forgets
         return offered_load(
             finished_work(self.log), self.batching, self.latency, tokens, forgetting=forgetting
         )

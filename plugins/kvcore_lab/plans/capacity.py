@@ -181,7 +181,7 @@ class _Search:
         """Return False if the offered load shows that a queue would grow."""
         parts, tokens = self.parts, blocks * self.parts.geometry.block_size
         latency = self.result.latency if devices is None else parts.latency(devices)
-        forgetting = self.result.cache.retention is not None
+        forgetting = self.result.cache.forgets
         work = finished_work(self.result.log)
         load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
         return load is None or load <= 1
