@@ -63,6 +63,7 @@ class RunParts:
         slo: SLO of requests that have none of their own; None: no expectation.
         ids: whether blocks have ids even without a trace.
         many: whether these may be the parts of several servers.
+        groups_layers: whether layers that keep different things are served in cache groups.
         runs: the modes that options choose, of which these are the parts.
         simulate: the function that serves the workload with `arguments`.
 
@@ -73,6 +74,7 @@ class RunParts:
 
     ids = False
     many = False
+    groups_layers = True
     runs: tuple[str, ...] = ()
     simulate: Any = staticmethod(run_simulation)
 
@@ -158,11 +160,11 @@ class RunParts:
     def cache_groups(self) -> GroupPlan | None:
         """The cache groups of the model; None if all of its layers are served as one.
 
-        Without a clock they are, as in models that keep K/V of all tokens in all layers.
+        That is so without a clock, and of layers that all keep all tokens.
         """
         config, model = self.config, self.model
-        one = config.disable_hybrid_kv_cache_manager or not config.timed
-        if one or not self.rules.cache_groups or model.uniform:
+        groups = self.groups_layers and config.timed and self.rules.cache_groups
+        if not groups or config.disable_hybrid_kv_cache_manager or model.uniform:
             return None
         with self._about("model"):
             plan = groups_of(model, self.geometry.block_size, self.codec, self._tensor_parallel)
@@ -376,8 +378,8 @@ class RunParts:
 
     @property
     def traced(self) -> bool:
-        """Whether a run writes a trace of its blocks: those of cache groups have none."""
-        return self.cache_groups is None
+        """Whether a run writes a trace of its blocks."""
+        return True
 
     @property
     def sized(self) -> bool:
