@@ -196,14 +196,17 @@ class RunParts:
         if trace is not None:
             msg = f"a trace: {self._groups_refusal}"
             raise InputError(msg)
-        named = "eviction", "prefix_cache_retention_interval", "block_size"
-        with self._about(*named):
+        eviction = self.built("eviction")
+        if eviction.name != "lru":
+            with self._about("eviction"):
+                raise InputError(self._groups_refusal)
+        with self._about("prefix_cache_retention_interval"):
             return GroupedCache(
                 map(_layer_group, plan.groups),
                 self.blocks,
                 retention_interval=config.prefix_cache_retention_interval,
                 key_tokens=self.workload.key_tokens,
-                eviction=self.built("eviction"),
+                eviction=eviction,
             )
 
     @property
