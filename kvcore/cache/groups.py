@@ -13,8 +13,8 @@ A block that is filled gets a *name*, its group and its key, by which later requ
 Full attention names all blocks, the others those at which a request is likely to resume
 (`GroupedCache._kept`). Several blocks may have one name; the oldest of these copies is hit.
 
-When nobody holds a block any more it is free. Blocks without a name are taken first; then those
-with a name, the least recently freed one first, and these are evicted.
+A block that no sequence holds any more is free. Blocks without a name are taken first; then
+those with a name, the least recently freed one first, and these are evicted.
 
 Source: the hybrid KV cache manager of vLLM 0.33, whose hits, refusals, free blocks and
 evictions these rules have.
@@ -293,7 +293,7 @@ class GroupedCache:
         self.names_generated = False
         self._root = root_span(self.geometry)
         self._last_id = 0
-        # By group, the oldest block of each name; and the named blocks that nobody holds, the
+        # By group, the oldest block of each name; and the named blocks without a holder, the
         # least recently freed one first.
         self._cached: list[dict[Name, Block]] = [{} for _ in self.groups]
         self._evictable: OrderedDict[Block, None] = OrderedDict()
@@ -609,7 +609,7 @@ class GroupedCache:
         seq.tables.clear()
 
     def compute(self, request: Request, max_tokens: int) -> GroupMatch:
-        """Compute the prompt of `request` in chunks while nobody else runs; return its hit.
+        """Compute the prompt of `request` in chunks, alone on the server; return its hit.
 
         For replays without a clock. A prompt that finds no room ends there.
 
@@ -830,7 +830,7 @@ class GroupedCache:
         seq.blocks = -(-tokens // self._size)
 
     def _evict(self, block: Block) -> None:
-        """Take its name from `block`, which nobody holds."""
+        """Remove the name of `block`, which no sequence holds."""
         self.evicted_blocks += 1
         cached, name = self._cached[block.group], block.name
         copy = cached[name]
@@ -845,7 +845,7 @@ class GroupedCache:
             cached[name] = block.younger
 
     def _free(self, blocks: Iterable[Block | None]) -> None:
-        """Let go of blocks, in this order: those that nobody else holds are free."""
+        """Remove a holder of each of `blocks`, in order: those without another one are free."""
         evictable = self._evictable
         for block in blocks:
             if block is BARE:

@@ -54,7 +54,7 @@ class ServedCache(Protocol):
 
     @property
     def trace(self) -> Recorder | None:
-        """What records every decision; None: nothing does."""
+        """The recorder of every decision; None: there is none."""
 
     @property
     def pins(self) -> ClientPins | None:

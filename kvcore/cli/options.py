@@ -241,7 +241,6 @@ server_options = all_of(
     *map(shared, ("model", "device", "tensor_parallel", "codec", "weights_dtype")),
     shared("blocks", otherwise="as many as fit"),
     shared("memory"),
-    shared("disable_hybrid_kv_cache_manager"),
 )
 """The options of a simulated server: its model, its GPUs, and the pool on them."""
 
@@ -283,7 +282,9 @@ def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
     }
 
 
-group_options = all_of(shared("prefix_cache_retention_interval"))
+group_options = all_of(
+    shared("disable_hybrid_kv_cache_manager"), shared("prefix_cache_retention_interval")
+)
 """The options of cache groups."""
 
 config_option = click.option(

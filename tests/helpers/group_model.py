@@ -126,7 +126,7 @@ class GroupModel:
         return block
 
     def _name(self, request, names, upto, prompt, junction):
-        """Give names to the full blocks at which somebody may resume."""
+        """Give names to the full blocks at which a request may resume."""
         if len(self.groups) > 1:
             upto -= upto % self.size
         for index, group in enumerate(self.groups):
@@ -170,7 +170,7 @@ class GroupModel:
             self._release([table[position] for position in sorted(table, reverse=True)])
 
     def _release(self, blocks):
-        """Free blocks that nobody else holds: those without a name are the next ones."""
+        """Free blocks without another holder: those without a name are the next ones."""
         first = []
         for block in blocks:
             self._holders[block] -= 1

@@ -141,7 +141,7 @@ def test_groups_that_cannot_be_are_refused(make, problem):
     ],
 )
 def test_parts_that_do_not_know_groups_are_refused(options, problem):
-    """What does not know groups raises InputError."""
+    """A part that does not know groups raises InputError."""
     cache = GroupedCache([FULL, STATE], 100)
     with pytest.raises(InputError, match=problem):
         simulate(requests(0), cache=cache, **options)
