@@ -423,15 +423,7 @@ class GroupedCache:
     # From open to close.
 
     def announce(self, request: Request, now: int) -> None:
-        """Refuse the hints of `request` that groups do not know; called when it arrives."""
-        del now
-        hints = request.hints
-        if request.retention or hints.pin is not None or hints.demote:
-            msg = (
-                f"request {request.id!r} has hints for eviction, which cache groups do not "
-                "know: serve the model as one group, or leave the hints out"
-            )
-            raise InputError(msg)
+        """Do nothing: there is no trace into which an arrival is written."""
 
     def open(
         self,
@@ -460,6 +452,7 @@ class GroupedCache:
                 computes a state that it would hit; no block has changed.
         """
         del now
+        self._check_hints(request)
         names, length = self._names(request), target or request.prompt_tokens
         if match is None:
             match = self._look_up(names, length)
@@ -695,6 +688,16 @@ class GroupedCache:
                     copy = copy.younger
 
     # Lookup.
+
+    def _check_hints(self, request: Request) -> None:
+        """Refuse the hints of `request` that groups do not know."""
+        hints = request.hints
+        if request.retention or hints.pin is not None or hints.demote:
+            msg = (
+                f"request {request.id!r} has hints for eviction, which cache groups do not "
+                "know: serve the model as one group, or leave the hints out"
+            )
+            raise InputError(msg)
 
     def _names(self, request: Request) -> dict[int, BlockNames]:
         """Return the names of the blocks of `request`, by their size."""

@@ -77,10 +77,11 @@ class Batcher:
     """
 
     __slots__ = (
-        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full", "_mixed",
-        "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_tiers", "_unpublished",
-        "_victims", "batching", "blocked_job", "changed", "chunks", "loads", "moved", "paused",
-        "prefilling", "running", "server", "timers", "waiting", "without_progress",
+        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full",
+        "_in_order", "_mixed", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler",
+        "_tiers", "_unpublished", "_victims", "batching", "blocked_job", "changed", "chunks",
+        "loads", "moved", "paused", "prefilling", "running", "server", "timers", "waiting",
+        "without_progress",
     )  # fmt: skip
 
     def __init__(
@@ -124,6 +125,7 @@ class Batcher:
         self._allocator = allocator
         allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
         self._mixed = batching.steps == "mixed"
+        self._in_order = self._mixed and allocator.in_order
         self._rules = rules = batching.rules
         self._decisions = Decisions(rules, batching, tiers=cache.tiers is not None)
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
@@ -210,7 +212,8 @@ class Batcher:
                 self.computed()
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
-        if (self._mixed or not self.chunks) and not allocator.finish_step(now):
+        decodes = self._in_order if self._mixed else not self.chunks
+        if decodes and not allocator.finish_step(now):
             self._preempt_to_grow(now, allocator.finish_step)
 
     def computed(self) -> None:
@@ -325,7 +328,7 @@ class Batcher:
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
-            if not ongoing:
+            if not ongoing and (self._unpublished or self._in_order):
                 self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not self._victims):
@@ -344,7 +347,7 @@ class Batcher:
 
     def _running_served(self, now: int) -> None:
         """Called when all prompts that are being computed have their chunks of the step."""
-        if self._mixed and not self._allocator.finish_step(now):
+        if self._in_order and not self._allocator.finish_step(now):
             self._preempt_to_grow(now, self._allocator.finish_step)
         if self._unpublished:
             self._publish(now)

@@ -378,6 +378,8 @@ class DecodeAllocator:
 
     Attributes:
         takes_drafts: whether a step may add several tokens to a sequence.
+        in_order: whether running jobs get their blocks in order of admission, since they free
+            some; else those that decode go first.
         allocated_until: the first decode step whose blocks are not allocated yet.
         freed: whether growth has freed blocks, which waiting jobs may get; the batcher resets
             it.
@@ -386,6 +388,7 @@ class DecodeAllocator:
     """
 
     takes_drafts = True
+    in_order = False
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0

@@ -42,6 +42,7 @@ class GroupAllocator(DecodeAllocator):
     """
 
     takes_drafts = False
+    in_order = True
 
     def __init__(self, cache: GroupedCache, batch: DecodeBatch, batching: Batching) -> None:
         super().__init__(cast("Any", cache), batch)

@@ -525,7 +525,8 @@ class ServingLoop:
             job.output_tokens = self._bounded(request).output_tokens
         for name, value in known.items():
             setattr(job, name, value)
-        self._cache.announce(request, now)
+        if self._cache.trace is not None:
+            self._cache.announce(request, now)
         why = self._unfit(request)
         if why:
             self._reject(job, why, now)
