@@ -143,11 +143,10 @@ def _installed() -> dict[str, Installed] | None:
 def _folders(place: str, changed_ns: int) -> list[tuple[str, str]]:
     """Return the normal names of the distributions in a directory, and their directories."""
     del changed_ns  # for the cache
-    entries = ((os.path.splitext(entry), entry) for entry in os.listdir(place))
     return [
-        (_normal(stem.partition("-")[0]), os.path.join(place, entry))
-        for (stem, end), entry in entries
-        if end.lower() in FOLDERS
+        (_normal(os.path.splitext(entry)[0].partition("-")[0]), os.path.join(place, entry))
+        for entry in os.listdir(place)
+        if entry.lower().endswith(FOLDERS)
     ]
 
 

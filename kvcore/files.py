@@ -12,12 +12,12 @@ from errno import EISDIR
 from functools import cache
 from itertools import count
 from pathlib import Path
-from shutil import copyfileobj
 from threading import Lock
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO, TypeAlias
 from weakref import finalize, ref
 
 from kvcore.errors import InputError, StorageError
+from kvcore.untrusted import EXPANDED_BYTES
 
 if sys.platform != "win32":
     import fcntl
@@ -30,17 +30,6 @@ CHUNK_BYTES = 1 << 16
 
 STEP_BYTES = {"gzip": 1 << 12, "zstd": 1 << 8}
 """Compressed bytes in one call of a decoder, which expand to 4 and 8 MiB at most."""
-
-EXPANDED_BYTES = 1 << 24
-"""Bytes to which a compressed file of any size may expand."""
-
-LONGEST_LINE = 1 << 24
-"""The maximum of bytes in a line, which is kept in memory as a whole."""
-
-MOST_VALUES = 1 << 20
-"""The maximum of values in a line: a parsed one takes up to 64 bytes."""
-
-_LONG_LINE = 1 << 20
 
 STDIN = "-"
 """The name of standard input in place of that of an input file."""
@@ -85,18 +74,6 @@ class Compressor:
 
 Codec: TypeAlias = tuple[str, Callable[[], Any], type[Exception]]
 """(name of the format, factory of decoders, their exception for damaged data)."""
-
-
-def line_fault(line: bytes) -> str | None:
-    """Return an error text if a line is too large to be parsed in bounded memory, or None."""
-    if len(line) <= _LONG_LINE:
-        return None
-    if len(line) > LONGEST_LINE:
-        return f"the line is longer than {LONGEST_LINE:,} bytes, which is the most"
-    values = sum(map(line.count, (b",", b"[", b"{")))
-    if values > MOST_VALUES:
-        return f"the line has {values:,} values; {MOST_VALUES:,} is the most"
-    return None
 
 
 def input_path(name: str | os.PathLike[str]) -> Path:
@@ -147,7 +124,8 @@ del as_path.__annotations__["name"]
 @cache
 def _copy(source: Path | None) -> Path:
     """Return a temporary copy of a pipe, or (None) of standard input."""
-    from tempfile import TemporaryDirectory  # noqa: PLC0415 - for pipes alone
+    from shutil import copyfileobj  # noqa: PLC0415 - for pipes alone
+    from tempfile import TemporaryDirectory  # noqa: PLC0415 - likewise
 
     folder = TemporaryDirectory(prefix="kvcore-")
     _folders.append(folder)
@@ -264,6 +242,10 @@ def _gzip() -> Codec:
 
 
 def _zstd() -> Codec:
+    if sys.version_info >= (3, 14):
+        from compression import zstd  # noqa: PLC0415 - for one kind of file
+
+        return "zstd", zstd.ZstdDecompressor, zstd.ZstdError
     import zstandard  # noqa: PLC0415 - 18 ms, for one kind of file
 
     return "zstd", zstandard.ZstdDecompressor().decompressobj, zstandard.ZstdError
@@ -275,6 +257,11 @@ def _to_gzip() -> Compressor:
 
 
 def _to_zstd() -> Compressor:
+    if sys.version_info >= (3, 14):
+        from compression import zstd  # noqa: PLC0415 - as above
+
+        checked = zstd.ZstdCompressor(options={zstd.CompressionParameter.checksum_flag: 1})
+        return Compressor(checked, checked.FLUSH_BLOCK)
     import zstandard  # noqa: PLC0415 - as above
 
     encoder = zstandard.ZstdCompressor(write_checksum=True).compressobj()
@@ -559,8 +546,9 @@ def make_directory(path: Path, mode: int = 0o777) -> None:
     """
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
-    except OSError as error:
-        reason = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+    except (OSError, ValueError) as error:  # a NUL is in no name
+        reason = getattr(error, "strerror", None) or error
+        reason = "it is a file" if isinstance(error, FileExistsError) else reason
         msg = f"{path}: cannot be made a directory: {reason}; name another one"
         raise InputError(msg) from error
 

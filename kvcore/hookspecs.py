@@ -160,6 +160,15 @@ def kvcore_workloads() -> list[type[Plugin]] | dict[str, str]:
 
 
 @hookspec
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return fields of files that are of one workload alone, by the name of the workload.
+
+    A file whose first lines are JSON objects of exactly these fields, or whose first line has
+    exactly these columns, is of that workload: others that have entries are not imported.
+    """
+
+
+@hookspec
 def kvcore_routers() -> list[type[Plugin]] | dict[str, str]:
     """Return routers, which choose the server of a cluster for a request."""
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from hashlib import blake2b
 from typing import Any, Final, TypeAlias, overload
 
 import attrs
-import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
@@ -94,6 +93,8 @@ def _hash(content: bytes) -> bytes:
 
 
 def _written(value: object) -> bytes:
+    import orjson  # noqa: PLC0415 - most requests have no salt
+
     try:
         return orjson.dumps(value)
     except TypeError as error:
@@ -379,14 +380,13 @@ class Request:
 
     def __attrs_post_init__(self) -> None:
         """Check the lengths and times."""
-        if (
-            type(self.prompt_tokens) is not int
-            or type(self.output_tokens) is not int
-            or type(self.arrival) is not int
-            or type(self.key_tokens) is not int
-            or not 0 <= self.prompt_tokens < INT64_LIMIT
-            or not 0 <= self.output_tokens < INT64_LIMIT
-            or self.key_tokens < 1
+        prompt, output, arrival = self.prompt_tokens, self.output_tokens, self.arrival
+        keys, think_time, predicted = self.keys, self.think_time, self.predicted_output_tokens
+        if not (
+            type(prompt) is type(output) is type(arrival) is type(self.key_tokens) is int
+            and 0 <= prompt < INT64_LIMIT
+            and 0 <= output < INT64_LIMIT
+            and self.key_tokens >= 1
         ):
             msg = (
                 f"request {self.id!r}: arrival (ns), prompt_tokens, output_tokens and "
@@ -395,25 +395,20 @@ class Request:
                 f"output_tokens={self.output_tokens!r}, key_tokens={self.key_tokens!r}"
             )
             raise InputError(msg)
-        if len(self.keys):
+        if len(keys):
             try:
                 # Not all: there may be a million keys.
-                hash((self.keys[0], self.keys[-1]))
+                hash((keys[0], keys[-1]))
             except TypeError as error:
                 msg = f"request {self.id!r}: {error} as a block key: give integers or bytes"
                 raise InputError(msg) from error
-        if type(self.think_time) is not int or self.think_time < 0:
-            msg = (
-                f"request {self.id!r}: think_time={self.think_time!r} must be whole ns, "
-                "0 or more"
-            )
+        if type(think_time) is not int or think_time < 0:
+            msg = f"request {self.id!r}: think_time={think_time!r} must be whole ns, 0 or more"
             raise InputError(msg)
-        if self.predicted_output_tokens is not None and (
-            type(self.predicted_output_tokens) is not int or self.predicted_output_tokens < 0
-        ):
+        if predicted is not None and (type(predicted) is not int or predicted < 0):
             msg = (
-                f"request {self.id!r}: predicted_output_tokens="
-                f"{self.predicted_output_tokens!r} must be tokens, 0 or more"
+                f"request {self.id!r}: predicted_output_tokens={predicted!r} must be tokens, "
+                "0 or more"
             )
             raise InputError(msg)
 

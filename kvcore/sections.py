@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TypeAlias
-
-import attrs
+from typing import NamedTuple, TypeAlias
 
 from kvcore.units import format_number
 
 
-@attrs.frozen
-class Table:
+class Table(NamedTuple):
     """A table of texts: no cell is markup, and none needs another format.
 
     Every row has a cell for each header, which is shown as `str` returns it. A table without
@@ -20,19 +17,23 @@ class Table:
     Attributes:
         headers: the headers of the columns.
         rows: the cells, row by row.
-        right: the headers of the columns that are flush right; by default all but the first.
+        right: the headers of the columns that are flush right; None: all but the first.
             Headers that the table lacks have no effect.
         split: whether a table that is too wide may become several, each with the first column.
     """
 
     headers: Sequence[str]
     rows: Sequence[Sequence[object]]
-    right: Collection[str] = attrs.Factory(lambda table: table.headers[1:], takes_self=True)
+    right: Collection[str] | None = None
     split: bool = False
 
+    @property
+    def flush_right(self) -> Collection[str]:
+        """The headers of the columns that are flush right."""
+        return self.headers[1:] if self.right is None else self.right
 
-@attrs.frozen
-class Panel:
+
+class Panel(NamedTuple):
     """Lines over an axis.
 
     Attributes:
@@ -48,8 +49,7 @@ class Panel:
     bound: tuple[str, float] | None = None
 
 
-@attrs.frozen
-class Chart:
+class Chart(NamedTuple):
     """Panels side by side over one axis; bars, if the axis has one value.
 
     Attributes:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import heappop, heappush
-from typing import Protocol
-
-import attrs
+from typing import NamedTuple, Protocol
 
 from kvcore.cache.pool import CountingPool
 from kvcore.cache.sequence import Sequence
@@ -16,8 +14,7 @@ PIN_SHARE = 0.5
 """Share of the pool that the pins of clients hold at most."""
 
 
-@attrs.define(order=True)
-class Pin:
+class Pin(NamedTuple):
     """A client's pin: the path from the root to `span`, until it expires.
 
     It counts in `ref_count` of these spans, as an open sequence does, so it holds for every
@@ -31,7 +28,7 @@ class Pin:
 
     until: int
     serial: int
-    span: Span = attrs.field(order=False)
+    span: Span
 
 
 class PinnedTree(Protocol):

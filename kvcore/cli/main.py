@@ -220,8 +220,6 @@ def main() -> NoReturn:
     Ctrl-C and SIGTERM raise once the verb is loaded: an import may lose an exception. While the
     verb loads further modules, they raise when these are loaded, or the second time.
     """
-    # A run makes hardly any cycles, and the search for them takes a tenth of its time.
-    gc.set_threshold(50_000, 20, 20)
     _prepare_streams()
     warnings.showwarning = _print_warning  # type: ignore[assignment]
     # torch warns on import if there is no numpy, which kvcore does not need.
@@ -257,6 +255,8 @@ def run(arguments: Sequence[str]) -> int:
     except click.ClickException as error:
         return _fail(*_usage(error))
     except (KeyboardInterrupt, click.Abort) as error:
+        if where := _raised_by_code(error):
+            return _fail(f"error: {where} raised KeyboardInterrupt", UNABLE)
         _Repeat.stop()
         asked = isinstance(error, Terminated)
         return _fail("terminated", TERMINATED) if asked else _fail("interrupted", INTERRUPTED)
@@ -330,6 +330,22 @@ class _Repeat:
         """Stop the timer, if it is one of these."""
         if isinstance(signal.getsignal(getattr(signal, "SIGALRM", signal.SIGTERM)), _Repeat):
             signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _raised_by_code(error: BaseException) -> str | None:
+    """Return the place that has raised an interrupt; None if a signal has.
+
+    A signal's handler is the innermost function, or, in C, none: then the signal is known by
+    the handler that `main` has not replaced.
+    """
+    handled = signal.getsignal(signal.SIGINT) is _interrupt
+    from traceback import walk_tb  # noqa: PLC0415 - for errors alone
+
+    *_, (frame, line) = walk_tb(error.__traceback__)
+    code = frame.f_code
+    if not handled or type(error) is not KeyboardInterrupt or code.co_filename == __file__:
+        return None
+    return f"{code.co_filename}:{line}, {code.co_name}"
 
 
 def _is_handled() -> bool:
@@ -414,6 +430,8 @@ def _prepare_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed: the next file that is opened would get its number
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 - until the end
+            continue
+        if getattr(stream, "encoding", None) is None:  # takes any text, as `io.StringIO` does
             continue
         encoding = codecs.lookup(stream.encoding).name
         # The locale C has the last of these, with which UTF-8 writes the names of all files.

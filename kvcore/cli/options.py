@@ -23,7 +23,7 @@ from kvcore.cli.verb import (
     option,
     plugin_completion,
 )
-from kvcore.config import RunConfig, read_toml
+from kvcore.config import RunConfig
 from kvcore.config.options import (
     find_option,
     kind_of,
@@ -176,6 +176,7 @@ def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[c
         [shared(name) for mode in modes if mode.chosen_by for name in mode_flags(mode)]
     )
     taken = {*_names_of([*command.params, *added])}
+    takes_any = _takes_any(command)
     for origin, decorator in plugins.options(verb):
         try:
             params = params_of([decorator])
@@ -183,7 +184,7 @@ def added_options(verb: str, plugins: Plugins, command: click.Command) -> list[c
             plugins.refuse_option(origin, f"it cannot be made: {error!r}")
             continue
         for param in params:
-            if param.expose_value and not _takes_any(command):
+            if param.expose_value and not takes_any:
                 plugins.refuse_option(origin, f"`kvcore {verb}` takes none of packages")
             elif twice := sorted(taken.intersection(_names_of([param]))):
                 plugins.refuse_option(origin, f"`kvcore {verb}` has {twice[0]} already")
@@ -266,6 +267,8 @@ def load_config(ctx: click.Context, param: click.Parameter, value: str | None) -
     """Take the values in the file at `value` as defaults of the command's other options."""
     path = file_path(ctx, param, value)  # no pipe: its paths are relative to the file
     if path is not None:
+        from kvcore.config.files import read_toml  # noqa: PLC0415 - for files alone
+
         options = toml_types(ctx.command)
         found = read_toml(path, {key: kind for key, (_, kind) in options.items()})
         ctx.default_map = {options[key][0]: value for key, value in found.items()}

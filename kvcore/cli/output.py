@@ -7,18 +7,15 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from ipaddress import ip_address
 from math import inf
 from pathlib import Path
-from shutil import get_terminal_size
 from textwrap import fill
 from time import monotonic
 from typing import Any, TextIO, TypeAlias
 
 import click
-import orjson
 
-from kvcore.cli.verb import VerbT, echo, escaped, escaped_json, option, results, results_alone
+from kvcore.cli.verb import VerbT, echo, option, results, results_alone
 from kvcore.errors import InputError
 from kvcore.files import (
     STDIN,
@@ -31,6 +28,7 @@ from kvcore.hookspecs import OUTPUT
 from kvcore.progress import Tick, unseen
 from kvcore.sections import Section, Table
 from kvcore.units import DECIMAL, NS_PER_S, format_bytes, format_number, parse_seconds
+from kvcore.untrusted import escaped, escaped_json
 from kvcore.workloads import Workload
 
 PROGRESS_SECONDS = "KVCORE_PROGRESS_SECONDS"
@@ -117,7 +115,11 @@ def trace_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
 
 def terminal_width() -> int | None:
     """Return the columns of the terminal; None if stdout is no terminal."""
-    return get_terminal_size().columns if results().isatty() else None
+    if not results().isatty():
+        return None
+    from shutil import get_terminal_size  # noqa: PLC0415 - for terminals alone
+
+    return get_terminal_size().columns
 
 
 def json_bytes(payload: Mapping[str, Any]) -> bytes:
@@ -129,6 +131,8 @@ def json_bytes(payload: Mapping[str, Any]) -> bytes:
     if "schema" not in payload:
         msg = f"JSON for other programs needs a 'schema'; this has {', '.join(payload)}"
         raise ValueError(msg)
+    import orjson  # noqa: PLC0415 - for `--json` alone
+
     try:
         return orjson.dumps(payload, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
     except TypeError:
@@ -162,6 +166,8 @@ def print_notes(workload: Workload) -> None:
 
 def warn_if_open(host: str) -> None:
     """Print a warning on stderr if other machines can reach an address."""
+    from ipaddress import ip_address  # noqa: PLC0415 - for servers alone
+
     try:
         loopback = ip_address(host).is_loopback
     except ValueError:
@@ -270,7 +276,9 @@ def print_sections(*sections: Section, compact: bool = False) -> None:
         if isinstance(section, Table) and section.rows:
             if tables or (printed and not compact):
                 echo()
-            print_table(section.headers, section.rows, right=section.right, split=section.split)
+            print_table(
+                section.headers, section.rows, right=section.flush_right, split=section.split
+            )
             tables += 1
         elif isinstance(section, str) and section:
             if printed and not compact:

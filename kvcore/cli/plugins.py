@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
-
 from kvcore.cli.output import emit_json, json_option, print_table, terminal_width
 from kvcore.cli.verb import verb
 from kvcore.config.options import known_modes
@@ -25,7 +23,7 @@ def plugins(*, as_json: bool) -> None:
     added, infos = installed().additions(), installed().listing()
     if as_json:
         listed = {"plugins": infos, "additions": added}
-        tables = {key: [attrs.asdict(info) for info in rows] for key, rows in listed.items()}
+        tables = {key: [info._asdict() for info in rows] for key, rows in listed.items()}
         emit_json({"schema": 1, **tables})
         return
     columns = ["kind", "name", "distribution", "version", "module"]

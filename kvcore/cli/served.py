@@ -17,9 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import attrs
+from typing import Any, NamedTuple
 
 from kvcore.cache import Recorder
 from kvcore.cli.output import emit_json, print_notes, print_sections, progress
@@ -30,7 +28,6 @@ from kvcore.hookspecs import Ran, Running
 from kvcore.progress import silent, ticked, unseen
 from kvcore.sections import Section
 from kvcore.serving.result import REQUESTS, SUMMARY, TRACE, Reported
-from kvcore.trace import Trace
 
 
 def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
@@ -42,8 +39,7 @@ def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
     return given["out"] / TRACE if parts.traced and parts.cache_groups is None else None
 
 
-@attrs.frozen
-class ServedRun:
+class ServedRun(NamedTuple):
     """A run whose files are open.
 
     Attributes:
@@ -58,7 +54,7 @@ class ServedRun:
     given: Mapping[str, Any]
     recorder: Recorder | None
     beside: Sequence[Running]
-    added: list[Ran] = attrs.field(factory=list)
+    added: list[Ran]
 
     def run(self, doing: str) -> Any:
         """Serve the workload, and show the progress of `doing` it; return the result."""
@@ -122,8 +118,10 @@ def opened(parts: RunParts, given: Mapping[str, Any]) -> Iterator[ServedRun]:
         beside = [stack.enter_context(context) or Running() for context in started]
         recorder = next((each.recorder for each in beside if each.recorder is not None), None)
         if recorder is None and path is not None:
+            from kvcore.trace import Trace  # noqa: PLC0415 - most runs are not traced
+
             recorder = stack.enter_context(Trace(path, **parts.header()))
-        yield ServedRun(parts, given, recorder, beside)
+        yield ServedRun(parts, given, recorder, beside, [])
 
 
 @contextmanager

@@ -5,7 +5,7 @@ Text for a terminal is escaped here, so that no file or server can control the t
 
 from __future__ import annotations
 
-import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import redirect_stdout
@@ -18,6 +18,7 @@ from kvcore.errors import InputError
 from kvcore.hookspecs import MODEL, OUTPUT, POLICIES, POOL, REQUESTS, STEPS
 from kvcore.plugins.manager import Plugins
 from kvcore.units import NS_PER_S, check_whole, parse_seconds, parse_whole
+from kvcore.untrusted import escaped
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -35,32 +36,17 @@ def flags_of(params: Iterable[click.Parameter]) -> list[str]:
 
 VerbT = TypeVar("VerbT", bound=Callable[..., Any])
 
-_CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
-)
-"""C0 except tab and newline, C1, line separators, and characters that change the direction."""
-
-
-def escaped(text: str) -> str:
-    """Return `text` with control characters in visible ASCII, such as `<U+001B>`."""
-    return _CONTROLS.sub(lambda found: f"<U+{ord(found[0]):04X}>", text)
-
-
-def escaped_json(document: bytes) -> bytes:
-    r"""Return an equal JSON document with control characters escaped, such as `\u009b`.
-
-    The encoder has escaped those of ASCII except DEL.
-    """
-    if document.isascii() and b"\x7f" not in document:
-        return document
-    text = document.decode()
-    # Line ends are the only control characters of a document that are not in strings.
-    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()
-
 
 def echo(text: str = "", *, err: bool = False, nl: bool = True) -> None:
     """Print `text` on stdout, or with `err` on stderr, with control characters escaped."""
     click.echo(escaped(text), file=None if err else results(), err=err, nl=nl)
+
+
+def end_signals() -> list[signal.Signals]:
+    """Return the signals that ask a verb to end: SIGHUP too, unless `nohup` ignores it."""
+    names = ("SIGINT", "SIGTERM", "SIGHUP")
+    found = [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+    return [number for number in found if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 _RESULTS = "kvcore.results"

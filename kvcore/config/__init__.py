@@ -9,13 +9,19 @@ To read, in this order:
     parts.py       the parts that they make: workload, pool, cache, scheduler, latency
 """
 
-from kvcore.config.files import read_toml
+from typing import TYPE_CHECKING
+
 from kvcore.config.options import Option, SimulateOptions
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig
 from kvcore.config.values import read_plugin, read_slo
-from kvcore.lazy import former
+from kvcore.lazy import deferred
 from kvcore.workloads.selection import find_workload
+
+if TYPE_CHECKING:
+    from kvcore.config.files import read_toml
+else:
+    __getattr__, __dir__ = deferred(__name__, {"files": "read_toml"})
 
 __all__ = [
     "Option",
@@ -27,5 +33,3 @@ __all__ = [
     "read_slo",
     "read_toml",
 ]
-
-__getattr__ = former(__name__)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
-
-import attrs
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 from kvcore.config.options import (
     check_names,
@@ -28,6 +26,7 @@ from kvcore.plugins.options import Spec, takes_path
 from kvcore.serving.rules import CHOICES
 from kvcore.serving.scheduler import LIMITS
 from kvcore.trace.fields import EXPECTATIONS
+from kvcore.untrusted import load_toml
 from kvcore.workloads.selection import with_path
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -70,8 +69,7 @@ def read_toml(
         raise type(error)(msg) from error
 
 
-@attrs.frozen
-class _ConfigFile:
+class _ConfigFile(NamedTuple):
     path: Path
     types: Mapping[str, Any]
     lists: bool
@@ -99,11 +97,9 @@ class _ConfigFile:
                 yield key, value
 
     def _document(self) -> dict[str, Any]:
-        import tomllib  # noqa: PLC0415 - for files alone
-
         try:
-            return tomllib.loads(self.path.read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            return load_toml(self.path)
+        except ValueError as error:
             msg = f"is not TOML: {error}"
             raise InputError(msg) from error
         except OSError as error:

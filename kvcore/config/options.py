@@ -12,9 +12,16 @@ modes in this way too.
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache, lru_cache
-from typing import Annotated, Any, Literal, TypedDict, get_args, get_origin, get_type_hints
-
-import attrs
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    TypedDict,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from kvcore.config.values import (
     ByteSize,
@@ -42,8 +49,7 @@ from kvcore.units import NS_PER_S
 from kvcore.workloads.selection import BUNDLED
 
 
-@attrs.frozen
-class Option:
+class Option(NamedTuple):
     """The declaration of an option: all that is known of it, with its name and its type.
 
     Attributes:
@@ -65,14 +71,14 @@ class Option:
     default: Any
     help: str
     heading: str
-    what_if: str | bool = attrs.field(default="", kw_only=True)
-    metavar: str | None = attrs.field(default=None, kw_only=True)
-    choices: tuple[str, ...] = attrs.field(default=(), kw_only=True)
-    optional: bool = attrs.field(default=False, kw_only=True)
-    multiple: bool = attrs.field(default=False, kw_only=True)
-    earlier: str | None = attrs.field(default=None, kw_only=True)
-    name: str = attrs.field(default="", kw_only=True)
-    type: Any = attrs.field(default=None, kw_only=True)
+    what_if: str | bool = ""
+    metavar: str | None = None
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+    multiple: bool = False
+    earlier: str | None = None
+    name: str = ""
+    type: Any = None
 
     def read(self, value: Any) -> Any:
         """Return a value as the type of the option has it.
@@ -89,7 +95,8 @@ class Option:
             raise InputError(msg) from error
 
 
-def declared(entries: type) -> dict[str, Option]:
+@cache
+def declared(entries: type) -> Mapping[str, Option]:
     """Return the options that a TypedDict declares, by name; it may have other entries."""
     found = {}
     for name, hint in get_type_hints(entries, include_extras=True).items():
@@ -100,7 +107,7 @@ def declared(entries: type) -> dict[str, Option]:
             option = hint.__metadata__[-1]
             is_plugin = kind_of(name) in KINDS and not option.metavar
             metavar = "PLUGIN" if is_plugin else option.metavar
-            found[name] = attrs.evolve(option, name=name, type=kind, metavar=metavar)
+            found[name] = option._replace(name=name, type=kind, metavar=metavar)
     return found
 
 
@@ -395,7 +402,7 @@ class SourceOptions(TypedDict, total=False):
     """None: by tokens under a clock, which knows no other way, and by keys without one."""
 
 
-CORE: Mapping[str, Option] = declared(SourceOptions) | declared(SimulateOptions)
+CORE: Mapping[str, Option] = {**declared(SourceOptions), **declared(SimulateOptions)}
 """The options of the core, by name."""
 
 MODES: Mapping[str, Mode] = {

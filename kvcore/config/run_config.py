@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import attrs
 
-from kvcore.config.files import read_toml
 from kvcore.config.options import (
     CORE,
     find_mode,
@@ -122,6 +121,8 @@ class RunConfig:
             InputError: no such file, no TOML, an unknown key, or a value that its option
                 cannot have; names the file and the key.
         """
+        from kvcore.config.files import read_toml  # noqa: PLC0415 - for files alone
+
         return cls.of(mode, **read_toml(path))
 
     @classmethod

@@ -8,8 +8,8 @@ import warnings
 from abc import ABC
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from traceback import extract_tb
-from typing import Any, ClassVar, NoReturn, Self
+from types import CodeType
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
 import attrs
 
@@ -109,8 +109,7 @@ class Plugin(ABC):
             raise PluginError(msg) from error
 
 
-@attrs.frozen
-class Option:
+class Option(NamedTuple):
     """A parameter of a plugin's constructor that users may set.
 
     Attributes:
@@ -212,19 +211,36 @@ def uncalled(cls: type[Plugin]) -> str | None:
     """Return an error text if a public method of `cls` seems to be misspelled, or None.
 
     Its name is similar to that of a method of the contract that `cls` does not define, such
-    as `relased`.
+    as `relased`, and no method of `cls` names it, as one would call a helper.
     """
     from difflib import get_close_matches  # noqa: PLC0415 - for plugins of others alone
 
+    methods = [value for each in contract_and_above(cls)[:-1] for value in vars(each).values()]
     for each in cls.__mro__[: cls.__mro__.index(Plugin)]:
         known = {name for base in each.__mro__[1:] for name in vars(base) if name[0] != "_"}
         own = vars(each).keys()
         bare = {name.removeprefix("on_"): name for name in known - own}
         for name in own - known:
-            if name[0] != "_" and inspect.isfunction(vars(each)[name]):
-                for close in get_close_matches(name.removeprefix("on_"), bare, 1, _CLOSE):
-                    return f"has a method {name}(), which nothing calls: {bare[close]}() is"
+            if name[0] == "_" or not inspect.isfunction(vars(each)[name]):
+                continue
+            if any(
+                _calls(method, name) for method in methods if method is not vars(each)[name]
+            ):
+                continue
+            for close in get_close_matches(name.removeprefix("on_"), bare, 1, _CLOSE):
+                return f"has a method {name}(), which nothing calls: {bare[close]}() is"
     return None
+
+
+def _calls(function: object, name: str) -> bool:
+    """Return True if the code of `function`, or of one inside it, reads an attribute `name`."""
+    codes = [getattr(getattr(function, "__func__", function), "__code__", None)]
+    for code in codes:
+        if code is not None:
+            if name in code.co_names:
+                return True
+            codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+    return False
 
 
 _CLOSE = 0.75
@@ -253,6 +269,8 @@ def policy_error(plugin: Plugin, method: str, error: BaseException) -> PolicyErr
     It names the innermost line of the traceback in the file that defines the plugin's class,
     or else the innermost line of all.
     """
+    from traceback import extract_tb  # noqa: PLC0415 - for errors alone
+
     frames = extract_tb(error.__traceback__)
     file = getattr(sys.modules.get(type(plugin).__module__), "__file__", None)
     frame = [each for each in frames if each.filename == file][-1:] or frames[-1:]

@@ -9,11 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
 from functools import cache, lru_cache, partial
 from importlib import import_module
-from inspect import signature
-from traceback import extract_tb, walk_tb
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, cast
 
-import attrs
 from pluggy import PluginManager, PluginValidationError
 
 from kvcore import distributions, hookspecs
@@ -45,13 +43,16 @@ KINDS = {
 """The kinds of plugins, and the hook that returns the classes of each kind."""
 
 EXTENSIONS = (
-    *("kvcore_commands", "kvcore_modes", "kvcore_options"),
+    *("kvcore_commands", "kvcore_modes", "kvcore_options", "kvcore_formats"),
     *("kvcore_running", "kvcore_ran"),
 )
-"""The hooks that add to the command line."""
+"""The other hooks: formats of files, and those that add to the command line."""
 
 ALIASES = {("codec", "fp8"): "fp8-e4m3"}
 """Other names of plugins, by kind and name."""
+
+REMOVED = {("eviction", "adaptive"): "it hit what lru hits; hazard hits more"}
+"""Why plugins of an earlier release are no more, by kind and name."""
 
 BOUNDS = ("belady", "optimum")
 """Names beside those of eviction policies in comparisons, which are not plugins."""
@@ -60,8 +61,7 @@ DISABLE = "KVCORE_DISABLE_PLUGINS"
 """Environment variable: the entry points to skip, by name, separated by commas."""
 
 
-@attrs.frozen
-class Origin:
+class Origin(NamedTuple):
     """The origin of a plugin: an entry point of a distribution, or code (no distribution)."""
 
     name: str
@@ -86,8 +86,7 @@ Found: TypeAlias = tuple[type[Plugin] | str, Origin]
 """A class, or its place as `package.module:Class`, and its origin."""
 
 
-@attrs.frozen
-class PluginInfo:
+class PluginInfo(NamedTuple):
     """A plugin in a listing, which does not build it.
 
     Attributes:
@@ -106,6 +105,14 @@ class PluginInfo:
     module: str
     usable: bool
     reason: str | None
+
+
+class _Hooks(PluginManager):
+    """Looks for hooks faster than pluggy, which asks `inspect` about each name of a module."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
+        """Return the options of a hook; None if there is none of that name."""
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
 
 
 class Plugins:
@@ -132,7 +139,7 @@ class Plugins:
         """Load the entry points, then `extra`."""
         self._points = None if entry_points is None else list(entry_points)
         self._extra = list(extra)
-        self._manager = PluginManager(PROJECT)
+        self._manager = _Hooks(PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._origins: dict[str, Origin] = {}
         self._skipped: list[PluginInfo] = []
@@ -162,20 +169,29 @@ class Plugins:
         """Return the names of the plugins of `kind`, sorted."""
         return sorted(self._find(kind))
 
-    def classes(self, kind: str) -> dict[str, Any]:
-        """Return the classes of `kind` by name, without those that cannot be loaded."""
-        found = {name: self._class(kind, name) for name in list(self._find(kind))}
+    def classes(self, kind: str, names: Collection[str] | None = None) -> dict[str, Any]:
+        """Return the classes of `kind` by name, without those that cannot be loaded.
+
+        `names` are the names of those to load; None: all.
+        """
+        names = list(self._find(kind)) if names is None else names
+        found = {name: self._class(kind, name) for name in names}
         return {name: cls for name, cls in found.items() if cls is not None}
 
     def get(self, kind: str, name: str) -> Any:
         """Return the class named `name`, derived from the kind's base class.
 
+        `my.py:Class` is the class of that name in the file `my.py`, which is run; `my.py`, or
+        `my.py:`, is its only class of that kind.
+
         Raises:
-            InputError: there is no such kind, or no such plugin.
+            InputError: there is no such kind, no such plugin, or no such file.
             PluginError: the plugin is broken, or it is not found and a broken one may have
                 that name, or an editable install is older than its checkout's entry points.
         """
         found = self._find(kind)
+        if ".py:" in name:
+            return _class_of_file(kind, *name.rsplit(":", 1))
         name = ALIASES.get((kind, name), name)
         if name in found and (cls := self._class(kind, name)) is not None:
             return cls
@@ -186,6 +202,8 @@ class Plugins:
         msg = f"no {kind} plugin is named {name!r}"
         if kind == "eviction" and name in BOUNDS:
             msg += ": it is no policy but a bound, and comparisons alone know it"
+        elif (kind, name) in REMOVED:
+            msg += f" any more: {REMOVED[kind, name]}"
         else:
             msg += nearest(name, names)
         msg += f". There are: {', '.join(names)}" if names else ". There are none"
@@ -256,6 +274,11 @@ class Plugins:
         added = self._collected("kvcore_modes", taken)
         return {name: mode for name, (mode, _) in added.items()}
 
+    def formats(self) -> dict[str, list[set[str]]]:
+        """Return fields of files that are of one workload alone, by its name."""
+        results = self._called("kvcore_formats", _are_formats, "a dict of lists of sets")
+        return {name: fields for _, found in results for name, fields in found.items()}
+
     def refuse_mode(self, name: str, error: BaseException) -> None:
         """Remove a mode that cannot be used, and list it as unusable."""
         mode, origin = self._named["kvcore_modes"].pop(name)
@@ -309,6 +332,8 @@ class Plugins:
 
         The innermost frame of either tells.
         """
+        from traceback import walk_tb  # noqa: PLC0415 - for errors alone
+
         packages = {
             getattr(plugin, "__name__", type(plugin).__module__).partition(".")[0]: origin
             for name, plugin in self._manager.list_name_plugin()
@@ -682,6 +707,8 @@ def _reason(hook: str, origin: Origin, error: BaseException) -> str:
 
 def error_line(error: BaseException) -> str:
     """Return the file and the line of a plugin where an error was raised, in brackets."""
+    from traceback import extract_tb  # noqa: PLC0415 - for errors alone
+
     _, *frames = extract_tb(error.__traceback__)
     lines = [
         f"{frame.filename}:{frame.lineno}"
@@ -697,8 +724,62 @@ def imported_place(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
+    """Return the class `name` of a file, which is run once; without a name its only one.
+
+    Raises:
+        InputError: there is no such file.
+        PluginError: it raised an error, or has no such class, or several.
+    """
+    path = Path(file).resolve()
+    if not path.is_file():
+        msg = f"{kind} plugin {file}:{name}: there is no file {file}"
+        raise InputError(msg)
+    # Its path is a name that no installed module has.
+    module_name = str(path)
+    module = sys.modules.get(module_name)
+    if module is None:
+        from importlib.util import module_from_spec, spec_from_file_location  # noqa: PLC0415
+
+        spec = spec_from_file_location(module_name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = sys.modules[module_name] = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except FAILURES as error:
+            del sys.modules[module_name]
+            msg = f"{kind} plugin {file}:{name} raised {error!r}{error_line(error)}"
+            raise PluginError(msg) from error
+    found = {each: cls for each, cls in vars(module).items() if isinstance(cls, type)}
+    classes = {each: cls for each, cls in found.items() if not _fault(cls, kind)}
+    if name in classes:
+        return cast("type[Plugin]", classes[name])
+    own = sorted(each for each, cls in classes.items() if cls.__module__ == module_name)
+    if not name and len(own) == 1:
+        return cast("type[Plugin]", classes[own[0]])
+    unusable = [
+        cls
+        for cls in found.values()
+        if cls.__module__ == module_name and issubclass(cls, Plugin) and not own
+    ]
+    if not name and unusable:
+        msg = f"{file} has {_fault(unusable[0], kind)}"
+    elif not name:
+        msg = f"{file} has {len(own) or 'no'} classes to choose from; write {file}:CLASS"
+    elif name in vars(module):
+        msg = f"{file}:{name} is {_fault(vars(module)[name], kind)}"
+    else:
+        msg = f"{file} has no class {name!r}{nearest(name, own)}"
+    some = ", ".join(own) or "none"
+    msg += f". Its {kind} plugins: {some}"
+    raise PluginError(msg)
+
+
 def _misfit(plugin: object, error: BaseException) -> str:
     """Return an error text for the hooks of `plugin`, which pluggy refused with `error`."""
+    from inspect import signature  # noqa: PLC0415 - for errors alone
+
     if not isinstance(error, PluginValidationError):
         return f"has hooks that cannot be read: {error!r}"
     known = [*KINDS.values(), *EXTENSIONS]
@@ -743,6 +824,14 @@ def _are_named(kind: Any, result: object) -> bool:
         # Both fields of a verb are texts.
         and (kind is not Verb or all(isinstance(field, str) for field in value))
         for name, value in result.items()
+    )
+
+
+def _are_formats(result: object) -> bool:
+    """Return True if `result` has lists of sets of names of fields, by names of workloads."""
+    return isinstance(result, dict) and all(
+        isinstance(formats, list) and all(isinstance(fields, set) for fields in formats)
+        for formats in result.values()
     )
 
 

@@ -21,8 +21,6 @@ from typing import (
     get_type_hints,
 )
 
-import attrs
-
 from kvcore.errors import InputError, KvcoreError, PluginError, redact, shorten
 from kvcore.files import input_path
 from kvcore.plugins.base import (
@@ -39,12 +37,24 @@ from kvcore.units import parse_whole
 P = TypeVar("P", bound=Plugin)
 
 
-@attrs.frozen
 class Spec:
     """The name of a plugin and its options, as text."""
 
-    name: str
-    options: dict[str, str] = attrs.field(factory=dict)
+    __slots__ = ("name", "options")
+
+    def __init__(self, name: str, options: dict[str, str] | None = None) -> None:
+        self.name = name
+        self.options = {} if options is None else options
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` has the same name and options."""
+        return type(other) is Spec and (self.name, self.options) == (other.name, other.options)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Return the code that makes an equal object."""
+        return f"Spec(name={self.name!r}, options={self.options!r})"
 
     def __str__(self) -> str:
         """Return the text from which `parse` makes an equal object."""
@@ -55,7 +65,8 @@ class Spec:
 def parse(text: str) -> list[Spec]:
     """Read a list of plugins: `lru,lfu:half_life=300,unit=s,cost` names three.
 
-    A piece `key=value` continues the name before it. A value cannot contain a comma.
+    A piece `key=value` continues the name before it. A value cannot contain a comma. The name
+    of a class in a file is `my.py:Class`, or `my.py` if it has no other of the kind.
 
     Raises:
         InputError: an empty name, an option without a name or a value, or given twice.
@@ -63,6 +74,9 @@ def parse(text: str) -> list[Spec]:
     specs: list[Spec] = []
     for piece in text.split(","):
         name, colon, option = piece.partition(":")
+        if name.endswith(".py"):
+            class_name, colon, option = option.partition(":")
+            name = f"{name}:{class_name.strip()}"
         if "=" in name:
             option = piece
             if not specs:

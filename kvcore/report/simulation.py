@@ -5,9 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
-
-import attrs
+from typing import Any, NamedTuple
 
 from kvcore.cache.residency import TIER
 from kvcore.report.tables import NONE, TableRow, bars, cell, counted, setup, share
@@ -49,7 +47,7 @@ def thrashing(
     return "\n".join(sentences)
 
 
-COLUMNS = tuple(attrs.fields_dict(Percentiles))
+COLUMNS = Percentiles._fields
 
 WIDTH = 48
 """Number of bars in the line that shows the pool over time."""
@@ -95,8 +93,7 @@ def _group_text(group: Mapping[str, Any]) -> str:
     return f"{layers}, {kept}, {counted(group['block_size'], 'token')} a block"
 
 
-@attrs.frozen
-class SimulationReport:
+class SimulationReport(NamedTuple):
     """The summary of a run as sentences and tables, the most important first.
 
     Attributes:
@@ -116,10 +113,6 @@ class SimulationReport:
     clock: str = "simulated"
     done: str = "simulated"
     about: str = ""
-
-    nothing_holds: ClassVar[str] = (
-        "Neither a lower rate nor more GPUs were found with which it would hold."
-    )
 
     @property
     def sections(self) -> list[Section]:
@@ -161,11 +154,16 @@ class SimulationReport:
             f"is.{last}"
         )
 
+    @staticmethod
+    def nothing_holds() -> str:
+        """Return a sentence for a search that has found nothing."""
+        return "Neither a lower rate nor more GPUs were found with which it would hold."
+
     @classmethod
     def holding(cls, options: Mapping[str, float]) -> str:
         """Return a sentence about the `options` with which the queue does not grow."""
         if not options:
-            return cls.nothing_holds
+            return cls.nothing_holds()
         flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
         return (
             f"It would hold with {' or '.join(flags)}: simulated with "

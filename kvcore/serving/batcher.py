@@ -127,7 +127,8 @@ class Batcher:
         self._mixed = batching.steps == "mixed"
         self._in_order = self._mixed and allocator.in_order
         self._rules = rules = batching.rules
-        self._decisions = Decisions(rules, batching, tiers=cache.tiers is not None)
+        tiers = cache.tiers is not None
+        self._decisions = Decisions(rules, chunked=batching.chunked, tiers=tiers)
         self._reserve = batching.reserved_blocks(cache.pool.blocks)
         ratio = rules.new_token_ratio
         self._ratio = None if ratio is None else TokenRatio(ratio)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from math import inf, isqrt
 from typing import (
-    TYPE_CHECKING,
     Any,
     ClassVar,
     Final,
@@ -14,8 +13,6 @@ from typing import (
     Protocol,
     TypeAlias,
 )
-
-import attrs
 
 from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError
@@ -26,9 +23,6 @@ from kvcore.request import Key, Request
 from kvcore.serving.job import Job
 from kvcore.units import PS_PER_NS, PS_PER_S
 
-if TYPE_CHECKING:
-    from kvcore.serving.drafter import Drafter
-
 Windows: TypeAlias = tuple[int | None, ...]
 """Attention windows in tokens, None for attention without a window."""
 
@@ -36,7 +30,6 @@ LinearPiece: TypeAlias = tuple[int, ...]
 """`(a, b)`: a + b x context picoseconds. With more attention windows `(a, b, c, ...)`."""
 
 
-@attrs.define
 class StepWork:
     """The work of one step, as far as its time depends on it.
 
@@ -48,10 +41,35 @@ class StepWork:
             the lengths of the sequences, the new token included.
     """
 
-    prefill: int = 0
-    attended_pairs: tuple[int, ...] = (0,)
-    decode: int = 0
-    context: tuple[int, ...] = (0,)
+    __slots__ = ("attended_pairs", "context", "decode", "prefill")
+
+    def __init__(
+        self,
+        prefill: int = 0,
+        attended_pairs: tuple[int, ...] = (0,),
+        decode: int = 0,
+        context: tuple[int, ...] = (0,),
+    ) -> None:
+        self.prefill = prefill
+        self.attended_pairs = attended_pairs
+        self.decode = decode
+        self.context = context
+
+    def __eq__(self, other: object) -> bool:
+        """Return True if `other` is the same work."""
+        return type(other) is StepWork and self._fields() == other._fields()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        """Return the code that makes an equal object."""
+        return (
+            f"StepWork(prefill={self.prefill}, attended_pairs={self.attended_pairs}, "
+            f"decode={self.decode}, context={self.context})"
+        )
+
+    def _fields(self) -> tuple[int, tuple[int, ...], int, tuple[int, ...]]:
+        return self.prefill, self.attended_pairs, self.decode, self.context
 
 
 class LatencyModel(Plugin):
@@ -203,8 +221,8 @@ class Executor(Protocol):
         """The plugins of the executor, for the header of a trace."""
 
     @property
-    def drafter(self) -> Drafter | None:
-        """Drafts tokens, which steps verify (`SpeculativeExecutor`); None: no step does."""
+    def drafter(self) -> Plugin | None:
+        """The drafter of which steps verify drafts (`SpeculativeExecutor`); None: none does."""
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
@@ -223,7 +241,7 @@ class SimulatedExecutor:
 
     name = "simulate"
     mode = "model"
-    drafter: Drafter | None = None
+    drafter: Plugin | None = None
 
     def __init__(self, latency: LatencyModel) -> None:
         self.latency = latency

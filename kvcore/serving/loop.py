@@ -63,7 +63,7 @@ from kvcore.serving.latency import (
     decode_lines,
 )
 from kvcore.serving.scheduler import Batching, Scheduler
-from kvcore.serving.stats import PENDING_EVENTS, RunLog
+from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
@@ -270,6 +270,13 @@ class Meter(Protocol):
         """
 
 
+class MemoryMeter(Meter, Protocol):
+    """A meter that measures how memory is used."""
+
+    def summary(self) -> Fragmentation:
+        """Return the shares of the pool, once the run has ended."""
+
+
 class Lag:
     """The last step and what it has left behind, which the plan of the next one does not see.
 
@@ -312,7 +319,7 @@ class ServingLoop:
         clock_ps: the time, in picoseconds.
         steps, arrivals, batch, allocator, batcher, log: its parts.
         on_first_token: called with each job whose first token has come, and the time (ns);
-            None: nobody is told.
+            None: there is no such call.
 
     Raises:
         InputError: parts that do not fit one another.
@@ -378,7 +385,7 @@ class ServingLoop:
         self._unseen: deque[tuple[int, Job]] = deque()
         self._lag = Lag() if rules.lag else None
         self._drafts: Speculation | None = None
-        drafter = executor.drafter
+        drafter = cast("Drafter | None", executor.drafter)
         _check_parts(drafter, cache.retention, self.allocator, lag=rules.lag)
         if drafter is not None:
             from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare

@@ -5,18 +5,16 @@ from __future__ import annotations
 from abc import abstractmethod
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from functools import cached_property
-from itertools import accumulate, chain, compress, pairwise, repeat
+from itertools import chain, compress, pairwise, repeat
 from math import floor, sqrt
 from operator import add, mul, sub
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import attrs
-import orjson
 
 from kvcore.cache import Recorder, ServedCache
 from kvcore.cache.residency import CacheStats
@@ -30,10 +28,12 @@ from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.serving.stats import (
     MET,
     UNJUDGED,
+    Column,
     Fragmentation,
     Percentiles,
     RunLog,
     Times,
+    batches,
     mean_gaps,
 )
 from kvcore.units import NS_PER_S, PS_PER_NS, PS_PER_S, format_number
@@ -42,9 +42,15 @@ from kvcore.workloads import Workload
 SCHEMA = 1
 
 
-def _between(begin: Iterable[int], end: Iterable[int]) -> Times:
+def _between(begin: Column[int], end: Column[int]) -> Times:
     """Return the times from `begin` to `end`, where there is an end."""
-    return Times(lambda: (b - a for a, b in zip(begin, end, strict=True) if b >= 0))
+    return Times(lambda: chain.from_iterable(map(_differences, begin.parts(), end.parts())))
+
+
+def _differences(begin: Sequence[int], end: Sequence[int]) -> Iterator[int]:
+    """Yield the times from `begin` to `end`, where there is an end: in C."""
+    times = map(sub, end, begin)
+    return times if min(end, default=0) >= 0 else compress(times, [time >= 0 for time in end])
 
 
 def hit_fields(stats: CacheStats) -> dict[str, Any]:
@@ -117,8 +123,7 @@ def _column_of_finished(log: RunLog, name: str) -> Times:
     return Times(lambda: chain.from_iterable(part for (part,) in _of_finished(log, name)))
 
 
-@attrs.frozen
-class Saturation:
+class Saturation(NamedTuple):
     """Whether the queue of a run grew until the last arrival, by the times of its requests.
 
     Attributes:
@@ -150,7 +155,7 @@ class Saturation:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as JSON; `holds`, which costs simulations, is None."""
-        return {**attrs.asdict(self), "why": self.why, "holds": None}
+        return {**self._asdict(), "why": self.why, "holds": None}
 
 
 def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation | None:
@@ -176,8 +181,7 @@ def saturation_of(log: RunLog, max_seqs: int, load: float | None) -> Saturation 
     return Saturation(saturated, queue.half, queue.end, come_per_s, served_per_s)
 
 
-@attrs.frozen
-class Queue:
+class Queue(NamedTuple):
     """The requests that waited in a run, as of its last arrival.
 
     All fields are final by then except `persists`, which may become true later if too few
@@ -213,13 +217,13 @@ class Queue:
         The times are iterated over more than once. O(n), in memory that does not grow with n.
         """
         first, last = min(came, default=0), max(came, default=0)
-        requests, span = sum(1 for _ in came), last - first
+        requests, span = sum(map(len, batches(came))), last - first
         if requests < FEWEST or not span:
             return None
         times = moments(first, last)
-        before = _counts(bisect_right, times, came)
-        started = _counts(bisect_left, times, admitted)
-        ended = _counts(bisect_left, times, finished)
+        before = _counts(bisect_left, came, times)
+        started = _counts(bisect_right, admitted, times)
+        ended = _counts(bisect_right, finished, times)
         # Those admitted may be paused: more than `max_seqs` cannot be running.
         queue = [
             here - min(begun, done + max_seqs)
@@ -246,11 +250,14 @@ class Queue:
 
 
 def _counts(
-    place: Callable[[list[int], int], int], times: list[int], events: Iterable[int]
+    place: Callable[[list[int], int], int], events: Iterable[int], times: list[int]
 ) -> list[int]:
     """Count the `events` before each of `times`; `place` bisects, left or right."""
-    places = Counter(map(place, repeat(times), events))
-    return list(accumulate(places[at] for at in range(len(times))))
+    counts = [0] * len(times)
+    for batch in batches(events):
+        batch.sort()  # as good as sorted: few requests overtake others
+        counts = list(map(add, counts, map(place, repeat(batch), times)))
+    return counts
 
 
 def moments(first: int, last: int) -> list[int]:
@@ -392,8 +399,7 @@ def _time(
 SUMMARY, REQUESTS, TRACE = "summary.json", "requests.jsonl", "trace.jsonl.gz"
 
 
-@attrs.frozen
-class HitRatio:
+class HitRatio(NamedTuple):
     """Share of the prompts that hit, counted in three ways; None without a lookup.
 
     Attributes:
@@ -427,9 +433,7 @@ class Outcome(Shown):
     @cached_property
     def tpot(self) -> Percentiles | None:
         """Mean times of the tokens after the first, by request; None without any."""
-        return Percentiles.of(
-            Times(lambda: (time for time in self.log.tpot() if time >= 0)), PS_PER_S
-        )
+        return Percentiles.of(self.log.tpot(), PS_PER_S)
 
     @cached_property
     def itl(self) -> Percentiles | None:
@@ -563,7 +567,6 @@ class Outcome(Shown):
         return min(log.arrival, default=0), last
 
 
-@attrs.frozen(slots=False, eq=False)
 class Reported(Outcome):
     """The result of one server or of several, as files and as a data frame."""
 
@@ -590,6 +593,8 @@ class Reported(Outcome):
             InputError: the directory cannot be made, or a file not be opened.
             StorageError: the disk refused a write.
         """
+        import orjson  # noqa: PLC0415 - for `--out` alone
+
         directory = Path(directory)
         make_directory(directory)
         with (
@@ -685,7 +690,7 @@ class Result(Reported):
             "reuse_ratio": (stats if cache.tiers is None else cache.tiers.hit_stats()).ratios(),
             "residency": cache.residency_by_tier(),
             "pool": {"block_size": geometry.block_size} | log.pool.summary(*self._span),
-            "fragmentation": None if measured is None else attrs.asdict(measured),
+            "fragmentation": None if measured is None else measured._asdict(),
             **({} if log.drafts is None else {"drafts": log.drafts.as_dict()}),
         }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -16,9 +16,6 @@ from kvcore.plugins.base import (
     wrong_answer,
 )
 from kvcore.serving.job import DECODE, WAITING, Job
-
-if TYPE_CHECKING:
-    from kvcore.serving.scheduler import Batching
 
 Reserve: TypeAlias = Literal["prompt", "chunk", "first-chunk"]
 """The blocks that an admission takes, as the option `reserve` of `Rules` says."""
@@ -334,7 +331,7 @@ class Decisions:
     shares_scheduled: Callable[[Job, StepState], bool] | None
     victim: Callable[[Sequence[Job], StepState, Job | None], Job] | None
 
-    def __init__(self, rules: Rules, batching: Batching, *, tiers: bool) -> None:
+    def __init__(self, rules: Rules, *, chunked: bool, tiers: bool) -> None:
         rules.bind()
         for name in DECISIONS:
             method = find_override(rules, name)
@@ -342,7 +339,7 @@ class Decisions:
         self.whole = rules.reserve == "prompt" or tiers
         self.publishes = rules.commit == "scheduled"
         self.keeps = rules.generated == "cached" or self.keeps_generated is not None
-        self.chunked = batching.chunked and self.chunk_tokens is None
+        self.chunked = chunked and self.chunk_tokens is None
         asks = self.reserved is not None or self.shares_scheduled is not None
         self.plain = (
             self.chunked

@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections import abc
 from collections.abc import Collection, Iterable
 from math import ceil
-from typing import Any, ClassVar, Literal, Protocol, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
 import attrs
 
@@ -151,8 +151,7 @@ class ServiceTimes(Protocol):
         """
 
 
-@attrs.define
-class LoopState:
+class LoopState(NamedTuple):
     """The input of a plan. Read it; the loop executes plans.
 
     Attributes:
@@ -173,8 +172,7 @@ class LoopState:
     server: ServiceTimes
 
 
-@attrs.frozen
-class StepPlan:
+class StepPlan(NamedTuple):
     """The jobs to admit and the jobs to pause.
 
     Attributes:

@@ -11,14 +11,13 @@ from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
-from kvcore.serving.loop import AllocatorFactory, Arrivals, ServingLoop
+from kvcore.serving.loop import AllocatorFactory, Arrivals, MemoryMeter, ServingLoop
 from kvcore.serving.result import Result, record_run
 from kvcore.serving.rules import with_choices
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.workloads import check_keys
 
 if TYPE_CHECKING:
-    from kvcore import Occupancy
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.stats import Fragmentation
 
@@ -181,7 +180,7 @@ def serve(
     `executor` runs a step, or computes the time it takes. The other arguments are those of
     `simulate`, which raises the same errors.
     """
-    meter: Occupancy | None = None
+    meter: MemoryMeter | None = None
     if allocator is not None or fragmentation:
         import kvcore  # noqa: PLC0415 - its table says where memory is measured
 

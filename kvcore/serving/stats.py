@@ -8,9 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
-from typing import TYPE_CHECKING, Any, Final, Generic, TypeAlias, TypeVar
-
-import attrs
+from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from kvcore.files import Spool
 from kvcore.histogram import PERCENTS, Histogram, nearest_rank
@@ -247,17 +245,24 @@ class RunLog:
             "verdict": self.verdict,
         }
 
-    def tpot(self) -> Iterator[int]:
-        """Yield the mean picoseconds of the tokens after the first by row; -1 for none."""
-        return mean_gaps(self.first_token, self.finish, self.output)
+    def tpot(self) -> Times:
+        """Return the mean picoseconds of the tokens after the first, where there are any."""
+        columns = self.first_token, self.finish, self.output
+        return Times(lambda: chain.from_iterable(map(_gaps, *(c.parts() for c in columns))))
+
+
+def _gaps(first: Sequence[int], finish: Sequence[int], output: Sequence[int]) -> list[int]:
+    return [gap for gap in mean_gaps(first, finish, output) if gap >= 0]
 
 
 def mean_gaps(
     first_token: Iterable[int], finish: Iterable[int], output: Iterable[int]
-) -> Iterator[int]:
-    """Yield the mean picoseconds between two of the `output` tokens; -1 where there is none."""
-    for first, end, tokens in zip(first_token, finish, output, strict=True):
-        yield (end - first) * PS_PER_NS // (tokens - 1) if end >= 0 and tokens > 1 else -1
+) -> list[int]:
+    """Return the mean picoseconds between two of the `output` tokens; -1 for none."""
+    return [
+        (end - first) * PS_PER_NS // (tokens - 1) if end >= 0 and tokens > 1 else -1
+        for first, end, tokens in zip(first_token, finish, output, strict=True)
+    ]
 
 
 def _verdict(job: Job, slo: SLO, now: int) -> int:
@@ -276,8 +281,7 @@ def _verdict(job: Job, slo: SLO, now: int) -> int:
     return verdict
 
 
-@attrs.frozen
-class Percentiles:
+class Percentiles(NamedTuple):
     """Mean and percentiles of times, in seconds. A percentile is the nearest rank."""
 
     mean: float
@@ -306,8 +310,8 @@ class Percentiles:
                 sum(ordered) / (count * second),
                 *(value / second for value in ranked),
             )
-        batches = [(len(b), sum(b), min(b), max(b)) for b in _batches(samples)]
-        counts, sums, lows, highs = zip(*batches, strict=True)
+        figures = [(len(b), sum(b), min(b), max(b)) for b in batches(samples)]
+        counts, sums, lows, highs = zip(*figures, strict=True)
         count = sum(counts)
         ranks = [nearest_rank(each, count) for each in PERCENTS]
         ranked = _at_ranks(samples, ranks, min(lows), max(highs))
@@ -318,7 +322,7 @@ class Percentiles:
 
     def as_dict(self) -> dict[str, float]:
         """Return the JSON object: `mean`, `p50`, `p90`, `p95` and `p99`."""
-        return attrs.asdict(self)
+        return self._asdict()
 
 
 class Times:
@@ -334,7 +338,7 @@ class Times:
         return iter(self._make())
 
 
-def _batches(samples: Iterable[int]) -> Iterator[list[int]]:
+def batches(samples: Iterable[int]) -> Iterator[list[int]]:
     """Yield the samples, `ROWS` at a time."""
     rest = iter(samples)
     while batch := list(islice(rest, ROWS)):
@@ -352,7 +356,7 @@ def _at_ranks(samples: Iterable[int], ranks: list[int], least: int, most: int) -
     """
     width = (most - least) // _BUCKETS + 1
     counts: Counter[int] = Counter()
-    for batch in _batches(samples):
+    for batch in batches(samples):
         counts.update([(each - least) // width for each in batch if least <= each <= most])
     buckets = sorted(counts)
     ends = list(accumulate([counts[bucket] for bucket in buckets]))
@@ -531,8 +535,7 @@ class PoolTimeline:
         self._due = now + self._interval
 
 
-@attrs.frozen(kw_only=True)
-class Fragmentation:
+class Fragmentation(NamedTuple):
     """How well a run used its memory. Shares are of the pool's slots, one token each.
 
     `used + cached + internal` and the free share are the whole pool. Means are over the time

@@ -13,30 +13,37 @@ import orjson
 from msgspec import UNSET, Meta, Struct, UnsetType, ValidationError
 
 from kvcore.errors import shorten
+from kvcore.untrusted import parse_json as check_json
 
 
 def _one_of(*words: str) -> Meta:
     return Meta(description=f"one of {', '.join(words)}" if len(words) > 1 else words[0])
 
 
-Count: TypeAlias = Annotated[int, Meta(ge=0, description="an integer from 0 on")]
-Size: TypeAlias = Annotated[int, Meta(ge=1, description="an integer from 1 on")]
+# Of 64 bits, so that no reader of a trace needs to look whether its arithmetic holds a number.
+_LARGEST = 2**63 - 1
+
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=_LARGEST, description="an integer from 0 on")]
+Size: TypeAlias = Annotated[int, Meta(ge=1, le=_LARGEST, description="an integer from 1 on")]
 PoolSize: TypeAlias = Annotated[
     int, Meta(ge=1, le=2**31 - 1, description="an integer from 1 to 2**31 - 1")
 ]
-Integer: TypeAlias = Annotated[int, Meta(description="an integer")]
+Integer: TypeAlias = Annotated[int, Meta(ge=-(2**63), le=_LARGEST, description="an integer")]
 Number: TypeAlias = Annotated[
-    Annotated[int, Meta(gt=0)] | Annotated[float, Meta(gt=0)],
+    Annotated[int, Meta(gt=0, le=_LARGEST)] | Annotated[float, Meta(gt=0)],
     Meta(description="a number above 0"),
 ]
 Text: TypeAlias = Annotated[str, Meta(description="a string")]
 Json: TypeAlias = Annotated[Any, Meta(description="any JSON")]
 Object: TypeAlias = Annotated[dict[str, Any], Meta(description="an object")]
-RequestId: TypeAlias = Annotated[int | str, Meta(description="an integer or a string")]
+RequestId: TypeAlias = Annotated[
+    Annotated[int, Meta(ge=-(2**63), le=_LARGEST)] | str,
+    Meta(description="an integer or a string"),
+]
 
 # `$` also matches before a newline at the end, so the length is bounded as well.
 Key: TypeAlias = (
-    Annotated[int, Meta(ge=0, le=2**63 - 1)]
+    Annotated[int, Meta(ge=0, le=_LARGEST)]
     | Annotated[str, Meta(pattern="^[0-9a-fA-F]{32}$", max_length=32)]
 )
 BlockKeys: TypeAlias = Annotated[
@@ -114,10 +121,10 @@ class TierRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
     tier: str
     name: str
     options: dict[str, Any]
-    slots: Annotated[int, Meta(ge=1)]
-    slot_bytes: Annotated[int, Meta(ge=1)]
-    devices: Annotated[int, Meta(ge=1)]
-    recovered: Annotated[int, Meta(ge=0)] = 0
+    slots: Size
+    slot_bytes: Size
+    devices: Size
+    recovered: Count = 0
 
 
 class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -129,7 +136,7 @@ class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
             that have other values for them.
     """
 
-    count: Annotated[int, Meta(ge=1)]
+    count: Size
     blocks: PoolSize | UnsetType = UNSET
     plugins: dict[str, PluginRecord] | UnsetType = UNSET
     batching: dict[str, Any] | UnsetType = UNSET
@@ -210,7 +217,7 @@ class Header(Event, tag="HEADER", kw_only=True):
         WorkloadRecord | None,
         Meta(description="null or an object with name, digest and options"),
     ]
-    seed: Annotated[int | None, Meta(description="an integer or null")]
+    seed: Annotated[Integer | None, Meta(description="an integer or null")]
     model: Json | UnsetType = UNSET
     device: Json | UnsetType = UNSET
     recompute: Json | UnsetType = UNSET
@@ -574,7 +581,7 @@ def decode(raw: bytes) -> Event:
     """
     try:
         return (_decode_drop if raw.endswith(_DROP_ENDS) else _decode_tagged)(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         # msgspec names a path and a type; the message is to name the field and its values.
         value = parse_json(raw)
         reason = find_fault(value)
@@ -590,7 +597,7 @@ def parse_json(raw: bytes) -> Any:
         ValueError: the line is not JSON; names the column.
     """
     try:
-        orjson.loads(raw)
+        check_json(raw)
     except orjson.JSONDecodeError as error:
         msg = f"not JSON: {error.msg}, at column {error.colno}"
         raise ValueError(msg) from error
@@ -631,7 +638,9 @@ class Field(NamedTuple):
         try:
             msgspec.convert(value, self.type)
         except ValidationError:
-            return f"must be {self.holds}, not {_shown(value)}"
+            too_large = type(value) is int and not -(2**63) <= value <= _LARGEST
+            holds = f"{self.holds}, of 64 bits" if too_large else self.holds
+            return f"must be {holds}, not {_shown(value)}"
         return None
 
 

@@ -7,7 +7,6 @@ import os
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from hashlib import sha256
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -21,6 +20,7 @@ from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.request import KEY_BYTES, SLO, Key, Request
 from kvcore.units import INT64_LIMIT
+from kvcore.untrusted import MOST_RUN_BLOCKS
 
 SCHEMA = 1
 """The schema this version writes, and the only one it reads."""
@@ -92,6 +92,8 @@ def key_fields(keys: Iterable[Any], request: int | str) -> list[int | str]:
             of 32 hex digits.
     """
     keys = list(keys)
+    if {*map(type, keys)} == {bytes} and {*map(len, keys)} == {KEY_BYTES}:
+        return list(map(bytes.hex, keys))
     try:
         numbers = array("q", keys).tolist()
     except (TypeError, OverflowError):
@@ -179,6 +181,8 @@ class EvictionDigest:
 
     def __init__(self) -> None:
         self.blocks = 0
+        from hashlib import sha256  # noqa: PLC0415 - for comparisons alone
+
         self._sha = sha256()
 
     def add(self, key: Key) -> None:
@@ -214,10 +218,6 @@ Runs: TypeAlias = list[tuple[int, int]]
 
 
 _ID_LIMIT = 2**31
-
-MOST_BLOCKS_OF_LINE = 1 << 22
-"""Largest number of blocks of the runs of a line; each takes 4 bytes once decoded."""
-
 
 _FEW_IDS = 1 << 10
 """Number of ids from which on one pass over all of them pays."""
@@ -341,8 +341,8 @@ def decode_runs(runs: Sequence[Sequence[int]], limit: int = _ID_LIMIT) -> Ids:
         if not (0 <= first < limit and 0 <= end < limit):
             msg = f"run [{first}, {count}] leaves the block ids, which are 0 to {limit - 1}"
             raise ValueError(msg)
-        if len(ids) + abs(count) > MOST_BLOCKS_OF_LINE:
-            msg = f"the runs are more than {MOST_BLOCKS_OF_LINE:,} blocks, which is the most"
+        if len(ids) + abs(count) > MOST_RUN_BLOCKS:
+            msg = f"the runs are more than {MOST_RUN_BLOCKS:,} blocks, which is the most"
             raise ValueError(msg)
         ids.extend(range(first, first + count, step))
     return ids

@@ -26,16 +26,15 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from hashlib import blake2b
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Self, TypeVar
 
 import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError, StorageError, TraceError
 from kvcore.files import (
-    LONGEST_LINE,
     AtomicFile,
     Compressor,
     CutError,
@@ -43,10 +42,10 @@ from kvcore.files import (
     as_path,
     compressor,
     decompressed,
-    line_fault,
     storage_errors,
     unreadable_reason,
 )
+from kvcore.untrusted import LONGEST_LINE, TRACE_EXPANSION, line_fault, parse_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -330,7 +329,7 @@ class SealedReader(ABC, Generic[_Item]):
     """
 
     kind: ClassVar[str]
-    expansion: ClassVar[int] = 24
+    expansion: ClassVar[int] = TRACE_EXPANSION
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; the file is opened when iteration starts."""
@@ -472,7 +471,7 @@ class SealedReader(ABC, Generic[_Item]):
     def _check_end(self, raw: bytes, fields: Mapping[str, Any]) -> None:
         """Check END, which no digest covers: there is one way to write it."""
         expected = {**fields, "digest": self._digest.hexdigest()}
-        line = orjson.loads(raw)
+        line = parse_json(raw)
         for field, value in expected.items():
             if line.get(field) != value:
                 self.fail(
@@ -484,7 +483,7 @@ class SealedReader(ABC, Generic[_Item]):
 
 def _is_json(raw: bytes) -> bool:
     try:
-        orjson.loads(raw)
+        parse_json(raw)
     except orjson.JSONDecodeError:
         return False
     return True

@@ -215,6 +215,10 @@ class Trace(SealedWriter, JsonRecorder):
             self.write(self.request_line(request, now))
             self._seen.add(request.id)
 
+    def forget(self, request: Request) -> None:
+        """Forget a request that has ended, in a run without end; its id may come again."""
+        self._seen.discard(request.id)
+
     @staticmethod
     def request_line(request: Request, now: int) -> dict[str, Any]:
         """Return the line REQUEST. O(keys) in C.

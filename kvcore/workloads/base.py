@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import lru_cache, wraps
 from itertools import islice
 from pathlib import Path
-from traceback import walk_tb
 from typing import Any, ClassVar, Self
 
-import orjson
-
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.plugins.base import FAILURES, Plugin, policy_error, wrong_answer
 from kvcore.progress import Ticked
 from kvcore.request import Key, KeyPrefix, Request
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import parse_json
 from kvcore.workloads.files import file_digest
 
 CHECKED_REQUESTS = 4_000
@@ -83,13 +81,15 @@ class Workload(Plugin):
             for name, value in self.options().items()
         }
         try:
+            import orjson  # noqa: PLC0415 - for traces alone
+
             text = orjson.dumps(
                 {"workload": self.name, **options}, default=str, option=orjson.OPT_SORT_KEYS
             )
         except TypeError as error:
             msg = f"workload {self.name}: its options have no digest: {error}"
             raise InputError(msg) from error
-        return hashlib.blake2b(text, digest_size=16).hexdigest()
+        return blake2b(text, digest_size=16).hexdigest()
 
     @property
     def size(self) -> int | None:
@@ -176,6 +176,8 @@ class _GuardedProperty(property):
 
 def _is_of_request(error: Exception) -> bool:
     """Return True if `Request` raised the error, for a row that the workload should refuse."""
+    from traceback import walk_tb  # noqa: PLC0415 - for errors alone
+
     *_, (frame, _) = walk_tb(error.__traceback__)
     module: str = frame.f_globals["__name__"]
     return module == Request.__module__
@@ -193,8 +195,10 @@ def json_fields(line: bytes) -> frozenset[str]:
 
     Cached, since each format asks for those of the same first lines.
     """
+    import orjson  # noqa: PLC0415 - for files alone
+
     try:
-        fields = orjson.loads(line)
+        fields = parse_json(line)
     except orjson.JSONDecodeError:
         return frozenset()
     return frozenset(fields) if isinstance(fields, dict) else frozenset()

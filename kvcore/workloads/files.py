@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import hashlib
-import json
 import re
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing, suppress
@@ -13,21 +11,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import orjson
-
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import (
     CHUNK_BYTES,
-    LONGEST_LINE,
     CutError,
     DamageError,
     decompressed,
-    line_fault,
     unreadable_reason,
 )
-
-EXPANSION = 64
-"""Largest number of bytes that a compressed byte expands to, past the first 16 MiB."""
+from kvcore.untrusted import LONGEST_LINE, WORKLOAD_EXPANSION, line_fault, parse_json
 
 _ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*(?=\{)")
 _INDENTED = re.compile(rb"(?:\xef\xbb\xbf)?\s*\{\s*\n")
@@ -41,8 +34,10 @@ def first_json(path: Path) -> Any:
     Raises:
         InputError: as `lines` does.
     """
+    import orjson  # noqa: PLC0415 - for files of JSON alone
+
     with closing(lines(path)) as found, suppress(orjson.JSONDecodeError):
-        return orjson.loads(next(found)[1])
+        return parse_json(next(found)[1])
     return None
 
 
@@ -61,7 +56,7 @@ def lines(path: Path) -> Generator[tuple[int, bytes], None, None]:
     number, empty = 0, True
     try:
         with path.open("rb") as file:
-            for number, line in enumerate(_rows(decompressed(file, EXPANSION)), 1):
+            for number, line in enumerate(_rows(decompressed(file, WORKLOAD_EXPANSION)), 1):
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)  # noqa: PLW2901
                 if line and not line.isspace():
@@ -86,7 +81,7 @@ def file_digest(path: Path, **options: Any) -> str:
     Raises:
         InputError: the file cannot be read.
     """
-    state = hashlib.blake2b(digest_size=16)
+    state = blake2b(digest_size=16)
     try:
         with path.open("rb") as file:
             while chunk := file.read(CHUNK_BYTES):
@@ -94,6 +89,8 @@ def file_digest(path: Path, **options: Any) -> str:
     except OSError as error:
         raise _unreadable(path, error) from error
     if options:
+        import orjson  # noqa: PLC0415 - likewise
+
         state.update(orjson.dumps(options, option=orjson.OPT_SORT_KEYS))
     return state.hexdigest()
 
@@ -126,6 +123,8 @@ def _elements(pieces: Iterable[bytes], *, array: bool = True) -> Iterator[bytes]
 
     Without `array`, yield JSON objects that follow one another.
     """
+    import json  # noqa: PLC0415 - for files of this kind alone
+
     encoding = "utf-8" if array else "utf-8-sig"
     texts = codecs.iterdecode(pieces, encoding, "surrogateescape")
     scan = json.JSONDecoder(strict=False).raw_decode

@@ -6,16 +6,15 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from hashlib import blake2b
 from itertools import islice
 from operator import attrgetter
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import attrs
-import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import input_path, unreadable_reason
 from kvcore.plugins.base import FAILURES, Plugin, options_of
@@ -23,6 +22,7 @@ from kvcore.plugins.manager import Plugins, installed
 from kvcore.plugins.options import nearest, takes_path
 from kvcore.request import Request, Retention, TextRequest
 from kvcore.units import window_text
+from kvcore.untrusted import parse_json
 from kvcore.workloads.base import Workload, json_fields
 from kvcore.workloads.files import lines
 
@@ -68,7 +68,9 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
             f"{name!r}{nearest(name, names)}. There are: {', '.join(names)}"
         )
         raise plugins.not_found("workload", msg) from None  # noqa: EM101 - the kind
-    return recognise(path, plugins.classes("workload").values())
+    head = list(_first_lines(path))
+    candidates = plugins.classes("workload", _possible(head, plugins))
+    return _recognised(path, head, candidates.values())
 
 
 def as_workload(workload: Any, plugins: Plugins) -> Any:
@@ -104,7 +106,32 @@ def recognise(path: Path, candidates: Iterable[type[Workload]]) -> Workload:
         InputError: the file cannot be read, or no class recognises any of its first lines, or
             several recognise as many.
     """
-    head = list(_first_lines(path))
+    return _recognised(path, list(_first_lines(path)), candidates)
+
+
+def _possible(head: list[bytes], plugins: Plugins) -> list[str]:
+    """Return the names of the workloads that may recognise the first lines of a file.
+
+    That is one if `Plugins.formats` has their fields, and those that it does not know.
+    """
+    names, formats = plugins.names("workload"), plugins.formats()
+    kinds = {*map(json_fields, head)}
+    if kinds == {frozenset()}:
+        kinds = {frozenset(_columns(head[0]))}
+    sure = {name for name in formats if all(fields in formats[name] for fields in kinds)}
+    if len(sure) != 1 or not sure <= {*names}:
+        return names
+    return [name for name in names if name in sure or name not in formats]
+
+
+def _columns(line: bytes) -> list[str]:
+    """Return the names in a line that is the header of a CSV file."""
+    return [name.strip() for name in line.decode(errors="replace").split(",")]
+
+
+def _recognised(
+    path: Path, head: list[bytes], candidates: Iterable[type[Workload]]
+) -> Workload:
     first_line = head[0]
     readers = sorted((cls for cls in candidates if _reads_files(cls)), key=_name)
     votes, errors = Counter[type[Workload]](), {}
@@ -162,7 +189,7 @@ def _near_misses(first_line: bytes, readers: list[type[Workload]]) -> str:
     found, complete = json_fields(first_line), "a field is of another type"
     if not found:
         complete = "its lines are JSON objects"
-        found = frozenset(map(str.strip, first_line.decode(errors="replace").split(",")))
+        found = frozenset(_columns(first_line))
     near = []
     for cls in readers:
         for wanted in cls.line_fields:
@@ -190,8 +217,10 @@ def _beginning(first_line: bytes) -> str:
     begins = f"its first line begins {text!r}"
     if not text.startswith("{"):
         return begins
+    import orjson  # noqa: PLC0415 - for errors alone
+
     try:
-        orjson.loads(first_line)
+        parse_json(first_line)
     except orjson.JSONDecodeError as error:
         return f"{begins} and is not JSON: {error.msg} (column {error.colno})"
     return begins
@@ -206,7 +235,6 @@ def _reads_files(cls: type[Workload]) -> bool:
 _name = attrgetter("name")
 
 
-@attrs.define(eq=False)
 class WorkloadSample(Workload):
     """A part of a workload: requests that arrive in a window, the first of them, scaled.
 
@@ -227,14 +255,19 @@ class WorkloadSample(Workload):
             iterating: no request arrives in the window.
     """
 
-    source: Workload
-    limit: int | None = None
-    scale: int = 1
-    window: tuple[int, int | None] | None = None
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(
+        self,
+        source: Workload,
+        limit: int | None = None,
+        scale: int = 1,
+        window: tuple[int, int | None] | None = None,
+    ) -> None:
         """Check `limit` and `scale`."""
-        msg, tokens = "", self.source.key_tokens
+        self.source = source
+        self.limit = limit
+        self.scale = scale
+        self.window = window
+        msg, tokens = "", source.key_tokens
         if self.limit is not None and self.limit < 1:
             msg = f"the first {self.limit} requests of {self.source.name}: give 1 or more"
         elif self.scale < 1 or tokens % self.scale:
@@ -341,11 +374,6 @@ def _divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _read_once(requests: Iterable[Request]) -> tuple[Request, ...]:
-    return tuple(requests)
-
-
-@attrs.define(eq=False)
 class RequestList(Workload):
     """Requests that are in memory already, such as those that a program makes itself.
 
@@ -358,21 +386,18 @@ class RequestList(Workload):
             or a request whose keys stand for another number of tokens.
     """
 
-    name: ClassVar[str] = "requests"
+    name = "requests"
+    key_tokens = 0  # of the class, in place of the abstract property
 
-    requests: Sequence[Request] = attrs.field(converter=_read_once, repr=False)
-    key_tokens: int = attrs.field()
-
-    @key_tokens.default
-    def _key_tokens_of_first(self) -> int:
-        if not self.requests:
-            msg = "an empty list of requests is no workload: give at least one Request"
-            raise InputError(msg)
-        first = self.requests[0]
-        return first.key_tokens if isinstance(first, Request) else 0
-
-    def __attrs_post_init__(self) -> None:
+    def __init__(self, requests: Iterable[Request], key_tokens: int | None = None) -> None:
         """Check that all are requests, with keys of one length."""
+        self.requests = tuple(requests)
+        if key_tokens is None:
+            if not self.requests:
+                msg = "an empty list of requests is no workload: give at least one Request"
+                raise InputError(msg)
+            key_tokens = getattr(self.requests[0], "key_tokens", 0)
+        self.key_tokens = key_tokens
         for number, request in enumerate(self.requests, 1):
             if not isinstance(request, Request):
                 msg = f"number {number} of the requests is {request!r:.60}, which is no Request"
@@ -411,8 +436,6 @@ class RequestList(Workload):
 class PromptWorkload(RequestList):
     """Requests made from texts by `text_request`, which all arrive at once."""
 
-    __slots__ = ()
-
     name = "prompts"
 
     @property
@@ -431,8 +454,6 @@ class ClientWorkload(RequestList):
     Args:
         key_tokens: number of tokens of a key.
     """
-
-    __slots__ = ()
 
     name = "clients"
 

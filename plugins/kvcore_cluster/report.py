@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar
 
-import attrs
-
 from kvcore.report.simulation import SimulationReport
 from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.sections import Section, Table
@@ -21,7 +19,6 @@ GROUPS = 8
 """Number of groups of replicas."""
 
 
-@attrs.frozen
 class ClusterReport(SimulationReport):
     """The summary of a cluster as sentences and tables, the most important first."""
 
@@ -29,7 +26,11 @@ class ClusterReport(SimulationReport):
         *("replica", "blocks", "requests", "busy", "mean TTFT", "token hits", "evicted"),
         "stopped",
     )
-    nothing_holds: ClassVar[str] = "No number of replicas was found with which it would hold."
+
+    @staticmethod
+    def nothing_holds() -> str:
+        """Return a sentence for a search that has found nothing."""
+        return "No number of replicas was found with which it would hold."
 
     def _details(self) -> list[Section]:
         """Return the sections on the replicas."""
@@ -83,8 +84,7 @@ class ClusterReport(SimulationReport):
         """A sentence with all options of the run."""
         config = self.config
         pool = {"block_size": config["block_size"], "blocks": config["replicas"][0]["blocks"]}
-        report = attrs.evolve(
-            self,
+        report = self._replace(
             summary={**self.summary, "count": "tokens", "pool": pool},
             config={**config, "routing": {"view": config["view"]}},
         )

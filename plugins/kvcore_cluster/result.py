@@ -212,7 +212,7 @@ class ClusterResult(Reported):
             "hit": hit_fields(self.stats),
             "lost_tokens": self.stats.lost_tokens,
             "loaded_tokens": sum(log.loaded),
-            "reuse_ratio": attrs.asdict(self.reuse_ratio),
+            "reuse_ratio": self.reuse_ratio._asdict(),
             "retried": self.retried,
             "replica_s": self.replica_s,
             "changes": [

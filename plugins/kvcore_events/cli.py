@@ -21,9 +21,10 @@ from kvcore.cli.output import (
     line_seconds,
     print_table,
 )
-from kvcore.cli.verb import Count, Seconds, echo, escaped, verb
+from kvcore.cli.verb import Count, Seconds, echo, end_signals, verb
 from kvcore.errors import InputError
 from kvcore.units import NS_PER_S, parse_bytes, parse_seconds
+from kvcore.untrusted import escaped
 
 if TYPE_CHECKING:
     from kvcore_events.recording import Tally
@@ -143,9 +144,9 @@ def record(
 ) -> None:
     """Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM.
 
-    Ctrl-C, SIGTERM, --for and --batches end the recording, each with a complete file. Missing
-    batches are requested at --replay; those that are not sent again are recorded as lost. If
-    no batch arrives, nothing is written, an older FILE stays, and the exit code is 4.
+    Ctrl-C, SIGTERM, SIGHUP, --for and --batches end the recording, each with a complete file.
+    Missing batches are requested at --replay; those that are not sent again are recorded as
+    lost. If no batch arrives, nothing is written, an older FILE stays, and the exit code is 4.
     """
     from kvcore_events.recording import RecordingWriter  # noqa: PLC0415 - as above
     from kvcore_events.recording import record as run  # noqa: PLC0415 - a slow room
@@ -179,11 +180,8 @@ def record(
 
 @contextmanager
 def _ending(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` on Ctrl-C and SIGTERM while the body runs."""
-    before = {
-        number: signal.signal(number, lambda *_: stop())
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    """Call `stop` on Ctrl-C, SIGTERM and SIGHUP while the body runs."""
+    before = {number: signal.signal(number, lambda *_: stop()) for number in end_signals()}
     try:
         yield
     finally:

@@ -8,6 +8,7 @@ import msgspec
 import orjson
 
 from kvcore.errors import InputError, TraceError
+from kvcore.untrusted import PAYLOAD_BYTES, PAYLOAD_LEVELS, PAYLOAD_OBJECTS, parse_json
 from kvcore_events import dynamo, mooncake, tensorrt_llm, vllm
 from kvcore_events.model import DecodeError, EventBatch, brief
 
@@ -22,12 +23,6 @@ READERS = {
 WRITERS = {"msgpack": vllm.write_batch, "dynamo": dynamo.write_batch}
 FORMATS = tuple(READERS)
 """Names of the wire formats that `decode` reads."""
-
-LARGEST_PAYLOAD = 1 << 26
-MOST_OBJECTS = 1 << 23
-"""Most strings, lists and maps in a payload: each takes up to 72 bytes of memory."""
-DEEPEST = 24
-"""Most levels of lists and maps in a payload."""
 
 _PACKED = ("msgpack", "mooncake")
 # First bytes of arrays and maps in msgpack; JSON begins with none of them.
@@ -75,12 +70,13 @@ def unpack(payload: bytes) -> tuple[Any, str]:
     Raises:
         DecodeError: it is too large, neither msgpack nor JSON, or of no format.
     """
-    if len(payload) > LARGEST_PAYLOAD:
-        msg = f"{len(payload):,} bytes; more than {LARGEST_PAYLOAD:,} are not read"
+    if len(payload) > PAYLOAD_BYTES:
+        msg = f"{len(payload):,} bytes; more than {PAYLOAD_BYTES:,} are not read"
         raise DecodeError(msg)
     packed = bool(payload) and payload[0] in _CONTAINERS
-    if len(payload) > MOST_OBJECTS and _most_objects(payload, packed=packed) > MOST_OBJECTS:
-        msg = f"too many values; more than {MOST_OBJECTS:,} texts, lists and maps are not read"
+    most = PAYLOAD_OBJECTS
+    if len(payload) > most and _most_objects(payload, packed=packed) > most:
+        msg = f"too many values; more than {most:,} texts, lists and maps are not read"
         raise DecodeError(msg)
     if packed:
         try:
@@ -90,7 +86,7 @@ def unpack(payload: bytes) -> tuple[Any, str]:
             raise DecodeError(msg) from error
         return value, "mooncake" if mooncake.matches(value) else "msgpack"
     try:
-        value = orjson.loads(payload)
+        value = parse_json(payload)
     except orjson.JSONDecodeError as error:
         msg = f"neither a msgpack array or map nor JSON: it begins {brief(payload)}"
         raise DecodeError(msg) from error
@@ -156,8 +152,8 @@ def _most_objects(payload: bytes, *, packed: bool) -> int:
 
 def _fault(value: Any, depth: int = 0) -> tuple[str, str] | None:
     """Return where `value` has a value other than bytes that JSON cannot hold, and why."""
-    if depth > DEEPEST:
-        return "", f"is nested more than {DEEPEST} levels deep"
+    if depth > PAYLOAD_LEVELS:
+        return "", f"is nested more than {PAYLOAD_LEVELS} levels deep"
     if type(value) is dict:
         for name, item in value.items():
             if type(name) is not str:

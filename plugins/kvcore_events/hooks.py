@@ -17,3 +17,9 @@ def kvcore_commands() -> dict[str, Verb]:
 def kvcore_workloads() -> dict[str, str]:
     """Return recordings of KV events as workloads."""
     return {"kv-events": "kvcore_events.workload:KvEvents"}
+
+
+@hookimpl
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return that recordings of KV events have no fields of published traces."""
+    return {"kv-events": []}

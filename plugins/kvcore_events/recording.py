@@ -23,11 +23,17 @@ from kvcore.files import (
     CutError,
     DamageError,
     decompressed,
-    line_fault,
     part_path,
 )
 from kvcore.trace.fields import version
 from kvcore.trace.jsonl_file import SealedReader, SealedWriter
+from kvcore.untrusted import (
+    BYTES_OF_LINE,
+    FREE_LINES,
+    RECORDING_EXPANSION,
+    line_fault,
+    parse_json,
+)
 from kvcore.workloads.files import first_json
 from kvcore_events.formats import (
     FORMATS,
@@ -314,9 +320,6 @@ def _count_batches(part: Path) -> int:
     return batches
 
 
-_FREE_LINES = 100_000
-
-
 class RecordingReader(SealedReader["RecordedItem | None"]):
     """Reads a recording once, line by line; compression is recognised by the first bytes.
 
@@ -341,19 +344,19 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
     """
 
     kind: ClassVar[str] = "recording"
-    expansion: ClassVar[int] = 128
+    expansion: ClassVar[int] = RECORDING_EXPANSION
 
     def __init__(self, file: str | os.PathLike[str]) -> None:
         """Store the path; iteration opens it."""
         super().__init__(file)
-        self._most_lines = _FREE_LINES
+        self._most_lines = FREE_LINES
         self.header: dict[str, Any] = {}
         self._kinds: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[RecordedItem]:
         """Yield the items."""
         with suppress(OSError):
-            self._most_lines = _FREE_LINES + self.file.stat().st_size // 4
+            self._most_lines = FREE_LINES + self.file.stat().st_size // BYTES_OF_LINE
         for item in super().__iter__():
             if item is not None:
                 yield item
@@ -373,7 +376,7 @@ class RecordingReader(SealedReader["RecordedItem | None"]):
                 "decompress it first"
             )
         try:
-            line = orjson.loads(raw)
+            line = parse_json(raw)
         except orjson.JSONDecodeError as error:
             what = f"not JSON: {error.msg}, at column {error.colno}"
             self.fail(what if self.header else f"{NO_RECORDING} ({what})")

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from kvcore.errors import InputError
+from kvcore.untrusted import PAYLOAD_EVENTS
 from kvcore_events.model import (
     AllBlocksCleared,
     BlockRemoved,
@@ -37,9 +38,6 @@ from kvcore_events.model import (
 )
 
 LARGEST_TIME = 2**63
-
-MOST_EVENTS = 1 << 18
-"""Most events in a batch: an unparsed one takes 400 bytes, with its reason."""
 
 _NAMES = {
     "hashes": "block_hashes",
@@ -122,8 +120,8 @@ def read_events(value: Any, read_event: Callable[[Any, str], Event]) -> EventBat
     if not abs(batch.ts) < LARGEST_TIME:
         msg = f"batch.ts: expected a finite number, got {batch.ts}"
         raise DecodeError(msg)
-    if len(batch.events) > MOST_EVENTS:
-        msg = f"batch.events: {len(batch.events):,}; more than {MOST_EVENTS:,} are not read"
+    if len(batch.events) > PAYLOAD_EVENTS:
+        msg = f"batch.events: {len(batch.events):,}; more than {PAYLOAD_EVENTS:,} are not read"
         raise DecodeError(msg)
     events = tuple(
         read_or_keep(read_event, event, f"events[{number}]")

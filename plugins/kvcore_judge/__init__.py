@@ -1,7 +1,7 @@
 """The judge: one protocol by which eviction policies are compared, and a leaderboard.
 
-It adds the verbs `leaderboard` and `judge`. docs/reference/protocol.md says what is measured,
-and why. To read, in this order::
+It adds the verbs `leaderboard`, `judge` and `workbench`. docs/reference/protocol.md says what
+is measured, and why. To read, in this order::
 
     protocol.py     panels of streams, pool sizes, marks of cells that a policy was tuned on
     streams.py      two generated workloads of the public panel
@@ -14,6 +14,10 @@ and why. To read, in this order::
     verdict.py      judge: the kit, the rules, the panel
     report.py       tables, and the page
     gate.py         a plugin of pytest: hits of an application must not fall
+    misses.py       why the tokens of a replay missed
+    workbench.py    a policy beside LRU, ARC and the optimum, for a page
+    site.py         the workbench as a site: the page, Python for browsers, kvcore
+    browser/        markup and scripts of the page, and `orjson` for its Python
     cli/            the verbs
     data/           sessions of coding agents, with their licence
 """

@@ -27,7 +27,9 @@ class Cell:
 
 @attrs.frozen
 class CellResult:
-    """What a policy has achieved in a cell. All but `cpu_ns` is the same on every machine.
+    """The hits, evictions and times of a policy in a cell.
+
+    All but `cpu_ns` is the same on every machine.
 
     Attributes:
         blocks: blocks of the pool.

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import sys
-from functools import lru_cache
-from importlib.util import module_from_spec, spec_from_file_location
 from inspect import getsourcefile
 from pathlib import Path
 from typing import Any
@@ -13,8 +10,6 @@ from typing import Any
 import attrs
 
 from kvcore.cache import EvictionPolicy
-from kvcore.errors import InputError, PluginError
-from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import Plugins
 from kvcore.trace.fields import plain
 
@@ -40,14 +35,11 @@ class Entry:
         """Return a new instance.
 
         Raises:
-            InputError: there is no such policy, or the file has none or several.
-            PluginError: the file cannot be run, or the class not be built.
+            InputError: there is no such policy, or no such file.
+            PluginError: the file cannot be run, or has no policy or several.
         """
-        path = self.path
-        if path is None:
-            policy: EvictionPolicy = Plugins().build("eviction", self.text)
-            return policy
-        return policy_class(path, self.text.partition(".py")[2].removeprefix(":"))()
+        policy: EvictionPolicy = Plugins().build("eviction", self.text)
+        return policy
 
     def describe(self) -> dict[str, Any]:
         """Return name, options and the digest of the source, as a leaderboard has them."""
@@ -60,44 +52,3 @@ class Entry:
             "options": plain(policy.options()),
             "source": hashlib.blake2b(source, digest_size=16).hexdigest(),
         }
-
-
-@lru_cache(maxsize=64)
-def policy_class(path: Path, name: str = "") -> type[EvictionPolicy]:
-    """Return the eviction policy in a Python file, which is run; its only one without `name`.
-
-    Raises:
-        InputError: there is no such file, or it has no such class, or several.
-        PluginError: the file cannot be run.
-    """
-    if not path.is_file():
-        msg = f"{path}: there is no such file; give a Python file with an eviction policy"
-        raise InputError(msg)
-    module_name = (
-        f"kvcore_judged_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
-    )
-    spec = spec_from_file_location(module_name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    sys.modules[module_name] = module
-    try:
-        spec.loader.exec_module(module)
-    except FAILURES as error:
-        msg = f"{path} cannot be run: {type(error).__name__}: {error}"
-        raise PluginError(msg) from error
-    classes = {
-        each.__name__: each
-        for each in vars(module).values()
-        if isinstance(each, type)
-        and issubclass(each, EvictionPolicy)
-        and each.__module__ == module_name
-    }
-    if name:
-        classes = {name: classes[name]} if name in classes else {}
-    if len(classes) != 1:
-        found = ", ".join(classes) or "none"
-        which = f"class {name!r}" if name else "one class derived from EvictionPolicy"
-        msg = f"{path}: {which} is needed, and there is {found}; FILE.py:CLASS names one"
-        raise InputError(msg)
-    return next(iter(classes.values()))

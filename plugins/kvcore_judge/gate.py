@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvcore.workloads import Workload
 
 SCHEMA = 1
-
-_NEW = "compulsory"
 
 PathLike: TypeAlias = "str | os.PathLike[str]"
 
@@ -66,26 +64,17 @@ def measure(
     Raises:
         InputError: the workload cannot be read, or the block size does not fit its keys.
     """
-    from kvcore import KVCache, Plugins, Trace  # noqa: PLC0415 - every run of pytest loads this
+    from kvcore import KVCache, Plugins  # noqa: PLC0415 - every run of pytest loads this
     from kvcore.workloads.selection import as_workload  # noqa: PLC0415 - as above
-    from kvcore_replay.misses.explain import explain  # noqa: PLC0415 - as above
-    from kvcore_replay.untimed import replay  # noqa: PLC0415 - as above
+    from kvcore_judge.misses import missed_tokens, replay_summary  # noqa: PLC0415 - as above
 
-    source = as_workload(workload, Plugins())
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "trace.jsonl")
-        with Trace(path) as trace:
-            cache = KVCache(blocks, block_size, eviction=eviction, trace=trace)
-            replay(source, cache)
-        summary = explain(path).summary()
-    # What no request had before is told apart by where prompts part from earlier ones.
-    ways = {f"{_NEW}, {way}": lost.tokens for way, lost in summary.ways.items()}
-    reasons = {name: lost.tokens for name, lost in summary.categories.items() if name != _NEW}
+    cache = partial(KVCache, blocks, block_size, eviction=eviction)
+    summary = replay_summary(as_workload(workload, Plugins()), cache)
     return Hits(
         requests=summary.admitted,
         prompt_tokens=summary.prompt_tokens,
         hit_tokens=summary.hit_tokens,
-        missed={name: tokens for name, tokens in (ways | reasons).items() if tokens},
+        missed=missed_tokens(summary),
         setting={"blocks": blocks, "block_size": block_size, "eviction": eviction},
     )
 
@@ -107,6 +96,8 @@ def regression(name: str, now: Hits, before: Mapping[str, Any], tolerance: float
         )
     if now.share >= base.share - tolerance:
         return ""
+    from kvcore_judge.misses import meaning  # noqa: PLC0415 - every run of pytest loads this
+
     told = (
         f"{name}: {now.share:.1%} of {now.prompt_tokens:,} prompt tokens hit, and "
         f"{base.share:.1%} of {base.prompt_tokens:,} in the baseline."
@@ -117,16 +108,10 @@ def regression(name: str, now: Hits, before: Mapping[str, Any], tolerance: float
             each.missed.get(reason, 0) / max(each.prompt_tokens, 1) for each in (now, base)
         )
         if here > there:
-            lines.append(f"  {here:6.1%} missed as {_meaning(reason)} ({there:.1%} before)")
+            lines.append(
+                f"  {here:6.1%} missed as {reason}: {meaning(reason)} ({there:.1%} before)"
+            )
     return "\n".join(lines)
-
-
-def _meaning(reason: str) -> str:
-    """Return a reason with its meaning."""
-    from kvcore_replay.misses.reasons import CATEGORIES, WAYS  # noqa: PLC0415 - as above
-
-    name, _, way = reason.partition(", ")
-    return f"{reason}: {WAYS[way] if way else CATEGORIES[name]}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

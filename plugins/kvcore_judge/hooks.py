@@ -12,6 +12,7 @@ def kvcore_commands() -> dict[str, Verb]:
     about = {
         "judge": "Judge the eviction policy in FILE: its rules, then its score.",
         "leaderboard": "Rank eviction policies by one protocol.",
+        "workbench": "Make a site that scores an eviction policy in the browser.",
     }
     return {name: Verb(f"kvcore_judge.cli.{name}:{name}", text) for name, text in about.items()}
 
@@ -21,3 +22,9 @@ def kvcore_workloads() -> dict[str, str]:
     """Return the workloads that are made for the public panel."""
     classes = {"agents": "Agents", "recency": "Recency"}
     return {name: f"kvcore_judge.streams:{place}" for name, place in classes.items()}
+
+
+@hookimpl
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return that the generated workloads read no files."""
+    return {"agents": [], "recency": []}

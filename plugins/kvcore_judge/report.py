@@ -9,13 +9,38 @@ import attrs
 from kvcore.report.tables import NONE
 from kvcore.sections import Section, Table
 from kvcore.units import format_seconds
-from kvcore_judge.leaderboard import BASE, Column, Leaderboard
+from kvcore_judge.leaderboard import BASE, Leaderboard
 
 WIDTH, HEIGHT, MARGIN = 300, 170, 28
 """The size of a picture on the page, in pixels."""
 
 BEST = 3
 """Policies that a picture shows beside LRU and the optimum."""
+
+
+@attrs.frozen
+class HitCurves:
+    """Hits by pool size on a stream: LRU, the best other policies, and the optimum.
+
+    Attributes:
+        stream: name of the stream.
+        sizes: pool sizes, in percent of the footprint.
+        lines: hits over lookups by size, by the name of the policy; the optimum is the last.
+    """
+
+    stream: str
+    sizes: list[str]
+    lines: dict[str, list[float]]
+
+    @property
+    def top(self) -> float:
+        """The largest value; 1 if all are 0."""
+        return max(map(max, self.lines.values())) or 1
+
+    @property
+    def label(self) -> str:
+        """The quantity of the curves, with its largest value."""
+        return f"Share of blocks that hit, by size, on {self.stream}; at most {self.top:.1%}"
 
 
 @attrs.frozen
@@ -83,15 +108,35 @@ class LeaderboardReport:
         return Table(["mean, p99 TTFT", *(column.name for column in timed)], rows, split=True)
 
     @property
+    def curves(self) -> list[HitCurves]:
+        """The curves of each stream."""
+        return [self._curves(stream) for stream in self.board.streams]
+
+    def _curves(self, stream: str) -> HitCurves:
+        board = self.board
+        columns = [column for column in board.columns if column.stream.name == stream]
+        lookups = max(board.results[BASE.text, columns[0].name].lookups, 1)
+        best = [text for text in board.scores if text != BASE.text][:BEST]
+        lines = {
+            text: [board.results[text, column.name].total / lookups for column in columns]
+            for text in (BASE.text, *best)
+        }
+        lines["optimum"] = [column.optimum / lookups for column in columns]
+        return HitCurves(stream, [f"{column.share / 10:g}%" for column in columns], lines)
+
+    @property
     def reading(self) -> str:
         """Sentences about the columns."""
-        return (
+        scores = (
             "Score: geometric mean of hits over those of LRU in the cells on which the policy "
             "was not tuned; a cell is a stream and a pool of 0.5 to 50 % of its footprint. "
             "Cost: CPU time for each block looked up or evicted, over that of LRU in this run."
-            "\nHits are not time: the second table has the same policies under a clock, on the "
+        )
+        times = (
+            "Hits are not time: the table of TTFT has the same policies under a clock, on the "
             "default server."
         )
+        return f"{scores}\n{times}" if self.times.rows else scores
 
 
 def leaderboard_page(board: Leaderboard) -> str:
@@ -99,7 +144,7 @@ def leaderboard_page(board: Leaderboard) -> str:
     report = LeaderboardReport(board)
     parts = [f"<h1>Eviction policies: panel {escape(board.panel.name)}</h1>"]
     parts += [f"<p>{escape(report.headline)}</p>", _table(report.table)]
-    parts += [_picture(board, name) for name in board.streams]
+    parts += [_picture(each) for each in report.curves]
     if report.times.rows:
         parts.append(_table(report.times))
     parts += [f"<p>{escape(line)}</p>" for line in report.reading.splitlines()]
@@ -121,44 +166,36 @@ def _table(table: Table) -> str:
     return f'<div class="wide"><table><tr>{head}</tr>\n{rows}</table></div>'
 
 
-def _picture(board: Leaderboard, stream: str) -> str:
+def _picture(curves: HitCurves) -> str:
     """Return a picture of hit ratios by pool size: the best policies between the bounds."""
-    columns = [column for column in board.columns if column.stream.name == stream]
-    lookups = max(board.results[BASE.text, columns[0].name].lookups, 1)
-    best = [text for text in board.scores if text != BASE.text][:BEST]
-    lines = {
-        text: [board.results[text, column.name].total / lookups for column in columns]
-        for text in (BASE.text, *best)
-    }
-    lines["optimum"] = [column.optimum / lookups for column in columns]
-    top = max(max(line) for line in lines.values()) or 1
     drawn = [
-        f'<polyline class="l{place}" points="{_points(columns, line, top)}"/>'
-        for place, line in enumerate(lines.values())
+        f'<polyline class="l{place}" points="{_points(line, curves.top)}"/>'
+        for place, line in enumerate(curves.lines.values())
     ]
     names = "".join(
-        f'<span class="l{place}">{escape(name)}</span> ' for place, name in enumerate(lines)
+        f'<span class="l{place}">{escape(name)}</span> '
+        for place, name in enumerate(curves.lines)
     )
     ticks = "".join(
-        f'<text x="{_x(columns, place)}" y="{HEIGHT - 8}">{column.share / 10:g}%</text>'
-        for place, column in enumerate(columns)
+        f'<text x="{_x(len(curves.sizes), place)}" y="{HEIGHT - 8}">{size}</text>'
+        for place, size in enumerate(curves.sizes)
     )
-    label = f"Share of blocks that hit, by pool size, on {stream}; at most {top:.1%}"
+    label = escape(curves.label)
     return (
-        f"<figure><figcaption>{escape(label)}<br>{names}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(label)}">'
+        f"<figure><figcaption>{label}<br>{names}</figcaption>"
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">'
         f"{''.join(drawn)}{ticks}</svg></figure>"
     )
 
 
-def _x(columns: list[Column], place: int) -> int:
-    return MARGIN + place * (WIDTH - 2 * MARGIN) // max(len(columns) - 1, 1)
+def _x(count: int, place: int) -> int:
+    return MARGIN + place * (WIDTH - 2 * MARGIN) // max(count - 1, 1)
 
 
-def _points(columns: list[Column], line: list[float], top: float) -> str:
+def _points(line: list[float], top: float) -> str:
     height = HEIGHT - 2 * MARGIN
     return " ".join(
-        f"{_x(columns, place)},{MARGIN + height - round(height * value / top)}"
+        f"{_x(len(line), place)},{MARGIN + height - round(height * value / top)}"
         for place, value in enumerate(line)
     )
 

@@ -221,7 +221,7 @@ def _address_space() -> int:
 
 @attrs.define
 class _State:
-    """What the audit hook knows, which cannot be removed once it is added."""
+    """The state of the audit hook, which cannot be removed once it is added."""
 
     watching: bool = False
     breach: Breach | None = None

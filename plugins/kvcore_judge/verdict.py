@@ -28,7 +28,7 @@ SCHEMA = 1
 
 @attrs.frozen
 class Verdict:
-    """What the judge says of a policy.
+    """The verdict on a policy.
 
     Attributes:
         policy: name, options and digest of the source; empty if it cannot be built.

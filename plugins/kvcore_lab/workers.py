@@ -228,25 +228,30 @@ class _Pool(Generic[TaskT, OutcomeT]):
 
 @contextmanager
 def _interrupts_delayed() -> Iterator[None]:
-    """Delay KeyboardInterrupt until the body ends; processes that it starts block SIGINT.
+    """Delay Ctrl-C and SIGTERM until the body ends; processes that it starts block SIGINT.
 
     If this thread blocks the signal, another thread gets it, and Python still raises the
     exception in the main thread. Raised while a worker starts, it would leave a worker that is
-    not in its pool: that worker would wait for a task, and the interpreter for the worker.
+    not in its pool: that worker would wait for a task, and the interpreter for the worker; or
+    it would read the end of a pipe from which it is to learn what to do.
     """
     caught: list[int] = []
-    handler = signal.getsignal(signal.SIGINT) if current_thread() is main_thread() else None
+    handlers = {}
+    if current_thread() is main_thread():
+        found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        # A default action ends the process, which takes its workers along.
+        handlers = {number: handler for number, handler in found.items() if callable(handler)}
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    if handler is not None:
-        signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    for number in handlers:
+        signal.signal(number, lambda number, _: caught.append(number))
     try:
         yield
     finally:
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if caught:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(caught[0])
 
 
 _attempts: list[Callable[[Any], Any]] = []

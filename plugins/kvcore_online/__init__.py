@@ -3,6 +3,7 @@
 It adds the verbs `serve` and `route`. To read, in this order::
 
     listener.py      HTTP of both: limits, errors, the end
+    supervision.py   the life of both: background work, messages, open files, signals
     server.py        serve: calls of the API become requests, tokens become answers
     engine.py        the loop of `kvcore run` on a thread, fed while it runs
     stored.py        KV events of what the cache of a server stores

@@ -174,6 +174,7 @@ class LiveLoop(ServingLoop):
     """
 
     log: Tally
+    _cache: KVCache
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class LiveLoop(ServingLoop):
         stored: StoredBlocks | None = None,
     ) -> None:
         if batching.rules.lag:
-            msg = "lag=1: this engine plans a step once the one before has ended; leave it out"
+            msg = "lag=1: this engine plans a step once the one before has ended; give lag=0"
             raise InputError(msg)
         self.inbox = LiveInbox(self._gone)
         tally = Tally(cache.pool.blocks)
@@ -273,6 +274,10 @@ class LiveLoop(ServingLoop):
             self.open[request.id].ended = True
         if self._stored is not None and isinstance(request, TextRequest):
             self._stored.closed(request)
+        if self._trace is not None:
+            # Both know each request of a run, which has no end here.
+            self._trace.forget(request)
+            self._cache.disown(request)
 
     def _let_go(self) -> None:
         """Abort requests that need no more tokens.

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from threading import Event as Flag
 from threading import Thread
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from kvcore.errors import InputError, KvcoreError, PolicyError, StorageError
+from kvcore.errors import InputError, PolicyError, StorageError, TraceError
 from kvcore.plugins import Plugins, describe, resolve
 from kvcore.plugins.options import Spec
 from kvcore.request import block_keys
 from kvcore.serving.router import Replica, Router
+from kvcore.trace.keyed import KeyedNames
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import LONGEST_METRICS
 from kvcore_cluster.dispatcher import Dispatcher, PrefixView
 from kvcore_cluster.views import EventsView, SentIndex, parse_view
 from kvcore_events.block_tracker import BlockTracker
 from kvcore_events.formats import decode
-from kvcore_events.model import BlockRemoved, BlockStored, DecodeError, Event, Hash
+from kvcore_events.model import BlockRemoved, BlockStored, Event, EventBatch, Hash
 from kvcore_events.sequencer import Delivery, Gap, Restart, StreamItem
 from kvcore_events.subscriber import Server, Subscriber
 from kvcore_online.route_config import RouteConfig, Upstream
+from kvcore_online.supervision import PAUSE_SECONDS, Messages, supervised, warn
 from kvcore_online.traffic import Flight, Metrics, TrafficLog
 
 if TYPE_CHECKING:
@@ -38,9 +42,6 @@ _USAGE = re.compile(
 
 MOST_BLOCKS = 1 << 20
 """Entries of the router's own index, if no option gives another number: some 300 MB."""
-
-MOST_METRICS = 4 << 20
-"""Bytes of the metrics of a server that are read."""
 
 
 class _ReportedBlocks:
@@ -91,13 +92,23 @@ class FollowedEvents(EventsView):
         servers: servers that publish, by the number of their replica.
         block_size: number of tokens in a block of each server, and in a key of the requests.
         clock: returns the time in ns.
+        lost_batches: called with the number of a replica, and how many batches are lost.
+        failed: called with the number of a replica whose follower has failed.
     """
 
     def __init__(
-        self, servers: Sequence[Server], block_size: int, clock: Callable[[], int]
+        self,
+        servers: Sequence[Server],
+        block_size: int,
+        clock: Callable[[], int],
+        lost_batches: Callable[[int, int], None],
+        failed: Callable[[int], None],
     ) -> None:
         super().__init__()
         self._block_size, self._clock = block_size, clock
+        self._lost_batches, self._failed = lost_batches, failed
+        self._messages = Messages()
+        self._stopping = Flag()
         self._servers = servers
         self._lives = [_ReportedBlocks(block_size) for _ in servers]
         self._subscribers: list[Subscriber] = []
@@ -124,33 +135,77 @@ class FollowedEvents(EventsView):
 
     async def stop(self) -> None:
         """Disconnect from all servers."""
+        self._stopping.set()
         for subscriber in self._subscribers:
             subscriber.stop()
         for thread in self._threads:
             await asyncio.to_thread(thread.join)
 
     def _follow(self, number: int, loop: asyncio.AbstractEventLoop) -> None:
-        with self._subscribers[number] as subscriber:
-            for item in subscriber.items():
-                # Waited for, so that what is not applied yet stays within ZMQ's bounds.
-                asyncio.run_coroutine_threadsafe(self._apply(number, item), loop).result()
+        """Apply what a server publishes until `stop`; after an error, from an empty cache."""
+        subscriber: Subscriber | None = self._subscribers[number]
+        while subscriber is not None:
+            try:
+                with subscriber:
+                    for item in subscriber.items():
+                        self._read(number, item, loop)
+            except Exception as error:  # noqa: BLE001 - else nobody would see that it has ended
+                what = f"the follower of replica {number}"
+                self._messages.warn(f"{what} failed, and starts again: {error!r}", what)
+                self._failed(number)
+                asyncio.run_coroutine_threadsafe(self._forget(number), loop).result()
+            subscriber = self._reconnected(number)
 
-    async def _apply(self, number: int, item: StreamItem) -> None:
-        """Apply the next item of a server's stream."""
+    def _reconnected(self, number: int) -> Subscriber | None:
+        """Return a new subscription to a server, once it can be made; None after `stop`."""
+        while not self._stopping.wait(PAUSE_SECONDS):
+            try:
+                self._subscribers[number] = subscriber = Subscriber(self._servers[number])
+            except InputError as error:
+                self._messages.warn(str(error))
+                continue
+            if self._stopping.is_set():
+                subscriber.stop()  # `stop` may have seen the one before
+            return subscriber
+        return None
+
+    def _read(self, number: int, item: StreamItem, loop: asyncio.AbstractEventLoop) -> None:
+        """Decode an item here, and wait until the loop has applied it.
+
+        So what is not applied yet stays within ZMQ's bounds, and a large batch delays no
+        request.
+        """
+        batch = None
+        if isinstance(item, Delivery):
+            try:
+                batch = decode(item.payload)
+            except TraceError as error:
+                why = f"it cannot be read: {error}"
+                self._messages.warn(
+                    f"replica {number}: batch {item.sequence}: {why}", f"unread {number}"
+                )
+                item = Gap(item.rank, item.sequence, item.sequence, why)
+        asyncio.run_coroutine_threadsafe(self._apply(number, item, batch), loop).result()
+
+    async def _forget(self, number: int) -> None:
+        self.lost(number, self._clock())
+
+    async def _apply(self, number: int, item: StreamItem, batch: EventBatch | None) -> None:
+        """Apply the next item of a server's stream, and the batch in it."""
         life, now = self._lives[number], self._clock()
         restarts = life.tracker.restarts
         if isinstance(item, Restart):
             life.tracker.restart(item.rank)
         elif isinstance(item, Gap):
             life.tracker.record_gap(item.rank, item.first, item.batches)
-        elif isinstance(item, Delivery):
-            try:
-                batch = decode(item.payload)
-            except DecodeError:
-                return
-            if life.tracker.apply(batch, item.sequence, item.rank):
-                for event in batch.events:
-                    self._take(number, event, now)
+            self._lost_batches(number, item.batches)
+        elif (
+            isinstance(item, Delivery)
+            and batch is not None
+            and life.tracker.apply(batch, item.sequence, item.rank)
+        ):
+            for event in batch.events:
+                self._take(number, event, now)
         if life.tracker.restarts > restarts:
             self.removed(number, life.removed(), now)
         self.catch_up(now)
@@ -212,6 +267,10 @@ class Fleet:
     Args:
         config: the options.
 
+    Attributes:
+        log: the trace; None: there is none, or the disk has ended it.
+        log_error: the error of the disk that has ended the trace.
+
     Raises:
         InputError, PluginError: the router or the view cannot be built.
     """
@@ -225,16 +284,24 @@ class Fleet:
             LiveServer(each, Replica(at, each.blocks, each.block_size, each.max_seqs))
             for at, each in enumerate(config.replicas)
         ]
-        self._view = _view(config, self.now)
+        self._view = _view(config, self.now, self._lost_batches, self._restarted)
         self.dispatcher = Dispatcher(
             router, [each.replica for each in self.servers], self._view
         )
         self.log: TrafficLog | None = None
+        self.log_error: StorageError | None = None
+        self._messages = Messages()
         if config.trace is not None:
             replicas = self.dispatcher.replicas
             routing = {"view": config.view}
             self.log = TrafficLog(
-                config.trace, describe(router), routing, replicas, config.key_tokens
+                config.trace,
+                describe(router),
+                routing,
+                replicas,
+                config.key_tokens,
+                KeyedNames.of(config.trace_key),
+                self._unlogged,
             )
 
     def now(self) -> int:
@@ -243,10 +310,15 @@ class Fleet:
 
     async def watch(self, session: ClientSession) -> None:
         """Check all servers at the interval of the options, until cancelled."""
+        jobs: dict[str, Callable[[], Awaitable[None]]] = {
+            f"the check of {each.options.name}": partial(self._watch, each, session)
+            for each in self.servers
+        }
+        jobs["the flush of the trace"] = self._sync
         async with asyncio.TaskGroup() as tasks:
-            for server in self.servers:
-                tasks.create_task(self._watch(server, session))
-            tasks.create_task(self._sync())
+            for what, job in jobs.items():
+                failed = partial(self.metrics.restarts.labels(what).inc)
+                tasks.create_task(supervised(what, job, failed))
 
     async def check(self, server: LiveServer, session: ClientSession) -> None:
         """Query the health and cache usage of a server."""
@@ -263,7 +335,7 @@ class Fleet:
                     f"{server.options.url}/metrics", allow_redirects=False
                 ) as answer:
                     if healthy and answer.status == 200:  # noqa: PLR2004
-                        found = _USAGE.search(await answer.content.read(MOST_METRICS))
+                        found = _USAGE.search(await answer.content.read(LONGEST_METRICS))
                         usage = float(found[1]) if found else 0.0
                         server.usage = usage if 0 <= usage <= 1 else 0.0
         except Exception:  # noqa: BLE001 - any error is the server's
@@ -289,18 +361,30 @@ class Fleet:
         self._write(lambda log: log.end(flight))
 
     def _write(self, write: Callable[[TrafficLog], None]) -> None:
-        """Write to the trace; on errors, such as a full disk, the proxy goes on without it."""
+        """Write to the trace; if the disk is full, the proxy goes on without it."""
         log = self.log
         if log is not None:
             try:
                 write(log)
-            except KvcoreError as error:
-                self.log, why = None, error
+            except StorageError as error:
+                self.log, self.log_error = None, error
                 try:
                     log.give_up(error)
                 except StorageError as kept:
-                    why = kept
-                warn(f"{why}; the proxy goes on without a trace")
+                    self.log_error = kept
+                warn(f"{self.log_error}; the proxy goes on without a trace")
+
+    def _unlogged(self, error: InputError) -> None:
+        """Count a request that cannot be written to the trace, which goes on without it."""
+        self.metrics.unlogged.inc()
+        self._messages.warn(f"a request is left out of the trace: {error}", "unlogged")
+
+    def _lost_batches(self, replica: int, batches: int) -> None:
+        self.metrics.lost_batches.labels(self.servers[replica].options.name).inc(batches)
+
+    def _restarted(self, replica: int) -> None:
+        name = self.servers[replica].options.name
+        self.metrics.restarts.labels(f"the follower of {name}").inc()
 
     def send(self, flight: Flight, tried: Collection[int] = ()) -> Attempt | None:
         """Return an attempt at the server that the router picks; None if no server is left.
@@ -397,13 +481,18 @@ def _router(config: RouteConfig) -> Router:
     return router
 
 
-def _view(config: RouteConfig, clock: Callable[[], int]) -> PrefixView:
+def _view(
+    config: RouteConfig,
+    clock: Callable[[], int],
+    lost_batches: Callable[[int, int], None],
+    failed: Callable[[int], None],
+) -> PrefixView:
     if config.view == "events":
         servers = [
             Server(address=each.kv_events or "", replay=each.kv_replay)
             for each in config.replicas
         ]
-        return FollowedEvents(servers, config.key_tokens, clock)
+        return FollowedEvents(servers, config.key_tokens, clock, lost_batches, failed)
     view = parse_view(config.view)
     if not isinstance(view, SentIndex):
         msg = f"view: {config.view!r} is for simulations; take index or events"
@@ -420,9 +509,3 @@ def _router_warnings() -> Iterator[None]:
         yield
     except PolicyError as error:
         warn(str(error))
-
-
-def warn(sentence: str) -> None:
-    """Print a sentence on stderr; do nothing if stderr is closed."""
-    with suppress(OSError):
-        sys.stderr.write(f"kvcore: {sentence}\n")

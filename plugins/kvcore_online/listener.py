@@ -5,16 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import threading
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from kvcore.errors import InputError, KvcoreError
 from kvcore.lazy import import_extra
+from kvcore.untrusted import LONGEST_HEADER, MOST_HEADERS
+from kvcore_online.supervision import BACKLOG, Messages, connection_limit, report_errors, warn
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -27,9 +26,6 @@ BAD, TOO_SLOW, TOO_LARGE, NOT_JSON, FAILED, NO_SERVER = 400, 408, 413, 415, 500,
 
 METRICS_HEADERS = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
 """Headers of metrics in Prometheus' text format."""
-
-MOST_HEADERS = 64
-LONGEST_HEADER = 8_190
 
 LINGERING_SECONDS = 2.0
 """Seconds to read the rest of a request that was answered before its end."""
@@ -53,11 +49,13 @@ class Listener:
 
     Args:
         routes: the handlers, by method and path: `POST /v1/completions`.
-            needed: the beginning of the error if aiohttp is missing, such as `a server`.
+        needed: the beginning of the error if aiohttp is missing, such as `a server`.
         refuse: returns the answer to a refused request; None: `refusal`.
         host, port: address to listen at; port 0 takes a free one.
         body: largest size of a request in bytes.
-        connections: largest number of open connections; further ones are closed at once.
+        connections: largest number of open connections; further ones are closed at once. It
+            is less if the process may not open as many files.
+        files: number of file descriptors that a connection needs.
         client_timeout: seconds in which a client sends its headers, and seconds between two
             requests of a connection.
         shutdown_timeout: seconds that requests in flight may take when the listener stops.
@@ -79,12 +77,14 @@ class Listener:
         port: int,
         body: int,
         connections: int,
+        files: int = 1,
         client_timeout: float,
         shutdown_timeout: float,
     ) -> None:
         self.url = ""
         self._web: Any = import_extra("aiohttp.web", needed, "serve")
-        self._address, self._connections = (host, port), connections
+        self._address, self._connections, self._files = (host, port), connections, files
+        self._messages = Messages()
         self._refuse = refuse or self.refusal
 
         @self._web.middleware  # type: ignore[untyped-decorator]  # imported when needed
@@ -118,10 +118,22 @@ class Listener:
             InputError: the address is invalid, or in use.
         """
         await self._runner.setup()
+        report_errors(self._messages)
+        wanted, self._connections = (
+            self._connections,
+            connection_limit(self._connections, self._files),
+        )
+        if self._connections < wanted:
+            warn(
+                f"at most {self._connections:,} connections of {wanted:,}: the limit of open "
+                "files allows no more; raise it by 'ulimit -n'"
+            )
         host, port = self._address
         try:
             loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(self._accept, host, port)
+            self._server = await loop.create_server(
+                self._accept, host, port, backlog=min(BACKLOG, self._connections)
+            )
         except (OSError, OverflowError) as error:  # a port above 65535 overflows
             number = getattr(error, "errno", None) or 0  # of a name server below 0
             why = os.strerror(number) if number > 0 else getattr(error, "strerror", error)
@@ -199,6 +211,12 @@ class Listener:
         except KvcoreError as error:
             status = BAD if isinstance(error, InputError) else FAILED
             return self._refuse(status, str(error), None)
+        except Exception as error:  # noqa: BLE001 - of one request, and the others go on
+            name = type(error).__name__
+            self._messages.warn(f"{http.path} failed: {name}: {error}", name)
+            if http.transport is not None and http.writer.output_size:
+                http.transport.abort()  # the answer has begun, and cannot become another one
+            return self._refuse(FAILED, "the request could not be served", None)
 
 
 def error_body(status: int, message: str, param: str | None = None) -> bytes:
@@ -224,38 +242,3 @@ def _logger(*malformed: type[Exception]) -> logging.Logger:
         lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
     )
     return logger
-
-
-async def stopped(
-    stop: Coroutine[Any, Any, None], signals: asyncio.Event, abort: Callable[[], None]
-) -> None:
-    """Wait for `stop`, which waits for requests in flight; call `abort` on a further signal.
-
-    A wrapper of the command may pass on a signal that the command gets as well.
-    """
-    signals.clear()
-    stopping = asyncio.ensure_future(stop)
-    again = asyncio.ensure_future(signals.wait())
-    await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
-    again.cancel()
-    if not stopping.done():
-        abort()
-    await stopping
-
-
-@contextmanager
-def signalled() -> Iterator[asyncio.Event]:
-    """Yield an event that Ctrl-C and SIGTERM set; after the body, they end the process."""
-    loop, event = asyncio.get_running_loop(), asyncio.Event()
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    if threading.current_thread() is not threading.main_thread():
-        numbers = ()  # type: ignore[assignment]  # signals come to the main thread alone
-    before = {number: signal.getsignal(number) for number in numbers}
-    for number in numbers:
-        loop.add_signal_handler(number, event.set)
-    try:
-        yield event
-    finally:
-        for number, handler in before.items():
-            loop.remove_signal_handler(number)
-            signal.signal(number, handler)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Any
 
 import attrs
 import orjson
 
 from kvcore.errors import InputError
-from kvcore.request import Request, TextRequest, block_keys, chain_keys
+from kvcore.request import KEY_BYTES, Key, Request, TextRequest, block_keys
+from kvcore.untrusted import LONGEST_SESSION, parse_json
 
 MOST_KEYS = 8_192
 """Largest number of blocks that get a key: a longer prompt has keys of its beginning."""
-
-MOST_TEXT = 128
-"""Largest number of characters of a session's name."""
 
 ASKED_OUTPUT = 16
 """Output tokens of a completion if neither its client nor its server gives a number."""
@@ -45,8 +44,8 @@ class Call:
             InputError: the body is no JSON object, or has no prompt.
         """
         try:
-            document = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            document = parse_json(body)
+        except ValueError as error:
             msg = f"the body is not JSON: {error}"
             raise InputError(msg) from error
         needed = "messages" if path.endswith("chat/completions") else "prompt"
@@ -118,22 +117,26 @@ class Call:
             "id": number,
             "arrival": now,
             "key_tokens": key_tokens,
-            "session": session[:MOST_TEXT] or None,
+            "session": session[:LONGEST_SESSION] or None,
         }
         model = self.document.get("model")
         if tokens is not None:
             try:
-                keys = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
+                known = block_keys(tokens[: MOST_KEYS * key_tokens], key_tokens, salt=salt)
             except InputError:  # ids that only the server can refuse
                 tokens = None
             else:
                 return TextRequest(
-                    prompt_tokens=len(tokens), keys=keys, tokens=tokens, salt=salt, **more
+                    prompt_tokens=len(tokens), keys=known, tokens=tokens, salt=salt, **more
                 )
         text = self._prompt()
         ends = range(key_chars, min(len(text), MOST_KEYS * key_chars) + 1, key_chars)
-        blocks = [text[end - key_chars : end] for end in ends]
-        _, *keys = chain_keys([f"{model}\n{salt}", *blocks])
+        # The first parent is of fixed length too, so that parts cannot be confused.
+        key = blake2b(f"{model}\n{salt}".encode(), digest_size=KEY_BYTES).digest()
+        keys: list[Key] = []
+        for end in ends:
+            key = blake2b(key + text[end - key_chars : end], digest_size=KEY_BYTES).digest()
+            keys.append(key)
         length = max(1, len(text) * key_tokens // key_chars)
         return Request(prompt_tokens=length, keys=keys, salt=salt, **more)
 

@@ -14,17 +14,17 @@ import orjson
 
 from kvcore.lazy import import_extra
 from kvcore.request import Request
-from kvcore_online.fleet import Attempt, Fleet, LiveServer, warn
+from kvcore.untrusted import LONGEST_EVENT, fits_header, header_text, parse_json, token_count
+from kvcore_online.fleet import Attempt, Fleet, LiveServer
 from kvcore_online.listener import (
     METRICS_HEADERS,
     NO_SERVER,
     Listener,
     error_body,
-    signalled,
-    stopped,
 )
 from kvcore_online.prompts import Call
 from kvcore_online.route_config import RouteConfig
+from kvcore_online.supervision import signalled, stopped, warn
 from kvcore_online.traffic import Flight
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ PASSED_BACK = ("cache-control", "content-type", "retry-after", "x-request-id")
 ELSEWHERE = {429, 502, 503, 504}
 """Statuses after which a request is sent to another server."""
 
-MOST_EVENT = 4 << 20
-"""Bytes of the longest event of a stream."""
+STATUSES = range(200, 600)
+"""Statuses that end a request."""
 
 LARGE = 1 << 20
 """Bytes of a body from which on it is a file for aiohttp, which sends files in parts."""
@@ -109,7 +109,7 @@ class EventStream:
         data = self.rest + data
         end = max((found.end() for found in _EVENT_ENDS(data)), default=0)
         whole, self.rest = data[:end], data[end:]
-        if len(self.rest) > MOST_EVENT:
+        if len(self.rest) > LONGEST_EVENT:
             msg = "an event of its stream is too long"
             raise UnservedError(msg)
         self._flight.output += whole.count(b'"choices":[{') + whole.count(b'"choices": [{')
@@ -123,8 +123,8 @@ class EventStream:
         if not event.startswith(b"data:") or b'"usage"' not in event:
             return False
         try:
-            document = orjson.loads(event[len(b"data:") :])
-        except orjson.JSONDecodeError:
+            document = parse_json(event[len(b"data:") :])
+        except ValueError:
             return False
         if not isinstance(document, dict) or not isinstance(document.get("usage"), dict):
             return False
@@ -148,14 +148,12 @@ def _paired(lines: list[bytes]) -> list[bytes]:
 
 def take_usage(flight: Flight, usage: dict[str, Any]) -> int:
     """Record the lengths that a server has counted; return its number of cached tokens."""
-    prompt, output = usage.get("prompt_tokens"), usage.get("completion_tokens")
-    if type(prompt) is int and prompt > 0:
-        flight.prompt = prompt
-    if type(output) is int and output >= 0:
-        flight.output = output
+    flight.prompt = token_count(usage.get("prompt_tokens")) or flight.prompt
+    output = token_count(usage.get("completion_tokens"))
+    flight.output = flight.output if output is None else output
     details = usage.get("prompt_tokens_details")
-    cached = details.get("cached_tokens") if isinstance(details, dict) else 0
-    return cached if type(cached) is int and cached > 0 else 0
+    cached = details.get("cached_tokens") if isinstance(details, dict) else None
+    return token_count(cached) or 0
 
 
 class Proxy:
@@ -190,6 +188,7 @@ class Proxy:
             port=config.port,
             body=config.body,
             connections=config.connections,
+            files=2,
             client_timeout=config.client_timeout,
             shutdown_timeout=config.shutdown_timeout,
         )
@@ -273,6 +272,7 @@ class Proxy:
                         allow_redirects=False,
                     )
                     async with response:
+                        _check_head(response)
                         data = await self._whole(response, b"")
             except (self._aiohttp.ClientError, OSError, UnservedError):
                 continue
@@ -298,7 +298,7 @@ class Proxy:
             request = call.request(
                 self._numbers - 1,
                 self.fleet.now(),
-                http.headers.get("x-session-id"),
+                header_text(http.headers.get("x-session-id", "")),
                 tokens=tokens,
                 key_tokens=self.config.key_tokens,
                 key_chars=self.config.key_chars,
@@ -329,7 +329,7 @@ class Proxy:
                     allow_redirects=False,
                 ) as response,
             ):
-                tokens = orjson.loads(await self._whole(response, b""))["tokens"]
+                tokens = parse_json(await self._whole(response, b""))["tokens"]
         except (self._aiohttp.ClientError, OSError, UnservedError, ValueError):
             return None
         except (LookupError, TypeError):
@@ -399,6 +399,7 @@ class Proxy:
                 )
                 if response.status in ELSEWHERE:
                     _refuse(f"status {response.status}")
+                _check_head(response)
                 if response.headers.get("Content-Encoding", "identity") != "identity":
                     _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
@@ -433,8 +434,8 @@ class Proxy:
             UnservedError: the answer is not JSON.
         """
         try:
-            document = orjson.loads(data)
-        except orjson.JSONDecodeError:
+            document = parse_json(data)
+        except ValueError:
             _refuse("its answer is not JSON", failure=True)
         usage = document.get("usage") if isinstance(document, dict) else None
         if isinstance(usage, dict):
@@ -516,7 +517,8 @@ class Proxy:
     @staticmethod
     def _headers(http: web.Request) -> dict[str, str]:
         """Return the headers of a client's request that are passed on to a server."""
-        return {name: http.headers[name] for name in PASSED_ON if name in http.headers}
+        got = http.headers
+        return {name: header_text(got[name]) for name in PASSED_ON if name in got}
 
 
 class _ClientGoneError(Exception):
@@ -525,6 +527,15 @@ class _ClientGoneError(Exception):
 
 def _refuse(why: str, *, failure: bool = False) -> NoReturn:
     raise UnservedError(why, failure=failure)
+
+
+def _check_head(response: ClientResponse) -> None:
+    """Raise UnservedError for a status or a header that cannot be sent to a client."""
+    if response.status not in STATUSES:
+        _refuse(f"status {response.status}", failure=True)
+    for name in PASSED_BACK:
+        if not fits_header(response.headers.get(name, "")):
+            _refuse(f"its header {name} has control characters", failure=True)
 
 
 def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
@@ -542,6 +553,7 @@ def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
 
     Raises:
         InputError, PluginError: as `Proxy` and its `start` raise them.
+        StorageError: the disk has ended the trace.
     """
     asyncio.run(_run(config, ready))
 
@@ -554,3 +566,5 @@ async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
         await ending.wait()
         warn("ending; a second signal does not wait for requests in flight")
         await stopped(proxy.stop(), ending, proxy.abort)
+    if proxy.fleet.log_error is not None:
+        raise proxy.fleet.log_error

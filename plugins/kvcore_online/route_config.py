@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeAlias
@@ -17,6 +16,7 @@ from kvcore.config.values import Natural, PluginChoice, as_bytes, convert
 from kvcore.errors import InputError
 from kvcore.files import unreadable_reason
 from kvcore.plugins.options import Spec
+from kvcore.untrusted import load_toml
 
 Bytes: TypeAlias = Annotated[int, as_bytes]
 """A number of bytes; as text with a unit, such as `8MiB`."""
@@ -95,6 +95,8 @@ class RouteConfig:
         key_tokens: number of tokens in a block of a prompt.
         key_chars: bytes of text that stand for such a block where tokens are not known.
         trace: file for REQUEST and ROUTE lines; None: none is written.
+        trace_key: file with the key by which salts, sessions and keys of blocks are hashed in
+            the trace; None: one is drawn, and kept nowhere.
         concurrency: largest number of requests in flight; further ones get 503.
         connections: largest number of connections of clients; further ones are closed.
         body, answer: largest size in bytes of a request, and of an answer that is no stream.
@@ -129,6 +131,9 @@ class RouteConfig:
     key_tokens: int = _option(16, "Number of tokens in a block of a prompt.")
     key_chars: int = _option(64, "Bytes of text that stand for a block.")
     trace: Path | None = _option(None, "JSONL file to write REQUEST and ROUTE lines to.")
+    trace_key: Path | None = _option(
+        None, "File with the key by which names in the trace are hashed; else one is drawn."
+    )
     concurrency: int = _option(1_024, "Largest number of requests in flight.")
     connections: int = _option(4_096, "Largest number of connections of clients.")
     body: Bytes = _option(8 << 20, "Largest size of a request in bytes.")
@@ -209,16 +214,18 @@ class RouteConfig:
                 invalid value; the message names the file and the key.
         """
         try:
-            given = tomllib.loads(path.read_text("utf-8"))
+            given = load_toml(path)
         except OSError as error:
             msg = f"{path}: cannot be read: {unreadable_reason(path, error)}"
             raise InputError(msg) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except ValueError as error:
             msg = f"{path}: is not TOML: {error}"
             raise InputError(msg) from error
         given = {key.replace("-", "_"): value for key, value in given.items()}
         if isinstance(given.get("trace"), str) and given["trace"]:
             given["trace"] = path.parent / given["trace"]
+        if isinstance(given.get("trace_key"), str):
+            given["trace_key"] = path.parent / given["trace_key"]
         try:
             return cls.of(**{"replicas": [], **given, **options})
         except InputError as error:

@@ -13,19 +13,22 @@ from typing import TYPE_CHECKING, Any
 import attrs
 import orjson
 
-from kvcore.errors import InputError, KvcoreError
+from kvcore.errors import InputError, KvcoreError, shorten
 from kvcore.lazy import import_extra
 from kvcore.plugins.base import FAILURES, raise_policy_error
 from kvcore.request import TextRequest, text_request
 from kvcore.serving.result import record_run
 from kvcore.serving.simulate import check_cache
+from kvcore.trace.keyed import KeyedNames
 from kvcore.trace.writer import LiveTrace
+from kvcore.untrusted import parse_json
 from kvcore_engine.config import EngineParts
 from kvcore_engine.executor import TensorExecutor
 from kvcore_online.engine import CANCELLED, FAILED, REJECTED, LiveEngine, LiveLoop, Tokens
-from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener, signalled, stopped
+from kvcore_online.listener import METRICS_HEADERS, ApiError, Listener
 from kvcore_online.metrics import server_metrics
 from kvcore_online.stored import StoredBlocks
+from kvcore_online.supervision import signalled, stopped
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -205,8 +208,10 @@ class Server:
         self._failed = asyncio.Event()
         self._stack = ExitStack()
         with ExitStack() as stack:
-            trace = None
+            trace = self._names = None
             if config.trace is not None:
+                # A salt keeps tenants apart, as long as none knows that of another.
+                self._names = KeyedNames()
                 header = parts.header()
                 trace = stack.enter_context(LiveTrace(config.trace, **header))
             arguments = parts.arguments(trace)
@@ -367,8 +372,8 @@ class Server:
         """Return the JSON object in the body of a request."""
         body = await self._listener.read(http, self.config.client_timeout)
         try:
-            document = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
+            document = parse_json(body)
+        except ValueError as error:
             raise ApiError(400, f"the body is not JSON: {error}") from error
         if not isinstance(document, dict):
             raise ApiError(400, "the body must be a JSON object")
@@ -378,7 +383,8 @@ class Server:
         """Return the call that a body makes."""
         model = document.get("model")
         if model is not None and model != self.model:
-            raise ApiError(404, f"there is no model {model!r}; this is {self.model!r}", "model")
+            asked = shorten(repr(model))
+            raise ApiError(404, f"there is no model {asked}; this is {self.model!r}", "model")
         self._refuse_unsupported(document)
         output = OUTPUT
         for name in ("max_completion_tokens", "max_tokens"):
@@ -468,13 +474,15 @@ class Server:
         def listener(part: Tokens) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, part)
 
-        size = self.cache.geometry.block_size
+        size, salt = self.cache.geometry.block_size, call.salt
+        if self._names is not None and salt is not None:
+            salt = self._names.name("salt", salt)
         request: TextRequest = text_request(
             number,
             call.tokens,
             output=call.output,
             block_size=size,
-            salt=call.salt,
+            salt=salt,
             publish=True,
         )
         self.engine.submit(request, listener)

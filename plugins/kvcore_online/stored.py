@@ -16,6 +16,7 @@ from kvcore_engine.tokens import TokenStream
 from kvcore_events.formats import encode
 from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
 from kvcore_events.publisher import Publisher
+from kvcore_online.supervision import Messages
 
 MEDIUM = "GPU"
 _POLL_SECONDS = 0.02
@@ -35,7 +36,7 @@ class StoredBlocks:
         publisher: the publisher; from `start` on only the thread uses it.
 
     Attributes:
-        dropped: number of batches that were dropped because subscribers are too slow.
+        dropped: number of batches that were not sent, mostly since subscribers are too slow.
     """
 
     def __init__(self, cache: KVCache, publisher: Publisher) -> None:
@@ -53,6 +54,7 @@ class StoredBlocks:
         # Each with the number of batches that were dropped just before it.
         self._batches: queue.Queue[tuple[int, EventBatch]] = queue.Queue(_QUEUED)
         self._lost = 0
+        self._messages = Messages()
         self._ends = threading.Event()
         self._thread = threading.Thread(
             target=self._publish, name="kvcore-kv-events", daemon=True
@@ -154,17 +156,30 @@ class StoredBlocks:
             self.dropped += 1
 
     def _publish(self) -> None:
-        publisher = self._publisher
+        """Send batches until the end; one that cannot be sent is lost, and a gap."""
         while True:
             try:
-                lost, batch = self._batches.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                if self._ends.is_set():
+                if not self._publish_next():
                     return
-                publisher.serve(0)
-            else:
-                publisher.skip(lost)
-                publisher.publish(encode(batch))
+            except Exception as error:  # noqa: BLE001 - else nobody would see that it has ended
+                self._messages.warn(f"KV events are not published: {error!r}", "KV events")
+                self.dropped += 1
+                self._publisher.skip(1)
+                self._ends.wait(_POLL_SECONDS)
+
+    def _publish_next(self) -> bool:
+        """Send the next batch, or answer replays; return False at the end."""
+        publisher = self._publisher
+        try:
+            lost, batch = self._batches.get(timeout=_POLL_SECONDS)
+        except queue.Empty:
+            if self._ends.is_set():
+                return False
+            publisher.serve(0)
+        else:
+            publisher.skip(lost)
+            publisher.publish(encode(batch))
+        return True
 
 
 def _hash(key: Key) -> int:

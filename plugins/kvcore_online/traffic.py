@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import attrs
 
+from kvcore.errors import InputError
 from kvcore.lazy import import_extra
 from kvcore.request import Request
 from kvcore.serving.router import Replica
+from kvcore.trace.keyed import KeyedNames
 from kvcore.trace.writer import LiveTrace
 from kvcore_cluster.trace import ClusterTrace
 
@@ -46,19 +48,20 @@ class Flight:
     ended: bool = False
     wrong: bool = False
 
-    def final(self) -> Request:
-        """Return the request with its counted lengths, and with keys for these alone."""
+    def final(self, names: KeyedNames) -> Request:
+        """Return the request as it is written: with counted lengths, and hashed names."""
         request = self.request
         tokens = self.prompt or request.prompt_tokens
+        salt, session = request.salt, request.session
         return Request(
             id=request.id,
             arrival=request.arrival,
             prompt_tokens=tokens,
             output_tokens=self.output,
-            keys=request.keys[: tokens // request.key_tokens],
+            keys=names.keys(request.keys[: tokens // request.key_tokens]),
             key_tokens=request.key_tokens,
-            salt=request.salt,
-            session=request.session,
+            salt=None if salt is None else names.name("salt", salt),
+            session=None if session is None else names.name("session", session),
         )
 
 
@@ -74,6 +77,9 @@ class TrafficLog:
         routing: other options that decide on routes, such as the view.
         replicas: all replicas.
         key_tokens: number of tokens in a block of a prompt.
+        names: hashes salts, sessions and keys of blocks.
+        unlogged: called with the error of a request that cannot be written, which is left out:
+            no value of one request ends the log of all.
     """
 
     def __init__(
@@ -83,7 +89,11 @@ class TrafficLog:
         routing: Mapping[str, Any],
         replicas: Sequence[Replica],
         key_tokens: int,
+        names: KeyedNames,
+        unlogged: Callable[[InputError], None],
     ) -> None:
+        self._names = names
+        self._unlogged = unlogged
         self._file = LiveTrace(path, mode="wall")
         self._trace = ClusterTrace(self._file)
         for each in replicas:
@@ -146,8 +156,12 @@ class TrafficLog:
     def _write(self, flight: Flight) -> None:
         if flight.wrong:
             return
-        request = flight.final()
-        self._trace.request(request, request.arrival)
+        try:
+            request = flight.final(self._names)
+            self._trace.request(request, request.arrival)
+        except InputError as error:
+            self._unlogged(error)
+            return
         most = len(request.keys) * request.key_tokens
         for now, replica, tokens in flight.routes:
             self._trace.route(now, request, replica, min(tokens, most))
@@ -175,6 +189,9 @@ class Metrics:
         cached_tokens: prompt tokens that hit by the servers' own count, by replica.
         prompt_tokens: prompt tokens of requests that were sent, by replica.
         in_flight: requests in flight, by replica.
+        unlogged: requests that could not be written to the trace.
+        lost_batches: batches of KV events that are lost or cannot be read, by replica.
+        restarts: background work that has failed and was started again, by what it does.
         up: 1 for replicas that are up, 0 for others.
 
     Raises:
@@ -198,6 +215,9 @@ class Metrics:
         self.hit_tokens = counter("hit_tokens", "Prompt tokens expected to hit.", one)
         self.cached_tokens = counter("cached_tokens", "Prompt tokens that hit.", one)
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens, as estimated.", one)
+        self.unlogged = counter("unlogged", "Requests left out of the trace.")
+        self.lost_batches = counter("lost_batches", "Batches of KV events not read.", one)
+        self.restarts = counter("restarts", "Background work started again.", "what")
         self.first_byte = made.Histogram(
             "kvcore_route_first_byte_seconds",
             "From arrival to the first byte of the answer.",

@@ -10,8 +10,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from kvcore.errors import InputError
 from kvcore.files import (
     FOREIGN,
@@ -25,6 +23,7 @@ from kvcore.lazy import import_extra
 from kvcore.progress import Progress, silent
 from kvcore.report.tables import counted
 from kvcore.serving.result import REQUESTS, SUMMARY
+from kvcore.untrusted import WORKLOAD_EXPANSION, parse_json
 from kvcore_pages.report_documents import FORMS, DocumentResult
 from kvcore_pages.report_parts import Document, Part, Result, command
 from kvcore_pages.report_runs import Run
@@ -35,8 +34,6 @@ __all__ = ["report_page"]
 IN_FOLDERS = (SUMMARY, "plan.json", "results.json", "results.csv")
 """Files that make a folder a result, in the order of the search."""
 
-EXPANSION = 64
-"""Largest number of bytes that a compressed byte may expand to, past the first 16 MiB."""
 
 SCHEMA = 1
 
@@ -155,7 +152,7 @@ def _head(file: Path) -> bytes:
     """Return the first bytes of a file, decompressed."""
     try:
         with file.open("rb") as opened:
-            for piece in decompressed(opened, EXPANSION):
+            for piece in decompressed(opened, WORKLOAD_EXPANSION):
                 return piece
     except DamageError:
         with file.open("rb") as opened:
@@ -172,7 +169,7 @@ def _whole(file: Path) -> bytes:
     """Return a file, decompressed."""
     try:
         with file.open("rb") as opened:
-            return b"".join(decompressed(opened, EXPANSION))
+            return b"".join(decompressed(opened, WORKLOAD_EXPANSION))
     except (CutError, DamageError) as error:
         msg = f"{file}: {error}"
         raise InputError(msg) from error
@@ -180,7 +177,7 @@ def _whole(file: Path) -> bytes:
 
 def _json(text: bytes) -> Any:
     with suppress(ValueError):
-        return orjson.loads(text)
+        return parse_json(text)
     return None
 
 
@@ -191,7 +188,7 @@ def _parsed(file: Path, first: Any) -> Document:
         InputError: the document is cut off or damaged, or has lines of JSON objects.
     """
     try:
-        document = orjson.loads(_whole(file))
+        document = parse_json(_whole(file))
     except ValueError as error:
         if isinstance(first, dict):
             msg = f"{file}: {_told(first)}"

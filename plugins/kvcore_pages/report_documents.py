@@ -249,7 +249,7 @@ def _comparison(document: Document) -> Content:
     )
     for section in report.sections:
         # A page has an axis of numbers, also for sizes that were given in bytes.
-        yield attrs.evolve(section, across=POOL) if isinstance(section, Chart) else section
+        yield section._replace(across=POOL) if isinstance(section, Chart) else section
     if report.empty:
         return
     yield heading("Regret")
@@ -444,7 +444,7 @@ def _sweep(document: Document) -> Content:
     for name in grid.varied:
         with suppress(InputError):  # no axis of numbers
             across = "pool, bytes" if name == "memory" else name.replace("_", " ")
-            yield attrs.evolve(report.chart(chart_axis(grid, name)), across=across)
+            yield report.chart(chart_axis(grid, name))._replace(across=across)
             break
     yield heading("All cells")
 

@@ -346,7 +346,9 @@ def shown(content: Iterable[Section | Part], *titles: str) -> Iterator[Part]:
         if isinstance(section, str):
             yield from sentences(section)
         elif isinstance(section, Table):
-            yield from table(next(names, ""), section.headers, section.rows, section.right)
+            yield from table(
+                next(names, ""), section.headers, section.rows, section.flush_right
+            )
         elif isinstance(section, Chart):
             yield from panels(section, next(names, ""))
         else:

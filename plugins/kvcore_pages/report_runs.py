@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import orjson
 
 from kvcore.errors import InputError, TraceError
 from kvcore.files import file_bytes
@@ -21,6 +20,7 @@ from kvcore.report.tables import counted, setup, share
 from kvcore.sections import Table
 from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.units import NS_PER_S, format_seconds
+from kvcore.untrusted import parse_json
 from kvcore_lab.report.paging import PagingReport
 from kvcore_pages.report_parts import (
     COLOURS,
@@ -157,7 +157,7 @@ class Run(Result):
         found = Latencies.read(folder) if requests.is_file() else None
         refusal = None
         if summary["rejected"] and found is not None:
-            rows = map(orjson.loads, requests.read_bytes().splitlines())
+            rows = map(parse_json, requests.read_bytes().splitlines())
             refusal = next((row["reason"] for row in rows if row["reason"]), None)
         recorded = RecordedTrace.read(trace, progress) if trace.is_file() else None
         name = str(folder)

@@ -17,7 +17,6 @@ def _places(folder: str, classes: dict[str, str]) -> dict[str, str]:
 def kvcore_eviction_policies() -> dict[str, str]:
     """Return the built-in eviction policies."""
     classes = {
-        "adaptive": "adaptive:Adaptive",
         "arc": "arc:ARC",
         "cost": "cost:Cost",
         "fifo": "fifo:FIFO",
@@ -125,6 +124,15 @@ def kvcore_workloads() -> dict[str, str]:
         "zipf": "zipf:Zipf",
     }
     return _places("workload", classes)
+
+
+@hookimpl
+def kvcore_formats() -> dict[str, list[set[str]]]:
+    """Return the fields of published traces."""
+    return {name: list[set[str]]() for name in kvcore_workloads()} | {
+        "azure": [{"TIMESTAMP", "ContextTokens", "GeneratedTokens"}],
+        "mooncake": [{"timestamp", "input_length", "output_length", "hash_ids"}],
+    }
 
 
 @hookimpl

@@ -14,6 +14,7 @@ runs, and the call `kvcore.recorded_config`. To read, in this order::
     misses/           why tokens of prompts missed
     pricing.py, billing.py   prices of APIs that cache prompts, and bills by them
     export.py         the events and requests of a trace in formats of other tools
+    anonymise.py      a trace without names
     report/           reports, plots, the live view, tracks for Perfetto
     cli/              the verbs, and the options
 """

@@ -14,11 +14,11 @@ import attrs
 import orjson
 from msgspec import UNSET
 
-from kvcore.files import MOST_VALUES
 from kvcore.progress import Tick, ticked, unseen
 from kvcore.trace import events, read_events
 from kvcore.trace.jsonl_file import BUFFER_BYTES, BackgroundFile
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import MOST_VALUES
 from kvcore_events.model import (
     NS_PER_MS,
     BlockRemoved,

@@ -20,6 +20,7 @@ from kvcore.trace import TraceWorkload
 from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import slo_of
 from kvcore.trace.reader import TraceReader, read_request
+from kvcore.untrusted import BYTES_OF_REQUEST, FREE_REQUESTS
 from kvcore_replay.check.trace import check_event
 from kvcore_replay.state.replicas import ServerReader
 
@@ -124,10 +125,6 @@ BY_HAND = (
     "is no replay of one request after another, so its calls were made by hand; what "
     "`kvcore compare`, `simulate` and `run` have recorded can be run again"
 )
-
-FREE_REQUESTS, BYTES_OF_REQUEST = 1 << 16, 16
-"""Requests that every trace may have, and the bytes of the file that each further one needs: a
-request takes 1 kB of memory."""
 
 
 class Recorded:

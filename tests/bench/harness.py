@@ -41,6 +41,18 @@ json.dump(found, sys.stdout)
 sys.exit(done.returncode)
 """
 
+# Arguments: the trace, the file for the report, options as JSON. By default each request that
+# is routed is logged.
+REPLAY = """
+import json, os, sys
+os.environ["DYN_LOG"] = "error"
+from dynamo._core import run_mocker_trace_replay
+trace, report, options = sys.argv[1:]
+result = run_mocker_trace_replay([trace], **json.loads(options))
+with open(report, "w") as file:
+    json.dump(dict(result.summary), file)
+"""
+
 
 @attrs.frozen
 class Measured:
@@ -131,7 +143,7 @@ def medians(runs: int, *measures: Callable[[], float]) -> list[float]:
 def dynamo_version() -> str:
     """Return the version of the installed Dynamo; skip the test if there is none."""
     try:
-        return metadata.version("ai-dynamo")
+        return metadata.version("ai-dynamo-runtime")
     except metadata.PackageNotFoundError:
         pytest.skip("run `tox -e bench-dynamo`")
 
@@ -155,14 +167,30 @@ def peer_rows(workload: Workload) -> list[bytes]:
 
 
 def peer_command(
-    trace: Path, report: Path, block_size: int, workers: int = 1, router: str = "round_robin"
+    trace: Path,
+    report: Path,
+    block_size: int,
+    workers: int = 1,
+    router: str = "round_robin",
+    *,
+    blocks: int = 0,
 ) -> list[str]:
-    """Return the command that replays a trace in Dynamo, with 3 M tokens per worker."""
-    engine = {"block_size": block_size, "num_gpu_blocks": POOL_TOKENS // block_size}
+    """Return the command that replays a trace in Dynamo and writes its report.
+
+    Each worker has `blocks` blocks; without them, blocks for 3 M tokens.
+    """
+    engine = {"block_size": block_size, "num_gpu_blocks": blocks or POOL_TOKENS // block_size}
+    options = {
+        "extra_engine_args": {"engine": engine},
+        "num_workers": workers,
+        "router_mode": router,
+        "trace_block_size": KEY_TOKENS,
+    }
     return [
-        *(sys.executable, "-m", "dynamo.replay", str(trace)),
-        *("--replay-mode", "offline", "--num-workers", str(workers), "--router-mode", router),
-        *("--trace-block-size", str(KEY_TOKENS)),
-        *("--extra-engine-args", orjson.dumps(engine).decode()),
-        *("--report-json", str(report)),
+        sys.executable,
+        "-c",
+        REPLAY,
+        str(trace),
+        str(report),
+        orjson.dumps(options).decode(),
     ]

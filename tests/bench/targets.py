@@ -75,7 +75,7 @@ def simulation(workload: str, block_size: int) -> list[str]:
 def dynamo(block_size: int, runs: int) -> str:
     """Compare the time of a whole process, and of its loop, with Dynamo's."""
     if find_spec("dynamo") is None:
-        return "not measured: ai-dynamo is not installed"
+        return "not measured: ai-dynamo-runtime is not installed"
     requests = bundled()
     with TemporaryDirectory() as folder:
         trace, report = Path(folder, "trace.jsonl"), Path(folder, "report.json")

@@ -15,7 +15,6 @@ from kvcore_plugins.eviction import (
     LRUK,
     S3FIFO,
     SLRU,
-    Adaptive,
     Cost,
     Lookahead,
     TailLRU,
@@ -23,7 +22,7 @@ from kvcore_plugins.eviction import (
 )
 from kvcore_plugins.prefix import Radix
 
-POLICIES = [LRU, SLRU, LFU, Cost, ARC, S3FIFO, LRUK, TinyLFU, TailLRU, Lookahead, Adaptive]
+POLICIES = [LRU, SLRU, LFU, Cost, ARC, S3FIFO, LRUK, TinyLFU, TailLRU, Lookahead]
 
 
 @pytest.mark.parametrize("policy", POLICIES)

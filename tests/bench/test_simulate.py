@@ -104,9 +104,9 @@ def _loop(
 @pytest.mark.parametrize(
     ("source", "block_size", "promised", "runs"),
     [
-        (_mooncake, 512, 3, 3),
-        (_mooncake, 16, 30, 1),
-        (_azure, 16, 2, 3),
+        (_mooncake, 512, 1, 3),
+        (_mooncake, 16, 3, 1),
+        (_azure, 16, None, 3),
         (_azure, 512, None, 3),
     ],
     ids=["mooncake, block 512", "mooncake, block 16", "azure, block 16", "azure, block 512"],

@@ -120,7 +120,7 @@ def test_a_line_that_readers_refuse_is_a_gap(tmp_path, monkeypatch):
     """A batch whose line is too long for readers is recorded as lost."""
     limits = {"_LONG_LINE": 0, "LONGEST_LINE": 300}
     for name, limit in limits.items():
-        monkeypatch.setattr(f"kvcore.files.{name}", limit)
+        monkeypatch.setattr(f"kvcore.untrusted.{name}", limit)
     large = encode(batch(stored(*range(100))))
     with RecordingWriter(tmp_path / "r.jsonl") as writer:
         record(Played([Delivery(0, 0, large), Delivery(0, 1, PAYLOAD)]), writer)

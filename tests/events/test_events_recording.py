@@ -7,7 +7,7 @@ import pytest
 from helpers.kv_events import DYNAMO, TRTLLM, batch, record, removed, stored
 
 from kvcore import InputError, TraceError
-from kvcore.files import MOST_VALUES
+from kvcore.untrusted import MOST_VALUES
 from kvcore_events.block_tracker import check_recording
 from kvcore_events.formats import decode
 from kvcore_events.recording import (

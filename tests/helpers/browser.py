@@ -101,6 +101,7 @@ class Browser:
     def __init__(self, chromium, folder):
         """Create a context without tabs."""
         self.place = Path(folder) / "page.html"
+        self._chromium = chromium
         self._context = chromium.new_context(offline=True)
         self._idle = []
 
@@ -114,6 +115,18 @@ class Browser:
             page.close()
             raise
         self._idle.append(page)
+
+    @contextmanager
+    def visit(self, size=NARROW):
+        """Yield a page that may load from servers, and the URLs that are loaded for it."""
+        width, height = size
+        context = self._chromium.new_context(viewport={"width": width, "height": height})
+        loaded = []
+        context.on("request", lambda request: loaded.append(request.url))
+        try:
+            yield context.new_page(), loaded
+        finally:
+            context.close()
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """The order of the rooms of the core, and of the packages."""
 
 ORDER = [
-    {"errors"},
-    {"units"},
+    {"blake2", "errors"},
+    {"units", "untrusted"},
     {"distributions", "files", "histogram", "lazy", "moved", "progress"},
     {"sections"},
     {"notebook"},

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import resource
+import signal
 import sys
 from pathlib import Path
 from random import Random
@@ -28,9 +30,13 @@ MOST_MEMORY = 250 << 20
 
 
 class Program:
-    """A process that listens on a port; `stderr` is its output on stderr."""
+    """A process that listens on a port; `stderr` is its output on stderr.
 
-    def __init__(self, *arguments):
+    `files` is the number of files that it may open: its soft and its hard limit.
+    """
+
+    def __init__(self, *arguments, files=None):
+        self._files = files
         self._command = (sys.executable, "-m", "kvcore", *map(str, arguments))
         self.url = self.process = None
         self.stderr = b""
@@ -39,7 +45,7 @@ class Program:
         """Start the process and wait until it listens; after the first time at its old port."""
         again = ("--port", self.url.rpartition(":")[2]) if self.url else ()
         self.process = await asyncio.create_subprocess_exec(
-            *self._command, *again, stderr=asyncio.subprocess.PIPE
+            *self._command, *again, stderr=asyncio.subprocess.PIPE, preexec_fn=self._limit
         )
         found = None
         async with asyncio.timeout(60):
@@ -52,6 +58,10 @@ class Program:
         self._listening = asyncio.create_task(self._listen())
         return self
 
+    def _limit(self):
+        if self._files is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, self._files)
+
     async def kill(self):
         """Kill the process."""
         if self.process.returncode is None:
@@ -59,10 +69,10 @@ class Program:
         await self.process.wait()
         await self._listening
 
-    async def stop(self):
-        """Terminate the process, and return its exit code."""
+    async def stop(self, number=signal.SIGTERM):
+        """Send a signal to the process, and return its exit code."""
         if self.process.returncode is None:
-            self.process.terminate()
+            self.process.send_signal(number)
         code = await self.process.wait()
         await self._listening
         return code

@@ -1,11 +1,21 @@
-"""Programs that tests start; as a program, it installs missing ones from Debian's packages."""
+"""Programs that tests start; as a program, it installs missing ones.
+
+They are Debian's packages, and Python for browsers, from the npm registry.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+PYODIDE = Path(
+    os.environ.get("KVCORE_PYODIDE")
+    or Path(__file__).parents[2] / ".tox" / "pyodide" / "node_modules" / "pyodide"
+)
+"""The folder with Python for browsers, and a wheel of msgspec for it."""
 
 PROGRAMS = {
     "chromium": ("chromium", "chromium-browser", "google-chrome"),
@@ -44,6 +54,28 @@ def install(package):
     return f"installed {find(package)}"
 
 
+def install_runtime():
+    """Install Python for browsers if that is needed and possible; return a text on it."""
+    from kvcore_judge.site import PYODIDE as RELEASE  # noqa: PLC0415 - tests do without
+    from kvcore_judge.site import WHEEL  # noqa: PLC0415 - as above
+
+    if any(PYODIDE.glob("msgspec-*.whl")):
+        return f"there is {PYODIDE}"
+    if not shutil.which("npm"):
+        return "there is none: to install one takes npm"
+    folder = PYODIDE.parents[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder]
+    pip = [sys.executable, "-m", "pip", *WHEEL.split()[1:], "-d", PYODIDE]
+    try:
+        for command in ([*npm, f"pyodide@{RELEASE}"], pip):
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"it cannot be installed: {error}"
+    return f"installed {PYODIDE}"
+
+
 if __name__ == "__main__":
     for name in PROGRAMS:
         print(f"{name}: {install(name)}", file=sys.stderr)  # noqa: T201
+    print(f"pyodide: {install_runtime()}", file=sys.stderr)  # noqa: T201

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from random import Random
 
-from kvcore import Request
+from kvcore import Plugins, Request
 
 SECOND = 10**9
 KEY_TOKENS = 64
@@ -111,10 +111,16 @@ def scans(seed: int) -> list[Request]:
     return requests_of(rows)
 
 
+def popular(seed: int) -> list[Request]:
+    """Return prompts of a tree of prefixes of equal popularity, so that chance decides."""
+    return list(Plugins().build("workload", f"zipf:requests=6000,skew=0,seed={seed}"))
+
+
 GENERATORS = {
     "recency": recency,
     "flips": flips,
     "agents": agents,
     "phases": phases,
     "scans": scans,
+    "popular": popular,
 }

@@ -20,6 +20,9 @@ class Upstream:
         script: the response to a completion: `answer`, `die` before or `break` within the
             answer, `pause` within or `wait` before it until `gate` is set, `busy` (503), `fail`
             (500), `nonsense` (invalid JSON), or `flood` (an endless stream).
+        sent: headers of a whole answer besides those of aiohttp, as bytes; then it is written
+            to the socket as it is.
+        counted: the `usage` of answers.
         healthy: whether `/health` responds with 200; else with 503.
         calls: bodies of the received completions; `headers` of each.
         left: number of completions whose client disconnected.
@@ -30,6 +33,12 @@ class Upstream:
         self.calls, self.headers, self.left, self.flooded = [], [], 0, 0
         self.gate = asyncio.Event()
         self.port = 0
+        self.sent = b""
+        self.counted = {
+            "prompt_tokens": 40,
+            "completion_tokens": len(WORDS),
+            "prompt_tokens_details": {"cached_tokens": 32},
+        }
 
     @property
     def url(self):
@@ -74,16 +83,26 @@ class Upstream:
                 return web.json_response({"error": {"message": script}}, status=status)
             if script == "nonsense":
                 return web.Response(body=b"{nonsense", content_type="application/json")
+            if self.sent:
+                await self._raw(http)
             return await (self._stream(http, body) if body.get("stream") else self._whole(body))
         except asyncio.CancelledError:
             self.left += 1
             raise
 
+    def _answer(self):
+        choice = {"index": 0, "text": " ".join(WORDS)}
+        return json.dumps({"choices": [choice], "usage": self.counted}).encode()
+
+    async def _raw(self, http):
+        """Write an answer with the headers `sent`, and end the connection."""
+        body = self._answer()
+        length = b"Content-Length: %d\r\n" % len(body)
+        http.transport.write(self.sent + length + b"\r\n" + body)
+        await asyncio.Event().wait()
+
     async def _whole(self, body):
-        usage = {"prompt_tokens": 40, "completion_tokens": len(WORDS)}
-        usage["prompt_tokens_details"] = {"cached_tokens": 32}
-        text = " ".join(WORDS)
-        return web.json_response({"choices": [{"index": 0, "text": text}], "usage": usage})
+        return web.Response(body=self._answer(), content_type="application/json")
 
     async def _stream(self, http, body):
         out = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -99,8 +118,7 @@ class Upstream:
             if self.script == "pause":
                 await self.gate.wait()
         if body.get("stream_options", {}).get("include_usage"):
-            usage = {"prompt_tokens": 40, "completion_tokens": len(WORDS)}
-            await out.write(event({"choices": [], "usage": usage}))
+            await out.write(event({"choices": [], "usage": self.counted}))
         await out.write(b"data: [DONE]\n\n")
         return out
 

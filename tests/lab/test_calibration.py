@@ -139,6 +139,7 @@ def test_a_held_out_error_is_of_a_fit_without_that_step(fit):
         {"compute": 0.3, "bandwidth": 1.0, "overhead": 0.003},
         {"model": "qwen3-30b-a3b", "tensor_parallel": 2, "compute": 0.4, "bandwidth": 0.7},
         {"model": "gpt-oss-20b", "tensor_parallel": 1, "device": "a100-80g"},
+        {"model": "qwen3-30b-a3b", "tensor_parallel": 2, "engine": "vllm"},
     ],
 )
 def test_a_roofline_is_recovered_from_its_own_steps(fit, options):

@@ -1,6 +1,5 @@
 """Fragmentation of memory, paged and contiguous, in the same units."""
 
-import attrs
 import pytest
 from helpers.retention import retentions
 from helpers.schedulers import scheduler_of
@@ -30,7 +29,7 @@ def test_a_contiguous_request_wastes_its_reserved_slots():
     A prompt of 4 tokens and 4 of at most 8 generated ones fill 0, 4, 5 and 6 of them.
     """
     seen = run([ask("a", output=4)], allocation="contiguous", max_output=8)
-    assert attrs.asdict(seen) == pytest.approx(
+    assert seen._asdict() == pytest.approx(
         {
             "running": 1,
             "used": 15 / 80,
@@ -48,7 +47,7 @@ def test_a_contiguous_request_wastes_its_reserved_slots():
 def test_a_paged_request_wastes_less_than_a_block():
     """The request in blocks of 4 takes 4, 8, 8, 8 slots and fills 0, 4, 5, 6 of them."""
     seen = run([ask("a", output=4)])
-    assert attrs.asdict(seen) == pytest.approx(
+    assert seen._asdict() == pytest.approx(
         {
             "running": 1,
             "used": 15 / 80,
@@ -118,7 +117,7 @@ def test_without_requests_all_shares_are_zero():
 def test_the_summary_has_every_number():
     """The summary of a run has every number of its fragmentation."""
     result = simulate([ask("a")], cache=KVCache(5, BLOCK), latency=Even(), fragmentation=True)
-    assert result.summary()["fragmentation"] == attrs.asdict(result.fragmentation)
+    assert result.summary()["fragmentation"] == result.fragmentation._asdict()
 
 
 @given(servers())

@@ -265,8 +265,78 @@ def test_silicon_samples_are_read(path):
     assert (row.options["weights_dtype"], str(row.options["codec"])) == ("fp8", "fp8")
     assert row.load == {"input_tokens": 128, "output_tokens": 16, "concurrency": 2}
     assert row.values == {"ttft": 0.02, "tpot": 0.005}
-    assert row.labels == {"id": "a", "engine": "trtllm", "version": "1.0"}
+    assert row.labels == {"id": "a", "engine": "trtllm", "version": "1.0", "split": "fitted"}
     assert len(kvcore.validate(path).compared) == 1
+
+
+def test_samples_of_fixed_lengths_have_no_spread(path):
+    """The requests of a gap analysis all have the same length; those of others vary."""
+    source = "x-gap-analysis/a.csv; silicon_concurrency=2"
+    fixed = SILICON | {"silicon_data_source": source, "silicon_ttft_ms": "9"}
+    found = kvcore.validate(write_csv(path, SILICON, fixed)).compared
+    spreads = [each.config.workload.options["spread"] for each in found]
+    assert spreads == ["0.2", "0.0"]
+
+
+def samples(*changes):
+    """Return samples with these changes, each with times of its own."""
+    return [
+        SILICON | {"silicon_ttft_ms": str(20 + number / 8)} | change
+        for number, change in enumerate(changes)
+    ]
+
+
+def clients(number):
+    """Return the columns of a sample with so many clients."""
+    return {"silicon_data_source": f"silicon_concurrency={number}", "batch_size": str(number)}
+
+
+R1, V3 = (
+    {"model_path": f"deepseek-ai/DeepSeek-{name}", "tp_size": "8"} for name in ("R1", "V3")
+)
+ON_H200 = {"system": "h200_sxm"}
+
+
+@pytest.mark.parametrize(
+    ("rows", "reasons"),
+    [
+        # One measurement, twice in the file: the first is taken.
+        ([SILICON, SILICON | {"id": "b"}], [None, "the same measurement"]),
+        # One measurement, of two servers: neither is known to be the one that was measured.
+        ([SILICON, SILICON | {"tp_size": "2"}], ["one measurement of several servers"] * 2),
+        # Measured twice, with times that differ a little, or much.
+        (samples({}, {"silicon_tpot_ms": "6"}), [None, None]),
+        (samples({}, {"silicon_tpot_ms": "7"}), ["measured again with quite another TPOT"] * 2),
+        # Models of one shape are one model.
+        (
+            samples(R1 | ON_H200, V3 | ON_H200 | {"silicon_tpot_ms": "7"}),
+            ["measured again with quite another TPOT"] * 2,
+        ),
+        # More clients take longer, if all are served at once.
+        (
+            samples(clients(8), clients(16) | {"silicon_tpot_ms": "3"}),
+            [None, "faster with more clients, so some waited"],
+        ),
+        (samples(clients(8), clients(16) | {"silicon_tpot_ms": "4.5"}), [None, None]),
+        # Eight GPUs are a server.
+        (samples(R1 | ON_H200 | {"tp_size": "16"}), ["more devices than a server has"]),
+    ],
+)
+def test_samples_that_others_contradict_are_left_out(path, rows, reasons):
+    """Samples that contradict others are left out, each with its reason."""
+    found = list(measured.read_measured(write_csv(path, *rows)))
+    assert [row if isinstance(row, str) else None for row in found] == reasons
+
+
+def test_a_row_of_a_known_engine_takes_the_times_of_that_engine(path):
+    """Without a latency option, a row is simulated in the times of its engine."""
+    engines = "vllm", "trtllm", "tgi"
+    rows = write_lines(path, *(ROW | {"engine": engine} for engine in engines))
+    named = [each.config.latency for each in kvcore.validate(rows).compared]
+    assert named[:2] == [Spec("roofline", {"engine": name}) for name in engines[:2]]
+    assert named[2] == Spec("roofline")
+    given_ = kvcore.validate(rows, latency="linear").compared
+    assert {each.config.latency.name for each in given_} == {"linear"}
 
 
 @pytest.mark.parametrize(
@@ -291,7 +361,8 @@ def test_weights_without_a_format_are_as_released(path):
     """Samples without a format use weights as released, and so do those of mxfp4 models."""
     bare = SILICON | {"gemm_quant_mode": "", "precision": ""}
     oss = SILICON | {"gemm_quant_mode": "nvfp4", "model_path": "openai/gpt-oss-120b"}
-    for row in measured.read_measured(write_csv(path, bare, oss)):
+    oss |= {"tp_size": "2"}
+    for row in measured.read_measured(write_csv(path, bare, oss | {"silicon_ttft_ms": "9"})):
         assert "weights_dtype" not in row.options
         assert str(row.options["codec"]) == "fp16"
 

@@ -67,3 +67,34 @@ def test_an_interrupt_during_the_start_of_a_worker_is_raised_later(monkeypatch):
         list(work_all(suicide, [signal.SIGKILL], 1))
     assert started
     assert not any(process.is_alive() for process in started)
+
+
+def test_sigterm_waits_until_a_worker_has_started(monkeypatch):
+    """SIGTERM is delayed while a worker starts: else it would miss what it is to do.
+
+    It is not blocked in the worker, which the pool ends by it.
+    """
+    start = ProcessPoolExecutor._spawn_process
+    started = []
+
+    class TerminatedError(Exception):
+        """Raised by the handler of SIGTERM."""
+
+    def terminate(*_):
+        raise TerminatedError
+
+    def interrupted(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.SIGTERM not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        start(self)
+        started.extend(active_children())
+
+    monkeypatch.setattr(ProcessPoolExecutor, "_spawn_process", interrupted)
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(TerminatedError):
+            list(work_all(suicide, [signal.SIGKILL], 1))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert started
+    assert not any(process.is_alive() for process in started)

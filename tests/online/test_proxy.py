@@ -5,13 +5,19 @@
 import asyncio
 import gzip
 import json
-import re
-from contextlib import suppress
-from functools import partial, wraps
-from inspect import Signature, signature
 from io import BytesIO
 
 import pytest
+from helpers.online_scenes import (
+    COMPLETIONS,
+    ask,
+    events,
+    http_request,
+    play,
+    played,
+    raw,
+    sample,
+)
 from helpers.upstreams import Upstream, prompt, routed, until
 
 from kvcore import Request
@@ -27,8 +33,6 @@ from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
 
 web = pytest.importorskip("aiohttp.web", reason="needs aiohttp")
-
-COMPLETIONS = "/v1/completions"
 
 
 class Hits(Router):
@@ -59,62 +63,6 @@ class Refusing(Router):
     def route(self, request, replicas, now):
         """Return None."""
         return
-
-
-def play(scene, count=2, **options):
-    """Run a scene with a proxy, its servers and a client, and return the scene's result."""
-
-    async def run():
-        async with asyncio.timeout(30), routed(count, **options) as parts:
-            return await scene(*parts)
-
-    return asyncio.run(run())
-
-
-def played(**options):
-    """Return a decorator of a test that plays it as a scene, with these options of `play`."""
-
-    def decorate(scene):
-        @wraps(scene)
-        def test(**given):
-            play(partial(scene, **given), **options)
-
-        # pytest is to give the parameters behind those of the proxy.
-        test.__signature__ = Signature(list(signature(scene).parameters.values())[3:])
-        return test
-
-    return decorate
-
-
-async def ask(client, *, path=COMPLETIONS, headers=None, **more):
-    """Post a request, and return status, headers and text of the response."""
-    async with client.post(path, json=prompt(**more), headers=headers) as answer:
-        return answer.status, answer.headers, await answer.text()
-
-
-async def raw(proxy, data):
-    """Send bytes, and return all bytes received until the proxy closes the connection."""
-    host, port = proxy.url.removeprefix("http://").split(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(data)
-    answer = b""
-    with suppress(ConnectionError):
-        answer = await reader.read()
-    writer.close()
-    return answer
-
-
-def events(text):
-    """Return the JSON documents of an event stream."""
-    return [json.loads(data) for data in re.findall(r"^data: (\{.*)$", text, re.MULTILINE)]
-
-
-def sample(proxy, name, **labels):
-    """Return the value of a metric, summed over all samples with these labels."""
-    line = re.compile(rf"^kvcore_route_{name}(?:{{(.*)}})? (\S+)$", re.MULTILINE)
-    found = line.findall(proxy.fleet.metrics.text().decode())
-    wanted = {f'{key}="{value}"' for key, value in labels.items()}
-    return sum(float(value) for about, value in found if wanted <= set(about.split(",")))
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, "/v1/chat/completions"])
@@ -314,18 +262,6 @@ async def test_a_client_that_does_not_read_is_disconnected(proxy, servers, clien
     assert sample(proxy, "in_flight") == 0
     writer.transport.abort()
     del reader
-
-
-def http_request(body, *headers):
-    """Return the bytes of a request."""
-    lines = [
-        f"POST {COMPLETIONS} HTTP/1.1",
-        "Host: localhost",
-        "Content-Type: application/json",
-        f"Content-Length: {len(body)}",
-        *headers,
-    ]
-    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 @played(client_timeout=0.2)
@@ -606,7 +542,7 @@ def test_the_trace_has_requests_and_routes(tmp_path):
     assert routes == [0, 1, 0]
     first, second = TraceWorkload(path)
     assert (first.prompt_tokens, first.output_tokens, len(first.keys)) == (40, 3, 2)
-    assert (second.prompt_tokens, second.output_tokens, second.session) == (40, 3, "s")
+    assert (second.prompt_tokens, second.output_tokens, len(second.session)) == (40, 3, 32)
 
 
 def test_the_trace_of_a_killed_proxy_can_be_read(tmp_path):
@@ -808,3 +744,33 @@ def test_a_full_disk_leaves_the_trace_up_to_it(tmp_path, monkeypatch, capsys):
     assert part.name == "day.jsonl.part"
     assert [each.event for each in read_events(part)] == ["HEADER", "REQUEST", "ROUTE"]
     assert f"{part} keeps what was written before; the proxy goes on" in capsys.readouterr().err
+
+
+def test_the_trace_tells_nobody_what_was_asked(tmp_path):
+    """Salts, sessions, users and keys of prompts are in the trace as keyed hashes alone.
+
+    Two recordings by one key agree; without that key a guessed prompt cannot be confirmed.
+    """
+    key = tmp_path / "key"
+    key.write_bytes(bytes(range(32)))
+    secret = {"cache_salt": "TOP-SECRET-SALT", "user": "alice@example.org"}
+
+    async def scene(proxy, servers, client):
+        await ask(client, prompt="a" * 640, **secret)
+        await ask(client, prompt="a" * 640, headers={"x-session-id": "Alice"})
+        assert servers[0].calls[0]["cache_salt"] == secret["cache_salt"]
+
+    found = []
+    for number, trace_key in enumerate([key, key, None, None]):
+        path = tmp_path / f"{number}.jsonl"
+        play(scene, count=1, trace=path, trace_key=trace_key)
+        text = path.read_text()
+        assert not [word for word in (*secret.values(), "Alice") if word in text]
+        known = Call.read(COMPLETIONS, json.dumps(prompt("a" * 640)).encode()).request(
+            0, 0, None, tokens=None, key_tokens=16, key_chars=64
+        )
+        requests = list(TraceWorkload(path))
+        assert not set(known.keys) & {each for request in requests for each in request.keys}
+        found.append([(each.salt, each.session, each.keys) for each in requests])
+    assert found[0] == found[1]
+    assert len({str(each) for each in found}) == 3

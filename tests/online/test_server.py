@@ -642,3 +642,26 @@ def test_a_generator_that_cannot_encode_is_reported():
             assert status == 500
             assert "'transformer'" in document["error"]["message"]
             assert "KeyError" in document["error"]["message"]
+
+
+def test_a_server_with_a_trace_keeps_nothing_of_ended_requests(tmp_path):
+    """The server forgets each request that has ended, however that was.
+
+    The salt of a request, which keeps tenants apart, is in the trace as a keyed hash.
+    """
+    trace = tmp_path / "day.jsonl"
+    with serving(ServeConfig(port=0, grace=2, trace=trace)) as server:
+        for number in range(20):
+            body = {"prompt": f"{number} a b c", "max_tokens": 2, "cache_salt": "TOP-SECRET"}
+            assert ask(server, "/v1/completions", json.dumps(body))[0] == 200
+            body = {"prompt": f"{number} d e", "max_tokens": 3, "stop": ["a", "b"]}
+            assert ask(server, "/v1/completions", json.dumps(body))[0] == 200
+        cache, loop = server.cache, server.engine.loop
+        # A request is answered just before the loop has let go of it.
+        asyncio.run(until(lambda: not (loop.open or loop.inbox.left or loop._leaving)))
+        kept = [cache._admitted, cache.trace._seen, loop.open, loop.listeners, loop._leaving]
+        assert [len(each) for each in kept] == [0] * 5
+    assert replay(trace).complete
+    assert "TOP-SECRET" not in trace.read_text()
+    salts = {event.salt for event in read_events(trace) if event.event == "REQUEST"}
+    assert len(salts) == 2

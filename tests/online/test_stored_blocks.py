@@ -120,6 +120,25 @@ def test_dropped_batches_leave_a_gap_in_the_numbers(publisher, monkeypatch):
     assert [number for number, _ in publisher.got] == [0, 1, 5]
 
 
+def test_a_batch_that_cannot_be_sent_is_a_gap(publisher, capsys):
+    """An error in the thread that publishes loses one batch, a gap, and not those after it."""
+    cache, stored = make(publisher, blocks=100)
+    publish = publisher.publish
+
+    def fail(_):
+        publisher.publish = publish
+        raise ZeroDivisionError
+
+    publisher.publish = fail
+    prompts = [ask(number, range(4 * number, 4 * number + 4)) for number in range(3)]
+    serve(cache, stored, *prompts)
+    stored.start()
+    stored.close()
+    assert [number for number, _ in publisher.got] == [1, 2]
+    assert stored.dropped == 1
+    assert "KV events are not published: ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_closing_waits_a_limited_time_for_a_subscriber(publisher, monkeypatch):
     """Closing waits a limited time for a subscriber that does not read."""
     monkeypatch.setattr(room, "_PATIENCE_SECONDS", 0.01)

@@ -1,12 +1,8 @@
-"""kvcore under the step times of DynoSim, with DynoSim's rules of preemption added.
+"""kvcore under the step times of DynoSim, the offline replay of NVIDIA Dynamo 1.6.1.
 
-DynoSim is the offline replay of NVIDIA Dynamo 1.2.1 (`python -m dynamo.replay`): it simulates
-an engine with step times of its own. Its rules were read in its sources, `lib/mocker` and
-`lib/kvbm-logical`, and confirmed by measurements. As long as it preempts no request, they are
-options of kvcore: `RULES`. Its behaviour under preemption is that of no engine, and is
-reproduced only here. Two rules with hardly any effect are not reproduced: a prompt that is
-cached to its last block is hit completely, so that none of it is computed; and the last token
-of a text, which no step computes, has a slot.
+DynoSim simulates an engine with step times of its own; it is compiled into the package
+ai-dynamo-runtime. Its rules are options of kvcore: `RULES`. Its step times were found by
+replaying single requests.
 """
 
 from __future__ import annotations
@@ -14,14 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import attrs
 import orjson
 
 from kvcore import KVCache, Request
 from kvcore.serving import Batching
-from kvcore.serving.batcher import Batcher
 from kvcore.serving.job import Job
 from kvcore.serving.latency import LatencyModel, StepResult, StepWork
 from kvcore.serving.loop import Arrivals, ServingLoop
@@ -29,11 +23,11 @@ from kvcore.units import PS_PER_NS
 from kvcore_plugins.eviction import LRU
 from kvcore_plugins.prefix import Radix
 from kvcore_plugins.scheduler import FCFS
+from kvcore_plugins.workload import Mooncake, Zipf
 
 RULES = Batching(
     watermark=0.0,
-    rules="kvcore:reserve=first-chunk,commit=scheduled,generated=cached,"
-    "admit_after_preemption=false",
+    rules="kvcore:reserve=chunk,commit=scheduled,generated=cached,admit_after_preemption=false",
 )
 
 KEY_TOKENS = 512
@@ -49,19 +43,17 @@ FIGURES = tuple(
 
 @attrs.frozen
 class Recorded:
-    """The report of DynoSim on a trace of Mooncake, served by one worker.
+    """The report of DynoSim on a workload, served by one worker.
 
     Attributes:
-        trace: `conversation`, which is bundled, or `synthetic`.
+        trace: a name of `WORKLOADS`, or `synthetic`, a trace that is not bundled.
         blocks, block_size: the size of the worker's pool.
-        preempts: whether DynoSim preempts; then kvcore is within 0.1 %, otherwise equal.
         report: reused tokens as a share of all prompt tokens, and times in ms.
     """
 
     trace: str
     blocks: int
     block_size: int
-    preempts: bool
     report: Mapping[str, float]
 
     def __str__(self) -> str:
@@ -80,9 +72,24 @@ def prefill_ms(tokens: int) -> float:
     return 4.209989e-07 * tokens**2 + 1.518344e-02 * tokens + 16.50142 if tokens else 0.0
 
 
-def decode_ms(held: float) -> float:
-    """Return DynoSim's time for generating tokens, by the share of all blocks in use."""
-    return max(-25.74 * held**2 + 54.01 * held + 5.74, 1.0)
+def decode_ms(share: float) -> float:
+    """Return DynoSim's time for generating tokens, by their context's share of the pool."""
+    return max(-25.74 * share**2 + 54.01 * share + 5.74, 1.0)
+
+
+WORKLOADS = {
+    "conversation": Mooncake(),
+    "generated": Zipf(
+        requests=4_000,
+        rate=3.0,
+        prefixes=300,
+        prefix_tokens=4_096,
+        suffix_tokens=1_000,
+        output_tokens=300,
+        key_tokens=KEY_TOKENS,
+    ),
+}
+"""The workloads that need no file: the bundled trace, and one with popular prefixes."""
 
 
 class EmptyServerTimes(LatencyModel):
@@ -96,7 +103,7 @@ class EmptyServerTimes(LatencyModel):
 
 
 class DynoSimExecutor:
-    """An executor with DynoSim's step times, by blocks in use and means of the prompts."""
+    """An executor with DynoSim's step times, by context tokens and means of the prompts."""
 
     name = "dynosim"
     mode = "model"
@@ -106,15 +113,12 @@ class DynoSimExecutor:
         self.latency = EmptyServerTimes()
         self.plugins = (self.latency,)
         self.drafter = None
-        self._cache = cache
+        self._tokens = cache.pool.blocks * cache.geometry.block_size
 
     def run(
         self, work: StepWork, chunks: Sequence[tuple[Job, int]], decoding: Iterable[Job]
     ) -> StepResult:
-        """Return the time of prompts plus that of generated tokens, each in whole ns.
-
-        A step that completes no prompt and decodes nothing generates no token.
-        """
+        """Return the time of prompts plus that of decoding sequences, each in whole ns."""
         del decoding
         prompts = [
             (job.computed, min(job.computed + tokens, job.request.prompt_tokens))
@@ -126,85 +130,15 @@ class DynoSimExecutor:
             # DynoSim computes prompts times the difference of two means, in whole tokens.
             before, after = (sum(ends) // len(prompts) for ends in zip(*prompts, strict=True))
             took = round(prefill_ms(len(prompts) * (after - before)) * NS_PER_MS)
-        if work.decode or any(job.computed + tokens == job.target for job, tokens in chunks):
-            held = 1 - self._cache.available_blocks / self._cache.pool.blocks
-            took += round(decode_ms(held) * NS_PER_MS)
+        if work.decode:
+            took += round(decode_ms(work.context[0] / self._tokens) * NS_PER_MS)
         return StepResult(took * PS_PER_NS)
 
 
-class DynoSimBatcher(Batcher):
-    """A batcher that preempts by DynoSim's rules.
-
-    Attributes:
-        hits: the most prompt tokens that each job hit in any of its admissions. DynoSim
-            reports these as reused, though a preempted job hits blocks of its own.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.hits: dict[Job, int] = {}
-        self._fronts: dict[Job, int] = {}
-
-    def _open(self, job: Job, now: int) -> bool:
-        """Preempt for `job`, which is new, until its first chunk has its blocks."""
-        budget = self._budget
-        while not super()._open(job, now):
-            if not self.running:
-                return False
-            self._take_blocks(self._choose_victim(now, job), now, job)
-            self._budget = budget  # no job gets the tokens of the preempted one
-        self.hits[job] = max(self.hits.get(job, 0), job.computed)
-        return True
-
-    def _choose_victim(self, now: int, requester: Job | None) -> Job:
-        """Return the job that was admitted last."""
-        del now, requester
-        return next(reversed(self.running))
-
-    def _take_blocks(self, job: Job, now: int, requester: Job | None = None) -> None:
-        """Put `job` before all waiting jobs, whatever their order of arrival."""
-        self._fronts[job] = -1 - sum(other.recomputes for other in self._fronts)
-        super()._take_blocks(job, now, requester)
-
-    def _rank(self, job: Job, now: int) -> None:
-        """Rank jobs by arrival, except those that were preempted."""
-        del now
-        job.rank = self._fronts.get(job, 0)
-
-    def _allot(self, job: Job, now: int) -> None:
-        """Make the blocks of a prompt shareable that a chunk fills in part."""
-        planned = len(self.chunks)
-        super()._allot(job, now)
-        for _, tokens in self.chunks[planned:]:
-            self._publish_begun(job, job.computed + tokens, now)
-
-    def _has_blocks(self, job: Job, tokens: int, now: int) -> bool:
-        """Make blocks shareable that `job` took although they are too few for its chunk."""
-        seq, size = job.seq, self._cache.geometry.block_size
-        assert seq is not None
-        there = (seq.blocks + self._cache.available_blocks) * size
-        if seq.tokens < there < tokens:
-            self._allocator.extend(seq, there - seq.tokens, now)
-            self._publish_begun(job, there, now)
-        return super()._has_blocks(job, tokens, now)
-
-    def _publish_begun(self, job: Job, tokens: int, now: int) -> None:
-        """Make the prompt's blocks shareable that hold the first `tokens` tokens of `job`."""
-        seq = job.seq
-        assert seq is not None
-        upto = min(-(-tokens // self._cache.geometry.block_size), seq.cacheable)
-        if upto > seq.span.end:
-            self._cache.tree.commit(seq, upto, now)
-
-
 def serve(
-    requests: Iterable[Request], blocks: int, block_size: int, *, preempts: bool
+    requests: Iterable[Request], blocks: int, block_size: int
 ) -> tuple[dict[str, float], int]:
-    """Serve requests under DynoSim's step times; return its figures and the preemptions.
-
-    With `preempts`, jobs are preempted by DynoSim's rules instead of kvcore's; `RULES` apply in
-    any case.
-    """
+    """Serve requests under DynoSim's step times; return its figures and the preemptions."""
     cache = KVCache(
         blocks,
         block_size,
@@ -218,11 +152,6 @@ def serve(
     loop = ServingLoop(
         Arrivals(requests), cache, scheduler, DynoSimExecutor(cache), RULES, jumps=False
     )
-    over = DynoSimBatcher(
-        cache, scheduler, RULES, loop.batch, loop.allocator, loop.batcher.server
-    )
-    if preempts:
-        loop.batcher = over
     loop.run()
     log = loop.log
     times = {
@@ -232,8 +161,7 @@ def serve(
         "tpot": [each / PS_PER_NS for each in log.tpot() if each >= 0],
         "e2e_latency": [end - came for came, end in zip(log.arrival, log.finish, strict=True)],
     }
-    reused = sum(over.hits.values()) if preempts else sum(log.hit)
-    figures = {REUSE: reused / sum(log.prompt)}
+    figures = {REUSE: sum(log.hit) / sum(log.prompt)}
     for metric, taken in times.items():
         ranked = sorted(taken)
         figures[f"mean_{metric}_ms"] = fmean(ranked) / NS_PER_MS

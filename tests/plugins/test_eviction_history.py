@@ -1,14 +1,12 @@
-"""LRU-K, tail-LRU, W-TinyLFU and adaptive: the decisions that distinguish them."""
+"""LRU-K, tail-LRU and W-TinyLFU: the decisions that distinguish them."""
 
 from __future__ import annotations
 
-import attrs
 import pytest
-from helpers.caches import ask, make, serve, spans
+from helpers.caches import make, serve, spans
 
-from kvcore import InputError, Plugins
-from kvcore_plugins.eviction import LFU, LRU, LRUK, MRU, TTL, Adaptive, TailLRU, TinyLFU
-from kvcore_replay.untimed import replay
+from kvcore import InputError
+from kvcore_plugins.eviction import LFU, LRU, LRUK, TailLRU, TinyLFU
 
 SCAN = ["a", "a", "b", "c"]
 LOOP = ["a", "b", "c"] * 20
@@ -115,88 +113,7 @@ def test_tinylfu_keeps_a_new_span_that_is_used_more():
     assert kept(policy, 2, ["b", "b", "b", "x", "y", "z", "b", "w"]) == {"|b", "|w"}
 
 
-def test_adaptive_lowers_the_weight_of_a_wrong_expert():
-    """Adaptive lowers the weight of an expert whose victims come back."""
-    passers = iter("bcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")
-    texts = "aa" + "".join(
-        f"{one}{other}a" for one, other in zip(passers, passers, strict=False)
-    )
-    policy = Adaptive(experts=(LRU(), LFU(half_life=float("inf"))))
-    served(policy, 2, texts)
-    assert policy.weights["lfu"] > policy.weights["lru"]
-    assert sum(policy.weights.values()) == pytest.approx(1)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_adaptive_hits_more_than_lru_and_less_than_mru(seed):
-    """On a loop longer than the pool, adaptive hits more than LRU and less than MRU."""
-    loop = "abcd" * 50
-    lru, adaptive, mru = (
-        served(policy, 3, loop).stats.hit_blocks
-        for policy in (LRU(), Adaptive(experts="lru+mru", seed=seed), MRU())
-    )
-    assert lru == 0
-    assert mru / 2 < adaptive < mru
-
-
-def test_adaptive_with_rate_zero_keeps_equal_weights():
-    """With rate=0 the weights of the experts stay equal; with the default rate they do not."""
-    policy, learning = (Adaptive(experts="lru+mru+fifo", **rate) for rate in ({"rate": 0}, {}))
-    for each in (policy, learning):
-        served(each, 2, LOOP)
-    assert set(policy.weights.values()) == {1 / 3}
-    assert len(set(learning.weights.values())) > 1
-
-
-def test_adaptive_with_discount_one_equalizes_weights():
-    """With discount=1 the weights of the experts are equal again after each regret.
-
-    With the default discount they are not.
-    """
-    policy, learning = (Adaptive(experts="lru+mru", **last) for last in ({"discount": 1}, {}))
-    for each in (policy, learning):
-        served(each, 2, LOOP)
-    assert set(policy.weights.values()) == {0.5}
-    assert len(set(learning.weights.values())) == 2
-
-
-def test_adaptive_experts_that_agree_keep_equal_weights():
-    """Experts that agree on every victim keep equal weights."""
-    policy = Adaptive(experts="lru+slru:protected=0")
-    served(policy, 2, LOOP)
-    assert policy.weights == {"lru": 0.5, "slru": 0.5}
-
-
-def test_adaptive_draws_by_seed():
-    """Equal seeds choose the same experts, and other seeds choose others."""
-    requests = [attrs.evolve(ask(text), id=number) for number, text in enumerate("abcdefgab")]
-    outcomes = []
-    for seed in (*range(8), 0):
-        cache = make(3, Adaptive(experts="lru+mru", rate=0, seed=seed), accounting="keys")
-        replay(requests, cache)
-        outcomes.append(set(spans(cache)))
-    assert outcomes[0] == outcomes[-1]
-    assert any(outcome != outcomes[0] for outcome in outcomes)
-
-
-def test_experts_keep_separate_data_in_spans():
-    """Two experts that both keep data in spans decide as each does alone."""
-    texts = ["a", "a", "b", "c", "b", "d", "a", "e", "ab", "abc", "f"] * 3
-    for one, other in (("lfu", "cost"), ("cost", "lfu")):
-        mixed = Adaptive(experts=f"{one}+{other}", rate=0)
-        mixed._weights = [1.0, 0.0]
-        alone = Plugins().build("eviction", one)
-        assert kept(mixed, 4, texts) == kept(alone, 4, texts)
-
-
 def test_options_are_checked_in_code_too():
     """A constructor refuses invalid options as the command line does."""
     with pytest.raises(InputError, match="unit='ms' is not known; there are: s, tokens"):
         TailLRU(unit="ms")
-    with pytest.raises(InputError, match="'lru' is no eviction policy"):
-        Adaptive(experts=("lru", "lfu"))
-    with pytest.raises(InputError, match="'ttl' lets spans expire"):
-        Adaptive(experts=(LRU(), TTL()))
-    expert = LRU()
-    with pytest.raises(InputError, match="'lru' is in use already"):
-        Adaptive(experts=(expert, expert))

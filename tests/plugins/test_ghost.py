@@ -7,14 +7,14 @@ from typing import ClassVar
 
 import attrs
 import pytest
-from helpers.caches import ask, make, spans
+from helpers.caches import BLOCK, ask, make, serve, spans
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import InputError, KVCache, Span
 from kvcore.testing import Driver, Traffic, random_steps, step_lists
-from kvcore_plugins.eviction import LRU, Adaptive
-from kvcore_plugins.eviction.ghost import GhostTree
+from kvcore_plugins.eviction import LRU
+from kvcore_plugins.eviction.ghost import GhostRuns, GhostTree
 
 KEY = 6
 HINTS = Traffic(key_tokens=KEY, hints=True)
@@ -164,14 +164,6 @@ def test_ghost_runs_equal_blocks_in_any_list_of_steps(count, size, steps, room, 
     assert_equal_memories(Haunted(room=room, forgets=forgets), steps, count, size)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_the_ghosts_of_an_expert_equal_its_blocks(seed):
-    """The `GhostTree` of an expert of `adaptive` equals its block-by-block memory."""
-    policy = Haunted()
-    driver = haunted(Adaptive(experts=(policy, LRU())), 9, "keys", KEY)
-    assert_equal_memories(policy, random_steps(seed, 200, HINTS), "keys", KEY, driver)
-
-
 def test_a_run_above_the_capacity_loses_its_tail_first():
     """A run that exceeds the capacity loses its tail first."""
     policy = Haunted(room=3)
@@ -271,3 +263,55 @@ def serve_keys(cache, *texts):
 def matched(policy, text):
     """Return how many letters of `text` are remembered."""
     return policy.ghosts.match(ask(text, key_tokens=KEY)) // KEY
+
+
+class Valued(LRU):
+    """LRU that stores the id of each evicted span, and what each request finds of them."""
+
+    def __init__(self, capacity=100):
+        """Store at most `capacity` blocks."""
+        self.capacity = capacity
+
+    def attach(self, blocks, block_size):
+        """Store no run."""
+        super().attach(blocks, block_size)
+        self.runs, self.taken, self.dropped = GhostRuns(self.capacity), [], []
+
+    def on_insert(self, span, now):
+        """Store the text of the span, and its end, before its tail leaves."""
+        span.data = span.keys()[-1], span.end
+
+    def on_remove(self, span, reason):
+        """Store the text of the span for its blocks."""
+        super().on_remove(span, reason)
+        text, end = span.data
+        self.dropped += self.runs.add(span, end, text)
+
+    def on_miss(self, request, hit_blocks, now):
+        """Store the values of the runs that follow the hit."""
+        self.taken.append(list(self.runs.take(request, hit_blocks)))
+
+
+RUNS = {
+    "radix": [[], [], [], ["ab", "abcd"], []],
+    "hashed:spans=block": [[], [], [], ["a", "ab", "abc"], ["abcd"]],
+}
+"""What the requests of the test below find of evicted runs, by prefix index."""
+
+
+@pytest.mark.parametrize("prefix", RUNS)
+def test_runs_that_follow_a_hit_are_taken_once(prefix):
+    """A request takes the values of the runs that it goes into, and leaves no one theirs."""
+    cache = KVCache(5, BLOCK, eviction=Valued(), accounting="keys", prefix=prefix)
+    serve(cache, "ab", "abcd", "vwxyz", "abce", "abcdf")
+    assert cache.eviction.taken == RUNS[prefix]
+
+
+def test_the_least_recent_run_is_dropped():
+    """Over capacity the oldest run leaves whole, and its value is returned."""
+    cache = make(2, Valued(3), accounting="keys")
+    serve(cache, "ab", "cd", "ef", "gh")
+    policy = cache.eviction
+    assert policy.dropped == ["ab", "cd"]
+    assert list(policy.runs.values()) == ["ef"]
+    assert policy.runs.blocks == 2

@@ -10,6 +10,8 @@ from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Roofline
+from kvcore_plugins.latency import roofline as module
+from kvcore_plugins.latency.engine_times import EngineTimes, ExpertTimes, engine_times
 
 # Weights: 2 GB. K/V: 10,240 bytes a token. FLOP: 2e9 a token and 40,960 a pair.
 MODEL = ModelSpec(
@@ -189,16 +191,65 @@ def test_narrow_kv_is_read_at_a_lower_rate():
     assert (wide, half, narrow) == (2 * KV, KV, round(KV / 2 * 20 / 17))
 
 
-def test_only_the_expected_experts_are_read():
-    """A step reads the weights of the experts that its tokens are expected to use."""
-    model = find_model("mixtral-8x7b")
-    latency = roofline(model, overhead=0)
-    each = latency.coefficients()["activations"]["token_ps"] / 1e12
-    for tokens in (1, 5, 100):
-        seconds = model.weight_bytes_read(tokens) / 5e11 + tokens * each
-        for batch in (StepWork(decode=tokens), StepWork(prefill=tokens)):
-            ((reading, _),) = latency.pieces(batch)
-            assert reading / 1e12 == pytest.approx(seconds, rel=1e-9)
+# 100 experts of 8,000,000 parameters, of which a token takes 10; 200,000,000 others.
+MIXTURE = attrs.evolve(MODEL, experts=100, experts_per_token=10, active_parameters=280 * 10**6)
+TIMES = ExpertTimes(layer=1e-5, device=1e-6, token=1e-7, bandwidth=0.5, compute=0.25)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 5, 1000])
+def test_routed_experts_take_times_of_their_own(monkeypatch, tokens, devices):
+    """Experts are read, or computed, at rates of their own, and tokens are routed to them.
+
+    Of the experts those are read that the tokens are expected to select.
+    """
+    times = EngineTimes(experts=TIMES)
+    monkeypatch.setattr(module, "engine_times", lambda *_: times)
+    latency = roofline(MIXTURE, NVLINK, tensor_parallel=devices)
+    found = latency.coefficients()
+    others = found["activations"]["token_ps"] + found["all_reduces"]["token_ps"]
+    reading = (MIXTURE.weight_bytes_read(tokens) - MIXTURE.shared_bytes) / (2.5e11 * devices)
+    computing = 2 * 80e6 * tokens / (1.25e13 * devices)
+    shared = max(4e8 / (5e11 * devices), 2 * 200e6 * tokens / (5e13 * devices))
+    layers = 10 * (1e-5 + 1e-6 * (devices - 1) + 1e-7 * tokens + (devices > 1) * 6e-6)
+    seconds = 1e-3 + shared + max(reading, computing) + layers + tokens * others / 1e12
+    for work in (StepWork(decode=tokens), StepWork(prefill=tokens)):
+        ((time, _),) = latency.pieces(work)
+        assert time / 1e12 == pytest.approx(seconds, rel=1e-9)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "trtllm", "sglang"])
+def test_an_engine_adds_a_constant_a_step_and_a_term_a_sequence(engine):
+    """The host of an engine takes its time in each step, and for each decoding sequence."""
+    times = engine_times(engine, DEVICE.name, "bf16")
+    assert times.step > 0 < times.sequence
+    for work in (PROMPT, DECODE):
+        more = roofline(engine=engine).duration(work) - roofline().duration(work)
+        host = times.step + times.sequence * work.decode
+        assert more / 1e12 == pytest.approx(host, rel=1e-9)
+
+
+def test_without_an_engine_a_dense_model_takes_its_kernels_alone():
+    """Without an engine, the host takes no time, and products reach `compute`."""
+    times = engine_times(None, "h100", "bf16")
+    assert (times.step, times.sequence, times.compute) == (0, 0, 1)
+
+
+def test_times_of_four_bits_hold_for_four_bits_alone():
+    """Experts in fp8 do not take the times that experts in MXFP4 take on a B200."""
+    narrow, wide = (engine_times("vllm", "b200", dtype) for dtype in ("mxfp4", "fp8"))
+    assert narrow.experts != wide.experts == ExpertTimes()
+    on_h200 = {engine_times("vllm", "h200", dtype) for dtype in ("mxfp4", "fp8")}
+    assert len(on_h200) == 1
+
+
+def test_experts_in_few_bits_compute_in_fp8_where_a_device_can():
+    """Experts in MXFP4 compute at the rate of fp8, on a device that has one."""
+    model, device = find_model("gpt-oss-20b"), attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
+    wide, narrow = (
+        roofline(model, each).coefficients()["experts"]["token_ps"] for each in (DEVICE, device)
+    )
+    assert narrow == pytest.approx(wide / 2 * 10 / 9, rel=1e-9)
 
 
 def test_windows_count_for_their_layers():
@@ -219,6 +270,45 @@ def test_windows_without_a_full_layer():
     """A model without full attention has only its windows, the narrowest first."""
     model = attrs.evolve(MODEL, windows=(64,) * 5 + (16,) * 5)
     assert roofline(model).windows == (16, 64)
+
+
+def test_sparse_attention_reads_what_it_attends_to_and_what_chooses_it():
+    """A decoding token reads `attended` tokens at most, and a share of all to choose them.
+
+    The prompt attends to all of its tokens. A token of the context takes 20,480 ps.
+    """
+    latency = roofline(attended=100, selection=1 / 16)
+    assert latency.windows == (None, 100)
+    ((_, choosing, reading),) = latency.pieces(StepWork(decode=1, context=(0, 0)))
+    assert (choosing, reading) == (KV / 16, KV)
+    work = StepWork(prefill=1000, attended_pairs=(500_500, 95_050), context=(0, 0))
+    assert latency.duration(work) == roofline().duration(PROMPT)
+
+
+def test_attended_tokens_on_the_host_are_moved():
+    """Tokens that the device does not have are moved at the rate of the host link and read.
+
+    Reading takes 20,480 ps, moving 50 times as long: at 1e10 for 5e11 bytes a second.
+    """
+    latency = roofline(attended=100, missed=0.1)
+    assert latency.pieces(StepWork(decode=1, context=(0, 0)))[0][1:] == (0, 6 * KV)
+    shared = roofline(attended=100, missed=0.1, tensor_parallel=2)
+    assert shared.pieces(StepWork(decode=1, context=(0, 0)))[0][1:] == (0, 3 * KV)
+
+
+def test_layers_with_a_window_do_not_choose():
+    """Only layers without a window attend sparsely; equal windows are one."""
+    model = attrs.evolve(MODEL, windows=(None, 64) * 5)
+    latency = roofline(model, attended=64)
+    assert latency.windows == (None, 64)
+    ((_, choosing, reading),) = latency.pieces(StepWork(decode=1, context=(0, 0)))
+    assert (choosing, reading) == (0, KV)
+
+
+def test_a_context_that_is_attended_to_whole_takes_as_long_as_dense_attention():
+    """Sparse attention to more tokens than there are takes the time of dense attention."""
+    work = StepWork(decode=10, context=(10_000, 10_000))
+    assert roofline(attended=10**6).duration(work) == roofline().duration(DECODE)
 
 
 def test_small_times_are_not_lost():
@@ -263,6 +353,10 @@ def test_weights_that_do_not_fit_are_refused():
         ("tensor_parallel", 1.5, "roofline: tensor_parallel=1.5 must be a number of devices"),
         ("bandwidth", 1.1, "roofline: bandwidth=1.1 must be a share"),
         ("layer_overhead", -1, "roofline: layer_overhead=-1 must be a number of seconds"),
+        ("engine", "tgi", "roofline: engine='tgi' must be one of vllm, trtllm, sglang"),
+        ("attended", -1, "roofline: attended=-1 must be a number of tokens"),
+        ("selection", 0.1, "roofline: selection=0.1 needs attended=TOKENS"),
+        ("missed", 2, "roofline: missed=2 must be a share"),
         ("codec", "fp12", "no codec plugin is named 'fp12' "),
     ],
 )

@@ -25,6 +25,14 @@ HEAVY = [
     *("structlog", "kvcore_plugins"),
 ]
 
+RARE = [
+    *("msgspec", "structlog", "rich", "zstandard"),
+    *("hashlib", "pickle", "shutil", "tempfile", "tomllib", "traceback"),
+    *("kvcore.api", "kvcore.config.files", "kvcore.trace.events", "kvcore.trace.writer"),
+    *("kvcore_plugins.workload.mooncake", "kvcore_plugins.eviction.lfu"),
+]
+"""Modules that a simulation starts without: all that it does not use, and that takes time."""
+
 FILES = {folder: sorted(folder.rglob("*.py")) for folder in ROOTS.values()}
 NAMES = {
     path: path.relative_to(root.parent).as_posix()
@@ -50,6 +58,17 @@ def loaded():
 def test_importing_kvcore_is_light(loaded, package):
     """`import kvcore` loads no heavy package, no test tool, and no plugin."""
     assert package not in loaded
+
+
+def test_a_simulation_loads_nothing_that_it_does_not_use():
+    """`kvcore simulate` of generated requests, without a trace, loads no rare module."""
+    code = "import atexit, sys; from kvcore.__main__ import main; sys.argv = sys.argv[1:]; "
+    code += "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
+    command = [sys.executable, "-c", code, "kvcore", "simulate", "zipf:requests=1"]
+    run = subprocess.run(command, capture_output=True, check=True, text=True)
+    loaded = {*run.stderr.split()}
+    assert "kvcore_plugins.workload.zipf" in loaded
+    assert loaded.isdisjoint(RARE)
 
 
 @pytest.fixture

@@ -505,7 +505,7 @@ def test_every_transfer_of_an_untimed_trace_ends_at_once(tmp_path):
 
 def test_the_keys_in_all_tiers_are_limited(trace, monkeypatch):
     """The keys in all tiers together are limited, so that a small file takes little memory."""
-    monkeypatch.setattr(traced, "MOST_KEYS", 10)
+    monkeypatch.setattr(traced, "MOST_TIER_KEYS", 10)
     with pytest.raises(TraceError, match="tiers hold more than 10 keys, which is the most"):
         check_trace(trace)
 

@@ -323,6 +323,41 @@ def test_a_link_in_place_of_a_file_is_refused(tmp_path):
     assert victim.read_bytes() == before
 
 
+@pytest.mark.parametrize("suffix", ["slots", "headers", "lock"])
+def test_a_hard_link_in_place_of_a_file_is_refused(tmp_path, suffix):
+    """A file that has another name is refused, and its content stays as it was."""
+    filled(tmp_path / "kv")
+    file = next(each for each in (tmp_path / "kv").iterdir() if each.name.endswith(suffix))
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    file.unlink()
+    file.hardlink_to(victim)
+    with pytest.raises(InputError, match="hard link"):
+        opened(tmp_path / "kv")
+    assert victim.read_bytes() == b"precious"
+    file.unlink()
+    with opened(tmp_path / "kv"):  # nothing has stayed locked
+        pass
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o720, 0o702])
+def test_a_directory_that_others_may_write_is_refused(tmp_path, mode):
+    """A directory in which other users may write is refused: they could choose the K/V."""
+    path = tmp_path / "kv"
+    filled(path)
+    path.chmod(mode)
+    with pytest.raises(InputError, match=r"can be written by others .*chmod go-w"):
+        opened(path)
+    path.chmod(0o755)
+    assert len(found(path)) == SLOTS
+
+
+def test_a_path_with_a_nul_is_refused(tmp_path):
+    """A path that no file can have is an InputError that names it."""
+    with pytest.raises(InputError, match="cannot be made a directory: embedded null"):
+        opened(tmp_path / "a\0b")
+
+
 @pytest.mark.parametrize("what", ["file", "pipe", "nothing"])
 def test_a_path_that_is_no_directory_is_refused(tmp_path, what):
     """A file as directory, a pipe as file, or no path raises InputError with the reason."""

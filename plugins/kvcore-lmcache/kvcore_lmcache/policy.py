@@ -27,7 +27,6 @@ EARLY = 1_000_000
 """Most hits that are stored until the size is known; beyond, the older half is dropped."""
 
 REFUSED = {
-    "adaptive": "it draws an expert for the request that needs room, and LMCache names none",
     "cost": "it weighs what it costs to compute a chunk again, by its position in the prompt",
     "priority": "priorities come with requests",
     "tail-lru": "it counts from the end of a conversation, and LMCache tells no positions",

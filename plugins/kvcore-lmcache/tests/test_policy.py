@@ -211,7 +211,6 @@ def _layered(chunks):
 @pytest.mark.parametrize(
     ("policy", "why"),
     [
-        ("adaptive", "expert"),
         ("cost", "position"),
         ("lookahead", "on_queued"),
         ("priority", "requests"),

@@ -41,7 +41,7 @@ POLICIES = (
     "lfu:half_life=inf", "lfu:half_life=2000,unit=accesses",
     "slru", "sieve", "s3fifo", "arc", "tinylfu", "lruk", "fifo", "mru", "random", "priority",
 )  # fmt: skip
-OF_TOKENS = ("cost", "tail-lru", "adaptive")
+OF_TOKENS = ("cost", "tail-lru")
 """Policies that count tokens, and so depend on how many a block has."""
 
 

@@ -15,7 +15,7 @@ with catch_warnings(action="ignore"):  # warnings of vLLM's imports
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("policy", ["arc", "s3fifo", "cost"])
+@pytest.mark.parametrize("policy", ["arc", "s3fifo", "cost", "hazard:guard=false"])
 def test_vllm_evicts_as_a_replay(policy, capsys):
     """The digests of evictions in vLLM and in a replay are equal; the README shows `arc`'s."""
     example = runpy.run_path(str(ROOT / "examples" / "same_decisions.py"))

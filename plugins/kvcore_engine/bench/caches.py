@@ -42,6 +42,16 @@ OBJECT = struct.Struct("<IQIq")
 PEER_SECONDS = 40
 """Seconds that a peer in a process of its own gets."""
 
+# Dynamo's replay: the trace, the file for the report, options as JSON.
+REPLAY = """
+import json, sys
+from dynamo._core import run_mocker_trace_replay
+trace, report, options = sys.argv[1:]
+result = run_mocker_trace_replay([trace], **json.loads(options))
+with open(report, "w") as file:
+    json.dump(dict(result.summary), file)
+"""
+
 
 def of_cache(settings: Settings) -> Iterator[Row]:
     """Yield how many blocks a second LRU decides about, with and without ids of blocks."""
@@ -213,11 +223,12 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
     """Return the row of Dynamo's offline replay, a process of its own that reports its time."""
     by = "Dynamo's replay"
     try:
-        by = f"Dynamo's replay {metadata.version('ai-dynamo')}"
+        by = f"Dynamo's replay {metadata.version('ai-dynamo-runtime')}"
     except metadata.PackageNotFoundError:
-        return Row(**row, by=by, note="not available: ai-dynamo is not installed")
+        return Row(**row, by=by, note="not available: ai-dynamo-runtime is not installed")
     if find_spec("dynamo") is None:
-        return Row(**row, by=by, note="not available: ai-dynamo has no module dynamo here")
+        note = "not available: ai-dynamo-runtime has no module dynamo here"
+        return Row(**row, by=by, note=note)
     with TemporaryDirectory() as folder:
         trace, report = Path(folder) / "trace.jsonl", Path(folder) / "report.json"
         rows = [
@@ -230,14 +241,14 @@ def _dynamo(row: dict[str, Any], requests: Sequence[Request], size: int, base: f
             for request in requests
         ]
         trace.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in rows))
-        engine = {"block_size": size, "num_gpu_blocks": POOL_TOKENS // size}
-        command = [
-            *(sys.executable, "-m", "dynamo.replay", str(trace)),
-            *("--replay-mode", "offline", "--num-workers", "1"),
-            *("--trace-block-size", str(KEY_TOKENS)),
-            *("--extra-engine-args", orjson.dumps(engine).decode()),
-            *("--report-json", str(report)),
-        ]
+        options = {
+            "extra_engine_args": {
+                "engine": {"block_size": size, "num_gpu_blocks": POOL_TOKENS // size}
+            },
+            "trace_block_size": KEY_TOKENS,
+        }
+        paths = str(trace), str(report)
+        command = [sys.executable, "-c", REPLAY, *paths, orjson.dumps(options).decode()]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=PEER_SECONDS)  # noqa: S603
             seconds = orjson.loads(report.read_bytes())["wall_time_ms"] / 1e3

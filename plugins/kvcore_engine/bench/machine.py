@@ -15,7 +15,7 @@ from kvcore.trace.fields import version
 from kvcore_plugins.host import cpus, memory
 
 CPUINFO = Path("/proc/cpuinfo")
-PACKAGES = ("torch", "triton", "flashinfer-python", "ai-dynamo", "libcachesim")
+PACKAGES = ("torch", "triton", "flashinfer-python", "ai-dynamo-runtime", "libcachesim")
 
 
 def describe_machine(*, gpu: bool = False) -> dict[str, Any]:

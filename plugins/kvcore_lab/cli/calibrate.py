@@ -23,8 +23,9 @@ from kvcore.plugins.options import parse
 from kvcore.sections import Table
 from kvcore.units import PS_PER_S, format_seconds
 from kvcore_lab.measured.calibration import FOLDS, Calibratable, fit_latency
+from kvcore_plugins.latency.engine_times import EngineName
 from kvcore_plugins.latency.measured_steps import COUNTS, write_steps
-from kvcore_plugins.latency.step_times import Deployment, EngineName, TableDtype
+from kvcore_plugins.latency.step_times import Deployment, TableDtype
 
 if TYPE_CHECKING:
     from kvcore_lab.measured.calibration import Calibration

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcore.cli.output import STDOUT, file_path
-from kvcore.cli.verb import echo, escaped, option
+from kvcore.cli.verb import echo, option
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.files import atomic_file, refuse_overwrite
 from kvcore.hookspecs import OUTPUT, Running
+from kvcore.untrusted import escaped
 from kvcore.workloads import Workload
 
 prometheus_option = option(

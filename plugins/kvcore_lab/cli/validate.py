@@ -87,7 +87,8 @@ def validate(ctx: click.Context, /, source: str, by: str, **given: Any) -> None:
     FILE is a table of measurements (CSV, or JSON Lines), or the result of a benchmark of vLLM
     or SGLang; `aic` stands for the samples that come with the package aiconfigurator-core. An
     option applies to rows whose table has no column of its name. A row of an engine that --like
-    knows is served by the rules of that engine, except with --like none.
+    knows is served by the rules of that engine, except with --like none, and in the times that
+    roofline has of it, except with --latency.
     """
     path = source if source == AIC else input_path(source)
     table, out = given["csv"], given["out"]

@@ -6,24 +6,23 @@ import csv
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from importlib.util import find_spec
 from math import inf, isfinite
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import attrs
 import orjson
 
 from kvcore.config.options import read_option
 from kvcore.config.values import shown
-from kvcore.errors import InputError, PluginError
-from kvcore.models.catalogue import DEVICES
-from kvcore.models.memory import is_pooled
+from kvcore.errors import InputError
 from kvcore.models.released import MODELS
 from kvcore.plugins.options import nearest
 from kvcore.workloads import lines
 from kvcore_cluster.options import OF_REPLICAS
+from kvcore_lab.measured.measurement import Measured
+from kvcore_lab.measured.samples import COLUMNS as SAMPLE_COLUMNS
+from kvcore_lab.measured.samples import read_samples, samples_path
 
 MEASURES = ("ttft", "tpot", "throughput")
 """The columns of measured values: mean seconds, mean seconds, output tokens per second."""
@@ -37,7 +36,7 @@ NEEDED = ("model", "device", "tensor_parallel", "input_tokens", "output_tokens")
 SERVER = ("model", "device", "tensor_parallel")
 """The columns that a file may lack if options name the server of all its rows."""
 
-LABELS = ("id", "engine", "version", "source")
+LABELS = ("id", "engine", "version", "source", "split")
 """The columns that name the source of a row."""
 
 OPTIONS = (*OF_REPLICAS, "block_size", "like")
@@ -50,41 +49,11 @@ AIC = "aic"
 """The name of the samples of the package aiconfigurator-core, in place of a file."""
 
 _NUMBERS = (*LOAD, *MEASURES)
-_AIC_COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
 _BENCH_COLUMNS = {"completed", "request_rate", "total_input_tokens", "total_output_tokens"}
-_CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
 _VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
-_WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
 
 Taken: TypeAlias = "Measured | str"
 """A row that can be simulated, or the reason why it cannot be."""
-
-
-@attrs.frozen
-class Measured:
-    """One measurement.
-
-    Attributes:
-        line: number of its line in the file, from 1.
-        labels: its id, engine, version and source, if the row has them.
-        options: options of `RunConfig`, such as the model and the device.
-        load: options of the workload `bench`.
-        values: the measured values, by the names of `MEASURES`.
-    """
-
-    line: int
-    labels: Mapping[str, str]
-    options: Mapping[str, Any]
-    load: Mapping[str, Any]
-    values: Mapping[str, float]
-
-    def label(self, names: str) -> str:
-        """Return the value of a column, or of several with `+` between their names.
-
-        The value of a column that the row lacks is `-`.
-        """
-        known = {**self.load, **self.options, **self.labels}
-        return " ".join(str(known.get(name, "-")) for name in names.split("+"))
 
 
 def read_measured(
@@ -106,10 +75,11 @@ def read_measured(
             file, line and column.
         PluginError: `aic`, and the package is not installed.
     """
-    path = _samples() if str(path) == AIC else Path(path)
+    path = samples_path() if str(path) == AIC else Path(path)
+    samples = []
     for line, fields in _rows(path):
-        if fields.keys() >= _AIC_COLUMNS:
-            yield _silicon(path, line, fields)
+        if fields.keys() >= SAMPLE_COLUMNS:
+            samples.append((line, fields))
             continue
         try:
             if fields.keys() >= _BENCH_COLUMNS:
@@ -120,6 +90,7 @@ def read_measured(
         except InputError as error:
             msg = f"{path}:{line}: {error}"
             raise InputError(msg) from error
+    yield from read_samples(path, samples, _own)
 
 
 def check_columns(names: Iterable[str]) -> None:
@@ -129,20 +100,6 @@ def check_columns(names: Iterable[str]) -> None:
             known = ", ".join(COLUMNS)
             msg = f"there is no column {name!r}{nearest(name, COLUMNS)}. There are: {known}"
             raise InputError(msg)
-
-
-def _samples() -> Path:
-    """Return the path of AIConfigurator's samples, without importing the package."""
-    found = find_spec("aiconfigurator_core")
-    for place in (found and found.submodule_search_locations) or ():
-        path = Path(place) / "systems" / "silicon_sample.csv"
-        if path.is_file():
-            return path
-    msg = (
-        "the measurements `aic` come with the package aiconfigurator-core, which is not "
-        "installed: pip install aiconfigurator-core, or name a file"
-    )
-    raise PluginError(msg)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -263,50 +220,3 @@ def _typed(cell: Any) -> Any:
     except orjson.JSONDecodeError:
         return cell
     return value if isinstance(value, bool | int | float) else cell
-
-
-def _silicon(path: Path, line: int, fields: Mapping[str, str]) -> Taken:
-    """Read a row of AIConfigurator's samples."""
-    found = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
-    concurrency = found[1] if found else ""
-    model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
-    device = fields["system"].removesuffix("_sxm")
-    weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
-    spec = MODELS.get(model)
-    released = None if spec is None else spec.expert_dtype
-    unlike = {
-        "prefill and decode on servers of their own": fields.get("mode", "agg") != "agg",
-        "no concurrency recorded": not concurrency,
-        "attention or requests divided among replicas": concurrency != fields["batch_size"],
-        "pipeline stages": fields.get("pp_size", "1") not in ("", "1"),
-        f"model {model} is not in the catalogue": spec is None,
-        f"model {model} keeps more than K/V of tokens": spec is not None
-        and not is_pooled(spec),
-        f"device {device} is not in the catalogue": device not in DEVICES,
-        "weights in nvfp4": weights == "nvfp4" and released != "mxfp4",
-    }
-    problem = next((why for why, holds in unlike.items() if holds), None)
-    if problem is not None:
-        return problem
-    dtype = _WEIGHTS.get(weights)
-    row: dict[str, Any] = {
-        "id": fields.get("id"),
-        "engine": fields.get("backend"),
-        "version": fields.get("backend_version"),
-        "model": model,
-        "device": device,
-        "tensor_parallel": fields.get("tp_size"),
-        "weights_dtype": dtype,
-        "codec": "fp8" if dtype == "fp8" else "fp16",
-        "input_tokens": fields.get("isl"),
-        "output_tokens": fields.get("osl"),
-        "concurrency": concurrency,
-    }
-    try:
-        for name in ("ttft", "tpot"):
-            cell = fields[f"silicon_{name}_ms"]
-            row[name] = float(cell) / 1000 if cell else None
-        return _own(line, {name: value for name, value in row.items() if value})
-    except (InputError, ValueError) as error:
-        msg = f"{path}:{line}: {error}"
-        raise InputError(msg) from error

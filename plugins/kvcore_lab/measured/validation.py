@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 
@@ -19,7 +19,9 @@ from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
 from kvcore.serving import Result, simulate
 from kvcore.units import check_whole
-from kvcore_lab.measured.rows import MEASURES, SERVER, Measured, check_columns, read_measured
+from kvcore_lab.measured.measurement import Measured
+from kvcore_lab.measured.rows import MEASURES, SERVER, check_columns, read_measured
+from kvcore_plugins.latency.engine_times import EngineName
 
 ROUNDS, SPREAD = 10, 0.2
 """Requests of each client of a closed loop, and the share by which their lengths vary."""
@@ -27,7 +29,10 @@ ROUNDS, SPREAD = 10, 0.2
 REQUESTS = 1_000
 """Requests of an open loop."""
 
-GROUPS = ("model", "device", "engine", "tensor_parallel", "weights_dtype", "concurrency")
+GROUPS = (
+    *("model", "device", "engine", "tensor_parallel", "weights_dtype", "concurrency"),
+    *("split", "model+engine+device"),
+)
 """The columns by which rows are grouped, one after another."""
 
 
@@ -132,7 +137,8 @@ def validate(
     A row with a `concurrency` is simulated as a closed loop: that number of clients start
     together, and each sends a request as soon as the one before is answered. A row with a
     `rate` has Poisson arrivals; at an infinite rate all requests arrive at once. A row with a
-    known `engine` is served by the rules of that engine (`like`). Costs about 15 ms per row.
+    known `engine` is served by the rules of that engine (`like`), in the times of that engine
+    (`latency="roofline:engine=..."`). Costs about 30 ms per row.
 
     Arguments and errors are those of `kvcore.validate`.
     """
@@ -176,8 +182,10 @@ def _compare(
     load = {"requests": requests, "spread": spread, **row.load}
     workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
     engine = row.labels.get("engine")
-    like = {"like": engine} if engine in plugins.names("rules") else {}
-    given = {**like, **options, **row.options}
+    known = {"like": engine} if engine in plugins.names("rules") else {}
+    if engine in get_args(EngineName):
+        known["latency"] = f"roofline:engine={engine}"
+    given = {**known, **options, **row.options}
     config = RunConfig.of("simulate", plugins, **given, workload=workload)
     parts = RunParts(config, plugins)
     result = simulate(parts.workload, residency=False, **parts.arguments())

@@ -51,7 +51,7 @@ HITS = {
 
 TIMES = ("ttft_s", "tpot_s", "itl_s", "e2e_s", "queue_s")
 
-SPREAD = tuple(attrs.fields_dict(Percentiles))
+SPREAD = Percentiles._fields
 
 TIMED_COLUMNS = {
     **{name: name for name in ("requests", "completed", "rejected", "offered_load")},

@@ -16,8 +16,8 @@ from kvcore.report.tables import counted
 @verb(
     "kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002 --router prefix-affinity",
     "kvcore route --config replicas.toml --trace day.jsonl.gz",
-    more="Ctrl-C and SIGTERM let requests in flight end, and make the trace whole. Limits and "
-    "time-outs are keys of the file: see docs/reference/cli.md.",
+    more="Ctrl-C, SIGTERM and SIGHUP let requests in flight end, and make the trace whole. "
+    "Limits and time-outs are keys of the file: see docs/reference/cli.md.",
 )
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @click.option(
@@ -46,6 +46,12 @@ from kvcore.report.tables import counted
     callback=file_path,
     metavar="FILE",
     help="JSONL file for requests, and for the server that each was sent to.",
+)
+@click.option(
+    "--trace-key",
+    callback=input_file,
+    metavar="FILE",
+    help="File with the key by which names in the trace are hashed.  [default: one is drawn]",
 )
 def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None:
     """Route the requests of an OpenAI-style API to several servers.

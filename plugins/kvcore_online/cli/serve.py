@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import attrs
 import click
 
 from kvcore.cli.options import (
@@ -16,7 +17,9 @@ from kvcore.cli.options import (
 )
 from kvcore.cli.output import file_path, warn_if_open
 from kvcore.cli.verb import Count, Seconds, echo, option, verb
+from kvcore.config.run_config import RunConfig, built_rules
 from kvcore.hookspecs import OUTPUT
+from kvcore.plugins.options import Spec
 from kvcore.workloads import ClientWorkload
 from kvcore_engine.config import EngineParts
 
@@ -27,8 +30,8 @@ if TYPE_CHECKING:
 @verb(
     "kvcore serve --port 8001",
     "kvcore serve --generator huggingface:model=./my-model --kv-events tcp://127.0.0.1:5557",
-    more="Ctrl-C and SIGTERM let open requests end, check the cache, and make the trace whole. "
-    "A second signal does not wait for open requests.",
+    more="Ctrl-C, SIGTERM and SIGHUP let open requests end, check the cache, and make the "
+    "trace whole. A second signal does not wait for open requests.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen at.")
 @click.option(
@@ -112,10 +115,20 @@ def serve(ctx: click.Context, /, **given: Any) -> None:
     config = ServeConfig(**listening, **sent)
     workload = ClientWorkload(given["block_size"])
     options = {**given, "workload": workload, "limit": 0, "clock": "wall"}
-    parts = EngineParts(config_of(options, "run"), naming=naming(given["config"], from_file))
+    made = _planned_late(config_of(options, "run"))
+    parts = EngineParts(made, naming=naming(given["config"], from_file))
 
     def ready(server: Server) -> None:
         warn_if_open(config.host)
         echo(f"kvcore: {server.model} at {server.url}; Ctrl-C ends", err=True)
 
     run(parts, config, ready)
+
+
+def _planned_late(config: RunConfig) -> RunConfig:
+    """Return the options with lag=0, unless one was given: a step is planned after another."""
+    like = config.like
+    if isinstance(like, Spec) and "lag" not in like.options and built_rules(like).lag:
+        changes: dict[str, Any] = {"like": Spec(like.name, {**like.options, "lag": "0"})}
+        return attrs.evolve(config, **changes)
+    return config

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import ClassVar
 
 import attrs
 
 from kvcore import Drafter, InputError, LatencyModel, Request
+from kvcore.blake2 import blake2b
 from kvcore.models.catalogue import find_model
 from kvcore.models.spec import ModelSpec
 from kvcore.serving import StepWork

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from kvcore.lazy import deferred_plugins
 
 if TYPE_CHECKING:
-    from kvcore_plugins.eviction.adaptive import Adaptive
     from kvcore_plugins.eviction.arc import ARC
     from kvcore_plugins.eviction.cost import Cost
     from kvcore_plugins.eviction.fifo import FIFO
@@ -41,7 +40,6 @@ __all__ = [
     "SIEVE",
     "SLRU",
     "TTL",
-    "Adaptive",
     "Cost",
     "Hazard",
     "Lookahead",

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from collections.abc import Sequence as Keys
+from typing import Generic, TypeVar
 
 import attrs
 
@@ -99,10 +102,7 @@ class GhostTree:
         """
         if not self.tokens:
             return 0
-        keys, ratio = request.keys, self._ratio
-        stride = self._block_size // request.key_tokens
-        if stride > 1:
-            keys = keys[stride - 1 :: stride]
+        keys, ratio = _keys_of(request, self._block_size), self._ratio
         end, found = len(keys) * ratio, 0
         run = self._ring
         while run.end < end:
@@ -245,3 +245,80 @@ class GhostTree:
                     if run.newer is not None:
                         run.unlink()
             run = parent
+
+
+Value = TypeVar("Value")
+
+
+class GhostRuns(Generic[Value]):
+    """Stores a value for each run of evicted blocks, by the first key of the run.
+
+    For policies that learn from what returns after an eviction. Over capacity the least
+    recently added run is dropped. A run is found as a whole, where the one before it ends: it
+    is neither cut nor joined, and prompts that part inside it find it. O(1) per run.
+
+    Args:
+        blocks: the most blocks of all runs together.
+    """
+
+    __slots__ = ("_block_size", "_capacity", "_ratio", "_runs", "blocks")
+
+    blocks: int
+    """The number of blocks of all runs."""
+
+    def __init__(self, blocks: int) -> None:
+        """Store no run."""
+        self._runs: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._capacity, self.blocks = blocks, 0
+        self._block_size = self._ratio = 1  # those of the first span
+
+    def add(self, span: Span, end: int, value: Value) -> list[Value]:
+        """Store `value` for the blocks from the start of `span` to `end`; at least one.
+
+        For a policy to call in its `on_remove`, with the end before any `on_trim` if these
+        blocks belong to the run.
+
+        Returns:
+            The values of the runs that were dropped.
+        """
+        self._block_size, self._ratio = span.geometry.block_size, span.geometry.ratio
+        runs, key, blocks = (
+            self._runs,
+            span.path_keys[span.start // self._ratio],
+            end - span.start,
+        )
+        if key in runs:
+            self.blocks -= runs.pop(key)[1]
+        runs[key] = value, max(1, blocks)
+        self.blocks += max(1, blocks)
+        dropped = []
+        while self.blocks > self._capacity:
+            value, blocks = runs.popitem(last=False)[1]
+            self.blocks -= blocks
+            dropped.append(value)
+        return dropped
+
+    def take(self, request: Request, hit_blocks: int) -> Iterator[Value]:
+        """Remove the runs that follow the hit of `request`, and yield their values.
+
+        For a policy to call in its `on_miss`.
+        """
+        if self._runs:
+            keys, ratio = _keys_of(request, self._block_size), self._ratio
+            position = hit_blocks // ratio
+            while position < len(keys) and keys[position] in self._runs:
+                value, blocks = self._runs.pop(keys[position])
+                self.blocks -= blocks
+                position += -(-blocks // ratio)
+                yield value
+
+    def values(self) -> Iterator[Value]:
+        """Yield all values, those of the least recent runs first."""
+        for value, _ in self._runs.values():
+            yield value
+
+
+def _keys_of(request: Request, block_size: int) -> Keys[Key]:
+    """Return the keys by which the blocks of `request` are found."""
+    stride = block_size // request.key_tokens
+    return request.keys[stride - 1 :: stride] if stride > 1 else request.keys

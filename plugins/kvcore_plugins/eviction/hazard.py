@@ -4,38 +4,262 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from operator import attrgetter, itemgetter
+from collections.abc import Iterable
+from heapq import heapify, heappop, heappush
+from itertools import accumulate
+from math import isqrt
+from operator import add, itemgetter, mul, truediv
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, TypeAlias
 from zlib import crc32
 
-from kvcore import InputError, Request, Span
-from kvcore.request import Key
+import attrs
+
+from kvcore import EvictionPolicy, InputError, Request, Span
+from kvcore.units import NS_PER_S
+from kvcore_plugins.eviction.counts import Label, Tables, read_counts, write_counts
+from kvcore_plugins.eviction.ghost import GhostRuns
 from kvcore_plugins.eviction.hazard_guard import Guard
-from kvcore_plugins.eviction.hazard_model import (
-    ENDS,
-    LeafOrder,
-    Model,
-    Wait,
-    Waits,
-    read_counts,
-    write_counts,
-)
-
-_GHOSTS = 16
-"""Blocks that are remembered for each block of the pool."""
-
-_FAN_OUT = 4
-"""Children above which a span is a prefix that conversations share."""
-
-_NAMES = 1000
-"""Names of tools and tenants that are told apart."""
+from kvcore_plugins.eviction.tool_ttl import hazards
 
 PARTS = ("turns", "pause", "answer", "tool", "hits", "tenant")
 """The parts of which a class can consist."""
 
+_BUCKETS, _GROUP = 33, 3
+_GROUPS = _BUCKETS // _GROUP
+"""Buckets of age; those that share a factor; and groups of these."""
 
-class Hazard(LeafOrder):
+ENDS = [isqrt(1 << (60 + half)) for half in range(_BUCKETS - 1)]
+"""Ages in ns fall in buckets: to 2^30 (1.1 s), sqrt(2) times that, ..., 2^45.5 (14 h)."""
+
+_WIDTHS = [
+    (end - start) / NS_PER_S
+    for start, end in zip([0, *ENDS], [*ENDS, 2 * ENDS[-1]], strict=True)
+]
+
+_TAIL, _TAIL_WAITS = [0.5] + [0.15] * len(ENDS), 16.0
+"""Hazards without observations, and the waits that this counts for: a heavy tail, by which
+older waits are less likely to end."""
+
+_CAP, _TINY = 0.95, 1e-6
+"""The maximum of a hazard; a chance that is left in any case, so that seconds go on."""
+
+_GROWTH, _STEP, _FADE = 2, 6000, 16_000
+"""A fit follows when half as many waits more, or this number, are counted; then all fade."""
+
+_SCANS = 8
+"""Of the leaves, the share that are candidates after a scan."""
+
+_GHOSTS, _FAN_OUT = 16, 4
+"""Blocks that are remembered for each block of the pool; children above which a span is a
+prefix that conversations share."""
+
+_CLASSES, _RETURNED = 4000, 1000
+"""Classes that are told apart; running requests whose evicted turns are kept."""
+
+_PASSED, _OTHER = -2, -3
+"""The values of all parts for what requests go past, and for classes above `_CLASSES`."""
+
+Row: TypeAlias = list[float]
+"""Numbers by bucket of age, or by group of buckets."""
+
+
+@attrs.define(eq=False)
+class Waits:
+    """The waits of a class: of those with the same values of all parts.
+
+    Attributes:
+        values: these values.
+        ended, left: by group of ages, the waits that ended with a use, and those that are
+            observed no longer.
+        indices: by bucket, the Gittins index; 0 before it is needed.
+        curve: by bucket, the chance to reach it and the seconds expected by then, if needed.
+    """
+
+    values: Label
+    ended: Row = attrs.field(factory=lambda: [0.0] * _GROUPS)
+    left: Row = attrs.field(factory=lambda: [0.0] * _GROUPS)
+    indices: Row = attrs.field(factory=lambda: [0.0] * _BUCKETS)
+    curve: tuple[Row, Row] | None = None
+
+
+@attrs.define(eq=False)
+class Wait:
+    """The time since a use of a span, which ends with the next one; its ghost shares it.
+
+    Attributes:
+        turns: the number of requests of the conversation when the span was computed.
+        pause: the group of the time between the last two uses; -1 before there are two.
+        maker: the id of the request that computed the span.
+        conversation: a hash of the first key of the conversation.
+        counts: whether it is counted: of the spans of a request, the first is.
+        since: the time in ns at which the use ended.
+        kind: its class; None while the span is in use.
+        last: whether the last key of the prompt is to be evicted by itself.
+        end: the end in blocks of what waits, without that key.
+    """
+
+    turns: int
+    pause: int
+    maker: int | str
+    conversation: int
+    counts: bool
+    since: int = 0
+    kind: Any = None
+    last: bool = False
+    end: int = 0
+
+    def next(self, pause: int) -> Wait:
+        """Return the wait that follows."""
+        return Wait(self.turns, pause, self.maker, self.conversation, self.counts)
+
+
+class Model:
+    """Hazards of waits by class and age, learned online, and the indices that follow."""
+
+    def __init__(self, prior: float) -> None:
+        """Create a model without observations; `prior` is the option of `Hazard`."""
+        self.prior = prior
+        self.classes: dict[Label, Waits] = {}
+        # By bucket: the waits of all classes, and their hazards.
+        self.ended, self.left, self.hazards = [0.0] * _BUCKETS, [0.0] * _BUCKETS, _TAIL
+        self.factors: list[dict[int | str | None, Row]] = []
+        # Last keys of prompts that were used with the rest, and that were not.
+        self.whole, self.parted, self.parts = 0.0, 0.0, False
+        self.counted = self.fit_at = self.fits = 0
+        self.fade_at = _FADE
+
+    def kind(self, values: Label) -> Waits:
+        """Return the class with these values; one for all others where there are too many."""
+        kind = self.classes.get(values)
+        if kind is None:
+            if len(self.classes) >= _CLASSES:
+                values = (_OTHER,) * len(values)
+            kind = self.classes.setdefault(values, Waits(values))
+        return kind
+
+    def count(self, wait: Wait, now: int, *, used: bool = True) -> int:
+        """Count a wait that ended with a use, or is observed no longer; return its group."""
+        bucket = bisect_right(ENDS, now - wait.since)
+        if wait.counts:
+            kind = wait.kind
+            in_all, in_kind = (self.ended, kind.ended) if used else (self.left, kind.left)
+            in_all[bucket] += 1
+            in_kind[bucket // _GROUP] += 1
+            self.counted += 1
+        return bucket // 2
+
+    def index(self, kind: Waits, bucket: int) -> float:
+        """Return the Gittins index: the best chance of an end per expected second until it.
+
+        The best over all ages at which to give up. It is computed once after a fit.
+        """
+        if kind.curve is None:
+            factors = self._times_factors([1.0] * _GROUPS, kind.values)
+            spread = [factor for factor in factors for _ in range(_GROUP)]
+            alive, age, chances, ages = 1.0, 0.0, [1.0], [0.0]
+            for hazard, width in zip(map(mul, self.hazards, spread), _WIDTHS, strict=True):
+                share = hazard if hazard < _CAP else _CAP  # faster than min()
+                age += (alive + _TINY) * width * (1 - share / 2)
+                alive *= 1 - share
+                ages.append(age)
+                chances.append(alive)
+            kind.curve = chances, ages
+        chances, ages = kind.curve
+        chance, age = chances[bucket], ages[bucket]
+        later = zip(chances[bucket + 1 :], ages[bucket + 1 :], strict=True)
+        best = kind.indices[bucket] = max([(chance - c) / (end - age) for c, end in later])
+        return best
+
+    def fit(self, waits: list[Wait], now: int) -> None:
+        """Fit hazards and factors to all waits so far, of which `waits` go on."""
+        left, stopped = self.left[:], {kind: kind.left[:] for kind in self.classes.values()}
+        for wait in waits:
+            bucket = bisect_right(ENDS, now - wait.since)
+            left[bucket] += 1
+            stopped[wait.kind][bucket // _GROUP] += 1
+        self.hazards = hazards(self.ended, left, _TAIL, _TAIL_WAITS)
+        if stopped:
+            self._fit_factors(stopped)
+        self.parts = self.parted > self.whole + 4
+        step = min(self.counted // _GROWTH + 32, max(_STEP, len(waits) // 2))
+        self.fits, self.fit_at = self.fits + 1, self.counted + step
+        for kind in stopped:
+            kind.indices, kind.curve = [0.0] * _BUCKETS, None
+        if self.counted > self.fade_at:
+            self.fade_at = self.counted + _FADE
+            self.whole, self.parted = self.whole / 2, self.parted / 2
+            every: list[Model | Waits] = [self, *stopped]
+            for counts in every:
+                counts.ended = [count / 2 for count in counts.ended]
+                counts.left = [count / 2 for count in counts.left]
+            kept = (k for k, row in stopped.items() if sum(k.ended) + sum(row) >= 1)
+            self.classes = {kind.values: kind for kind in kept}
+
+    def tables(self) -> Tables:
+        """Return all counts, for a file."""
+        classes = {values: kind.ended + kind.left for values, kind in self.classes.items()}
+        last = [self.whole, self.parted]
+        return {"all": {(): self.ended + self.left}, "last": {(): last}, "classes": classes}
+
+    def restore(self, tables: Tables) -> None:
+        """Begin with the counts of a file."""
+        row = tables["all"][()]
+        self.ended, self.left = row[:_BUCKETS], row[_BUCKETS:]
+        self.whole, self.parted = tables["last"][()]
+        for values, row in tables["classes"].items():
+            self.classes[values] = Waits(values, row[:_GROUPS], row[_GROUPS:])
+        for _ in range(3):  # factors begin with those of the fit before
+            self.fit([], 0)
+
+    def _times_factors(self, row: Iterable[float], values: Label) -> Row:
+        """Return `row` times the factors of the values of a class."""
+        for factors, value in zip(self.factors, values, strict=False):
+            if value in factors:
+                row = map(mul, row, factors[value])
+        return list(row)
+
+    def _fit_factors(self, stopped: dict[Waits, Row]) -> None:
+        """Fit factors by value and group: one sweep over the parts, from the latest factors.
+
+        A factor is the ratio of the waits that ended to those that were to be expected by the
+        other factors, with a gamma prior of mean 1: over all ages, then by group. As in an
+        actuary's table, what ends or stops in a group has gone through half of it.
+        """
+        expected = {}
+        for kind, row in stopped.items():
+            stops = list(map(add, kind.ended, row))
+            reached = list(accumulate(reversed(stops)))[::-1]
+            expected[kind] = [r - stop / 2 for r, stop in zip(reached, stops, strict=True)]
+        ended = _sums(kind.ended for kind in stopped)
+        rates = [e / (r or 1) for e, r in zip(ended, _sums(expected.values()), strict=True)]
+        parts: list[dict[int | str | None, list[Waits]]] = [{} for _ in kind.values]
+        for kind, row in expected.items():
+            expected[kind] = self._times_factors(map(mul, row, rates), kind.values)
+            for classes, value in zip(parts, kind.values, strict=True):
+                classes.setdefault(value, []).append(kind)
+        self.factors = self.factors or [{} for _ in parts]
+        for factors, classes in zip(self.factors, parts, strict=True):
+            for value, kinds in classes.items() if len(classes) > 1 else ():
+                ended = _sums(kind.ended for kind in kinds)
+                old = factors.get(value, [1.0] * _GROUPS)
+                due = list(map(truediv, _sums(expected[kind] for kind in kinds), old))
+                ratio = (sum(ended) + self.prior) / (sum(due) + self.prior)
+                factors[value] = row = [
+                    ratio * (count + self.prior) / (ratio * before + self.prior)
+                    for count, before in zip(ended, due, strict=True)
+                ]
+                steps = list(map(truediv, row, old))
+                for kind in kinds:
+                    expected[kind] = list(map(mul, expected[kind], steps))
+
+
+def _sums(rows: Iterable[Row]) -> Row:
+    """Return the sums of the columns."""
+    return list(map(sum, zip(*rows, strict=True)))
+
+
+class Hazard(EvictionPolicy):
     """Evict the prefix with the lowest chance of a hit per second that a block of it is kept.
 
     A span waits from the end of one use to the next. The class of a wait is what is known when
@@ -50,15 +274,16 @@ class Hazard(LeafOrder):
     The score is the Gittins index of the wait: over all times T to keep a span, the highest
     ratio of the chance that it is used by then to the expected seconds until it is, or until
     T: hits per block and second of memory, in which spans of all sizes compare. What a request
-    went past, the lower half of a split, waits in a class of its own. The last key of a prompt
-    is evicted by itself, at the learned chance that it is used with the rest: in traces whose
-    last block is partial it never is.
+    went past, the lower half of a split, waits in a class of its own. Where the last keys of
+    prompts seldom return with the rest, as partial blocks, they are evicted before all else.
 
     With the guard it evicts as LRU until `Guard` shows that this order hits more, and again
     when it does not. Without ends of requests, as in a tier, it is LRU then.
 
-    `span.data` is a `Wait`. O(leaves) for a share of the leaves, see `LeafOrder`; a fit, after
-    a third more waits, costs O(classes + waits).
+    A scan computes the indices of all leaves; the lowest are the candidates, and so are leaves
+    that come later with an index as low. The next scan follows when these are used up, or when
+    the ages of the leaves have grown by a share: O(leaves) for each share of them that leaves.
+    A fit, after half as many waits more, costs O(classes + waits). `span.data` is a `Wait`.
 
     Options:
         prior: uses by which a factor is drawn to 1.
@@ -75,9 +300,11 @@ class Hazard(LeafOrder):
 
     name: ClassVar[str] = "hazard"
 
+    _model: Model | None = None
+
     def __init__(
         self,
-        prior: float = 1.0,
+        prior: float = 8.0,
         guard: bool = True,  # noqa: FBT001, FBT002
         by: str = "turns+pause+answer+tool+hits",
         load: str | None = None,
@@ -93,222 +320,213 @@ class Hazard(LeafOrder):
             raise InputError(msg)
         self.prior, self.guard, self.by, self.load, self.save = prior, guard, by, load, save
         self._select = itemgetter(*map(PARTS.index, parts))
-        self._counts = None if load is None else read_counts(Path(load), by)
+        self._passed = (_PASSED,) * len(parts)
+        shapes = {
+            "all": (0, 2 * _BUCKETS),
+            "last": (0, 2),
+            "classes": (len(parts), 2 * _GROUPS),
+        }
+        self._counts = load and read_counts(Path(load), "hazard", f"by={by}", shapes)
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; create the model, and empty orders."""
         super().attach(blocks, block_size)
-        self.follow(Model(self.prior))
-        if self._counts is not None:
+        # The shadow of a guard has the model of the policy, and does not count.
+        self._learns = self._model is None
+        self.model = Model(self.prior) if self._model is None else self._model
+        if self._counts:
             self.model.restore(self._counts)
         self._spans: dict[Span, None] = {}
-        # By the first key: the wait and the blocks that left during it, without a last key.
-        self._ghosts: OrderedDict[Key, tuple[Wait, int]] = OrderedDict()
-        self._ghost_blocks = 0
+        self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
         # By request: turns and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
-        self._missed: tuple[int | str | None, Key] = None, None
         # When a request last ended, and its answer, tool and tenant.
         self._ended_at = -1
         self._ended: tuple[int, str | None, str | None] = 0, None, None
-        self._names: set[str | None] = {None}
-        self._guard = Guard(blocks, block_size, self.model) if self.guard else None
-        # The unpinned spans in the order of LRU, while the guard wants that.
-        self._recent: OrderedDict[Span, None] | None = OrderedDict() if self.guard else None
+        # The leaves with serial numbers, which candidates repeat that are valid: entries
+        # (index, since, serial number, leaf), of all that are not above the limit.
+        self._leaves: dict[Span, int] = {}
+        self._candidates: list[tuple[float, int, int, Span]] = []
+        self._limit = 0.0
+        self._now = self._entries = self._scan_at = self._fits = 0
+        # The leaves that still have the last key of a prompt that nobody has used since.
+        self._lasts: OrderedDict[Span, None] = OrderedDict()
+        self._is_lru, self._guard = self.guard, None
+        self._conversation: int | None = None
+        if self.guard:
+            shadow = Hazard(self.prior, guard=False, by=self.by)
+            shadow._model = self.model
+            self._guard = Guard(blocks, block_size, shadow)
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """End the waits of the evicted blocks that follow the hit."""
-        keys, ratio = request.keys, max(1, request.key_tokens // self.block_size)
-        position, end = hit_blocks // ratio, len(keys)
-        key = keys[position] if position < end else None
-        self._missed = request.id, key
-        while key in self._ghosts:
-            wait, blocks = self._ghosts.pop(key)
-            self._ghost_blocks -= blocks
-            self.model.count(wait, now)
-            self._returned[request.id] = wait.turns, now - wait.since
-            if len(self._returned) > _NAMES:  # a tier hears of no end of a request
+        for wait in self._ghosts.take(request, hit_blocks):
+            self._returned[request.id] = wait.turns, self.model.count(wait, now)
+            if len(self._returned) > _RETURNED:  # a tier hears of no end of a request
                 del self._returned[next(iter(self._returned))]
-            position += max(1, blocks // ratio)
-            key = keys[position] if position < end else None
-            if wait.last_key is not None:
-                self.model.count_last(used=wait.last_key == key)
-                if wait.last_key == key:
-                    position += 1
-                    key = keys[position] if position < end else None
 
     def on_insert(self, span: Span, now: int) -> None:
         """Continue the conversation of the span above, or of the evicted blocks."""
         parent, request = span.parent, span.last_request
         assert parent is not None
-        siblings, above = parent.children or {}, parent.data
+        above, siblings = parent.data, parent.children or {}
         turns, pause = self._returned.get(request, (0, -1))
+        first = above is None or above.maker != request
+        if above is not None:
+            turns = max(turns, above.turns - (not first))
+            pause = pause if request in self._returned else above.pause
         if above is None or len(siblings) > _FAN_OUT:
             key = span.path_keys[span.start // span.geometry.ratio]
             conversation = crc32(repr(key).encode())
         else:
             conversation = above.conversation
-        counts = above is None or above.maker != request
-        if above is not None:
-            turns = max(turns, above.turns - (not counts))
-            pause = above.pause if request not in self._returned else pause
-        wait = span.data = Wait(turns + 1, pause, now, request, conversation)
-        wait.counts = counts
+        span.data = Wait(turns + 1, pause, request, conversation, first and self._learns)
         self._spans[span] = None
+        if above is not None and len(siblings) == 2:  # noqa: PLR2004
+            for sibling in siblings.values():
+                self._part(sibling)
 
     def on_access(self, span: Span, now: int) -> None:
         """End the wait of `span`."""
-        wait = span.data
+        wait, pause = span.data, span.data.pause
         if wait.kind is not None:
-            self.model.count(wait, now)
-            if wait.last:
-                self.model.count_last(used=True)
-            elif wait.last_key is not None:
-                missed = span.last_request, wait.last_key
-                self.model.count_last(used=self._missed == missed)
-        span.data = wait.next(now - wait.since, now)
+            pause = self.model.count(wait, now)
+            if wait.last and self._learns:
+                self.model.whole += 1
+        span.data = wait.next(pause)
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Let the upper half wait as before, and the lower one as passed by."""
         wait = upper.data = lower.data
         self._spans[upper] = None
         if wait.kind is None:
-            upper.data = wait.next(wait.pause, wait.since)
+            upper.data = wait.next(wait.pause)
         elif not lower.ref_count:
-            self._pass_by(lower)
-            wait.last = False
+            self._part(lower)
+            passed = lower.data = wait.next(wait.pause)
+            passed.counts, passed.kind = self._learns, self.model.kind(self._passed)
+            passed.since, passed.end = wait.since, wait.end
+            if not lower.children:
+                self._enter(lower)
 
     def on_end(self, request: Request, now: int) -> None:
         """Keep what the waits that begin now depend on; let the guard decide."""
-        answer = (request.output_tokens >> 4).bit_length()
         self._ended_at = now
-        self._ended = answer, self._name(request.tool), self._name(request.tenant)
+        self._ended = (request.output_tokens >> 4).bit_length(), request.tool, request.tenant
         self._returned.pop(request.id, None)
         if self._guard is not None:
-            safe = self._guard.end(request, now)
-            if safe != (self._recent is not None):
-                self._switch()
+            self._guard.on_end(request, self._conversation, now)
+            self._conversation = None
+            if self._is_lru != self._guard.is_lru:
+                self._is_lru, self._scan_at = self._guard.is_lru, 0
 
     def on_pin(self, span: Span) -> None:
         """Remove `span` from the order."""
-        if self._recent is not None:
-            del self._recent[span]
-        elif not span.children:
-            self.leave(span)
+        self._leaves.pop(span, None)
+        self._lasts.pop(span, None)
 
     def on_release(self, span: Span, now: int) -> None:
         """Begin a wait."""
         self._now, hits, wait = now, span.hit_count, span.data
         if wait.kind is not None:  # it was pinned without an access
-            wait = span.data = wait.next(wait.pause, now)
-        wait.since = now
+            wait = span.data = wait.next(wait.pause)
+        wait.since, wait.end = now, span.end
         answer, tool, tenant = self._ended if self._ended_at == now else (0, None, None)
+        if self._conversation is None and self._ended_at == now:
+            self._conversation = wait.conversation
         uses = wait.turns + hits
         uses = uses if uses < 4 else min(uses.bit_length() + 1, 8)  # noqa: PLR2004
-        pause = bisect_right(ENDS, wait.pause) // 2 if wait.pause >= 0 else -1
-        values = self._select((uses, pause, answer, tool, min(hits.bit_length(), 3), tenant))
-        kind = self.model.classes.get(values)
-        if kind is None:
-            kind = self.model.classes[values] = Waits(self.model.all, values)
-        wait.kind = kind
-        wait.last = not hits and not span.children
-        if self._guard is not None and self._ended_at == now:
-            self._guard.path.append((span.end, wait))
-        if self._recent is not None:
-            self._recent[span] = None
-        elif not span.children:
-            self.enter(span, wait)
+        values = uses, wait.pause, answer, tool, min(hits.bit_length(), 3), tenant
+        selected, model = self._select(values), self.model
+        wait.kind = model.classes.get(selected) or model.kind(selected)
+        if not span.children:
+            if not hits:
+                wait.last = True
+                wait.end -= (span.end - 1) % span.geometry.ratio + 1
+                self._lasts[span] = None
+            self._enter(span)
 
     def on_leaf(self, span: Span) -> None:
         """Insert a span that has become a leaf."""
-        if self._recent is None:
-            self.enter(span, span.data)
+        self._enter(span)
 
     def on_trim(self, span: Span, blocks: int) -> None:
-        """Remember the blocks that left, the last key apart once all of it has."""
-        wait, ratio = span.data, span.geometry.ratio
-        if wait.last:
-            position = (span.end + blocks - 1) // ratio
-            blocks = position * ratio - span.end
-            if blocks >= 0:
-                wait.last, wait.last_key = False, span.path_keys[position]
-                if self._recent is None:
-                    self.enter(span, wait)
-        if blocks > 0:
-            self._remember(span, span.end, blocks)
+        """Note that the last key of a prompt has left."""
+        if span.data.last and span.end <= span.data.end:
+            span.data.last = False
+            del self._lasts[span]
 
     def on_remove(self, span: Span, reason: str) -> None:
-        """Remove `span`, and remember it."""
+        """Remove `span`, and remember what has left during its wait, without the last key."""
         del self._spans[span]
-        if self._recent is None:
-            self.leave(span)
-        else:
-            del self._recent[span]
-        self._remember(span, span.start, span.end - span.start)
+        self._leaves.pop(span, None)
+        self._lasts.pop(span, None)
+        for wait in self._ghosts.add(span, span.data.end, span.data):
+            self.model.count(wait, self._now, used=False)
 
     def evictable_blocks(self, span: Span) -> int:
         """Return the blocks of the last key while that goes by itself, else all."""
-        if span.data.last and self._recent is None:
-            return super().evictable_blocks(span)
+        wait: Wait = span.data
+        if wait.last and self.model.parts and not self._is_lru:
+            return span.end - max(span.start, wait.end)
         return span.end - span.start
 
     def victim(self, now: int) -> Span:
         """Return the candidate with the lowest index, or the least recent span."""
-        self._now = now
-        if self.model.counted >= self.model.fit_at:
+        self._now, model = now, self.model
+        if model.counted >= model.fit_at and self._learns:
             waits = [span.data for span in self._spans if not span.ref_count]
-            waits += [wait for wait, _ in self._ghosts.values()]
-            self.model.fit([wait for wait in waits if wait.counts], now)
+            waits += self._ghosts.values()
+            model.fit([wait for wait in waits if wait.counts], now)
             if self.save is not None:
-                write_counts(Path(self.save), self.model, self.by)
-        return super().victim(now) if self._recent is None else next(iter(self._recent))
+                write_counts(Path(self.save), "hazard", f"by={self.by}", model.tables())
+        if model.parts and self._lasts and not self._is_lru:
+            return next(iter(self._lasts))
+        if now >= self._scan_at or self._fits != model.fits:
+            self._scan(now)
+        while True:
+            candidates = self._candidates
+            while candidates:
+                _, _, entry, span = candidates[0]
+                if self._leaves.get(span) == entry:
+                    return span
+                heappop(candidates)
+            self._scan(now)
 
-    def _name(self, name: str | None) -> str | None:
-        """Return `name`; an empty one if too many are known already."""
-        if name not in self._names:
-            if len(self._names) > _NAMES:
-                return ""
-            self._names.add(name)
-        return name
+    def _part(self, span: Span) -> None:
+        """Count the last key of a prompt, if `span` has it, as not used with the rest."""
+        if span.data.last:
+            span.data.last = False
+            self._lasts.pop(span, None)
+            self.model.parted += self._learns
 
-    def _pass_by(self, span: Span) -> None:
-        """Begin a wait of the class of what a request went past."""
-        before = span.data
-        before.entry = 0
-        if before.last:
-            self.model.count_last(used=False)
-        wait = span.data = before.next(before.pause, before.since)
-        wait.counts, wait.kind = True, self.model.passed_by
-        if self._recent is None and not span.children:
-            self.enter(span, wait)
+    def _enter(self, span: Span) -> None:
+        """Insert a leaf, or move it when its wait has changed."""
+        self._entries = self._leaves[span] = entry = self._entries + 1
+        wait: Wait = span.data
+        index: float = span.released_order
+        if not self._is_lru:
+            bucket = bisect_right(ENDS, self._now - wait.since)
+            index = wait.kind.indices[bucket] or self.model.index(wait.kind, bucket)
+        if index <= self._limit:
+            heappush(self._candidates, (index, wait.since, entry, span))
 
-    def _switch(self) -> None:
-        """Change from LRU to the order by index, or back."""
-        unpinned = [span for span in self._spans if not span.ref_count]
-        unpinned.sort(key=attrgetter("released_order"))
-        if self._recent is None:
-            self._recent = OrderedDict.fromkeys(unpinned)
-            self.follow(self.model)
-        else:
-            self._recent = None
-            for span in unpinned:
-                if not span.children:
-                    self.enter(span, span.data)
-
-    def _remember(self, span: Span, start: int, blocks: int) -> None:
-        """Remember evicted blocks, as one ghost with those that left the same wait before."""
-        ghosts, wait = self._ghosts, span.data
-        key = span.path_keys[start // span.geometry.ratio]
-        self._ghost_blocks += blocks
-        before = None if wait.ghost is None else ghosts.get(wait.ghost)
-        if before is not None and before[0] is wait:
-            blocks += before[1]
-            del ghosts[wait.ghost]
-        wait.ghost = key
-        if key in ghosts:
-            self._ghost_blocks -= ghosts.pop(key)[1]
-        ghosts[key] = wait, blocks
-        while self._ghost_blocks > _GHOSTS * self.blocks:
-            dropped, size = ghosts.popitem(last=False)[1]
-            self._ghost_blocks -= size
-            self.model.count(dropped, self._now, used=False)
+    def _scan(self, now: int) -> None:
+        """Find the candidates."""
+        model, leaves = self.model, self._leaves
+        waits: list[Wait] = [span.data for span in leaves]
+        ages = [now - wait.since for wait in waits]
+        indices: Row = [span.released_order for span in leaves]
+        if not self._is_lru:
+            places = [
+                (w.kind, bisect_right(ENDS, age)) for w, age in zip(waits, ages, strict=True)
+            ]
+            indices = [kind.indices[i] or model.index(kind, i) for kind, i in places]
+        self._fits, self._limit = model.fits, sorted(indices)[len(ages) // _SCANS]
+        self._scan_at = now + 1 + sum(ages) // (_SCANS * len(ages))
+        self._candidates = [
+            (index, wait.since, entry, span)
+            for index, wait, (span, entry) in zip(indices, waits, leaves.items(), strict=True)
+            if index <= self._limit
+        ]
+        heapify(self._candidates)

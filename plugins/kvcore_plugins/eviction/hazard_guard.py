@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from math import sqrt
-from typing import ClassVar
 
-from kvcore import KVCache, Request, Span
-from kvcore_plugins.eviction.hazard_model import LeafOrder, Model, Wait
+from kvcore import EvictionPolicy, KVCache, Request
 from kvcore_plugins.eviction.lru import LRU
 
 _WINDOW = 2000
 """Requests after which a difference of hits counts for 1/e."""
 
-_START, _LIMIT = 1.5, 2.0
+_START, _LIMIT = 2.0, 2.5
 """Spreads that the sum of differences must exceed to end LRU; and its maximum."""
 
 _LEAST = 20
@@ -23,119 +20,62 @@ _SMALLEST = 750
 """Blocks of a pool below four times which the shadows see every conversation."""
 
 
-class Shadow(LeafOrder):
-    """Evicts from a shadow of the pool by the model and the classes of the policy itself."""
-
-    name: ClassVar[str] = "hazard-shadow"
-
-    def __init__(self, model: Model) -> None:
-        """Use the indices of `model`."""
-        self.follow(model)
-        self.path: list[tuple[int, Wait]] = []
-        self._ends: list[int] = []
-
-    def use(self, path: list[tuple[int, Wait]], ratio: int) -> None:
-        """Give the next spans that are released the classes of the spans of `path`.
-
-        These are (end in blocks, wait), in the order of their release; `ratio` blocks are one
-        block of the shadow.
-        """
-        self.path = path[::-1]
-        self._ends = [-(-end // ratio) for end, _ in self.path]
-
-    def on_split(self, upper: Span, lower: Span) -> None:
-        """Let a request go past the lower half."""
-        upper.data = lower.data
-        if not lower.ref_count:
-            lower.data.entry = 0
-            wait = lower.data = lower.data.next(-1, lower.data.since)
-            wait.kind = self.model.passed_by
-            if not lower.children:
-                self.enter(lower, wait)
-
-    def on_release(self, span: Span, now: int) -> None:
-        """Begin a wait of the class that the span of the same blocks has in the policy."""
-        self._now = now
-        index = bisect_left(self._ends, span.end)
-        model = self.path[min(index, len(self.path) - 1)][1]
-        wait = span.data = model.next(-1, now)
-        wait.kind = model.kind
-        if not span.children:
-            wait.last = not span.hit_count
-            self.enter(span, wait)
-
-    def on_trim(self, span: Span, blocks: int) -> None:
-        """Move `span` when its last key has left."""
-        if span.data.last:
-            span.data.last = False
-            self.enter(span, span.data)
-
-    def on_remove(self, span: Span, reason: str) -> None:
-        """Remove `span` from the order."""
-        self.leave(span)
-
-
 class Guard:
-    """Decides between LRU and the order by index, which it compares in two shadows of the pool.
+    """Decides between LRU and another order, which it compares in two shadows of the pool.
 
     The shadows are caches that count blocks of one key, and hold none. When a request has
-    ended both replay the one before: one evicts by LRU, one by the model. The differences of
+    ended both replay the one before: one evicts by LRU, one by `policy`. The differences of
     their hits, faded over requests, make a sum with a spread, the root of the sum of their
-    squares. Above 1.5 spreads LRU ends, and below 0 it begins again.
+    squares. Above two spreads LRU ends, and below 0 it begins again. Since this is asked after
+    every request, a sum that only chance moves would exceed fewer spreads every now and then.
 
     Shadows of large pools replay a share of the conversations, and are smaller by this share:
     1/2 from 3,000 blocks, 1/4 from 12,000, and so on.
 
     Attributes:
-        safe: whether to evict as LRU.
-        path: the spans that were released since the latest request ended, deepest first: the
-            end in blocks and the wait.
-        shadows: with LRU and with the model; None before the first request.
+        is_lru: whether to evict as LRU.
     """
 
-    def __init__(self, blocks: int, block_size: int, model: Model) -> None:
+    def __init__(self, blocks: int, block_size: int, policy: EvictionPolicy) -> None:
         """Begin as LRU in a pool of `blocks` blocks of `block_size` tokens."""
-        self._tokens, self._block_size, self._model = blocks * block_size, block_size, model
-        self.safe = True
-        self.path: list[tuple[int, Wait]] = []
-        self.shadows: tuple[KVCache, KVCache] | None = None
+        self._tokens, self._policy, self.is_lru = blocks * block_size, policy, True
+        self._shadows: tuple[KVCache, KVCache] | None = None
         self._share = 1
         self._sum = self._squares = self._differences = 0.0
         self._request: Request | None = None
 
-    def end(self, request: Request, now: int) -> bool:
-        """Replay the request before `request`, which has ended; return whether to be safe."""
-        before, path = self._request, self.path
-        self._request, self.path = request, []
-        if before is None or not path or not before.keys:
-            return self.safe
+    def on_end(self, request: Request, conversation: int | None, now: int) -> None:
+        """Replay the request before `request`, which has ended, and decide.
+
+        `conversation` is a hash of that of the request before; None if it released nothing.
+        """
+        before, self._request = self._request, request
+        if before is None or conversation is None or not before.keys:
+            return
         size = before.key_tokens
-        if self.shadows is None:
+        if self._shadows is None:
             blocks = max(1, self._tokens // size)
             self._share = 1 << max(0, (blocks // _SMALLEST).bit_length() - 1) // 2
-            self._shadow = Shadow(self._model)
-            lru, own = (
+            lru, other = (
                 KVCache(max(1, blocks // self._share), size, eviction=policy, accounting="keys")
-                for policy in (LRU(), self._shadow)
+                for policy in (LRU(), self._policy)
             )
-            self.shadows = lru, own
-        lru, own = self.shadows
-        if path[0][1].conversation % self._share or size != lru.geometry.block_size:
-            return self.safe
-        self._shadow.use(path, max(1, size // self._block_size))
-        gain = _hits(own, before, now) - _hits(lru, before, now)
+            self._shadows = lru, other
+        lru, other = self._shadows
+        if conversation % self._share or size != lru.geometry.block_size:
+            return
+        gain = _hits(other, before, now) - _hits(lru, before, now)
         keep = 1 - self._share / _WINDOW
-        self._sum = self._sum * keep + gain
         self._squares = self._squares * keep * keep + gain * gain
+        self._differences = self._differences * keep + (gain != 0)
         spread = sqrt(self._squares)
         # Without a limit the gains of an hour would have to be lost before LRU begins again.
-        self._sum = max(-_LIMIT * spread, min(self._sum, _LIMIT * spread))
-        self._differences = self._differences * keep + (gain != 0)
+        limit = _LIMIT * spread
+        self._sum = max(-limit, min(self._sum * keep + gain, limit))
         if self._sum > _START * spread and self._differences > _LEAST:
-            self.safe = False
+            self.is_lru = False
         elif self._sum < 0:
-            self.safe = True
-        return self.safe
+            self.is_lru = True
 
 
 def _hits(shadow: KVCache, request: Request, now: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import ClassVar
 
 from kvcore import EvictionPolicy, Span
+from kvcore.blake2 import blake2b
 
 
 class Random(EvictionPolicy):

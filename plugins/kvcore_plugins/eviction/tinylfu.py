@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from hashlib import blake2b
 from typing import ClassVar, NamedTuple
 
 from kvcore import InputError, ScoreEviction, Span
+from kvcore.blake2 import blake2b
 from kvcore.request import Key
 
 PROBATION, PROTECTED, WINDOW = range(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import ClassVar, TypeAlias
 
@@ -160,10 +161,9 @@ class ToolTTL(ScoreEviction):
             [sum(column) for column in zip(none, *counts.values(), strict=True)]
             for counts in (ended, left)
         )
-        prior = _hazards(ended_in_all, left_in_all, tail, self.prior)
+        prior = hazards(ended_in_all, left_in_all, tail, self.prior)
         self._values = {
-            tool: _values(_hazards(ended[tool], left[tool], prior, self.prior))
-            for tool in ended
+            tool: _values(hazards(ended[tool], left[tool], prior, self.prior)) for tool in ended
         }
 
 
@@ -172,8 +172,8 @@ def _bucket(age: int) -> int:
     return min((age >> _SHIFT).bit_length(), _BUCKETS - 1)
 
 
-def _hazards(
-    ended: list[int], left: list[int], prior: list[float], weight: float
+def hazards(
+    ended: Sequence[float], left: Sequence[float], prior: list[float], weight: float
 ) -> list[float]:
     """Return by bucket the share of the waits that end in it, of those that reach it.
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 from operator import mul
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import attrs
 
@@ -19,6 +19,12 @@ from kvcore.models.memory import KVLayout, can_share, degree_problem, tensor_deg
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
+from kvcore_plugins.latency.engine_times import (
+    EngineName,
+    EngineTimes,
+    ExpertTimes,
+    engine_times,
+)
 
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
@@ -55,17 +61,23 @@ the host."""
 REDUCTIONS = 2
 """All-reduces a layer: after attention, and after the feed-forward network."""
 
+FEW_BITS = "fp8", "int4", "mxfp4"
+"""Formats of experts' weights with which devices that have FLOP/s in fp8 compute in fp8."""
+
 
 @attrs.define(slots=False, eq=False)
 class Roofline(LatencyModel):
     """Kernels one after the other, each as long as computing or as reading takes.
 
     Of `tensor_parallel` devices, each reaching a share of its data sheet, a step takes
-    `overhead + layers x layer_overhead + products + attention + activations + all-reduces`:
+    `host + layers x layer_overhead + products + attention + activations + all-reduces`:
 
+    - host: `overhead`; of an `engine`, its constant a step, and a term for each sequence;
     - products with weights: 2 FLOP for each active parameter and token over all FLOP/s, or
-      reading the weights once (of experts, those that the tokens are expected to select),
-      whichever takes longer;
+      reading the weights once, whichever takes longer;
+    - products of routed experts: the same by themselves, with those experts read that the
+      tokens are expected to select, and at the rates that small products reach; and for each
+      layer the time to route tokens, by their number and by that of devices;
     - attention: the FLOP of the pairs that prompt tokens attend to; the K/V that decoding
       sequences attend to, and the K/V written, over all bandwidth;
     - activations: the bytes that norms and element-wise kernels write and read for each token;
@@ -96,13 +108,25 @@ class Roofline(LatencyModel):
         layer_overhead: additional seconds of a layer: launches, and kernels too small to be
             bound by compute or bandwidth.
         frontend: seconds between the arrival of a request and when it can be planned.
+        engine: `vllm`, `trtllm` or `sglang`: adds what measured servers of the engine take
+            beside these kernels. None: nothing for the host, and medians for experts.
+        attended: tokens that a decoding token attends to in layers without a window, chosen by
+            their relevance (sparse attention); 0: all of them.
+        selection: bytes read of each token of the context to choose them, as a share of its
+            K/V: 1/16 for the bounds of keys in pages of 16 tokens, as in Quest; 132 bytes of
+            those of a latent for the indexer of DeepSeek V3.2.
+        missed: share of the attended tokens whose K/V are in the memory of the host, and are
+            moved in each step, as by the hierarchical sparse attention of SGLang.
+
+    Devices are those of one server: nothing slower than `link` between them is in the model.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
-    transformer inference", MLSys 2023.
+    transformer inference", MLSys 2023; Tang et al., "Quest", ICML 2024.
     """
 
     name: ClassVar[str] = "roofline"
     renamed_options: ClassVar[dict[str, str]] = {"kv_dtype": "codec"}
+    later_options: ClassVar[tuple[str, ...]] = ("engine", "attended", "selection", "missed")
     fitted_times: ClassVar[tuple[str, ...]] = ("layer_overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
@@ -116,6 +140,10 @@ class Roofline(LatencyModel):
     overhead: float = attrs.field(default=0.0)
     layer_overhead: float = attrs.field(default=4.5e-5)
     frontend: float = attrs.field(default=0.0)
+    engine: EngineName | None = attrs.field(default=None)
+    attended: int = attrs.field(default=0)
+    selection: float = attrs.field(default=0.0)
+    missed: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
         """Convert data sheets to coefficients."""
@@ -128,20 +156,19 @@ class Roofline(LatencyModel):
             self.codec = str(layout.codec)
         self._layers = model.layers
         devices = self.tensor_parallel
-        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead") * model.layers
         fp8 = model.dtype == "fp8"
-        self._overhead = picoseconds(self.overhead, "roofline: overhead") + launches
-        picoseconds(self.frontend, "roofline: frontend")
+        times = engine_times(self.engine, device.name, model.expert_dtype)
+        self._add_overheads(times)
 
         flops = device.flops * devices * Fraction(self.compute)
         peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
-        products = peak * devices * Fraction(self.compute)
+        products = peak * devices * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
-        self._product = _fine(2 * model.active_parameters / products)
-        over, under = ((PS_PER_S << SHIFT) / (bandwidth * devices)).as_integer_ratio()
-        # Raising integers to the power of the tokens, as experts ask for, takes its time.
-        read = model.weight_bytes_read
-        self._weights = lru_cache(64)(lambda n: -(-read(n) * over // under))
+        routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
+        self._product = _fine(2 * (model.active_parameters - routed) / products)
+        memory = (PS_PER_S << SHIFT) / (bandwidth * devices)
+        self._weights = ceil(model.shared_bytes * memory)
+        routing = self._add_experts(model, device, times.experts, routed, memory)
 
         flop_of, reads = dict(pair_flop(model)), layout.reads(devices)
         self._windows = tuple(sorted(reads, key=lambda w: (w is not None, w or 0)))
@@ -154,6 +181,9 @@ class Roofline(LatencyModel):
             max(_whole(reads[window] / kv_bandwidth), _whole(seconds))
             for window, seconds in zip(self._windows, flop, strict=True)
         )
+        if self.attended:
+            reading = reads[None] / kv_bandwidth
+            self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
         numbers = ACTIVATIONS[0] + FP8_ACTIVATIONS * fp8 + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
         written = layout.token_bytes(devices) / kv_bandwidth
@@ -165,13 +195,67 @@ class Roofline(LatencyModel):
         shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
-        self._floor = _fine(model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER))
+        kernels = model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER)
+        self._floor = _fine(kernels + routing)
         # All but overhead and attention follows from the tokens, and full steps have as many.
         product, weights, floor = self._product, self._weights, self._floor
-        token = self._moved + self._reduced
+        expert, expert_weights = self._expert_product, self._expert_weights
+        token = self._moved + self._reduced + self._routed
         self._by_tokens = lru_cache(4096)(
-            lambda n: max(product * n, weights(n)) + token * n + floor
+            lambda n: (
+                max(product * n, weights)
+                + max(expert * n, expert_weights(n))
+                + token * n
+                + floor
+            )
         )
+
+    def _add_overheads(self, times: EngineTimes) -> None:
+        """Store the coefficients of the host and of launches."""
+        overhead = picoseconds(self.overhead, "roofline: overhead")
+        launches = picoseconds(self.layer_overhead, "roofline: layer_overhead")
+        picoseconds(self.frontend, "roofline: frontend")
+        self._host = overhead + picoseconds(times.step, "step")
+        self._overhead = self._host + launches * self._layers
+        self._sequence = _fine(Fraction(times.sequence))
+
+    def _attend_sparsely(self, reading: Fraction, moving: Fraction) -> None:
+        """Let decoding tokens attend to `attended` tokens, where they attended to all.
+
+        To them counts what a window of as many tokens counts. Prompt tokens attend to all.
+        Reading the K/V of a token takes `reading` seconds, moving them from the host `moving`.
+        """
+        pairs = dict(zip(self._windows, self._pairs, strict=True))
+        reads = dict(zip(self._windows, self._read, strict=True))
+        whole = reads[None] + _whole(moving * Fraction(self.missed))
+        reads[self.attended] = reads.get(self.attended, 0) + whole
+        reads[None] = _whole(reading * Fraction(self.selection))
+        self._windows = tuple(sorted(reads, key=lambda w: (w is not None, w or 0)))
+        self._pairs = [pairs.get(window, 0) for window in self._windows]
+        self._read = tuple(reads[window] for window in self._windows)
+
+    def _add_experts(
+        self,
+        model: ModelSpec,
+        device: DeviceSpec,
+        times: ExpertTimes,
+        parameters: Fraction,
+        memory: Fraction,
+    ) -> Fraction:
+        """Store the coefficients of routed experts, and return the seconds of their layers.
+
+        A token takes `parameters` of them; a byte of other weights is read in `memory`.
+        """
+        peak = device.fp8_flops * FP8_PRODUCTS if model.expert_dtype in FEW_BITS else 0
+        flops = (peak or device.flops) * Fraction(self.compute) * Fraction(times.compute)
+        self._expert_product = _fine(2 * parameters / (flops * self.tensor_parallel))
+        over, under = (memory / Fraction(times.bandwidth)).as_integer_ratio()
+        # Raising integers to the power of the tokens, as experts ask for, takes its time.
+        read, others = model.weight_bytes_read, model.shared_bytes
+        self._expert_weights = lru_cache(64)(lambda n: -(-(read(n) - others) * over // under))
+        layers = model.layers * (model.experts > 0)
+        self._routed = _fine(layers * Fraction(times.token))
+        return layers * Fraction(times.layer + times.device * (self.tensor_parallel - 1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options, from which the coefficients follow."""
@@ -184,7 +268,7 @@ class Roofline(LatencyModel):
 
     def pieces(self, work: StepWork) -> Sequence[LinearPiece]:
         """Return the only line of the step. Costs O(windows)."""
-        fine = self._by_tokens(work.prefill + work.decode)
+        fine = self._by_tokens(work.prefill + work.decode) + self._sequence * work.decode
         if len(self._read) == 1:
             fine += self._pairs[0] * work.attended_pairs[0]
             return ((self._overhead + (fine >> SHIFT), self._read[0]),)
@@ -200,27 +284,47 @@ class Roofline(LatencyModel):
             read = sum(map(mul, self._read, work.context)) << SHIFT
             attention = _seconds(pairs) * self.compute
             moved = _seconds(self._moved * tokens + read) * self.bandwidth
-            products = _seconds(self._product * tokens) * self.compute
-            weights = _seconds(self._weights(tokens)) * self.bandwidth
+            whole = (0.0, _seconds(self._product * tokens)), (_seconds(self._weights), 0.0)
+            parts = (
+                (0.0, _seconds(self._expert_product * tokens)),
+                (_seconds(self._expert_weights(tokens)), 0.0),
+            )
             found.append(
                 [
-                    [self._layers, attention + products, moved],
-                    [self._layers, attention, moved + weights],
+                    [
+                        self._layers,
+                        attention + (one + other) * self.compute,
+                        moved + (read + more) * self.bandwidth,
+                    ]
+                    for read, one in whole
+                    for more, other in (parts if self._expert_product else parts[:1])
                 ]
             )
         return found
 
     def fixed(self, works: Sequence[StepWork]) -> list[float]:
-        """Return the seconds that no fitted option changes: overhead and all-reduces."""
-        overhead = picoseconds(self.overhead, "overhead") << SHIFT
+        """Return the seconds that no fitted option changes: host, routing, all-reduces."""
+        token = self._reduced + self._routed
+        constant = (self._host << SHIFT) + self._floor
         return [
-            _seconds(overhead + self._reduced * (work.prefill + work.decode) + self._floor)
+            _seconds(
+                constant + token * (work.prefill + work.decode) + self._sequence * work.decode
+            )
             for work in works
         ]
 
     def coefficients(self) -> dict[str, Any]:
         """Return the picoseconds of a token, a pair and a step in each kernel."""
         model, device = self._names
+        experts: dict[str, Any] = {}
+        if self._expert_product:
+            experts["experts"] = {
+                "token_ps": self._expert_product / 2**SHIFT,
+                "weights_ps": self._expert_weights(1) / 2**SHIFT,
+                "routed_ps": self._routed / 2**SHIFT,
+            }
+        if self._sequence:
+            experts["sequence_ps"] = self._sequence / 2**SHIFT
         return {
             "model": model,
             "device": device,
@@ -228,8 +332,9 @@ class Roofline(LatencyModel):
             "overhead_ps": self._overhead,
             "products": {
                 "token_ps": self._product / 2**SHIFT,
-                "weights_ps": self._weights(1) / 2**SHIFT,
+                "weights_ps": self._weights / 2**SHIFT,
             },
+            **experts,
             "attention": {
                 "pair_ps": [pair / 2**SHIFT for pair in self._pairs],
                 "context_ps": list(self._read),
@@ -272,9 +377,25 @@ class Roofline(LatencyModel):
             )
         else:
             problem = degree_problem(model, devices)
-        if problem:
+        if problem := problem or self._option_problem(model):
             msg = f"roofline: {problem}"
             raise InputError(msg)
+
+    def _option_problem(self, model: ModelSpec) -> str:
+        """Return what is wrong with the engine or the sparse attention; "" if nothing is."""
+        if self.engine not in (None, *get_args(EngineName)):
+            return f"engine={self.engine!r} must be one of {', '.join(get_args(EngineName))}"
+        if type(self.attended) is not int or self.attended < 0:
+            return f"attended={self.attended!r} must be a number of tokens; 0 stands for all"
+        for name in ("selection", "missed"):
+            share = getattr(self, name)
+            if not 0 <= share <= 1:
+                return f"{name}={share} must be a share, from 0 to 1"
+            if share and not self.attended:
+                return f"{name}={share} needs attended=TOKENS, of sparse attention"
+        if self.attended and None not in model.windows:
+            return f"attended={self.attended}: each layer of {model.name} has a window"
+        return ""
 
 
 def _fine(seconds: Fraction) -> int:

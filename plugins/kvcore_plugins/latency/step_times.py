@@ -17,9 +17,6 @@ from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.units import PS_PER_S
 from kvcore_plugins.latency.measured_steps import MeasuredStep
 
-EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]
-"""Engines with step times in the package."""
-
 TableDtype: TypeAlias = Literal["bf16", "fp8"]
 """Number formats with step times in the package."""
 

@@ -16,8 +16,9 @@ from kvcore.files import as_path
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork
 from kvcore.workloads.files import file_digest
+from kvcore_plugins.latency.engine_times import EngineName
 from kvcore_plugins.latency.measured_steps import COUNTS, PAIRS, MeasuredStep, read_steps
-from kvcore_plugins.latency.step_times import EngineName, TableDtype, shipped_grid
+from kvcore_plugins.latency.step_times import TableDtype, shipped_grid
 
 Point = tuple[int, ...]
 

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-import attrs
-
 from kvcore import Job, Scheduler
 
 
-@attrs.define(slots=False, eq=False)
 class FCFS(Scheduler):
     """Serve jobs in the order in which they arrived."""
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from hashlib import blake2b
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import orjson
 
+from kvcore.blake2 import blake2b
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload._messages import MARK, block_text, unmarked
 from kvcore_plugins.workload.logged import PromptPart

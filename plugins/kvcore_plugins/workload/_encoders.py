@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
-from hashlib import blake2b
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import orjson
 
 from kvcore import InputError
+from kvcore.blake2 import blake2b
 from kvcore.lazy import import_extra
 from kvcore.workloads import file_digest
 from kvcore_plugins.workload._messages import ANSWER, Message, text_of, tools_of

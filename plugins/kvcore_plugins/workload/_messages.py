@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
 
 import orjson
 
 from kvcore import InputError
+from kvcore.blake2 import blake2b
 from kvcore_plugins.workload.rows import Row
 from kvcore_plugins.workload.times import find_times
 

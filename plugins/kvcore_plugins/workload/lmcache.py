@@ -6,13 +6,13 @@ import re
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from fractions import Fraction
-from hashlib import blake2b
 from typing import ClassVar
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import InputError, Request
+from kvcore.blake2 import blake2b
 from kvcore.request import KEY_BYTES
 from kvcore.units import NS_PER_S
 from kvcore_plugins.workload.rows import FileWorkload, Row, rows

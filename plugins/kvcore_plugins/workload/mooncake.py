@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
-from hashlib import blake2b
 from importlib.resources import files
 from itertools import chain as joined
 from itertools import islice
@@ -18,6 +17,7 @@ from attrs.validators import ge, in_
 from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
+from kvcore.blake2 import blake2b
 from kvcore.files import as_path
 from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvcore.cli.output import emit_json, file_path, json_option, reading, trace_file
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    input_file,
+    json_option,
+    reading,
+    trace_file,
+)
 from kvcore.cli.verb import echo, verb
 from kvcore.errors import InputError, StorageError
 from kvcore.files import compressor, part_path, refuse_overwrite
@@ -111,6 +118,13 @@ def _tracks(trace: Path, out: Path, tick: Tick, replica: str | None) -> dict[str
     return {"events": document.written, **counts}
 
 
+def _anonymised(trace: Path, out: Path, key: Path | None, tick: Tick) -> dict[str, Any]:
+    from kvcore.trace.keyed import KeyedNames  # noqa: PLC0415 - as above
+    from kvcore_replay.anonymise import anonymise  # noqa: PLC0415 - as above
+
+    return {"lines": anonymise(trace, out, KeyedNames.of(key), tick)}
+
+
 def _refuse(replica: str | None, why: str) -> None:
     if replica is not None:
         msg = f"--to {why}: leave --replica out"
@@ -130,6 +144,7 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     "kvcore export run.jsonl.gz --to mooncake --out requests.jsonl",
     "kvcore export run.jsonl.gz --to perfetto --out run.json.gz",
     "kvcore export run.jsonl.gz --to vllm --zmq tcp://127.0.0.1:5557",
+    "kvcore export day.jsonl.gz --anonymise --out shared.jsonl.gz",
     renamed={"--format": "--to"},
 )
 @click.argument("trace", callback=trace_file)
@@ -137,7 +152,6 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     "--to",
     "kind",
     type=click.Choice(list(FORMATS)),
-    required=True,
     help="Format: KV events of vLLM, router events of Dynamo, requests of Mooncake, or tracks "
     "for Perfetto and chrome://tracing.",
 )
@@ -157,6 +171,17 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
     metavar="ADDRESS",
     help="With --zmq: address at which subscribers can ask for missing batches again.",
 )
+@click.option(
+    "--anonymise",
+    is_flag=True,
+    help="Write the trace again, with names, request ids and keys of blocks as keyed hashes.",
+)
+@click.option(
+    "--key",
+    callback=input_file,
+    metavar="FILE",
+    help="With --anonymise: file with the key of the hashes.  [default: one that is drawn]",
+)
 @replica_option
 @click.option(
     "--force",
@@ -167,10 +192,12 @@ FORMATS: dict[str, Callable[[Path, Path, Tick, str | None], dict[str, Any]]] = {
 def export(
     *,
     trace: Path,
-    kind: str,
+    kind: str | None,
     out: Path | None,
     zmq: str | None,
     replay: str | None,
+    anonymise: bool,
+    key: Path | None,
     replica: str | None,
     force: bool,
     as_json: bool,
@@ -179,9 +206,24 @@ def export(
 
     Events of vLLM are written as a recording, which `kvcore replay` checks, or published over
     ZMQ, from the first subscriber's connection until the last subscriber leaves. The TRACE
-    may be the directory that --out of simulate or run wrote.
+    may be the directory that --out of simulate or run wrote. With --anonymise it is written
+    again as a trace, in which names and prompts are keyed hashes.
     """
-    if out is not None and zmq is None and replay is None:
+    if anonymise:
+        if out is None or kind or zmq or replay or replica:
+            msg = "--anonymise takes --out FILE and --key alone; export what it has written"
+            raise click.UsageError(msg)
+        refuse_overwrite(out, [trace, key])
+        with reading("exporting", trace) as tick:
+            found = _anonymised(trace, out, key, tick)
+    elif key is not None:
+        msg = "--key is for --anonymise alone: leave it out"
+        raise click.UsageError(msg)
+    elif kind is None:
+        context = click.get_current_context()
+        named = {param.name: param for param in context.command.params}
+        raise click.MissingParameter(ctx=context, param=named["kind"])
+    elif out is not None and zmq is None and replay is None:
         refuse_overwrite(out, [trace])
         if kind == "vllm":
             _announce(trace, out, replica, force=force)
@@ -196,7 +238,7 @@ def export(
     for note in _notes(found):
         echo(f"kvcore: {note}", err=True)
     if as_json:
-        emit_json({"schema": SCHEMA, "format": kind, "out": str(to), **found})
+        emit_json({"schema": SCHEMA, "format": kind or "kvcore", "out": str(to), **found})
     else:
         name, count = next(iter(found.items()))
         echo(f"{to}: {count:,} {name}")

@@ -18,7 +18,6 @@ from rich.text import Text
 
 from kvcore.cli.output import done_so_far
 from kvcore.cli.served import trace_path
-from kvcore.cli.verb import escaped
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.hookspecs import Running
@@ -26,6 +25,7 @@ from kvcore.trace import Trace
 from kvcore.trace.events import Event, Header, decode
 from kvcore.trace.jsonl_file import BUFFER_BYTES
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import escaped
 from kvcore_replay.report.live import LiveView
 from kvcore_replay.report.live import clock as clock_text
 

@@ -18,18 +18,9 @@ from kvcore.cache.sequence import Hole, merge_holes
 from kvcore.trace import events
 from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
 from kvcore.trace.fields import decode_runs
+from kvcore.untrusted import MOST_BLOCKS, MOST_COPIES, WORK, WORK_OF_LINE
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 from kvcore_replay.state.tiers import TracedTiers
-
-MOST_BLOCKS = 1 << 24
-"""Largest number of blocks in use at once; each takes 4 bytes here."""
-
-MOST_COPIES = 1 << 18
-"""Largest number of blocks in the tables of open forks; each takes about 100 bytes."""
-
-WORK, WORK_OF_LINE = 1 << 25, 1 << 10
-"""Largest number of steps, each some 50 ns: for a whole trace, and more for each line."""
-
 
 APPLIED = (
     *("REQUEST", "PREFETCH", "HIT", "MISS", "SPLIT", "ALLOC", "COPY", "COMMIT", "EVICT"),
@@ -357,10 +348,20 @@ class CacheState:
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedSequence:
         """Open the sequence of the first line of an admission."""
         prompt, resumed = self.prompt(event.request), bool(event.again)
+        self._check_keys(prompt.keys, hit)
         self.hits.count(prompt.lookup, hit, resumed=resumed)
         seq = TracedSequence(event.seq, prompt, self._root, array("i"), hit, resumed)
         self.sequences[seq.id] = seq
         return seq
+
+    def _check_keys(self, keys: list[Any], end: int) -> None:
+        """Refuse cached blocks without keys: readers look up the key of any cached block.
+
+        Raises:
+            ViolationError: `end` is behind the last block that `keys` name.
+        """
+        if end > (known := len(keys) * self.layout.ratio):
+            violated(f"{end} blocks of a prompt that has keys for {known}")
 
     def _split(self, event: events.Split) -> None:
         lower = self.span(event.span)
@@ -392,6 +393,8 @@ class CacheState:
         self._work += len(seq.private) >> 4
         if event.generated is True:
             self.layout.name_generated(seq.prompt, event.first + event.blocks)
+        keys = seq.prompt.generated if event.generated is True else seq.prompt.keys
+        self._check_keys(keys, event.first + event.blocks)
         ids = seq.private[: event.blocks]
         del seq.private[: event.blocks]
         if event.how in ("same", "shared"):
@@ -405,7 +408,6 @@ class CacheState:
         if event.how == "grown":
             parent.ids.extend(ids)
             return
-        keys = seq.prompt.generated if event.generated is True else seq.prompt.keys
         span = TracedSpan(event.span, parent.end, ids, keys, parent, 1, seq.id, event.t)
         self.spans[span.id] = seq.span = span
         parent.children += 1

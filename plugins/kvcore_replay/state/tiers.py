@@ -9,10 +9,8 @@ import attrs
 from kvcore.trace import events
 from kvcore.trace.events import violated
 from kvcore.units import NS_PER_S
+from kvcore.untrusted import MOST_TIER_KEYS
 from kvcore_replay.state.layout import TracedPrompt, count_known
-
-MOST_KEYS = 1 << 23
-"""Largest number of keys in all tiers together; each takes some 200 bytes here."""
 
 
 class TierDirectory:
@@ -284,8 +282,8 @@ class TracedTiers:
 
     def _store(self, tier: TracedTier, keys: list[Any], first: int, end: int) -> None:
         tier.directory.store(keys, first, end)
-        if sum(len(level.directory) for level in self.levels.values()) > MOST_KEYS:
-            violated(f"tiers hold more than {MOST_KEYS:,} keys, which is the most")
+        if sum(len(level.directory) for level in self.levels.values()) > MOST_TIER_KEYS:
+            violated(f"tiers hold more than {MOST_TIER_KEYS:,} keys, which is the most")
 
 
 def _link(record: events.TierRecord) -> tuple[int, int, int]:

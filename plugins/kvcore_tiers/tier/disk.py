@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import stat
 import sys
 from collections.abc import Iterator, Sequence
 from errno import ELOOP
@@ -101,6 +102,7 @@ class DiskStore(TierStore):
         first = orjson.dumps(about | {"identity": name}).ljust(HEADER_BYTES)
         make_directory(path, 0o700)
         try:
+            _refuse_shared(path)
             self._lock(path)
             self._data, self._headers = self._open(path, name, first)
             self._fit(path, first)
@@ -135,6 +137,11 @@ class DiskStore(TierStore):
                 error.strerror = "it is a link; give the directory that it points into"
             raise
         self._files.append(file)
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
+            why = "it is no file, or has another name elsewhere (a hard link)"
+            msg = f"tier disk: {path} cannot be used: {why}: remove it, or name another path"
+            raise InputError(msg)
         return file
 
     def _open(self, path: Path, name: str, first: bytes) -> tuple[int, int]:
@@ -260,6 +267,17 @@ class DiskStore(TierStore):
 
     def _write_headers(self, slot: int, headers: bytes) -> None:
         _write(self._headers, memoryview(headers), self._header_at(slot))
+
+
+def _refuse_shared(path: Path) -> None:
+    """Raise InputError for a directory in which others may write: they would choose the K/V."""
+    found = path.stat()
+    if found.st_mode & 0o022 or found.st_uid not in (os.geteuid(), 0):
+        msg = (
+            f"tier disk: {path} can be written by others (mode {found.st_mode & 0o777:o}), who "
+            "could choose the K/V of later runs: `chmod go-w` it, or name another path"
+        )
+        raise InputError(msg)
 
 
 def _write(file: int, data: memoryview, at: int) -> None:

@@ -10,7 +10,7 @@ from kvcore.plugins.manager import DISABLE, KINDS, Plugins, default
 NAMES = {
     "backend": "torch-cpu torch-cuda",
     "codec": "bf16 fp16 fp32 fp64 fp8-e4m3 fp8-e5m2 int4 int8 kivi",
-    "eviction": "adaptive arc cost fifo hazard lfu lookahead lru lruk mru priority random "
+    "eviction": "arc cost fifo hazard lfu lookahead lru lruk mru priority random "
     "s3fifo sieve slru tail-lru tinylfu tool-ttl ttl workload-aware",
     "drafter": "acceptance draft-model medusa prompt-lookup",
     "rules": "kvcore sglang vllm",
@@ -22,7 +22,8 @@ NAMES = {
     "router": "dynamo least-requests llm-d lmetric loadaware mooncake power-of-two "
     "preble prefix-affinity random round-robin session sglang",
     "tier": "disk host redis",
-    "workload": "azure bench chat jsonl kv-events lengths lmcache mooncake trace weka zipf",
+    "workload": "agents azure bench chat jsonl kv-events lengths lmcache mooncake recency "
+    "trace weka zipf",
 }
 
 BUILT_IN = {"codec", "eviction", "latency", "prefix", "scheduler"}

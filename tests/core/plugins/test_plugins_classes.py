@@ -16,6 +16,7 @@ from kvcore.plugins.base import COMPUTED, REQUIRED, Plugin, uncalled
 from kvcore.plugins.manager import KINDS, base_of
 from kvcore.plugins.options import instantiate, summary
 from kvcore.serving.rules import CHOICES
+from kvcore_plugins.eviction import LRU
 
 BY_KIND = pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "tier"])
 """All kinds except tiers, whose base class has options of its own."""
@@ -308,6 +309,24 @@ def test_no_built_in_has_a_misspelled_hook():
     plugins = Plugins()
     found = {kind: [plugins.get(kind, name) for name in plugins.names(kind)] for kind in KINDS}
     assert [hint for classes in found.values() for hint in map(uncalled, classes) if hint] == []
+
+
+def test_a_helper_whose_name_resembles_a_callback_is_no_misspelling():
+    """A method that the class itself calls may be named much as a callback; others warn."""
+
+    class Helped(LRU):
+        def released(self, span):
+            return span.released_order
+
+        def victim(self, now):
+            return min(self._order, key=self.released)
+
+    class Misspelled(LRU):
+        def released(self, span, now):
+            """Stand where nothing calls it."""
+
+    assert uncalled(Helped) is None
+    assert "released(), which nothing calls: on_release() is" in uncalled(Misspelled)
 
 
 @pytest.mark.parametrize("kind", ["eviction", "workload", "codec"])

@@ -16,7 +16,7 @@ from kvcore.plugins.manager import EXTENSIONS, KINDS, Plugins
 
 
 def test_every_hook_has_a_kind():
-    """Each hook belongs to exactly one kind of plugin, or adds to the command line."""
+    """Each hook belongs to exactly one kind of plugin, or is one of the others."""
     hooks = sorted(name for name in vars(hookspecs) if name.startswith("kvcore_"))
     assert hooks == sorted([*KINDS.values(), *EXTENSIONS])
 

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore.errors import InputError, PluginError
+from kvcore import Plugins
+from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.plugins import Plugin
 from kvcore.plugins.options import Spec, instantiate, parse
 
@@ -295,3 +296,49 @@ def test_input_and_os_errors_of_a_constructor_are_raised_unchanged(raised):
     with pytest.raises(type(raised)) as caught:
         instantiate(Reads, {})
     assert caught.value is raised
+
+
+POLICY = """
+from kvcore import ScoreEviction
+
+class Newest(ScoreEviction):
+    name = "newest"
+
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def score(self, span, now):
+        return -self.factor * span.last_access
+
+number = 3
+"""
+
+
+def test_a_class_in_a_file_is_a_plugin(tmp_path):
+    """`my.py:Class:option=value` builds the class of that file, beside plugins by name."""
+    path = tmp_path / "my.py"
+    path.write_text(POLICY)
+    policies = Plugins().build_many("eviction", f"lru,{path}:Newest:factor=2,lfu,{path}:Newest")
+    assert [policy.name for policy in policies] == ["lru", "newest", "lfu", "newest"]
+    assert policies[1].factor == 2
+    assert type(policies[1]) is type(policies[3])
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "text", "why"),
+    [
+        ("eviction", "Newst", POLICY, r"no class 'Newst' \(did you mean 'Newest'\?\)"),
+        ("eviction", "number", POLICY, "number is 3, which is not a class derived from"),
+        ("scheduler", "Newest", POLICY, "scheduler plugins: none"),
+        ("eviction", "ScoreEviction", POLICY, "which does not define score"),
+        ("eviction", "Newest", "1 / 0", r"raised ZeroDivisionError.*my\.py:1\)"),
+        ("eviction", "Newest", None, "there is no file"),
+    ],
+)
+def test_a_file_without_that_plugin_is_refused(tmp_path, kind, name, text, why):
+    """A file that is missing, fails, or has no such class of the kind is refused by name."""
+    path = tmp_path / "my.py"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(KvcoreError, match=why):
+        Plugins().build(kind, f"{path}:{name}")

@@ -19,10 +19,11 @@ pytestmark = pytest.mark.slow
 
 
 @asynccontextmanager
-async def routing(*arguments, count=2):
+async def routing(*arguments, count=2, files=None):
     """Yield a process of `kvcore route` and the upstream servers that it routes to."""
     servers = [await Upstream().start() for _ in range(count)]
-    program = Program("route", "--port", 0, *arguments, *(each.url for each in servers))
+    urls = [each.url for each in servers]
+    program = Program("route", "--port", 0, *arguments, *urls, files=files)
     try:
         yield await program.start(), servers
     finally:
@@ -64,6 +65,50 @@ def test_the_trace_is_complete_after_sigterm(tmp_path):
     run = run_here("simulate", path, "--replicas", "2", "--router", "least-requests")
     assert "1 completed" in run.stdout, run.stderr
     assert "a proxy has written this trace" in run_here("replay", path).stderr
+
+
+def test_the_trace_is_complete_after_sighup(tmp_path):
+    """A closed terminal ends the proxy as SIGTERM does: with a complete trace."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene():
+        async with routing("--trace", path) as (program, _):
+            await ask(program.url)
+            assert await program.stop(signal.SIGHUP) == 0
+
+    asyncio.run(scene())
+    assert len(list(TraceWorkload(path))) == 1
+
+
+@pytest.mark.parametrize("files", [(40, 40), (64, 64), (64, 400)])
+def test_more_clients_than_files_are_refused_in_few_words(files):
+    """With more idle clients than open files the proxy prints a line, and goes on after them.
+
+    The soft limit is raised to the hard one.
+    """
+
+    async def scene():
+        async with routing(count=1, files=files) as (program, _):
+            host, port = program.url.removeprefix("http://").split(":")
+            idle = [await asyncio.open_connection(host, int(port)) for _ in range(250)]
+            still = [reader for reader, _ in idle if not reader.at_eof()]
+            assert len(still) >= files[1] // 8
+            for _, writer in idle:
+                writer.close()
+            async with asyncio.timeout(10):
+                while True:
+                    try:
+                        assert await ask(program.url)
+                        break
+                    except aiohttp.ClientError:
+                        await asyncio.sleep(0.05)
+            await program.stop()
+            return program.stderr.decode().splitlines()
+
+    lines = asyncio.run(scene())
+    assert any("the limit of open files allows no more" in line for line in lines)
+    assert all(line.startswith("kvcore: ") for line in lines)
+    assert len(lines) < 10
 
 
 def test_a_second_signal_does_not_wait_for_requests_in_flight(tmp_path):

@@ -1,7 +1,5 @@
 """The built-in eviction policies pass the tests that every eviction policy must pass."""
 
-import sys
-
 import pytest
 from helpers.policies import POLICIES, build
 from helpers.seeds import FewSeeds
@@ -9,7 +7,6 @@ from helpers.seeds import FewSeeds
 from kvcore import Plugins
 from kvcore.plugins.options import parse
 from kvcore.testing import EvictionPolicyTests
-from kvcore_plugins.eviction import Adaptive
 
 PLUGINS = Plugins()
 
@@ -20,10 +17,8 @@ class TestBuiltIn(FewSeeds, EvictionPolicyTests):
     machine_examples = 2
 
     @pytest.fixture(autouse=True, params=POLICIES)
-    def _configured(self, request, monkeypatch):
+    def _configured(self, request):
         self.spec = request.param
-        # The tests make hundreds of policies, and `adaptive` looks up its experts each time.
-        monkeypatch.setattr(sys.modules[Adaptive.__module__], "Plugins", lambda: PLUGINS)
 
     def make(self):
         """Build the configured policy."""

@@ -19,11 +19,15 @@ CONFIGURATIONS = [
     "linear:step=0,prefill=1e-9,decode=3e-12,context=1e-12",
     "roofline",
     "roofline:tensor_parallel=1,overhead=0,compute=1,bandwidth=1",
-    # Windows in all layers or some, experts, latent attention, fewer K/V heads than devices.
+    # Windows in all layers or some, experts, latent attention, fewer K/V heads than devices;
+    # engines, sparse attention.
     "roofline:model=mistral-7b-v0.1,device=a100-40g,tensor_parallel=1",
     "roofline:model=gpt-oss-20b,tensor_parallel=1",
     "roofline:model=deepseek-v3,device=h200,tensor_parallel=8,codec=fp32",
     "roofline:model=gemma-3-27b,tensor_parallel=32",
+    "roofline:model=gpt-oss-120b,engine=vllm",
+    "roofline:attended=64,selection=0.0625,missed=0.25",
+    "roofline:model=gpt-oss-20b,tensor_parallel=1,attended=128,engine=trtllm",
     "token-rate",
     "token-rate:prefill=0.3,decode=1e9",
     f"table:path={GRID}",

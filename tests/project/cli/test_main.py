@@ -8,7 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from io import BytesIO, TextIOWrapper
+from io import BytesIO, StringIO, TextIOWrapper
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -129,6 +129,15 @@ def test_output_fits_any_encoding(monkeypatch, encoding, errors, words):
     assert ("over time" in text) is (words[0] == "simulate")
 
 
+def test_output_goes_to_a_stream_without_an_encoding(monkeypatch):
+    """A stream of text alone, as a browser's Python has one, is written to as it is."""
+    stream = StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
+    frame._prepare_streams()
+    click.echo("ü × ▁")
+    assert stream.getvalue() == "ü × ▁\n"
+
+
 def test_names_that_cannot_be_encoded_are_escaped(monkeypatch):
     """A character without a similar one in ASCII is escaped by its number."""
     stream = TextIOWrapper(BytesIO(), "ascii", write_through=True)
@@ -211,6 +220,28 @@ def test_ctrl_c_while_modules_load_exits_130(tmp_path):
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert (done.returncode, done.stderr) == (130, "kvcore: interrupted\n")
+
+
+def test_an_interrupt_that_no_signal_has_raised_is_an_error(tmp_path):
+    """A KeyboardInterrupt raised by code is told as an error of that code, with its place."""
+    policy = tmp_path / "policy.py"
+    policy.write_text(
+        "from kvcore_plugins.eviction import LRU\n"
+        "def victim(self, *_):\n"
+        "    raise KeyboardInterrupt\n"
+        "LRU.victim = victim\n"
+    )
+    words = ["simulate", "zipf:requests=40", "--blocks", "160", "--eviction", "lru"]
+    program = "import policy; from kvcore.__main__ import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    expected = f"kvcore: error: {policy}:3, victim raised KeyboardInterrupt\n"
+    assert (done.returncode, done.stderr) == (3, expected)
 
 
 def test_sigterm_while_a_verb_loads_ends_the_process(tmp_path):

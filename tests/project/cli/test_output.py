@@ -13,9 +13,10 @@ from helpers.traces import ask, lines, seal, write
 
 from kvcore.cli import output
 from kvcore.cli.output import emit_json, print_sections, print_table, print_text, progress
-from kvcore.cli.verb import echo, escaped
+from kvcore.cli.verb import echo
 from kvcore.errors import InputError
 from kvcore.sections import Chart, Table
+from kvcore.untrusted import escaped
 from kvcore_replay.cli import replay as replaying
 
 

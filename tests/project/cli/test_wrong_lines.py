@@ -224,13 +224,7 @@ simulate W --eviction ttl:ttl=nan | option 'ttl' of eviction plugin 'ttl' takes 
 simulate W --eviction random:seed=x | option 'seed' of eviction plugin 'random' takes an integer
 simulate W --eviction lookahead:requests=-1 | lookahead: requests=-1 must be 0 or more, or all
 simulate W --eviction lookahead:requests=few | plugin 'lookahead' takes an integer or all
-simulate W --eviction adaptive:experts=lru | experts='lru' must be two or more
-simulate W --eviction adaptive:experts=lru+lfo | did you mean 'lfu'
-simulate W --eviction adaptive:experts=lru+ttl | 'ttl' lets spans expire
-simulate W --eviction adaptive:rate=2 | adaptive: rate=2.0 must be 0 to 1
-simulate W --eviction adaptive:discount=-1 | adaptive: discount=-1.0 must be 0 to 1
 simulate W --eviction lruk:k=2147483648 | lruk: k=2147483648 must be from 1 to 1,000
-simulate W --eviction adaptive:ghosts=1e308 | adaptive: ghosts=1e+308 must be a share
 simulate W --eviction s3fifo:ghost=1e308 | s3fifo: ghost=1e+308 must be a share of the pool
 simulate W --eviction lruk:history=1e308 | history=1e+308
 simulate W --retention window:positions=none | 'window' takes text or cache, not 'none'

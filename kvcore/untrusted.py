@@ -1,0 +1,265 @@
+"""The border: values from files, clients and servers, decoded within one table of limits.
+
+What is decoded here is plain data in bounded memory: its bytes, values and levels are counted,
+its text is valid, its counts fit the arithmetic. A value that is refused raises a ValueError
+that says why; who has asked for it names the file, the request or the server. SECURITY.md
+prints `LIMITS`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+LONGEST_LINE = 1 << 24
+"""Largest number of bytes in a line, which is kept in memory as a whole."""
+
+MOST_VALUES = 1 << 20
+"""Largest number of values in a line: a parsed one takes up to 64 bytes."""
+
+TRACE_HEADER_BYTES = 1 << 20
+"""Largest number of bytes of HEADER, the only line of a trace with fields of any JSON."""
+
+JSON_LEVELS = 254
+"""Most levels of lists and objects in JSON: what orjson can write again."""
+
+TOML_BYTES = 1 << 20
+TOML_LEVELS = 16
+"""Largest number of bytes of a TOML file, and of levels of its tables and lists."""
+
+EXPANDED_BYTES = 1 << 24
+"""Bytes to which a compressed file of any size may expand."""
+
+TRACE_EXPANSION = 24
+RECORDING_EXPANSION = 128
+WORKLOAD_EXPANSION = 64
+"""Largest number of bytes that a compressed byte expands to, past `EXPANDED_BYTES`."""
+
+FREE_LINES, BYTES_OF_LINE = 100_000, 4
+"""Lines that each recording may have, and the bytes of the file for each further one."""
+
+FREE_REQUESTS, BYTES_OF_REQUEST = 1 << 16, 16
+"""Requests that each trace may have for a what-if, and the bytes of the file for each further
+one: a request takes 1 kB of memory."""
+
+MOST_RUN_BLOCKS = 1 << 22
+"""Largest number of blocks of the runs of a line; each takes 4 bytes once decoded."""
+
+MOST_BLOCKS = 1 << 24
+"""Largest number of blocks of a traced pool in use at once; each takes 4 bytes."""
+
+MOST_COPIES = 1 << 18
+"""Largest number of blocks in the tables of open forks; each takes about 100 bytes."""
+
+MOST_TIER_KEYS = 1 << 23
+"""Largest number of keys of blocks in all tiers of a trace; each takes some 200 bytes."""
+
+WORK, WORK_OF_LINE = 1 << 25, 1 << 10
+"""Largest number of steps, each some 50 ns: for a whole trace, and more for each line."""
+
+PAYLOAD_BYTES = 1 << 26
+PAYLOAD_LEVELS = 24
+PAYLOAD_OBJECTS = 1 << 23
+PAYLOAD_EVENTS = 1 << 18
+"""Limits of a payload of KV events: a text, list or map takes up to 72 bytes of memory, an
+event that cannot be parsed 400, with its reason."""
+
+MOST_HEADERS, LONGEST_HEADER = 64, 8_190
+"""Limits of the headers of an HTTP request."""
+
+MOST_TOKENS = 1 << 40
+"""Largest number of tokens that a server's count of a request may be."""
+
+LONGEST_SESSION = 128
+"""Largest number of characters of the name of a session."""
+
+LONGEST_EVENT = 4 << 20
+"""Largest number of bytes of an event in a server's stream."""
+
+LONGEST_METRICS = 4 << 20
+"""Number of bytes of a server's metrics that are read."""
+
+LIMITS: tuple[tuple[str, str], ...] = (
+    ("a line of a file", f"{LONGEST_LINE >> 20} MiB, and 2^20 ({MOST_VALUES:,}) values"),
+    ("the header of a trace", f"{TRACE_HEADER_BYTES >> 20} MiB"),
+    ("JSON, from files, clients and servers", f"nested at most {JSON_LEVELS} levels deep"),
+    (
+        "a TOML file",
+        f"{TOML_BYTES >> 20} MiB, nested at most {TOML_LEVELS} levels deep",
+    ),
+    (
+        "a compressed trace, expanded",
+        f"{TRACE_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
+    ),
+    (
+        "a compressed recording, expanded",
+        f"{RECORDING_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
+    ),
+    (
+        "lines of a recording",
+        f"{FREE_LINES:,}, and one more for each {BYTES_OF_LINE} bytes of the file",
+    ),
+    (
+        "a compressed workload file, expanded",
+        f"{WORKLOAD_EXPANSION} times its size, past the first {EXPANDED_BYTES >> 20} MiB",
+    ),
+    (
+        "requests of a compressed trace that is run again (a what-if)",
+        f"{FREE_REQUESTS:,}, and one more for each {BYTES_OF_REQUEST} bytes of the file",
+    ),
+    ("numbers in a trace", "2^63 - 1"),
+    ("blocks that the runs of a line stand for", f"2^22 ({MOST_RUN_BLOCKS:,})"),
+    (
+        "blocks in use at once",
+        f"2^24 ({MOST_BLOCKS:,}), whatever the header says of the pool",
+    ),
+    ("entries in the tables of open forks", f"2^18 ({MOST_COPIES:,})"),
+    ("keys of blocks in all tiers together", f"2^23 ({MOST_TIER_KEYS:,})"),
+    (
+        "blocks and spans named, each time counted",
+        f"2^25 ({WORK:,}), and {WORK_OF_LINE:,} more for each line",
+    ),
+    (
+        "a payload of KV events",
+        f"{PAYLOAD_BYTES >> 20} MiB, nested at most {PAYLOAD_LEVELS} levels deep",
+    ),
+    (
+        "events, and texts, lists and maps, in such a payload",
+        f"2^18 ({PAYLOAD_EVENTS:,}), and 2^23 ({PAYLOAD_OBJECTS:,})",
+    ),
+    (
+        "headers of a request to `serve` or `route`",
+        f"{MOST_HEADERS}, each of {LONGEST_HEADER:,} bytes; its body by `--body`, and `body`",
+    ),
+    ("tokens of a request by a server's count", f"2^40 ({MOST_TOKENS:,})"),
+    ("the name of a session in a header or a body", f"{LONGEST_SESSION} characters"),
+    (
+        "an event in the stream of a server behind `route`",
+        f"{LONGEST_EVENT >> 20} MiB; a whole answer by `answer`",
+    ),
+    ("the metrics of a server behind `route`", f"{LONGEST_METRICS >> 20} MiB are read"),
+)
+"""What is limited, and how; these are the rows of the table in SECURITY.md."""
+
+_LONG_LINE = 1 << 20
+"""Number of bytes from which on the values of a line are counted."""
+
+_CONTROLS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
+)
+"""C0 except tab and newline, C1, line separators, and characters that change the direction."""
+
+# Of texts without an end, too, so that each character is looked at once.
+_TOML_TEXTS = re.compile(
+    r"""
+    "{3} (?: [^"\\] | \\. | "(?!"") )*+ (?:"{3})?
+    | '{3} (?: [^'] | '(?!'') )*+ (?:'{3})?
+    | " (?: [^"\\\n] | \\. )*+ "?
+    | ' [^'\n]*+ '?
+    | \# [^\n]*+
+    """,
+    re.DOTALL | re.VERBOSE,
+)
+_LONG_KEY = re.compile(rf"(?<![\w-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{TOML_LEVELS + 1}}}")
+"""Texts and comments of TOML, and a dotted key of too many parts in what is left."""
+
+_NOT_IN_HEADERS = re.compile("[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff]")
+"""Control characters except tab, and bytes that are no UTF-8, as HTTP's parser gives them."""
+
+
+def line_fault(line: bytes) -> str | None:
+    """Return an error text if a line is too large to be parsed in bounded memory, or None."""
+    if len(line) <= _LONG_LINE:
+        return None
+    if len(line) > LONGEST_LINE:
+        return f"the line is longer than {LONGEST_LINE:,} bytes, which is the most"
+    values = sum(map(line.count, (b",", b"[", b"{")))
+    if values > MOST_VALUES:
+        return f"the line has {values:,} values; {MOST_VALUES:,} is the most"
+    return None
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of a document in JSON. O(bytes) in C.
+
+    Raises:
+        JSONDecodeError: it is not JSON, has a text that is no Unicode, or is nested too deeply.
+    """
+    value = orjson.loads(data)
+    # With fewer brackets it cannot be deeper: few documents are written to see whether it is.
+    if data.count(b"[") + data.count(b"{") > JSON_LEVELS:
+        try:
+            orjson.dumps(value)
+        except TypeError:
+            msg = f"nested more than {JSON_LEVELS} levels deep"
+            raise orjson.JSONDecodeError(msg, "", 0) from None
+    return value
+
+
+def load_toml(path: Path) -> dict[str, Any]:
+    """Return the tables of a TOML file.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not TOML, or has too many bytes or levels.
+    """
+    import tomllib  # noqa: PLC0415 - for files alone
+
+    with path.open("rb") as file:
+        data = file.read(TOML_BYTES + 1)
+    if len(data) > TOML_BYTES:
+        msg = f"it is longer than {TOML_BYTES:,} bytes, which is the most"
+        raise ValueError(msg)
+    text = data.decode()
+    deep = f"it is nested more than {TOML_LEVELS} levels deep, which is the most"
+    # Looked for first: tomllib takes memory with the square of the parts of a dotted key.
+    if _LONG_KEY.search(_TOML_TEXTS.sub("_", text)):
+        raise ValueError(deep)
+    try:
+        tables = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError(deep) from None
+    level: list[Any] = [tables]
+    for _ in range(TOML_LEVELS):
+        values = (each.values() if isinstance(each, dict) else each for each in level)
+        level = [item for found in values for item in found if isinstance(item, (dict, list))]
+    if level:
+        raise ValueError(deep)
+    return tables
+
+
+def token_count(value: object) -> int | None:
+    """Return the number of tokens that a server has counted; None if it is none."""
+    return value if type(value) is int and 0 <= value <= MOST_TOKENS else None
+
+
+def header_text(value: str) -> str:
+    """Return the value of a header as valid text: U+FFFD stands for what is none."""
+    if value.isascii() and value.isprintable():
+        return value
+    return _NOT_IN_HEADERS.sub("\N{REPLACEMENT CHARACTER}", value)
+
+
+def fits_header(value: str) -> bool:
+    """Return True if the value of a header may be sent on as it is."""
+    return (value.isascii() and value.isprintable()) or not _NOT_IN_HEADERS.search(value)
+
+
+def escaped(text: str) -> str:
+    """Return `text` with control characters in visible ASCII, such as `<U+001B>`."""
+    return _CONTROLS.sub(lambda found: f"<U+{ord(found[0]):04X}>", text)
+
+
+def escaped_json(document: bytes) -> bytes:
+    r"""Return an equal JSON document with control characters escaped, such as `\u009b`.
+
+    The encoder has escaped those of ASCII except DEL.
+    """
+    if document.isascii() and b"\x7f" not in document:
+        return document
+    text = document.decode()
+    # Line ends are the only control characters of a document that are not in strings.
+    return _CONTROLS.sub(lambda found: f"\\u{ord(found[0]):04x}", text).encode()

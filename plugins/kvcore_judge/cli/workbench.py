@@ -1,0 +1,43 @@
+"""`kvcore workbench`: a site in which a policy is typed and scored, in the browser alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvcore.cli.output import file_path
+from kvcore.cli.verb import echo, option, verb
+from kvcore.hookspecs import OUTPUT
+from kvcore.units import DECIMAL, format_bytes
+
+
+@verb("kvcore workbench --pyodide node_modules/pyodide -o site")
+@click.option(
+    "--pyodide",
+    required=True,
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="The npm package pyodide, and in it a wheel of msgspec for it: Python for browsers.",
+)
+@option(
+    "-o",
+    "--out",
+    heading=OUTPUT,
+    required=True,
+    callback=file_path,
+    metavar="FOLDER",
+    help="Folder for the site. It is made if it is missing.",
+)
+def workbench(*, pyodide: Path, out: Path) -> None:
+    """Make a site that scores an eviction policy in the browser.
+
+    The page has an editor, the streams of `kvcore leaderboard`, and a place for a file of your
+    own, which stays on the machine. A policy is run by kvcore itself, in WebAssembly. Any
+    server of files will do, such as `python -m http.server -d FOLDER`; nothing is fetched from
+    elsewhere, and after the first visit the page works offline.
+    """
+    from kvcore_judge.site import write_site  # noqa: PLC0415 - it imports the leaderboard
+
+    size = write_site(out, pyodide)
+    echo(f"{out}: {format_bytes(size, DECIMAL)}; `python -m http.server -d {out}` serves it")

@@ -1,0 +1,218 @@
+"""A policy beside LRU, ARC and the optimum, for the page in which it is typed.
+
+The page runs this module in the browser's Python; it is the same code as that of `kvcore
+leaderboard`, and gives the same document.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from traceback import extract_tb
+from typing import Any
+
+import attrs
+import orjson
+
+from kvcore import KVCache
+from kvcore.errors import InputError, KvcoreError
+from kvcore.plugins import find_override
+from kvcore.progress import Progress, Tick, silent
+from kvcore.report.tables import NONE
+from kvcore.sections import Table
+from kvcore_judge.entries import Entry
+from kvcore_judge.leaderboard import BASE, Leaderboard, make_leaderboard
+from kvcore_judge.misses import meaning, missed_tokens, replay_summary
+from kvcore_judge.protocol import Panel, Stream, find_panel, read_stream
+from kvcore_judge.report import LeaderboardReport
+
+RIVAL = Entry("arc")
+
+PANELS = {
+    "quick": "quick panel: 3 streams, 2 sizes",
+    "public": "public panel: 5 streams, 7 sizes, minutes",
+}
+"""The panels that can be chosen, each with its description."""
+
+MISSES_SHARE = 100
+"""The pool size, in thousandths of the footprint, in which misses are explained."""
+
+_OPTIONS = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+
+
+def choices() -> dict[str, str]:
+    """Return what a policy can be run on, each with its description."""
+    streams = {each.name: f"{each.name}: one stream" for each in find_panel("public").streams}
+    return PANELS | streams
+
+
+def panel_of(choice: str, limit: int | None) -> Panel:
+    """Return a panel, or one stream of the public panel or in a file, under the clock as well.
+
+    Args:
+        choice: the name of a panel or of a stream, or the path of a file of requests.
+        limit: number of the first requests of one stream; None: all. A panel has its own.
+    """
+    if choice in PANELS:
+        return find_panel(choice)
+    named = {each.name: each for each in find_panel("public").streams}
+    stream = named.get(choice) or Stream(Path(choice).name, choice)
+    return Panel(stream.name, (attrs.evolve(stream, limit=limit, timed=True),))
+
+
+def work(
+    policy: Path,
+    choice: str,
+    limit: int | None = None,
+    *,
+    journal: Path | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Return what the page shows of the policy in a file, as a JSON object.
+
+    Its `document` is the text that `kvcore leaderboard -o board.json` writes.
+
+    Args:
+        policy: the file, which may have been another one at the last call.
+        choice: what to run it on, as in `panel_of`.
+        limit: number of requests, as in `panel_of`.
+        journal: a file that keeps finished cells, those of LRU and ARC above all.
+        progress: shows the number of cells that are done.
+
+    Raises:
+        InputError: the file has no policy, one that looks ahead, or the requests are no good.
+        PluginError: the file cannot be run.
+        PolicyError: the policy failed, or answered what it must not.
+    """
+    # A file is run once, and kept by its path.
+    sys.modules.pop(str(policy.resolve()), None)
+    entry = Entry(str(policy))
+    if find_override(entry.build(), "on_queued") is not None:
+        msg = (
+            f"{policy}: it defines on_queued(), by which it hears of requests before they are "
+            "served; a score is for policies that do not look ahead"
+        )
+        raise InputError(msg)
+    panel = panel_of(choice, limit)
+    board = make_leaderboard(panel, [RIVAL, entry], journal=journal, progress=progress)
+    report = LeaderboardReport(board)
+    tables = {
+        "Score": report.table,
+        "Hits, in blocks": _hits(board),
+        "Time to the first token": report.times,
+        **_misses(panel.streams[0], entry, progress),
+    }
+    return {
+        "headline": report.headline,
+        "digest": board.about[entry.text]["source"],
+        "tables": [
+            {"title": title, "headers": table.headers, "rows": _texts(table)}
+            for title, table in tables.items()
+            if table.rows
+        ],
+        "curves": [
+            {"label": each.label, "sizes": each.sizes, "lines": each.lines}
+            for each in report.curves
+        ],
+        "reading": report.reading,
+        "document": orjson.dumps(board.document(), option=_OPTIONS).decode(),
+    }
+
+
+def _texts(table: Table) -> list[list[str]]:
+    return [[str(cell) for cell in row] for row in table.rows]
+
+
+def _hits(board: Leaderboard) -> Table:
+    """Return the hits of each policy in each cell, LRU first and the optimum last."""
+    texts = [entry.text for entry in board.entries]
+    return Table(
+        ["cell", "blocks", *texts, "optimum"],
+        [
+            [
+                column.name,
+                f"{column.blocks:,}",
+                *(f"{board.results[text, column.name].total:,}" for text in texts),
+                f"{column.optimum:,}",
+            ]
+            for column in board.columns
+        ],
+    )
+
+
+def _misses(stream: Stream, entry: Entry, progress: Progress) -> dict[str, Table]:
+    """Return why prompt tokens missed under LRU and the policy, in one pool, by the title."""
+    read = read_stream(stream)
+    blocks, size = read.pool(MISSES_SHARE), read.key_tokens
+    missed, tokens = [], 1
+    with progress("explaining misses", 2) as tick:
+        for each in (BASE, entry):
+            cache = partial(KVCache, blocks, size, eviction=each.build(), accounting="keys")
+            summary = replay_summary(read.requests, cache)
+            missed.append({"hit": summary.hit_tokens} | missed_tokens(summary))
+            tokens = max(summary.prompt_tokens, 1)
+            tick(1)
+    rows = [
+        [
+            reason if reason == "hit" else f"{reason}: {meaning(reason)}",
+            *(f"{each[reason] / tokens:.1%}" if reason in each else NONE for each in missed),
+        ]
+        for reason in dict.fromkeys([*missed[0], *missed[1]])
+    ]
+    title = f"Where prompt tokens went: {stream.name}, {blocks:,} blocks"
+    return {title: Table(["tokens", BASE.text, entry.text], rows)}
+
+
+def answer(
+    source: str, choice: str, limit: int | None, report: Callable[[str, int, int], None]
+) -> dict[str, Any]:
+    """Run a policy's source as `policy.py` in the working directory; return `work`'s object.
+
+    If the policy fails it has one key, `error`, with the reason and the line.
+
+    Args:
+        source: the text of the file.
+        choice: what to run it on, as in `panel_of`.
+        limit: number of requests, as in `panel_of`.
+        report: called with a description, the number of cells that are done, and of all.
+    """
+    policy = Path("policy.py")
+    policy.write_text(source, "utf-8", newline="")
+    try:
+        return work(
+            policy, choice, limit, journal=Path("cells.jsonl"), progress=_reported(report)
+        )
+    except KvcoreError as error:
+        return {"error": f"{error}{_place(error, policy)}"}
+
+
+def _reported(report: Callable[[str, int, int], None]) -> Progress:
+    @contextmanager
+    def progress(description: str, total: int | None) -> Iterator[Tick]:
+        done = 0
+
+        def tick(count: int) -> None:
+            nonlocal done
+            done += count
+            report(description, done, total or 0)
+
+        tick(0)
+        yield tick
+
+    return progress
+
+
+def _place(error: BaseException, policy: Path) -> str:
+    """Return the line of a policy's file in which an error was raised, in words."""
+    cause = error.__cause__ or error
+    if isinstance(cause, SyntaxError):
+        return f"\nline {cause.lineno}: {(cause.text or '').strip()}"
+    frames = [
+        frame
+        for frame in extract_tb(cause.__traceback__)
+        if Path(frame.filename).name == policy.name
+    ]
+    return f"\nline {frames[-1].lineno}: {frames[-1].line}" if frames else ""

@@ -1,0 +1,208 @@
+"""The samples of measured servers that come with NVIDIA's AIConfigurator (Apache-2.0).
+
+Which models the constants of `kvcore_plugins.latency.engine_times` are fitted to, and which
+samples say too little of their servers to be compared with.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from kvcore.errors import InputError, PluginError
+from kvcore.models.catalogue import DEVICES
+from kvcore.models.memory import SERVER, is_pooled
+from kvcore.models.released import MODELS
+from kvcore.models.spec import ModelSpec
+from kvcore_lab.measured.measurement import Measured
+
+COLUMNS = {"silicon_ttft_ms", "silicon_tpot_ms", "model_path", "system", "batch_size"}
+
+FITTED = {"llama-3.1-8b", "qwen3-32b", "gpt-oss-120b", "deepseek-r1", "deepseek-v3"}
+"""Models to whose samples constants are fitted; all others are held out.
+
+Of dense models and of mixtures, by their number of samples, every second is held out. DeepSeek
+V3 and R1 are one: they have one shape, and some of their samples are the same measurements.
+"""
+
+APART = 1.25
+"""The ratio of two TPOT from which they cannot be of servers that are alike."""
+
+_CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
+_VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
+_WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
+_TIMES = "ttft", "tpot"
+_FIXED = "gap-analysis"
+"""In the source of samples whose requests all have the same lengths."""
+
+
+def samples_path() -> Path:
+    """Return the path of the samples, without importing the package.
+
+    Raises:
+        PluginError: the package is not installed.
+    """
+    found = find_spec("aiconfigurator_core")
+    for place in (found and found.submodule_search_locations) or ():
+        path = Path(place) / "systems" / "silicon_sample.csv"
+        if path.is_file():
+            return path
+    msg = (
+        "the measurements `aic` come with the package aiconfigurator-core, which is not "
+        "installed: pip install aiconfigurator-core, or name a file"
+    )
+    raise PluginError(msg)
+
+
+def read_samples(
+    path: Path,
+    rows: Iterable[tuple[int, Mapping[str, str]]],
+    read: Callable[[int, Mapping[str, Any]], Measured],
+) -> Iterator[Measured | str]:
+    """Yield each sample as a row, or the reason why it is left out.
+
+    Args:
+        path: the file, for errors.
+        rows: the number of each line, and its fields.
+        read: makes a row of its line and its columns.
+
+    Raises:
+        InputError: a cell that cannot be read.
+    """
+    taken: list[Measured | str] = []
+    for line, fields in rows:
+        columns = _columns(fields)
+        try:
+            taken.append(columns if isinstance(columns, str) else read(line, columns))
+        except (InputError, ValueError) as error:
+            msg = f"{path}:{line}: {error}"
+            raise InputError(msg) from error
+    reasons = _doubtful([row for row in taken if not isinstance(row, str)])
+    for row in taken:
+        yield row if isinstance(row, str) else reasons.get(row.line, row)
+
+
+def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
+    """Return the columns of a sample under kvcore's names, or why it cannot be simulated."""
+    found = _CONCURRENCY.search(fields.get("silicon_data_source", ""))
+    concurrency = found[1] if found else ""
+    model = _VARIANT.sub("", fields["model_path"].rpartition("/")[2].lower())
+    device = fields["system"].removesuffix("_sxm")
+    weights = fields.get("gemm_quant_mode") or fields.get("precision", "")
+    spec = MODELS.get(model)
+    released = None if spec is None else spec.expert_dtype
+    unlike = {
+        "prefill and decode on servers of their own": fields.get("mode", "agg") != "agg",
+        "no concurrency recorded": not concurrency,
+        "attention or requests divided among replicas": concurrency != fields["batch_size"],
+        "pipeline stages": fields.get("pp_size", "1") not in ("", "1"),
+        f"model {model} is not in the catalogue": spec is None,
+        f"model {model} keeps more than K/V of tokens": spec is not None
+        and not is_pooled(spec),
+        f"device {device} is not in the catalogue": device not in DEVICES,
+        "weights in nvfp4": weights == "nvfp4" and released != "mxfp4",
+    }
+    problem = next((why for why, holds in unlike.items() if holds), None)
+    if problem is not None:
+        return problem
+    dtype = _WEIGHTS.get(weights)
+    columns: dict[str, Any] = {
+        "id": fields.get("id"),
+        "engine": fields.get("backend"),
+        "version": fields.get("backend_version"),
+        "split": "fitted" if model in FITTED else "held-out",
+        "model": model,
+        "device": device,
+        "tensor_parallel": fields.get("tp_size"),
+        "weights_dtype": dtype,
+        "codec": "fp8" if dtype == "fp8" else "fp16",
+        "input_tokens": fields.get("isl"),
+        "output_tokens": fields.get("osl"),
+        "concurrency": concurrency,
+        "spread": "0" if _FIXED in fields.get("silicon_data_source", "") else None,
+        "ttft": fields["silicon_ttft_ms"],
+        "tpot": fields["silicon_tpot_ms"],
+    }
+    columns |= {name: float(columns[name]) / 1000 for name in _TIMES if columns[name]}
+    return {name: value for name, value in columns.items() if value}
+
+
+@attrs.frozen
+class _Server:
+    """A server, and the lengths of its requests: samples of equal ones can be compared."""
+
+    engine: str
+    shape: ModelSpec
+    dtype: str | None
+    device: str
+    devices: int
+    input_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, row: Measured) -> _Server:
+        """Return the server of a sample, and the lengths of its requests."""
+        options, load = row.options, row.load
+        return cls(
+            row.labels["engine"],
+            # R1 and V3 of DeepSeek have one shape, and their samples are partly the same.
+            attrs.evolve(MODELS[options["model"]], name=""),
+            options.get("weights_dtype"),
+            options["device"],
+            options["tensor_parallel"],
+            load["input_tokens"],
+            load["output_tokens"],
+        )
+
+
+def _doubtful(rows: Iterable[Measured]) -> dict[int, str]:
+    """Return why samples are left out that others contradict, by line."""
+    reasons: dict[int, str] = {}
+    copies: dict[Any, list[tuple[_Server, Measured]]] = defaultdict(list)
+    servers: dict[_Server, list[Measured]] = defaultdict(list)
+    for row in rows:
+        server = _Server.of(row)
+        if server.devices > SERVER and not server.device.startswith("gb"):
+            reasons[row.line] = "more devices than a server has"
+        copies[server.engine, *row.values.items()].append((server, row))
+        servers[server].append(row)
+    for found in copies.values():
+        _refuse_copies(found, reasons)
+    for of_server in servers.values():
+        _refuse_contradictions(of_server, reasons)
+    return reasons
+
+
+def _refuse_copies(copies: list[tuple[_Server, Measured]], reasons: dict[int, str]) -> None:
+    """Add the reasons against samples with the same times: all but one, or all."""
+    loads = {(server, row.load["concurrency"]) for server, row in copies}
+    for _, row in copies if len(loads) > 1 else copies[1:]:
+        why = "one measurement of several servers" if len(loads) > 1 else "the same measurement"
+        reasons.setdefault(row.line, why)
+
+
+def _refuse_contradictions(rows: list[Measured], reasons: dict[int, str]) -> None:
+    """Add the reasons against samples of one server whose TPOT contradict one another."""
+    longest = 0.0
+    by_clients = sorted(rows, key=lambda row: row.load["concurrency"])
+    for _, group in groupby(by_clients, key=lambda row: row.load["concurrency"]):
+        same = list(group)
+        times = [row.values["tpot"] for row in same if "tpot" in row.values]
+        if not times:
+            continue
+        if max(times) > APART * min(times):
+            why = "measured again with quite another TPOT"
+        elif max(times) * APART < longest:
+            why = "faster with more clients, so some waited"
+        else:
+            longest = max(longest, *times)
+            continue
+        for row in same:
+            reasons.setdefault(row.line, why)

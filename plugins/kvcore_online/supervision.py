@@ -1,0 +1,139 @@
+"""The life of a server: background work, messages, open files, the end by signals."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+import threading
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from kvcore.cli.verb import end_signals
+from kvcore.untrusted import escaped
+
+if sys.platform != "win32":
+    import resource
+
+PAUSE_SECONDS = 1.0
+"""Seconds after which background work that has failed starts again."""
+
+SPARE_FILES = 256
+"""File descriptors that are kept free of connections: for servers, files and refusals."""
+
+BACKLOG = 64
+"""Connections that the system accepts before the listener does: they are accepted at a time."""
+
+_MOST_KINDS = 256
+
+
+class Messages:
+    """Prints sentences on stderr, repeated ones at the 10th, the 100th, the 1,000th time."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def warn(self, sentence: str, kind: str | None = None) -> None:
+        """Print a sentence; of many of one kind (None: equal ones) only a few.
+
+        Does nothing if stderr is closed.
+        """
+        kind = sentence if kind is None else kind
+        if len(self._counts) >= _MOST_KINDS and kind not in self._counts:
+            kind = ""  # so that the memory is bounded whatever the sentences are
+        self._counts[kind] += 1
+        count = self._counts[kind]
+        if count == 10 ** (len(str(count)) - 1):
+            times = f" ({count:,} times)" if count > 1 else ""
+            warn(f"{sentence}{times}")
+
+
+def warn(sentence: str) -> None:
+    """Print a sentence on stderr; do nothing if stderr is closed."""
+    with suppress(OSError):
+        sys.stderr.write(f"kvcore: {escaped(sentence)}\n")
+
+
+async def supervised(
+    what: str, job: Callable[[], Awaitable[None]], failed: Callable[[], None]
+) -> None:
+    """Run a job that has no end; if it fails, print that, call `failed`, and start it again."""
+    while True:
+        try:
+            await job()
+        except Exception as error:  # noqa: BLE001 - else nobody would notice that it has ended
+            warn(f"{what} failed, and starts again: {type(error).__name__}: {error}")
+            failed()
+        await asyncio.sleep(PAUSE_SECONDS)
+
+
+def report_errors(messages: Messages) -> None:
+    """Print errors of the running loop, such as too many open files, in a line each."""
+
+    def handle(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        why = f": {error}" if error is not None else ""
+        messages.warn(f"{context['message']}{why}")
+
+    asyncio.get_running_loop().set_exception_handler(handle)
+
+
+def connection_limit(wanted: int, files: int = 1) -> int:
+    """Return how many connections of clients the limit of open files allows.
+
+    The limit of the process is raised as far as needed, and as it may be.
+
+    Args:
+        wanted: largest number of connections.
+        files: number of file descriptors of a connection, with its own one to a server.
+    """
+    if sys.platform == "win32":
+        return wanted
+    limit, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = wanted * files + SPARE_FILES
+    if limit == resource.RLIM_INFINITY:
+        return wanted
+    if limit < needed:
+        raised = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (raised, hard))
+            limit = raised
+    spare = min(SPARE_FILES, limit // 2)
+    return max(1, min(wanted, (limit - spare) // files))
+
+
+async def stopped(
+    stop: Coroutine[Any, Any, None], signals: asyncio.Event, abort: Callable[[], None]
+) -> None:
+    """Wait for `stop`, which waits for requests in flight; call `abort` on a further signal.
+
+    A wrapper of the command may pass on a signal that the command gets as well.
+    """
+    signals.clear()
+    stopping = asyncio.ensure_future(stop)
+    again = asyncio.ensure_future(signals.wait())
+    await asyncio.wait([stopping, again], return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    if not stopping.done():
+        abort()
+    await stopping
+
+
+@contextmanager
+def signalled() -> Iterator[asyncio.Event]:
+    """Yield an event that Ctrl-C, SIGTERM and SIGHUP set; later they end the process."""
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
+    # Signals come to the main thread alone.
+    in_main = threading.current_thread() is threading.main_thread()
+    numbers = end_signals() if in_main else []
+    before = {number: signal.getsignal(number) for number in numbers}
+    for number in numbers:
+        loop.add_signal_handler(number, event.set)
+    try:
+        yield event
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)

@@ -1,0 +1,142 @@
+"""The border: what it decodes, what it refuses, and the table of its limits."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import untrusted
+from kvcore.untrusted import (
+    JSON_LEVELS,
+    LIMITS,
+    TOML_BYTES,
+    TOML_LEVELS,
+    fits_header,
+    header_text,
+    load_toml,
+    parse_json,
+    token_count,
+)
+
+ROOT = Path(__file__).parents[2]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text("ab\0\x1b\u2028é"),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def test_the_page_on_security_has_the_table_of_limits():
+    """SECURITY.md prints the limits of the border, all of them, and no others."""
+    page = (ROOT / "SECURITY.md").read_text("utf-8")
+    table = page.partition("| limit | value |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert table.splitlines() == [f"| {what} | {value} |" for what, value in LIMITS]
+
+
+@given(JSON)
+def test_json_is_what_was_written(value):
+    """A document is read as the value that it was written from."""
+    assert parse_json(json.dumps(value).encode()) == value
+
+
+@given(st.binary(max_size=200) | st.text('[]{}":,0e-.\\u').map(str.encode))
+def test_any_bytes_are_json_or_a_value_error(data):
+    """Any bytes are a value that can be written again, or a ValueError."""
+    try:
+        value = parse_json(data)
+    except ValueError:
+        return
+    orjson.dumps(value)
+
+
+@pytest.mark.parametrize("pair", [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+@given(levels=st.integers(1, 1_200))
+def test_json_has_a_limited_depth(pair, levels):
+    """JSON nested up to the limit is read; deeper it is refused, by any mix of brackets."""
+    start, end = pair
+    text = start * levels + "1" + end * levels
+    if levels * start.count("[") + levels * start.count("{") <= JSON_LEVELS:
+        orjson.dumps(parse_json(text.encode()))
+    else:
+        with pytest.raises(ValueError, match=r"nested|limit"):
+            parse_json(text.encode())
+
+
+def test_many_brackets_that_are_not_deep_are_read():
+    """Brackets side by side, and within texts, do not count as levels."""
+    wide = [[{"a": "[" * 300}]] * 300
+    assert parse_json(json.dumps(wide).encode()) == wide
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a = " + "[" * (TOML_LEVELS + 1) + "]" * (TOML_LEVELS + 1),
+        "a = " + "[" * 200_000,
+        "a = " + "[" * 5_000 + "]" * 5_000,
+        "a = " + "{b = " * 5_000 + "1" + "}" * 5_000,
+        ".".join("a" * (TOML_LEVELS + 2)) + " = 1",
+        ".".join("a" * 100_000) + " = 1",
+        "[" + ".".join("a" * (TOML_LEVELS + 2)) + "]",
+        "a = 1\n" * 2,
+        "a = ",
+        "a = '" + "x" * TOML_BYTES + "'",
+        "\udcff",
+    ],
+    ids=range(11),
+)
+def test_toml_that_is_too_deep_or_too_long_is_a_value_error(tmp_path, text):
+    """TOML beyond a limit, or no TOML, is a ValueError, as each reader of TOML expects."""
+    path = tmp_path / "a.toml"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(ValueError, match=r"."):
+        load_toml(path)
+
+
+@given(st.dictionaries(st.text("abc", min_size=1), st.integers(-9, 9) | st.text("a\n\té")))
+def test_toml_is_what_tomllib_reads(tmp_path_factory, tables):
+    """TOML within the limits is read as `tomllib` reads it."""
+    path = tmp_path_factory.mktemp("toml") / "a.toml"
+    path.write_text("".join(f"{key} = {json.dumps(each)}\n" for key, each in tables.items()))
+    assert load_toml(path) == tomllib.loads(path.read_text("utf-8")) == tables
+
+
+@given(st.binary(max_size=50))
+def test_the_text_of_a_header_can_be_written(data):
+    """The text of a header of any bytes can be written, and sent on."""
+    text = header_text(data.decode("utf-8", "surrogateescape"))
+    text.encode()
+    orjson.dumps(text)
+    assert fits_header(text)
+    assert header_text(text) == text
+
+
+@given(st.text())
+def test_a_header_that_fits_is_passed_as_it_is(text):
+    """The text of a header is changed only where it cannot be sent on."""
+    assert (header_text(text) == text) == fits_header(text)
+
+
+@given(st.integers() | st.floats() | st.text() | st.none() | st.booleans())
+def test_a_count_of_tokens_can_be_added_up(value):
+    """A count is a whole number whose sums over 2^22 requests fit into 64 bits, or None."""
+    count = token_count(value)
+    assert count is None or (type(count) is int and 0 <= count <= 2**40)
+    if type(value) is int and 0 <= value <= 2**40:
+        assert count == value
+
+
+def test_the_readers_decode_by_the_border_alone():
+    """No reader of files, requests or answers decodes JSON or TOML by itself."""
+    own = {"orjson.loads(", "json.loads(", "tomllib.loads(", "tomllib.load("}
+    rooms = [ROOT / "kvcore" / name for name in ("trace", "workloads", "config")]
+    rooms += [ROOT / "plugins" / f"kvcore_{name}" for name in ("online", "events", "pages")]
+    files = [path for room in rooms for path in room.rglob("*.py")]
+    assert len(files) > 40
+    found = {path.name: call for path in files for call in own if call in path.read_text()}
+    assert found == {}
+    assert "orjson.loads(" in Path(untrusted.__file__).read_text()

@@ -1,0 +1,170 @@
+"""The router's view of caches by the KV events of servers, whatever these publish."""
+
+# ruff: noqa: ARG001 - every scene takes all parts
+
+import asyncio
+import math
+import random
+
+import msgspec
+import pytest
+from helpers.online_scenes import sample
+from helpers.upstreams import routed, until
+
+from kvcore import Request
+from kvcore.errors import InputError
+from kvcore.request import block_keys
+from kvcore_events.formats import encode
+from kvcore_events.model import BlockRemoved, BlockStored, EventBatch
+from kvcore_events.publisher import Publisher
+from kvcore_online import fleet as fleets
+
+pytest.importorskip("zmq", reason="needs pyzmq")
+pytest.importorskip("aiohttp", reason="needs aiohttp")
+
+pack = msgspec.msgpack.encode
+
+STORED = ["BlockStored", [1], None, [1, 2, 3, 4], 4, None, "GPU"]
+HOSTILE = [
+    b"",
+    b"garbage",
+    b"\xff" * 100,
+    b"[" * 2_000,
+    b"{}",
+    b"null",
+    b'{"event_id": 1, "data": null}',
+    *(b"\x91" * levels + b"\x90" for levels in (23, 24, 25, 1_000, 100_000)),
+    *(pack([time, [STORED], 0]) for time in (math.nan, math.inf, -math.inf, "now", None)),
+    *(pack([1.0, [STORED], rank]) for rank in (-1, 2**63, "a", [])),
+    *(pack([1.0, events, 0]) for events in (None, 5, [None], [[]], [["BlockStored"]], [5])),
+    pack([1.0, [["BlockStored", [[]], None, [1, 2, 3, 4], 4]], 0]),
+    pack([1.0, [["BlockStored", [2**64 - 1], -1, [-1, 2**64 - 1, 1, 1], 4]], 0]),
+    pack([1.0, [["BlockStored", [1], None, ["a", [1, 2], None, 1], 4]], 0]),
+    pack([1.0, [["BlockStored", [7], 7, [1, 2, 3, 4], 4]], 0]),
+    pack([1.0, [["BlockRemoved", [9, 9, b"9", "9"]]], 0]),
+    pack([1.0, [["AllBlocksCleared", 5, {}]], 0]),
+    pack([1.0, [], 0])[:-1],
+]
+"""Payloads that are no batches, or batches of events that cannot be."""
+
+
+def followed(scene, publisher):
+    """Run a scene with a proxy that follows the events of a publisher."""
+
+    async def run():
+        table = {
+            "url": "http://127.0.0.1:9",
+            "kv_events": publisher.address,
+            "block_size": 4,
+        }
+        options = {"view": "events", "key_tokens": 4, "replicas": [table]}
+        async with asyncio.timeout(30), routed([], **options) as (proxy, _, _):
+            assert await asyncio.to_thread(publisher.wait_for, 1, 10)
+            await scene(proxy, proxy.fleet.dispatcher.view)
+
+    asyncio.run(run())
+
+
+def stored(number):
+    """Return the payload of a batch that stores one block."""
+    event = BlockStored(hashes=(number,), tokens=(number,) * 4, block_size=4, medium="GPU")
+    return encode(EventBatch(ts=1.0, events=(event,)))
+
+
+def holds(view, number):
+    """Return True if the view has the block of `stored`."""
+    keys = block_keys([number] * 4, 4)
+    request = Request(id=0, prompt_tokens=4, key_tokens=4, keys=keys)
+    return bool(dict(view.find(request, 0)))
+
+
+def test_no_payload_ends_the_follower_of_a_server():
+    """After each hostile payload the view follows the next batch; what is lost is counted."""
+    with Publisher("tcp://127.0.0.1:*") as publisher:
+
+        async def scene(proxy, view):
+            for number, payload in enumerate(HOSTILE, 100):
+                publisher.publish(payload)
+                publisher.publish(stored(number))
+                await until(lambda number=number: holds(view, number))
+            assert all(thread.is_alive() for thread in view._threads)
+            assert sample(proxy, "lost_batches_total") > len(HOSTILE) // 2
+            assert sample(proxy, "restarts_total") == 0
+
+        followed(scene, publisher)
+
+
+def test_no_damage_of_a_payload_ends_the_follower():
+    """A payload with any bytes changed, cut or doubled is a batch or a gap."""
+    drawn = random.Random(1)
+    whole = stored(5)
+    with Publisher("tcp://127.0.0.1:*") as publisher:
+
+        async def scene(proxy, view):
+            for _ in range(300):
+                data = bytearray(whole)
+                for _ in range(drawn.choice([1, 1, 2, 8])):
+                    data[drawn.randrange(len(data))] = drawn.randrange(256)
+                publisher.publish(bytes(data[: drawn.choice([len(data), len(data), 9])]))
+            publisher.publish(stored(6))
+            await until(lambda: holds(view, 6))
+            assert sample(proxy, "restarts_total") == 0
+
+        followed(scene, publisher)
+
+
+def test_a_follower_that_fails_starts_again_from_an_empty_cache(monkeypatch, capsys):
+    """An unexpected error drops what is known of the replica, and the events are followed on.
+
+    Until the address can be connected to again, that is tried at intervals.
+    """
+    monkeypatch.setattr(fleets, "PAUSE_SECONDS", 0.01)
+    with Publisher("tcp://127.0.0.1:*") as publisher:
+
+        async def scene(proxy, view):
+            publisher.publish(stored(1))
+            await until(lambda: holds(view, 1))
+            decode, subscriber = fleets.decode, fleets.Subscriber
+            refused = []
+
+            def fail(_):
+                monkeypatch.setattr(fleets, "decode", decode)
+                raise ZeroDivisionError
+
+            def refuse(server):
+                if len(refused) == 2:
+                    return subscriber(server)
+                refused.append(server)
+                msg = "address: the host cannot be found"
+                raise InputError(msg)
+
+            monkeypatch.setattr(fleets, "decode", fail)
+            monkeypatch.setattr(fleets, "Subscriber", refuse)
+            publisher.publish(stored(2))
+            await until(lambda: not holds(view, 1))
+            await until(lambda: len(refused) == 2)
+            async with asyncio.timeout(20):
+                number = 10
+                while not holds(view, number):
+                    number += 1
+                    publisher.publish(stored(number))
+                    await asyncio.sleep(0.05)
+            assert sample(proxy, "restarts_total") >= 1
+
+        followed(scene, publisher)
+    assert "the follower of replica 0 failed, and starts again" in capsys.readouterr().err
+
+
+def test_a_removed_block_after_a_gap_is_removed():
+    """Events after a payload that cannot be read are applied: blocks go as they came."""
+    with Publisher("tcp://127.0.0.1:*") as publisher:
+
+        async def scene(proxy, view):
+            publisher.publish(stored(1))
+            await until(lambda: holds(view, 1))
+            publisher.publish(b"garbage")
+            removed = BlockRemoved(hashes=(1,), medium="GPU")
+            publisher.publish(encode(EventBatch(ts=2.0, events=(removed,))))
+            await until(lambda: not holds(view, 1))
+
+        followed(scene, publisher)

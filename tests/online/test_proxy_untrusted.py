@@ -1,0 +1,198 @@
+"""A wrong value of one client or one server costs that one, and nothing that others share."""
+
+# ruff: noqa: ARG001 - every scene takes all parts
+
+import json
+
+import pytest
+from helpers.online_scenes import COMPLETIONS, ask, http_request, play, played, raw, sample
+from helpers.upstreams import prompt, until
+
+from kvcore import Request
+from kvcore.errors import StorageError
+from kvcore.files import AtomicFile
+from kvcore.trace import TraceWorkload
+from kvcore_online.traffic import Flight
+
+COUNTS = [-1, 0, 2**31, 2**40 + 1, 2**63 - 1, 2**63, 2**64, 1e300, True, "9", None, [], {}]
+HEADERS = [bytes([byte]) * 3 for byte in (*range(9), *range(14, 32), 0x7F, 0x80, 0xC3, 0xFF)]
+DEPTHS = [255, 900, 1_000, 1_025, 100_000]
+
+
+def deep(levels, start="[", end="]"):
+    """Return JSON that is nested so many levels deep, as text."""
+    return start * levels + end * levels
+
+
+def test_no_header_of_a_client_ends_the_trace(tmp_path):
+    """Each request that is answered is in the trace, whatever bytes its headers have."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        body = json.dumps(prompt()).encode()
+        answered = 0
+        for value in HEADERS:
+            for name in ("x-session-id", "user-agent", "x-request-id", "authorization"):
+                start, end = http_request(body, "Connection: close").split(b"\r\n\r\n", 1)
+                head = start + b"\r\n" + name.encode() + b": a" + value + b"b\r\n\r\n"
+                status = int((await raw(proxy, head + end))[9:12])
+                assert status in (200, 400)
+                answered += status == 200
+        return answered
+
+    answered = play(scene, count=1, trace=path)
+    assert answered >= 12  # the bytes above 0x7F, in four headers
+    assert len(list(TraceWorkload(path))) == answered
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_count_of_a_server_ends_the_trace(stream, tmp_path):
+    """Each request is in the trace, whatever a server says that it has counted."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        for count in COUNTS:
+            for name in ("prompt_tokens", "completion_tokens", "prompt_tokens_details"):
+                details = name.endswith("details")
+                servers[0].counted = {name: {"cached_tokens": count} if details else count}
+                assert (await ask(client, stream=stream))[0] == 200
+        servers[0].counted = "nothing"
+        assert (await ask(client, stream=stream))[0] == 200
+
+    play(scene, count=1, trace=path)
+    found = list(TraceWorkload(path))
+    assert len(found) == 3 * len(COUNTS) + 1
+    assert all(each.prompt_tokens <= 2**40 for each in found)
+
+
+def test_a_request_that_cannot_be_written_is_left_out_of_the_trace(tmp_path, capsys):
+    """A request that the trace cannot hold is left out, counted and told; the others are in."""
+    path = tmp_path / "day.jsonl"
+
+    async def scene(proxy, servers, client):
+        for number in range(-3, 0):
+            wrong = Request(id=f"\ud800{number}", prompt_tokens=1, key_tokens=16)
+            flight = Flight(wrong)
+            proxy.fleet.begin(flight)
+            await ask(client)
+            proxy.fleet.finish(flight)
+        assert sample(proxy, "unlogged_total") == 3
+
+    play(scene, trace=path)
+    assert [each.id for each in TraceWorkload(path)] == [0, 1, 2]
+    assert capsys.readouterr().err.count("a request is left out of the trace") == 1
+
+
+@pytest.mark.parametrize("levels", DEPTHS)
+@played(count=1)
+async def test_json_nested_too_deeply_is_refused(proxy, servers, client, levels, capfd):
+    """A body nested too deeply gets 400 in the form of the API; nothing is printed."""
+    fields = ("prompt", "model", "messages", "stream_options", "user", "tools", "stop", "n")
+    for field in fields:
+        for text in (deep(levels), deep(levels, '{"a":', "}").replace(":}", ":1}")):
+            body = {"prompt": "a", "messages": [], "stream": True, field: "?"}
+            data = json.dumps(body).replace('"?"', text).encode()
+            path = "/v1/chat/completions" if field in ("messages", "tools") else COMPLETIONS
+            headers = {"Content-Type": "application/json"}
+            async with client.post(path, data=data, headers=headers) as answer:
+                assert answer.status == 400
+                kind = (await answer.json())["error"]["type"]
+                assert kind == "invalid_request_error"
+    assert not servers[0].calls
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@played(count=1)
+async def test_json_that_can_be_written_again_is_passed_on(proxy, servers, client):
+    """A body of 254 levels, which is the most, reaches its server unchanged."""
+    body = json.dumps(prompt(more="?")).replace('"?"', deep(253)).encode()
+    headers = {"Content-Type": "application/json"}
+    async with client.post(COMPLETIONS, data=body, headers=headers) as answer:
+        assert answer.status == 200
+    assert servers[0].calls == [json.loads(body)]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        *(b"HTTP/1.1 200 OK\r\nx-request-id: a%cb\r\n" % byte for byte in (1, 8, 14, 31, 127)),
+        b"HTTP/1.1 200 OK\r\nx-request-id: a\xffb\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Type: \x01\r\n",
+        b"HTTP/1.1 200 OK\r\nretry-after: \x1b[31m\r\n",
+        b"HTTP/1.1 000 None\r\n",
+        b"HTTP/1.1 101 Switching\r\n",
+        b"HTTP/1.1 600 Odd\r\n",
+        b"HTTP/1.1 999 Odd\r\n",
+        b"HTTP/1.1 abc\r\n",
+        b"\x00\xff\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Encoding: \x01\r\n",
+    ],
+)
+@played(failures=100)
+async def test_an_answer_that_cannot_be_passed_on_is_a_failure_of_its_server(
+    proxy, servers, client, head, capfd
+):
+    """If status or headers of an answer cannot be passed on, another server is tried."""
+    servers[0].sent = head
+    status, headers, _ = await ask(client)
+    assert (status, headers["x-kvcore-replica"]) == (200, servers[1].url[7:])
+    assert sample(proxy, "retries_total", replica=servers[0].url[7:]) == 1
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@played(count=1)
+async def test_an_unexpected_error_is_one_line_and_a_500(
+    proxy, servers, client, monkeypatch, capsys
+):
+    """An unexpected error is a 500 of the API, and few lines for many requests."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(proxy.fleet, "begin", fail)
+    for _ in range(12):
+        status, _, text = await ask(client)
+        assert (status, json.loads(text)["error"]["type"]) == (500, "server_error")
+    monkeypatch.undo()
+    assert (await ask(client))[0] == 200
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "ZeroDivisionError" in line] == [
+        f"kvcore: {COMPLETIONS} failed: ZeroDivisionError: ",
+        f"kvcore: {COMPLETIONS} failed: ZeroDivisionError:  (10 times)",
+    ]
+
+
+@played(count=1)
+async def test_checks_that_fail_unexpectedly_start_again(proxy, servers, client, monkeypatch):
+    """An unexpected error in one job of the background ends neither that job nor another."""
+    monkeypatch.setattr("kvcore_online.supervision.PAUSE_SECONDS", 0.0)
+
+    async def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(proxy.fleet, "check", fail)
+    await until(lambda: sample(proxy, "restarts_total") > 2)
+    monkeypatch.undo()
+    servers[0].healthy = False
+    await until(lambda: not proxy.fleet.dispatcher.up)
+
+
+def test_a_full_disk_ends_the_trace_and_the_exit_code_says_so(tmp_path, monkeypatch):
+    """The error of the disk that has ended the trace is kept, for the exit code."""
+
+    async def scene(proxy, servers, client):
+        await ask(client)
+
+        def full(*_):
+            msg = "cannot write the trace: No space left on device"
+            raise StorageError(msg)
+
+        monkeypatch.setattr(AtomicFile, "write", full)
+        while proxy.fleet.log is not None:  # a write that fails is noticed by the next one
+            await ask(client)
+            proxy.fleet._write(lambda log: log.sync(proxy.fleet.now()))
+        return proxy.fleet
+
+    fleet = play(scene, trace=tmp_path / "day.jsonl")
+    assert isinstance(fleet.log_error, StorageError)
+    assert "day.jsonl.part keeps what was written" in str(fleet.log_error)

@@ -1,0 +1,102 @@
+"""Values of a trace that no run has: each verb refuses them, by the types of the lines."""
+
+import msgspec
+import pytest
+from helpers.commands import run_here
+from helpers.traces import lines, seal, serve
+from msgspec.inspect import IntType, type_info
+
+from kvcore.errors import TraceError
+from kvcore.trace import read_events
+from kvcore.trace.events import EVENTS, Drop, Runs
+
+EDGES = (2**63, 2**64 - 1)
+
+VERBS = [
+    ["replay"],
+    ["explain", "--summary"],
+    ["view", "-o", "out"],
+    ["watch", "--speed", "inf"],
+    ["plot", "--kind", "ages", "-o", "out.png"],
+    ["plot", "--kind", "timeline", "-o", "out.png"],
+    *(["export", "--to", kind, "--out", "out"] for kind in ("vllm", "dynamo", "perfetto")),
+]
+
+
+def integers(kind):
+    """Yield the integer types within the type of a field, without those of runs."""
+    if kind == type_info(Runs):
+        return
+    if isinstance(kind, IntType):
+        yield kind
+    for name in ("type", "item_type", "key_type", "value_type"):
+        if (inner := getattr(kind, name, None)) is not None:
+            yield from integers(inner)
+    for name in ("types", "item_types"):
+        for inner in getattr(kind, name, ()):
+            yield from integers(inner)
+    for field in getattr(kind, "fields", ()):
+        yield from integers(field.type)
+
+
+@pytest.mark.parametrize("struct", [*EVENTS.values(), Drop], ids=lambda each: each.__name__)
+def test_every_integer_of_a_line_has_64_bits(struct):
+    """No field of a line takes an integer that overflows where readers count.
+
+    `decode_runs` checks those of runs.
+    """
+    found = [kind for field in msgspec.inspect.type_info(struct).fields
+             for kind in integers(field.type)]  # fmt: skip
+    assert found
+    for kind in found:
+        assert kind.le is not None
+        assert kind.le <= 2**63 - 1
+        assert kind.ge is not None or kind.gt is not None
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Return the path of the trace of a short run, and its lines."""
+    path = serve(tmp_path / "trace.jsonl")
+    return path, lines(path)
+
+
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("field", ["id", "prompt", "output", "key_tokens", "priority"])
+def test_numbers_beyond_64_bits_are_refused_with_their_field(trace, edge, field):
+    """The error of a number beyond 64 bits names line, field and number."""
+    path, found = trace
+    number = next(n for n, line in enumerate(found, 1) if line["event"] == "REQUEST")
+    found[number - 1][field] = edge
+    seal(path, found)
+    with pytest.raises(TraceError, match=rf"jsonl:{number}: REQUEST field '{field}' must be"):
+        list(read_events(path))
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+@pytest.mark.parametrize(
+    "change", [{"keys": []}, {"prompt": 2**64 - 1}, {"output": 2**63}], ids=str
+)
+def test_each_verb_refuses_requests_that_no_run_has(trace, verb, change, tmp_path):
+    """A request with fewer keys than hits, or too many tokens, is one line on stderr."""
+    path, found = trace
+    for line in found:
+        line.update(change if line["event"] == "REQUEST" else {})
+    seal(path, found)
+    done = run_here(verb[0], path, *verb[1:], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("kvcore: error: ")
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("levels", [255, 900, 5_000, 100_000])
+@pytest.mark.parametrize("field", ["keys", "unknown", "hints"])
+def test_a_line_nested_too_deeply_is_refused(trace, levels, field):
+    """A line nested more deeply than any run writes is refused with its number."""
+    path, _ = trace
+    first, second, *rest = path.read_bytes().splitlines(keepends=True)
+    deep = b'"%s":' % field.encode() + b"[" * levels + b"]" * levels
+    path.write_bytes(b"".join([first, second[:-2] + b"," + deep + b"}\n", *rest]))
+    with pytest.raises(TraceError, match=r"jsonl:2: "):
+        list(read_events(path))
