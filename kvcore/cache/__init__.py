@@ -11,11 +11,14 @@ To read, in this order:
     tiers.py                the contract of tiers, and the calls of a cache to what lies below
     hints.py, pins.py       what requests ask for: priorities, expiry, pins
     recorder.py             every decision as a call, for traces
+    groups.py               the cache of models whose layers keep several kinds of things
+    served.py               the calls of either cache that serving makes
     residency.py            statistics: hits, and how long blocks stay
     integrity.py            all invariants in one place
 """
 
 from kvcore.cache.eviction import EvictionPolicy, LazyHeap, ScoreEviction
+from kvcore.cache.groups import GroupedCache, LayerGroup
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.layout import BlockLayout, PromptBlocks, common_prefix
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -24,6 +27,7 @@ from kvcore.cache.recorder import Recorder
 from kvcore.cache.residency import Residency
 from kvcore.cache.retention import RetentionPolicy
 from kvcore.cache.sequence import Sequence
+from kvcore.cache.served import ServedCache
 from kvcore.cache.span import Span
 from kvcore.cache.tree import SpanTree
 from kvcore.lazy import former
@@ -33,8 +37,10 @@ __all__ = [
     "BlockPool",
     "CountingPool",
     "EvictionPolicy",
+    "GroupedCache",
     "Ids",
     "KVCache",
+    "LayerGroup",
     "LazyHeap",
     "PrefixIndex",
     "PrefixMatch",
@@ -44,6 +50,7 @@ __all__ = [
     "RetentionPolicy",
     "ScoreEviction",
     "Sequence",
+    "ServedCache",
     "Span",
     "SpanTree",
     "common_prefix",

@@ -29,6 +29,7 @@ from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.hints import priority_steps
 from kvcore.cache.integrity import check_blocks, check_tree
 from kvcore.cache.layout import BlockLayout
+from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
 from kvcore.cache.recorder import Recorder
@@ -165,6 +166,26 @@ class KVCache:
             )
 
     # Reading.
+
+    @property
+    def pins(self) -> ClientPins | None:
+        """The pins of clients; None before the first one."""
+        return self.tree.pins
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a running sequence may hold fewer tokens than it has: under a retention."""
+        return self.retention is not None
+
+    @property
+    def unpinned_blocks(self) -> int:
+        """Number of blocks that can be evicted."""
+        return self.tree.unpinned_blocks
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Number of blocks that have left as victims or because they expired."""
+        return self.tree.evicted_blocks + self.tree.expired_blocks
 
     @property
     def available_blocks(self) -> int:

@@ -285,6 +285,11 @@ def toml_types(command: click.Command) -> dict[str, tuple[str, Any]]:
     }
 
 
+group_options = all_of(
+    shared("disable_hybrid_kv_cache_manager"), shared("prefix_cache_retention_interval")
+)
+"""The options of cache groups."""
+
 config_option = click.option(
     "--config",
     callback=load_config,

@@ -35,7 +35,8 @@ def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
     if given["out"] is None:
         path: Path | None = given["trace"]
         return path
-    return given["out"] / TRACE if parts.traced else None
+    # Those of cache groups have no trace yet.
+    return given["out"] / TRACE if parts.traced and parts.cache_groups is None else None
 
 
 class ServedRun(NamedTuple):

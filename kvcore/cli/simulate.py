@@ -13,6 +13,7 @@ from click.core import ParameterSource
 from kvcore.cli.options import (
     batching_options,
     config_of,
+    group_options,
     names_from_file,
     naming,
     output_options,
@@ -46,6 +47,7 @@ from kvcore.serving.scheduler import LIMITS
 @part_options
 @policy_options
 @server_options
+@group_options
 @batching_options
 @traffic_options
 @output_options

@@ -183,6 +183,27 @@ class PoolOptions(TypedDict, total=False):
             metavar="SIZE",
         ),
     ]
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool,
+        Option(
+            default=False,
+            help="Serve a model whose layers keep different things as one cache group, in "
+            "which all of them keep all tokens.",
+            heading=POOL,
+        ),
+    ]
+    prefix_cache_retention_interval: Annotated[
+        Natural | None,
+        Option(
+            0,
+            "Tokens between positions at which windows and states stay cached, beside the ends "
+            "of prompts; 0: only there, `none`: wherever a request can resume.",
+            POOL,
+            metavar="TOKENS",
+            optional=True,
+        ),
+    ]
+    """Has an effect with cache groups alone, as `GroupedCache` says."""
     tier: Annotated[
         TierChoices,
         Option(

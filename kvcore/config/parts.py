@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import attrs
+
 import kvcore
-from kvcore.cache import KVCache, Recorder
+from kvcore.cache import GroupedCache, KVCache, LayerGroup, Recorder, ServedCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -18,6 +20,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES, find_device, load_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import PrefillCost, cost_fields
+from kvcore.models.groups import CacheGroup, GroupPlan, groups_of
 from kvcore.models.memory import Deployment, KVLayout, check_pool
 from kvcore.models.released import MODELS
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -28,6 +31,7 @@ from kvcore.request import SLO, Request
 from kvcore.serving import Batching, LatencyModel, Rules, Scheduler
 from kvcore.serving.loop import Arrivals
 from kvcore.serving.scheduler import LIMITS
+from kvcore.serving.simulate import by_chunk
 from kvcore.serving.simulate import simulate as run_simulation
 from kvcore.trace.fields import plain, version
 from kvcore.units import format_bytes
@@ -59,6 +63,7 @@ class RunParts:
         slo: SLO of requests that have none of their own; None: no expectation.
         ids: whether blocks have ids even without a trace.
         many: whether these may be the parts of several servers.
+        groups_layers: whether layers that keep different things are served in cache groups.
         runs: the modes that options choose, of which these are the parts.
         simulate: the function that serves the workload with `arguments`.
 
@@ -69,6 +74,7 @@ class RunParts:
 
     ids = False
     many = False
+    groups_layers = True
     runs: tuple[str, ...] = ()
     simulate: Any = staticmethod(run_simulation)
 
@@ -95,6 +101,8 @@ class RunParts:
         with self._about(*LIMITS):
             limits = {name: config.options[name] for name in LIMITS}
             self.batching = Batching(**limits, rules=self.rules)
+        if self.cache_groups is not None:
+            self.batching = by_chunk(self.batching)
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
         self.slo = None if config.slo == SLO() else cast("SLO", config.slo)
@@ -134,17 +142,90 @@ class RunParts:
     @cached_property
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
-        model, codec = self.model, self.codec
-        with self._about("model"):
-            check_pool(model)
+        model, codec, plan = self.model, self.codec, self.cache_groups
+        if plan is None:
+            with self._about("model"):
+                check_pool(model)
         with self._about("codec"):
             layout = KVLayout(model, codec, self.geometry.block_size)
         with self._about("tensor_parallel"):
-            devices = self.config.tensor_parallel if self.config.timed else 1
-            return Deployment(layout, self.device, devices)
+            block_bytes = None if plan is None else plan.bytes_per_block
+            return Deployment(layout, self.device, self._tensor_parallel, block_bytes)
+
+    @property
+    def _tensor_parallel(self) -> int:
+        return self.config.tensor_parallel if self.config.timed else 1
+
+    @cached_property
+    def cache_groups(self) -> GroupPlan | None:
+        """The cache groups of the model; None if all of its layers are served as one.
+
+        That is so without a clock, and of layers that all keep all tokens.
+        """
+        config, model = self.config, self.model
+        groups = self.groups_layers and config.timed and self.rules.cache_groups
+        if not groups or config.disable_hybrid_kv_cache_manager or model.uniform:
+            return None
+        with self._about("model"):
+            plan = groups_of(model, self.geometry.block_size, self.codec, self._tensor_parallel)
+            kinds = {_layer_group(group).kind for group in plan.groups}
+        if kinds == {"full"} and len(plan.groups) == 1:
+            return None
+        keys = self.workload.key_tokens
+        for size in {group.block_size for group in plan.groups}:
+            if size % keys and keys % size:
+                with self._about("block_size"):
+                    msg = (
+                        f"blocks of {model.name} have {size:,} tokens, so that all groups take "
+                        f"the same bytes, and keys of the workload {keys}: one must divide the "
+                        f"other. Give block_size={keys}"
+                    )
+                    raise InputError(msg)
+        return plan
+
+    def served_cache(self, trace: Recorder | None = None) -> ServedCache:
+        """Build the cache of one run under a clock: of cache groups, if the model has them."""
+        plan = self.cache_groups
+        if plan is None:
+            return self.cache(trace)
+        config = self.config
+        for name in ("tier", "retention", "drafter"):
+            if getattr(config, name):
+                with self._about(name):
+                    raise InputError(self._groups_refusal)
+        if trace is not None:
+            msg = f"a trace: {self._groups_refusal}"
+            raise InputError(msg)
+        eviction = self.built("eviction")
+        if eviction.name != "lru":
+            with self._about("eviction"):
+                raise InputError(self._groups_refusal)
+        with self._about("prefix_cache_retention_interval"):
+            return GroupedCache(
+                map(_layer_group, plan.groups),
+                self.blocks,
+                retention_interval=config.prefix_cache_retention_interval,
+                key_tokens=self.workload.key_tokens,
+                eviction=eviction,
+            )
+
+    @property
+    def _groups_refusal(self) -> str:
+        return (
+            f"layers of {self.model.name} keep different things, in cache groups, which this "
+            "does not know: leave it out, or serve the model as one group "
+            "(disable_hybrid_kv_cache_manager)"
+        )
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
-        """Build a cache for one run, with the tiers below it."""
+        """Build a cache for one run, with the tiers below it.
+
+        Raises:
+            InputError: the model has cache groups: who serves it does not know these.
+        """
+        if self.cache_groups is not None:
+            with self._about("model"):
+                raise InputError(self._groups_refusal)
         cache = KVCache(
             self.blocks,
             self.geometry.block_size,
@@ -203,7 +284,7 @@ class RunParts:
     def arguments(self, trace: Recorder | None = None) -> dict[str, Any]:
         """Build the keyword arguments of one run, all but its requests."""
         return {
-            "cache": self.cache(trace),
+            "cache": self.served_cache(trace),
             "scheduler": self.scheduler(),
             "latency": self.latency(),
             "batching": self.batching,
@@ -258,7 +339,8 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return the configuration and the plugins of a run, without None, for JSON."""
-        note = self.deployment.layout.pool_note
+        plan = self.cache_groups
+        note = self.deployment.layout.pool_note if plan is None else ""
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         used += [self.rules] if self.rules.decides() else []
         return {
@@ -282,6 +364,14 @@ class RunParts:
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
             **({"notes": [note]} if note else {}),
+            **({} if plan is None else {"cache_groups": self._group_fields(plan)}),
+        }
+
+    def _group_fields(self, plan: GroupPlan) -> dict[str, Any]:
+        """Return the cache groups for JSON."""
+        return {
+            "prefix_cache_retention_interval": self.config.prefix_cache_retention_interval,
+            "groups": [attrs.asdict(_layer_group(group)) for group in plan.groups],
         }
 
     def document(self, result: Any) -> dict[str, Any]:
@@ -446,7 +536,27 @@ class RunParts:
             raise type(error)(msg) from error
 
 
-def plugins_of(cache: KVCache, *others: Plugin | None) -> list[Plugin]:
+def _layer_group(group: CacheGroup) -> LayerGroup:
+    """Return the group of a cache for the layers of a plan.
+
+    Raises:
+        InputError: there is no rule for what they keep.
+    """
+    cache, layers = group.caches[0], sum(each.layers for each in group.caches)
+    if cache.kind == "state":
+        return LayerGroup("state", group.block_size, layers=layers)
+    if cache.window is None:
+        return LayerGroup("full", group.block_size, layers=layers)
+    if cache.kind != "window":
+        msg = (
+            f"there is no rule for the cache of {cache}: serve the model as one group "
+            "(disable_hybrid_kv_cache_manager)"
+        )
+        raise InputError(msg)
+    return LayerGroup("window", group.block_size, cache.window, layers)
+
+
+def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:
     """Return the plugins of a run: those of its cache, `others`, and its tiers."""
     tiers = [] if cache.tiers is None else [level.tier for level in cache.tiers.levels]
     plugins = (cache.eviction, cache.prefix, cache.retention, *others, *tiers)

@@ -95,6 +95,8 @@ class Deployment:
         layout: the model, and the layout of its K/V in blocks.
         device: the type of each device.
         devices: number of devices (the degree of tensor parallelism).
+        group_block_bytes: bytes of a block of the cache groups of the model, on all devices
+            together; None: a block has the K/V of all layers.
 
     Raises:
         InputError: no engine divides the heads of the model among so many devices.
@@ -103,6 +105,7 @@ class Deployment:
     layout: KVLayout
     device: DeviceSpec
     devices: int = 1
+    group_block_bytes: int | None = None
 
     def __attrs_post_init__(self) -> None:
         """Refuse a number of devices among which the heads cannot be divided."""
@@ -117,7 +120,7 @@ class Deployment:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of a block on all devices together."""
-        return ceil(self.layout.block_bytes(self.devices))
+        return self.group_block_bytes or ceil(self.layout.block_bytes(self.devices))
 
     @property
     def kv_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,6 +80,17 @@ def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
     )
     if drafts["speedup"] is not None:
         yield "", f"decode steps {format_number(drafts['speedup'])} times as fast as without"
+
+
+def _group_text(group: Mapping[str, Any]) -> str:
+    """Return a cache group in words."""
+    kept = {
+        "full": "all tokens",
+        "window": f"a window of {group['window']} tokens",
+        "state": "a state",
+    }[group["kind"]]
+    layers = counted(group["layers"], "layer")
+    return f"{layers}, {kept}, {counted(group['block_size'], 'token')} a block"
 
 
 class SimulationReport(NamedTuple):
@@ -242,6 +254,13 @@ class SimulationReport(NamedTuple):
         config, pool = self.config, self.summary["pool"]
         blocks, size = pool["blocks"], pool["block_size"]
         memory = format_bytes(blocks * config["bytes_per_block"])
+        if "cache_groups" in config:
+            groups = Counter(map(_group_text, config["cache_groups"]["groups"]))
+            listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
+            return (
+                f"Pool: {counted(blocks, 'block')}, {memory} in {config['codec']}, of which "
+                f"any goes to any cache group: {listed}."
+            )
         return (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
             f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."

@@ -32,7 +32,7 @@ from itertools import chain
 from operator import lt
 from typing import TYPE_CHECKING, Final, Literal
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import policy_error
 from kvcore.request import Request, TextRequest
@@ -77,15 +77,16 @@ class Batcher:
     """
 
     __slots__ = (
-        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full", "_mixed",
-        "_ratio", "_refuses", "_reserve", "_rules", "_scheduler", "_tiers", "_unpublished",
-        "_victims", "batching", "blocked_job", "changed", "chunks", "loads", "moved", "paused",
-        "prefilling", "running", "server", "timers", "waiting", "without_progress",
+        "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full",
+        "_in_order", "_mixed", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler",
+        "_tiers", "_unpublished", "_victims", "batching", "blocked_job", "changed", "chunks",
+        "loads", "moved", "paused", "prefilling", "running", "server", "timers", "waiting",
+        "without_progress",
     )  # fmt: skip
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: ServedCache,
         scheduler: Scheduler,
         batching: Batching,
         batch: DecodeBatch,
@@ -122,7 +123,9 @@ class Batcher:
         self._scheduler = CheckedScheduler(scheduler)
         self._batch = batch
         self._allocator = allocator
+        allocator.waiting, allocator.prefilling = self.waiting.entries, self.prefilling
         self._mixed = batching.steps == "mixed"
+        self._in_order = self._mixed and allocator.in_order
         self._rules = rules = batching.rules
         tiers = cache.tiers is not None
         self._decisions = Decisions(rules, chunked=batching.chunked, tiers=tiers)
@@ -201,12 +204,18 @@ class Batcher:
         Running jobs go before waiting ones: first the blocks of the next decode step, then
         admissions. Where prefill goes first, a step decodes only if it has no prefill.
         """
-        if self._mixed and not self._allocator.next_step(now):
-            self._preempt_to_grow(now)
+        allocator = self._allocator
+        if self._mixed and not allocator.next_step(now):
+            self._preempt_to_grow(now, allocator.next_step)
+        if allocator.freed:
+            allocator.freed = False
+            if self.waiting.entries:
+                self.computed()
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
-        if not (self._mixed or self.chunks or self._allocator.next_step(now)):
-            self._preempt_to_grow(now)
+        decodes = self._in_order if self._mixed else not self.chunks
+        if decodes and not allocator.finish_step(now):
+            self._preempt_to_grow(now, allocator.finish_step)
 
     def computed(self) -> None:
         """Record that blocks were committed."""
@@ -288,13 +297,13 @@ class Batcher:
         if self._scheduler.heard:
             self._scheduler.tell("withdrawn", job, now)
 
-    def _preempt_to_grow(self, now: int) -> None:
-        """OUT_OF_BLOCKS: preempt until the next decode step has the blocks it needs."""
+    def _preempt_to_grow(self, now: int, grow: Callable[[int], bool]) -> None:
+        """OUT_OF_BLOCKS: preempt until `grow` finds the blocks of the next decode step."""
         while True:
             if not self._decisions.whole:
                 self._allocator.serve_first(now)
             self._take_blocks(self._choose_victim(now, None), now)
-            if self._allocator.next_step(now):
+            if grow(now):
                 return
 
     def _admit(self, now: int) -> None:  # noqa: C901 - one merge of two sequences
@@ -320,8 +329,8 @@ class Batcher:
                 if job.stage == PREFILL:
                     self._allot(job, now)
                 continue
-            if self._unpublished and not ongoing:
-                self._publish(now)
+            if not ongoing and (self._unpublished or self._in_order):
+                self._running_served(now)
             offered: Job | None = None
             if admits and (after_preemption or not self._victims):
                 offered = self.waiting.head() if offers is None else next(offers, None)
@@ -334,6 +343,13 @@ class Batcher:
                 admits = preemptive = False
             else:
                 break
+        if self._unpublished:
+            self._publish(now)
+
+    def _running_served(self, now: int) -> None:
+        """Called when all prompts that are being computed have their chunks of the step."""
+        if self._in_order and not self._allocator.finish_step(now):
+            self._preempt_to_grow(now, self._allocator.finish_step)
         if self._unpublished:
             self._publish(now)
 
@@ -381,6 +397,9 @@ class Batcher:
         if not tokens:
             self._budget = 0
             return
+        tokens = self._allocator.chunk_tokens(job, tokens)
+        if not tokens:
+            return
         by_chunk = not self._decisions.whole or decisions.reserved is not None
         if by_chunk and not self._has_blocks(job, job.computed + tokens, now):
             return
@@ -405,13 +424,12 @@ class Batcher:
 
         Return False if `job` was itself the last in order, and has lost its blocks.
         """
-        cache, seq = self._cache, job.seq
+        seq = job.seq
         assert seq is not None
         tokens -= seq.tokens
         if tokens <= 0:
             return True
-        need = -(-(seq.tokens + tokens) // cache.geometry.block_size) - seq.blocks
-        while need > cache.available_blocks and not cache.make_room(need, now):
+        while not self._allocator.finds_blocks(seq, tokens, now):
             # No `requester`: the job may lose its own blocks.
             victim = self._choose_victim(now, job)
             self._take_blocks(victim, now)
@@ -492,8 +510,8 @@ class Batcher:
 
     def _frees_alone(self) -> bool:
         """Return True if blocks may become free without an event: pins end, spans expire."""
-        tree = self._cache.tree
-        return tree.pins is not None or tree.eviction.expires_spans
+        cache = self._cache
+        return cache.pins is not None or cache.eviction.expires_spans
 
     def _take_slot(self, job: Job, now: int) -> bool:
         """Pause the running job that is last in order for `job`; return False if none is."""

@@ -18,7 +18,7 @@ Blocks of a full prefix stay in the cache until the eviction policy drops them.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
 from itertools import chain
@@ -378,13 +378,23 @@ class DecodeAllocator:
 
     Attributes:
         takes_drafts: whether a step may add several tokens to a sequence.
+        in_order: whether running jobs get their blocks in order of admission, since they free
+            some; else those that decode go first.
         allocated_until: the first decode step whose blocks are not allocated yet.
+        freed: whether growth has freed blocks, which waiting jobs may get; the batcher resets
+            it.
+        waiting: the waiting jobs, of which it reads whether there are any.
+        prefilling: the jobs whose prompt is not computed yet.
     """
 
     takes_drafts = True
+    in_order = False
 
     def __init__(self, cache: KVCache, batch: DecodeBatch) -> None:
         self.allocated_until = 0
+        self.freed = False
+        self.waiting: Sized = ()
+        self.prefilling: Iterable[Job] = ()
         self._served: set[Job] = set()
         self._cache = cache
         self._batch = batch
@@ -464,6 +474,16 @@ class DecodeAllocator:
         """Return True if `seq` can get a slot more."""
         return seq.tokens < seq.blocks * self._block_size or self._cache.available_blocks > 0
 
+    def finds_blocks(self, seq: Sequence, tokens: int, now: int) -> bool:
+        """Return True if the blocks of `tokens` more slots of `seq` are free or evictable."""
+        need = -(-(seq.tokens + tokens) // self._block_size) - seq.blocks
+        return need <= self._cache.available_blocks or self._cache.make_room(need, now)
+
+    def chunk_tokens(self, job: Job, tokens: int) -> int:
+        """Return how many of the next `tokens` prompt tokens of `job` end where a chunk may."""
+        del job
+        return tokens
+
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
         self._cache.extend(seq, tokens, now)
@@ -494,6 +514,10 @@ class DecodeAllocator:
                 self._served.clear()
             self.allocated_until = step + 1
         return True
+
+    def finish_step(self, now: int) -> bool:
+        """Allocate for what `next_step` has left until prompts have their blocks: nothing."""
+        return self.next_step(now)
 
     def serve_first(self, now: int) -> None:
         """Allocate for as many jobs of the next step, from the first on, as there is room for.

@@ -14,7 +14,7 @@ from typing import (
     TypeAlias,
 )
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.models.spec import ModelSpec
@@ -411,7 +411,7 @@ _STRETCH: Final = 256
 class ServiceEstimates:
     """Estimates for schedulers (`ServiceTimes`), from the cache and the latency model."""
 
-    def __init__(self, cache: KVCache, latency: LatencyModel, max_seqs: int) -> None:
+    def __init__(self, cache: ServedCache, latency: LatencyModel, max_seqs: int) -> None:
         self._cache = cache
         self._latency = latency
         self._windows = latency.windows

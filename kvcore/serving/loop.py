@@ -38,18 +38,20 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
+from kvcore.serving.group_allocator import GroupAllocator
 from kvcore.serving.job import DECODE, DONE, DecodeSteps, Job, admission_of
 from kvcore.serving.latency import (
     Executor,
@@ -65,6 +67,7 @@ from kvcore.serving.stats import PENDING_EVENTS, Fragmentation, RunLog
 from kvcore.units import INT64_LIMIT, PS_PER_NS, picoseconds
 
 if TYPE_CHECKING:
+    from kvcore.cache import KVCache
     from kvcore.cache.retention import RetentionPolicy
     from kvcore.serving.drafter import Drafter
     from kvcore.serving.speculation import Speculation
@@ -244,7 +247,8 @@ class Arrivals:
             self.prefetch_at = self._ahead[0][0]
 
 
-AllocatorFactory: TypeAlias = Callable[[KVCache, DecodeBatch], DecodeAllocator]
+AllocatorFactory: TypeAlias = Callable[[Any, DecodeBatch], DecodeAllocator]
+"""Makes the allocator of a run from its cache, of a kind that it knows, and its batch."""
 
 
 class Meter(Protocol):
@@ -307,7 +311,7 @@ class ServingLoop:
         jumps: whether to run many decode steps at once. It changes only the time that the
             run takes.
         slo: the SLO of requests without one of their own.
-        allocator: makes the allocator of blocks.
+        allocator: makes the allocator of blocks; None: one that pages, or one for groups.
         meter: measures the run; None: nothing.
         log: where requests are recorded; None: a new `RunLog`.
 
@@ -324,14 +328,14 @@ class ServingLoop:
     def __init__(
         self,
         arrivals: Arrivals,
-        cache: KVCache,
+        cache: ServedCache,
         scheduler: Scheduler,
         executor: Executor,
         batching: Batching,
         *,
         jumps: bool = True,
         slo: SLO | None = None,
-        allocator: AllocatorFactory = DecodeAllocator,
+        allocator: AllocatorFactory | None = None,
         meter: Meter | None = None,
         log: RunLog | None = None,
     ) -> None:
@@ -350,7 +354,10 @@ class ServingLoop:
         server = ServiceEstimates(cache, latency, batching.max_seqs)
         scheduler.bind()
         scheduler.attach(server)
-        self.allocator = allocator(cache, self.batch)
+        pages: AllocatorFactory = DecodeAllocator
+        if isinstance(cache, GroupedCache):
+            pages = partial(GroupAllocator, batching=batching)
+        self.allocator = (allocator or pages)(cache, self.batch)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.on_first_token: Callable[[Job, int], None] | None = None
         self.arrivals = arrivals
@@ -384,7 +391,12 @@ class ServingLoop:
             from kvcore.serving.speculation import Speculation  # noqa: PLC0415 - rare
 
             self._drafts = Speculation(
-                drafter, cast("Any", executor), cache, self.batch, self.batcher, self.log
+                drafter,
+                cast("Any", executor),
+                cast("KVCache", cache),
+                self.batch,
+                self.batcher,
+                self.log,
             )
 
     def run(self) -> None:
@@ -403,9 +415,8 @@ class ServingLoop:
 
     def begin(self) -> bool:
         """Handle arrivals and plan the next step; return False if there is none to run."""
-        batcher, arrivals, tree = self.batcher, self.arrivals, self._cache.tree
+        batcher, arrivals, pins = self.batcher, self.arrivals, self._cache.pins
         now = self.clock_ps // PS_PER_NS
-        pins = tree.pins
         if pins and pins.next_end <= now:
             pins.end(now)
             batcher.computed()
@@ -424,8 +435,8 @@ class ServingLoop:
 
     def _planned(self, now: int) -> None:
         """Record the state of the pool after a plan that changed something."""
-        timeline, tree = self.log.pool, self._cache.tree
-        timeline.pending.append((now, tree.pool.free_blocks, tree.unpinned_blocks))
+        timeline, cache = self.log.pool, self._cache
+        timeline.pending.append((now, cache.pool.free_blocks, cache.unpinned_blocks))
         if len(timeline.pending) > PENDING_EVENTS:
             timeline.settle()
         if self._meter is not None:
@@ -705,7 +716,7 @@ class ServingLoop:
             lines = self._lines[size] = decode_lines(self._executor.latency, size)
         if batcher.changed:
             return lines, 0  # the next step is followed by another plan in any case
-        event, pins = arrivals.next_at, self._cache.tree.pins
+        event, pins = arrivals.next_at, self._cache.pins
         if arrivals.prefetch_at < event:
             event = arrivals.prefetch_at
         if batcher.timers:

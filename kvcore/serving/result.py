@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import attrs
 
-from kvcore.cache import KVCache, Recorder
+from kvcore.cache import Recorder, ServedCache
 from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
 from kvcore.models.cost import attended_pairs
@@ -625,7 +625,7 @@ class Result(Reported):
         drafter: the drafter; None: there was none.
     """
 
-    cache: KVCache
+    cache: ServedCache
     batching: Batching
     latency: LatencyModel
     fragmentation: Fragmentation | None
@@ -647,7 +647,7 @@ class Result(Reported):
         if self.log.drafts is not None:
             return None
         tokens = self.cache.pool.blocks * self.cache.geometry.block_size
-        forgetting = self.cache.retention is not None
+        forgetting = self.cache.forgets
         return offered_load(
             finished_work(self.log), self.batching, self.latency, tokens, forgetting=forgetting
         )
@@ -664,7 +664,7 @@ class Result(Reported):
         and O(m) for m events.
         """
         log, cache = self.log, self.cache
-        stats, tree, geometry = cache.stats, cache.tree, cache.geometry
+        stats, pins, geometry = cache.stats, cache.pins, cache.geometry
         measured = self.fragmentation
         return {
             "schema": SCHEMA,
@@ -678,10 +678,10 @@ class Result(Reported):
             "compactions": stats.compactions,
             "compacted_tokens": stats.compacted_tokens,
             "deferred_compactions": stats.deferred_compactions,
-            "evicted_blocks": tree.evicted_blocks + tree.expired_blocks,
+            "evicted_blocks": cache.evicted_blocks,
             "pins": {
-                "refused_blocks": tree.pins.refused_blocks if tree.pins is not None else 0,
-                "yielded": tree.pins.yielded if tree.pins is not None else 0,
+                "refused_blocks": pins.refused_blocks if pins is not None else 0,
+                "yielded": pins.yielded if pins is not None else 0,
             },
             "hit": hit_fields(stats),
             "lost_tokens": stats.lost_tokens,

@@ -109,6 +109,8 @@ class Rules(Plugin):
             of a step, policies.
         first_output: where the first token comes from if replicas split the phases, unless
             the run says it: `prefill`, `transfer` or `decode`; None: rules do not say it.
+        cache_groups: whether a model whose layers keep different things is served in cache
+            groups of one pool, as vLLM does.
 
     Raises:
         InputError: a value that an option cannot have.
@@ -118,6 +120,7 @@ class Rules(Plugin):
     name: ClassVar[str] = "kvcore"
     defaults: ClassVar[Mapping[str, Any]] = {}
     first_output: ClassVar[str | None] = None
+    cache_groups: ClassVar[bool] = True
 
     unchunked: Literal["alone", "wait"] = "alone"
     max_chunk: int | None = None

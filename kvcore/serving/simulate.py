@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING
 
-from kvcore.cache import KVCache
+from kvcore.cache import GroupedCache, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins.manager import resolve
 from kvcore.request import SLO, Request
-from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor, LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import AllocatorFactory, Arrivals, MemoryMeter, ServingLoop
 from kvcore.serving.result import Result, record_run
+from kvcore.serving.rules import with_choices
 from kvcore.serving.scheduler import Batching, Scheduler
 from kvcore.workloads import check_keys
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def simulate(
     workload: Iterable[Request],
     *,
-    cache: KVCache,
+    cache: ServedCache,
     scheduler: Scheduler | None = None,
     latency: LatencyModel | None = None,
     batching: Batching | None = None,
@@ -43,7 +43,8 @@ def simulate(
 
     Args:
         workload: a workload, or any requests in order of arrival.
-        cache: where K/V is kept, in `tokens` accounting; a new one for each run.
+        cache: where K/V is kept, in `tokens` accounting; a new one for each run. With a
+            `GroupedCache` blocks are allocated by `chunk`, whatever the rules reserve.
         scheduler: the order in which requests are served; None is the `fcfs` plugin.
         latency: how long a step takes; None is the `roofline` plugin.
         batching: the limits of a step; None: `Batching()`.
@@ -65,6 +66,10 @@ def simulate(
     """
     check_cache(cache, "simulate")
     scheduler, latency, batching = serving_parts(scheduler, latency, batching, slo)
+    if isinstance(cache, GroupedCache):
+        others = {"drafter": drafter, "allocator": allocator, "fragmentation": fragmentation}
+        _check_no_others(others)
+        batching = by_chunk(batching)
     executor = SimulatedExecutor(latency)
     built: Drafter | None = resolve("drafter", drafter)
     if built is not None:
@@ -123,7 +128,25 @@ def serving_parts(
     return scheduler, latency, batching
 
 
-def check_cache(cache: KVCache, verb: str) -> None:
+def _check_no_others(parts: Mapping[str, object]) -> None:
+    """Raise InputError if a run with cache groups has parts that do not know these."""
+    for name, part in parts.items():
+        if part:
+            msg = (
+                f"{name} with cache groups, which it does not know: leave it out, or serve the "
+                "model as one group, with a KVCache"
+            )
+            raise InputError(msg)
+
+
+def by_chunk(batching: Batching) -> Batching:
+    """Return the limits with rules that allocate the blocks of a prompt chunk by chunk."""
+    if batching.rules.reserve != "prompt":
+        return batching
+    return Batching(**batching.limits, rules=with_choices(batching.rules, {"reserve": "chunk"}))
+
+
+def check_cache(cache: ServedCache, verb: str) -> None:
     """Raise InputError if `cache` cannot serve a run under a clock, or has served one."""
     if cache.geometry.accounting != "tokens":
         msg = (
@@ -138,7 +161,7 @@ def check_cache(cache: KVCache, verb: str) -> None:
 
 def serve(
     workload: Iterable[Request],
-    cache: KVCache,
+    cache: ServedCache,
     scheduler: Scheduler,
     executor: Executor,
     batching: Batching,
@@ -170,7 +193,7 @@ def serve(
         batching,
         jumps=jumps,
         slo=slo,
-        allocator=allocator or DecodeAllocator,
+        allocator=allocator,
         meter=meter,
     )
     if cache.trace is not None:

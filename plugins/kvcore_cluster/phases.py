@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import attrs
 
+from kvcore.cache import KVCache
 from kvcore.errors import InputError
 from kvcore.plugins.options import nearest
 from kvcore.request import SLO, Request
@@ -211,6 +212,8 @@ class PhaseLoop(ReplicaLoop):
         incoming: requests that are or were prefilled elsewhere, by id.
         moved: incoming requests whose K/V has come since the last turn.
     """
+
+    _cache: KVCache
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

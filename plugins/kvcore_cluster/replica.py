@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvcore.cache import KVCache
+from kvcore.cache import GroupedCache, KVCache
+from kvcore.errors import InputError
 from kvcore.request import SLO, Request
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
@@ -78,6 +79,12 @@ class ReplicaLoop(ServingLoop):
         on_ended: Callable[[Request, int], None],
         drafter: Drafter | None = None,
     ) -> None:
+        if isinstance(cache, GroupedCache):
+            msg = (
+                "several servers with cache groups, which they do not know: serve the model as "
+                "one group (disable_hybrid_kv_cache_manager), or from one server"
+            )
+            raise InputError(msg)
         self.inbox = Inbox(on_ended)
         executor = SimulatedExecutor(latency)
         if drafter is not None:

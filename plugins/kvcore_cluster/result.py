@@ -259,7 +259,6 @@ class ClusterResult(Reported):
         """Return the numbers of a replica, over all its lives."""
         lives = self.lives[number]
         span = self.simulated_s
-        trees = [each.cache.tree for each in lives]
         return {
             "replica": number,
             "blocks": lives[-1].cache.pool.blocks,
@@ -270,7 +269,7 @@ class ClusterResult(Reported):
             "failures": len(lives) - 1 if self.rented_ns is None else 0,
             "ttft_s": self._mean_ttft_s[number],
             "hit": hit_fields(CacheStats.sum(each.cache.stats for each in lives)),
-            "evicted_blocks": sum(t.evicted_blocks + t.expired_blocks for t in trees),
+            "evicted_blocks": sum(each.cache.evicted_blocks for each in lives),
         }
 
     @cached_property

@@ -174,6 +174,7 @@ class LiveLoop(ServingLoop):
     """
 
     log: Tally
+    _cache: KVCache
 
     def __init__(
         self,

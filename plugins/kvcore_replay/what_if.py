@@ -424,11 +424,6 @@ def _rerun_of(
     return _Rerun(parts, parts.cache(trace), workload)
 
 
-def _evicted(cache: KVCache) -> int:
-    """Return the number of blocks that left a cache, for room or because they expired."""
-    return cache.tree.evicted_blocks + cache.tree.expired_blocks
-
-
 class _ClusterRerun:
     """Runs the requests of a cluster's trace again, or those of one server on several."""
 
@@ -451,7 +446,7 @@ class _ClusterRerun:
         result, parts = self._result, self._parts
         life = result.lives[0][0]
         used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
-        evicted = sum(_evicted(each.cache) for each in chain(*result.lives))
+        evicted = sum(each.cache.evicted_blocks for each in chain(*result.lives))
         return RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
 
 
@@ -501,7 +496,7 @@ class _Rerun:
         """Return the summary of the second run."""
         cache, parts = self._cache, self._parts
         config = parts.rerun(plugins_of(cache, *(self._server or ()), self._drafter))
-        return RunSummary.of(config, log, cache.stats, _evicted(cache), timed=parts.timed)
+        return RunSummary.of(config, log, cache.stats, cache.evicted_blocks, timed=parts.timed)
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()

@@ -18,6 +18,7 @@ import attrs
 import orjson
 
 from kvcore import KVCache, Request
+from kvcore.cache import GroupedCache, LayerGroup, ServedCache
 from kvcore.config import RunConfig
 from kvcore.plugins.manager import resolve
 from kvcore.serving import Job, StepResult, StepWork
@@ -31,8 +32,14 @@ from kvcore_plugins.workload import Mooncake
 
 GOLDEN = Path(__file__).parents[1] / "core" / "golden" / "vllm" / "steps.jsonl.xz"
 
+GROUPED = GOLDEN.with_name("groups.jsonl.xz")
+"""The step lists of servers with cache groups."""
+
 SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
 """Seeds of the random servers in `GOLDEN`: all kinds of servers, without duplicate blocks."""
+
+GROUPED_SEEDS = (*range(6), 7, 8, 9, 10, 12, 15, 17, 19, 21, 22)
+"""Seeds of the servers in `GROUPED`."""
 
 STEP_NS = 20_000_000
 """Nanoseconds of a step, whatever it computes."""
@@ -71,6 +78,9 @@ class Server:
         lag: 1 if a step is planned while the one before it runs, else 0.
         by_priority: whether requests run by priority; else in the order of arrival.
         options: other options of `Batching`, and of its rules, by name.
+        groups: the cache groups, with blocks of `block_size` tokens; empty: full attention in
+            one group, served by a `KVCache`.
+        interval: the retention interval of the groups.
     """
 
     name: str
@@ -84,6 +94,8 @@ class Server:
     lag: int = 0
     by_priority: bool = False
     options: dict[str, Any] = attrs.field(factory=dict)
+    groups: Sequence[LayerGroup] = ()
+    interval: int | None = 0
 
 
 def conversation(blocks: int, block_size: int, lag: int, requests: int = 600) -> Server:
@@ -168,10 +180,43 @@ def random_server(seed: int, requests: int = 150, **options: Any) -> Server:
     )
 
 
+def grouped_server(seed: int) -> Server:
+    """Return a random server under load with random cache groups, and chunks if it needs them.
+
+    Its pool is that of `random_server` for each of the groups.
+    """
+    server, rng = random_server(seed), Random(f"groups/{seed}")
+
+    def below(end: int) -> int:
+        return int(rng.random() * end)
+
+    size = server.block_size
+    full, state = LayerGroup("full", size), LayerGroup("state", size)
+    short, long = (LayerGroup("window", size, 2 + below(most)) for most in (40, 600))
+    groups = [
+        [full, short],
+        [full, long, long],
+        [full, short, long],
+        [full, state, state],
+        [full, long, state],
+        [short, long],
+        [long],
+    ][below(7)]
+    if state in groups:
+        server = attrs.evolve(server, chunked=True)
+    return attrs.evolve(
+        server,
+        name=f"groups, seed {seed}",
+        blocks=server.blocks * len(groups) + 8,
+        groups=groups,
+        interval=(0, 0, None, 4 * size)[below(4)],
+    )
+
+
 class StepRecorder(SimulatedExecutor):
     """An executor whose steps all take the same time, and that records their contents."""
 
-    def __init__(self, cache: KVCache) -> None:
+    def __init__(self, cache: ServedCache) -> None:
         super().__init__(Linear(step=STEP_NS / NS_PER_S, prefill=0, decode=0, context=0))
         self.latency.bind()
         self.jumps = False
@@ -218,12 +263,14 @@ def kvcore_steps(server: Server) -> list[Step]:
         chunked=server.chunked,
         watermark=server.watermark,
     )
-    cache = KVCache(
-        server.blocks - config.batching.rules.null_block,
-        server.block_size,
-        eviction=config.eviction,
-        prefix=config.prefix,
-    )
+    blocks = server.blocks - config.batching.rules.null_block
+    cache: ServedCache
+    if server.groups:
+        cache = GroupedCache(server.groups, blocks, retention_interval=server.interval)
+    else:
+        cache = KVCache(
+            blocks, server.block_size, eviction=config.eviction, prefix=config.prefix
+        )
     recorder = StepRecorder(cache)
     serve(
         server.requests,
@@ -244,6 +291,11 @@ def golden_servers() -> list[Server]:
     pools = ((1024, 512), (400, 512), (16_384, 16))
     traces = [conversation(*pool, lag) for pool in pools for lag in (0, 1)]
     return [*traces, *map(random_server, SEEDS)]
+
+
+def grouped_servers() -> list[Server]:
+    """Return the servers whose step lists are in the file `GROUPED`."""
+    return list(map(grouped_server, GROUPED_SEEDS))
 
 
 def encode(steps: Iterable[Step]) -> dict[str, Any]:

@@ -37,6 +37,8 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
 )
 from vllm.v1.outputs import ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
@@ -79,6 +81,32 @@ def full_attention(blocks: int, block_size: int) -> KVCacheConfig:
         num_blocks=blocks,
         kv_cache_tensors=[],
         kv_cache_groups=[KVCacheGroupSpec(["layer"], attention)],
+    )
+
+
+def cache_groups(blocks: int, groups, interval: int | None) -> KVCacheConfig:
+    """Return the config of a pool with these cache groups."""
+    sizes = {"num_kv_heads": 1, "head_size": 1, "dtype": torch.float16}
+
+    def spec(group):
+        size = group.block_size
+        if group.kind == "full":
+            return FullAttentionSpec(block_size=size, **sizes)
+        if group.kind == "window":
+            return SlidingWindowSpec(block_size=size, sliding_window=group.window, **sizes)
+        shapes, dtypes = ((2, size),), (torch.float16,)
+        return MambaSpec(
+            block_size=size, shapes=shapes, dtypes=dtypes, mamba_cache_mode="align"
+        )
+
+    return KVCacheConfig(
+        num_blocks=blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[
+            KVCacheGroupSpec([f"layer {index}"], spec(group))
+            for index, group in enumerate(groups)
+        ],
+        prefix_cache_retention_interval=interval,
     )
 
 
@@ -199,6 +227,8 @@ def make_scheduler(server, kind=None, **caching):
         async_scheduling=bool(server.lag),
         **options,
     )
+    if any(group.kind == "state" for group in server.groups):
+        caching["mamba_cache_mode"] = "align"
     caching = CacheConfig(
         block_size=server.block_size, **{"enable_prefix_caching": True, **caching}
     )
@@ -218,6 +248,8 @@ def make_scheduler(server, kind=None, **caching):
         return_sampling_mask=False,
     )
     layers = full_attention(server.blocks, server.block_size)
+    if server.groups:
+        layers = cache_groups(server.blocks, server.groups, server.interval)
     grammar = SimpleNamespace(accept_tokens=lambda *_: True)
     kind = kind or scheduling.get_scheduler_cls()
     return kind(config, layers, grammar, block_size=server.block_size)

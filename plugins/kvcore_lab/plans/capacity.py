@@ -19,7 +19,6 @@ from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
 from kvcore.serving.batcher import Batcher
-from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, AllocatorFactory, ServingLoop
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
@@ -182,7 +181,7 @@ class _Search:
         """Return False if the offered load shows that a queue would grow."""
         parts, tokens = self.parts, blocks * self.parts.geometry.block_size
         latency = self.result.latency if devices is None else parts.latency(devices)
-        forgetting = self.result.cache.retention is not None
+        forgetting = self.result.cache.forgets
         work = finished_work(self.result.log)
         load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
         return load is None or load <= 1
@@ -192,11 +191,11 @@ class _Search:
         parts = self.parts
         config = parts.config.changed(**changes)
         again = config.build(parts.plugins, workload=parts.workload)
-        cache, latency = again.cache(), again.latency()
+        cache, latency = again.served_cache(), again.latency()
         latency.bind()
-        allocator: AllocatorFactory = DecodeAllocator
+        allocator: AllocatorFactory | None = None
         if config.allocation == "contiguous":
-            cache = contiguous_cache(cache)
+            cache = contiguous_cache(again.cache())
             allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
         executor = SimulatedExecutor(latency)
         judge = _QueueJudge()

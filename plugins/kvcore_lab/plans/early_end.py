@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.config import RunParts
 from kvcore.request import Request
-from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.latency import Executor
 from kvcore.serving.loop import AllocatorFactory, Arrivals, Meter, ServingLoop
 
@@ -27,9 +26,9 @@ def loop_of(
     meter: EarlyEnd,
     parts: RunParts,
     requests: Sequence[Request],
-    cache: KVCache,
+    cache: ServedCache,
     executor: Executor,
-    allocator: AllocatorFactory = DecodeAllocator,
+    allocator: AllocatorFactory | None = None,
 ) -> ServingLoop:
     """Return a loop that simulates `requests`; its scheduler is built from `parts`."""
     return ServingLoop(

@@ -320,7 +320,9 @@ class _Planner:
             InputError: no configuration can be simulated; says why the last one cannot.
         """
         fault: InputError | None = None
-        for cell in cells:
+        for each in cells:
+            # Tiers, clusters and foresight, by which fleets are sized, know one group alone.
+            cell = each.changed(disable_hybrid_kv_cache_manager=True)
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
             if devices * least > self.max_gpus:
                 msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"

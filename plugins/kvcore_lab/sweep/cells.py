@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import attrs
 import orjson
 
-from kvcore.cache import EvictionPolicy, KVCache
+from kvcore.cache import EvictionPolicy, KVCache, ServedCache
 from kvcore.config import RunConfig, RunParts
 from kvcore.config.values import slo_text, tiers_text
 from kvcore.errors import InputError, KvcoreError
@@ -214,11 +214,11 @@ class CellRun:
         self._known = known
         self.parts = parts = known.parts(cell)
         self.eviction: EvictionPolicy | Belady
-        self.cache: KVCache | None = None
+        self.cache: ServedCache | None = None
         if not cell.timed and cast("Spec", cell.eviction).name in Belady.names:
             self.eviction = _optimum(parts)
         else:
-            self.cache = parts.cache()
+            self.cache = parts.served_cache()
             self.eviction = self.cache.eviction
         self.scheduler: Scheduler | None = parts.scheduler() if cell.timed else None
         self.latency: LatencyModel | None = parts.latency() if cell.timed else None
@@ -275,7 +275,7 @@ class CellRun:
             return summary
         return simulate(
             self.parts.workload,
-            cache=cast("KVCache", self.cache),
+            cache=cast("ServedCache", self.cache),
             scheduler=self.scheduler,
             latency=self.latency,
             batching=self.parts.batching,
@@ -298,9 +298,9 @@ class CellRun:
                 reused, _ = most.replay(future, parts.blocks + parts.tier_blocks, size)
         else:
             tiers = self.cache.tiers
-            stats = replay(parts.workload, self.cache)
+            stats = replay(parts.workload, cast("KVCache", self.cache))
             reused = stats if tiers is None else tiers.hit_stats()
-            evicted = self.cache.tree.evicted_blocks + self.cache.tree.expired_blocks
+            evicted = self.cache.evicted_blocks
         return {
             "requests": stats.requests,
             "lookup_blocks": stats.lookup_blocks,

@@ -18,6 +18,7 @@ class SGLang(Rules):
 
     name: ClassVar[str] = "sglang"
     first_output: ClassVar[str | None] = "transfer"
+    cache_groups: ClassVar[bool] = False  # it has a pool for each kind of layer
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_tokens": 8192,
         "max_seqs": 2048,

@@ -55,6 +55,8 @@ class RecordedParts(RunParts):
         InputError: an option that cannot change, or a header that lacks a field.
     """
 
+    groups_layers = False  # no run with cache groups has a trace
+
     def __init__(
         self,
         file: Path,

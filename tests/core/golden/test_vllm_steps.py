@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from helpers.step_lists import (
     GOLDEN,
+    GROUPED,
     decode,
     encode,
     first_difference,
     golden_servers,
+    grouped_servers,
     kvcore_steps,
     read,
 )
@@ -40,3 +42,32 @@ def test_recorded_steps_cover_all_kinds_of_servers(real):
     assert (len(steps), preempted, hits) == COUNTS
     kinds = {(each.lag, each.chunked, each.by_priority) for each in SERVERS.values()}
     assert len(kinds) == 8
+
+
+GROUPED_COUNTS = 34_524, 214, 60_424
+
+GROUPS = {server.name: server for server in grouped_servers()}
+
+
+@pytest.fixture(scope="module")
+def grouped():
+    """Return the step lists of vLLM with cache groups, by name of the server."""
+    return read(GROUPED)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_steps_of_cache_groups_are_those_of_vllm(grouped, name):
+    """Windows, states and full attention in one pool make the steps of vLLM, duplicates too."""
+    assert first_difference(encode(kvcore_steps(GROUPS[name])), grouped[name]) is None
+
+
+def test_recorded_steps_cover_all_kinds_of_groups(grouped):
+    """The recorded steps have preemptions and hits, of all kinds of groups with either lag."""
+    assert GROUPS.keys() == grouped.keys()
+    steps = [step for each in grouped.values() for step in decode(each["runs"])]
+    preempted = sum(len(lost) for _, _, lost in steps)
+    hits = sum(sum(admitted.values()) for _, admitted, _ in steps)
+    assert (len(steps), preempted, hits) == GROUPED_COUNTS
+    kinds = {group.kind for each in GROUPS.values() for group in each.groups}
+    assert kinds == {"full", "window", "state"}
+    assert {each.lag for each in GROUPS.values()} == {0, 1}

@@ -1,0 +1,877 @@
+"""Cache groups: what layers of several kinds keep, in one pool of blocks.
+
+Layers with full attention keep K/V of all tokens, layers with a window that of the last ones,
+and recurrent layers a state. A *group* is a set of layers that keep the same; a sequence has a
+table of blocks for each. All blocks take the same bytes, so any free one can go to any group:
+
+    position      0     1     2     3     4     5
+    full        [ A ] [ B ] [ C ] [ D ] [ E ] [   ]     all tokens
+    window        -     -     -   [ D'] [ E'] [   ]     the window has passed the first three
+    state         -     -     -     -   [ s ] [   ]     the state after position 4; the newest
+
+A block that is filled gets a *name*, its group and its key, by which later requests hit it.
+Full attention names all blocks, the others those at which a request is likely to resume
+(`GroupedCache._kept`). Several blocks may have one name; the oldest of these copies is hit.
+
+A block that no sequence holds any more is free. Blocks without a name are taken first; then
+those with a name, the least recently freed one first, and these are evicted.
+
+Source: the hybrid KV cache manager of vLLM 0.33, whose hits, refusals, free blocks and
+evictions these rules have.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Keys
+from math import lcm
+from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
+
+import attrs
+
+from kvcore.cache.eviction import EvictionPolicy
+from kvcore.cache.layout import GENERATED, BlockLayout
+from kvcore.cache.pool import CountingPool
+from kvcore.cache.residency import CacheStats
+from kvcore.cache.sequence import Sequence
+from kvcore.cache.tree import root_span
+from kvcore.errors import InputError, OutOfBlocks
+from kvcore.plugins import resolve
+from kvcore.request import Key, Request
+
+GroupKind: TypeAlias = Literal["full", "window", "state"]
+"""What a group keeps of a sequence."""
+
+Name: TypeAlias = Any
+"""The name of a full block in its group: its key, with its position if keys are longer."""
+
+
+@attrs.frozen
+class LayerGroup:
+    """Layers that keep the same of a sequence, with one table of blocks.
+
+    Attributes:
+        kind: `full`: K/V of all tokens; `window`: that of the last `window` tokens; `state`:
+            the state after the last token.
+        block_size: tokens of a block; a state stands for all tokens up to the end of a block.
+        window: tokens that a token attends to, itself included; None except for a `window`.
+        layers: number of layers.
+
+    Raises:
+        InputError: an unknown kind, or numbers that do not belong to it.
+    """
+
+    kind: GroupKind
+    block_size: int
+    window: int | None = None
+    layers: int = 1
+
+    def __attrs_post_init__(self) -> None:
+        """Check the fields."""
+        problem = ""
+        if self.kind not in get_args(GroupKind):
+            problem = f"there are: {', '.join(get_args(GroupKind))}"
+        elif any(type(n) is not int or n < 1 for n in (self.block_size, self.layers)):
+            problem = "give whole tokens of a block and layers, 1 or more"
+        elif (self.kind == "window") != (self.window is not None):
+            problem = "give a window, and that alone, the tokens that it has"
+        elif self.window is not None and (type(self.window) is not int or self.window <= 1):
+            problem = "a window has 2 or more whole tokens"
+        if problem:
+            msg = f"{self}: {problem}"
+            raise InputError(msg)
+
+    @property
+    def needed(self) -> int:
+        """Number of blocks before a position that a request needs to resume there."""
+        return 1 if self.window is None else -(-(self.window - 1) // self.block_size)
+
+    def passed(self, tokens: int) -> int:
+        """Return how many first blocks no token after the first `tokens` needs."""
+        if self.kind == "full" or not tokens:
+            return 0
+        return (
+            max(0, tokens - (1 if self.window is None else self.window - 1)) // self.block_size
+        )
+
+
+class Block:
+    """A block with a name, or the stand-in of all blocks without one.
+
+    Attributes:
+        group: index of its group.
+        name: its name in the group.
+        holders: number of sequences that hold it.
+        younger: the next copy of the same name, by age.
+    """
+
+    __slots__ = ("group", "holders", "name", "younger")
+
+    def __init__(self, group: int, name: Name) -> None:
+        self.group = group
+        self.name = name
+        self.holders = 1
+        self.younger: Block | None = None
+
+
+BARE: Final = Block(-1, None)
+"""Stands for each block without a name: these are alike, so that only their number counts."""
+
+
+class Table:
+    """The blocks of a sequence in one group.
+
+    Attributes:
+        first: position of the first block of `blocks`; nothing before it is kept.
+        blocks: the blocks from there on; None where none is kept, between states.
+        stored: number of first positions whose blocks have a name, if they are to have one.
+    """
+
+    __slots__ = ("blocks", "first", "stored")
+
+    def __init__(self, first: int, blocks: list[Block | None], stored: int) -> None:
+        self.first = first
+        self.blocks = blocks
+        self.stored = stored
+
+    @property
+    def end(self) -> int:
+        """The position after the last block."""
+        return self.first + len(self.blocks)
+
+
+class BlockNames:
+    """The names of the blocks of a request, for one size of blocks.
+
+    Attributes:
+        keyed: number of first blocks with a key of the workload.
+        end: number of first blocks with a name; those beyond `keyed` are generated ones, which
+            only the same request can hit.
+        shared: number of first blocks that others can hit once they are full.
+    """
+
+    __slots__ = ("_keys", "_ratio", "_request", "end", "keyed", "shared")
+
+    def __init__(self, layout: BlockLayout, request: Request) -> None:
+        keys, _, _, cacheable, _, _ = layout.lay_out(request)
+        self._keys: Keys[Key] = keys
+        self._ratio = layout.ratio
+        self._request = request.id
+        self.keyed = self.end = self.shared = cacheable
+        share = request.hints.share
+        if share is not None:
+            self.shared = min(cacheable, share // layout.block_size)
+
+    def __getitem__(self, position: int) -> Name:
+        """Return the name of the block at `position`, below `end`."""
+        if position >= self.keyed:
+            return GENERATED, self._request, position
+        if self._ratio == 1:
+            return self._keys[position]
+        return self._keys[position // self._ratio], position
+
+
+class GroupMatch(NamedTuple):
+    """The cached prefix of a request.
+
+    Attributes:
+        tokens: its length, which all groups can serve.
+        junction: the longest prefix that a single group has, if that is longer; else 0. Others
+            share it, and a group has not kept what is needed to resume at its end.
+        blocks: for each group the cached blocks that the request needs, up to its end.
+    """
+
+    tokens: int
+    junction: int
+    blocks: tuple[list[Block | None], ...]
+
+
+class GroupSequence(Sequence):
+    """The block tables of an open request: one a group. It has no spans.
+
+    Attributes:
+        tables: its blocks, by group.
+        names: the names of its blocks, by their size.
+        junction: that of its `GroupMatch`.
+        settled: tokens that were allocated before the newest ones.
+        committed_at: the time (ns) of its last commit.
+        fresh: the states that have a name and that it has not computed yet, by group and name.
+    """
+
+    __slots__ = ("committed_at", "fresh", "junction", "names", "settled", "tables")
+
+    tables: list[Table]
+    names: dict[int, BlockNames]
+    junction: int
+    settled: int
+    committed_at: int | None
+    fresh: list[tuple[int, Name]]
+
+
+class GroupedCache:
+    """Allocates, shares, reuses and evicts blocks of cache groups, in a pool of all of them.
+
+    It has the calls of `KVCache` that serving makes (`ServedCache`), in `tokens` accounting:
+    blocks are allocated chunk by chunk, hits are multiples of `geometry.block_size`. The rest
+    is not known to groups: tiers, traces, retention of tokens, forks, drafts, and eviction
+    policies other than LRU.
+
+    Args:
+        groups: the groups.
+        blocks: blocks in the pool.
+        retention_interval: which windows and states get names beside those at the end of a
+            prompt and at a junction: 0: none; a number of tokens: those at its multiples; None:
+            those wherever a request could resume.
+        key_tokens: tokens that a block key of a request stands for; None: the first request
+            decides.
+        eviction: `lru`, the only policy that groups know; None stands for it.
+
+    Attributes:
+        groups, retention_interval: the arguments.
+        has_states: whether a group keeps states.
+        pool: the blocks; its free ones have no name.
+        geometry: the layout of prompts in blocks of which each is whole in every group.
+        sequences: the open sequences by id.
+        stats: counts of lookups and hits so far.
+        evicted_blocks: number of blocks evicted so far.
+        in_flight_tokens: tokens that may be computed before what the window has passed is
+            freed, for the admission of prompts.
+        names_generated: whether generated blocks without keys get names.
+
+    Raises:
+        InputError: no groups, or numbers that do not fit them or one another.
+    """
+
+    retention: Final = None
+    tiers: Final = None
+    trace: Final = None
+    prefix: Final = None
+    pins: Final = None
+    counts_only: Final = True
+
+    def __init__(
+        self,
+        groups: Iterable[LayerGroup],
+        blocks: int,
+        *,
+        retention_interval: int | None = 0,
+        key_tokens: int | None = None,
+        eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
+    ) -> None:
+        self.groups = tuple(groups)
+        if not self.groups:
+            msg = "a cache without groups: give one or more, such as LayerGroup('full', 16)"
+            raise InputError(msg)
+        self.has_states = any(group.kind == "state" for group in self.groups)
+        sizes = {group.block_size for group in self.groups}
+        self._size = size = lcm(*sizes)
+        if retention_interval is not None and (
+            type(retention_interval) is not int or retention_interval % size
+        ):
+            msg = (
+                f"retention_interval={retention_interval!r}: give a multiple of {size:,} "
+                "tokens, which blocks of all groups divide; 0 for the ends of prompts alone; "
+                "or None for all"
+            )
+            raise InputError(msg)
+        self.retention_interval = retention_interval
+        self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
+        if self.eviction.name != "lru":
+            msg = (
+                f"eviction {self.eviction.name!r} with cache groups: they are evicted by lru; "
+                "leave it out, or serve the model as one group"
+            )
+            raise InputError(msg)
+        self.geometry = BlockLayout("tokens", size, key_tokens)
+        self._layouts = {each: BlockLayout("tokens", each, key_tokens) for each in sizes}
+        self.pool = CountingPool(blocks)
+        self.sequences: dict[int, GroupSequence] = {}
+        self.stats = CacheStats()
+        self.evicted_blocks = 0
+        self.in_flight_tokens = 0
+        self.names_generated = False
+        self._root = root_span(self.geometry)
+        self._last_id = 0
+        # By group, the oldest block of each name; and the named blocks without a holder, the
+        # least recently freed one first.
+        self._cached: list[dict[Name, Block]] = [{} for _ in self.groups]
+        self._evictable: OrderedDict[Block, None] = OrderedDict()
+        self._fresh: set[tuple[int, Name]] = set()
+        # Groups of one kind are looked up together, those with full attention first.
+        alike: dict[tuple[Any, ...], list[int]] = {}
+        for index, group in enumerate(self.groups):
+            alike.setdefault((group.kind, group.block_size, group.window), []).append(index)
+        self._alike = sorted(
+            ((self.groups[members[0]], members) for members in alike.values()),
+            key=lambda kind: kind[0].kind != "full",
+        )
+
+    # Reading.
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a running sequence may hold fewer tokens than it has: no group keeps all."""
+        return all(group.kind != "full" for group in self.groups)
+
+    @property
+    def unpinned_blocks(self) -> int:
+        """Number of blocks that can be evicted."""
+        return len(self._evictable)
+
+    @property
+    def available_blocks(self) -> int:
+        """Number of blocks that are free or can be evicted."""
+        return self.pool.free_blocks + len(self._evictable)
+
+    def probe(self, request: Request, now: int | None = None, target: int | None = None) -> int:
+        """Return the number of blocks of `geometry` of `request` that would hit."""
+        return self.match(request, now, target).tokens // self._size
+
+    def match(
+        self, request: Request, now: int | None = None, target: int | None = None
+    ) -> GroupMatch:
+        """Return the cached prefix of `request`, which would hit. Changes no block.
+
+        `target` is that of `open`.
+        """
+        del now
+        return self._look_up(self._names(request), target or request.prompt_tokens)
+
+    def need(self, match: GroupMatch, tokens: int, *, whole: bool = False) -> int:
+        """Return how many blocks must be free or evictable to open a request.
+
+        Args:
+            match: its cached prefix.
+            tokens: tokens for which it gets blocks, the hit included.
+            whole: whether these are its whole prompt, computed in chunks: then a window holds
+                no more than it has with the tokens in flight.
+        """
+        total = 0
+        for group, hit in zip(self.groups, match.blocks, strict=True):
+            size = group.block_size
+            blocks = -(-tokens // size)
+            if whole and group.window is not None:
+                kept = group.window - 1 + self.in_flight_tokens
+                blocks = min(blocks, -(-kept // size) + 1)
+            blocks = max(blocks - match.tokens // size, 0)
+            total += min(blocks, 1) if group.kind == "state" else blocks
+            total += sum(1 for block in hit if block is not None and not block.holders)
+        return total
+
+    def is_computed(self, match: GroupMatch) -> bool:
+        """Return True if no state of `match` is one that the planned step computes."""
+        fresh = self._fresh
+        return not fresh or not any(
+            block is not None and (block.group, block.name) in fresh
+            for hit in match.blocks
+            for block in hit
+        )
+
+    def most_blocks(self, tokens: int) -> int:
+        """Return the most blocks that a sequence holds until it has `tokens` tokens."""
+        total = 0
+        for group in self.groups:
+            blocks = -(-tokens // group.block_size)
+            if group.kind == "state":
+                blocks = min(blocks, 2)  # the newest, and the one that it was computed from
+            elif group.window is not None:
+                kept = group.window - 1 + self.in_flight_tokens
+                blocks = min(blocks, -(-kept // group.block_size) + 1)
+            total += blocks
+        return total
+
+    def chunk_tokens(
+        self, start: int, tokens: int, prompt: int, target: int, junction: int, largest: int
+    ) -> int:
+        """Return how many of `tokens` tokens from `start` on the next chunk of a prompt has.
+
+        A state can be cached only where a chunk ends. So a chunk ends at a multiple of the
+        block, unless it is the last one of its prompt; and at the last such multiple before
+        the prompt's last token, and at the junction. 0: there are too few tokens for that.
+
+        Args:
+            start: tokens that are computed.
+            tokens: tokens that may be.
+            prompt: tokens of the prompt.
+            target: tokens to compute before the next one is generated.
+            junction: that of its `GroupMatch`.
+            largest: the most tokens of a step. A block with more is computed over several.
+        """
+        # After a preemption the last token is a generated one, computed as in a decode step.
+        prompt_end, size = max(prompt, target - 1), self._size
+        if not self.has_states or start >= prompt_end:
+            return tokens
+        end = start + tokens
+        if end < prompt_end:
+            last = end // size * size
+            if last > start or size <= largest:
+                end = last
+        stops = [(target - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if start < junction < end:
+            stops.append(start + (junction - start) // size * size)
+        return max(min((stop for stop in stops if start < stop < end), default=end) - start, 0)
+
+    def residency_by_tier(self) -> None:
+        """Return None: how long blocks of groups stay is not recorded."""
+
+    def record_residency(self) -> None:
+        """Do nothing: how long blocks of groups stay is not recorded."""
+
+    # From open to close.
+
+    def announce(self, request: Request, now: int) -> None:
+        """Do nothing: there is no trace into which an arrival is written."""
+
+    def open(
+        self,
+        request: Request,
+        first_tokens: int | None = None,
+        now: int | None = None,
+        *,
+        resumed: bool = False,
+        target: int | None = None,
+        reserve: int = 0,
+        match: GroupMatch | None = None,
+    ) -> GroupSequence:
+        """Admit `request`: take the blocks it hits, and allocate those it computes first.
+
+        Args:
+            request: the request.
+            first_tokens: tokens to allocate after the hit; None: the rest of `target`.
+            now: the time in ns.
+            resumed: whether a preempted request returns: then its hit is no reuse.
+            target: tokens to compute before the next one is generated; None: the prompt.
+            reserve: number of blocks that must stay free or evictable.
+            match: its cached prefix if that has been looked up; None: it is.
+
+        Raises:
+            OutOfBlocks: too few blocks are free or evictable, or the step that is planned
+                computes a state that it would hit; no block has changed.
+        """
+        del now
+        self._check_hints(request)
+        names, length = self._names(request), target or request.prompt_tokens
+        if match is None:
+            match = self._look_up(names, length)
+        hit = match.tokens
+        tokens = length if first_tokens is None else hit + first_tokens
+        need = self.need(match, tokens)
+        if need + reserve > self.available_blocks or not self.is_computed(match):
+            raise OutOfBlocks(self._no_room(request, need))
+        self._last_id += 1
+        _, prompt, _, cacheable, lookup, _ = self.geometry.lay_out(request)
+        size = self._size
+        seq = GroupSequence(
+            self._last_id, self._last_id, request, request.keys, cacheable, lookup,
+            hit // size, hit, hit, hit // size, length, self._root,
+        )  # fmt: skip
+        seq.names, seq.junction, seq.fresh = names, match.junction, []
+        seq.settled, seq.committed_at, seq.tables = hit, None, []
+        for group, blocks in zip(self.groups, match.blocks, strict=True):
+            for block in blocks:
+                if block is not None:
+                    if not block.holders:
+                        del self._evictable[block]
+                    block.holders += 1
+            stored = hit // group.block_size
+            seq.tables.append(Table(group.passed(hit), blocks[:], stored))
+        self._allocate(seq, tokens)
+        self.sequences[seq.id] = seq
+        self.stats.admitted(lookup, hit // size, prompt, hit, resumed)
+        return seq
+
+    def grow(self, seq: GroupSequence, tokens: int) -> bool:
+        """Allocate for the first `tokens` tokens of `seq`; return False if there is no room."""
+        if not self.has_room(seq, tokens):
+            return False
+        self._allocate(seq, tokens)
+        return True
+
+    def free_passed(self, seq: GroupSequence, tokens: int) -> bool:
+        """Free the blocks that no token after the first `tokens` of `seq` needs, last first.
+
+        So a window ages from the time at which it has passed, not from the end of its request.
+        Returns True if more blocks are available then.
+        """
+        before = self.available_blocks
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            count = min(group.passed(tokens) - table.first, len(table.blocks))
+            if count > 0:
+                passed = table.blocks[:count]
+                del table.blocks[:count]
+                table.first += count
+                passed.reverse()
+                self._free(passed)
+        return self.available_blocks > before
+
+    def has_room(self, seq: GroupSequence, tokens: int) -> bool:
+        """Return True if there are blocks for the first `tokens` tokens of `seq`."""
+        return self._missing(seq, tokens) <= self.available_blocks
+
+    def extend(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
+        """Allocate blocks for `tokens` more tokens; evict blocks if too few are free.
+
+        Raises:
+            OutOfBlocks: too few are free or evictable; none has been allocated.
+        """
+        del now
+        total = seq.tokens + tokens
+        self.free_passed(seq, seq.computed)
+        if not self.grow(seq, total):
+            raise OutOfBlocks(self._no_room(seq.request, self._missing(seq, total)))
+
+    def commit(self, seq: GroupSequence, tokens: int, now: int | None = None) -> None:
+        """Count `tokens` more tokens as computed: full blocks get their names."""
+        if tokens < 0 or seq.computed + tokens > seq.tokens:
+            seq.refuse_commit(tokens)
+        seq.committed_at = now
+        seq.computed += tokens
+        self.store(seq, seq.computed)
+        if seq.fresh:
+            self._fresh.difference_update(seq.fresh)
+            seq.fresh.clear()
+
+    def publish(self, seq: GroupSequence, tokens: int, now: int) -> None:
+        """Give names to the blocks that the next `tokens` tokens of `seq` will fill.
+
+        Nobody hits a state before it is committed: a state is read when a step begins.
+        """
+        del now
+        seq.fresh.extend(self.store(seq, seq.computed + tokens))
+        self._fresh.update(seq.fresh)
+
+    def store(self, seq: GroupSequence, tokens: int) -> list[tuple[int, Name]]:
+        """Give names to the blocks that the first `tokens` tokens of `seq` fill; return states.
+
+        With several groups these are tokens whose blocks are full in all of them.
+        """
+        if len(self.groups) > 1:
+            tokens = tokens // self._size * self._size
+        states = []
+        for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
+            names = seq.names[group.block_size]
+            start, end = table.stored, min(tokens // group.block_size, names.shared)
+            if end <= start:
+                continue
+            table.stored, first, blocks = end, table.first, table.blocks
+            cached = self._cached[index]
+            for position in self._kept(group, max(start, first), end, seq):
+                if blocks[position - first] is None:
+                    continue
+                name = names[position]
+                block = blocks[position - first] = Block(index, name)
+                oldest = cached.setdefault(name, block)
+                if oldest is not block:
+                    while oldest.younger is not None:
+                        oldest = oldest.younger
+                    oldest.younger = block
+                if group.kind == "state":
+                    states.append((index, name))
+        return states
+
+    def keep_generated(self, seq: GroupSequence, tokens: int, now: int) -> None:
+        """Give names to the generated blocks that the first `tokens` tokens of `seq` fill."""
+        del now
+        _name_generated(seq.names, seq.request, tokens)
+        self.store(seq, tokens)
+
+    def settle(self, seq: GroupSequence, tokens: int) -> None:
+        """Set the length of the text of `seq` to `tokens`. O(1)."""
+        seq.tokens = tokens
+
+    def close(
+        self,
+        seq: GroupSequence,
+        now: int | None = None,
+        length: int | None = None,
+        *,
+        preempted: bool = False,
+    ) -> None:
+        """Give back all blocks of `seq`, of each group the last one first."""
+        del now, length, preempted
+        if self.sequences.pop(seq.id, None) is not seq:
+            msg = f"sequence {seq.id} (request {seq.request.id}) is closed"
+            raise InputError(msg)
+        seq.is_open = False
+        self._fresh.difference_update(seq.fresh)
+        for table in seq.tables:
+            self._free(reversed(table.blocks))
+        seq.tables.clear()
+
+    def compute(self, request: Request, max_tokens: int) -> GroupMatch:
+        """Compute the prompt of `request` in chunks, alone on the server; return its hit.
+
+        For replays without a clock. A prompt that finds no room ends there.
+
+        Args:
+            request: the request.
+            max_tokens: the most tokens of a chunk.
+        """
+        match, length = self.match(request), request.prompt_tokens
+        computed, seq = match.tokens, None
+        self.in_flight_tokens = max_tokens
+        while computed < length:
+            tokens = self.chunk_tokens(
+                computed, min(max_tokens, length - computed), length, length, match.junction,
+                max_tokens,
+            )  # fmt: skip
+            if seq is None:
+                if self.need(match, computed + tokens) > self.available_blocks:
+                    break
+                seq = self.open(request, tokens, match=match)
+            else:
+                self.free_passed(seq, computed)
+                if not self.grow(seq, computed + tokens):
+                    break
+            self.commit(seq, tokens)
+            computed += tokens
+        if seq is not None:
+            self.close(seq)
+        return match
+
+    def append_keys(self, seq: GroupSequence, keys: Keys[Key]) -> NoReturn:
+        """Refuse keys that become known while a request runs, as in runs on tensors."""
+        msg = (
+            f"request {seq.request.id!r} gets {len(keys)} keys while it runs, which cache "
+            "groups do not know: serve the model as one group"
+        )
+        raise InputError(msg)
+
+    def make_room(self, blocks: int, now: int) -> bool:
+        """Return True if `blocks` blocks are free or evictable."""
+        del now
+        return blocks <= self.available_blocks
+
+    def check_integrity(self) -> None:
+        """Check every invariant. O(blocks).
+
+        Raises:
+            AssertionError: an invariant does not hold; the message has the numbers.
+        """
+        tables = [table for seq in self.sequences.values() for table in seq.tables]
+        holders = Counter(block for table in tables for block in table.blocks)
+        bare = holders.pop(BARE, 0)
+        holders.pop(None, None)
+        named = dict(self._named())
+        for block, place in named.items():
+            held = holders.pop(block, 0)
+            is_evictable = block in self._evictable
+            if (
+                (block.group, block.name) != place
+                or block.holders != held
+                or (is_evictable == (held > 0))
+            ):
+                msg = (
+                    f"block {block.name!r} of group {block.group} is found as {place!r}; it "
+                    f"has {block.holders} holders, {held} tables, evictable is {is_evictable}"
+                )
+                raise AssertionError(msg)
+        total = self.pool.free_blocks + bare + len(named)
+        if holders or total != self.pool.blocks or len(self._evictable) > len(named):
+            msg = (
+                f"{self.pool.free_blocks} free, {bare} held without a name and {len(named)} "
+                f"named blocks, {len(self._evictable)} of them evictable, are not "
+                f"{self.pool.blocks}; {len(holders)} held ones have lost their names"
+            )
+            raise AssertionError(msg)
+
+    def _named(self) -> Iterator[tuple[Block, tuple[int, Name]]]:
+        """Yield the blocks with a name, and their groups and names, by which they are found."""
+        for index, cached in enumerate(self._cached):
+            for name, oldest in cached.items():
+                copy: Block | None = oldest
+                while copy is not None:
+                    yield copy, (index, name)
+                    copy = copy.younger
+
+    # Lookup.
+
+    def _check_hints(self, request: Request) -> None:
+        """Refuse the hints of `request` that groups do not know."""
+        hints = request.hints
+        if request.retention or hints.pin is not None or hints.demote:
+            msg = (
+                f"request {request.id!r} has hints for eviction, which cache groups do not "
+                "know: serve the model as one group, or leave the hints out"
+            )
+            raise InputError(msg)
+
+    def _names(self, request: Request) -> dict[int, BlockNames]:
+        """Return the names of the blocks of `request`, by their size."""
+        names = {size: BlockNames(layout, request) for size, layout in self._layouts.items()}
+        if self.names_generated:
+            _name_generated(names, request, request.prompt_tokens + request.output_tokens)
+        return names
+
+    def _look_up(self, names: dict[int, BlockNames], length: int) -> GroupMatch:
+        """Return the longest prefix below `length` that all groups have.
+
+        Each kind of group takes the length that those before it have left, or shortens it,
+        until none does.
+        """
+        tokens, longest, before = length - 1, 0, length
+        full: dict[int, int] = {}
+        while tokens < before:
+            before = tokens
+            for group, members in self._alike:
+                own, index = names[group.block_size], members[0]
+                if group.kind != "full":
+                    tokens = self._last_resume(group, members, own, tokens)
+                else:
+                    if index not in full:
+                        full[index] = self._prefix(group, members, own, tokens)
+                    tokens = min(tokens, full[index])
+                longest = max(longest, tokens)
+        blocks: list[list[Block | None]] = []
+        for group, cached in zip(self.groups, self._cached, strict=True):
+            own = names[group.block_size]
+            needed = range(group.passed(tokens), tokens // group.block_size)
+            blocks.append([cached[own[position]] for position in needed])
+        return GroupMatch(tokens, longest if longest > tokens else 0, tuple(blocks))
+
+    def _prefix(
+        self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
+    ) -> int:
+        """Return how many first tokens, at most `tokens`, these groups have without a gap."""
+        tables = [self._cached[index] for index in members]
+        end = min(tokens // group.block_size, names.end)
+        position = 0
+        while position < end:
+            name = names[position]
+            if not all(name in cached for cached in tables):
+                break
+            position += 1
+        return self._aligned(position * group.block_size)
+
+    def _last_resume(
+        self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
+    ) -> int:
+        """Return the last length, at most `tokens`, at which windows or states can resume.
+
+        There the blocks of the window are cached in all of these groups, or all from the first
+        one on if these are fewer.
+        """
+        tables = [self._cached[index] for index in members]
+        size, need, aligned = group.block_size, group.needed, self._size
+        run = top = 0
+        for position in range(min(tokens // size, names.end) - 1, -1, -1):
+            if not run and (position + 1) * size % aligned:
+                continue
+            name = names[position]
+            if not all(name in cached for cached in tables):
+                run = 0
+                continue
+            if not run:
+                top = position + 1
+            run += 1
+            if run >= need:
+                return top * size
+        return self._aligned(run * size) if group.kind == "window" else 0
+
+    def _aligned(self, tokens: int) -> int:
+        """Return `tokens` without those behind the last block that is whole in all groups."""
+        return tokens // self._size * self._size
+
+    def _kept(
+        self, group: LayerGroup, start: int, end: int, seq: GroupSequence
+    ) -> Iterable[int]:
+        """Return the positions in `[start, end)` whose blocks get a name.
+
+        Full attention keeps all. Of windows and states those are kept that a request needs
+        which resumes at the end of the prompt, at the junction, or at the end of an interval.
+        """
+        interval, need = self.retention_interval, group.needed
+        if group.kind == "full":
+            return range(start, end)
+        kept: set[int] = set()
+        if interval != 0:
+            per = (interval or self._size) // group.block_size
+            if need >= per or (group.kind == "state" and interval is None):
+                return range(start, end)
+            kept.update(i for i in range(start, end) if i % per >= per - need)
+        if interval is not None:
+            for boundary in (seq.request.prompt_tokens - 1, seq.junction):
+                last = self._aligned(boundary) // group.block_size
+                kept.update(range(max(start, last - need), min(end, last)))
+        return sorted(kept)
+
+    # Blocks.
+
+    def _missing(self, seq: GroupSequence, tokens: int) -> int:
+        """Return how many blocks the first `tokens` tokens of `seq` need beside its own."""
+        total = 0
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            blocks = -(-tokens // group.block_size) - table.end
+            if blocks > 0:
+                total += 1 if group.kind == "state" else blocks
+        return total
+
+    def _allocate(self, seq: GroupSequence, tokens: int) -> None:
+        """Allocate for the first `tokens` tokens of `seq`; there is room."""
+        count = 0
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            blocks = -(-tokens // group.block_size) - table.end
+            if blocks <= 0:
+                continue
+            if group.kind == "state":
+                # Only the state after the last token is computed into a block.
+                table.blocks += [None] * (blocks - 1)
+                blocks = 1
+            table.blocks += [BARE] * blocks
+            count += blocks
+        missing = count - self.pool.free_blocks
+        if missing > 0:
+            for _ in range(missing):
+                self._evict(self._evictable.popitem(last=False)[0])
+            self.pool.free_blocks = 0
+        else:
+            self.pool.free_blocks -= count
+        seq.settled, seq.tokens = seq.tokens, tokens
+        seq.blocks = -(-tokens // self._size)
+
+    def _evict(self, block: Block) -> None:
+        """Remove the name of `block`, which no sequence holds."""
+        self.evicted_blocks += 1
+        cached, name = self._cached[block.group], block.name
+        copy = cached[name]
+        if copy is not block:
+            while copy.younger is not block:
+                assert copy.younger is not None
+                copy = copy.younger
+            copy.younger = block.younger
+        elif block.younger is None:
+            del cached[name]
+        else:
+            cached[name] = block.younger
+
+    def _free(self, blocks: Iterable[Block | None]) -> None:
+        """Remove a holder of each of `blocks`, in order: those without another one are free."""
+        evictable = self._evictable
+        for block in blocks:
+            if block is BARE:
+                self.pool.free_blocks += 1
+            elif block is not None:
+                block.holders -= 1
+                if not block.holders:
+                    evictable[block] = None
+
+    def _no_room(self, request: Request, need: int) -> str:
+        return (
+            f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
+            f"{self.pool.blocks} are free and {len(self._evictable)} can be evicted"
+        )
+
+
+def _name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:
+    """Give names to the blocks of the first `tokens` tokens that `request` has generated.
+
+    Not if the workload has keys for its output, or not for its whole prompt.
+    """
+    if request.publishes or request.hints.share is not None:
+        return
+    for size, own in names.items():
+        if own.keyed == request.prompt_tokens // size:
+            own.end = own.shared = max(own.end, tokens // size)

@@ -1,0 +1,118 @@
+"""The calls of a cache that serving makes: what `KVCache` and `GroupedCache` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Keys
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from kvcore.cache.eviction import EvictionPolicy
+    from kvcore.cache.layout import BlockLayout
+    from kvcore.cache.pins import ClientPins
+    from kvcore.cache.pool import CountingPool
+    from kvcore.cache.prefix import PrefixIndex
+    from kvcore.cache.recorder import Recorder
+    from kvcore.cache.residency import CacheStats
+    from kvcore.cache.retention import RetentionPolicy
+    from kvcore.cache.sequence import Sequence
+    from kvcore.cache.tiers import LowerTiers
+    from kvcore.request import Key, Request
+
+
+class ServedCache(Protocol):
+    """Blocks that are shared, reused and evicted, as batcher, loop and result see them.
+
+    Sequences are opened, extended and closed by the allocator that goes with the cache: a
+    `DecodeAllocator` for a `KVCache`, a `GroupAllocator` for a `GroupedCache`. The attributes
+    and methods are described in these classes.
+    """
+
+    @property
+    def pool(self) -> CountingPool:
+        """The blocks."""
+
+    @property
+    def geometry(self) -> BlockLayout:
+        """The layout of prompts in blocks."""
+
+    @property
+    def eviction(self) -> EvictionPolicy:
+        """The eviction policy."""
+
+    @property
+    def prefix(self) -> PrefixIndex | None:
+        """The index of cached blocks; None: there is none."""
+
+    @property
+    def retention(self) -> RetentionPolicy | None:
+        """The policy that drops tokens; None: all are kept."""
+
+    @property
+    def tiers(self) -> LowerTiers | None:
+        """The tiers below the pool; None: there are none."""
+
+    @property
+    def trace(self) -> Recorder | None:
+        """The recorder of every decision; None: there is none."""
+
+    @property
+    def pins(self) -> ClientPins | None:
+        """The pins of clients; None: there are none."""
+
+    @property
+    def stats(self) -> CacheStats:
+        """Counts of lookups and hits so far."""
+
+    @property
+    def sequences(self) -> Mapping[int, Sequence]:
+        """The open sequences by id."""
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a running sequence may hold fewer tokens than it has."""
+
+    @property
+    def available_blocks(self) -> int:
+        """Number of blocks that are free or can be evicted."""
+
+    @property
+    def unpinned_blocks(self) -> int:
+        """Number of blocks that can be evicted."""
+
+    @property
+    def evicted_blocks(self) -> int:
+        """Number of blocks that have left the cache so far."""
+
+    def probe(self, request: Request, now: int | None, target: int | None = None) -> int:
+        """Return how many blocks of `request` would hit."""
+
+    def announce(self, request: Request, now: int) -> None:
+        """Called when `request` has arrived."""
+
+    def commit(self, seq: Any, tokens: int, now: int | None) -> None:
+        """Count `tokens` more tokens as computed."""
+
+    def publish(self, seq: Any, tokens: int, now: int) -> None:
+        """Share the blocks that the next `tokens` tokens will fill."""
+
+    def keep_generated(self, seq: Any, tokens: int, now: int) -> None:
+        """Share the generated blocks that `tokens` tokens fill."""
+
+    def settle(self, seq: Any, tokens: int) -> None:
+        """Set the length of the text of `seq` to `tokens`."""
+
+    def append_keys(self, seq: Any, keys: Keys[Key]) -> None:
+        """Append the keys of generated blocks."""
+
+    def make_room(self, blocks: int, now: int) -> bool:
+        """Return True if `blocks` blocks are or can be made available."""
+
+    def check_integrity(self) -> None:
+        """Check every invariant."""
+
+    def record_residency(self) -> Any:
+        """Start to record how long blocks stay."""
+
+    def residency_by_tier(self) -> dict[str, Any] | None:
+        """Return how long blocks stayed; None: unknown."""

@@ -1,0 +1,47 @@
+"""Hits of cache groups on the bundled trace, against those of vLLM's own cache manager."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcore.cache import GroupedCache, LayerGroup
+from kvcore_plugins.workload import Mooncake
+
+FULL = LayerGroup("full", 512)
+LAYOUTS = {
+    "full": (1, [FULL]),
+    "gemma-3": (6, [FULL, *[LayerGroup("window", 512, 1024)] * 5]),
+    "gpt-oss": (2, [FULL, LayerGroup("window", 512, 128)]),
+    "qwen3-next": (2, [LayerGroup("full", 1024), *[LayerGroup("state", 1024)] * 3]),
+}
+"""Groups like those of models, and how many of their blocks take the memory of 512 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("like", "interval", "percents"),
+    [
+        ("full", 0, (5.66, 19.23)),
+        ("gemma-3", 0, (18.41, 33.10)),
+        ("gemma-3", None, (5.67, 20.08)),
+        ("gpt-oss", 0, (8.39, 25.44)),
+        ("gpt-oss", None, (5.67, 19.70)),
+        ("qwen3-next", 0, (10.69, 27.03)),
+        ("qwen3-next", None, (8.86, 26.19)),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1], ids=["2,048", "8,192"])
+def test_hits_are_those_of_vllm(like, interval, percents, place):
+    """Groups hit the share of tokens that vLLM's hybrid manager hits in equal memory.
+
+    It is the memory of 2,048 or 8,192 blocks of 512 tokens in all layers. Requests come one
+    after the other, in chunks of 8,192 tokens. Made by the `KVCacheManager` of vLLM 0.33.
+    """
+    per_block, groups = LAYOUTS[like]
+    blocks = (2048, 8192)[place] * per_block
+    # Block 0 of vLLM is never used.
+    cache = GroupedCache(groups, blocks - 1, retention_interval=interval)
+    for request in Mooncake():
+        cache.compute(request, 8192)
+    assert not cache.sequences
+    hit = 100 * cache.stats.hit_tokens / cache.stats.lookup_tokens
+    assert round(hit, 2) == percents[place]

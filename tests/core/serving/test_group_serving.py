@@ -1,0 +1,215 @@
+"""Serving from cache groups: jumps, chunks, and what is refused."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+
+from kvcore import Request
+from kvcore.cache import GroupedCache, KVCache, LayerGroup
+from kvcore.config import RunConfig
+from kvcore.errors import InputError
+from kvcore.models.groups import groups_of
+from kvcore.models.released import MODELS
+from kvcore.request import Hints
+from kvcore.serving import Batching, simulate
+from kvcore_plugins.workload import Zipf
+
+FULL, STATE, WINDOW = LayerGroup("full", 8), LayerGroup("state", 8), LayerGroup("window", 8, 30)
+GROUPS = {
+    "window": [FULL, WINDOW],
+    "state": [FULL, STATE],
+    "three": [FULL, WINDOW, STATE],
+    "two sizes": [LayerGroup("full", 16), LayerGroup("window", 8, 20)],
+}
+
+
+def requests(seed, count=40):
+    """Return requests whose prompts continue each other, some with keys for their output."""
+    rng, made, known, now = Random(seed), [], [], 0
+    for number in range(count):
+        now += rng.randrange(30_000_000)
+        keys = [f"{number}/{place}" for place in range(rng.randint(1, 20))]
+        if known and rng.random() < 0.6:
+            earlier = rng.choice(known)
+            keys = earlier[: rng.randint(1, len(earlier))] + keys[:6]
+        known.append(keys)
+        prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice((1, 5, 40, 80))
+        generated = (prompt + output) // 8 - prompt // 8
+        made.append(
+            Request(
+                id=number,
+                arrival=now,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                keys=keys,
+                output_keys=[f"o{number}/{place}" for place in range(generated)]
+                if rng.random() < 0.3
+                else [],
+                key_tokens=8,
+            )
+        )
+    return made
+
+
+@pytest.mark.parametrize("rules", [None, "vllm:lag=0", "vllm", "sglang"])
+@pytest.mark.parametrize("groups", GROUPS)
+def test_jumps_change_no_decision(groups, rules):
+    """Many decode steps at once end as step by step: times, evictions, free blocks."""
+    runs = []
+    for jumps in (True, False):
+        cache = GroupedCache(GROUPS[groups], 90, retention_interval=None)
+        batching = Batching(rules=rules, max_tokens=64, max_seqs=16)
+        served = requests(f"{groups}/{rules}")
+        result = simulate(served, cache=cache, batching=batching, jumps=jumps)
+        cache.check_integrity()
+        summary = {**result.summary(), "wall_s": 0}
+        runs.append((summary, cache.pool.free_blocks, cache.unpinned_blocks))
+    assert runs[0] == runs[1]
+    assert runs[0][0]["requests"] == 40
+    assert runs[0][0]["evicted_blocks"] > 0
+
+
+def test_one_group_of_full_attention_serves_as_a_cache_of_spans():
+    """Requests that share nothing take the time and the steps that a `KVCache` gives them."""
+    served = [
+        Request(id=n, arrival=n * 10**7, prompt_tokens=50 + n, output_tokens=20, key_tokens=8)
+        for n in range(60)
+    ]
+    batching, results = Batching(rules="vllm:lag=0", max_tokens=128, max_seqs=16), []
+    for cache in (GroupedCache([FULL], 400), KVCache(400, 8)):
+        summary = simulate(served, cache=cache, batching=batching, residency=False).summary()
+        results.append(
+            {name: summary[name] for name in ("steps", "simulated_s", "preemptions")}
+        )
+    assert results[0] == results[1]
+
+
+def test_a_state_cuts_chunks_at_its_blocks():
+    """A chunk ends at a multiple of the block, at the last one of the prompt, at a junction."""
+    cache = GroupedCache([FULL, STATE], 100)
+
+    def cut(start, tokens, prompt, junction=0):
+        return cache.chunk_tokens(start, tokens, prompt, prompt, junction, 64)
+
+    assert cut(0, 30, 100) == 24
+    assert cut(0, 100, 100) == 96  # the last block that a later request can resume after
+    assert cut(96, 4, 100) == 4
+    assert cut(0, 64, 100, junction=40) == 40
+    assert cut(0, 5, 100) == 0  # too few tokens for a block: it waits
+    assert GroupedCache([FULL, WINDOW], 100).chunk_tokens(0, 30, 100, 100, 0, 64) == 30
+
+
+def test_a_window_is_free_once_it_has_passed():
+    """A running sequence holds the blocks of its window, not those of its whole text."""
+    cache, most = GroupedCache([WINDOW], 100), []
+    request = Request(id=0, arrival=0, prompt_tokens=800, output_tokens=1, key_tokens=8)
+    seq = cache.open(request, 64)
+    while seq.tokens < 800:
+        most.append(cache.pool.blocks - cache.available_blocks)
+        cache.commit(seq, seq.tokens - seq.computed)
+        cache.extend(seq, min(64, 800 - seq.tokens))
+    assert max(most) == 12  # of a chunk and the window before it, of 100
+    assert cache.evicted_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: LayerGroup("ring", 8), "there are: full, window, state"),
+        (lambda: LayerGroup("full", 0), "1 or more"),
+        (lambda: LayerGroup("window", 8), "give a window, and that alone"),
+        (lambda: LayerGroup("window", 8, 1), "2 or more"),
+        (lambda: GroupedCache([], 9), "a cache without groups"),
+        (lambda: GroupedCache([FULL], 9, retention_interval=12), "give a multiple of 8"),
+        (lambda: GroupedCache([FULL], 9, eviction="lfu"), "they are evicted by lru"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(make, problem):
+    """Groups, intervals and policies that cannot be raise InputError, which says what to do."""
+    with pytest.raises(InputError, match=problem):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"fragmentation": True}, "fragmentation with cache groups"),
+        ({"drafter": "acceptance"}, "drafter with cache groups"),
+        ({"batching": Batching(chunked=False)}, "chunked=False with a model that keeps states"),
+    ],
+)
+def test_parts_that_do_not_know_groups_are_refused(options, problem):
+    """A part that does not know groups raises InputError."""
+    cache = GroupedCache([FULL, STATE], 100)
+    with pytest.raises(InputError, match=problem):
+        simulate(requests(0), cache=cache, **options)
+
+
+def test_hints_for_eviction_are_refused():
+    """A request with a pin raises InputError, since groups are evicted by LRU alone."""
+    pinned = Request(id=0, prompt_tokens=20, key_tokens=8, hints=Hints(pin=10))
+    with pytest.raises(InputError, match="hints for eviction"):
+        simulate([pinned], cache=GroupedCache([FULL], 100))
+
+
+def build(**options):
+    """Return the parts of a run of gemma-3-12b."""
+    workload = Zipf(requests=20, rate=5)
+    given = {"model": "gemma-3-12b", "tensor_parallel": 1, **options}
+    return RunConfig.of(**given).build(workload=workload)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tier": "host:memory=64GiB"}, {"retention": "window:tokens=64"}, {"eviction": "lfu"}],
+)
+def test_options_that_do_not_know_groups_are_refused(options):
+    """An option that groups do not know is refused, and served as one group."""
+    (name,) = options
+    with pytest.raises(InputError, match=f"^{name}: .*one group"):
+        build(**options).run()
+    one = build(**options, disable_hybrid_kv_cache_manager=True)
+    assert isinstance(one.served_cache(), KVCache)
+
+
+def test_a_model_with_windows_is_served_in_groups():
+    """gemma-3-12b has vLLM's six groups, in a pool of blocks for any of them."""
+    parts = build(memory="45GiB")
+    cache = parts.served_cache()
+    kinds = [(group.kind, group.layers, group.window) for group in cache.groups]
+    assert sorted(kinds, key=str) == [("full", 8, None), *[("window", 8, 1024)] * 5]
+    assert cache.pool.blocks == 46_080
+    assert isinstance(build(model="llama-3-8b").served_cache(), KVCache)
+
+
+def test_rules_without_groups_serve_one():
+    """SGLang has a pool for each kind of layer: its rules serve one group."""
+    assert build(like="sglang").cache_groups is None
+
+
+def test_keys_that_do_not_fit_the_blocks_of_states_are_refused():
+    """Blocks into which a state fits are named, with a block size that fits the keys."""
+    workload = Zipf(requests=20, rate=5, key_tokens=512)
+    config = RunConfig.of(model="qwen3-next-80b-a3b", block_size=16)
+    with pytest.raises(InputError, match=r"^block_size: .*528 tokens.* Give block_size=512"):
+        config.build(workload=workload)
+    groups = config.changed(block_size=512).build(workload=workload).served_cache().groups
+    assert {(group.kind, group.block_size) for group in groups} == {
+        ("full", 1024),
+        ("state", 1024),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_pool_holds_the_requests_that_are_sized(name):
+    """For every model as many requests fit into the pool of a run as `groups_of` says."""
+    options = {"model": name, "memory": "300GiB", "tensor_parallel": 1, "codec": "fp16"}
+    try:
+        parts = build(**options)
+    except InputError:
+        pytest.skip("no rule for what its layers keep")
+    plan = parts.cache_groups or groups_of(MODELS[name])
+    fit = plan.requests_in(300 * 2**30, 32_768)
+    assert parts.blocks // plan.blocks_for(32_768) == fit > 0
