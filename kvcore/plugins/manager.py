@@ -733,7 +733,7 @@ def _class_of_file(kind: str, file: str, name: str) -> type[Plugin]:
     """
     path = Path(file).resolve()
     if not path.is_file():
-        msg = f"{kind} plugin {file}:{name}: there is no file {file}"
+        msg = f"{kind} plugin {file}{name and ':'}{name}: there is no such file"
         raise InputError(msg)
     # Its path is a name that no installed module has.
     module_name = str(path)

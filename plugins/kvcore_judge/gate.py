@@ -1,7 +1,7 @@
 """A gate for the prefix hits of an application: measured by a replay, compared to a baseline.
 
-As a plugin of pytest it adds the fixture `kvcore_hits` and two options; see
-docs/how-to/catch-a-cache-regression.md.
+As a plugin of pytest, which a conftest.py names, it adds the fixture `kvcore_hits` and two
+options; see docs/how-to/catch-a-cache-regression.md.
 """
 
 from __future__ import annotations

@@ -201,6 +201,7 @@ def _layout(document: Document, block_size: int) -> Any:
     return SimpleNamespace(
         block_size=block_size,
         model=SimpleNamespace(name=memory["model"]),
+        pool_note=memory.get("note", ""),
         **{name: memory[name] for name in fields},
     )
 

@@ -29,6 +29,7 @@ def prompts(folder, change="", *, salt=False):
 
 def run(folder, *options, setting=""):
     """Run pytest on a test of the gate; return its exit code and output."""
+    (folder / "conftest.py").write_text('pytest_plugins = ["kvcore_judge.gate"]\n')
     (folder / "test_app.py").write_text(TEST.format(setting=setting))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_app.py"]
     done = subprocess.run(

@@ -120,7 +120,7 @@ WRONG = {
         "memory",
         """
         def victim(self, now):
-            SEEN.append(bytearray(1 << 28))
+            SEEN.append(bytearray(1 << 27))
             return next(iter(self._order))
         """,
     ),
@@ -177,7 +177,7 @@ PANEL = Panel("test", (Stream("tools", "agents:sessions=30"),), (50, 200))
 @pytest.fixture(scope="module")
 def judge():
     """Return a judge that gives policies few seconds."""
-    return Judge(PANEL, Limits(seconds=2, memory=1 << 30), kit=False)
+    return Judge(PANEL, Limits(seconds=3, memory=1 << 29), kit=False)
 
 
 def written(folder, methods):

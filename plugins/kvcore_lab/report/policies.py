@@ -47,6 +47,7 @@ def memory_fields(layout: KVLayout) -> dict[str, Any]:
         "model": layout.model.name,
         "codec": str(layout.codec),
         "bytes_per_block": layout.bytes_per_block,
+        **({"note": layout.pool_note} if layout.pool_note else {}),
     }
 
 

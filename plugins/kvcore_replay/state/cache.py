@@ -348,7 +348,9 @@ class CacheState:
     def _admit(self, event: events.Hit | events.Miss, hit: int) -> TracedSequence:
         """Open the sequence of the first line of an admission."""
         prompt, resumed = self.prompt(event.request), bool(event.again)
-        self._check_keys(prompt.keys, hit)
+        # A request that returns hits the blocks that it has generated, too.
+        longer = resumed and len(prompt.generated) > len(prompt.keys)
+        self._check_keys(prompt.generated if longer else prompt.keys, hit)
         self.hits.count(prompt.lookup, hit, resumed=resumed)
         seq = TracedSequence(event.seq, prompt, self._root, array("i"), hit, resumed)
         self.sequences[seq.id] = seq

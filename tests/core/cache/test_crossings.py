@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from helpers.crossings import SMALL, count_calls_of_command, count_calls_of_request
 
-FILES_OF_SIMULATE = 50
-CALLS_OF_A_REQUEST = 93
-CROSSINGS_OF_A_REQUEST = 70
+FILES_OF_SIMULATE = 55
+CALLS_OF_A_REQUEST = 97
+CROSSINGS_OF_A_REQUEST = 80
 FILES_OF_A_REQUEST = 14
 
 

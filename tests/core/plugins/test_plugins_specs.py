@@ -332,7 +332,7 @@ def test_a_class_in_a_file_is_a_plugin(tmp_path):
         ("scheduler", "Newest", POLICY, "scheduler plugins: none"),
         ("eviction", "ScoreEviction", POLICY, "which does not define score"),
         ("eviction", "Newest", "1 / 0", r"raised ZeroDivisionError.*my\.py:1\)"),
-        ("eviction", "Newest", None, "there is no file"),
+        ("eviction", "Newest", None, "there is no such file"),
     ],
 )
 def test_a_file_without_that_plugin_is_refused(tmp_path, kind, name, text, why):

@@ -486,7 +486,7 @@ size llama-3-8b --window 1e19 | it must be of less than 64 bits
 size mixtral-8x7b --device h200 --tokens 1e18 | their K/V exceeds 2^63 bytes; ask for less
 size mixtral-8x7b --device h200 --batch 1e18 | their K/V exceeds 2^63 bytes; ask for less
 size mixtral-8x7b --device h200 --block-size 1e18 | their K/V exceeds 2^63 bytes; ask for less
-size mixtral-8x7b --device h200 --window 1e18 | their K/V exceeds 2^63 bytes; ask for less
+size mixtral-8x7b --device h200 --window 1e18 | window must be 1 to 2,147,483,647
 # replicas, routers and planners
 simulate W --replicas 0 | '--replicas': 0 is out of range: it must be at least 1
 simulate W --replicas 1e6 | --replicas: more than 10,000 are too many
@@ -882,7 +882,7 @@ size F.json |  | F.json: not a JSON file: Expecting value: line 1 column 1
 size F.json | { | F.json: not a JSON file: Expecting property name enclosed
 size F.json | [] | F.json: expected a JSON object, as in a Hugging Face config.json
 size F.json | {} | F.json: field 'model_type' is missing
-size F.json | {"model_type":"llama"} | F.json: field 'num_attention_heads' is missing
+size F.json | {"model_type":"llama"} | F.json: field 'num_hidden_layers' is missing
 size F.json | {"model_type":"foo"} | F.json: field 'model_type' is 'foo'
 size F.json | {"model_type":3} | F.json: field 'model_type' is 3
 size F.json | LLAMA with 2 -> -1 | F.json: field 'num_hidden_layers' must be an integer
