@@ -65,11 +65,13 @@ def install_runtime():
         return "there is none: to install one takes npm"
     folder = PYODIDE.parents[1]
     folder.mkdir(parents=True, exist_ok=True)
-    npm = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--prefix", folder]
+    # One try, since it waits for minutes between several; without it the tests skip.
+    npm = ["npm", "install", "--fetch-retries=0", "--no-audit", "--no-fund", "--ignore-scripts"]
+    npm += ["--prefix", folder]
     pip = [sys.executable, "-m", "pip", *WHEEL.split()[1:], "-d", PYODIDE]
     try:
         for command in ([*npm, f"pyodide@{RELEASE}"], pip):
-            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=120)
     except (OSError, subprocess.SubprocessError) as error:
         return f"it cannot be installed: {error}"
     return f"installed {PYODIDE}"
