@@ -161,13 +161,17 @@ class RunParts:
         """The cache groups of the model; None if all of its layers are served as one.
 
         That is so without a clock, and of layers that all keep all tokens.
+
+        Raises:
+            InputError: there is no rule for what a layer keeps.
         """
-        config, model = self.config, self.model
+        config = self.config
         groups = self.groups_layers and config.timed and self.rules.cache_groups
-        if not groups or config.disable_hybrid_kv_cache_manager or model.uniform:
+        if not groups or config.disable_hybrid_kv_cache_manager or self.model.uniform:
             return None
+        model, devices = self.model, self._tensor_parallel
         with self._about("model"):
-            plan = groups_of(model, self.geometry.block_size, self.codec, self._tensor_parallel)
+            plan = groups_of(model, self.geometry.block_size, self.codec, devices)
             kinds = {_layer_group(group).kind for group in plan.groups}
         if kinds == {"full"} and len(plan.groups) == 1:
             return None

@@ -281,6 +281,7 @@ def test_a_model_of_several_kinds_of_layers_is_rebuilt_from_the_header(tmp_path,
     """Step times of a model with caches, or windows, follow from its record in the header."""
     path = tmp_path / "trace.jsonl"
     options = {"model": name, "device": "b300", "tensor_parallel": 8, "weights_dtype": "fp8"}
+    options["disable_hybrid_kv_cache_manager"] = True
     simulate("zipf", limit=20, trace=path, **options)
     (header,) = lines(path)[:1]
     model = header["plugins"]["latency"]["options"]["model"]

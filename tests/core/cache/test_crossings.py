@@ -6,8 +6,8 @@ from helpers.crossings import SMALL, count_calls_of_command, count_calls_of_requ
 
 FILES_OF_SIMULATE = 55
 CALLS_OF_A_REQUEST = 97
-CROSSINGS_OF_A_REQUEST = 80
-FILES_OF_A_REQUEST = 14
+CROSSINGS_OF_A_REQUEST = 94
+FILES_OF_A_REQUEST = 15
 
 
 def test_simulate_enters_few_files():

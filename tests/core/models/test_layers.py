@@ -212,15 +212,18 @@ def test_simulate_says_what_its_pool_keeps_past_a_window():
         return RunConfig(workload="zipf", **options).build().describe().get("notes")
 
     note = KVLayout(find_model("gemma-3-12b")).pool_note
-    assert notes(model="gemma-3-12b", tensor_parallel=1) == [note]
+    one = {"tensor_parallel": 1, "disable_hybrid_kv_cache_manager": True}
+    assert notes(model="gemma-3-12b", **one) == [note]
+    assert notes(model="gemma-3-12b", tensor_parallel=1) is None
     assert notes() is None
 
 
 @pytest.mark.parametrize("name", ["qwen3-next-80b-a3b", "deepseek-v4-flash"])
 def test_simulate_refuses_a_model_with_states(name):
-    """A model with states is refused by the name of the option, with the verb that sizes it."""
+    """A model with states is refused as one group, with the verb that sizes it."""
+    options = {"device": "b300", "tensor_parallel": 4, "disable_hybrid_kv_cache_manager": True}
     with pytest.raises(InputError, match=f"^model: {name} keeps more than K/V of tokens"):
-        kvcore.simulate("zipf", limit=3, model=name, device="b300", tensor_parallel=4)
+        kvcore.simulate("zipf", limit=3, model=name, **options)
 
 
 def test_roofline_reads_and_writes_states_whatever_the_context():
