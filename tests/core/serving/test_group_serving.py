@@ -167,6 +167,7 @@ def build(**options):
 )
 def test_options_that_do_not_know_groups_are_refused(options):
     """An option that groups do not know is refused, and served as one group."""
+    pytest.importorskip("kvcore_engine")
     (name,) = options
     with pytest.raises(InputError, match=f"^{name}: .*one group"):
         build(**options).run()
