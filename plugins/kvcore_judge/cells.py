@@ -38,8 +38,8 @@ class CellResult:
         saved_s: seconds of prefill that the hits save, on the default server.
         evicted: evicted blocks.
         evictions: digest of the evictions in their order.
-        timed: times under a clock (µs), `mean_ttft` and `p99_ttft`, and the `hits` there in
-            tokens; None: the cell has none.
+        timed: under a clock, `mean_ttft_us` and `p99_ttft_us` (µs) and `hit_tokens`; None: the
+            cell is not served so.
         cpu_ns: CPU time of the replay.
     """
 
@@ -133,11 +133,3 @@ def _under_clock(cell: Cell) -> dict[str, int] | None:
         "p99_ttft_us": round(times.p99 * 1e6),
         "hit_tokens": cache.stats.hit_tokens,
     }
-
-
-@attrs.frozen
-class Bound:
-    """The optimum of a stream in a pool: Belady's rule, which knows the future."""
-
-    blocks: int
-    hits: int

@@ -20,7 +20,7 @@ from kvcore.plugins.manager import Plugins
 from kvcore.progress import Progress, silent
 from kvcore_judge.cells import Cell, CellResult, run_cell
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import TIMED_SHARES, TUNED, Panel, Stream, read_stream
+from kvcore_judge.protocol import TIMED_SHARES, TUNED, Panel, Stream, cell_name, read_stream
 from kvcore_judge.scores import Ratio, Score, interval, ratio_of, score_of
 from kvcore_lab.workers import Call, call_all
 from kvcore_replay.belady import Belady, Future
@@ -43,7 +43,23 @@ class Column:
     @property
     def name(self) -> str:
         """The name of its cells: stream and size in percent of the footprint."""
-        return f"{self.stream.name} {self.share / 10:g}%"
+        return cell_name(self.stream.name, self.share)
+
+    @property
+    def timed(self) -> bool:
+        """Whether its cells are served under a clock, too."""
+        return self.stream.timed and self.share in TIMED_SHARES
+
+
+def columns_of(stream: Stream, shares: Iterable[int]) -> list[Column]:
+    """Return the columns of a stream, with the hits of the optimum in each pool."""
+    read = read_stream(stream)
+    future = Future.read(read.requests, BlockLayout("keys", read.key_tokens, read.key_tokens))
+    columns = []
+    for share in shares:
+        blocks = read.pool(share)
+        columns.append(Column(stream, share, blocks, sum(Belady().hits(future, blocks)[0])))
+    return columns
 
 
 @attrs.frozen(slots=False)
@@ -172,12 +188,7 @@ def make_leaderboard(
             "key_tokens": read.key_tokens,
             "footprint_blocks": read.blocks,
         }
-        future = Future.read(
-            read.requests, BlockLayout("keys", read.key_tokens, read.key_tokens)
-        )
-        for share in panel.shares:
-            blocks = read.pool(share)
-            columns.append(Column(stream, share, blocks, sum(Belady().hits(future, blocks)[0])))
+        columns += columns_of(stream, panel.shares)
     pairs = [(entry, column) for column in columns for entry in listed]
     log = _Journal(journal, about, streams)
     results = {
@@ -197,9 +208,8 @@ def make_leaderboard(
 
 def _call(entry: Entry, column: Column) -> Call[CellResult]:
     cell = Cell(entry, column.stream, column.share)
-    timed = column.stream.timed and column.share in TIMED_SHARES
     return Call(
-        partial(run_cell, cell, timed=timed),
+        partial(run_cell, cell, timed=column.timed),
         f"policy {entry.text!r}",
         f"{entry.text} on {column.name}",
     )
@@ -241,8 +251,7 @@ class _Journal:
     def _key(self, entry: Entry, column: Column) -> str:
         """Return what the result of a cell depends on, as a digest."""
         parts = [self._about[entry.text], self._streams[column.stream.name]]
-        timed = column.stream.timed and column.share in TIMED_SHARES
-        text = orjson.dumps([version("kvcore"), parts, column.blocks, timed])
+        text = orjson.dumps([version("kvcore"), parts, column.blocks, column.timed])
         return hashlib.blake2b(text, digest_size=16).hexdigest()
 
     def known(self, entry: Entry, column: Column) -> CellResult | None:
@@ -318,7 +327,7 @@ def check_leaderboard(
             result = run_cell(Cell(entry, stream, cell["share"]))
             yield Checked(
                 policy["entry"],
-                f"{stream.name} {cell['share'] / 10:g}%",
+                cell_name(stream.name, cell["share"]),
                 (cell["hits"], cell["evictions"]),
                 (result.total, result.evictions),
             )

@@ -88,6 +88,11 @@ class Footprint:
         return max(1, self.blocks * share // 1000)
 
 
+def cell_name(stream: str, share: int) -> str:
+    """Return the name of a cell: stream and size in percent of the footprint."""
+    return f"{stream} {share / 10:g}%"
+
+
 @lru_cache(maxsize=8)
 def read_stream(stream: Stream) -> Footprint:
     """Read a stream; the result is kept, since every cell of it needs the same requests."""

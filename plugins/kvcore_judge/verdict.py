@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import attrs
 
-from kvcore.cache.layout import BlockLayout
 from kvcore_judge.cells import Cell, CellResult, run_cell
 from kvcore_judge.entries import Entry
-from kvcore_judge.leaderboard import BASE
-from kvcore_judge.protocol import Footprint, Panel, Stream, read_stream
+from kvcore_judge.leaderboard import BASE, columns_of
+from kvcore_judge.protocol import Panel
 from kvcore_judge.rules import (
     check_hears_no_future,
     check_is_deterministic,
@@ -21,7 +20,6 @@ from kvcore_judge.rules import (
 )
 from kvcore_judge.sandbox import Ended, Limits, run_in_sandbox
 from kvcore_judge.scores import Score, ratio_of, score_of
-from kvcore_replay.belady import Belady, Future
 
 SCHEMA = 1
 
@@ -82,17 +80,11 @@ class Judge:
         self._kit, self._unsafe = kit, unsafe
         if kit:
             import kvcore_testing  # noqa: F401, PLC0415 - here, since a sandbox reads no files
-        self._columns = list(self._known())
-
-    def _known(self) -> Iterator[tuple[Stream, int, CellResult, int]]:
-        """Yield streams and shares with the result of LRU and the hits of the optimum."""
-        for stream in self.panel.streams:
-            read: Footprint = read_stream(stream)
-            layout = BlockLayout("keys", read.key_tokens, read.key_tokens)
-            future = Future.read(read.requests, layout)
-            for share in self.panel.shares:
-                best = sum(Belady().hits(future, read.pool(share))[0])
-                yield stream, share, run_cell(Cell(BASE, stream, share)), best
+        self._columns = [
+            (column, run_cell(Cell(BASE, column.stream, column.share)))
+            for stream in panel.streams
+            for column in columns_of(stream, panel.shares)
+        ]
 
     def judge(self, entry: Entry) -> Verdict:
         """Return the verdict on a policy.
@@ -113,18 +105,15 @@ class Judge:
         if played.rule:
             return Verdict(about.result, played.rule, played.what, tests)
         ratios, cells = [], []
-        for (stream, share, base, best), result in zip(
-            self._columns, played.result, strict=True
-        ):
-            name = f"{stream.name} {share / 10:g}%"
-            ratios.append(ratio_of(name, result.total, base.total, best))
+        for (column, base), result in zip(self._columns, played.result, strict=True):
+            ratios.append(ratio_of(column.name, result.total, base.total, column.optimum))
             cells.append(
                 {
-                    "stream": stream.name,
-                    "share": share,
+                    "stream": column.stream.name,
+                    "share": column.share,
                     "hits": result.total,
                     "lru": base.total,
-                    "optimum": best,
+                    "optimum": column.optimum,
                     "evictions": result.evictions,
                 }
             )
@@ -139,4 +128,6 @@ class Judge:
         check_hears_no_future(entry)
         check_is_deterministic(Cell(entry, stream, share))
         check_reads_no_future(entry, stream, share)
-        return [run_cell(Cell(entry, stream, share)) for stream, share, _, _ in self._columns]
+        return [
+            run_cell(Cell(entry, column.stream, column.share)) for column, _ in self._columns
+        ]

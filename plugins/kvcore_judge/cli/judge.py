@@ -12,7 +12,7 @@ from kvcore.cli.verb import Count, verb
 from kvcore.report.tables import NONE
 from kvcore.sections import Section, Table
 from kvcore_judge.entries import Entry
-from kvcore_judge.protocol import find_panel
+from kvcore_judge.protocol import cell_name, find_panel
 from kvcore_judge.sandbox import Limits
 from kvcore_judge.verdict import Judge, Verdict
 
@@ -69,7 +69,7 @@ def _sections(verdict: Verdict) -> list[Section]:
         ["cell", "hits", "lru", "optimum"],
         [
             [
-                f"{cell['stream']} {cell['share'] / 10:g}%",
+                cell_name(cell["stream"], cell["share"]),
                 *(f"{cell[each]:,}" for each in ("hits", "lru", "optimum")),
             ]
             for cell in verdict.cells
