@@ -504,8 +504,8 @@ class KVCache:
         """Cache the generated blocks of `seq` that its first `tokens` tokens fill.
 
         For output to which the workload gives no keys: only this request can hit the blocks,
-        when it returns after a preemption. Called before `close`, when `seq` generates no more
-        tokens. The blocks become a span of their own below the last full block of the prompt,
+        when it returns after a preemption. Called before `close`, or whenever a block is full.
+        The blocks become a span of their own below the last full block of the prompt,
         which must be shared, since the prompt may end inside a key of the workload.
         """
         self.now = now
@@ -515,9 +515,12 @@ class KVCache:
         if private or request.publishes or request.hints.share is not None:
             return
         if first <= seq.span.end < upto:
-            seq.keys = self.geometry.generated_keys(request, first, upto)
+            if isinstance(seq.keys, list) and seq.cacheable > first:
+                seq.keys += self.geometry.generated_names(request, len(seq.keys), upto)
+            else:
+                seq.keys = self.geometry.generated_keys(request, first, upto)
+                seq.span.creator = None
             seq.cacheable = upto
-            seq.span.creator = None
             self.tree.commit(seq, upto, now)
 
     def publish(self, seq: Sequence, tokens: int, now: int) -> None:

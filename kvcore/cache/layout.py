@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
 from math import inf
 from typing import Final, NamedTuple
@@ -172,8 +172,11 @@ class BlockLayout:
         """
         whole = first // self.ratio
         keys = request.keys[self._stride - 1 :: self._stride][:whole]
-        places = range(whole, -(-end // self.ratio))
-        return [*keys, *((GENERATED, request.id, place) for place in places)]
+        return [*keys, *self.generated_names(request, whole, end)]
+
+    def generated_names(self, request: Request, first: int, end: int) -> Iterator[Key]:
+        """Yield the names of generated blocks up to `end`, from the key at `first` on."""
+        return ((GENERATED, request.id, index) for index in range(first, -(-end // self.ratio)))
 
     def recompute_seconds(self, context: int, tokens: int) -> float:
         """Return the seconds it takes to compute `tokens` tokens after `context` others."""

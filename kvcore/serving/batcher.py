@@ -70,6 +70,8 @@ class Batcher:
         blocked_job: the job that found no blocks last, if nothing has happened since.
         without_progress: preemptions since the last step that gave a token: many are a
             livelock.
+        publishes_output: whether a plan shares the generated blocks that its step fills;
+            names_output: those without keys too.
         moved: called with each job that was given its blocks; returns True if its K/V comes
             from another server. None: that never happens.
         batching: the limits of a step.
@@ -80,8 +82,8 @@ class Batcher:
         "_allocator", "_batch", "_budget", "_cache", "_chunk", "_decisions", "_full",
         "_in_order", "_mixed", "_ratio", "_refuses", "_reserve", "_rules", "_scheduler",
         "_tiers", "_unpublished", "_victims", "batching", "blocked_job", "changed", "chunks",
-        "loads", "moved", "paused", "prefilling", "running", "server", "timers", "waiting",
-        "without_progress",
+        "loads", "moved", "names_output", "paused", "prefilling", "publishes_output", "running",
+        "server", "timers", "waiting", "without_progress",
     )  # fmt: skip
 
     def __init__(
@@ -115,6 +117,7 @@ class Batcher:
         self.loads: list[tuple[int, int, Job | None, TierLoad]] = []
         self.blocked_job: Job | None = None
         self.without_progress = 0
+        self.publishes_output = self.names_output = False
         self.moved: Callable[[Job, int], bool] | None = None
         self.batching = batching
         self.server = server
@@ -211,8 +214,12 @@ class Batcher:
             allocator.freed = False
             if self.waiting.entries:
                 self.computed()
+        if self.publishes_output and self._batch.committing:
+            self._fill_output()
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
+        elif self._unpublished:
+            self._publish(now)
         decodes = self._in_order if self._mixed else not self.chunks
         if decodes and not allocator.finish_step(now):
             self._preempt_to_grow(now, allocator.finish_step)
@@ -366,15 +373,31 @@ class Batcher:
             return self._rules.headroom(job, self._state(now, preempted))
         return self._reserve
 
+    def _fill_output(self) -> None:
+        """Note the generated blocks to be published: those that the planned step fills.
+
+        Under a lag those that the running step fills, whose tokens are known by now.
+        """
+        planned = 1 - self._rules.lag
+        for job in self._batch.committers():
+            seq, length = job.seq, job.length + planned
+            assert seq is not None
+            self._cache.settle(seq, max(seq.tokens, length))
+            self._unpublished.append((job, length - seq.computed))
+            self.computed()
+
     def _publish(self, now: int) -> None:
-        """Commit the blocks that the planned chunks will fill, if `commit` is `scheduled`.
+        """Commit the blocks that the planned step will fill, if `commit` is `scheduled`.
 
         Called when the chunks of all ongoing prompts are planned: nothing else can lack blocks
         in this plan, so that no job with published blocks is preempted before it computes them.
         """
         for job, tokens in self._unpublished:
-            assert job.seq is not None
-            self._cache.publish(job.seq, tokens, now)
+            seq = job.seq
+            assert seq is not None
+            self._cache.publish(seq, tokens, now)
+            if self.names_output:
+                self._keep_output(job, seq.computed + tokens, now)
         self._unpublished.clear()
 
     def _allot(self, job: Job, now: int) -> None:
@@ -707,7 +730,8 @@ class Batcher:
         else:
             del self.prefilling[job]
             self.chunks = [chunk for chunk in self.chunks if chunk[0] is not job]
-            self._unpublished = [each for each in self._unpublished if each[0] is not job]
+        if self._unpublished:
+            self._unpublished = [chunk for chunk in self._unpublished if chunk[0] is not job]
         del self.running[job]
         self._full = False
 
@@ -720,16 +744,19 @@ class Batcher:
         """
         if not self._decisions.keeps or job.seq is None:
             return
+        tokens = job.computed if job.prefill_left else max(job.computed, job.length)
+        if not complete and tokens > job.computed:
+            tokens -= 1
+        self._keep_output(job, tokens, now, preempted=preempted)
+
+    def _keep_output(self, job: Job, tokens: int, now: int, *, preempted: bool = False) -> None:
+        """Cache the generated blocks in the first `tokens` tokens of `job`, by the rules."""
         keeps = not (preempted and self._rules.preempts == "shortest")
         if self._decisions.keeps_generated is not None:
             state = self._state(now)
             keeps = self._decisions.keeps_generated(job, state, preempted=preempted)
-        if not keeps:
-            return
-        tokens = job.computed if job.prefill_left else max(job.computed, job.length)
-        if not complete and tokens > job.computed:
-            tokens -= 1
-        self._cache.keep_generated(job.seq, tokens, now)
+        if keeps:
+            self._cache.keep_generated(job.seq, tokens, now)
 
     def _make_room(self, job: Job, now: int) -> bool:
         """Preempt the last in order for `job` if no other event can free blocks.

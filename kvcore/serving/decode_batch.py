@@ -50,8 +50,8 @@ class DecodeBatch:
             the lengths of all jobs, the new token included.
         growth: tokens that a step adds to `context`.
         fresh: jobs that joined after the last step.
-        committing: jobs that commit every block they fill, by residue: because they share
-            generated blocks, or may drop tokens.
+        committing: jobs that commit every block they fill, by the residue of the steps before
+            which they do: because they share generated blocks, or may drop tokens.
         last_step_ps: when the last step ended.
         ends: a heap of the steps at which jobs finish; not empty while jobs are here.
     """
@@ -63,7 +63,8 @@ class DecodeBatch:
         windows: Windows,
         gaps: TokenGaps,
         *,
-        forgetting: bool = False,
+        all_commit: bool = False,
+        ahead: int = 0,
     ) -> None:
         """Create an empty batch.
 
@@ -72,7 +73,9 @@ class DecodeBatch:
             block_size: tokens in a block.
             windows: the attention windows that the latency model distinguishes.
             gaps: where the times between tokens are recorded.
-            forgetting: whether jobs may forget tokens that they generated.
+            all_commit: whether all jobs commit the blocks they fill, not only those whose
+                output has keys.
+            ahead: steps between the commit of a block and the end of the one that fills it.
         """
         self.steps = steps
         self.size = 0
@@ -85,7 +88,8 @@ class DecodeBatch:
         self._block_size = block_size
         self._windows = windows
         self._is_plain = windows == (None,)
-        self._forgetting = forgetting
+        self._all_commit = all_commit
+        self._ahead = ahead
         # (residue, admission, job), sorted: the jobs in the order in which they grow.
         self._growing: list[tuple[int, int, Job]] = []
         # Entries stay in these heaps when they are outdated: `_end_of` and `_full_at` have the
@@ -112,8 +116,8 @@ class DecodeBatch:
         self.size += 1
         self.fresh.append(job)
         insort(self._growing, (residue, seq.admission, job))
-        if self._forgetting or request.publish or request.output_keys:
-            insort(self.committing.setdefault(residue, []), job, key=admission_of)
+        if self._all_commit or request.publish or request.output_keys:
+            self._start_committing(job, residue)
         attended = length + 1 - seq.dropped_tokens
         if self._is_plain:
             self.context[0] += attended
@@ -185,13 +189,19 @@ class DecodeBatch:
         del self._growing[bisect_left(self._growing, (before, admission))]
         insort(self._growing, (residue, admission, job))
         if self._stop_committing(job, before):
-            insort(self.committing.setdefault(residue, []), job, key=admission_of)
+            self._start_committing(job, residue)
+
+    def _start_committing(self, job: Job, residue: int) -> None:
+        """Add `job`, whose blocks are full at `residue`, to those that commit them."""
+        residue = (residue - self._ahead) % self._block_size
+        insort(self.committing.setdefault(residue, []), job, key=admission_of)
 
     def _stop_committing(self, job: Job, residue: int) -> bool:
         """Remove `job` from those that commit the blocks they fill; return False if it is not.
 
         O(jobs that commit at the same steps).
         """
+        residue = (residue - self._ahead) % self._block_size
         jobs = self.committing.get(residue, [])
         if job not in jobs:
             return False
@@ -291,7 +301,7 @@ class DecodeBatch:
         return done
 
     def committers(self) -> list[Job]:
-        """Return the jobs that commit every block they fill and have just filled one."""
+        """Return the jobs that commit a block before the next step, in order of admission."""
         return self.committing.get(self.steps.count % self._block_size, [])
 
     def growing(self, step: int) -> list[Job]:

@@ -48,6 +48,7 @@ from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
+from kvcore.plugins import find_override
 from kvcore.request import SLO, Key, Request
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
@@ -344,12 +345,14 @@ class ServingLoop:
         self.steps = DecodeSteps()
         self.log = RunLog(cache.pool.blocks, slo) if log is None else log
         self._windows = latency.windows
+        planned, named = _output_commits(cache, scheduler, executor, batching)
         self.batch = DecodeBatch(
             self.steps,
             cache.geometry.block_size,
             latency.windows,
             self.log.itl,
-            forgetting=cache.retention is not None,
+            all_commit=named or cache.retention is not None,
+            ahead=planned and not rules.lag,
         )
         server = ServiceEstimates(cache, latency, batching.max_seqs)
         scheduler.bind()
@@ -359,6 +362,7 @@ class ServingLoop:
             pages = partial(GroupAllocator, batching=batching)
         self.allocator = (allocator or pages)(cache, self.batch)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
+        self.batcher.publishes_output, self.batcher.names_output = planned, named
         self.on_first_token: Callable[[Job, int], None] | None = None
         self.arrivals = arrivals
         self._cache = cache
@@ -805,6 +809,8 @@ class ServingLoop:
         if self._drafts is not None:
             self._drafts.commit(now)
             return
+        if self.batcher.publishes_output:
+            return  # it was, by the plan
         # A copy: a job whose sequence is compacted moves to another list.
         for job in [*self.batch.committers()]:
             seq = job.seq
@@ -854,6 +860,29 @@ class ServingLoop:
             self.batcher.finish(job, now)
             self.log.ended(job, now)
             self.arrivals.ended(job.request, now)
+
+
+def _output_commits(
+    cache: ServedCache, scheduler: Scheduler, executor: Executor, batching: Batching
+) -> tuple[bool, bool]:
+    """Return whether plans commit the generated blocks with keys that their step fills, and all.
+
+    Rules that share what is scheduled have it so, where it is sure that the step fills them:
+    not with drafts or a retention policy, nor if the plan may pause a job that decodes. The
+    other blocks are as good as committed when their request ends, unless the policy goes by
+    the order in which blocks were inserted.
+    """
+    rules = batching.rules
+    keeps = rules.generated == "cached" or find_override(rules, "keeps_generated") is not None
+    planned = (
+        rules.commit == "scheduled"
+        and batching.steps == "mixed"
+        and not (scheduler.preemptive or find_override(scheduler, "plan"))
+        and cache.retention is executor.drafter is None
+        and not isinstance(cache, GroupedCache)
+    )
+    ordered = find_override(cache.eviction, "on_insert") is not None
+    return planned, planned and ordered and keeps
 
 
 def _check_parts(

@@ -254,7 +254,7 @@ class Rules(Plugin):
         """Return True if blocks of `job` can be hit before they are computed, by `commit`.
 
         Called when a chunk of its prompt is scheduled: the blocks that it fills can then be
-        hit by the admissions of the same step.
+        hit by the admissions of the same step. Generated blocks go by `commit` alone.
         """
         del job, state
         return self.commit == "scheduled"
@@ -263,7 +263,8 @@ class Rules(Plugin):
         """Return True if the blocks that `job` has generated stay cached without a key.
 
         By `generated` and `preempts`. Called when `job` ends or is `preempted`; not if it is
-        paused, or moves to a tier.
+        paused, or moves to a tier. If `commit` is `scheduled` and the eviction policy has
+        `on_insert`, also in each plan in which blocks of `job` are scheduled.
         """
         del job, state
         return self.generated == "cached" and not (preempted and self.preempts == "shortest")

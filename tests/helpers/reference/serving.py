@@ -220,6 +220,15 @@ class Server:
         self.has_plan = type(scheduler).plan is not Scheduler.plan
         levels = () if self.tiers is None else self.tiers.levels
         policies = [cache.eviction, *(level.tree.eviction for level in levels)]
+        # Whether a plan shares the generated blocks with keys that its step fills; and those
+        # without keys too, for policies that go by the order in which blocks are inserted.
+        self.plans_output = (
+            self.rules.commit == "scheduled"
+            and self.mixed
+            and not (scheduler.preemptive or self.has_plan)
+        )
+        ordered = type(cache.eviction).on_insert is not EvictionPolicy.on_insert
+        self.names_output = self.plans_output and ordered
         self.policies = [policy for policy in policies if isinstance(policy, EvictionPolicy)]
         self.estimates = Estimates(cache, latency, batching.max_seqs)
         scheduler.bind()
@@ -410,10 +419,24 @@ class Server:
         """
         if self.mixed:
             self.grow()
+        if self.plans_output:
+            self.fill_output()
         if self.changed and (self.prefilling or self.waiting):
             self.admit()
+        self.publish()
         if not (self.mixed or self.chunks):
             self.grow()
+
+    def fill_output(self):
+        """Plan to share the generated blocks that the step fills.
+
+        Under a lag these are the blocks that the step before it fills.
+        """
+        for job in self.decoding:
+            length = job.length + 1 - self.rules.lag
+            if (self.names_output or job.request.output_keys) and length % self.size == 0:
+                self.unpublished.append((job, length - job.seq.computed))
+                self.changed = True
 
     def grow(self):
         """Allocate the slots of the tokens that decoding jobs compute; preempt for them."""
@@ -494,6 +517,10 @@ class Server:
         """Share the blocks of the planned chunks that can be hit before they are computed."""
         for job, tokens in self.unpublished:
             self.cache.publish(job.seq, tokens, self.now)
+            if self.names_output and self.rules.keeps_generated(
+                job, self.state(), preempted=False
+            ):
+                self.cache.keep_generated(job.seq, job.seq.computed + tokens, self.now)
         self.unpublished = []
 
     def state(self, preempted=None):
@@ -770,7 +797,7 @@ class Server:
             job.computed += tokens
             self.cache.commit(job.seq, tokens, self.now)
             self.changed = True
-        for job in decoding:
+        for job in [] if self.plans_output else decoding:
             if job.request.output_keys and job.length % self.size == 0:
                 self.commit_generated(job)
         prefilled = [job for job, _ in self.chunks if not job.prefill_left]
