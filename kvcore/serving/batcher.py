@@ -215,7 +215,7 @@ class Batcher:
             if self.waiting.entries:
                 self.computed()
         if self.publishes_output and self._batch.committing:
-            self._fill_output()
+            self._fill_output(now)
         if self.changed and (self.prefilling or self.waiting.entries):
             self._admit(now)
         elif self._unpublished:
@@ -373,18 +373,28 @@ class Batcher:
             return self._rules.headroom(job, self._state(now, preempted))
         return self._reserve
 
-    def _fill_output(self) -> None:
+    def _fill_output(self, now: int) -> None:
         """Note the generated blocks to be published: those that the planned step fills.
 
-        Under a lag those that the running step fills, whose tokens are known by now.
+        Under a lag publish those that the running step fills, whose tokens are known by now.
         """
-        planned = 1 - self._rules.lag
         for job in self._batch.committers():
-            seq, length = job.seq, job.length + planned
-            assert seq is not None
-            self._cache.settle(seq, max(seq.tokens, length))
-            self._unpublished.append((job, length - seq.computed))
+            if self._rules.lag:
+                self.publish_filled(job, now)
+            else:
+                seq, length = job.seq, job.length
+                assert seq is not None
+                self._cache.settle(seq, length + 1)
+                self._cache.commit(seq, length - seq.computed, now)
+                self._unpublished.append((job, 1))
             self.computed()
+
+    def publish_filled(self, job: Job, now: int) -> None:
+        """Share the blocks that the decoding `job` has filled, in the running step too."""
+        seq, length = job.seq, job.length
+        assert seq is not None
+        self._cache.settle(seq, max(seq.tokens, length))
+        self._share(job, length - seq.computed, now)
 
     def _publish(self, now: int) -> None:
         """Commit the blocks that the planned step will fill, if `commit` is `scheduled`.
@@ -393,12 +403,16 @@ class Batcher:
         in this plan, so that no job with published blocks is preempted before it computes them.
         """
         for job, tokens in self._unpublished:
-            seq = job.seq
-            assert seq is not None
-            self._cache.publish(seq, tokens, now)
-            if self.names_output:
-                self._keep_output(job, seq.computed + tokens, now)
+            self._share(job, tokens, now)
         self._unpublished.clear()
+
+    def _share(self, job: Job, tokens: int, now: int) -> None:
+        """Share the blocks that the next `tokens` tokens of `job` fill."""
+        seq = job.seq
+        assert seq is not None
+        self._cache.publish(seq, tokens, now)
+        if self.names_output:
+            self._keep_output(job, seq.computed + tokens, now)
 
     def _allot(self, job: Job, now: int) -> None:
         """Add the chunk of `job` in the planned step to `chunks`, and allocate its blocks."""

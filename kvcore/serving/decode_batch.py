@@ -18,7 +18,7 @@ Blocks of a full prefix stay in the cache until the eviction policy drops them.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from collections.abc import Sequence as Lines
 from heapq import heappop, heappush
 from itertools import chain
@@ -395,6 +395,8 @@ class DecodeAllocator:
             it.
         waiting: the waiting jobs, of which it reads whether there are any.
         prefilling: the jobs whose prompt is not computed yet.
+        grown: called with each job that has got a block at the next step, and the time (ns);
+            None: there is no such call.
     """
 
     takes_drafts = True
@@ -405,6 +407,7 @@ class DecodeAllocator:
         self.freed = False
         self.waiting: Sized = ()
         self.prefilling: Iterable[Job] = ()
+        self.grown: Callable[[Job, int], None] | None = None
         self._served: set[Job] = set()
         self._cache = cache
         self._batch = batch
@@ -616,19 +619,19 @@ class DecodeAllocator:
 
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`, which will be `ahead` tokens longer."""
-        cache = self._cache
-        if self._by_count:
-            if len(jobs) <= cache.pool.free_blocks:
-                cache.pool.free_blocks -= len(jobs)  # all that a pool does that counts
-                return
-            for job in jobs:
-                assert job.seq is not None
-                cache.reserve(job.seq, now)
+        cache, grown = self._cache, None if ahead else self.grown
+        if self._by_count and grown is None and len(jobs) <= cache.pool.free_blocks:
+            cache.pool.free_blocks -= len(jobs)  # all that a pool does that counts
             return
         for job in jobs:
             assert job.seq is not None
-            cache.settle(job.seq, job.length + ahead)
-            cache.extend(job.seq, 1, now)
+            if self._by_count:
+                cache.reserve(job.seq, now)
+            else:
+                cache.settle(job.seq, job.length + ahead)
+                cache.extend(job.seq, 1, now)
+            if grown is not None:
+                grown(job, now)
 
     def _grow_by_count(self, blocks: int) -> None:
         """Allocate free blocks for the batch as a whole, to be settled per job later."""

@@ -363,6 +363,8 @@ class ServingLoop:
         self.allocator = (allocator or pages)(cache, self.batch)
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.batcher.publishes_output, self.batcher.names_output = planned, named
+        if named and rules.lag:
+            self.allocator.grown = self.batcher.publish_filled
         self.on_first_token: Callable[[Job, int], None] | None = None
         self.arrivals = arrivals
         self._cache = cache
@@ -809,8 +811,8 @@ class ServingLoop:
         if self._drafts is not None:
             self._drafts.commit(now)
             return
-        if self.batcher.publishes_output:
-            return  # it was, by the plan
+        if self._lag is None and self.batcher.publishes_output:
+            return  # the next plan does
         # A copy: a job whose sequence is compacted moves to another list.
         for job in [*self.batch.committers()]:
             seq = job.seq
@@ -865,7 +867,7 @@ class ServingLoop:
 def _output_commits(
     cache: ServedCache, scheduler: Scheduler, executor: Executor, batching: Batching
 ) -> tuple[bool, bool]:
-    """Return whether plans commit the generated blocks with keys that their step fills, and all.
+    """Return whether plans commit generated blocks with keys that their step fills, and all.
 
     Rules that share what is scheduled have it so, where it is sure that the step fills them:
     not with drafts or a retention policy, nor if the plan may pause a job that decodes. The

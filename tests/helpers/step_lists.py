@@ -18,7 +18,7 @@ import attrs
 import orjson
 
 from kvcore import KVCache, Request
-from kvcore.cache import GroupedCache, LayerGroup, ServedCache
+from kvcore.cache import EvictionPolicy, GroupedCache, LayerGroup, ServedCache, Span
 from kvcore.config import RunConfig
 from kvcore.plugins.manager import resolve
 from kvcore.serving import Job, StepResult, StepWork
@@ -34,6 +34,15 @@ GOLDEN = Path(__file__).parents[1] / "core" / "golden" / "vllm" / "steps.jsonl.x
 
 GROUPED = GOLDEN.with_name("groups.jsonl.xz")
 """The step lists of servers with cache groups."""
+
+HOSTED = GOLDEN.with_name("evictions.json")
+"""What policies of kvcore evict in vLLM, by server: by policy the number and a checksum."""
+
+HOSTED_SEEDS = (0, 1, 2, 5, 7, 9, 10, 11)
+"""Seeds of the servers in `HOSTED`."""
+
+POLICIES = ("arc", "s3fifo", "sieve", "slru")
+"""Policies that go by the order in which blocks are inserted, each in another way."""
 
 SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
 """Seeds of the random servers in `GOLDEN`: all kinds of servers, without duplicate blocks."""
@@ -250,8 +259,11 @@ class StepRecorder(SimulatedExecutor):
         return super().run(work, chunks, decoding)
 
 
-def kvcore_steps(server: Server) -> list[Step]:
-    """Return the steps of kvcore for `server` with `like="vllm"`."""
+def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list[Step]:
+    """Return the steps of kvcore for `server` with `like="vllm"`.
+
+    `eviction` is another policy than vLLM's own, for single blocks as in a `PolicyHost`.
+    """
     choices = {"lag": server.lag, **server.options}
     longest = choices.pop("max_model_len", None)
     config = RunConfig.of(
@@ -268,8 +280,9 @@ def kvcore_steps(server: Server) -> list[Step]:
     if server.groups:
         cache = GroupedCache(server.groups, blocks, retention_interval=server.interval)
     else:
+        prefix = "hashed:spans=block" if eviction else config.prefix
         cache = KVCache(
-            blocks, server.block_size, eviction=config.eviction, prefix=config.prefix
+            blocks, server.block_size, eviction=eviction or config.eviction, prefix=prefix
         )
     recorder = StepRecorder(cache)
     serve(
@@ -284,6 +297,72 @@ def kvcore_steps(server: Server) -> list[Step]:
         jumps=False,
     )
     return recorder.steps
+
+
+def block_name(request: Request, block: int, block_size: int) -> str:
+    """Return the name of a block: of its key, or of its request if it has none."""
+    index, part = divmod(block, request.key_tokens // block_size)
+    keys = [*request.keys[: request.prompt_tokens // request.key_tokens], *request.output_keys]
+    in_prompt = (block + 1) * block_size <= request.prompt_tokens
+    if index < len(keys) and (in_prompt or request.output_keys):
+        return f"{keys[index]}, {part}"
+    return f"{block} of {request.id}"
+
+
+def kvcore_evictions(server: Server, eviction: str) -> list[str]:
+    """Return the names of the blocks that kvcore evicts by a policy, in this order.
+
+    Keys of the requests stand for a block.
+    """
+    policy, evicted = resolve("eviction", eviction), []
+
+    class Recorded(type(policy)):  # type: ignore[misc]
+        def on_remove(self, span: Span, reason: str) -> None:
+            for key in reversed(span.path_keys[span.start : span.end]):
+                generated = isinstance(key, tuple)
+                evicted.append(f"{key[2]} of {key[1]}" if generated else f"{key}, 0")
+            super().on_remove(span, reason)
+
+    Recorded.__name__ = type(policy).__name__
+    policy.__class__ = Recorded
+    kvcore_steps(server, policy)
+    return evicted
+
+
+def checksum(evicted: Sequence[str]) -> list[int]:
+    """Return the number of evicted blocks, and a checksum of their names in order."""
+    return [len(evicted), crc32("\n".join(evicted).encode())]
+
+
+def hosted_server(seed: int) -> Server:
+    """Return a random server for a policy that decides in vLLM; with chunks also of chats.
+
+    A chat goes on long after its last answer, whose blocks have keys. No prompt ends where a
+    block does, so that no two blocks have the same content.
+    """
+    server, rng = random_server(seed), Random(f"hosted/{seed}")
+    size, fresh, requests = server.block_size, 1 << 30, list[Request]()
+    chats = server.chunked and rng.random() < 2 / 3
+    for request in server.requests:
+        keys, prompt = list(request.keys), request.prompt_tokens
+        if chats and len(requests) > 60 and rng.random() < 1 / 2:
+            earlier = requests[int(rng.random() * (len(requests) - 60))]
+            keys = [*earlier.keys, *earlier.output_keys]
+            prompt = len(keys) * size + 1 + int(rng.random() * 3 * size)
+        prompt += prompt % size == 0
+        total = (prompt + request.output_tokens) // size
+        end = total if chats else prompt // size
+        keys += range(fresh, fresh + end - len(keys))
+        fresh += end
+        requests.append(
+            attrs.evolve(
+                request, prompt_tokens=prompt, keys=keys[: prompt // size], priority=0,
+                output_keys=keys[prompt // size : end],
+            )
+        )  # fmt: skip
+    most = max(request.prompt_tokens + request.output_tokens for request in requests)
+    blocks = 3 + int(most // size * (1 + 3 * rng.random()))
+    return attrs.evolve(server, requests=requests, by_priority=False, blocks=blocks)
 
 
 def golden_servers() -> list[Server]:

@@ -6,14 +6,16 @@ a GPU or a server, are replaced by empty ones.
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from hashlib import sha256
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import attrs
 import torch
 from helpers.engines import stand_in
-from helpers.step_lists import STEP_NS, Server, Step
+from helpers.step_lists import STEP_NS, Server, Step, block_name
 
 # vLLM imports these packages with its scheduler, which does not call them.
 stand_in(
@@ -70,6 +72,31 @@ def run(server: Server, scheduler: type | None = None) -> Run:
     `scheduler` is another class to use instead.
     """
     return Driver(server, scheduler).run()
+
+
+def evictions(server: Server, eviction: str) -> list[str]:
+    """Return the names of the blocks that vLLM evicts by a policy of kvcore, in this order."""
+    from kvcore_vllm import Scheduler, SyncScheduler  # noqa: PLC0415 - needs the adapter
+
+    size, evicted = server.block_size, []
+    names = {
+        _hash(request, block, size): block_name(request, block, size)
+        for request in server.requests
+        for block in range((request.prompt_tokens + request.output_tokens) // size)
+    }
+    with patch.dict(os.environ, {"KVCORE_EVICTION": eviction}):
+        driver = Driver(server, Scheduler if server.lag else SyncScheduler)
+    evict = driver.pool._maybe_evict_cached_block
+
+    def record(block):
+        if block.block_hash is not None:
+            evicted.append(names[block.block_hash[:32]])
+        return evict(block)
+
+    driver.pool._maybe_evict_cached_block = record
+    driver.run()
+    assert not driver.pool.free_block_queue.host.failures
+    return evicted
 
 
 def full_attention(blocks: int, block_size: int) -> KVCacheConfig:
@@ -279,10 +306,5 @@ def _name(number):
 
 
 def _hash(request, block, block_size):
-    """Return the hash of a block by its key, or by its request if it exceeds the prompt."""
-    if (block + 1) * block_size > request.prompt_tokens:
-        text = b"%d of %d" % (block, request.id)
-    else:
-        key, place = divmod(block, request.key_tokens // block_size)
-        text = b"%d, %d" % (request.keys[key], place)
-    return sha256(text).digest()
+    """Return the hash of a block by its key, or by its request if it has none."""
+    return sha256(block_name(request, block, block_size).encode()).digest()

@@ -13,16 +13,23 @@ from importlib.metadata import version
 from warnings import catch_warnings
 
 import attrs
+import orjson
 import pytest
 from helpers.step_lists import (
     GOLDEN,
     GROUPED,
+    HOSTED,
+    HOSTED_SEEDS,
+    POLICIES,
+    checksum,
     conversation,
     encode,
     first_difference,
     golden_servers,
     grouped_server,
     grouped_servers,
+    hosted_server,
+    kvcore_evictions,
     kvcore_steps,
     random_server,
     read,
@@ -111,6 +118,36 @@ def test_random_servers_with_cache_groups_make_the_steps_of_vllm():
         })  # fmt: skip
     print("\nrandom servers with cache groups:", dict(counts))  # noqa: T201
     assert counts["states, identical"] >= 0.9 * counts["states"]
+
+
+def test_policies_evict_the_recorded_blocks():
+    """The evictions in the repository are those of policies in the installed package."""
+    made = {
+        str(seed): {
+            policy: checksum(vllm_engine.evictions(hosted_server(seed), policy))
+            for policy in POLICIES
+        }
+        for seed in HOSTED_SEEDS
+    }
+    if os.environ.get("KVCORE_LIKE_WRITE"):
+        HOSTED.write_bytes(orjson.dumps(made, option=orjson.OPT_INDENT_2) + b"\n")
+    assert made == orjson.loads(HOSTED.read_bytes())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_evict_the_same_blocks_in_vllm(policy):
+    """A policy evicts the same blocks in kvcore like vLLM as in vLLM's scheduler.
+
+    On random servers, a half of them with chats, at either lag.
+    """
+    seeds = range(FIRST, FIRST + max(1, SERVERS // 10))
+    apart = [
+        seed
+        for seed in seeds
+        if kvcore_evictions(hosted_server(seed), policy)
+        != vllm_engine.evictions(hosted_server(seed), policy)
+    ]
+    assert not apart
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

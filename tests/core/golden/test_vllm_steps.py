@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import orjson
 import pytest
 from helpers.step_lists import (
     GOLDEN,
     GROUPED,
+    HOSTED,
+    POLICIES,
+    checksum,
     decode,
     encode,
     first_difference,
     golden_servers,
     grouped_servers,
+    hosted_server,
+    kvcore_evictions,
     kvcore_steps,
     read,
 )
@@ -71,3 +77,17 @@ def test_recorded_steps_cover_all_kinds_of_groups(grouped):
     kinds = {group.kind for each in GROUPS.values() for group in each.groups}
     assert kinds == {"full", "window", "state"}
     assert {each.lag for each in GROUPS.values()} == {0, 1}
+
+
+HOSTED_BY_VLLM = orjson.loads(HOSTED.read_bytes())
+
+
+@pytest.mark.parametrize("seed", HOSTED_BY_VLLM)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policies_evict_as_in_vllm(seed, policy):
+    """A policy evicts the blocks that it evicted in vLLM's own scheduler, in this order.
+
+    Generated blocks without keys are inserted when they are scheduled there, too.
+    """
+    evicted = kvcore_evictions(hosted_server(int(seed)), policy)
+    assert checksum(evicted) == HOSTED_BY_VLLM[seed][policy]

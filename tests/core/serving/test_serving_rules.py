@@ -37,6 +37,34 @@ def test_only_scheduled_blocks_of_the_current_chunk_can_be_hit():
     assert rows["b"]["hit"] == 4
 
 
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize(
+    ("commit", "lag", "hit"), [("computed", 0, 4), ("scheduled", 0, 8), ("scheduled", 1, 4)]
+)
+def test_generated_blocks_can_be_hit_once_they_are_scheduled(commit, lag, hit, jumps):
+    """With `commit=scheduled`, a request hits the answer that its own step completes.
+
+    Under a lag the last token of that block is not known yet when the step is planned.
+    """
+    requests = [
+        ask("a", 0, 4, 9, keys=[1], output_keys=[2, 3]),
+        ask("b", 40 - 10 * lag, 9, 1, keys=[1, 2]),
+    ]
+    assert serve(requests, commit=commit, lag=lag, jumps=jumps).rows["b"]["hit"] == hit
+
+
+@pytest.mark.parametrize("jumps", [True, False])
+@pytest.mark.parametrize(("eviction", "inserted"), [("arc", [1, 1]), ("lru", [2])])
+def test_generated_blocks_are_inserted_as_they_are_scheduled(eviction, inserted, jumps):
+    """With `commit=scheduled`, a policy that has `on_insert` gets each block when it fills."""
+    run = serve(
+        [ask("a", 0, 4, 9, keys=[1])], commit="scheduled", generated="cached",
+        eviction=eviction, jumps=jumps,
+    )  # fmt: skip
+    commits = [line for line in run.lines if line["event"] == "COMMIT"]
+    assert [line["blocks"] for line in commits] == [1, *inserted]
+
+
 @pytest.mark.parametrize(("reserve", "blocks"), [("prompt", 5), ("chunk", 2)])
 def test_blocks_of_a_prompt_may_be_allocated_chunk_by_chunk(reserve, blocks):
     """An admission allocates blocks for the whole prompt, or for its first chunk."""

@@ -434,9 +434,14 @@ class Server:
         """
         for job in self.decoding:
             length = job.length + 1 - self.rules.lag
-            if (self.names_output or job.request.output_keys) and length % self.size == 0:
-                self.unpublished.append((job, length - job.seq.computed))
-                self.changed = True
+            if not (self.names_output or job.request.output_keys) or length % self.size:
+                continue
+            self.changed = True
+            if self.rules.lag:
+                self.share_blocks(job, length - job.seq.computed)
+            else:
+                self.cache.commit(job.seq, job.length - job.seq.computed, self.now)
+                self.unpublished.append((job, 1))
 
     def grow(self):
         """Allocate the slots of the tokens that decoding jobs compute; preempt for them."""
@@ -444,12 +449,21 @@ class Server:
             full = [job for job in slotless if job.length % self.size == 0]
             if self.has_room(len(full)):
                 for job in slotless:
-                    self.cache.extend(job.seq, 1, self.now)
+                    self.extend(job)
                 return
             if self.by_chunk:
                 for job in full[: self.cache.available_blocks]:
-                    self.cache.extend(job.seq, 1, self.now)
+                    self.extend(job)
             self.preempt(self.victim(None))
+
+    def extend(self, job):
+        """Allocate the slot of the next token of `job`.
+
+        Under a lag its last block is full now, and shared before other jobs get blocks.
+        """
+        self.cache.extend(job.seq, 1, self.now)
+        if self.names_output and self.rules.lag and job.length % self.size == 0:
+            self.share_blocks(job, job.length - job.seq.computed)
 
     def admit(self):
         """Divide the tokens of the step among prompts that have begun, and waiting jobs.
@@ -516,12 +530,15 @@ class Server:
     def publish(self):
         """Share the blocks of the planned chunks that can be hit before they are computed."""
         for job, tokens in self.unpublished:
-            self.cache.publish(job.seq, tokens, self.now)
-            if self.names_output and self.rules.keeps_generated(
-                job, self.state(), preempted=False
-            ):
-                self.cache.keep_generated(job.seq, job.seq.computed + tokens, self.now)
+            self.share_blocks(job, tokens)
         self.unpublished = []
+
+    def share_blocks(self, job, tokens):
+        """Share the blocks that the next `tokens` tokens of `job` fill."""
+        self.cache.publish(job.seq, tokens, self.now)
+        keeps = self.rules.keeps_generated
+        if self.names_output and keeps(job, self.state(), preempted=False):
+            self.cache.keep_generated(job.seq, job.seq.computed + tokens, self.now)
 
     def state(self, preempted=None):
         """Return the step that is planned, for the rules."""
@@ -797,7 +814,7 @@ class Server:
             job.computed += tokens
             self.cache.commit(job.seq, tokens, self.now)
             self.changed = True
-        for job in [] if self.plans_output else decoding:
+        for job in [] if self.plans_output and not self.rules.lag else decoding:
             if job.request.output_keys and job.length % self.size == 0:
                 self.commit_generated(job)
         prefilled = [job for job, _ in self.chunks if not job.prefill_left]
