@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -221,6 +221,14 @@ class RunLog:
             for column in self.columns().values():
                 column.store()
 
+    def extend(self, columns: Mapping[str, Any]) -> None:
+        """Append rows by column: lists, or the bytes of their machine integers."""
+        for name, column in self.columns().items():
+            cells, newest = columns[name], column.newest
+            newest.frombytes(cells) if isinstance(cells, bytes) else newest.extend(cells)
+            if len(newest) >= ROWS:
+                column.store()
+
     def rejected(self, job: Job, why: str) -> None:
         """Record a rejected request."""
         self.reasons[len(self.ids)] = why
@@ -423,6 +431,10 @@ class TokenGaps:
             self._histogram.total / (self._histogram.weight * second),
             *(found[f"p{percent}"] / second for percent in PERCENTS),
         )
+
+    def add(self, weights: bytes, weight: int, total: int, high: int) -> None:
+        """Add gaps by bucket of the histogram, as `Histogram.add_weights` takes them."""
+        self._histogram.add_weights(memoryview(weights).cast("q"), weight, total, high)
 
     def merge(self, other: TokenGaps) -> None:
         """Add the gaps of another run."""
