@@ -100,12 +100,15 @@ class Histogram:
             place = bisect_left(borders, times[done] - since, place)
         counts[place] += count - done
 
-    def add_weights(self, weights: Sequence[int], weight: int, total: int, high: int) -> None:
-        """Add samples: weights by bucket, their sum, that of the values, and the maximum."""
+    def add_weights(self, weights: bytes, weight: int, total: int, high: int) -> None:
+        """Add samples: weights by bucket, their sum, that of the values, and the maximum.
+
+        `weights` are machine integers of 8 bytes.
+        """
         self.weight += weight
         self.total += total
         self.high = max(self.high, high)
-        for place, more in enumerate(weights):
+        for place, more in enumerate(memoryview(weights).cast("q")):
             if more:
                 self._weights[place] += more
 

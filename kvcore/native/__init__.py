@@ -52,10 +52,11 @@ def _load() -> tuple[Any, str]:
         _loaded = _find()
         if _loaded[0] is not None:
             from kvcore.cache.span import Span  # noqa: PLC0415 - for the core alone
+            from kvcore.histogram import borders  # noqa: PLC0415
             from kvcore.request import NO_HINTS, Request  # noqa: PLC0415
             from kvcore.serving.job import Job  # noqa: PLC0415
 
-            _loaded[0].bind(Span, Request, Job, NO_HINTS)
+            _loaded[0].bind(Span, Request, Job, NO_HINTS, borders())
     return _loaded
 
 

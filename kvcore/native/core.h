@@ -5,6 +5,7 @@
  * reads and writes in place. Jobs and the decode batch are its own while it runs.
  *
  *     tree.c           kvcore/cache/tree.py, and `open`, `commit` and `close` of kvcache.py
+ *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
  *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
  *     loop.c           kvcore/serving/loop.py, batcher.py and stats.py; the module
  *
@@ -132,7 +133,32 @@ typedef struct { Job *first, *last; i64 count; } List;
 
 static inline i64 ceil_div(i64 value, i64 by) { return (value + by - 1) / by; }
 
+/* residency.c */
+
+typedef struct { i64 *weights; i128 weight, total, high; } Histogram;
+
+int histogram_borders(PyObject *list);
+int histogram_init(Histogram *histogram);
+void histogram_add(Histogram *histogram, i128 first, i128 slope, i64 count, i64 weight);
+int histogram_store(Histogram *histogram, PyObject *object, const char *name);
+
+typedef struct {
+    PyObject *object, *refaults, *young, *old;
+    Histogram age_at_hit, age_at_eviction, lifetime, hits_at_eviction;
+    i64 window, turn, clock, refaulted, stored, evicted;
+} Residency;
+
+int residency_init(Residency *residency, PyObject *object);
+int residency_store(Residency *residency);
+void residency_clear(Residency *residency);
+int residency_stored(Residency *residency, PyObject *keys, i64 start, i64 end, i64 ratio);
+int residency_evicted(Residency *residency, PyObject *span, i64 count, i64 now, PyObject *times,
+                      i64 ratio);
+
 /* tree.c */
+
+PyObject *key_at(PyObject *keys, i64 place);
+i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio);
 
 enum { ON_INSERT, ON_ACCESS, ON_END, ON_EXTEND, ON_SPLIT, ON_PIN, ON_MISS, ON_RELEASE, ON_LEAF,
        ON_TRIM, ON_REMOVE, EVICTABLE_BLOCKS, INDEX_INSERT, INDEX_SPLIT, INDEX_REMOVE, HOOKS };
@@ -141,8 +167,8 @@ typedef struct {
     PyObject *tree, *root, *geometry, *policy, *index;
     PyObject *hooks[HOOKS];     /* NULL: not overridden */
     PyObject *match, *victim;   /* of the index, and of the policy */
-    PyObject *residency, *ages, *stored, *gone;
-    PyObject *now_object, *capacity, *default_priority, *ratio_object;
+    Residency residency;        /* without an object: nothing is counted */
+    PyObject *now_object, *capacity, *default_priority;
     int walks, shares, by_block, fixed_order;
     i64 size, ratio, stride, expected_key_tokens;
     i64 pool, free, unpinned, cached, evicted, last_id, created, released, admissions, now;
@@ -170,8 +196,6 @@ typedef struct { i128 first, slope; } Line;
 
 typedef struct { int count; Line lines[MOST_LINES]; } Times;
 
-typedef struct { i64 border_count, *borders, *weights; i128 weight, total, high; } Gaps;
-
 typedef struct { i64 end, admission; Job *job; } End;
 
 typedef struct {
@@ -183,7 +207,7 @@ typedef struct {
     End *ends; i64 ends_count, ends_room;       /* a heap */
     Job **fresh; i64 fresh_count, fresh_room;
     i64 allocated_until;
-    Gaps gaps;
+    Histogram gaps;                             /* the times between tokens */
 } Batch;
 
 int batch_init(Batch *batch, Tree *tree);
@@ -194,7 +218,6 @@ i128 batch_run(Batch *batch, i128 start, i128 first, i128 slope, i64 steps);
 int batch_jump(Batch *batch, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took);
 int batch_next_step(Batch *batch, i64 now);     /* 1: there is no room */
 Job *batch_pop_finished(Batch *batch);
-void gaps_add(Gaps *gaps, i128 first, i128 slope, i64 count, i64 weight);
 
 static inline i64 generated_of(const Batch *batch, const Job *job)
 {

@@ -1,7 +1,7 @@
 /* The twin of kvcore/serving/decode_batch.py, and of the step times of latency.py.
  *
- * Many decode steps are one jump, in closed form. The times between tokens go into the buckets of
- * a histogram as arithmetic progressions.
+ * Many decode steps are one jump, in closed form; the times between its tokens go into a histogram
+ * as arithmetic progressions.
  */
 #include "core.h"
 #include <math.h>
@@ -79,47 +79,6 @@ static i64 reach(const Times *times, i128 time, i64 most)
     return most;
 }
 
-/* Times between tokens. */
-
-static i64 bucket_of(const Gaps *gaps, i128 value)
-{
-    i64 low = 0, high = gaps->border_count;
-    while (low < high) {
-        i64 middle = (low + high) / 2;
-        if (gaps->borders[middle] < value)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low < gaps->border_count ? low : gaps->border_count - 1;
-}
-
-/* Add `first`, `first + slope`, ... (`count` values), each `weight` times. */
-void gaps_add(Gaps *gaps, i128 first, i128 slope, i64 count, i64 weight)
-{
-    i128 last = first + slope * (count - 1);
-    i64 place = bucket_of(gaps, first), done = 0;
-    gaps->weight += (i128)count * weight;
-    gaps->total += sum_of(first, slope, count) * weight;
-    if (last > gaps->high)
-        gaps->high = last;
-    if (!slope || count == 1) {
-        gaps->weights[place] += count * weight;
-        return;
-    }
-    for (;;) {
-        i128 upto = (gaps->borders[place] - first) / slope + 1;
-        if (upto > count || place == gaps->border_count - 1)
-            upto = count;
-        gaps->weights[place] += ((i64)upto - done) * weight;
-        done = (i64)upto;
-        if (done == count)
-            return;
-        while (gaps->borders[place] < first + slope * done && place < gaps->border_count - 1)
-            place++;
-    }
-}
-
 /* The batch. */
 
 int batch_init(Batch *b, Tree *tree)
@@ -131,7 +90,7 @@ int batch_init(Batch *b, Tree *tree)
     b->fresh = PyMem_New(Job *, b->fresh_room);
     b->ends = PyMem_New(End, b->ends_room);
     if (b->growing && b->fresh && b->ends)
-        return 0;
+        return histogram_init(&b->gaps);
     PyErr_NoMemory();
     return -1;
 }
@@ -139,7 +98,7 @@ int batch_init(Batch *b, Tree *tree)
 void batch_clear(Batch *b)
 {
     PyMem_Free(b->growing), PyMem_Free(b->fresh), PyMem_Free(b->ends);
-    PyMem_Free(b->gaps.borders), PyMem_Free(b->gaps.weights);
+    PyMem_Free(b->gaps.weights);
 }
 
 static i64 modulo(i64 value, i64 by)
@@ -277,14 +236,14 @@ i128 batch_run(Batch *b, i128 start, i128 first, i128 slope, i64 steps)
     for (i64 n = 0; even && n < b->fresh_count; n++)
         even = b->fresh[n]->last_token_ps == start;
     if (even) {
-        gaps_add(&b->gaps, first, slope, steps, size);
+        histogram_add(&b->gaps, first, slope, steps, size);
     } else {
         for (i64 n = 0; n < b->fresh_count; n++)
-            gaps_add(&b->gaps, start + first - b->fresh[n]->last_token_ps, 0, 1, 1);
+            histogram_add(&b->gaps, start + first - b->fresh[n]->last_token_ps, 0, 1, 1);
         if (b->fresh_count < size)
-            gaps_add(&b->gaps, start + first - b->last_step_ps, 0, 1, size - b->fresh_count);
+            histogram_add(&b->gaps, start + first - b->last_step_ps, 0, 1, size - b->fresh_count);
         if (steps > 1)
-            gaps_add(&b->gaps, first + slope, slope, steps - 1, size);
+            histogram_add(&b->gaps, first + slope, slope, steps - 1, size);
     }
     for (i64 n = 0; n < b->fresh_count; n++)
         b->fresh[n]->is_fresh = 0;
@@ -382,7 +341,7 @@ static i64 next_growth(const Batch *b, Growth *g, i64 first, i64 end)
 static int evict_ahead(Batch *b, i64 missing, i64 need, i64 steps, i128 clock, const Times *times)
 {
     PyObject *at = NULL;
-    if (b->tree->residency) {
+    if (b->tree->residency.object) {
         Growth growth = {0};
         i64 step, skipped = need - missing;
         at = PyList_New(0);

@@ -856,7 +856,7 @@ static int prefill_done(Core *c, Job *job, i64 now)
     if (job->first_token < 0)
         job->first_token = now;
     else
-        gaps_add(&c->batch.gaps, c->clock - job->last_token_ps, 0, 1, 1);
+        histogram_add(&c->batch.gaps, c->clock - job->last_token_ps, 0, 1, 1);
     job->last_token_ps = c->clock;
     i64 generated = job->target - job->prompt + 1;
     if (generated == job->output) {
@@ -1004,15 +1004,11 @@ static PyObject *handover(Core *c)
 
 static int store_back(Core *c)
 {
-    Gaps *gaps = &c->batch.gaps;
     PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
     PyObject *clock = big_int(c->clock), *busy = big_int(c->busy);
-    PyObject *weights = PyBytes_FromStringAndSize((char *)gaps->weights, 8 * gaps->border_count);
-    PyObject *itl = PyObject_GetAttrString(c->log, "itl"), *added = NULL;
-    if (itl && weights)
-        added = PyObject_CallMethod(itl, "add", "ONNN", weights, big_int(gaps->weight),
-                                    big_int(gaps->total), big_int(gaps->high));
-    int failed = !steps || !clock || !busy || !added || flush_rows(c) < 0
+    PyObject *itl = PyObject_GetAttrString(c->log, "itl");
+    int failed = !steps || !clock || !busy || !itl || flush_rows(c) < 0
+        || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
         || tree_store_back(&c->tree, c->cache) < 0
         || set_int(steps, "count", c->batch.steps) < 0
         || set_int(c->loop, "_serial", c->serial) < 0
@@ -1020,8 +1016,7 @@ static int store_back(Core *c)
         || set_int(c->log, "own_slos", c->own_slos) < 0
         || PyObject_SetAttrString(c->loop, "clock_ps", clock) < 0
         || PyObject_SetAttrString(c->log, "busy_ps", busy) < 0;
-    Py_XDECREF(steps), Py_XDECREF(clock), Py_XDECREF(busy), Py_XDECREF(weights);
-    Py_XDECREF(itl), Py_XDECREF(added);
+    Py_XDECREF(steps), Py_XDECREF(clock), Py_XDECREF(busy), Py_XDECREF(itl);
     return failed ? -1 : 0;
 }
 
@@ -1045,25 +1040,7 @@ static int init_time(Core *c, PyObject *terms)
     return 0;
 }
 
-static int init_gaps(Gaps *gaps, PyObject *borders)
-{
-    gaps->border_count = PyList_GET_SIZE(borders);
-    gaps->borders = PyMem_New(i64, gaps->border_count);
-    gaps->weights = PyMem_Calloc(gaps->border_count, sizeof(i64));
-    if (!gaps->borders || !gaps->weights) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (i64 n = 0; n < gaps->border_count; n++) {
-        int overflow;
-        gaps->borders[n] = PyLong_AsLongLongAndOverflow(PyList_GET_ITEM(borders, n), &overflow);
-        if (overflow)
-            gaps->borders[n] = NEVER;
-    }
-    return PyErr_Occurred() ? -1 : 0;
-}
-
-static int init(Core *c, PyObject *numbers, PyObject *terms, PyObject *borders, int walks)
+static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
 {
     i64 above, below;
     if (!PyArg_ParseTuple(numbers, "LLLLiiiLL", &c->max_tokens, &c->max_seqs, &c->reserve,
@@ -1092,7 +1069,7 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, PyObject *borders, 
     if (PyErr_Occurred())
         return -1;
     if (tree_init(&c->tree, c->cache, walks) < 0 || batch_init(&c->batch, &c->tree) < 0
-        || init_gaps(&c->batch.gaps, borders) < 0 || init_time(c, terms) < 0)
+        || init_time(c, terms) < 0)
         return -1;
     return read_next(c);
 }
@@ -1122,24 +1099,24 @@ static void clear(Core *c)
 }
 
 PyDoc_STRVAR(serve_doc,
-"serve(loop, requests, numbers, priority, lines, duration, work, terms, borders, walks, turns)\n"
+"serve(loop, requests, numbers, priority, lines, duration, work, terms, walks, turns)\n"
 "--\n\n"
 "Run a serving loop; return None, or the state of a run that Python continues.");
 
 static PyObject *serve(PyObject *module, PyObject *arguments)
 {
-    PyObject *numbers, *terms, *borders, *result = NULL;
+    PyObject *numbers, *terms, *result = NULL;
     int walks;
     i64 turns;
     Core core = {0}, *c = &core;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "OOO!OOOOOO!iL", &c->loop, &c->iterator, &PyTuple_Type,
+    if (!PyArg_ParseTuple(arguments, "OOO!OOOOOiL", &c->loop, &c->iterator, &PyTuple_Type,
                           &numbers, &c->priority, &c->lines_of, &c->time.duration,
-                          &c->time.work_type, &terms, &PyList_Type, &borders, &walks, &turns))
+                          &c->time.work_type, &terms, &walks, &turns))
         return NULL;
     if (c->priority == Py_None)
         c->priority = NULL;
-    int status = init(c, numbers, terms, borders, walks);
+    int status = init(c, numbers, terms, walks);
     if (!status)
         status = run(c, turns);
     if (status >= 0 && store_back(c) == 0)
@@ -1164,15 +1141,18 @@ static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 }
 
 PyDoc_STRVAR(bind_doc,
-"bind(span, request, job, hints)\n--\n\n"
-"Use these classes, whose slots are read and written in place, and the hints of no hint.");
+"bind(span, request, job, hints, borders)\n--\n\n"
+"Use these classes, whose slots are read and written in place, the hints of a request without any,\n"
+"and the borders of buckets of a histogram.");
 
 static PyObject *bind(PyObject *module, PyObject *arguments)
 {
-    PyObject *hints;
+    PyObject *hints, *borders;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!O", &PyType_Type, &span_slots.type, &PyType_Type,
-                          &request_slots.type, &PyType_Type, &job_slots.type, &hints))
+    if (!PyArg_ParseTuple(arguments, "O!O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
+                          &request_slots.type, &PyType_Type, &job_slots.type, &hints,
+                          &PyList_Type, &borders)
+        || histogram_borders(borders) < 0)
         return NULL;
     put(&no_hints, Py_NewRef(hints));
 #define FIND(name) || find_slot(slots->type, #name, &slots->name) < 0

@@ -8,7 +8,6 @@ from typing import Any, Final, cast
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import CountingPool
 from kvcore.cache.sequence import Sequence
-from kvcore.histogram import borders
 from kvcore.native import library
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import Job
@@ -108,7 +107,6 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         latency.duration,
         StepWork,
         terms,
-        borders(),
         bool(index.walks_tree and _defines(index, "walks_tree", "match")),
         turns,
     )

@@ -10,8 +10,6 @@ SpanSlots span_slots;
 RequestSlots request_slots;
 JobSlots job_slots;
 
-enum { BATCH = 4096 }; /* of kvcore/cache/residency.py */
-
 PyObject *big_int(i128 value)
 {
     if (value >= INT64_MIN && value <= INT64_MAX)
@@ -109,7 +107,7 @@ int tree_at(Tree *t, i64 now)
 
 /* Keys. */
 
-static PyObject *key_at(PyObject *keys, i64 place)
+PyObject *key_at(PyObject *keys, i64 place)
 {
     if (PyList_CheckExact(keys) && place < PyList_GET_SIZE(keys))
         return Py_NewRef(PyList_GET_ITEM(keys, place));
@@ -126,7 +124,7 @@ static int same_key(PyObject *one, PyObject *other, i64 place)
 }
 
 /* `common_prefix` of kvcore/cache/layout.py. */
-static i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio)
+i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio)
 {
     i64 low = start / ratio, high = (end - 1) / ratio;
     if (high <= low)
@@ -280,63 +278,6 @@ static int pin(Tree *t, PyObject *span)
     return call(t, ON_PIN, span, NULL, NULL);
 }
 
-/* Statistics of residency: the events that `Residency` counts some thousand at a time. */
-
-static int fetch_notes(Tree *t)
-{
-    return put(&t->ages, PyObject_GetAttrString(t->residency, "_ages")) < 0
-        || put(&t->stored, PyObject_GetAttrString(t->residency, "_stored")) < 0
-        || put(&t->gone, PyObject_GetAttrString(t->residency, "_gone")) < 0 ? -1 : 0;
-}
-
-static int note(Tree *t, PyObject *notes, PyObject *event)
-{
-    int failed = event ? PyList_Append(notes, event) : -1;
-    Py_XDECREF(event);
-    if (failed || PyList_GET_SIZE(notes) <= BATCH)
-        return failed;
-    PyObject *settled = PyObject_CallMethod(t->residency, "settle", NULL);
-    Py_XDECREF(settled);
-    return settled ? fetch_notes(t) : -1;
-}
-
-static int note_hit(Tree *t, PyObject *span, i64 now)
-{
-    for (; span != t->root; span = SPAN(span, parent)) {
-        PyObject *event = Py_BuildValue("(LL)", now - SPAN_INT(span, last_access),
-                                        SPAN_INT(span, end) - SPAN_INT(span, start));
-        int failed = event ? PyList_Append(t->ages, event) : -1;
-        Py_XDECREF(event);
-        if (failed)
-            return -1;
-    }
-    if (PyList_GET_SIZE(t->ages) <= BATCH)
-        return 0;
-    PyObject *settled = PyObject_CallMethod(t->residency, "settle", NULL);
-    Py_XDECREF(settled);
-    return settled ? fetch_notes(t) : -1;
-}
-
-static int note_stored(Tree *t, PyObject *span, i64 first, i64 end)
-{
-    return note(t, t->stored, Py_BuildValue("(nOLLO)", PyList_GET_SIZE(t->gone),
-                SPAN(span, path_keys), first, end, t->ratio_object));
-}
-
-/* `times`: when each of the blocks left, from the one that left first; NULL: all at `now`. */
-static int note_gone(Tree *t, PyObject *span, i64 count, i64 now, PyObject *times)
-{
-    if (times) {
-        PyObject *done = PyObject_CallMethod(t->residency, "on_evict_by_block", "OO", span, times);
-        Py_XDECREF(done);
-        return done ? fetch_notes(t) : -1;
-    }
-    i64 end = SPAN_INT(span, end);
-    return note(t, t->gone, Py_BuildValue("(OLLOLLO)", SPAN(span, path_keys), end - count, end,
-                t->ratio_object, now - SPAN_INT(span, last_access), now - SPAN_INT(span, created),
-                SPAN(span, hit_count)));
-}
-
 /* Eviction. */
 
 static int remove_leaf(Tree *t, PyObject *span)
@@ -424,10 +365,11 @@ static int evict(Tree *t, i64 blocks, PyObject *requester, PyObject *times)
         missing -= count;
         t->evicted += count;
         int failed = 0;
-        if (t->residency) {
+        if (t->residency.object) {
             i64 done = blocks - missing;
             part = times ? PyList_GetSlice(times, done - count, done) : NULL;
-            failed = (times && !part) || note_gone(t, span, count, t->now, part) < 0;
+            failed = (times && !part)
+                || residency_evicted(&t->residency, span, count, t->now, part, t->ratio) < 0;
             Py_XDECREF(part);
         }
         if (!failed)
@@ -502,7 +444,6 @@ static int lay_out(Tree *t, Job *job)
             t->ratio = PyLong_AsLongLong(ratio);
             t->stride = PyLong_AsLongLong(stride);
             t->expected_key_tokens = tokens;
-            put(&t->ratio_object, Py_NewRef(ratio));
         }
         Py_XDECREF(ratio), Py_XDECREF(stride);
         if (!stride)
@@ -541,8 +482,10 @@ static int lay_out(Tree *t, Job *job)
 static int record_hit(Tree *t, Job *job, PyObject *id, int resumed)
 {
     PyObject *span, *root = t->root;
-    if (!resumed && t->residency && note_hit(t, job->span, t->now) < 0)
-        return -1;
+    if (!resumed && t->residency.object)
+        for (span = job->span; span != root; span = SPAN(span, parent))
+            histogram_add(&t->residency.age_at_hit, t->now - SPAN_INT(span, last_access), 0, 1,
+                          SPAN_INT(span, end) - SPAN_INT(span, start));
     for (span = job->span; span != root; span = SPAN(span, parent)) {
         if (SPAN_PUT(span, creator, Py_NewRef(Py_None)) < 0)
             return -1;
@@ -671,6 +614,12 @@ int tree_close(Tree *t, Job *job, i64 now, int ended)
 
 /* Commit: private blocks become shared ones. */
 
+static int note_stored(Tree *t, Job *job, i64 first, i64 end)
+{
+    return t->residency.object
+        ? residency_stored(&t->residency, job->keys, first, end, t->ratio) : 0;
+}
+
 /* Move the private blocks of `job` up to `upto` into the tree: into a leaf, or as a child. */
 static int store(Tree *t, Job *job, i64 upto)
 {
@@ -686,7 +635,7 @@ static int store(Tree *t, Job *job, i64 upto)
     if (SPAN(parent, creator) == job->token && !t->by_block) {
         job->shared_end = upto;
         if (SPAN_PUT_INT(parent, end, upto) < 0
-            || (t->residency && note_stored(t, parent, first, upto) < 0)
+            || note_stored(t, job, first, upto) < 0
             || call_int(t, INDEX_INSERT, parent, first) < 0)
             return -1;
         return call_int(t, ON_EXTEND, parent, upto - first);
@@ -726,7 +675,7 @@ static int store(Tree *t, Job *job, i64 upto)
         goto done;
     job->shared_end = upto;
     Py_SETREF(job->span, Py_NewRef(span));
-    failed = (t->residency && note_stored(t, span, first, upto) < 0)
+    failed = note_stored(t, job, first, upto) < 0
         || call_int(t, INDEX_INSERT, span, first) < 0
         || call(t, ON_INSERT, span, t->now_object, NULL) < 0;
 done:
@@ -826,12 +775,14 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     t->geometry = attribute(t->tree, "geometry");
     t->policy = attribute(t->tree, "eviction");
     t->index = attribute(t->tree, "index");
-    t->residency = attribute(t->tree, "residency");
+    PyObject *residency = attribute(t->tree, "residency");
+    int failed = residency ? residency_init(&t->residency, residency) : 0;
+    Py_XDECREF(residency);
     t->match = attribute(t->tree, "_match");
     t->victim = t->policy ? attribute(t->policy, "victim") : NULL;
     for (int which = 0; which < HOOKS && !PyErr_Occurred(); which++)
         t->hooks[which] = attribute(t->tree, HOOK[which].slot);
-    if (PyErr_Occurred())
+    if (failed || PyErr_Occurred())
         return -1;
     t->shares = (int)int_attribute(t->tree, "_shares");
     t->by_block = (int)int_attribute(t->tree, "_block_spans");
@@ -845,12 +796,9 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     PyObject *expected = attribute(t->geometry, "_expected");
     t->expected_key_tokens = expected ? PyLong_AsLongLong(expected) : -1;
     Py_XDECREF(expected);
-    t->ratio_object = PyLong_FromLongLong(t->ratio);
     t->capacity = PyUnicode_InternFromString("capacity");
     t->default_priority = Py_XNewRef(SPAN(t->root, priority));
-    if (PyErr_Occurred() || tree_at(t, int_attribute(cache, "now")) < 0)
-        return -1;
-    return t->residency ? fetch_notes(t) : 0;
+    return PyErr_Occurred() ? -1 : tree_at(t, int_attribute(cache, "now"));
 }
 
 /* Write the counts of the run into the objects of Python. */
@@ -878,19 +826,20 @@ int tree_store_back(Tree *t, PyObject *cache)
         || set_int(stats, "self_hit_blocks", t->self_hit_blocks) < 0
         || set_int(stats, "lost_tokens", t->lost_tokens) < 0
         || set_int(stats, "looked_up", t->looked_up) < 0
-        || PyObject_SetAttrString(stats, "ratio_sum", sum) < 0;
+        || PyObject_SetAttrString(stats, "ratio_sum", sum) < 0
+        || (t->residency.object && residency_store(&t->residency) < 0);
     Py_XDECREF(pool), Py_XDECREF(stats), Py_XDECREF(sum);
     return failed ? -1 : 0;
 }
 
 void tree_clear(Tree *t)
 {
+    residency_clear(&t->residency);
     for (int which = 0; which < HOOKS; which++)
         Py_CLEAR(t->hooks[which]);
     PyObject **objects[] = {
         &t->tree, &t->root, &t->geometry, &t->policy, &t->index, &t->match, &t->victim,
-        &t->residency, &t->ages, &t->stored, &t->gone, &t->now_object, &t->capacity,
-        &t->default_priority, &t->ratio_object,
+        &t->now_object, &t->capacity, &t->default_priority,
     };
     for (size_t n = 0; n < sizeof objects / sizeof *objects; n++)
         Py_CLEAR(*objects[n]);

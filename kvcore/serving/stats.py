@@ -432,10 +432,6 @@ class TokenGaps:
             *(found[f"p{percent}"] / second for percent in PERCENTS),
         )
 
-    def add(self, weights: bytes, weight: int, total: int, high: int) -> None:
-        """Add gaps by bucket of the histogram, as `Histogram.add_weights` takes them."""
-        self._histogram.add_weights(memoryview(weights).cast("q"), weight, total, high)
-
     def merge(self, other: TokenGaps) -> None:
         """Add the gaps of another run."""
         other.settle()
