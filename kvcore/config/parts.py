@@ -197,9 +197,6 @@ class RunParts:
             if getattr(config, name):
                 with self._about(name):
                     raise InputError(self._groups_refusal)
-        if trace is not None:
-            msg = f"a trace: {self._groups_refusal}"
-            raise InputError(msg)
         eviction = self.built("eviction")
         if eviction.name != "lru":
             with self._about("eviction"):
@@ -211,6 +208,7 @@ class RunParts:
                 retention_interval=config.prefix_cache_retention_interval,
                 key_tokens=self.workload.key_tokens,
                 eviction=eviction,
+                trace=trace,
             )
 
     @property
