@@ -480,10 +480,10 @@ class GroupedCache:
         if need + reserve > self.available_blocks or not self.is_computed(match):
             raise OutOfBlocks(self._no_room(request, need))
         self._last_id += 1
-        _, prompt, _, cacheable, lookup, _ = self.geometry.lay_out(request)
+        keys, prompt, _, cacheable, lookup, _ = self.geometry.lay_out(request)
         size = self._size
         seq = GroupSequence(
-            self._last_id, self._last_id, request, request.keys, cacheable, lookup,
+            self._last_id, self._last_id, request, keys, cacheable, lookup,
             hit // size, hit, hit, hit // size, length, self._root,
         )  # fmt: skip
         seq.names, seq.junction, seq.fresh = names, match.junction, []
@@ -583,7 +583,8 @@ class GroupedCache:
             if end <= start:
                 continue
             table.stored, first, blocks = end, table.first, table.blocks
-            cached, copies = self._cached[index], {}
+            cached = self._cached[index]
+            copies: dict[int, bool] = {}
             for position in self._kept(group, max(start, first), end, seq):
                 block = blocks[position - first]
                 if block is None:
@@ -592,12 +593,7 @@ class GroupedCache:
                 if block is BARE:
                     block = blocks[position - first] = Block(index, name)
                 block.name = name
-                oldest = cached.setdefault(name, block)
-                if oldest is not block:
-                    while oldest.younger is not None:
-                        oldest = oldest.younger
-                    oldest.younger = block
-                copies[position] = oldest is not block
+                copies[position] = _is_copy(cached, block)
                 if group.kind == "state":
                     states.append((index, name))
             if trace is not None:
@@ -930,9 +926,7 @@ class GroupedCache:
         request, hit, size = seq.request, seq.hit_blocks, self._size
         self._admitted.add(request.id)
         if hit:
-            trace.group_hit(
-                self.now, request=request.id, seq=seq.id, blocks=hit, again=resumed
-            )
+            trace.group_hit(self.now, request=request.id, seq=seq.id, blocks=hit, again=resumed)
         named = min(names.end * of for of, names in seq.names.items())
         limit = min(seq.target - 1, named) // size
         blocks = -(-request.prompt_tokens // size)
@@ -984,6 +978,17 @@ class GroupedCache:
                 self.now, seq=seq.id, group=group, first=positions[0], blocks=len(positions),
                 how="copy" if is_copy else "new", generated=generated,
             )  # fmt: skip
+
+
+def _is_copy(cached: dict[Name, Block], block: Block) -> bool:
+    """Add `block` to the blocks of a group; return True if others have its name."""
+    oldest = cached.setdefault(block.name, block)
+    if oldest is block:
+        return False
+    while oldest.younger is not None:
+        oldest = oldest.younger
+    oldest.younger = block
+    return True
 
 
 def _name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:

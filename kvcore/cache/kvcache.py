@@ -428,7 +428,7 @@ class KVCache:
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
-            geometry.describe_keys(request, trace)
+            self.geometry.describe_keys(request, trace)
             keys = seq.keys[: -(-blocks // self.geometry.ratio)]
             span = seq.span.id if hit else None
             trace.prefetch(

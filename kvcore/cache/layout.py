@@ -203,7 +203,7 @@ class BlockLayout:
             raise InputError(msg)
 
     def describe_keys(self, request: Request, trace: Recorder) -> None:
-        """Write `key_tokens` into the header of `trace` if `request` is the one that decides it.
+        """Write `key_tokens` into the header of `trace` if `request` decides it.
 
         Raises:
             InputError: as `check_key_tokens` does.

@@ -289,7 +289,7 @@ class Recorder(ABC):
     def group_alloc(
         self, now: int, *, seq: int, group: int, first: int, runs: Ids | None
     ) -> None:
-        """Write ALLOC: blocks `runs` continue the table of `seq` in `group`, from `first` on."""
+        """Write ALLOC: blocks `runs` continue the table of `seq` in `group` from `first`."""
         self.write({
             "n": 0, "t": now, "event": "ALLOC",
             "seq": seq, "group": group, "first": first, "runs": runs,

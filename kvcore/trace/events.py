@@ -653,8 +653,8 @@ def count_names(event: Event) -> int:
 
 
 _decode_tagged = msgspec.json.Decoder(_TAGGED).decode
-_decode_grouped = msgspec.json.Decoder(
-    Union[*({**EVENTS, **OF_GROUPS}.values())]  # noqa: UP007 - of a list
+_decode_grouped: Callable[[bytes], Event] = msgspec.json.Decoder(
+    Union[*({**EVENTS, **OF_GROUPS}.values())]
 ).decode
 
 # A union has one Struct a tag, so lines of the other scope are known by how the writer

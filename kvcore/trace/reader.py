@@ -49,7 +49,8 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a trace line, as its reader accepts it."""
     lines, parts = msgspec.json.schema_components(
-        [*events.EVENTS.values(), events.Drop, *events.OF_GROUPS.values()], ref_template="#/$defs/{name}"
+        [*events.EVENTS.values(), events.Drop, *events.OF_GROUPS.values()],
+        ref_template="#/$defs/{name}",
     )
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

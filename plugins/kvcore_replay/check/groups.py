@@ -176,7 +176,7 @@ class GroupChecker:
             violated(f"{hit} blocks hit; at most {limit // self._size} can")
         for group in state.groups:
             if not state.serves(event.request, tokens, group):
-                violated(f"{hit} blocks hit, of which group {group} lacks those that are needed")
+                violated(f"{hit} blocks hit; group {group} lacks what is needed there")
         most = state.longest(event.request, state.limit(event.request))
         if tokens < most or (tokens > most and not resumed):
             violated(f"{hit} blocks hit; all groups have {most // self._size}")
@@ -209,6 +209,13 @@ class GroupChecker:
             )
         if not ids or (group.kind == "state" and len(ids) > 1):
             violated(f"{len(ids)} blocks of group {group} are taken")
+        held = len(table.blocks) + len(ids)
+        if self._in_flight is not None:
+            tokens = (event.first + len(ids)) * group.size
+            # Under a lag a state is given back a step later.
+            most = group.most_blocks(tokens, self._in_flight) + self._lag
+            if held > most:
+                violated(f"sequence {seq.id} holds {held} blocks of group {group}; {most} fit")
         if self._evicting not in (None, seq.prompt.id):
             self._must_be_taken()
         self.lifecycles.grow(seq.prompt.id, seq.id)
@@ -341,9 +348,7 @@ class GroupChecker:
 
     def _must_free(self, seq: GroupedSequence, ids: Ids, expected: Ids) -> None:
         if ids != expected:
-            violated(
-                f"sequence {seq.id} frees {encode_runs(expected)}, not {encode_runs(ids)}"
-            )
+            violated(f"sequence {seq.id} frees {encode_runs(expected)}, not {encode_runs(ids)}")
         self.pool.free(ids, len(ids))
 
     def _table_of(

@@ -321,7 +321,7 @@ class GroupState:
         return self._longest(request, tokens, self.groups)
 
     def longest_alone(self, request: int | str, tokens: int, group: TracedGroup) -> int:
-        """Return the longest prefix, of at most `tokens` tokens, that `group` alone can serve."""
+        """Return the longest prefix, of at most `tokens` tokens, that `group` can serve."""
         return self._longest(request, tokens, [group])
 
     def oldest(self, request: int | str, group: TracedGroup, position: int) -> TracedBlock:
