@@ -257,6 +257,16 @@ class Header(Event, tag="HEADER", kw_only=True):
         ]
         | UnsetType
     ) = UNSET
+    cache_groups: (
+        Annotated[
+            GroupsRecord,
+            Meta(
+                description="an object with prefix_cache_retention_interval and groups, each "
+                "with kind, block_size, window and layers"
+            ),
+        ]
+        | UnsetType
+    ) = UNSET
     replicas: (
         Annotated[
             list[ReplicaRecord],
@@ -274,16 +284,6 @@ class Header(Event, tag="HEADER", kw_only=True):
     latency: Object | UnsetType = UNSET
     rate_scale: Number | UnsetType = UNSET
     slo: SloTimes | UnsetType = UNSET
-    cache_groups: (
-        Annotated[
-            GroupsRecord,
-            Meta(
-                description="an object with prefix_cache_retention_interval and groups, each "
-                "with kind, block_size, window and layers"
-            ),
-        ]
-        | UnsetType
-    ) = UNSET
 
 
 class Request(Event, tag="REQUEST"):

@@ -6,9 +6,10 @@ import pytest
 from helpers.grouped_traces import grouped_run
 from helpers.traces import lines, seal
 
-from kvcore import TraceError
+from kvcore import InputError, TraceError
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.recorded_run import recorded_run
+from kvcore_replay.what_if import whatif
 
 SEEDS = range(60)
 
@@ -73,3 +74,32 @@ def test_a_line_of_another_group_is_found(seed, tmp_path):
         other = line | {"group": (line["group"] + 1) % groups}
         seal(path, [*recorded[:n], other, *recorded[n + 1 :]])
         assert is_detected(path), line
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_run_with_groups_is_made_again(seed, tmp_path):
+    """A recorded run that is made again has the same lines, and another pool other ones."""
+    path, again = tmp_path / "trace.jsonl", tmp_path / "again.jsonl"
+    grouped_run(seed, path, blocks=150)
+    same = whatif(path, export=again)
+    assert again.read_bytes() == path.read_bytes()
+    assert same.changes == []
+    assert same.rerun.hit == same.recorded.hit
+    smaller = whatif(path, blocks=100)
+    assert smaller.rerun.evicted_blocks > same.rerun.evicted_blocks
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"block_size": 32}, "blocks have the sizes that the model needs"),
+        ({"replicas": 2}, "which several servers do not know: leave out replicas"),
+        ({"retention": "window:tokens=100"}, "which this does not know"),
+    ],
+)
+def test_what_groups_do_not_know_is_refused(change, problem, tmp_path):
+    """A recorded run with groups is not made again with what they do not know."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(1, path)
+    with pytest.raises(InputError, match=problem):
+        whatif(path, **change)
