@@ -16,7 +16,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from math import lcm
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import attrs
 from msgspec.structs import replace
@@ -90,7 +90,7 @@ class TracedBlock:
     Attributes:
         id: its id in the pool.
         group: index of its group.
-        request: the request for which it was allocated.
+        user: the request for which it was allocated, or which hit it last.
         name: its name in the group; None while it is private.
         named_at: time (ns) at which it got its name.
         last_access: time (ns) at which it was named, hit or given back last.
@@ -100,7 +100,7 @@ class TracedBlock:
 
     id: int
     group: int
-    request: int | str
+    user: int | str
     name: Any = None
     named_at: int = 0
     last_access: int = 0
@@ -145,7 +145,10 @@ class GroupedSequence:
         junction: the longest prefix, in tokens, that the first kind of group has, if that is
             longer than the hit; else 0.
         tables: the tables.
+        has_forgotten: whether it has dropped blocks that it could share; no window is one.
     """
+
+    has_forgotten: ClassVar[bool] = False
 
     id: int
     prompt: TracedPrompt
@@ -396,6 +399,7 @@ class GroupState:
                 block.holders += 1
                 block.last_access = event.t
                 block.hits += not seq.resumed
+                block.user = event.request
 
     def _miss(self, event: events.Miss) -> None:
         # After a HIT of the same admission the sequence is open already.
