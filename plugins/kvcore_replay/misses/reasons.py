@@ -42,8 +42,8 @@ OF_CLUSTERS = CATEGORIES | {
 routed are `elsewhere`, whatever the reason is on the chosen replica."""
 
 EVICTED = "evicted"
-"""Capacity or policy: the last line of the trace decides between them. Of cache groups, for which
-there is no optimum, it is a reason of its own."""
+"""Capacity or policy: the last line of the trace decides between them. Of cache groups, for
+which there is no optimum, it is a reason of its own."""
 
 OF_GROUPS = CATEGORIES | {
     EVICTED: "stored, then evicted from a group that needs them to go on there",

@@ -27,7 +27,7 @@ from kvcore.trace import events
 from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
 from kvcore.trace.fields import decode_runs
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
-from kvcore_replay.state.cache import Hits
+from kvcore_replay.state.cache import CacheState, Hits
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 
 MOST_GROUPS = 64
@@ -157,6 +157,11 @@ class GroupedSequence:
     junction: int
     tables: list[GroupTable]
 
+    def stored(self, groups: list[TracedGroup]) -> int:
+        """Return the number of first tokens up to which its blocks got their names."""
+        pairs = zip(groups, self.tables, strict=True)
+        return max(table.stored * group.size for group, table in pairs)
+
 
 class GroupState:
     """Pool, block tables and names of a traced cache of groups.
@@ -223,9 +228,20 @@ class GroupState:
         )
 
     @property
+    def held(self) -> int:
+        """Number of named blocks that sequences hold."""
+        return self.cached - len(self.evictable)
+
+    @property
     def cached(self) -> int:
         """Number of blocks with a name."""
         return sum(self.cached_by_group)
+
+    @property
+    def used_by_group(self) -> list[int]:
+        """Number of blocks in use, by group."""
+        pairs = zip(self.cached_by_group, self.private_by_group, strict=True)
+        return [cached + private for cached, private in pairs]
 
     @property
     def private(self) -> int:
@@ -480,6 +496,15 @@ class GroupState:
             block.last_access = now
             if not block.holders:
                 self.evictable[block.id] = block
+
+
+def state_of(header: events.Header) -> CacheState | GroupState:
+    """Return the empty cache that HEADER gives, of one group or of several.
+
+    Raises:
+        ValueError: the sizes do not fit one another.
+    """
+    return GroupState(header) if header.cache_groups else CacheState(header)
 
 
 def name_of(prompt: TracedPrompt, group: TracedGroup, position: int) -> Any:
