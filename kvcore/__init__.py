@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from kvcore_cluster.api import simulate_cluster
     from kvcore_engine.api import run
     from kvcore_engine.retention.token_retention import ScoreRetention
+    from kvcore_hosting.groups import HostedGroups
     from kvcore_lab.api import compare, find_capacity, plan, validate
     from kvcore_lab.contiguous.fragmentation import MeasuredAllocator, Occupancy
     from kvcore_lab.report.notebook import report_html, report_on
@@ -73,6 +74,7 @@ _MODULES = {
     "kvcore_engine.retention.token_retention": "ScoreRetention",
     "kvcore_lab.report.notebook": "report_html report_on",
     "kvcore_tiers.hierarchy": "Tiers",
+    "kvcore_hosting.groups": "HostedGroups",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
     "kvcore_lab.api": "compare find_capacity plan validate",
@@ -89,6 +91,7 @@ __all__ = [
     "Drafter",
     "EvictionPolicy",
     "Generator",
+    "HostedGroups",
     "InputError",
     "Job",
     "KVCache",

@@ -150,17 +150,18 @@ class BlockNames:
     """The names of the blocks of a request, for one size of blocks.
 
     Attributes:
-        keyed: number of first blocks with a key of the workload.
+        keys: the keys of the workload, as in `PromptBlocks`.
+        keyed: number of first blocks with one of these keys.
         end: number of first blocks with a name; those beyond `keyed` are generated ones, which
             only the same request can hit.
         shared: number of first blocks that others can hit once they are full.
     """
 
-    __slots__ = ("_keys", "_ratio", "_request", "end", "keyed", "shared")
+    __slots__ = ("_ratio", "_request", "end", "keyed", "keys", "shared")
 
     def __init__(self, layout: BlockLayout, request: Request) -> None:
         keys, _, _, cacheable, _, _ = layout.lay_out(request)
-        self._keys: Keys[Key] = keys
+        self.keys: Keys[Key] = keys
         self._ratio = layout.ratio
         self._request = request.id
         self.keyed = self.end = self.shared = cacheable
@@ -173,8 +174,8 @@ class BlockNames:
         if position >= self.keyed:
             return GENERATED, self._request, position
         if self._ratio == 1:
-            return self._keys[position]
-        return self._keys[position // self._ratio], position
+            return self.keys[position]
+        return self.keys[position // self._ratio], position
 
 
 class GroupMatch(NamedTuple):
@@ -219,8 +220,7 @@ class GroupedCache:
 
     It has the calls of `KVCache` that serving makes (`ServedCache`), in `tokens` accounting:
     blocks are allocated chunk by chunk, hits are multiples of `geometry.block_size`. The rest
-    is not known to groups: tiers, retention of tokens, forks, drafts, and eviction policies
-    other than LRU.
+    is not known to groups: tiers, retention of tokens, forks, and drafts.
 
     Args:
         groups: the groups.
@@ -230,7 +230,7 @@ class GroupedCache:
             those wherever a request could resume.
         key_tokens: tokens that a block key of a request stands for; None: the first request
             decides.
-        eviction: `lru`, the only policy that groups know; None stands for it.
+        eviction: `lru`, for which None stands; a `HostedGroups` takes any policy.
         trace: the recorder of every decision; None records nothing. With one, blocks have ids.
 
     Attributes:
@@ -284,10 +284,10 @@ class GroupedCache:
             raise InputError(msg)
         self.retention_interval = retention_interval
         self.eviction: EvictionPolicy = resolve("eviction", eviction, "lru")
-        if self.eviction.name != "lru":
+        if self.eviction.name != "lru" and type(self) is GroupedCache:
             msg = (
-                f"eviction {self.eviction.name!r} with cache groups: they are evicted by lru; "
-                "leave it out, or serve the model as one group"
+                f"eviction {self.eviction.name!r}: a GroupedCache is evicted by lru; give "
+                "that, or make a kvcore.HostedGroups, which takes any policy"
             )
             raise InputError(msg)
         self.geometry = BlockLayout("tokens", size, key_tokens)
@@ -489,11 +489,7 @@ class GroupedCache:
         seq.names, seq.junction, seq.fresh = names, match.junction, []
         seq.settled, seq.committed_at, seq.tables = hit, None, []
         for group, blocks in zip(self.groups, match.blocks, strict=True):
-            for block in blocks:
-                if block is not None:
-                    if not block.holders:
-                        del self._evictable[block]
-                    block.holders += 1
+            self._hold(blocks)
             stored = hit // group.block_size
             seq.tables.append(Table(group.passed(hit), blocks[:], stored))
         if self.trace is not None:
@@ -576,7 +572,7 @@ class GroupedCache:
         """
         if len(self.groups) > 1:
             tokens = tokens // self._size * self._size
-        states, trace = [], self.trace
+        states = []
         for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             names = seq.names[group.block_size]
             start, end = table.stored, min(tokens // group.block_size, names.shared)
@@ -596,9 +592,13 @@ class GroupedCache:
                 copies[position] = _is_copy(cached, block)
                 if group.kind == "state":
                     states.append((index, name))
-            if trace is not None:
-                self._trace_names(seq, index, copies, trace)
+            self._stored(seq, index, copies)
         return states
+
+    def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
+        """Called when blocks of a group got names: by position, whether others have it."""
+        if self.trace is not None:
+            self._trace_names(seq, group, copies, self.trace)
 
     def keep_generated(self, seq: GroupSequence, tokens: int, now: int) -> None:
         """Give names to the generated blocks that the first `tokens` tokens of `seq` fill."""
@@ -856,7 +856,7 @@ class GroupedCache:
             table.blocks += [BARE] * blocks
             count += blocks
         missing = max(count - self.pool.free_blocks, 0)
-        victims = [self._evictable.popitem(last=False)[0] for _ in range(missing)]
+        victims = self._choose(missing, seq) if missing else []
         for victim in victims:
             self._evict(victim)
         free = self.pool.allocate(count - missing)
@@ -864,6 +864,19 @@ class GroupedCache:
             self._trace_blocks(seq, free, victims, self.trace)
         seq.settled, seq.tokens = seq.tokens, tokens
         seq.blocks = -(-tokens // self._size)
+
+    def _hold(self, blocks: list[Block | None]) -> None:
+        """Add a holder to each of `blocks`."""
+        for block in blocks:
+            if block is not None:
+                if not block.holders:
+                    del self._evictable[block]
+                block.holders += 1
+
+    def _choose(self, count: int, seq: GroupSequence) -> list[Block]:
+        """Return `count` blocks to evict for `seq`, which no sequence holds, in order."""
+        del seq
+        return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
     def _evict(self, block: Block) -> None:
         """Remove the name of `block`, which no sequence holds."""

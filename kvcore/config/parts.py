@@ -203,17 +203,17 @@ class RunParts:
                 with self._about(name):
                     raise InputError(self._groups_refusal)
         eviction = self.built("eviction")
-        if eviction.name != "lru":
-            with self._about("eviction"):
-                raise InputError(self._groups_refusal)
-        with self._about("prefix_cache_retention_interval"):
-            return GroupedCache(
+        hosted = {} if eviction.name == "lru" else {"recompute": self.recompute}
+        with self._about("eviction" if hosted else "prefix_cache_retention_interval"):
+            # The front door says where policies are hosted: most runs have LRU.
+            return (kvcore.HostedGroups if hosted else GroupedCache)(
                 self.layer_groups,
                 self.blocks,
                 retention_interval=config.prefix_cache_retention_interval,
                 key_tokens=self.workload.key_tokens,
                 eviction=eviction,
                 trace=trace,
+                **hosted,
             )
 
     @property

@@ -4,6 +4,7 @@ A library without hooks. Adapters call it inside an engine: `plugins/kvcore-vllm
 `-lmcache`, which are distributions of their own. To read, in this order::
 
     host.py       calls the policy for the blocks of an engine, and returns its victims
+    groups.py     lets a policy order the cached blocks of cache groups
     recorder.py   writes the decisions of the engine as a trace
     settings.py   the policy and the trace that environment variables name
 """

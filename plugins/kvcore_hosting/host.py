@@ -54,6 +54,7 @@ class PolicyHost:
     Args:
         eviction: the policy, a name with options, or a class.
         blocks, block_size: size of the engine's cache in blocks, and of a block in tokens.
+        layout: the layout of blocks and keys; None: a key for each block.
         recompute: seconds to compute n tokens after a context of c; None: Llama-3-8B, H100.
         fallback: what happens when the policy raises, or returns a span that is no victim.
             False: that call, and every later one that changes blocks, raises PolicyError.
@@ -79,6 +80,7 @@ class PolicyHost:
         blocks: int,
         block_size: int,
         *,
+        layout: BlockLayout | None = None,
         recompute: Callable[[int, int], float] | None = None,
         fallback: bool = False,
     ) -> None:
@@ -91,7 +93,7 @@ class PolicyHost:
         self.failure: PolicyError | None = None
         self.failures = 0
         self._dead: PolicyError | None = None  # raised by later calls, without a fallback
-        self._geometry = BlockLayout("tokens", block_size, block_size, recompute)
+        self._geometry = layout or BlockLayout("tokens", block_size, block_size, recompute)
         self._fallback = fallback
         policy = resolve("eviction", eviction, "lru")
         policy.bind()
@@ -153,13 +155,15 @@ class PolicyHost:
             priority=priority, priority_until=priority_until, tenant=tenant,
         )  # fmt: skip
 
-    def stored_run(  # noqa: C901 - one store, from top to bottom
+    def stored_run(  # noqa: C901, PLR0912 - one store, from top to bottom
         self,
         blocks: Sequence[Block],
         parent: Block | None,
         now: int,
         *,
         keys: Sequence[Key] | None = None,
+        path: Sequence[Key] | None = None,
+        start: int = 0,
         request: Id | None = None,
         priority: int = DEFAULT_PRIORITY,
         priority_until: int | None = None,
@@ -167,12 +171,17 @@ class PolicyHost:
     ) -> None:
         """Insert consecutive blocks, each after the one before it, as `stored` does.
 
-        Costs half of a call of `stored` for each.
+        Costs half of a call of `stored` for each. In place of `keys`, `path` has those of a
+        whole text, in which the first of the blocks has the position `start`; the list is kept.
         """
         if self._dead is not None:
             raise self._dead
         spans, above = self._spans, self._root
-        keys = blocks if keys is None else keys
+        if path is not None:
+            ratio = self._geometry.ratio
+            keys = [path[index // ratio] for index in range(start, start + len(blocks))]
+        elif keys is None:
+            keys = blocks
         if len(keys) != len(blocks):
             msg = f"{len(blocks)} blocks with {len(keys)} keys: give a key for each block"
             raise InputError(msg)
@@ -182,12 +191,13 @@ class PolicyHost:
             raise InputError(msg)
         if parent is not None:
             above = spans.get(parent, above)
-        path = _path(above, keys)
+        if path is None:
+            path, start = _path(above, keys), above.end
         name = "" if request is None else request
         order = self._order(request)
         geometry, serial = self._geometry, self._last_id
         self._last_id += len(blocks)
-        place = above.end
+        place = start
         for block, key in zip(blocks, keys, strict=True):
             serial += 1
             span = _BlockSpan(
@@ -399,7 +409,7 @@ class PolicyHost:
             return
         for span in self._branch(block):
             # The blocks below it have left, so all pins are its own.
-            pins, name, key = span.ref_count, span.block, span.path_keys[span.start]
+            pins, name, key = span.ref_count, span.block, self._key(span)
             if pins:
                 span.ref_count = 1
                 self._unpin(span, now)
@@ -601,7 +611,7 @@ class PolicyHost:
                 children: Any = parent.children
                 if len(children) == 1:
                     children.clear()
-                elif children.get(key := span.path_keys[span.start]) is span:
+                elif children.get(key := span.path_keys[span.start // geometry.ratio]) is span:
                     del children[key]
                 else:
                     del children[key, span.id]  # a duplicate
@@ -638,7 +648,7 @@ class PolicyHost:
         assert children is not None
         if len(children) == 1:
             children.clear()
-        elif children.get(key := span.path_keys[span.start]) is span:
+        elif children.get(key := self._key(span)) is span:
             del children[key]
         else:
             del children[key, span.id]  # a duplicate
@@ -651,6 +661,9 @@ class PolicyHost:
         if not children and not parent.ref_count and self._on_leaf is not None:
             self._call("on_leaf", self._on_leaf, parent)
         return block
+
+    def _key(self, span: Span) -> Key:
+        return span.path_keys[span.start // self._geometry.ratio]
 
     def _call(self, method: str, hook: Callable[..., Any], *args: Any, **more: Any) -> None:
         """Call a method of the policy, when the state of the host is consistent."""

@@ -93,23 +93,24 @@ class Prompt:
 
 
 class CacheSide:
-    """A stream's calls of a `GroupedCache`.
+    """A stream's calls of a `GroupedCache`, or of a subclass, which may have options.
 
     Attributes:
         evicted: group and name of the evicted blocks, in order.
     """
 
-    def __init__(self, pool):
+    def __init__(self, pool, kind=GroupedCache, **options):
         self.evicted = evicted = []
 
-        class Watched(GroupedCache):
+        class Watched(kind):
             def _evict(self, block):
                 evicted.append((block.group, block.name))
                 super()._evict(block)
 
         self.cache = Watched(
-            pool.groups, pool.blocks, retention_interval=pool.interval, key_tokens=pool.unit
-        )
+            pool.groups, pool.blocks, retention_interval=pool.interval, key_tokens=pool.unit,
+            **options,
+        )  # fmt: skip
         self.cache.in_flight_tokens = pool.chunk
         self._matches, self._open = {}, {}
 

@@ -17,6 +17,7 @@ from zlib import crc32
 import attrs
 import orjson
 
+import kvcore
 from kvcore import KVCache, Request
 from kvcore.cache import EvictionPolicy, GroupedCache, LayerGroup, ServedCache, Span
 from kvcore.config import RunConfig
@@ -278,7 +279,10 @@ def kvcore_steps(server: Server, eviction: EvictionPolicy | None = None) -> list
     blocks = server.blocks - config.batching.rules.null_block
     cache: ServedCache
     if server.groups:
-        cache = GroupedCache(server.groups, blocks, retention_interval=server.interval)
+        kind = kvcore.HostedGroups if eviction else GroupedCache
+        cache = kind(
+            server.groups, blocks, retention_interval=server.interval, eviction=eviction
+        )
     else:
         prefix = "hashed:spans=block" if eviction else config.prefix
         cache = KVCache(

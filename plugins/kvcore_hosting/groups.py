@@ -1,0 +1,151 @@
+"""Cache groups whose cached blocks leave in the order of an eviction policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvcore.cache.eviction import EvictionPolicy
+from kvcore.cache.groups import Block, GroupedCache, GroupSequence, LayerGroup
+from kvcore.cache.layout import BlockLayout
+from kvcore.cache.pool import Ids
+from kvcore.errors import InputError
+from kvcore.request import Request
+from kvcore_hosting.host import PolicyHost
+
+
+class HostedGroups(GroupedCache):
+    """A `GroupedCache` that evicts what a policy chooses, by the contract of hosts.
+
+    The policy sees each block with a name as a span::
+
+        full attention    root - [ A ] - [ B ] - [ C ]     each block below the one before it
+        window, state     root - [ D']                     by itself: those before it may be
+                          root - [ E']                     gone, and leave at other times
+
+    A block of a window or a state has the position and the keys that it has in its text.
+    Blocks without a name are allocated first, as with LRU, and no policy sees them.
+
+    Args:
+        groups, blocks, retention_interval, key_tokens, trace: as for `GroupedCache`.
+        eviction: the policy, which may not let spans expire.
+        recompute: seconds to compute n tokens after a context of c, as for `PolicyHost`.
+
+    Attributes:
+        host: the host of the policy, in which a block has itself as name.
+
+    Raises:
+        InputError: as `GroupedCache`; or groups with blocks of several sizes.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[LayerGroup],
+        blocks: int,
+        *,
+        eviction: EvictionPolicy | type[EvictionPolicy] | str,
+        key_tokens: int | None = None,
+        recompute: Callable[[int, int], float] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, blocks, eviction=eviction, key_tokens=key_tokens, **options)
+        problem, size = "", self._size
+        if self.eviction.expires_spans:
+            problem = "lets blocks expire, and a block of a group hits as long as it is cached"
+        elif {*self._layouts} != {size}:
+            problem = "sees blocks of one size, and those of these groups have several"
+        if problem:
+            msg = f"eviction {self.eviction.name!r} {problem}: give lru, or serve one group"
+            raise InputError(msg)
+        layout = BlockLayout("tokens", size, key_tokens, recompute)
+        self._layouts = {size: layout}
+        self.host = PolicyHost(self.eviction, blocks, size, layout=layout)
+        self._resumed = False
+
+    def open(
+        self, request: Request, *arguments: Any, resumed: bool = False, **options: Any
+    ) -> GroupSequence:
+        """Admit `request`, as `GroupedCache.open` does."""
+        self._resumed = resumed
+        return super().open(request, *arguments, resumed=resumed, **options)
+
+    def close(
+        self,
+        seq: GroupSequence,
+        now: int | None = None,
+        length: int | None = None,
+        *,
+        preempted: bool = False,
+    ) -> None:
+        """Give back all blocks of `seq`, of each group the last one first."""
+        if not preempted and seq.is_open:
+            self.host.ended(seq.request, self.now if now is None else now)
+        super().close(seq, now, length, preempted=preempted)
+
+    def _hold(self, blocks: list[Block | None]) -> None:
+        super()._hold(blocks)
+        for block in reversed(blocks):
+            if block is not None:
+                self.host.pin(block)
+
+    def _allocate(self, seq: GroupSequence, tokens: int) -> None:
+        """Allocate for `seq`. The hits of its admission count after the evictions for it."""
+        if seq.id in self.sequences:
+            super()._allocate(seq, tokens)
+            return
+        host, request, resumed = self.host, seq.request, self._resumed
+        host.admitted(request.id)
+        if not resumed and seq.hit_blocks < seq.lookup_blocks:
+            host.missed(request, seq.hit_blocks, self.now)
+        hits = [[block for block in table.blocks if block is not None] for table in seq.tables]
+        super()._allocate(seq, tokens)
+        for blocks in hits:
+            host.hit(blocks, self.now, request.id, again=resumed)
+
+    def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
+        super()._stored(seq, group, copies)
+        if not copies:
+            return
+        size, table = self._size, seq.tables[group]
+        names, layout = seq.names[size], self._layouts[size]
+        path = names.keys
+        if max(copies) >= names.keyed:
+            path = layout.generated_keys(seq.request, names.keyed, max(copies) + 1)
+
+        def insert(blocks: list[Any], parent: Block | None, start: int) -> None:
+            self.host.stored_run(
+                blocks, parent, self.now, path=path, start=start, request=seq.request.id,
+                tenant=seq.request.tenant,
+            )  # fmt: skip
+
+        first, start = table.first, min(copies)
+        if self.groups[group].kind == "full":
+            above = table.blocks[start - first - 1] if start > first else None
+            insert(table.blocks[start - first : max(copies) + 1 - first], above, start)
+        else:
+            for position in copies:
+                insert([table.blocks[position - first]], None, position)
+
+    def _choose(self, count: int, seq: GroupSequence) -> list[Block]:
+        """Return the victims of the policy, which no sequence holds.
+
+        At last those that it takes for held: a request has hit a block that was stored below
+        a copy of them.
+        """
+        host, victims = self.host, list[Any]()
+        if found := min(count, host.evictable):
+            victims += host.victims(found, now=self.now, requester=seq.request.id) or ()
+        for block in victims:
+            del self._evictable[block]
+        while len(victims) < count:
+            block, _ = self._evictable.popitem(last=False)
+            host.dropped(block, self.now, "capacity")
+            victims.append(block)
+        return victims
+
+    def _free(self, blocks: Iterable[Block | None]) -> Ids:
+        blocks = list(blocks)
+        freed = super()._free(blocks)
+        named = (block for block in blocks if block is not None and block.name is not None)
+        self.host.unpin_run(named, self.now)
+        return freed
