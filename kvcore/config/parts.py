@@ -193,8 +193,13 @@ class RunParts:
         plan = self.cache_groups
         return () if plan is None else tuple(map(_layer_group, plan.groups))
 
-    def served_cache(self, trace: Recorder | None = None) -> ServedCache:
-        """Build the cache of one run under a clock: of cache groups, if the model has them."""
+    def served_cache(
+        self, trace: Recorder | None = None, blocks: int | None = None
+    ) -> ServedCache:
+        """Build the cache of one run under a clock: of cache groups, if the model has them.
+
+        `blocks` is the size of a pool of groups; None: that of the configuration.
+        """
         if not self.layer_groups:
             return self.cache(trace)
         config = self.config
@@ -208,7 +213,7 @@ class RunParts:
             # The front door says where policies are hosted: most runs have LRU.
             return (kvcore.HostedGroups if hosted else GroupedCache)(
                 self.layer_groups,
-                self.blocks,
+                self.blocks if blocks is None else blocks,
                 retention_interval=config.prefix_cache_retention_interval,
                 key_tokens=self.workload.key_tokens,
                 eviction=eviction,

@@ -39,7 +39,6 @@ class ClusterParts(RunParts):
     """
 
     many = True
-    groups_layers = False
     runs = ("cluster",)
 
     def _check(self) -> None:
@@ -94,8 +93,7 @@ class ClusterParts(RunParts):
                 if own.keys() & set(CHOICES):
                     own = renamed({"like": alone.like, **own})  # noqa: PLW2901 - as named today
                 defaults = built_rules(own.get("like"), self.plugins).defaults
-                one_group = {"disable_hybrid_kv_cache_manager": True}
-                mine = alone.changed(**{**sized, **defaults, **own, **one_group})
+                mine = alone.changed(**{**sized, **defaults, **own})
                 parts = RunParts(mine, self.plugins, workload=self.workload) if own else self
             groups.append((count, parts))
         return groups

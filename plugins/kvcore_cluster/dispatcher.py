@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from kvcore.cache import KVCache
+from kvcore.cache import ServedCache
 from kvcore.errors import PolicyError
 from kvcore.plugins.base import FAILURES, find_override, raise_policy_error, wrong_answer
 from kvcore.request import Request
@@ -23,7 +23,7 @@ class PrefixView:
 
     wants_events: ClassVar[bool] = False
 
-    def connect(self, replica: int, cache: KVCache) -> None:
+    def connect(self, replica: int, cache: ServedCache) -> None:
         """Called when a simulated replica is up, with its cache, which is empty."""
 
     def find(self, request: Request, now: int) -> Mapping[int, int]:

@@ -217,8 +217,15 @@ class PhaseLoop(ReplicaLoop):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        msg = ""
         if self._lag is not None:
             msg = "lag=1 with split phases: a transfer begins when a step ends; leave out one"
+        if not isinstance(self.cache, KVCache):
+            msg = (
+                "split phases with cache groups, whose K/V has no transfer: leave disaggregate "
+                "out, or serve the model as one group (disable_hybrid_kv_cache_manager)"
+            )
+        if msg:
             raise InputError(msg)
         self.phases: PhaseCluster | None = None
         self.outgoing: dict[int | str, Move] = {}

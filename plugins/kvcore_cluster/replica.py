@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from kvcore.cache import GroupedCache, KVCache
-from kvcore.errors import InputError
+from kvcore.cache import GroupedCache, ServedCache
 from kvcore.request import SLO, Request
 from kvcore.serving.drafter import Drafter
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepTimes
 from kvcore.serving.loop import NEVER, Arrivals, ServingLoop
 from kvcore.serving.router import Replica
 from kvcore.serving.scheduler import Batching, Scheduler
+from kvcore.serving.simulate import by_chunk
 from kvcore.serving.speculation import SpeculativeSimulator
 from kvcore.units import NS_PER_S, PS_PER_NS
 
@@ -69,7 +69,7 @@ class ReplicaLoop(ServingLoop):
 
     def __init__(
         self,
-        cache: KVCache,
+        cache: ServedCache,
         scheduler: Scheduler,
         latency: LatencyModel,
         batching: Batching,
@@ -80,11 +80,7 @@ class ReplicaLoop(ServingLoop):
         drafter: Drafter | None = None,
     ) -> None:
         if isinstance(cache, GroupedCache):
-            msg = (
-                "several servers with cache groups, which they do not know: serve the model as "
-                "one group (disable_hybrid_kv_cache_manager), or from one server"
-            )
-            raise InputError(msg)
+            batching = by_chunk(batching)
         self.inbox = Inbox(on_ended)
         executor = SimulatedExecutor(latency)
         if drafter is not None:
@@ -101,7 +97,8 @@ class ReplicaLoop(ServingLoop):
 
         A jump over decode steps is run when it ends, or when a request comes (`interrupt`).
         If its growth may preempt a job, or evict blocks whose eviction must be reported at
-        its time, it is run at once, up to `horizon`.
+        its time, it is run at once, up to `horizon`. So it is with cache groups, where a window
+        that passes a block may end it for a job that waits.
 
         Args:
             horizon: returns the time (ns) before which nothing comes to this replica.
@@ -112,7 +109,8 @@ class ReplicaLoop(ServingLoop):
             return self.clock_ps + self._computed.took_ps
         lines, event = self._foreseen()
         steps, times = self.allocator.foresee(lines, self.clock_ps, event)
-        if steps > 1 and self._growth(steps) > self._room(reporting=reporting):
+        grouped = isinstance(self.cache, GroupedCache)
+        if steps > 1 and (grouped or self._growth(steps) > self._room(reporting=reporting)):
             self._jumped = self._jump(horizon())
             return self.clock_ps + self._jumped[1]
         self._ahead = steps, times

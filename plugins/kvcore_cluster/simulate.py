@@ -9,7 +9,7 @@ from operator import attrgetter
 from time import perf_counter
 from typing import Any
 
-from kvcore.cache import KVCache, Recorder
+from kvcore.cache import Recorder, ServedCache
 from kvcore.errors import InputError
 from kvcore.plugins import describe
 from kvcore.request import SLO, Request
@@ -77,7 +77,7 @@ def simulate_cluster(
         ) -> ReplicaLoop:
             recorder = None if trace is None else trace.recorder(number)
             made = dict(parts(recorder))
-            cache: KVCache = made["cache"]
+            cache: ServedCache = made["cache"]
             check_cache(cache, "simulate")
             made["latency"].bind()
             drafter = made.get("drafter")
@@ -173,7 +173,7 @@ def _rented(cluster: Cluster) -> int:
     return sum(scaler.rented for scaler in cluster.scalers) + always * end
 
 
-def check_block_sizes(caches: Iterable[KVCache]) -> None:
+def check_block_sizes(caches: Iterable[ServedCache]) -> None:
     """Raise InputError if replicas have blocks of different sizes."""
     sizes = {cache.geometry.block_size for cache in caches}
     if len(sizes) > 1:

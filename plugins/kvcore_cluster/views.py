@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import attrs
 from attrs.validators import ge, optional
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, ServedCache
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.span import Span
 from kvcore.cache.tree import Watcher
@@ -337,8 +337,14 @@ class EventsView(PrefixView):
 
     wants_events = True
 
-    def connect(self, replica: int, cache: KVCache) -> None:
+    def connect(self, replica: int, cache: ServedCache) -> None:
         """Subscribe to the stores and evictions of `cache`, which is empty."""
+        if not isinstance(cache, KVCache):
+            msg = (
+                "view 'events' of cache groups, whose blocks are not reported: give view=index "
+                "or view=exact, or serve one group (disable_hybrid_kv_cache_manager)"
+            )
+            raise InputError(msg)
         layout, tree = cache.geometry, cache.tree
         place = self._place(replica, layout.block_size, layout)
         place.below, tree.watcher = tree.watcher, place
@@ -406,11 +412,11 @@ class EventsView(PrefixView):
 class ExactView(PrefixView):
     """The current content of each cache, which no real router has. O(replicas)."""
 
-    _caches: dict[int, KVCache] = attrs.field(factory=dict, init=False)
+    _caches: dict[int, ServedCache] = attrs.field(factory=dict, init=False)
 
     wants_events = True
 
-    def connect(self, replica: int, cache: KVCache) -> None:
+    def connect(self, replica: int, cache: ServedCache) -> None:
         """Read `cache` from now on."""
         self._caches[replica] = cache
 

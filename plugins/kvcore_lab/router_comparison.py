@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import GroupedCache, KVCache
 from kvcore.cache.layout import BlockLayout
+from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
 from kvcore.errors import PluginError
 from kvcore.notebook import Shown, data_frame
@@ -95,7 +96,7 @@ class SharedCache:
         hit_ratio: share of the prompt tokens that hit, with the eviction policy of the
         replicas.
         optimum: the same share with Belady's rule; None if that is no bound, as with a
-            retention policy.
+            retention policy or cache groups.
     """
 
     replicas: int | str
@@ -249,7 +250,7 @@ class _Shares:
                 workload = parts.workload
         first = next(iter(self.parts.values()))
         self.source = Source.of(first.workload)
-        cache = first.cache()
+        cache = first.served_cache()
         plugins = first.scheduler(), cache.eviction, cache.prefix, cache.retention
         self.config = first.describe(*plugins, first.latency(), *first.tiers())
         self._futures: dict[int, tuple[Future, array[int], array[int], int]] = {}
@@ -258,14 +259,24 @@ class _Shares:
         """Yield the replicas of each cluster, and the hits of one cache for them."""
         for text, parts in self.parts.items():
             blocks = sum(each.blocks + each.tier_blocks for each in parts.members)
-            cache = self._cache(parts, blocks)
-            stats = replay(check_keys(parts.workload), cache)
+            stats, optimum = self._replay(parts, blocks)
             hits = stats.ratios()["token"]
-            optimum = self._optimum(parts, blocks) if cache.prefix.name == SHARING else None
             yield (
                 text,
                 SharedCache(replicas=text, blocks=blocks, hit_ratio=hits, optimum=optimum),
             )
+
+    def _replay(self, parts: ClusterParts, blocks: int) -> tuple[CacheStats, float | None]:
+        """Return the counts of one cache, and the optimum; None: it is not known."""
+        requests = check_keys(parts.workload)
+        if parts.layer_groups:
+            groups = cast("GroupedCache", parts.served_cache(blocks=blocks))
+            for request in requests:
+                groups.compute(request, parts.batching.max_tokens)
+            return groups.stats, None
+        cache = self._cache(parts, blocks)
+        stats = replay(requests, cache)
+        return stats, self._optimum(parts, blocks) if cache.prefix.name == SHARING else None
 
     def _cache(self, parts: ClusterParts, blocks: int) -> KVCache:
         return KVCache(

@@ -12,6 +12,7 @@ from helpers.serving import BLOCK, SLOT, Bent, Even, batching_of
 
 from kvcore import KVCache, Router, Trace
 from kvcore import simulate_cluster as simulate_recorded
+from kvcore.cache import GroupedCache
 from kvcore_cluster.cluster import Failure
 from kvcore_cluster.phases import Split
 from kvcore_cluster.simulate import simulate_cluster
@@ -91,6 +92,7 @@ def serve_cluster(
     blocks=1000,
     block_size=BLOCK,
     key_tokens=None,
+    groups=(),
     eviction="lru",
     scheduler="fcfs",
     latency=Even,
@@ -108,7 +110,8 @@ def serve_cluster(
     """Serve `requests` with equal replicas, and check that no block is lost.
 
     `view` is a view or its text; `scheduler` is a name or a function that makes one; `failures`
-    are texts or failures; a block has 64 bytes. `split` is the text of split phases.
+    are texts or failures; a block has 64 bytes. `split` is the text of split phases. With
+    `groups` the caches are of these groups.
     """
     phases = None
     if split is not None:
@@ -134,6 +137,8 @@ def serve_cluster(
             key_tokens=block_size if key_tokens is None else key_tokens,
             trace=recorder,
         )
+        if groups:
+            cache = GroupedCache(groups, blocks, retention_interval=None, trace=recorder)
         if tiers:
             Tiers(cache, tiers, SLOT)
         return {
@@ -163,7 +168,8 @@ def serve_cluster(
             life.cache.check_integrity()
         last = lives[-1].cache
         assert not last.sequences
-        assert last.pool.free_blocks + last.tree.cached_blocks == last.pool.blocks
+        cached = last.unpinned_blocks if groups else last.tree.cached_blocks
+        assert last.pool.free_blocks + cached == last.pool.blocks
     return ClusterRun(result, out.getvalue() if trace else None)
 
 

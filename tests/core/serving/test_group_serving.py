@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from random import Random
-
 import pytest
+from helpers.grouped_requests import FULL, GROUPS, STATE, WINDOW, grouped_requests
 
 from kvcore import Request
 from kvcore.cache import GroupedCache, KVCache, LayerGroup
@@ -16,42 +15,6 @@ from kvcore.request import Hints
 from kvcore.serving import Batching, simulate
 from kvcore_plugins.workload import Zipf
 
-FULL, STATE, WINDOW = LayerGroup("full", 8), LayerGroup("state", 8), LayerGroup("window", 8, 30)
-GROUPS = {
-    "window": [FULL, WINDOW],
-    "state": [FULL, STATE],
-    "three": [FULL, WINDOW, STATE],
-    "two sizes": [LayerGroup("full", 16), LayerGroup("window", 8, 20)],
-}
-
-
-def requests(seed, count=40):
-    """Return requests whose prompts continue each other, some with keys for their output."""
-    rng, made, known, now = Random(seed), [], [], 0
-    for number in range(count):
-        now += rng.randrange(30_000_000)
-        keys = [f"{number}/{place}" for place in range(rng.randint(1, 20))]
-        if known and rng.random() < 0.6:
-            earlier = rng.choice(known)
-            keys = earlier[: rng.randint(1, len(earlier))] + keys[:6]
-        known.append(keys)
-        prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice((1, 5, 40, 80))
-        generated = (prompt + output) // 8 - prompt // 8
-        made.append(
-            Request(
-                id=number,
-                arrival=now,
-                prompt_tokens=prompt,
-                output_tokens=output,
-                keys=keys,
-                output_keys=[f"o{number}/{place}" for place in range(generated)]
-                if rng.random() < 0.3
-                else [],
-                key_tokens=8,
-            )
-        )
-    return made
-
 
 @pytest.mark.parametrize("rules", [None, "vllm:lag=0", "vllm", "sglang"])
 @pytest.mark.parametrize("groups", GROUPS)
@@ -61,7 +24,7 @@ def test_jumps_change_no_decision(groups, rules):
     for jumps in (True, False):
         cache = GroupedCache(GROUPS[groups], 90, retention_interval=None)
         batching = Batching(rules=rules, max_tokens=64, max_seqs=16)
-        served = requests(f"{groups}/{rules}")
+        served = grouped_requests(f"{groups}/{rules}")
         result = simulate(served, cache=cache, batching=batching, jumps=jumps)
         cache.check_integrity()
         summary = {**result.summary(), "wall_s": 0}
@@ -123,7 +86,7 @@ def test_a_window_is_free_once_it_has_passed():
         (lambda: LayerGroup("window", 8, 1), "2 or more"),
         (lambda: GroupedCache([], 9), "a cache without groups"),
         (lambda: GroupedCache([FULL], 9, retention_interval=12), "give a multiple of 8"),
-        (lambda: GroupedCache([FULL], 9, eviction="lfu"), "they are evicted by lru"),
+        (lambda: GroupedCache([FULL], 9, eviction="lfu"), "is evicted by lru"),
     ],
 )
 def test_groups_that_cannot_be_are_refused(make, problem):
@@ -144,7 +107,7 @@ def test_parts_that_do_not_know_groups_are_refused(options, problem):
     """A part that does not know groups raises InputError."""
     cache = GroupedCache([FULL, STATE], 100)
     with pytest.raises(InputError, match=problem):
-        simulate(requests(0), cache=cache, **options)
+        simulate(grouped_requests(0), cache=cache, **options)
 
 
 def test_hints_for_eviction_are_refused():
@@ -163,7 +126,7 @@ def build(**options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"tier": "host:memory=64GiB"}, {"retention": "window:tokens=64"}, {"eviction": "lfu"}],
+    [{"tier": "host:memory=64GiB"}, {"retention": "window:tokens=64"}, {"eviction": "ttl:ttl=5"}],
 )
 def test_options_that_do_not_know_groups_are_refused(options):
     """An option that groups do not know is refused, and served as one group."""
