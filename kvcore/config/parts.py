@@ -172,7 +172,7 @@ class RunParts:
         model, devices = self.model, self._tensor_parallel
         with self._about("model"):
             plan = groups_of(model, self.geometry.block_size, self.codec, devices)
-            kinds = {_layer_group(group).kind for group in plan.groups}
+            kinds = {layer_group(group).kind for group in plan.groups}
         if kinds == {"full"} and len(plan.groups) == 1:
             return None
         keys = self.workload.key_tokens
@@ -191,7 +191,7 @@ class RunParts:
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         """The groups of the cache; none if all layers are served as one."""
         plan = self.cache_groups
-        return () if plan is None else tuple(map(_layer_group, plan.groups))
+        return () if plan is None else tuple(map(layer_group, plan.groups))
 
     def served_cache(
         self, trace: Recorder | None = None, blocks: int | None = None
@@ -548,7 +548,7 @@ class RunParts:
             raise type(error)(msg) from error
 
 
-def _layer_group(group: CacheGroup) -> LayerGroup:
+def layer_group(group: CacheGroup) -> LayerGroup:
     """Return the group of a cache for the layers of a plan.
 
     Raises:

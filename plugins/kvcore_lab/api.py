@@ -8,15 +8,18 @@ from os import PathLike, fspath
 from typing import Any, Literal, Unpack
 
 from kvcore.api import Source, flat_options
-from kvcore.cache import PrefixIndex
+from kvcore.cache import LayerGroup, PrefixIndex
 from kvcore.config import RunConfig, RunParts, SimulateOptions
+from kvcore.config.parts import layer_group
 from kvcore.config.values import PluginChoice, TierChoices
 from kvcore.errors import InputError
 from kvcore.models.cost import PrefillCost
+from kvcore.models.groups import groups_of
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec
 from kvcore.progress import Progress, silent
+from kvcore.units import parse_bytes
 from kvcore_lab.candidates import Policy
 from kvcore_lab.comparison import Comparison
 from kvcore_lab.comparison import compare as compare_policies
@@ -86,6 +89,7 @@ def compare(
     jobs: int = 1,
     plugins: Plugins | None = None,
     progress: Progress | None = None,
+    disable_hybrid_kv_cache_manager: bool = False,
     kv_dtype: str | None = None,
 ) -> Comparison:
     """Replay a workload, serial and untimed, under each policy in a pool of each size.
@@ -99,7 +103,8 @@ def compare(
         policies: one or several: names with options (one text may hold several), policy
             classes, functions that build a policy, and `belady` or its alias `optimum`.
         blocks: pool sizes in blocks, or one; None: a few parts of the workload's footprint.
-        memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`.
+        memory: pool sizes in bytes of K/V, such as `"40GiB"`, in place of `blocks`. With
+            `accounting="tokens"` they are those of the cache groups of the model.
         model: the model whose K/V is cached.
         device: the GPU that would compute a block again.
         codec: how K/V is kept, which sizes a block.
@@ -121,6 +126,7 @@ def compare(
             script with `if __name__ == "__main__":`.
         plugins: the plugins by name; None: those that are installed.
         progress: shows the number of requests that have been replayed; None: shows nothing.
+        disable_hybrid_kv_cache_manager: whether all layers keep all tokens, as one group.
         kv_dtype: an earlier name of `codec`.
 
     Raises:
@@ -147,12 +153,22 @@ def compare(
         blocks=1,  # of no pool here: the sizes are those of the rows
     )
     parts = RunParts(config, plugins)
+    groups: tuple[LayerGroup, ...] = ()
     if memory is not None:
         if blocks is not None:
             msg = "blocks and memory both say how large the pool is: give one of them"
             raise InputError(msg)
         sizes = [memory] if isinstance(memory, int | str) else memory
-        blocks = [parts.blocks_in(size) for size in sizes]
+        uniform = parts.model.uniform or disable_hybrid_kv_cache_manager
+        if accounting == "tokens" and not uniform:
+            plan = groups_of(parts.model, parts.geometry.block_size, parts.codec)
+            groups = tuple(map(layer_group, plan.groups))
+            blocks = [
+                (parse_bytes(size) if isinstance(size, str) else size) // plan.bytes_per_block
+                for size in sizes
+            ]
+        else:
+            blocks = [parts.blocks_in(size) for size in sizes]
     make: str | type[PrefixIndex] = str(prefix) if isinstance(prefix, Spec) else prefix  # type: ignore[assignment]
     return compare_policies(
         parts.workload,
@@ -161,6 +177,7 @@ def compare(
         block_size=parts.geometry.block_size,
         accounting=accounting,
         prefix=make,
+        groups=groups,
         recompute=recompute or parts.recompute,
         seed=seed,
         trace=trace,

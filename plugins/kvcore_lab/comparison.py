@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import attrs
 
-from kvcore.cache import EvictionPolicy, KVCache, PrefixIndex, Span
+import kvcore
+from kvcore.cache import (
+    EvictionPolicy,
+    GroupedCache,
+    KVCache,
+    LayerGroup,
+    PrefixIndex,
+    Span,
+)
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
@@ -31,7 +39,7 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.untimed import replay, served
+from kvcore_replay.untimed import replay, replay_groups, served
 
 if TYPE_CHECKING:
     # Imported when there are prices.
@@ -178,6 +186,7 @@ def compare(
     block_size: int | None = None,
     accounting: str = "keys",
     prefix: str | Callable[[], PrefixIndex] = SHARING,
+    groups: Iterable[LayerGroup] = (),
     recompute: PrefillCost | None = None,
     seed: int | None = None,
     trace: str | os.PathLike[str] | None = None,
@@ -205,6 +214,9 @@ def compare(
         block_size: tokens of a block; None: the tokens of a key of the workload.
         accounting: `keys` or `tokens`.
         prefix: the prefix cache, as a name with options, a class, or a function.
+        groups: the cache groups of the pools, for models whose layers keep different things,
+            with blocks of their sizes, in `tokens` accounting; prompts are computed in chunks
+            of 8,192 tokens. Empty: all layers keep all tokens.
         recompute: the seconds to compute a block again, for policies that weigh them; None:
             those of Llama 3 8B on an H100.
         seed: the seed of named policies that have an option `seed` and do not set it.
@@ -234,7 +246,15 @@ def compare(
         partial(plugins.build, "prefix", prefix) if isinstance(prefix, str) else prefix
     )
     setup = ReplaySetup.of(requested, accounting, block_size, recompute, make_prefix)
-    setup = attrs.evolve(setup, put_tiers=tiers)
+    setup = attrs.evolve(setup, put_tiers=tiers, groups=tuple(groups))
+    if setup.groups:
+        alone = (prefix, tiers, price, trace) == (SHARING, None, None, None)
+        if accounting != "tokens" or residency or not alone:
+            msg = (
+                "cache groups are compared by their hits, in tokens: give accounting='tokens', "
+                "and leave prefix, tiers, price, trace and residency out"
+            )
+            raise InputError(msg)
     candidates = candidates_of(policies, plugins, seed)
     sizes = None if blocks is None else pool_sizes(blocks, "to compare in")
     _check(candidates, sizes, accounting, make_prefix, trace)
@@ -290,6 +310,7 @@ class ReplaySetup:
         recompute: the seconds to compute a block again.
         make_prefix: builds a prefix cache; None: the default.
         put_tiers: puts tiers below a cache; None: no tiers.
+        groups: the cache groups; empty: there is one.
     """
 
     workload: Workload
@@ -297,6 +318,7 @@ class ReplaySetup:
     recompute: PrefillCost
     make_prefix: Callable[[], PrefixIndex] | None
     put_tiers: Callable[[KVCache], object] | None = None
+    groups: tuple[LayerGroup, ...] = ()
 
     @classmethod
     def of(
@@ -339,6 +361,15 @@ class ReplaySetup:
             recompute=self.recompute,
         )
 
+    def grouped(self, eviction: EvictionPolicy, blocks: int) -> GroupedCache:
+        """Return an empty cache of groups under `eviction`."""
+        keys = self.geometry.key_tokens
+        if eviction.name == "lru":
+            return GroupedCache(self.groups, blocks, key_tokens=keys, eviction=eviction)
+        return kvcore.HostedGroups(
+            self.groups, blocks, key_tokens=keys, eviction=eviction, recompute=self.recompute
+        )
+
     @cached_property
     def slots(self) -> int:
         """Number of slots in all tiers below a cache together."""
@@ -350,6 +381,9 @@ class ReplaySetup:
 
     def unbounded(self, requests: Iterable[Request]) -> tuple[CacheStats, int]:
         """Replay in a cache that never evicts; return its counts and its final blocks."""
+        if self.groups:
+            groups = GroupedCache(self.groups, MOST_BLOCKS, key_tokens=self.geometry.key_tokens)
+            return replay_groups(requests, groups), groups.unpinned_blocks
         cache = self.cache(_NoEviction(), MOST_BLOCKS)
         return replay(requests, cache), cache.tree.cached_blocks
 
@@ -473,6 +507,10 @@ class _RowMaker:
                 )
             if self.price is not None:
                 charged = self._bill(zip(self._requests, hits, strict=True))
+        elif self.setup.groups:
+            groups = self.setup.grouped(policy.make(), blocks)
+            stats = replay_groups(ticked(self._requests, self.tick), groups)
+            evicted = groups.evicted_blocks
         else:
             cache = self.setup.cache(policy.make(), blocks, trace)
             if self.setup.put_tiers is not None:

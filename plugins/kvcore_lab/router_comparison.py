@@ -28,7 +28,7 @@ from kvcore_lab.comparison import SHARING, Source
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.belady import Future, belady
-from kvcore_replay.untimed import replay
+from kvcore_replay.untimed import replay, replay_groups
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -271,9 +271,7 @@ class _Shares:
         requests = check_keys(parts.workload)
         if parts.layer_groups:
             groups = cast("GroupedCache", parts.served_cache(blocks=blocks))
-            for request in requests:
-                groups.compute(request, parts.batching.max_tokens)
-            return groups.stats, None
+            return replay_groups(requests, groups, parts.batching.max_tokens), None
         cache = self._cache(parts, blocks)
         stats = replay(requests, cache)
         return stats, self._optimum(parts, blocks) if cache.prefix.name == SHARING else None

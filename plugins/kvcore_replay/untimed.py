@@ -7,22 +7,40 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from kvcore.cache import KVCache, Sequence
+from kvcore.cache import GroupedCache, KVCache, Sequence
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.plugins import find_override
+from kvcore.plugins import find_override, policy_error
 from kvcore.request import Request
 
 if TYPE_CHECKING:
     from kvcore_tiers.hierarchy import Tiers
 
-__all__ = ["replay", "served"]
+__all__ = ["replay", "replay_groups", "served"]
+
+CHUNK = 8192
+"""The most tokens of a chunk of a prompt in a replay of cache groups."""
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
     """Replay `requests` serially in `cache`; return the cache's statistics."""
     deque(served(requests, cache), maxlen=0)
+    return cache.stats
+
+
+def replay_groups(
+    requests: Iterable[Request], cache: GroupedCache, max_tokens: int = CHUNK
+) -> CacheStats:
+    """Compute the prompts of `requests` serially in chunks; return the cache's statistics.
+
+    `on_queued` of the eviction policy is called as by `served`.
+    """
+    if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
+        requests = _announced(requests, cache)
+    for request in requests:
+        cache.now = max(cache.now, request.arrival)
+        cache.compute(request, max_tokens)
     return cache.stats
 
 
@@ -78,7 +96,7 @@ def _computing(tokens: int, context: int) -> int:
     return tokens
 
 
-def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]:
+def _announced(requests: Iterable[Request], cache: KVCache | GroupedCache) -> Iterator[Request]:
     """Yield `requests`; call `on_queued` of the policy for each, as far ahead as it looks."""
     eviction = cache.eviction
     coming, window, known = iter(requests), deque[Request](), set[int | str]()
@@ -104,8 +122,10 @@ def _announced(requests: Iterable[Request], cache: KVCache) -> Iterator[Request]
         _notify(cache, "on_dequeued", window.popleft(), now)
 
 
-def _notify(cache: KVCache, method: str, request: Request, now: int) -> None:
+def _notify(cache: KVCache | GroupedCache, method: str, request: Request, now: int) -> None:
     try:
         getattr(cache.eviction, method)(request, now)
     except BaseException as error:
+        if isinstance(cache, GroupedCache):
+            raise policy_error(cache.eviction, method, error) from error
         raise cache.tree.fail(cache.eviction, method, error) from error

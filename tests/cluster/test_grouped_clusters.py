@@ -72,7 +72,10 @@ def test_routers_are_compared_with_one_cache_of_groups():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"view": "events", "router": "prefix-affinity"}, "whose blocks are not reported: give view=index"),
+        (
+            {"view": "events", "router": "prefix-affinity"},
+            "whose blocks are not reported: give view=index",
+        ),
         ({"replicas": 4, "disaggregate": "prefill=2,decode=2"}, "whose K/V has no transfer"),
     ],
 )

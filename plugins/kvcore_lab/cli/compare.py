@@ -22,11 +22,13 @@ from kvcore.cli.output import (
 from kvcore.cli.verb import Count, option, plugin_completion, verb
 from kvcore.config import RunConfig, RunParts, find_workload
 from kvcore.config.options import option_default
+from kvcore.config.parts import layer_group
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.hookspecs import OUTPUT, REQUESTS
 from kvcore.models.catalogue import find_device, load_model
 from kvcore.models.cost import PrefillCost
+from kvcore.models.groups import GroupPlan, groups_of
 from kvcore.models.memory import KVLayout, check_pool
 from kvcore.plugins import describe
 from kvcore.plugins.manager import Plugins
@@ -71,6 +73,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
 @shared("codec", default=None, otherwise=str(CODEC))
 @block_size_option
 @shared("accounting", default="keys")
+@shared("disable_hybrid_kv_cache_manager", mode="simulate")
 @shared("tier")
 @click.option(
     "--prefix",
@@ -128,12 +131,18 @@ def compare(workload: str | None, **given: Any) -> None:
     _refuse(source, given)
     spec = load_model(MODEL if given["model"] is None else given["model"])
     recompute = PrefillCost.of(spec, find_device(DEVICE))
-    sizes, budget = given["blocks"], None
+    sizes, budget, plan = given["blocks"], None, None
     if given["memory"] is not None:
         codec = plugins.build("codec", given["codec"] or CODEC)
-        check_pool(spec)
         layout = KVLayout(spec, codec, tokens_of(source, given))
-        budget = Budget(layout, [parse_bytes(text) for text in given["memory"].split(",")])
+        grouped = given["accounting"] == "tokens" and not spec.uniform
+        if grouped and not given["disable_hybrid_kv_cache_manager"]:
+            plan = groups_of(spec, layout.block_size, codec)
+        else:
+            check_pool(spec)
+        budget = Budget(
+            layout, [parse_bytes(text) for text in given["memory"].split(",")], plan
+        )
         sizes = list(budget.labels)
     below = _below(source, given, plugins) if given["tier"] else None
     if given["check"]:
@@ -152,6 +161,7 @@ def compare(workload: str | None, **given: Any) -> None:
             if given["eviction"] is None
             else given["eviction"],
             sizes,
+            groups=() if plan is None else map(layer_group, plan.groups),
             block_size=given["block_size"],
             accounting=given["accounting"],
             prefix=prefix,
@@ -177,8 +187,9 @@ def compare(workload: str | None, **given: Any) -> None:
             prefix,
             recompute,
             tiers,
-            layout=None if budget is None else budget.layout,
+            layout=None if budget is None or plan is not None else budget.layout,
             residency=given["residency"],
+            grouped=plan is not None,
         )
         write_plot(report.chart())
     if as_json:
@@ -212,6 +223,7 @@ class Budget:
     Attributes:
         layout: the K/V of a block.
         bytes: sizes of the pools.
+        plan: the cache groups of the pools; None: there is one.
 
     Raises:
         InputError: a pool is smaller than a block.
@@ -219,11 +231,12 @@ class Budget:
 
     layout: KVLayout
     bytes: list[int]
+    plan: GroupPlan | None = None
 
     def __attrs_post_init__(self) -> None:
         """Refuse a size below one block."""
         for budget in self.bytes:
-            if not self.layout.blocks_in(budget):
+            if not self.blocks_in(budget):
                 size = block_bytes(self.layout)
                 msg = f"--memory: {format_bytes(budget)} is less than a block. {size}"
                 raise InputError(msg)
@@ -231,12 +244,23 @@ class Budget:
     @property
     def labels(self) -> dict[int, str]:
         """Sizes in bytes as text, by the number of blocks."""
-        return {self.layout.blocks_in(size): format_bytes(size) for size in self.bytes}
+        return {self.blocks_in(size): format_bytes(size) for size in self.bytes}
+
+    def blocks_in(self, size: int) -> int:
+        """Return how many blocks fit into `size` bytes."""
+        plan = self.plan
+        return self.layout.blocks_in(size) if plan is None else size // plan.bytes_per_block
 
     def document(self) -> dict[str, Any]:
         """Return the JSON document of the sizes."""
-        sizes = ({"bytes": size, "blocks": self.layout.blocks_in(size)} for size in self.bytes)
-        return memory_fields(self.layout) | {"budgets": list(sizes)}
+        sizes = ({"bytes": size, "blocks": self.blocks_in(size)} for size in self.bytes)
+        fields = memory_fields(self.layout)
+        if self.plan is not None:
+            fields.pop("note", None)
+            fields["bytes_per_block"] = self.plan.bytes_per_block
+            groups = [attrs.asdict(layer_group(group)) for group in self.plan.groups]
+            fields["cache_groups"] = groups
+        return fields | {"budgets": list(sizes)}
 
 
 def _refuse(source: Workload, given: dict[str, Any]) -> None:

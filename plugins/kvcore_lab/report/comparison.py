@@ -45,6 +45,7 @@ class ComparisonReport:
         tiers: the tiers below the pool, from `describe`.
         layout: the bytes of a block; None: they are not reported.
         residency: whether residency is reported, if it was measured.
+        grouped: whether pools have cache groups.
     """
 
     comparison: Comparison
@@ -54,6 +55,7 @@ class ComparisonReport:
     tiers: Sequence[Mapping[str, Any]] = ()
     layout: KVLayout | None = None
     residency: bool = True
+    grouped: bool = False
 
     @property
     def sections(self) -> list[Section]:
@@ -128,7 +130,9 @@ class ComparisonReport:
             return "No request shares a block with an earlier one: nothing can hit."
         blocks = counted(infinite.distinct_blocks, "block")
         lines = (
-            f"infinite: a cache that never evicts ({blocks} in the end). No pool hits more.",
+            f"infinite: a cache that never evicts ({blocks} in the end)."
+            # What windows and states keep depends on what hits.
+            + ("" if self.grouped else " No pool hits more."),
             self._tiers(),
             self._most_hits(),
             self._saturation(),

@@ -126,7 +126,11 @@ def build(**options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"tier": "host:memory=64GiB"}, {"retention": "window:tokens=64"}, {"eviction": "ttl:ttl=5"}],
+    [
+        {"tier": "host:memory=64GiB"},
+        {"retention": "window:tokens=64"},
+        {"eviction": "ttl:ttl=5"},
+    ],
 )
 def test_options_that_do_not_know_groups_are_refused(options):
     """An option that groups do not know is refused, and served as one group."""

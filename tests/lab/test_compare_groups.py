@@ -1,0 +1,59 @@
+"""Comparisons of policies in the cache groups of a model."""
+
+from itertools import islice
+
+import pytest
+from helpers.commands import json_of
+
+import kvcore
+from kvcore import InputError
+from kvcore.cache import GroupedCache, LayerGroup
+from kvcore_lab.comparison import compare
+from kvcore_plugins.workload import Mooncake
+
+GROUPS = [LayerGroup("full", 512), LayerGroup("window", 512, 1024)]
+
+
+def test_rows_are_replays_of_groups():
+    """A row has the hits of prompts that are computed one by one, in chunks of 8,192."""
+    source = list(islice(Mooncake(), 300))
+    comparison = compare(
+        source, "lru,arc", 900, accounting="tokens", block_size=512, groups=GROUPS
+    )
+    cache = GroupedCache(GROUPS, 900)
+    for request in source:
+        cache.compute(request, 8192)
+    lru, arc = comparison.rows
+    assert lru.hit_ratio == cache.stats.ratios()
+    assert lru.evicted_blocks == cache.evicted_blocks > 0
+    assert arc.hit_blocks > 0
+    assert comparison.infinite.hit_blocks >= lru.hit_blocks
+
+
+def test_memory_in_tokens_is_that_of_the_groups_of_the_model():
+    """In tokens, the same memory has more and smaller blocks than with all layers as one."""
+    options = {"memory": "64GiB", "model": "gemma-3-12b", "accounting": "tokens", "limit": 2000}
+    (groups,) = kvcore.compare("mooncake", "lru", **options).rows
+    (one,) = kvcore.compare(
+        "mooncake", "lru", disable_hybrid_kv_cache_manager=True, **options
+    ).rows
+    assert (groups.blocks, one.blocks) == (2048, 341)
+    assert groups.hit_blocks > 1.1 * one.hit_blocks
+
+
+def test_the_document_has_the_groups():
+    """The JSON document has the groups, and the bytes of a block of any of them."""
+    command = "compare --memory 8GiB --model gpt-oss-20b --accounting tokens --limit 20 --json"
+    memory = json_of(*command.split(), "--eviction", "lru")["memory"]
+    assert memory["bytes_per_block"] == 512 * 12 * 2048
+    assert [group["kind"] for group in memory["cache_groups"]] == ["window", "full"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"accounting": "keys"}, {"price": "anthropic:model=opus"}, {"residency": True}]
+)
+def test_what_is_not_known_of_groups_is_refused(options):
+    """Keys, prices and residency are refused beside groups, in one line."""
+    options = {"accounting": "tokens", **options}
+    with pytest.raises(InputError, match="are compared by their hits, in tokens"):
+        compare("mooncake", "lru", 900, groups=GROUPS, **options)
