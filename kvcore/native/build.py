@@ -14,7 +14,7 @@ import sysconfig
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-SOURCES = "residency.c", "tree.c", "decode_batch.c", "loop.c"
+SOURCES = "residency.c", "tree.c", "decode_batch.c", "untimed.c", "loop.c"
 
 
 def source_digest() -> str | None:

@@ -316,17 +316,17 @@ static int queue(Core *c, Job *job, i64 now, int front)
 
 static PyObject *no_hints;
 
-/* Whether a request is one that the core serves: 1, or 0. */
-static int is_plain(PyObject *request)
+/* Whether the core serves a request; if it is `timed`, none of a session. */
+int is_plain(PyObject *request, int timed)
 {
     if (Py_TYPE(request) != request_slots.type)
         return 0;
 #define IS(name, value) (*slot(request, request_slots.name) == (value))
     PyObject *retention = *slot(request, request_slots.retention);
     PyObject *output_keys = *slot(request, request_slots.output_keys);
-    return IS(after, Py_None) && IS(session, Py_None) && IS(hints, no_hints) && retention
-        && PyTuple_CheckExact(retention) && !PyTuple_GET_SIZE(retention) && output_keys
-        && PyTuple_CheckExact(output_keys) && !PyTuple_GET_SIZE(output_keys);
+    return (!timed || (IS(after, Py_None) && IS(session, Py_None))) && IS(hints, no_hints)
+        && retention && PyTuple_CheckExact(retention) && !PyTuple_GET_SIZE(retention)
+        && output_keys && PyTuple_CheckExact(output_keys) && !PyTuple_GET_SIZE(output_keys);
 #undef IS
 }
 
@@ -363,7 +363,7 @@ static int read_next(Core *c)
         return PyErr_Occurred() ? -1 : 0;
     i64 at = -1;
     PyObject *id = NULL;
-    int plain = is_plain(request);
+    int plain = is_plain(request, 1);
     if (plain) {
         at = INT_FIELD(request, arrival);
         id = FIELD(request, id);
@@ -1176,8 +1176,14 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
+PyDoc_STRVAR(replay_doc,
+"replay(cache, requests, walks, keeps)\n--\n\n"
+"Open, commit and close requests in a new cache; return the hits of each as bytes of integers, if\n"
+"they are kept, and the first request that is left to Python, or None.");
+
 static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
+    {"replay", untimed_replay, METH_VARARGS, replay_doc},
     {"bind", bind, METH_VARARGS, bind_doc},
     {NULL, NULL, 0, NULL},
 };

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any, Final, cast
 
 from kvcore.cache.kvcache import KVCache
-from kvcore.cache.pool import CountingPool
 from kvcore.cache.sequence import Sequence
 from kvcore.native import library
+from kvcore.native.untimed import defines, walks_tree, why_not
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import Job
 from kvcore.serving.latency import SimulatedExecutor, StepWork, decode_lines
@@ -23,11 +23,9 @@ _LARGEST_SCALE: Final = 1 << 31
 
 def reason(loop: ServingLoop) -> str:
     """Return why the core does not run `loop`, which has not begun; "" if it does."""
-    cache, batcher = cast("KVCache", loop._cache), loop.batcher
+    batcher = loop.batcher
     parts = (
         (loop, ServingLoop),
-        (cache, KVCache),
-        (cache.pool, CountingPool),
         (loop.allocator, DecodeAllocator),
         (loop._executor, SimulatedExecutor),
         (loop.log, RunLog),
@@ -35,11 +33,11 @@ def reason(loop: ServingLoop) -> str:
     for part, plain in parts:
         if type(part) is not plain:
             return f"a {type(part).__name__}"
-    tree, scheduler, decisions = cache.tree, batcher._scheduler, batcher._decisions
+    scheduler, decisions = batcher._scheduler, batcher._decisions
+    in_cache = why_not(loop._cache)
     reasons = (
-        ("a trace", cache.trace),
-        ("tiers", cache.tiers or tree.watcher or batcher.moved),
-        ("a retention policy", cache.retention),
+        (in_cache, in_cache),
+        ("transfers", batcher.moved),
         ("a drafter", loop._drafts),
         ("a meter", loop._meter),
         ("single steps", not loop._jumps),
@@ -51,12 +49,6 @@ def reason(loop: ServingLoop) -> str:
         ("rules of an engine", batcher._rules.preempts != "last"),
         ("a scheduler that pauses or plans", scheduler.preemptive or not scheduler.ranks),
         ("a scheduler that hears of events", scheduler.heard or scheduler.changes),
-        ("a policy that hears of the queue", batcher.waiting._on_queued),
-        ("a policy that hears of the queue", batcher.waiting._on_dequeued),
-        ("spans that expire", tree._expires),
-        ("leaves evicted whole", tree._evicts_leaves),
-        ("a cache in use", cache.now or cache.sequences or tree.cached_blocks or tree.pins),
-        ("a cache in use", tree.failure),
         ("a run that has begun", loop.clock_ps or loop.log.steps or len(loop.log.ids)),
         ("a run that has begun", loop._serial or loop.arrivals.following),
     )
@@ -79,10 +71,9 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
     core = library()
     if core is None or reason(loop):
         return
-
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
     cache, scale = cast("KVCache", loop._cache), loop.arrivals.scale
-    scheduler, index = batcher._scheduler, cache.prefix
+    scheduler = batcher._scheduler
     numbers = (
         batching.max_tokens,
         batching.max_seqs,
@@ -94,9 +85,9 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         *scale.as_integer_ratio(),
     )
     plugin = scheduler.scheduler
-    in_order = plugin.by_arrival and _defines(plugin, "by_arrival", "priority")
+    in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
     terms = None
-    if _defines(latency, "terms_of_step", "pieces"):
+    if defines(latency, "terms_of_step", "pieces"):
         terms = latency.terms_of_step()
     state = core.serve(
         loop,
@@ -107,21 +98,13 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         latency.duration,
         StepWork,
         terms,
-        bool(index.walks_tree and _defines(index, "walks_tree", "match")),
+        walks_tree(cache),
         turns,
     )
     if state is None:
         loop.arrivals.next_at, batcher.changed = NEVER, False
     else:
         _continue(loop, state)
-
-
-def _defines(plugin: object, name: str, method: str) -> bool:
-    """Return True if the class that defines `method` of a plugin defines `name` too."""
-    for base in type(plugin).__mro__:
-        if method in vars(base):
-            return name in vars(base)
-    return False
 
 
 def _continue(loop: ServingLoop, state: Mapping[str, Any]) -> None:
