@@ -27,7 +27,7 @@ LACKS: Final = (
     "traces, tiers, retention, drafts, cache groups, attention windows",
     "rules of engines, schedulers that pause jobs or plan",
     "policies by which spans expire or that hear of the queue, leaves evicted whole",
-    "of requests: sessions, hints, retention priorities, output keys",
+    "of requests: hints, retention priorities, output keys",
 )
 """What the loop in Python serves alone."""
 

@@ -1,9 +1,9 @@
 /* The twin of kvcore/serving/loop.py, batcher.py and stats.py, and the module `_core`.
  *
- * `serve` runs a `ServingLoop` that has not begun, if kvcore/native/__init__.py has found it to be
- * plain. Where a request needs what the core lacks (a session, a hint, output keys), the core
- * stops at the end of the turn in which it has read it, and returns all jobs as they are; the loop
- * in Python goes on from there.
+ * `serve` runs a `ServingLoop` that has not begun, if kvcore/native/serving.py has found it to be
+ * plain. From the first request of a session on, Python says which request arrives next. Where a
+ * request needs what the core lacks, such as a hint, the core stops before the plan that would
+ * admit it, and returns all jobs as they are; the loop in Python goes on from there.
  */
 #include "core.h"
 
@@ -52,6 +52,7 @@ typedef struct {
     i64 next_at, came, last, first_number, next_number;
     i128 scale_above, scale_below;
     int in_python, has_named;
+    int leaves;                           /* a request that came needs what the core lacks */
     /* Jobs. */
     Job **heap; i64 heap_room;            /* waiting ones by rank */
     List waiting, running, prefilling;    /* the waiting ones as they queued up */
@@ -437,6 +438,7 @@ static int arrive(Core *c, PyObject *request, i64 now)
     job->prompt = job->target = INT_FIELD(request, prompt_tokens);
     job->output = INT_FIELD(request, output_tokens);
     job->admitted = job->first_token = job->joined = -1;
+    c->leaves |= !is_plain(request, 0);
     PyObject *slo = FIELD(request, slo), *why = NULL;
     if (slo && slo != Py_None)
         job->verdict = Py_NewRef(slo);
@@ -918,10 +920,10 @@ static int run(Core *c, i64 turns)
 {
     for (;; turns--) {
         i64 now = (i64)(c->clock / 1000);
-        if (c->in_python || !turns)
-            return 1;
         if (PyErr_CheckSignals() < 0 || (c->next_at <= now && take_arrivals(c, now) < 0))
             return -1;
+        if (c->leaves || !turns)
+            return 1;
         int changed = plan(c, now);
         if (changed < 0 || (changed && record_plan(c, now) < 0))
             return -1;

@@ -35,9 +35,10 @@ def core(*, turns=-1, used=True):
 
 
 def random_requests(chance, count):
-    """Return requests that share prefixes; a few are rejected, or have names and SLOs."""
+    """Return requests that share prefixes; some have names, SLOs, sessions, or are rejected."""
     now, fresh, paths, requests = 0, 0, [[]], []
     named, offline = chance.random() < 0.2, chance.random() < 0.1
+    in_sessions = chance.random() < 0.3
     for number in range(count):
         if not offline and chance.random() < 0.9:
             now += int(chance.expovariate(1 / chance.choice((1e6, 2e8, 2e9))))
@@ -53,6 +54,12 @@ def random_requests(chance, count):
                 tpot_ns=chance.choice((None, 10**7, 10**8)),
                 deadline_ns=chance.choice((None, 10**9, 10**10)),
             )
+        closed = {}
+        if in_sessions and number > count // 3:
+            name = f"session {number % 4}"
+            before = [r.id for r in requests if r.session == name]
+            closed = {"session": name, "think_time": chance.choice((0, 10**6, 10**9))}
+            closed |= {"after": chance.choice(before)} if before and number % 3 else {}
         empty = chance.random() < 0.02
         tokens = (len(path) - 1) * KEY_TOKENS + chance.randrange(1, KEY_TOKENS + 1)
         requests.append(
@@ -65,6 +72,7 @@ def random_requests(chance, count):
                 key_tokens=KEY_TOKENS,
                 slo=slo,
                 tenant=chance.choice((None, "one", "other")),
+                **closed,
             )
         )
     return requests
