@@ -1073,7 +1073,8 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     if (tree_init(&c->tree, c->cache, walks) < 0 || batch_init(&c->batch, &c->tree) < 0
         || init_time(c, terms) < 0)
         return -1;
-    return read_next(c);
+    c->in_python = c->iterator == Py_None;
+    return c->in_python ? ask_next(c) : read_next(c);
 }
 
 static void free_jobs(List *list)

@@ -50,7 +50,7 @@ def reason(loop: ServingLoop) -> str:
         ("a scheduler that pauses or plans", scheduler.preemptive or not scheduler.ranks),
         ("a scheduler that hears of events", scheduler.heard or scheduler.changes),
         ("a run that has begun", loop.clock_ps or loop.log.steps or len(loop.log.ids)),
-        ("a run that has begun", loop._serial or loop.arrivals.following),
+        ("a run that has begun", loop._serial),
     )
     for name, holds in reasons:
         if holds:
@@ -91,7 +91,7 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         terms = latency.terms_of_step()
     state = core.serve(
         loop,
-        loop.arrivals.restart(),
+        None if loop.arrivals.closed else loop.arrivals.restart(),
         numbers,
         None if in_order else scheduler.priority,
         lambda jobs: decode_lines(latency, jobs),
