@@ -61,6 +61,11 @@ def reason(loop: ServingLoop) -> str:
     return ""
 
 
+def serves(loop: ServingLoop) -> bool:
+    """Return True if the core runs `loop`, which has not begun."""
+    return library() is not None and not reason(loop)
+
+
 def run(loop: ServingLoop, turns: int = -1) -> None:
     """Serve as many requests of `loop`, which has not begun, as the core takes.
 
@@ -69,7 +74,7 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         turns: turns after which the loop goes on in Python in any case; -1: never.
     """
     core = library()
-    if core is None or reason(loop):
+    if core is None or not serves(loop):
         return
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
     cache, scale = cast("KVCache", loop._cache), loop.arrivals.scale
