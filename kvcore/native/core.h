@@ -7,6 +7,7 @@
  *     tree.c           kvcore/cache/tree.py, and `open`, `commit` and `close` of kvcache.py
  *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
  *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
+ *     untimed.c        kvcore_replay/untimed.py
  *     loop.c           kvcore/serving/loop.py, batcher.py and stats.py; the module
  *
  * Functions that return int return 0, or -1 with a Python exception set.
@@ -81,6 +82,12 @@ static inline int put_int(PyObject **at, i64 value) { return put(at, PyLong_From
 
 #define SPAN_PUT(span, name, value) put(&SPAN(span, name), value)
 #define SPAN_PUT_INT(span, name, value) put_int(&SPAN(span, name), value)
+
+/* Return an attribute; NULL with an exception, also if there was one before. */
+static inline PyObject *get(PyObject *object, const char *name)
+{
+    return object && !PyErr_Occurred() ? PyObject_GetAttrString(object, name) : NULL;
+}
 
 PyObject *big_int(i128 value);
 int set_int(PyObject *object, const char *name, i64 value);
@@ -161,7 +168,8 @@ PyObject *key_at(PyObject *keys, i64 place);
 i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio);
 
 enum { ON_INSERT, ON_ACCESS, ON_END, ON_EXTEND, ON_SPLIT, ON_PIN, ON_MISS, ON_RELEASE, ON_LEAF,
-       ON_TRIM, ON_REMOVE, EVICTABLE_BLOCKS, INDEX_INSERT, INDEX_SPLIT, INDEX_REMOVE, HOOKS };
+       ON_TRIM, ON_REMOVE, EVICTABLE_BLOCKS, INDEX_INSERT, INDEX_SPLIT, INDEX_REMOVE,
+       WATCH_STORED, WATCH_HIT, WATCH_LEAVING, HOOKS };
 
 typedef struct {
     PyObject *tree, *root, *geometry, *policy, *index;
@@ -169,7 +177,8 @@ typedef struct {
     PyObject *match, *victim;   /* of the index, and of the policy */
     Residency residency;        /* without an object: nothing is counted */
     PyObject *now_object, *capacity, *default_priority;
-    int walks, shares, by_block, fixed_order;
+    int walks, shares, by_block, fixed_order, by_key;
+    int truncates;              /* whether a prompt may be longer than the pool */
     i64 size, ratio, stride, expected_key_tokens;
     i64 pool, free, unpinned, cached, evicted, last_id, created, released, admissions, now;
     /* CacheStats. */
@@ -229,5 +238,13 @@ static inline i64 length_of(const Batch *batch, const Job *job)
     i64 generated = generated_of(batch, job);
     return generated ? job->prompt + generated - 1 : job->computed;
 }
+
+/* loop.c */
+
+int is_plain(PyObject *request, int timed);
+
+/* untimed.c */
+
+PyObject *untimed_replay(PyObject *module, PyObject *arguments);
 
 #endif

@@ -1,13 +1,13 @@
 /* The twin of kvcore/serving/loop.py, batcher.py and stats.py, and the module `_core`.
  *
- * `serve` runs a `ServingLoop` that has not begun, if kvcore/native/__init__.py has found it to be
- * plain. Where a request needs what the core lacks (a session, a hint, output keys), the core
- * stops at the end of the turn in which it has read it, and returns all jobs as they are; the loop
- * in Python goes on from there.
+ * `serve` runs a `ServingLoop` that has not begun, if kvcore/serving/native.py has found it to be
+ * plain. From the first request of a session on, Python says which request arrives next. Where a
+ * request needs what the core lacks, such as a hint, the core stops before the plan that would
+ * admit it, and returns all jobs as they are; the loop in Python goes on from there.
  */
 #include "core.h"
 
-enum { ROWS = 1 << 16, PENDING = 512, PATIENCE = 100, SHIFT = 32 };
+enum { ROWS = 1 << 16, SAMPLES = 512, PATIENCE = 100, SHIFT = 32 };
 
 #define NEVER INT64_MAX
 
@@ -27,6 +27,13 @@ typedef struct {
 
 typedef struct { Job *job; i64 tokens; } Chunk;
 
+typedef struct {
+    i64 now, active, cached, due, interval, peak, count;
+    i128 active_area, cached_area;
+    i64 times[SAMPLES];
+    int actives[SAMPLES], cacheds[SAMPLES];
+} Timeline;
+
 /* The time of steps with prefill: that of `Roofline.pieces`, or asked for step by step. */
 typedef struct {
     PyObject *duration, *work_type;       /* of any latency model */
@@ -36,11 +43,12 @@ typedef struct {
 } StepTime;
 
 typedef struct {
-    PyObject *loop, *cache, *log, *arrivals, *iterator, *timeline, *pending, *priority, *lines_of;
+    PyObject *loop, *cache, *log, *arrivals, *iterator, *priority, *lines_of;
     PyObject *slo;                        /* of requests without one; NULL: none */
     Tree tree;
     Batch batch;
     Rows rows;
+    Timeline timeline;
     StepTime time;
     Times *lines; i64 lines_count;        /* of decode steps, by number of jobs; count 0: unknown */
     i64 max_tokens, max_seqs, reserve, longest;
@@ -52,6 +60,7 @@ typedef struct {
     i64 next_at, came, last, first_number, next_number;
     i128 scale_above, scale_below;
     int in_python, has_named;
+    int leaves;                           /* a request that came needs what the core lacks */
     /* Jobs. */
     Job **heap; i64 heap_room;            /* waiting ones by rank */
     List waiting, running, prefilling;    /* the waiting ones as they queued up */
@@ -82,7 +91,7 @@ static PyObject *field(PyObject *request, Py_ssize_t offset, const char *name)
 {
     if (Py_TYPE(request) == request_slots.type && *slot(request, offset))
         return Py_NewRef(*slot(request, offset));
-    return PyObject_GetAttrString(request, name);
+    return get(request, name);
 }
 
 #define FIELD(request, name) field(request, request_slots.name, #name)
@@ -131,7 +140,7 @@ static int flush_rows(Core *c)
 /* Return the time (ns) of an SLO; -1: it has none. */
 static i64 target_of(PyObject *slo, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(slo, name);
+    PyObject *value = get(slo, name);
     i64 time = value && value != Py_None ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return time;
@@ -188,6 +197,55 @@ static int log_ended(Core *c, Job *job, i64 now)
     return rows->count == ROWS ? flush_rows(c) : 0;
 }
 
+/* The use of the pool over time: `PoolTimeline`. */
+
+static void record_plan(Core *c, i64 now)
+{
+    Timeline *line = &c->timeline;
+    i64 held = now - line->now;
+    line->active_area += (i128)held * line->active;
+    line->cached_area += (i128)held * line->cached;
+    line->now = now;
+    line->cached = c->tree.unpinned;
+    line->active = c->tree.pool - c->tree.free - line->cached;
+    if (line->active > line->peak)
+        line->peak = line->active;
+    if (now < line->due)
+        return;
+    i64 at = line->count++;
+    line->times[at] = now;
+    line->actives[at] = (int)line->active;
+    line->cacheds[at] = (int)line->cached;
+    if (line->count == SAMPLES) {
+        /* Every second one is dropped. */
+        for (i64 n = 0; 2 * n < SAMPLES; n++) {
+            line->times[n] = line->times[2 * n];
+            line->actives[n] = line->actives[2 * n];
+            line->cacheds[n] = line->cacheds[2 * n];
+        }
+        line->count = SAMPLES / 2;
+        i64 wide = (line->times[line->count - 1] - line->times[0]) / (SAMPLES / 2);
+        line->interval = 2 * line->interval > wide ? 2 * line->interval : wide;
+    }
+    line->due = now + line->interval;
+}
+
+/* Write the use of the pool into the `PoolTimeline` of the log. */
+static int store_timeline(Core *c)
+{
+    Timeline *line = &c->timeline;
+    PyObject *timeline = get(c->log, "pool"), *done = NULL;
+    if (timeline)
+        done = PyObject_CallMethod(timeline, "restore", "(LLLLLL)NNy#y#y#",
+            line->now, line->active, line->cached, line->due, line->interval, line->peak,
+            big_int(line->active_area), big_int(line->cached_area),
+            (char *)line->times, line->count * (i64)sizeof *line->times,
+            (char *)line->actives, line->count * (i64)sizeof *line->actives,
+            (char *)line->cacheds, line->count * (i64)sizeof *line->cacheds);
+    Py_XDECREF(timeline), Py_XDECREF(done);
+    return done ? 0 : -1;
+}
+
 /* The queue: `WaitingQueue`, for jobs that leave it at the head. */
 
 /* 1: `one` goes before `other`; -1 with an exception. */
@@ -206,7 +264,7 @@ static int priority_failed(Core *c)
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *batcher = PyObject_GetAttrString(c->loop, "batcher");
+    PyObject *batcher = get(c->loop, "batcher");
     PyObject *done = batcher ? PyObject_CallMethod(batcher, "refuse_order", "O", error) : NULL;
     Py_XDECREF(batcher), Py_XDECREF(done);
     Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
@@ -253,7 +311,7 @@ static int heap_pop(Core *c)
 /* Make the `Job` of Python that a scheduler orders, or bring it up to date. */
 static int show_job(Core *c, Job *job)
 {
-    PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
+    PyObject *steps = get(c->loop, "steps");
     if (!steps || set_int(steps, "count", c->batch.steps) < 0)
         goto failed;
     if (!job->python) {
@@ -316,17 +374,17 @@ static int queue(Core *c, Job *job, i64 now, int front)
 
 static PyObject *no_hints;
 
-/* Whether a request is one that the core serves: 1, or 0. */
-static int is_plain(PyObject *request)
+/* Whether the core serves a request; if it is `timed`, none of a session. */
+int is_plain(PyObject *request, int timed)
 {
     if (Py_TYPE(request) != request_slots.type)
         return 0;
 #define IS(name, value) (*slot(request, request_slots.name) == (value))
     PyObject *retention = *slot(request, request_slots.retention);
     PyObject *output_keys = *slot(request, request_slots.output_keys);
-    return IS(after, Py_None) && IS(session, Py_None) && IS(hints, no_hints) && retention
-        && PyTuple_CheckExact(retention) && !PyTuple_GET_SIZE(retention) && output_keys
-        && PyTuple_CheckExact(output_keys) && !PyTuple_GET_SIZE(output_keys);
+    return (!timed || (IS(after, Py_None) && IS(session, Py_None))) && IS(hints, no_hints)
+        && retention && PyTuple_CheckExact(retention) && !PyTuple_GET_SIZE(retention)
+        && output_keys && PyTuple_CheckExact(output_keys) && !PyTuple_GET_SIZE(output_keys);
 #undef IS
 }
 
@@ -344,7 +402,7 @@ static int give_back_arrivals(Core *c, PyObject *request, i64 at)
 /* The next time of arrival, from Python. */
 static int ask_next(Core *c)
 {
-    PyObject *next = PyObject_GetAttrString(c->arrivals, "next_at");
+    PyObject *next = get(c->arrivals, "next_at");
     int overflow = 0;
     c->next_at = next ? PyLong_AsLongLongAndOverflow(next, &overflow) : -1;
     if (overflow)
@@ -363,7 +421,7 @@ static int read_next(Core *c)
         return PyErr_Occurred() ? -1 : 0;
     i64 at = -1;
     PyObject *id = NULL;
-    int plain = is_plain(request);
+    int plain = is_plain(request, 1);
     if (plain) {
         at = INT_FIELD(request, arrival);
         id = FIELD(request, id);
@@ -409,7 +467,7 @@ static int read_next(Core *c)
 
 static int reject(Core *c, Job *job, PyObject *why, i64 now)
 {
-    PyObject *reasons = PyObject_GetAttrString(c->log, "reasons");
+    PyObject *reasons = get(c->log, "reasons");
     PyObject *row = PyLong_FromLongLong(c->rows.all);
     int failed = !reasons || !row || PyObject_SetItem(reasons, row, why) < 0
         || log_ended(c, job, -1) < 0;
@@ -437,6 +495,7 @@ static int arrive(Core *c, PyObject *request, i64 now)
     job->prompt = job->target = INT_FIELD(request, prompt_tokens);
     job->output = INT_FIELD(request, output_tokens);
     job->admitted = job->first_token = job->joined = -1;
+    c->leaves |= !is_plain(request, 0);
     PyObject *slo = FIELD(request, slo), *why = NULL;
     if (slo && slo != Py_None)
         job->verdict = Py_NewRef(slo);
@@ -560,7 +619,7 @@ static int preempt(Core *c, i64 now)
     LIST_REMOVE(&c->running, job, running);
     i64 jobs = c->running.count + c->waiting.count;
     if (++c->without_progress > PATIENCE + 10 * jobs) {
-        PyObject *batcher = PyObject_GetAttrString(c->loop, "batcher");
+        PyObject *batcher = get(c->loop, "batcher");
         PyObject *id = FIELD(job->request, id), *done = NULL;
         if (batcher && id)
             done = PyObject_CallMethod(batcher, "livelock", "LLOLL", now, c->without_progress, id,
@@ -780,18 +839,6 @@ static const Times *lines_of(Core *c)
     return times;
 }
 
-static int record_plan(Core *c, i64 now)
-{
-    PyObject *event = Py_BuildValue("(LLL)", now, c->tree.free, c->tree.unpinned);
-    int failed = event ? PyList_Append(c->pending, event) : -1;
-    Py_XDECREF(event);
-    if (failed || PyList_GET_SIZE(c->pending) <= PENDING)
-        return failed;
-    PyObject *done = PyObject_CallMethod(c->timeline, "settle", NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
 /* Advance the clock by steps that have run; requests that came meanwhile are queued. */
 static int pass(Core *c, i64 steps, i128 took, i64 *now)
 {
@@ -918,13 +965,15 @@ static int run(Core *c, i64 turns)
 {
     for (;; turns--) {
         i64 now = (i64)(c->clock / 1000);
-        if (c->in_python || !turns)
-            return 1;
         if (PyErr_CheckSignals() < 0 || (c->next_at <= now && take_arrivals(c, now) < 0))
             return -1;
+        if (c->leaves || !turns)
+            return 1;
         int changed = plan(c, now);
-        if (changed < 0 || (changed && record_plan(c, now) < 0))
+        if (changed < 0)
             return -1;
+        if (changed)
+            record_plan(c, now);
         if (c->chunk_count) {
             if (prefill_step(c) < 0)
                 return -1;
@@ -1004,11 +1053,11 @@ static PyObject *handover(Core *c)
 
 static int store_back(Core *c)
 {
-    PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
+    PyObject *steps = get(c->loop, "steps");
     PyObject *clock = big_int(c->clock), *busy = big_int(c->busy);
-    PyObject *itl = PyObject_GetAttrString(c->log, "itl");
+    PyObject *itl = get(c->log, "itl");
     int failed = !steps || !clock || !busy || !itl || flush_rows(c) < 0
-        || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
+        || store_timeline(c) < 0 || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
         || tree_store_back(&c->tree, c->cache) < 0
         || set_int(steps, "count", c->batch.steps) < 0
         || set_int(c->loop, "_serial", c->serial) < 0
@@ -1050,12 +1099,10 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     c->scale_above = above;
     c->scale_below = below;
     c->changed = 1;
-    c->log = PyObject_GetAttrString(c->loop, "log");
-    c->cache = PyObject_GetAttrString(c->loop, "_cache");
-    c->arrivals = PyObject_GetAttrString(c->loop, "arrivals");
-    c->timeline = c->log ? PyObject_GetAttrString(c->log, "pool") : NULL;
-    c->pending = c->timeline ? PyObject_GetAttrString(c->timeline, "pending") : NULL;
-    c->slo = c->log ? PyObject_GetAttrString(c->log, "slo") : NULL;
+    c->log = get(c->loop, "log");
+    c->cache = get(c->loop, "_cache");
+    c->arrivals = get(c->loop, "arrivals");
+    c->slo = c->log ? get(c->log, "slo") : NULL;
     if (c->slo == Py_None)
         Py_CLEAR(c->slo);
     c->rows.ids = PyList_New(0);
@@ -1071,7 +1118,8 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     if (tree_init(&c->tree, c->cache, walks) < 0 || batch_init(&c->batch, &c->tree) < 0
         || init_time(c, terms) < 0)
         return -1;
-    return read_next(c);
+    c->in_python = c->iterator == Py_None;
+    return c->in_python ? ask_next(c) : read_next(c);
 }
 
 static void free_jobs(List *list)
@@ -1088,8 +1136,8 @@ static void clear(Core *c)
     free_jobs(&c->running);
     tree_clear(&c->tree);
     batch_clear(&c->batch);
-    Py_XDECREF(c->log), Py_XDECREF(c->cache), Py_XDECREF(c->arrivals), Py_XDECREF(c->timeline);
-    Py_XDECREF(c->pending), Py_XDECREF(c->slo), Py_XDECREF(c->next_request);
+    Py_XDECREF(c->log), Py_XDECREF(c->cache), Py_XDECREF(c->arrivals), Py_XDECREF(c->slo);
+    Py_XDECREF(c->next_request);
     Py_XDECREF(c->rows.ids), Py_XDECREF(c->rows.tenants), Py_XDECREF(c->time.by_tokens);
     PyMem_Free(c->time.known), PyMem_Free(c->lines), PyMem_Free(c->heap);
     PyMem_Free(c->chunks), PyMem_Free(c->done);
@@ -1128,7 +1176,7 @@ static PyObject *serve(PyObject *module, PyObject *arguments)
 /* Find the slots of a class; they are members of it, whatever its version of Python. */
 static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 {
-    PyObject *member = PyObject_GetAttrString((PyObject *)type, name);
+    PyObject *member = get((PyObject *)type, name);
     if (!member)
         return -1;
     int found = Py_TYPE(member) == &PyMemberDescr_Type;
@@ -1141,17 +1189,18 @@ static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 }
 
 PyDoc_STRVAR(bind_doc,
-"bind(span, request, job, hints, borders)\n--\n\n"
+"bind(span, request, hints, borders)\n--\n\n"
 "Use these classes, whose slots are read and written in place, the hints of a request without any,\n"
 "and the borders of buckets of a histogram.");
+
+PyDoc_STRVAR(bind_job_doc, "bind_job(job)\n--\n\nUse this class of jobs, for schedulers.");
 
 static PyObject *bind(PyObject *module, PyObject *arguments)
 {
     PyObject *hints, *borders;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
-                          &request_slots.type, &PyType_Type, &job_slots.type, &hints,
-                          &PyList_Type, &borders)
+    if (!PyArg_ParseTuple(arguments, "O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
+                          &request_slots.type, &hints, &PyList_Type, &borders)
         || histogram_borders(borders) < 0)
         return NULL;
     put(&no_hints, Py_NewRef(hints));
@@ -1166,19 +1215,35 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
         if (0 REQUEST_SLOTS(FIND))
             return NULL;
     }
-    {
-        JobSlots *slots = &job_slots;
-        if (0 JOB_SLOTS(FIND))
-            return NULL;
-    }
-#undef FIND
-    Py_INCREF(span_slots.type), Py_INCREF(request_slots.type), Py_INCREF(job_slots.type);
+    Py_INCREF(span_slots.type), Py_INCREF(request_slots.type);
     Py_RETURN_NONE;
 }
 
+static PyObject *bind_job(PyObject *module, PyObject *job)
+{
+    JobSlots *slots = &job_slots;
+    (void)module;
+    if (!PyType_Check(job)) {
+        PyErr_SetString(PyExc_TypeError, "give the class of jobs");
+        return NULL;
+    }
+    slots->type = (PyTypeObject *)Py_NewRef(job);
+    if (0 JOB_SLOTS(FIND))
+        return NULL;
+    Py_RETURN_NONE;
+}
+#undef FIND
+
+PyDoc_STRVAR(replay_doc,
+"replay(cache, requests, walks, keeps)\n--\n\n"
+"Open, commit and close requests in a new cache; return the hits of each as bytes of integers, if\n"
+"they are kept, and the first request that is left to Python, or None.");
+
 static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
+    {"replay", untimed_replay, METH_VARARGS, replay_doc},
     {"bind", bind, METH_VARARGS, bind_doc},
+    {"bind_job", bind_job, METH_O, bind_job_doc},
     {NULL, NULL, 0, NULL},
 };
 

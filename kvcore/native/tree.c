@@ -31,15 +31,35 @@ int set_int(PyObject *object, const char *name, i64 value)
     return failed;
 }
 
+/* Return an attribute; NULL for None, or with an exception. */
+static PyObject *attribute(PyObject *object, const char *name)
+{
+    PyObject *value = get(object, name);
+    if (value == Py_None)
+        Py_CLEAR(value);
+    return value;
+}
+
+static i64 int_attribute(PyObject *object, const char *name)
+{
+    PyObject *value = get(object, name);
+    i64 number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return number;
+}
+
 /* Plugins: their methods, and what becomes of their exceptions. */
 
-static const struct { const char *name; int of_index; const char *slot; } HOOK[HOOKS] = {
-    {"on_insert", 0, "_on_insert"}, {"on_access", 0, "_on_access"}, {"on_end", 0, "_on_end"},
-    {"on_extend", 0, "_on_extend"}, {"on_split", 0, "_on_split"}, {"on_pin", 0, "_on_pin"},
-    {"on_miss", 0, "_on_miss"}, {"on_release", 0, "_on_release"}, {"on_leaf", 0, "_on_leaf"},
-    {"on_trim", 0, "_on_trim"}, {"on_remove", 0, "_on_remove"},
-    {"evictable_blocks", 0, "_evictable_blocks"}, {"insert", 1, "_index_insert"},
-    {"split", 1, "_index_split"}, {"remove", 1, "_index_remove"},
+enum { POLICY, INDEX, WATCHER };
+
+static const struct { const char *name; int owner; const char *slot; } HOOK[HOOKS] = {
+    {"on_insert", POLICY, "_on_insert"}, {"on_access", POLICY, "_on_access"}, {"on_end", POLICY, "_on_end"},
+    {"on_extend", POLICY, "_on_extend"}, {"on_split", POLICY, "_on_split"}, {"on_pin", POLICY, "_on_pin"},
+    {"on_miss", POLICY, "_on_miss"}, {"on_release", POLICY, "_on_release"}, {"on_leaf", POLICY, "_on_leaf"},
+    {"on_trim", POLICY, "_on_trim"}, {"on_remove", POLICY, "_on_remove"},
+    {"evictable_blocks", POLICY, "_evictable_blocks"}, {"insert", INDEX, "_index_insert"},
+    {"split", INDEX, "_index_split"}, {"remove", INDEX, "_index_remove"}, {"stored", WATCHER, NULL},
+    {"hit", WATCHER, NULL}, {"leaving", WATCHER, NULL},
 };
 
 /* The exception of a plugin becomes a PolicyError, which ends the use of the cache. */
@@ -81,10 +101,21 @@ static int call(Tree *t, int which, PyObject *one, PyObject *two, PyObject *thre
     size_t count = 1 + (two != NULL) + (three != NULL);
     PyObject *result = PyErr_Occurred() ? NULL
         : PyObject_Vectorcall(hook, arguments + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
-    if (!result)
-        return fail(t, HOOK[which].of_index ? t->index : t->policy, HOOK[which].name);
-    Py_DECREF(result);
-    return 0;
+    if (!result && HOOK[which].owner != WATCHER)
+        return fail(t, HOOK[which].owner == INDEX ? t->index : t->policy, HOOK[which].name);
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+/* Tell the watcher of `count` blocks at the end of a span. */
+static int watch(Tree *t, int which, PyObject *span, i64 count, PyObject *reason)
+{
+    PyObject *hook = t->hooks[which];
+    PyObject *done = !hook ? NULL : reason
+        ? PyObject_CallFunction(hook, "OLOO", span, count, t->now_object, reason)
+        : PyObject_CallFunction(hook, "OLO", span, count, t->now_object);
+    Py_XDECREF(done);
+    return hook && !done ? -1 : 0;
 }
 
 static int call_int(Tree *t, int which, PyObject *one, i64 number)
@@ -363,9 +394,9 @@ static int evict(Tree *t, i64 blocks, PyObject *requester, PyObject *times)
         if (count > missing)
             count = missing;
         missing -= count;
+        int failed = watch(t, WATCH_LEAVING, span, count, t->capacity);
         t->evicted += count;
-        int failed = 0;
-        if (t->residency.object) {
+        if (!failed && t->residency.object) {
             i64 done = blocks - missing;
             part = times ? PyList_GetSlice(times, done - count, done) : NULL;
             failed = (times && !part)
@@ -399,7 +430,7 @@ static PyObject *request_id(Job *job)
 {
     if (Py_TYPE(job->request) == request_slots.type)
         return Py_NewRef(*slot(job->request, request_slots.id));
-    return PyObject_GetAttrString(job->request, "id");
+    return get(job->request, "id");
 }
 
 /* Allocate a block for `job`, which grows; one is free or evictable. */
@@ -423,60 +454,62 @@ int tree_free_ahead(Tree *t, i64 blocks, PyObject *requester, i64 now, PyObject 
 
 /* From open to close. */
 
+/* Use the size of keys of the first request. */
+static int check_key_tokens(Tree *t, PyObject *request)
+{
+    PyObject *done = PyObject_CallMethod(t->geometry, "check_key_tokens", "O", request);
+    Py_XDECREF(done);
+    if (!done)
+        return -1;
+    t->ratio = int_attribute(t->geometry, "ratio");
+    t->stride = int_attribute(t->geometry, "_stride");
+    t->expected_key_tokens = int_attribute(t->geometry, "_expected");
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Return the keys of the blocks of a request. */
+static PyObject *block_keys(Tree *t, PyObject *request)
+{
+    PyObject *keys = attribute(request, "keys"), *slice = NULL;
+    if (keys && strcmp(Py_TYPE(keys)->tp_name, "KeyPrefix") == 0)
+        Py_SETREF(keys, get(keys, "view"));
+    if (!keys || t->stride == 1)
+        return keys;
+    PyObject *first = PyLong_FromLongLong(t->stride - 1);
+    PyObject *step = PyLong_FromLongLong(t->stride);
+    if (first && step)
+        slice = PySlice_New(first, NULL, step);
+    Py_XDECREF(first), Py_XDECREF(step);
+    Py_SETREF(keys, slice ? PyObject_GetItem(keys, slice) : NULL);
+    Py_XDECREF(slice);
+    return keys;
+}
+
 /* Lay the prompt out in blocks, as `BlockLayout.lay_out` does. */
 static int lay_out(Tree *t, Job *job)
 {
-    int plain = Py_TYPE(job->request) == request_slots.type;
-#define FIELD(name)                                                                               \
-    (plain ? Py_NewRef(*slot(job->request, request_slots.name))                                   \
-           : PyObject_GetAttrString(job->request, #name))
-    PyObject *key_tokens = FIELD(key_tokens);
-    i64 tokens = key_tokens ? PyLong_AsLongLong(key_tokens) : -1;
-    Py_XDECREF(key_tokens);
-    if (tokens < 0)
+    PyObject *request = job->request;
+    i64 tokens = int_attribute(request, "key_tokens");
+    if (PyErr_Occurred() || (tokens != t->expected_key_tokens && check_key_tokens(t, request) < 0)
+        || (!job->keys && !(job->keys = block_keys(t, request))))
         return -1;
-    if (tokens != t->expected_key_tokens) {
-        PyObject *done = PyObject_CallMethod(t->geometry, "check_key_tokens", "O", job->request);
-        PyObject *ratio = done ? PyObject_GetAttrString(t->geometry, "ratio") : NULL;
-        PyObject *stride = ratio ? PyObject_GetAttrString(t->geometry, "_stride") : NULL;
-        Py_XDECREF(done);
-        if (stride) {
-            t->ratio = PyLong_AsLongLong(ratio);
-            t->stride = PyLong_AsLongLong(stride);
-            t->expected_key_tokens = tokens;
-        }
-        Py_XDECREF(ratio), Py_XDECREF(stride);
-        if (!stride)
-            return -1;
-    }
-    if (!job->keys) {
-        PyObject *keys = FIELD(keys);
-        if (keys && !PyList_CheckExact(keys) && !PyTuple_CheckExact(keys)
-            && strcmp(Py_TYPE(keys)->tp_name, "KeyPrefix") == 0)
-            Py_SETREF(keys, PyObject_GetAttrString(keys, "view"));
-        if (keys && t->stride > 1) {
-            PyObject *step = PyLong_FromLongLong(t->stride);
-            PyObject *first = PyLong_FromLongLong(t->stride - 1);
-            PyObject *slice = step && first ? PySlice_New(first, NULL, step) : NULL;
-            Py_SETREF(keys, slice ? PyObject_GetItem(keys, slice) : NULL);
-            Py_XDECREF(step), Py_XDECREF(first), Py_XDECREF(slice);
-        }
-        if (!keys)
-            return -1;
-        job->keys = keys;
-    }
     i64 keyed = PyObject_Size(job->keys), full = job->prompt / t->size;
     if (keyed < 0)
         return -1;
     keyed *= t->ratio;
+    if (t->by_key)
+        job->prompt = job->target = (full = keyed) * t->size;
     if (keyed < full)
         full = keyed;
     job->cacheable = job->lookup = full;
-    job->limit = (job->target - 1) / t->size;
+    job->limit = t->by_key ? keyed : (job->target - 1) / t->size;
     if (job->limit > full)
         job->limit = full;
+    job->tokens = job->target;
+    if (t->truncates && (i128)job->tokens > (i128)t->pool * t->size)
+        job->tokens = t->pool * t->size;
+    job->blocks = ceil_div(job->tokens, t->size);
     return 0;
-#undef FIELD
 }
 
 static int record_hit(Tree *t, Job *job, PyObject *id, int resumed)
@@ -500,7 +533,7 @@ static int record_hit(Tree *t, Job *job, PyObject *id, int resumed)
         for (span = job->span; span != root; span = SPAN(span, parent))
             if (call(t, ON_ACCESS, span, t->now_object, NULL) < 0)
                 return -1;
-    return 0;
+    return resumed ? 0 : call(t, WATCH_HIT, job->span, t->now_object, NULL);
 }
 
 static void count_admission(Tree *t, const Job *job, i64 hit, int resumed)
@@ -544,7 +577,7 @@ int tree_open(Tree *t, Job *job, i64 reserve, i64 now)
         kept += end - start;
         end = start;
     }
-    i64 blocks = ceil_div(job->target, t->size), need = blocks - hit;
+    i64 need = job->blocks - hit;
     if (need > t->free + t->unpinned - kept) {
         result = 1;
         goto done;
@@ -552,8 +585,6 @@ int tree_open(Tree *t, Job *job, i64 reserve, i64 now)
     job->admission = ++t->admissions;
     if (put_int(&job->token, job->admission) < 0 || !(id = request_id(job)))
         goto done;
-    job->blocks = blocks;
-    job->tokens = job->target;
     if (hit < SPAN_INT(span, end)) {
         PyObject *upper = split(t, span, hit);
         if (!upper)
@@ -638,7 +669,8 @@ static int store(Tree *t, Job *job, i64 upto)
             || note_stored(t, job, first, upto) < 0
             || call_int(t, INDEX_INSERT, parent, first) < 0)
             return -1;
-        return call_int(t, ON_EXTEND, parent, upto - first);
+        return call_int(t, ON_EXTEND, parent, upto - first) < 0
+            ? -1 : watch(t, WATCH_STORED, parent, upto - first, NULL);
     }
     int failed = -1;
     key = key_at(job->keys, first / t->ratio);
@@ -652,7 +684,7 @@ static int store(Tree *t, Job *job, i64 upto)
     SPAN(span, last_request) = Py_NewRef(id);
     SPAN(span, tenant) = Py_TYPE(job->request) == request_slots.type
         ? Py_NewRef(*slot(job->request, request_slots.tenant))
-        : PyObject_GetAttrString(job->request, "tenant");
+        : get(job->request, "tenant");
     if (!SPAN(span, tenant) || SPAN_PUT(span, creator, Py_NewRef(job->token)) < 0
         || SPAN_PUT_INT(span, created_order, ++t->created) < 0
         || SPAN_PUT_INT(span, released_order, 0) < 0 || SPAN_PUT_INT(span, hit_count, 0) < 0)
@@ -677,7 +709,8 @@ static int store(Tree *t, Job *job, i64 upto)
     Py_SETREF(job->span, Py_NewRef(span));
     failed = note_stored(t, job, first, upto) < 0
         || call_int(t, INDEX_INSERT, span, first) < 0
-        || call(t, ON_INSERT, span, t->now_object, NULL) < 0;
+        || call(t, ON_INSERT, span, t->now_object, NULL) < 0
+        || watch(t, WATCH_STORED, span, upto - first, NULL) < 0;
 done:
     Py_XDECREF(span), Py_XDECREF(key), Py_XDECREF(id);
     return failed ? -1 : 0;
@@ -744,28 +777,12 @@ int tree_commit(Tree *t, Job *job, i64 now)
 
 /* The state of the cache, before and after. */
 
-static PyObject *attribute(PyObject *object, const char *name)
-{
-    PyObject *value = PyObject_GetAttrString(object, name);
-    if (value == Py_None)
-        Py_CLEAR(value);
-    return value;
-}
-
-static i64 int_attribute(PyObject *object, const char *name)
-{
-    PyObject *value = PyObject_GetAttrString(object, name);
-    i64 number = value ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return number;
-}
-
 int tree_init(Tree *t, PyObject *cache, int walks)
 {
-    t->tree = PyObject_GetAttrString(cache, "tree");
+    t->tree = get(cache, "tree");
     if (!t->tree)
         return -1;
-    PyObject *pool = PyObject_GetAttrString(cache, "pool");
+    PyObject *pool = get(cache, "pool");
     if (!pool)
         return -1;
     t->pool = int_attribute(pool, "blocks");
@@ -780,17 +797,25 @@ int tree_init(Tree *t, PyObject *cache, int walks)
     Py_XDECREF(residency);
     t->match = attribute(t->tree, "_match");
     t->victim = t->policy ? attribute(t->policy, "victim") : NULL;
+    PyObject *watcher = attribute(t->tree, "watcher");
     for (int which = 0; which < HOOKS && !PyErr_Occurred(); which++)
-        t->hooks[which] = attribute(t->tree, HOOK[which].slot);
+        if (HOOK[which].slot)
+            t->hooks[which] = attribute(t->tree, HOOK[which].slot);
+        else if (watcher)
+            t->hooks[which] = attribute(watcher, HOOK[which].name);
+    int watched = watcher != NULL;
+    Py_XDECREF(watcher);
     if (failed || PyErr_Occurred())
         return -1;
     t->shares = (int)int_attribute(t->tree, "_shares");
     t->by_block = (int)int_attribute(t->tree, "_block_spans");
-    t->fixed_order = (int)int_attribute(t->tree, "fixed_order");
+    /* A watcher hears of each eviction at its time, so that none comes ahead of it. */
+    t->fixed_order = !watched && int_attribute(t->tree, "fixed_order");
     t->walks = walks;
     t->unpinned = int_attribute(t->tree, "unpinned_blocks");
     t->cached = int_attribute(t->tree, "cached_blocks");
     t->size = int_attribute(t->geometry, "block_size");
+    t->by_key = (int)int_attribute(t->geometry, "_unit");
     t->ratio = int_attribute(t->geometry, "ratio");
     t->stride = int_attribute(t->geometry, "_stride");
     PyObject *expected = attribute(t->geometry, "_expected");
@@ -804,8 +829,8 @@ int tree_init(Tree *t, PyObject *cache, int walks)
 /* Write the counts of the run into the objects of Python. */
 int tree_store_back(Tree *t, PyObject *cache)
 {
-    PyObject *pool = PyObject_GetAttrString(cache, "pool");
-    PyObject *stats = pool ? PyObject_GetAttrString(cache, "stats") : NULL;
+    PyObject *pool = get(cache, "pool");
+    PyObject *stats = pool ? get(cache, "stats") : NULL;
     PyObject *sum = stats ? PyFloat_FromDouble(t->ratio_sum) : NULL;
     int failed = !sum || set_int(pool, "free_blocks", t->free) < 0
         || set_int(t->tree, "unpinned_blocks", t->unpinned) < 0

@@ -1,33 +1,31 @@
-"""Runs a serving loop by the core in C, and goes on in Python where that is needed."""
+"""The core in C beside the loop: what it runs, and how the loop goes on where it stops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias
 
-from kvcore.cache.kvcache import KVCache
-from kvcore.cache.pool import CountingPool
+from kvcore.cache.native import core, defines, walks_tree, why_not
 from kvcore.cache.sequence import Sequence
-from kvcore.native import library
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import Job
-from kvcore.serving.latency import SimulatedExecutor, StepWork, decode_lines
-from kvcore.serving.loop import NEVER, ServingLoop
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepWork, decode_lines
 from kvcore.serving.stats import RunLog
+from kvcore.units import INT64_LIMIT
 
 _STAGES: Final = ("waiting", "prefill", "decode")
 """The stages of jobs by their numbers in the core."""
 
+Loop: TypeAlias = Any
+"""A `ServingLoop`, whose module imports this one."""
+
 _LARGEST_SCALE: Final = 1 << 31
 
 
-def reason(loop: ServingLoop) -> str:
+def reason(loop: Loop) -> str:
     """Return why the core does not run `loop`, which has not begun; "" if it does."""
-    cache, batcher = cast("KVCache", loop._cache), loop.batcher
+    batcher = loop.batcher
     parts = (
-        (loop, ServingLoop),
-        (cache, KVCache),
-        (cache.pool, CountingPool),
         (loop.allocator, DecodeAllocator),
         (loop._executor, SimulatedExecutor),
         (loop.log, RunLog),
@@ -35,11 +33,11 @@ def reason(loop: ServingLoop) -> str:
     for part, plain in parts:
         if type(part) is not plain:
             return f"a {type(part).__name__}"
-    tree, scheduler, decisions = cache.tree, batcher._scheduler, batcher._decisions
+    scheduler, decisions = batcher._scheduler, batcher._decisions
+    in_cache = why_not(loop._cache)
     reasons = (
-        ("a trace", cache.trace),
-        ("tiers", cache.tiers or tree.watcher or batcher.moved),
-        ("a retention policy", cache.retention),
+        (in_cache, in_cache),
+        ("transfers", batcher.moved),
         ("a drafter", loop._drafts),
         ("a meter", loop._meter),
         ("single steps", not loop._jumps),
@@ -51,14 +49,8 @@ def reason(loop: ServingLoop) -> str:
         ("rules of an engine", batcher._rules.preempts != "last"),
         ("a scheduler that pauses or plans", scheduler.preemptive or not scheduler.ranks),
         ("a scheduler that hears of events", scheduler.heard or scheduler.changes),
-        ("a policy that hears of the queue", batcher.waiting._on_queued),
-        ("a policy that hears of the queue", batcher.waiting._on_dequeued),
-        ("spans that expire", tree._expires),
-        ("leaves evicted whole", tree._evicts_leaves),
-        ("a cache in use", cache.now or cache.sequences or tree.cached_blocks or tree.pins),
-        ("a cache in use", tree.failure),
         ("a run that has begun", loop.clock_ps or loop.log.steps or len(loop.log.ids)),
-        ("a run that has begun", loop._serial or loop.arrivals.following),
+        ("a run that has begun", loop._serial),
     )
     for name, holds in reasons:
         if holds:
@@ -69,20 +61,25 @@ def reason(loop: ServingLoop) -> str:
     return ""
 
 
-def run(loop: ServingLoop, turns: int = -1) -> None:
+def serves(loop: Loop) -> bool:
+    """Return True if the core runs `loop`, which has not begun."""
+    return core() is not None and not reason(loop)
+
+
+def run(loop: Loop, turns: int = -1) -> None:
     """Serve as many requests of `loop`, which has not begun, as the core takes.
 
     Args:
         loop: the serving loop.
         turns: turns after which the loop goes on in Python in any case; -1: never.
     """
-    core = library()
-    if core is None or reason(loop):
+    native = core()
+    if native is None or not serves(loop):
         return
-
+    native.bind_job(Job)
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
-    cache, scale = cast("KVCache", loop._cache), loop.arrivals.scale
-    scheduler, index = batcher._scheduler, cache.prefix
+    cache, scale = loop._cache, loop.arrivals.scale
+    scheduler = batcher._scheduler
     numbers = (
         batching.max_tokens,
         batching.max_seqs,
@@ -94,37 +91,31 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         *scale.as_integer_ratio(),
     )
     plugin = scheduler.scheduler
-    in_order = plugin.by_arrival and _defines(plugin, "by_arrival", "priority")
+    in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
     terms = None
-    if _defines(latency, "terms_of_step", "pieces"):
+    if type(latency).duration is LatencyModel.duration and defines(
+        latency, "terms_of_step", "pieces"
+    ):
         terms = latency.terms_of_step()
-    state = core.serve(
+    state = native.serve(
         loop,
-        loop.arrivals.restart(),
+        None if loop.arrivals.closed else loop.arrivals.restart(),
         numbers,
         None if in_order else scheduler.priority,
         lambda jobs: decode_lines(latency, jobs),
         latency.duration,
         StepWork,
         terms,
-        bool(index.walks_tree and _defines(index, "walks_tree", "match")),
+        walks_tree(cache),
         turns,
     )
     if state is None:
-        loop.arrivals.next_at, batcher.changed = NEVER, False
+        loop.arrivals.next_at, batcher.changed = INT64_LIMIT, False
     else:
         _continue(loop, state)
 
 
-def _defines(plugin: object, name: str, method: str) -> bool:
-    """Return True if the class that defines `method` of a plugin defines `name` too."""
-    for base in type(plugin).__mro__:
-        if method in vars(base):
-            return name in vars(base)
-    return False
-
-
-def _continue(loop: ServingLoop, state: Mapping[str, Any]) -> None:
+def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     """Make the jobs of Python of those of the core, between two turns."""
     batcher, batch, allocator = loop.batcher, loop.batch, loop.allocator
     jobs: dict[int, Job] = {}
@@ -154,7 +145,7 @@ def _continue(loop: ServingLoop, state: Mapping[str, Any]) -> None:
     allocator.allocated_until = state["allocated_until"]
 
 
-def _job(loop: ServingLoop, fields: Mapping[str, Any]) -> Job:
+def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
     """Return a job of Python with the fields of one of the core, and its sequence."""
     request = fields["request"]
     job: Job | None = fields["job"]
@@ -190,7 +181,7 @@ def _job(loop: ServingLoop, fields: Mapping[str, Any]) -> Job:
             job.target,
             span,
         )
-        cast("KVCache", loop._cache).sequences[admission] = seq
+        loop._cache.sequences[admission] = seq
         if span.creator is fields["token"]:
             span.creator = seq
     return job
