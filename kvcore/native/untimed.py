@@ -1,0 +1,65 @@
+"""Replays requests in a cache by the core in C, without a clock."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from kvcore.cache import KVCache, ServedCache
+from kvcore.cache.pool import CountingPool
+from kvcore.native import library
+from kvcore.plugins import find_override
+from kvcore.request import Request
+
+
+def why_not(cache: ServedCache) -> str:
+    """Return why the core does not change `cache`; "" if it does."""
+    if type(cache) is not KVCache or type(cache.pool) is not CountingPool:
+        return f"a {type(cache).__name__} with a {type(cache.pool).__name__}"
+    tree = cache.tree
+    hears = (find_override(cache.eviction, name) for name in ("on_queued", "on_dequeued"))
+    reasons = (
+        ("a trace", cache.trace),
+        ("tiers", cache.tiers),
+        ("a retention policy", cache.retention),
+        ("a policy that hears of the queue", any(hears)),
+        ("spans that expire", tree._expires),
+        ("leaves evicted whole", tree._evicts_leaves),
+        ("a cache in use", cache.now or cache.stats.requests or cache.sequences),
+        ("a cache in use", tree.cached_blocks or tree.pins or tree.failure),
+    )
+    return next((name for name, holds in reasons if holds), "")
+
+
+def defines(plugin: object, name: str, method: str) -> bool:
+    """Return True if the class that defines `method` of a plugin defines `name` too."""
+    for base in type(plugin).__mro__:
+        if method in vars(base):
+            return name in vars(base)
+    return False
+
+
+def walks_tree(cache: KVCache) -> bool:
+    """Return True if the prefix index of `cache` does nothing but walk down the tree."""
+    index = cache.prefix
+    return index.walks_tree and defines(index, "walks_tree", "match")
+
+
+def replay(
+    requests: Iterable[Request], cache: KVCache, *, keeps: bool
+) -> tuple[array[int], Iterator[Request]]:
+    """Open, commit and close requests in a new cache, as many as the core takes.
+
+    Returns the hit blocks of each of them, if the caller `keeps` these, and the other requests.
+
+    Raises:
+        PolicyError: the eviction policy failed.
+    """
+    hits, rest, core = array("q"), iter(requests), library()
+    if core is not None and not why_not(cache):
+        counted, left = core.replay(cache, rest, walks_tree(cache), keeps)
+        hits.frombytes(counted)
+        if left is not None:
+            rest = chain((left,), rest)
+    return hits, rest
