@@ -7,7 +7,7 @@
  */
 #include "core.h"
 
-enum { ROWS = 1 << 16, PENDING = 512, PATIENCE = 100, SHIFT = 32 };
+enum { ROWS = 1 << 16, SAMPLES = 512, PATIENCE = 100, SHIFT = 32 };
 
 #define NEVER INT64_MAX
 
@@ -27,6 +27,13 @@ typedef struct {
 
 typedef struct { Job *job; i64 tokens; } Chunk;
 
+typedef struct {
+    i64 now, active, cached, due, interval, peak, count;
+    i128 active_area, cached_area;
+    i64 times[SAMPLES];
+    int actives[SAMPLES], cacheds[SAMPLES];
+} Timeline;
+
 /* The time of steps with prefill: that of `Roofline.pieces`, or asked for step by step. */
 typedef struct {
     PyObject *duration, *work_type;       /* of any latency model */
@@ -36,11 +43,12 @@ typedef struct {
 } StepTime;
 
 typedef struct {
-    PyObject *loop, *cache, *log, *arrivals, *iterator, *timeline, *pending, *priority, *lines_of;
+    PyObject *loop, *cache, *log, *arrivals, *iterator, *priority, *lines_of;
     PyObject *slo;                        /* of requests without one; NULL: none */
     Tree tree;
     Batch batch;
     Rows rows;
+    Timeline timeline;
     StepTime time;
     Times *lines; i64 lines_count;        /* of decode steps, by number of jobs; count 0: unknown */
     i64 max_tokens, max_seqs, reserve, longest;
@@ -187,6 +195,55 @@ static int log_ended(Core *c, Job *job, i64 now)
     if (PyErr_Occurred())
         return -1;
     return rows->count == ROWS ? flush_rows(c) : 0;
+}
+
+/* The use of the pool over time: `PoolTimeline`. */
+
+static void record_plan(Core *c, i64 now)
+{
+    Timeline *line = &c->timeline;
+    i64 held = now - line->now;
+    line->active_area += (i128)held * line->active;
+    line->cached_area += (i128)held * line->cached;
+    line->now = now;
+    line->cached = c->tree.unpinned;
+    line->active = c->tree.pool - c->tree.free - line->cached;
+    if (line->active > line->peak)
+        line->peak = line->active;
+    if (now < line->due)
+        return;
+    i64 at = line->count++;
+    line->times[at] = now;
+    line->actives[at] = (int)line->active;
+    line->cacheds[at] = (int)line->cached;
+    if (line->count == SAMPLES) {
+        /* Every second one is dropped. */
+        for (i64 n = 0; 2 * n < SAMPLES; n++) {
+            line->times[n] = line->times[2 * n];
+            line->actives[n] = line->actives[2 * n];
+            line->cacheds[n] = line->cacheds[2 * n];
+        }
+        line->count = SAMPLES / 2;
+        i64 wide = (line->times[line->count - 1] - line->times[0]) / (SAMPLES / 2);
+        line->interval = 2 * line->interval > wide ? 2 * line->interval : wide;
+    }
+    line->due = now + line->interval;
+}
+
+/* Write the use of the pool into the `PoolTimeline` of the log. */
+static int store_timeline(Core *c)
+{
+    Timeline *line = &c->timeline;
+    PyObject *timeline = PyObject_GetAttrString(c->log, "pool"), *done = NULL;
+    if (timeline)
+        done = PyObject_CallMethod(timeline, "restore", "(LLLLLL)NNy#y#y#",
+            line->now, line->active, line->cached, line->due, line->interval, line->peak,
+            big_int(line->active_area), big_int(line->cached_area),
+            (char *)line->times, line->count * (i64)sizeof *line->times,
+            (char *)line->actives, line->count * (i64)sizeof *line->actives,
+            (char *)line->cacheds, line->count * (i64)sizeof *line->cacheds);
+    Py_XDECREF(timeline), Py_XDECREF(done);
+    return done ? 0 : -1;
 }
 
 /* The queue: `WaitingQueue`, for jobs that leave it at the head. */
@@ -782,18 +839,6 @@ static const Times *lines_of(Core *c)
     return times;
 }
 
-static int record_plan(Core *c, i64 now)
-{
-    PyObject *event = Py_BuildValue("(LLL)", now, c->tree.free, c->tree.unpinned);
-    int failed = event ? PyList_Append(c->pending, event) : -1;
-    Py_XDECREF(event);
-    if (failed || PyList_GET_SIZE(c->pending) <= PENDING)
-        return failed;
-    PyObject *done = PyObject_CallMethod(c->timeline, "settle", NULL);
-    Py_XDECREF(done);
-    return done ? 0 : -1;
-}
-
 /* Advance the clock by steps that have run; requests that came meanwhile are queued. */
 static int pass(Core *c, i64 steps, i128 took, i64 *now)
 {
@@ -925,8 +970,10 @@ static int run(Core *c, i64 turns)
         if (c->leaves || !turns)
             return 1;
         int changed = plan(c, now);
-        if (changed < 0 || (changed && record_plan(c, now) < 0))
+        if (changed < 0)
             return -1;
+        if (changed)
+            record_plan(c, now);
         if (c->chunk_count) {
             if (prefill_step(c) < 0)
                 return -1;
@@ -1010,7 +1057,7 @@ static int store_back(Core *c)
     PyObject *clock = big_int(c->clock), *busy = big_int(c->busy);
     PyObject *itl = PyObject_GetAttrString(c->log, "itl");
     int failed = !steps || !clock || !busy || !itl || flush_rows(c) < 0
-        || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
+        || store_timeline(c) < 0 || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
         || tree_store_back(&c->tree, c->cache) < 0
         || set_int(steps, "count", c->batch.steps) < 0
         || set_int(c->loop, "_serial", c->serial) < 0
@@ -1055,8 +1102,6 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     c->log = PyObject_GetAttrString(c->loop, "log");
     c->cache = PyObject_GetAttrString(c->loop, "_cache");
     c->arrivals = PyObject_GetAttrString(c->loop, "arrivals");
-    c->timeline = c->log ? PyObject_GetAttrString(c->log, "pool") : NULL;
-    c->pending = c->timeline ? PyObject_GetAttrString(c->timeline, "pending") : NULL;
     c->slo = c->log ? PyObject_GetAttrString(c->log, "slo") : NULL;
     if (c->slo == Py_None)
         Py_CLEAR(c->slo);
@@ -1073,7 +1118,8 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     if (tree_init(&c->tree, c->cache, walks) < 0 || batch_init(&c->batch, &c->tree) < 0
         || init_time(c, terms) < 0)
         return -1;
-    return read_next(c);
+    c->in_python = c->iterator == Py_None;
+    return c->in_python ? ask_next(c) : read_next(c);
 }
 
 static void free_jobs(List *list)
@@ -1090,8 +1136,8 @@ static void clear(Core *c)
     free_jobs(&c->running);
     tree_clear(&c->tree);
     batch_clear(&c->batch);
-    Py_XDECREF(c->log), Py_XDECREF(c->cache), Py_XDECREF(c->arrivals), Py_XDECREF(c->timeline);
-    Py_XDECREF(c->pending), Py_XDECREF(c->slo), Py_XDECREF(c->next_request);
+    Py_XDECREF(c->log), Py_XDECREF(c->cache), Py_XDECREF(c->arrivals), Py_XDECREF(c->slo);
+    Py_XDECREF(c->next_request);
     Py_XDECREF(c->rows.ids), Py_XDECREF(c->rows.tenants), Py_XDECREF(c->time.by_tokens);
     PyMem_Free(c->time.known), PyMem_Free(c->lines), PyMem_Free(c->heap);
     PyMem_Free(c->chunks), PyMem_Free(c->done);

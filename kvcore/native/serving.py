@@ -50,7 +50,7 @@ def reason(loop: ServingLoop) -> str:
         ("a scheduler that pauses or plans", scheduler.preemptive or not scheduler.ranks),
         ("a scheduler that hears of events", scheduler.heard or scheduler.changes),
         ("a run that has begun", loop.clock_ps or loop.log.steps or len(loop.log.ids)),
-        ("a run that has begun", loop._serial or loop.arrivals.following),
+        ("a run that has begun", loop._serial),
     )
     for name, holds in reasons:
         if holds:
@@ -61,6 +61,11 @@ def reason(loop: ServingLoop) -> str:
     return ""
 
 
+def serves(loop: ServingLoop) -> bool:
+    """Return True if the core runs `loop`, which has not begun."""
+    return library() is not None and not reason(loop)
+
+
 def run(loop: ServingLoop, turns: int = -1) -> None:
     """Serve as many requests of `loop`, which has not begun, as the core takes.
 
@@ -69,7 +74,7 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         turns: turns after which the loop goes on in Python in any case; -1: never.
     """
     core = library()
-    if core is None or reason(loop):
+    if core is None or not serves(loop):
         return
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
     cache, scale = cast("KVCache", loop._cache), loop.arrivals.scale
@@ -91,7 +96,7 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         terms = latency.terms_of_step()
     state = core.serve(
         loop,
-        loop.arrivals.restart(),
+        None if loop.arrivals.closed else loop.arrivals.restart(),
         numbers,
         None if in_order else scheduler.priority,
         lambda jobs: decode_lines(latency, jobs),

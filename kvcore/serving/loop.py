@@ -101,6 +101,7 @@ class Arrivals:
         scale: `rate_scale`, exactly.
         next_at: when (ns) the next of the known requests arrives, or NEVER.
         prefetch_at: when (ns) the next of the known prefetches is due, or NEVER.
+        closed: whether a request of a session has been read, and so all that follow it.
         following: requests that wait for the end of another one, with their place in the
             workload, by the id of that one.
 
@@ -129,7 +130,7 @@ class Arrivals:
         # Most workloads number their requests: these numbers were read, without a session.
         self._first_number = self._next_number = self._came = 0
         self._last = 0
-        self._closed = False
+        self.closed = False
         self._due: list[tuple[int, int, Request]] = []
         # When a prefetch is due, place, arrival, request; and the longest hint so far.
         self._ahead: list[tuple[int, int, int, Request]] = []
@@ -233,7 +234,7 @@ class Arrivals:
                 at = int(at / self.scale)
             self._enter(at, place, request)
             self._newest = at
-            if not self._closed and at >= self._due[0][0] + self._longest:
+            if not self.closed and at >= self._due[0][0] + self._longest:
                 return
 
     def _follow(self, request: Request, place: int) -> None:
@@ -258,7 +259,7 @@ class Arrivals:
     def _note(self, name: int | str, session: str | None) -> None:
         """Keep the name of a request that was read, and its session."""
         if session is not None:
-            self._closed = True
+            self.closed = True
         if session is None and name == self._next_number and name not in self._session_of:
             self._next_number += 1
         elif self._has_come(name):

@@ -500,6 +500,21 @@ class PoolTimeline:
             self._sample(times[at], active[at], cached[at])
             at = bisect_left(times, self._due, at + 1)
 
+    def restore(
+        self,
+        state: tuple[int, int, int, int, int, int],
+        active_area: int,
+        cached_area: int,
+        *samples: bytes,
+    ) -> None:
+        """Go on where the core in C has stopped: at its last event, areas and samples."""
+        self._now, self._active, self._cached, self._due, self._interval, self.peak = state
+        self._active_area, self._cached_area = active_area, cached_area
+        for column, cells in zip(
+            (self._times, self._actives, self._cacheds), samples, strict=True
+        ):
+            column.frombytes(cells)
+
     def summary(self, first: int, end: int) -> dict[str, Any]:
         """Return peak, samples, and means from `first` to `end` in ns (None if these equal).
 
