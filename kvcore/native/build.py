@@ -6,11 +6,8 @@ it was made, so that an editable install does not use one that is older than the
 
 from __future__ import annotations
 
-import hashlib
-import shlex
-import subprocess
 import sys
-import sysconfig
+from _blake2 import blake2b  # that of hashlib, which loads OpenSSL too
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -19,7 +16,7 @@ SOURCES = "residency.c", "tree.c", "decode_batch.c", "untimed.c", "loop.c"
 
 def source_digest() -> str | None:
     """Return the digest of the C sources; None where there are none, as in a wheel."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = blake2b(digest_size=16)
     try:
         for name in ("core.h", *SOURCES):
             digest.update((FOLDER / name).read_bytes())
@@ -30,11 +27,16 @@ def source_digest() -> str | None:
 
 def library_name() -> str:
     """Return the name of the library for this Python."""
+    import sysconfig  # noqa: PLC0415 - for a build alone, as below
+
     return f"_core{sysconfig.get_config_var('EXT_SUFFIX') or '.so'}"
 
 
 def command(target: Path) -> list[str]:
     """Return the command that builds the library `target`."""
+    import shlex  # noqa: PLC0415
+    import sysconfig  # noqa: PLC0415
+
     compiler = shlex.split(sysconfig.get_config_var("CC") or "cc")
     shared = ["-bundle", "-undefined", "dynamic_lookup"]
     return [
@@ -50,6 +52,8 @@ def command(target: Path) -> list[str]:
 
 def build(folder: Path = FOLDER) -> str:
     """Build the library in `folder`; return "", or why that cannot be done."""
+    import subprocess  # noqa: PLC0415
+
     if sys.platform == "win32" or sys.implementation.name != "cpython":
         return f"no core for {sys.implementation.name} on {sys.platform}"
     target = folder / library_name()

@@ -1,6 +1,6 @@
 /* The twin of kvcore/serving/loop.py, batcher.py and stats.py, and the module `_core`.
  *
- * `serve` runs a `ServingLoop` that has not begun, if kvcore/native/serving.py has found it to be
+ * `serve` runs a `ServingLoop` that has not begun, if kvcore/serving/native.py has found it to be
  * plain. From the first request of a session on, Python says which request arrives next. Where a
  * request needs what the core lacks, such as a hint, the core stops before the plan that would
  * admit it, and returns all jobs as they are; the loop in Python goes on from there.
@@ -1189,17 +1189,18 @@ static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 }
 
 PyDoc_STRVAR(bind_doc,
-"bind(span, request, job, hints, borders)\n--\n\n"
+"bind(span, request, hints, borders)\n--\n\n"
 "Use these classes, whose slots are read and written in place, the hints of a request without any,\n"
 "and the borders of buckets of a histogram.");
+
+PyDoc_STRVAR(bind_job_doc, "bind_job(job)\n--\n\nUse this class of jobs, for schedulers.");
 
 static PyObject *bind(PyObject *module, PyObject *arguments)
 {
     PyObject *hints, *borders;
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "O!O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
-                          &request_slots.type, &PyType_Type, &job_slots.type, &hints,
-                          &PyList_Type, &borders)
+    if (!PyArg_ParseTuple(arguments, "O!O!OO!", &PyType_Type, &span_slots.type, &PyType_Type,
+                          &request_slots.type, &hints, &PyList_Type, &borders)
         || histogram_borders(borders) < 0)
         return NULL;
     put(&no_hints, Py_NewRef(hints));
@@ -1214,15 +1215,24 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
         if (0 REQUEST_SLOTS(FIND))
             return NULL;
     }
-    {
-        JobSlots *slots = &job_slots;
-        if (0 JOB_SLOTS(FIND))
-            return NULL;
-    }
-#undef FIND
-    Py_INCREF(span_slots.type), Py_INCREF(request_slots.type), Py_INCREF(job_slots.type);
+    Py_INCREF(span_slots.type), Py_INCREF(request_slots.type);
     Py_RETURN_NONE;
 }
+
+static PyObject *bind_job(PyObject *module, PyObject *job)
+{
+    JobSlots *slots = &job_slots;
+    (void)module;
+    if (!PyType_Check(job)) {
+        PyErr_SetString(PyExc_TypeError, "give the class of jobs");
+        return NULL;
+    }
+    slots->type = (PyTypeObject *)Py_NewRef(job);
+    if (0 JOB_SLOTS(FIND))
+        return NULL;
+    Py_RETURN_NONE;
+}
+#undef FIND
 
 PyDoc_STRVAR(replay_doc,
 "replay(cache, requests, walks, keeps)\n--\n\n"
@@ -1233,6 +1243,7 @@ static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
     {"replay", untimed_replay, METH_VARARGS, replay_doc},
     {"bind", bind, METH_VARARGS, bind_doc},
+    {"bind_job", bind_job, METH_O, bind_job_doc},
     {NULL, NULL, 0, NULL},
 };
 

@@ -49,8 +49,8 @@ from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
-from kvcore.native import library
 from kvcore.request import SLO, Key, Request
+from kvcore.serving import native
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.group_allocator import GroupAllocator
@@ -447,10 +447,8 @@ class ServingLoop:
             InputError: the workload is out of order, or its sessions do not close.
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
-        if library() is not None:
-            from kvcore.native.serving import run  # noqa: PLC0415 - it imports this module
-
-            run(self)
+        if type(self) is ServingLoop:  # others are driven from outside, turn by turn
+            native.run(self)
         while True:
             if self.begin():
                 self.end()

@@ -8,11 +8,10 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from kvcore.cache import KVCache, Sequence
+from kvcore.cache import KVCache, Sequence, native
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
-from kvcore.native import untimed as native
 from kvcore.plugins import find_override
 from kvcore.request import Request
 

@@ -1,14 +1,16 @@
 """Random servers of plain runs, and all that a run of one leaves: to compare the two cores."""
 
+import os
 import random
 from contextlib import contextmanager
 
 import pytest
+from hypothesis import settings
 
 from kvcore import KVCache, KvcoreError, Request, native
-from kvcore.native import serving
 from kvcore.request import SLO, Hints
 from kvcore.serving import Batching, simulate
+from kvcore.serving import native as serving
 
 needs_core = pytest.mark.skipif(
     native.library() is None, reason=f"the loop runs {native.state()}"
@@ -20,6 +22,11 @@ POLICIES = (
 )
 SCHEDULERS = "fcfs", "fcfs", "fcfs", "sjf", "lpm", "srpt:preemptive=false"
 KEY_TOKENS = 512
+
+examples = settings(
+    max_examples=int(os.environ.get("KVCORE_NATIVE_EXAMPLES", settings.default.max_examples))
+)
+"""The number of random servers of a test: that of the profile, unless the variable says one."""
 
 
 @contextmanager

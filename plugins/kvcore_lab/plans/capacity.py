@@ -15,13 +15,13 @@ import attrs
 from kvcore.config import RunParts
 from kvcore.errors import InputError
 from kvcore.models.memory import tensor_degrees
-from kvcore.native.serving import serves
 from kvcore.progress import Tick, unseen
 from kvcore.request import Request
 from kvcore.serving import Result
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, AllocatorFactory, ServingLoop
+from kvcore.serving.native import serves
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 from kvcore.units import PS_PER_NS
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache

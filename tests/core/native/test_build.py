@@ -6,14 +6,16 @@ import sys
 import pytest
 from helpers.native import needs_core
 
-from kvcore import native
 from kvcore.native import build
+from kvcore.native import loading as native
 
 
 @pytest.fixture
-def unloaded(monkeypatch):
+def unloaded():
     """Forget the library that this process has loaded, for a test."""
-    monkeypatch.setattr(native, "_loaded", None)
+    native._load.cache_clear()
+    yield
+    native._load.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")

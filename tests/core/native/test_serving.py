@@ -5,12 +5,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from helpers.native import core, left_by, needs_core, random_server
+from helpers.native import core, examples, left_by, needs_core, random_server
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcore import KVCache, Request
-from kvcore.native import serving
+from kvcore.serving import native as serving
 from kvcore.serving import simulate
 from kvcore.serving.loop import ServingLoop
 from kvcore_plugins.eviction import LRU
@@ -24,6 +24,7 @@ def in_python(serve):
         return left_by(serve)
 
 
+@examples
 @given(st.integers(0, 2**32))
 def test_both_cores_leave_the_same(seed):
     """A run by the core leaves the records, counts and spans of one in Python."""
@@ -32,6 +33,7 @@ def test_both_cores_leave_the_same(seed):
         assert left_by(serve) == in_python(serve)
 
 
+@examples
 @given(st.integers(0, 2**32), st.integers(0, 300))
 def test_a_run_goes_on_in_python_at_any_turn(seed, turns):
     """A run that the core begins and Python ends leaves the same as one in Python."""
@@ -40,6 +42,7 @@ def test_a_run_goes_on_in_python_at_any_turn(seed, turns):
         assert left_by(serve) == in_python(serve)
 
 
+@examples
 @given(st.integers(0, 2**32))
 def test_python_serves_requests_that_need_more(seed):
     """Where a request has hints, the run goes on in Python, and leaves the same."""

@@ -3,11 +3,12 @@
 import random
 
 import pytest
-from helpers.native import KEY_TOKENS, POLICIES, needs_core, random_requests
+from helpers.native import KEY_TOKENS, POLICIES, examples, needs_core, random_requests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, native
+from kvcore import KVCache
+from kvcore.cache import native
 from kvcore.cache.integrity import check_tree
 from kvcore.errors import KvcoreError
 from kvcore.request import Hints
@@ -56,7 +57,7 @@ def replayed(seed, *, hinted, pure):
         cache.record_residency()
     with pytest.MonkeyPatch.context() as patch:
         if pure:
-            patch.setattr(native, "_loaded", (None, ""))
+            patch.setattr(native, "core", lambda: None)
         try:
             hits = list(hits_of(requests, cache))
         except KvcoreError as error:
@@ -65,6 +66,7 @@ def replayed(seed, *, hinted, pure):
     return hits, watcher.heard, repr(cache.stats), cache.residency_by_tier(), cache.now
 
 
+@examples
 @given(st.integers(0, 2**32), st.booleans())
 def test_both_cores_replay_alike(seed, hinted):
     """Hits, changes of the tree in order, counts and residency are those of Python."""
@@ -75,8 +77,9 @@ def test_time_that_runs_backwards_is_refused_in_the_same_words():
     """A request before its predecessor is refused by the core as by Python."""
     requests = random_requests(random.Random(1), 20)
     requests[9].arrival = 10**12
-    for core in native._load(), (None, ""):
+    for pure in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "_loaded", core)
+            if pure:
+                patch.setattr(native, "core", lambda: None)
             with pytest.raises(KvcoreError, match="never decreases"):
                 hits_of(requests, KVCache(99, KEY_TOKENS))

@@ -1,31 +1,31 @@
-"""Runs a serving loop by the core in C, and goes on in Python where that is needed."""
+"""The core in C beside the loop: what it runs, and how the loop goes on where it stops."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, cast
+from typing import Any, Final, TypeAlias
 
-from kvcore.cache.kvcache import KVCache
+from kvcore.cache.native import core, defines, walks_tree, why_not
 from kvcore.cache.sequence import Sequence
-from kvcore.native import library
-from kvcore.native.untimed import defines, walks_tree, why_not
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import Job
-from kvcore.serving.latency import SimulatedExecutor, StepWork, decode_lines
-from kvcore.serving.loop import NEVER, ServingLoop
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepWork, decode_lines
 from kvcore.serving.stats import RunLog
+from kvcore.units import INT64_LIMIT
 
 _STAGES: Final = ("waiting", "prefill", "decode")
 """The stages of jobs by their numbers in the core."""
 
+Loop: TypeAlias = Any
+"""A `ServingLoop`, whose module imports this one."""
+
 _LARGEST_SCALE: Final = 1 << 31
 
 
-def reason(loop: ServingLoop) -> str:
+def reason(loop: Loop) -> str:
     """Return why the core does not run `loop`, which has not begun; "" if it does."""
     batcher = loop.batcher
     parts = (
-        (loop, ServingLoop),
         (loop.allocator, DecodeAllocator),
         (loop._executor, SimulatedExecutor),
         (loop.log, RunLog),
@@ -61,23 +61,24 @@ def reason(loop: ServingLoop) -> str:
     return ""
 
 
-def serves(loop: ServingLoop) -> bool:
+def serves(loop: Loop) -> bool:
     """Return True if the core runs `loop`, which has not begun."""
-    return library() is not None and not reason(loop)
+    return core() is not None and not reason(loop)
 
 
-def run(loop: ServingLoop, turns: int = -1) -> None:
+def run(loop: Loop, turns: int = -1) -> None:
     """Serve as many requests of `loop`, which has not begun, as the core takes.
 
     Args:
         loop: the serving loop.
         turns: turns after which the loop goes on in Python in any case; -1: never.
     """
-    core = library()
-    if core is None or not serves(loop):
+    native = core()
+    if native is None or not serves(loop):
         return
+    native.bind_job(Job)
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
-    cache, scale = cast("KVCache", loop._cache), loop.arrivals.scale
+    cache, scale = loop._cache, loop.arrivals.scale
     scheduler = batcher._scheduler
     numbers = (
         batching.max_tokens,
@@ -92,9 +93,11 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
     plugin = scheduler.scheduler
     in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
     terms = None
-    if defines(latency, "terms_of_step", "pieces"):
+    if type(latency).duration is LatencyModel.duration and defines(
+        latency, "terms_of_step", "pieces"
+    ):
         terms = latency.terms_of_step()
-    state = core.serve(
+    state = native.serve(
         loop,
         None if loop.arrivals.closed else loop.arrivals.restart(),
         numbers,
@@ -107,12 +110,12 @@ def run(loop: ServingLoop, turns: int = -1) -> None:
         turns,
     )
     if state is None:
-        loop.arrivals.next_at, batcher.changed = NEVER, False
+        loop.arrivals.next_at, batcher.changed = INT64_LIMIT, False
     else:
         _continue(loop, state)
 
 
-def _continue(loop: ServingLoop, state: Mapping[str, Any]) -> None:
+def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     """Make the jobs of Python of those of the core, between two turns."""
     batcher, batch, allocator = loop.batcher, loop.batch, loop.allocator
     jobs: dict[int, Job] = {}
@@ -142,7 +145,7 @@ def _continue(loop: ServingLoop, state: Mapping[str, Any]) -> None:
     allocator.allocated_until = state["allocated_until"]
 
 
-def _job(loop: ServingLoop, fields: Mapping[str, Any]) -> Job:
+def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
     """Return a job of Python with the fields of one of the core, and its sequence."""
     request = fields["request"]
     job: Job | None = fields["job"]
@@ -178,7 +181,7 @@ def _job(loop: ServingLoop, fields: Mapping[str, Any]) -> Job:
             job.target,
             span,
         )
-        cast("KVCache", loop._cache).sequences[admission] = seq
+        loop._cache.sequences[admission] = seq
         if span.creator is fields["token"]:
             span.creator = seq
     return job

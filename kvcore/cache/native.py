@@ -1,16 +1,30 @@
-"""Replays requests in a cache by the core in C, without a clock."""
+"""The core in C beside the cache: what it serves, and untimed replays by it."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
+from functools import cache as once
 from itertools import chain
+from typing import Any
 
-from kvcore.cache import KVCache, ServedCache
+from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import CountingPool
+from kvcore.cache.served import ServedCache
+from kvcore.cache.span import Span
+from kvcore.histogram import borders
 from kvcore.native import library
 from kvcore.plugins import find_override
-from kvcore.request import Request
+from kvcore.request import NO_HINTS, Request
+
+
+@once
+def core() -> Any | None:
+    """Return the library, which knows the classes of the cache; None: it is not used."""
+    found = library()
+    if found is not None:
+        found.bind(Span, Request, NO_HINTS, borders())
+    return found
 
 
 def why_not(cache: ServedCache) -> str:
@@ -56,9 +70,9 @@ def replay(
     Raises:
         PolicyError: the eviction policy failed.
     """
-    hits, rest, core = array("q"), iter(requests), library()
-    if core is not None and not why_not(cache):
-        counted, left = core.replay(cache, rest, walks_tree(cache), keeps)
+    hits, rest, native = array("q"), iter(requests), core()
+    if native is not None and not why_not(cache):
+        counted, left = native.replay(cache, rest, walks_tree(cache), keeps)
         hits.frombytes(counted)
         if left is not None:
             rest = chain((left,), rest)
