@@ -1,4 +1,4 @@
-"""What a hostile trace of cache groups cannot do: take long, or take memory."""
+"""Limits of a hostile trace of cache groups: it takes neither long nor much memory."""
 
 from contextlib import suppress
 
