@@ -589,7 +589,10 @@ class GroupedCache:
                 if block is BARE:
                     block = blocks[position - first] = Block(index, name)
                 block.name = name
-                copies[position] = _is_copy(cached, block)
+                oldest = cached.setdefault(name, block)
+                if oldest is not block:
+                    _add_copy(oldest, block)
+                copies[position] = oldest is not block
                 if group.kind == "state":
                     states.append((index, name))
             self._stored(seq, index, copies)
@@ -855,11 +858,11 @@ class GroupedCache:
                 blocks = 1
             table.blocks += [BARE] * blocks
             count += blocks
-        missing = max(count - self.pool.free_blocks, 0)
-        victims = self._choose(missing, seq) if missing else []
+        missing = count - self.pool.free_blocks
+        victims = self._choose(missing, seq) if missing > 0 else []
         for victim in victims:
             self._evict(victim)
-        free = self.pool.allocate(count - missing)
+        free = self.pool.allocate(count - len(victims))
         if self.trace is not None and free is not None and count:
             self._trace_blocks(seq, free, victims, self.trace)
         seq.settled, seq.tokens = seq.tokens, tokens
@@ -898,17 +901,19 @@ class GroupedCache:
 
         Returns the ids of those without a name, which can be allocated at once.
         """
-        evictable, freed = self._evictable, array("i")
+        evictable, freed, bare = self._evictable, array("i"), 0
         for block in blocks:
-            if block is None:
+            if block is BARE:
+                bare += 1
+            elif block is None:
                 continue
-            if block.name is None:
+            elif block.name is None:
                 freed.append(block.id)
-                continue
-            block.holders -= 1
-            if not block.holders:
-                evictable[block] = None
-        self.pool.free(freed, len(freed))
+            else:
+                block.holders -= 1
+                if not block.holders:
+                    evictable[block] = None
+        self.pool.free(freed, bare or len(freed))
         return freed
 
     def _no_room(self, request: Request, need: int) -> str:
@@ -993,15 +998,11 @@ class GroupedCache:
             )  # fmt: skip
 
 
-def _is_copy(cached: dict[Name, Block], block: Block) -> bool:
-    """Add `block` to the blocks of a group; return True if others have its name."""
-    oldest = cached.setdefault(block.name, block)
-    if oldest is block:
-        return False
+def _add_copy(oldest: Block, block: Block) -> None:
+    """Add a block to those that have the name of `oldest`, as the youngest of them."""
     while oldest.younger is not None:
         oldest = oldest.younger
     oldest.younger = block
-    return True
 
 
 def _name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:

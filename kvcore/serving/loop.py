@@ -49,11 +49,7 @@ from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
-<<<<<<< HEAD
-from kvcore.native import library
 from kvcore.plugins import find_override
-=======
->>>>>>> main
 from kvcore.request import SLO, Key, Request
 from kvcore.serving import native
 from kvcore.serving.batcher import Batcher

@@ -756,7 +756,7 @@ def describe_fields(event: type[Event]) -> dict[str, Field]:
     return {field.name: field for field in found}
 
 
-def _struct_of(line: dict[str, Any], *, grouped: bool) -> type[Event]:
+def _struct_of(line: dict[str, Any], *, grouped: bool = False) -> type[Event]:
     name = line["event"]
     if grouped and name in OF_GROUPS:
         return OF_GROUPS[name]

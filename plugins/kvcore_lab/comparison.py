@@ -39,11 +39,7 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
-<<<<<<< HEAD
-from kvcore_replay.untimed import replay, replay_groups, served
-=======
-from kvcore_replay.untimed import hits_of, replay
->>>>>>> main
+from kvcore_replay.untimed import hits_of, replay, replay_groups
 
 if TYPE_CHECKING:
     # Imported when there are prices.

@@ -61,7 +61,7 @@ def test_what_a_junction_keeps_hits(tmp_path):
 
 
 def test_an_evicted_block_of_a_group_is_named(tmp_path):
-    """A miss names the last eviction of blocks that a group needs, and for whom it was."""
+    """A miss names the last eviction of blocks that a group needs, and its requester."""
     requests = [ask("a", LONG), ask("b", list(range(100, 108))), ask("a2", LONG)]
     found = computed(tmp_path / "t.jsonl", requests, [FULL, WINDOW], blocks=18)
     (first, *_) = found.of("a2").losses

@@ -128,6 +128,7 @@ class GroupMisses(MissClassifier):
         start = group.passed(tokens)
         if group.kind == "full":
             start = first * self._size // group.size
+        self.state.count_work(tokens // group.size - start)
         names = (name_of(own, group, at) for at in range(start, tokens // group.size))
         gone = (self._gone[group.index].get(name) for name in names if name not in cached)
         return max(filter(None, gone), key=lambda each: each.line, default=None)

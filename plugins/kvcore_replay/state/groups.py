@@ -33,11 +33,11 @@ from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 MOST_GROUPS = 64
 """Largest number of cache groups of a trace."""
 
-APPLIED = ("REQUEST", "HIT", "MISS", "ALLOC", "COMMIT", "EVICT", "FREE")
-"""Events that change a cache of groups; each is applied by the method of its name."""
-
 _STEPS = 1 << 12
 """Positions of a lookup that are counted as work at once."""
+
+APPLIED = ("REQUEST", "HIT", "MISS", "ALLOC", "COMMIT", "EVICT", "FREE")
+"""Events that change a cache of groups; each is applied by the method of its name."""
 
 
 @attrs.frozen(eq=False)
@@ -166,9 +166,13 @@ class GroupedSequence:
 class GroupState:
     """Pool, block tables and names of a traced cache of groups.
 
+    A position of a lookup takes some 1 µs, so that fewer of them are allowed than of the
+    steps of a `CacheState`.
+
     Attributes:
         header, layout: the first line, and the layout of prompts in blocks of HEADER.
         groups: the cache groups.
+        interval: the retention interval.
         sequences: the open sequences by id.
         requests: the prompts of all requests so far in blocks of HEADER, by id.
         blocks: the blocks in use, by id.
@@ -216,6 +220,8 @@ class GroupState:
         self.cached_by_group = [0] * len(self.groups)
         self.private_by_group = [0] * len(self.groups)
         self._prompts: dict[int | str, list[TracedPrompt]] = {}
+        # By request and group, the tokens of a prefix without a gap, until names change.
+        self._prefixes: dict[tuple[int | str, int], int] = {}
         self._work = self._most_work = 0
         self._apply = methods_by_event(self, *APPLIED)
 
@@ -260,7 +266,7 @@ class GroupState:
             ViolationError: it names a block, sequence or request that there is not, or the
                 trace is beyond a limit.
         """
-        self._most_work = WORK + WORK_OF_LINE * event.n
+        self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n
         apply = self._apply.get(event.event)
         if apply is not None:
             try:
@@ -373,13 +379,15 @@ class GroupState:
     def _prefix(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
         """Return how many first tokens, at most `tokens`, full groups have without a gap."""
         for group in groups:
-            names, prompt = self.names[group.index], self._prompts[request][group.index]
-            end = min(tokens // group.size, prompt.cacheable + len(names))
-            position = 0
-            while position < end and name_of(prompt, group, position) in names:
-                position += 1
-            self.count_work(position)
-            tokens = min(tokens, position * group.size)
+            place = request, group.index
+            if place not in self._prefixes:
+                names, prompt = self.names[group.index], self._prompts[request][group.index]
+                position = 0
+                while name_of(prompt, group, position) in names:
+                    position += 1
+                self.count_work(position)
+                self._prefixes[place] = position * group.size
+            tokens = min(tokens, self._prefixes[place])
         return tokens
 
     def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
@@ -387,10 +395,19 @@ class GroupState:
         full = [group for group in groups if group.kind == "full"]
         others = [group for group in groups if group.kind != "full"]
         tokens = self._prefix(request, tokens, full) // size * size
-        for steps, length in enumerate(range(tokens, 0, -size), 1):
-            if steps % _STEPS == 0:
-                self.count_work(_STEPS)
-            if all(self._can_resume(request, length, group) for group in others):
+        if not others:
+            return tokens
+        # Most often the last block is not there: so it is looked up first, without a call.
+        group, steps = others[0], 0
+        names, prompt = self.names[group.index], self._prompts[request][group.index]
+        for length in range(tokens, 0, -size):
+            steps += 1
+            if steps == _STEPS:
+                self.count_work(steps)
+                steps = 0
+            if name_of(prompt, group, length // group.size - 1) in names and all(
+                self._can_resume(request, length, other) for other in others
+            ):
                 return length
         return 0
 
@@ -447,6 +464,7 @@ class GroupState:
             violated(f"more than {MOST_BLOCKS:,} blocks are in use, which is the most")
 
     def _commit(self, event: events.GroupCommit) -> None:
+        self._prefixes.clear()
         seq, group = self.sequence(event.seq), self.group(event.group)
         table, names = seq.tables[group.index], self.names[group.index]
         prompt, end = self._prompts[seq.prompt.id][group.index], event.first + event.blocks
@@ -460,6 +478,7 @@ class GroupState:
         self.cached_by_group[group.index] += event.blocks
 
     def _evict(self, event: events.GroupEvict) -> None:
+        self._prefixes.clear()
         names = self.names[event.group]
         for victim in self.ids(event.runs):
             block = self.blocks.pop(victim)
