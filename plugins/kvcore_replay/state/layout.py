@@ -120,7 +120,8 @@ class TraceLayout:
         whole = prompt.tokens // self.block_size // self.ratio
         names = [(GENERATED, prompt.id, place) for place in range(whole, -(-end // self.ratio))]
         if len(names) + whole > len(prompt.generated):
-            prompt.generated = [*prompt.keys[:whole], *names]
+            # In place: spans that grow have this list.
+            prompt.generated[:] = [*prompt.keys[:whole], *names]
 
     def tokens_of(self, prompt: TracedPrompt, output: int) -> int:
         """Return the number of tokens with K/V of a request with `output` generated tokens.
