@@ -37,15 +37,14 @@ of attention and of the feed-forward network)."""
 ATTENTION = Fraction(4, 5)
 """The FLOP/s that attention reaches, as a share of those that products with weights reach."""
 
-FP8_PRODUCTS = Fraction(9, 10)
-"""The share of its FLOP/s that a product with fp8 weights reaches, over that of one in 16
-bits."""
+NARROW_PRODUCTS = Fraction(9, 10)
+"""The share of its FLOP/s that a product in fp8 or fp4 reaches, over that of one in 16 bits."""
 
-FP8_ACTIVATIONS = 4
-"""Additional `ACTIVATIONS` of the first kind with weights in fp8: they are quantised."""
+NARROW_ACTIVATIONS = 4
+"""Additional `ACTIVATIONS` of the first kind with products in fp8 or fp4: they are quantised."""
 
-FP8_LAYER = Fraction(14, 10**6)
-"""Additional seconds of a layer with weights in fp8: kernels that quantise."""
+NARROW_LAYER = Fraction(14, 10**6)
+"""Additional seconds of a layer with products in fp8 or fp4: kernels that quantise."""
 
 NARROW_KV = Fraction(17, 20)
 """The bandwidth that reading K/V of less than 16 bits reaches, as a share of that of reading
@@ -61,8 +60,12 @@ the host."""
 REDUCTIONS = 2
 """All-reduces a layer: after attention, and after the feed-forward network."""
 
-FEW_BITS = "fp8", "int4", "mxfp4"
-"""Formats of experts' weights with which devices that have FLOP/s in fp8 compute in fp8."""
+FP4 = "mxfp4", "nvfp4"
+"""Formats of experts' weights with which devices that have FLOP/s in fp4 compute in fp4."""
+
+FEW_BITS = "fp8", "int4", *FP4
+"""Formats of experts' weights with which other devices compute in fp8, if they have FLOP/s in
+it."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -118,7 +121,8 @@ class Roofline(LatencyModel):
         missed: share of the attended tokens whose K/V are in the memory of the host, and are
             moved in each step, as by the hierarchical sparse attention of SGLang.
 
-    Devices are those of one server: nothing slower than `link` between them is in the model.
+    Devices are those of one server: nothing slower than `link` between them is in the model, so
+    more than `DeviceSpec.server_size` of them are refused.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
     transformer inference", MLSys 2023; Tang et al., "Quest", ICML 2024.
@@ -156,12 +160,16 @@ class Roofline(LatencyModel):
             self.codec = str(layout.codec)
         self._layers = model.layers
         devices = self.tensor_parallel
-        fp8 = model.dtype == "fp8"
-        times = engine_times(self.engine, device.name, model.expert_dtype)
+        fp4 = device.fp4_flops * (model.dtype == "nvfp4")
+        fp8 = device.fp8_flops * (model.dtype == "fp8")
+        # Without units for fp4, weights alone are in it; with MXFP4 activations mostly are not.
+        quantised = model.dtype == "fp8" or (device.fp4_flops and model.expert_dtype == "nvfp4")
+        experts = model.expert_dtype if device.fp4_flops else ""
+        times = engine_times(self.engine, device.name, experts)
         self._add_overheads(times)
 
         flops = device.flops * devices * Fraction(self.compute)
-        peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
+        peak = (fp4 or fp8) * NARROW_PRODUCTS or device.flops
         products = peak * devices * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
         routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
@@ -184,7 +192,7 @@ class Roofline(LatencyModel):
         if self.attended:
             reading = reads[None] / kv_bandwidth
             self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
-        numbers = ACTIVATIONS[0] + FP8_ACTIVATIONS * fp8 + Fraction(ACTIVATIONS[1], devices)
+        numbers = ACTIVATIONS[0] + NARROW_ACTIVATIONS * bool(quantised) + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
         written = layout.token_bytes(devices) / kv_bandwidth
         self._moved = _fine(written + numbers * hidden / bandwidth)
@@ -195,7 +203,7 @@ class Roofline(LatencyModel):
         shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
-        kernels = model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER)
+        kernels = model.layers * (reductions * hops * HOP + bool(quantised) * NARROW_LAYER)
         self._floor = _fine(kernels + routing)
         # All but overhead and attention follows from the tokens, and full steps have as many.
         product, weights, floor = self._product, self._weights, self._floor
@@ -246,8 +254,9 @@ class Roofline(LatencyModel):
 
         A token takes `parameters` of them; a byte of other weights is read in `memory`.
         """
-        peak = device.fp8_flops * FP8_PRODUCTS if model.expert_dtype in FEW_BITS else 0
-        flops = (peak or device.flops) * Fraction(self.compute) * Fraction(times.compute)
+        fp4 = device.fp4_flops if model.expert_dtype in FP4 else 0
+        peak = (fp4 or device.fp8_flops) if model.expert_dtype in FEW_BITS else 0
+        flops = (peak * NARROW_PRODUCTS or device.flops) * Fraction(self.compute) * Fraction(times.compute)
         self._expert_product = _fine(2 * parameters / (flops * self.tensor_parallel))
         over, under = (memory / Fraction(times.bandwidth)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
@@ -374,6 +383,12 @@ class Roofline(LatencyModel):
             problem = (
                 f"the weights of {model.name} take {need}, more than the {have} of {devices} x "
                 f"{device.name}; give {more}a device with more memory, or a smaller model"
+            )
+        elif devices > device.server_size:
+            problem = (
+                f"tensor_parallel={devices}: a server has {device.server_size} x {device.name}, "
+                "and links between servers are not in the model; give fewer devices, or other "
+                "step times, such as --latency linear"
             )
         else:
             problem = degree_problem(model, devices)
