@@ -240,9 +240,9 @@ class ModelSpec:
         return self.shared_bytes + experts - experts * idle // total
 
     def with_weights(self, dtype: str) -> ModelSpec:
-        """Return the model with all its weights in `dtype`; in nvfp4, of experts with them alone.
+        """Return the model with all its weights in `dtype`.
 
-        Checkpoints in nvfp4 keep the attention of a mixture of experts in 16 bits.
+        In nvfp4 those of experts alone, if there are any: so checkpoints of mixtures are.
         """
         shared = "bf16" if dtype == "nvfp4" and self.experts else dtype
         return attrs.evolve(

@@ -13,6 +13,7 @@ import kvcore
 from kvcore.errors import InputError, PluginError
 from kvcore.plugins.options import Spec
 from kvcore_lab.measured import rows as measured
+from kvcore_lab.measured import samples as samples_module
 from kvcore_lab.measured.validation import Errors
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "tensorrt_llm_1_0.csv"
@@ -392,8 +393,12 @@ def test_the_samples_of_an_installed_package_are_read(tmp_path, monkeypatch):
 
     Without the package, PluginError suggests to install it.
     """
-    with pytest.raises(PluginError, match="pip install aiconfigurator-core, or name a file"):
-        kvcore.validate("aic")
+    with monkeypatch.context() as without:
+        without.setattr(samples_module, "find_spec", lambda _: None)
+        with pytest.raises(
+            PluginError, match="pip install aiconfigurator-core, or name a file"
+        ):
+            kvcore.validate("aic")
     package = tmp_path / "aiconfigurator_core"
     (package / "systems").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError")

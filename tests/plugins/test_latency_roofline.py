@@ -186,7 +186,9 @@ def test_more_devices_than_a_server_has_are_refused():
     model = attrs.evolve(MODEL, query_heads=32, kv_heads=8)
     rack = attrs.evolve(NVLINK, server_size=72)
     assert Roofline(model, rack, tensor_parallel=32).tensor_parallel == 32
-    with pytest.raises(InputError, match=r"tensor_parallel=16: a server has 8 x even, and link"):
+    with pytest.raises(
+        InputError, match=r"tensor_parallel=16: a server has 8 x even, and link"
+    ):
         Roofline(model, NVLINK, tensor_parallel=16)
 
 
@@ -270,9 +272,11 @@ def test_times_in_fp4_hold_for_products_in_fp4_alone():
     assert narrow.experts != wide.experts == ExpertTimes()
 
 
-@pytest.mark.parametrize(("device", "fp4"), [("b200", "mxfp4"), ("b300", "mxfp4"), ("h200", "")])
+@pytest.mark.parametrize(
+    ("device", "fp4"), [("b200", "mxfp4"), ("b300", "mxfp4"), ("h200", "")]
+)
 def test_a_device_without_fp4_takes_the_times_of_other_formats(device, fp4):
-    """Experts in MXFP4 take times in fp4 on every device that has FLOP/s in it, and only there."""
+    """Experts in MXFP4 take times in fp4 on each device with FLOP/s in it, and on no other."""
     latency = Roofline("gpt-oss-120b", device, tensor_parallel=1, engine="vllm")
     times = engine_times("vllm", device, fp4).experts
     token = times.token * 36 * 1e12

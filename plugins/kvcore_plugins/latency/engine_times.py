@@ -77,8 +77,8 @@ _EXPERTS = {
 
 _VLLM_FP4 = ExpertTimes(3.6e-6, 2.4e-6, 6e-8, 1.17, 0.625)
 
-# Fitted on a B200; they hold for every device that multiplies in fp4. Of vLLM, with MXFP4 alone.
-# SGLang has the same times in fp8 and in NVFP4.
+# Fitted on a B200; they hold for every device that multiplies in fp4. Those of vLLM are fitted
+# with MXFP4 alone, and SGLang takes the same times in fp8 and in NVFP4.
 _EXPERTS_IN_FP4 = {
     ("vllm", "mxfp4"): _VLLM_FP4,
     ("vllm", "nvfp4"): _VLLM_FP4,

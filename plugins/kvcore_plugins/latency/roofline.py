@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 from operator import mul
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeAlias, get_args
 
 import attrs
 
@@ -26,6 +26,8 @@ from kvcore_plugins.latency.engine_times import (
     engine_times,
 )
 
+Rates: TypeAlias = Mapping[str, tuple[str, ...]]
+
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
 
@@ -41,7 +43,7 @@ NARROW_PRODUCTS = Fraction(9, 10)
 """The share of its FLOP/s that a product in fp8 or fp4 reaches, over that of one in 16 bits."""
 
 NARROW_ACTIVATIONS = 4
-"""Additional `ACTIVATIONS` of the first kind with products in fp8 or fp4: they are quantised."""
+"""Additional `ACTIVATIONS` of the first kind for products in fp8 or fp4: they are quantised."""
 
 NARROW_LAYER = Fraction(14, 10**6)
 """Additional seconds of a layer with products in fp8 or fp4: kernels that quantise."""
@@ -60,12 +62,15 @@ the host."""
 REDUCTIONS = 2
 """All-reduces a layer: after attention, and after the feed-forward network."""
 
-FP4 = "mxfp4", "nvfp4"
-"""Formats of experts' weights with which devices that have FLOP/s in fp4 compute in fp4."""
+RATES: Rates = {"fp8": ("fp8_flops",), "nvfp4": ("fp4_flops",)}
+"""FLOP/s of a device with which products are computed, by the format of weights: the first that
+it has. Else, and with any other format, weights are widened, and computed with in 16 bits."""
 
-FEW_BITS = "fp8", "int4", *FP4
-"""Formats of experts' weights with which other devices compute in fp8, if they have FLOP/s in
-it."""
+EXPERT_RATES: Rates = {
+    **dict.fromkeys(("fp8", "int4"), ("fp8_flops",)),
+    **dict.fromkeys(("mxfp4", "nvfp4"), ("fp4_flops", "fp8_flops")),
+}
+"""The same for products of routed experts."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -160,17 +165,15 @@ class Roofline(LatencyModel):
             self.codec = str(layout.codec)
         self._layers = model.layers
         devices = self.tensor_parallel
-        fp4 = device.fp4_flops * (model.dtype == "nvfp4")
-        fp8 = device.fp8_flops * (model.dtype == "fp8")
-        # Without units for fp4, weights alone are in it; with MXFP4 activations mostly are not.
-        quantised = model.dtype == "fp8" or (device.fp4_flops and model.expert_dtype == "nvfp4")
-        experts = model.expert_dtype if device.fp4_flops else ""
-        times = engine_times(self.engine, device.name, experts)
+        fp4 = device.fp4_flops > 0
+        # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
+        quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
+        times = engine_times(self.engine, device.name, model.expert_dtype if fp4 else "")
         self._add_overheads(times)
 
         flops = device.flops * devices * Fraction(self.compute)
-        peak = (fp4 or fp8) * NARROW_PRODUCTS or device.flops
-        products = peak * devices * Fraction(self.compute) * Fraction(times.compute)
+        peak = _peak(device, RATES.get(model.dtype, ())) * devices
+        products = peak * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
         routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
         self._product = _fine(2 * (model.active_parameters - routed) / products)
@@ -192,7 +195,11 @@ class Roofline(LatencyModel):
         if self.attended:
             reading = reads[None] / kv_bandwidth
             self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
-        numbers = ACTIVATIONS[0] + NARROW_ACTIVATIONS * bool(quantised) + Fraction(ACTIVATIONS[1], devices)
+        numbers = (
+            ACTIVATIONS[0]
+            + NARROW_ACTIVATIONS * bool(quantised)
+            + Fraction(ACTIVATIONS[1], devices)
+        )
         hidden = 2 * model.hidden_size * model.layers
         written = layout.token_bytes(devices) / kv_bandwidth
         self._moved = _fine(written + numbers * hidden / bandwidth)
@@ -254,9 +261,8 @@ class Roofline(LatencyModel):
 
         A token takes `parameters` of them; a byte of other weights is read in `memory`.
         """
-        fp4 = device.fp4_flops if model.expert_dtype in FP4 else 0
-        peak = (fp4 or device.fp8_flops) if model.expert_dtype in FEW_BITS else 0
-        flops = (peak * NARROW_PRODUCTS or device.flops) * Fraction(self.compute) * Fraction(times.compute)
+        peak = _peak(device, EXPERT_RATES.get(model.expert_dtype, ()))
+        flops = peak * Fraction(self.compute) * Fraction(times.compute)
         self._expert_product = _fine(2 * parameters / (flops * self.tensor_parallel))
         over, under = (memory / Fraction(times.bandwidth)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
@@ -379,16 +385,17 @@ class Roofline(LatencyModel):
             need = format_bytes(model.weight_bytes, DECIMAL)
             have = format_bytes(devices * device.hbm_bytes, DECIMAL)
             enough = tensor_degrees(model, -(-model.weight_bytes // device.hbm_bytes))
-            more = f"tensor_parallel={enough[0]} or more, " if enough else ""
+            fits = enough and enough[0] <= device.server_size
+            more = f"tensor_parallel={enough[0]} or more, " if fits else ""
             problem = (
                 f"the weights of {model.name} take {need}, more than the {have} of {devices} x "
                 f"{device.name}; give {more}a device with more memory, or a smaller model"
             )
         elif devices > device.server_size:
             problem = (
-                f"tensor_parallel={devices}: a server has {device.server_size} x {device.name}, "
-                "and links between servers are not in the model; give fewer devices, or other "
-                "step times, such as --latency linear"
+                f"tensor_parallel={devices}: a server has {device.server_size} x {device.name}"
+                ", and links between servers are not in the model; give fewer devices, or "
+                "other step times, such as --latency linear"
             )
         else:
             problem = degree_problem(model, devices)
@@ -411,6 +418,12 @@ class Roofline(LatencyModel):
         if self.attended and None not in model.windows:
             return f"attended={self.attended}: each layer of {model.name} has a window"
         return ""
+
+
+def _peak(device: DeviceSpec, rates: Iterable[str]) -> Fraction | int:
+    """Return the FLOP/s of products at the first of these rates that a device has, if any."""
+    narrow = next((flops for name in rates if (flops := getattr(device, name))), 0)
+    return narrow * NARROW_PRODUCTS or device.flops
 
 
 def _fine(seconds: Fraction) -> int:
