@@ -7,6 +7,7 @@ import pytest
 
 from kvcore import InputError
 from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Roofline
@@ -306,6 +307,18 @@ def test_windows_count_for_their_layers():
     # 4 x 8 x 128 FLOP a pair and layer, at 4/5 of 5e13 a second.
     assert pairs[0] - nothing[0] == pytest.approx((4 * 1000 + 6 * 64) * 102.4, abs=1)
     assert pairs[1:] == (4 * 2048, 6 * 2048)
+
+
+def test_a_state_is_read_and_written_for_each_sequence():
+    """A decoding sequence reads and writes the states of its layers, however long it is.
+
+    Here 8 layers have a state of 1,000,000 bytes, and 5e11 bytes a second are reached.
+    """
+    full = LayerCache(kind="full", layers=2, kv_heads=2, key_dim=128, value_dim=128)
+    state = LayerCache(kind="state", layers=8, state_bytes=10**6)
+    latency = roofline(attrs.evolve(MODEL, caches=(full, state)))
+    assert latency.windows == (None, 1)
+    assert latency.coefficients()["attention"]["context_ps"] == [KV / 5, 32 * 10**6]
 
 
 def test_windows_without_a_full_layer():
