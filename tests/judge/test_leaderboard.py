@@ -58,7 +58,7 @@ def test_document_does_not_depend_on_jobs_or_order(board):
 
 
 def test_every_python_writes_the_same_document(board):
-    """The bytes of a leaderboard are fixed, but for versions: on each Python that runs this."""
+    """Without its versions, a leaderboard is the same bytes on each Python that runs this."""
     document = orjson.loads(orjson.dumps(board.document()))
     del document["version"]
     for policy in document["policies"]:
