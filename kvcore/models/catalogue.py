@@ -144,10 +144,6 @@ def _near(table: Iterable[str], name: str) -> list[str]:
     return get_close_matches(name.lower(), table, n=3, cutoff=0.5)
 
 
-def _by_name(specs: Iterable[DeviceSpec]) -> dict[str, DeviceSpec]:
-    return {spec.name: spec for spec in specs}
-
-
 def _device(
     name: str,
     memory: int,
@@ -189,8 +185,9 @@ _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY, _INFINITY4 = 150, 300, 450, 9
 _NVL72 = _SHARED_C2C, _NVLINK5
 
 
-DEVICES: Mapping[str, DeviceSpec] = _by_name(
-    [
+DEVICES: Mapping[str, DeviceSpec] = {
+    device.name: device
+    for device in (
         _device("v100-16g", 16, 900, 125, _PCIE3, _NVLINK2),
         _device("v100-32g", 32, 900, 125, _PCIE3, _NVLINK2),
         _device("a10", 24, 600, 125, _PCIE4),
@@ -218,5 +215,5 @@ DEVICES: Mapping[str, DeviceSpec] = _by_name(
         _device("mi300x", 192, 5300, 1307.4, _PCIE5, _INFINITY, fp8=True),
         _device("mi325x", 256, 6000, 1307.4, _PCIE5, _INFINITY, fp8=True),
         _device("mi355x", 288, 8000, 2516.6, _PCIE5, _INFINITY4, fp8=True, fp4=4),
-    ]
-)
+    )
+}

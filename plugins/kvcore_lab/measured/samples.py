@@ -36,13 +36,7 @@ APART = 1.25
 
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
 _VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
-_WEIGHTS = {
-    "fp8": "fp8",
-    "fp8_block": "fp8",
-    "int4_wo": "int4",
-    "bf16": "bf16",
-    "nvfp4": "nvfp4",
-}
+_WEIGHTS = {"fp8_block": "fp8", "int4_wo": "int4"} | {w: w for w in ("bf16", "fp8", "nvfp4")}
 _TIMES = "ttft", "tpot"
 _FIXED = "gap-analysis"
 """In the source of samples whose requests all have the same lengths."""

@@ -196,11 +196,8 @@ class Roofline(LatencyModel):
         if self.attended:
             reading = reads[None] / kv_bandwidth
             self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
-        numbers = (
-            ACTIVATIONS[0]
-            + NARROW_ACTIVATIONS * bool(quantised)
-            + Fraction(ACTIVATIONS[1], devices)
-        )
+        whole = ACTIVATIONS[0] + NARROW_ACTIVATIONS * quantised
+        numbers = whole + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
         written = layout.token_bytes(devices) / kv_bandwidth
         self._moved = _fine(written + numbers * hidden / bandwidth)
@@ -211,7 +208,7 @@ class Roofline(LatencyModel):
         shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
-        kernels = model.layers * (reductions * hops * HOP + bool(quantised) * NARROW_LAYER)
+        kernels = model.layers * (reductions * hops * HOP + quantised * NARROW_LAYER)
         self._floor = _fine(kernels + routing)
         # All but overhead and attention follows from the tokens, and full steps have as many.
         product, weights, floor = self._product, self._weights, self._floor
