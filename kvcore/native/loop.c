@@ -91,7 +91,7 @@ static PyObject *field(PyObject *request, Py_ssize_t offset, const char *name)
 {
     if (Py_TYPE(request) == request_slots.type && *slot(request, offset))
         return Py_NewRef(*slot(request, offset));
-    return PyObject_GetAttrString(request, name);
+    return get(request, name);
 }
 
 #define FIELD(request, name) field(request, request_slots.name, #name)
@@ -140,7 +140,7 @@ static int flush_rows(Core *c)
 /* Return the time (ns) of an SLO; -1: it has none. */
 static i64 target_of(PyObject *slo, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(slo, name);
+    PyObject *value = get(slo, name);
     i64 time = value && value != Py_None ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return time;
@@ -234,7 +234,7 @@ static void record_plan(Core *c, i64 now)
 static int store_timeline(Core *c)
 {
     Timeline *line = &c->timeline;
-    PyObject *timeline = PyObject_GetAttrString(c->log, "pool"), *done = NULL;
+    PyObject *timeline = get(c->log, "pool"), *done = NULL;
     if (timeline)
         done = PyObject_CallMethod(timeline, "restore", "(LLLLLL)NNy#y#y#",
             line->now, line->active, line->cached, line->due, line->interval, line->peak,
@@ -264,7 +264,7 @@ static int priority_failed(Core *c)
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *batcher = PyObject_GetAttrString(c->loop, "batcher");
+    PyObject *batcher = get(c->loop, "batcher");
     PyObject *done = batcher ? PyObject_CallMethod(batcher, "refuse_order", "O", error) : NULL;
     Py_XDECREF(batcher), Py_XDECREF(done);
     Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
@@ -311,7 +311,7 @@ static int heap_pop(Core *c)
 /* Make the `Job` of Python that a scheduler orders, or bring it up to date. */
 static int show_job(Core *c, Job *job)
 {
-    PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
+    PyObject *steps = get(c->loop, "steps");
     if (!steps || set_int(steps, "count", c->batch.steps) < 0)
         goto failed;
     if (!job->python) {
@@ -402,7 +402,7 @@ static int give_back_arrivals(Core *c, PyObject *request, i64 at)
 /* The next time of arrival, from Python. */
 static int ask_next(Core *c)
 {
-    PyObject *next = PyObject_GetAttrString(c->arrivals, "next_at");
+    PyObject *next = get(c->arrivals, "next_at");
     int overflow = 0;
     c->next_at = next ? PyLong_AsLongLongAndOverflow(next, &overflow) : -1;
     if (overflow)
@@ -467,7 +467,7 @@ static int read_next(Core *c)
 
 static int reject(Core *c, Job *job, PyObject *why, i64 now)
 {
-    PyObject *reasons = PyObject_GetAttrString(c->log, "reasons");
+    PyObject *reasons = get(c->log, "reasons");
     PyObject *row = PyLong_FromLongLong(c->rows.all);
     int failed = !reasons || !row || PyObject_SetItem(reasons, row, why) < 0
         || log_ended(c, job, -1) < 0;
@@ -619,7 +619,7 @@ static int preempt(Core *c, i64 now)
     LIST_REMOVE(&c->running, job, running);
     i64 jobs = c->running.count + c->waiting.count;
     if (++c->without_progress > PATIENCE + 10 * jobs) {
-        PyObject *batcher = PyObject_GetAttrString(c->loop, "batcher");
+        PyObject *batcher = get(c->loop, "batcher");
         PyObject *id = FIELD(job->request, id), *done = NULL;
         if (batcher && id)
             done = PyObject_CallMethod(batcher, "livelock", "LLOLL", now, c->without_progress, id,
@@ -1053,9 +1053,9 @@ static PyObject *handover(Core *c)
 
 static int store_back(Core *c)
 {
-    PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
+    PyObject *steps = get(c->loop, "steps");
     PyObject *clock = big_int(c->clock), *busy = big_int(c->busy);
-    PyObject *itl = PyObject_GetAttrString(c->log, "itl");
+    PyObject *itl = get(c->log, "itl");
     int failed = !steps || !clock || !busy || !itl || flush_rows(c) < 0
         || store_timeline(c) < 0 || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
         || tree_store_back(&c->tree, c->cache) < 0
@@ -1099,10 +1099,10 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     c->scale_above = above;
     c->scale_below = below;
     c->changed = 1;
-    c->log = PyObject_GetAttrString(c->loop, "log");
-    c->cache = PyObject_GetAttrString(c->loop, "_cache");
-    c->arrivals = PyObject_GetAttrString(c->loop, "arrivals");
-    c->slo = c->log ? PyObject_GetAttrString(c->log, "slo") : NULL;
+    c->log = get(c->loop, "log");
+    c->cache = get(c->loop, "_cache");
+    c->arrivals = get(c->loop, "arrivals");
+    c->slo = c->log ? get(c->log, "slo") : NULL;
     if (c->slo == Py_None)
         Py_CLEAR(c->slo);
     c->rows.ids = PyList_New(0);
@@ -1176,7 +1176,7 @@ static PyObject *serve(PyObject *module, PyObject *arguments)
 /* Find the slots of a class; they are members of it, whatever its version of Python. */
 static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 {
-    PyObject *member = PyObject_GetAttrString((PyObject *)type, name);
+    PyObject *member = get((PyObject *)type, name);
     if (!member)
         return -1;
     int found = Py_TYPE(member) == &PyMemberDescr_Type;
