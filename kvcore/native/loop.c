@@ -765,6 +765,36 @@ static int plan(Core *c, i64 now)
 
 /* The loop. */
 
+/* Ask for the term of a number of tokens, unless it has too many digits for the core. */
+static int ask_time(StepTime *time, i64 tokens)
+{
+    PyObject *fine = PyObject_CallFunction(time->by_tokens, "L", tokens);
+    PyObject *high = fine ? PyObject_CallMethod(fine, "__rshift__", "i", 60) : NULL;
+    PyObject *mask = PyLong_FromLongLong((1LL << 60) - 1);
+    PyObject *low = high && mask ? PyNumber_And(fine, mask) : NULL;
+    int overflow = 0;
+    i64 above = low ? PyLong_AsLongLongAndOverflow(high, &overflow) : -1;
+    if (overflow || above >= 1LL << 60)
+        Py_CLEAR(time->by_tokens);
+    else if (low)
+        time->known[tokens] = ((i128)above << 60) | PyLong_AsLongLong(low);
+    Py_XDECREF(fine), Py_XDECREF(high), Py_XDECREF(mask), Py_XDECREF(low);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Refuse steps that take `took`, an integer of Python, up to 2^63 ps or longer; return -1. */
+static int refuse_time(Core *c, i64 steps, PyObject *took)
+{
+    PyObject *clock = big_int(c->clock), *thousand = PyLong_FromLong(1000), *done = NULL;
+    PyObject *end = clock && took ? PyNumber_Add(clock, took) : NULL;
+    if (end && thousand)
+        Py_SETREF(end, PyNumber_FloorDivide(end, thousand));
+    if (end)
+        done = PyObject_CallMethod(c->loop, "_refuse_time", "LOO", steps, took, end);
+    Py_XDECREF(clock), Py_XDECREF(thousand), Py_XDECREF(end), Py_XDECREF(done);
+    return -1;
+}
+
 /* Return the picoseconds of the step that is planned; -1 with an exception. */
 static i128 duration_of(Core *c)
 {
@@ -780,19 +810,11 @@ static i128 duration_of(Core *c)
     }
     i64 all = tokens + decode;
     if (time->by_tokens && all < time->known_count && doubled / 2 < NEVER) {
-        if (time->known[all] < 0) {
-            PyObject *fine = PyObject_CallFunction(time->by_tokens, "L", all);
-            PyObject *high = fine ? PyObject_CallMethod(fine, "__rshift__", "i", 60) : NULL;
-            PyObject *mask = PyLong_FromLongLong((1LL << 60) - 1);
-            PyObject *low = high && mask ? PyNumber_And(fine, mask) : NULL;
-            if (low)
-                time->known[all] = ((i128)PyLong_AsLongLong(high) << 60) | PyLong_AsLongLong(low);
-            Py_XDECREF(fine), Py_XDECREF(high), Py_XDECREF(mask), Py_XDECREF(low);
-            if (PyErr_Occurred())
-                return -1;
-        }
+        if (time->known[all] < 0 && ask_time(time, all) < 0)
+            return -1;
         i128 fine = time->known[all] + (i128)time->sequence * decode + time->pair * (doubled / 2);
-        return time->overhead + (fine >> SHIFT) + (i128)time->read * context;
+        if (time->by_tokens)
+            return time->overhead + (fine >> SHIFT) + (i128)time->read * context;
     }
     PyObject *pairs = big_int(doubled / 2), *took = NULL;
     PyObject *work = pairs ? PyObject_CallFunction(time->work_type, "L(N)L(L)", tokens, pairs,
@@ -804,8 +826,10 @@ static i128 duration_of(Core *c)
         return -1;
     int overflow;
     i64 result = PyLong_AsLongLongAndOverflow(took, &overflow);
+    if (overflow)
+        result = refuse_time(c, 1, took);
     Py_DECREF(took);
-    return overflow ? (i128)NEVER + 1 : result;
+    return result;
 }
 
 /* Return the lines of decode steps of the batch; NULL with an exception. */
@@ -829,8 +853,13 @@ static const Times *lines_of(Core *c)
                      MOST_LINES);
     for (i64 n = 0; n < count && !PyErr_Occurred(); n++) {
         i64 first, slope;
-        if (PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, n), "LL", &first, &slope))
+        PyObject *line = PySequence_Fast_GET_ITEM(fast, n);
+        if (PyArg_ParseTuple(line, "LL", &first, &slope)) {
             times->lines[n] = (Line){first, slope};
+        } else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Clear();
+            refuse_time(c, 1, PyTuple_GET_ITEM(line, 0));
+        }
     }
     Py_XDECREF(fast), Py_XDECREF(pieces);
     if (PyErr_Occurred())
@@ -847,10 +876,10 @@ static int pass(Core *c, i64 steps, i128 took, i64 *now)
     c->busy += took;
     *now = (i64)(c->clock / 1000);
     if (c->clock > NEVER && (took > NEVER || c->clock / 1000 > NEVER)) {
-        PyObject *picoseconds = big_int(took), *end = big_int(c->clock / 1000), *done = NULL;
-        if (picoseconds && end)
-            done = PyObject_CallMethod(c->loop, "_refuse_time", "LOO", steps, picoseconds, end);
-        Py_XDECREF(picoseconds), Py_XDECREF(end), Py_XDECREF(done);
+        PyObject *picoseconds = big_int(took);
+        c->clock -= took;
+        refuse_time(c, steps, picoseconds);
+        Py_XDECREF(picoseconds);
         return -1;
     }
     return c->next_at <= *now ? take_arrivals(c, *now) : 0;

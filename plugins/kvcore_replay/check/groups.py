@@ -130,6 +130,15 @@ class GroupChecker:
             "header": state.header.as_dict(),
         }
 
+    def forget(self, request: int | str) -> None:
+        """Remove `request`, which does not run here, and is served elsewhere from now on."""
+        self.lifecycles.forget(request)
+        self.state.forget(request)
+
+    def cached_tokens(self, request: events.Request) -> int:
+        """Return the number of tokens of a prompt that would hit now."""
+        return self.state.cached_tokens(request)
+
     # Admissions.
 
     def _request(self, event: events.Request) -> None:

@@ -59,6 +59,8 @@ def explain(
 
 def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
     """Return the classifier of a trace: of one server, or of a cluster."""
+    if header.cache_groups and header.replicas:
+        violated("misses in cache groups are explained for one replica: give --replica N")
     if header.cache_groups:
         return GroupMisses(header)
     return ClusterMisses(header) if header.replicas else MissClassifier(header)

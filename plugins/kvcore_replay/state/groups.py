@@ -411,6 +411,20 @@ class GroupState:
                 return length
         return 0
 
+    def cached_tokens(self, request: events.Request) -> int:
+        """Return the number of tokens of a prompt that would hit now."""
+        if request.id in self.requests:
+            return self.longest(request.id, self.limit(request.id))
+        self._request(request)
+        tokens = self.longest(request.id, self.limit(request.id))
+        self.forget(request.id)
+        return tokens
+
+    def forget(self, request: int | str) -> None:
+        """Remove a request that has no sequence."""
+        del self.requests[request], self._prompts[request]
+        self._prefixes.clear()
+
     # Events.
 
     def _request(self, event: events.Request) -> None:

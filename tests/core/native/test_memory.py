@@ -60,7 +60,11 @@ print(errors)
 
 @pytest.mark.parametrize(
     "plugins",
-    [("lru", "radix", "fcfs"), ("arc", "hashed", "lpm"), ("lfu", "hashed:spans=block", "fcfs")],
+    [
+        ("lru", "radix", "fcfs"),
+        ("arc", "hashed", "srpt:preemptive=false"),
+        ("lfu", "hashed:spans=block", "fcfs"),
+    ],
     ids="-".join,
 )
 def test_a_failed_allocation_is_an_exception(plugins):
