@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from io import BytesIO
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -161,6 +162,7 @@ class Proxy:
 
     Args:
         config: the options.
+        clock: returns the time in ns.
 
     Attributes:
         url: where it listens, once it is started.
@@ -169,11 +171,13 @@ class Proxy:
         InputError, PluginError: no router or view can be built, or a package is missing.
     """
 
-    def __init__(self, config: RouteConfig) -> None:
+    def __init__(
+        self, config: RouteConfig, clock: Callable[[], int] = monotonic_ns
+    ) -> None:
         self.config = config
         self._aiohttp = import_extra("aiohttp", "a proxy needs aiohttp", "serve")
         self._web: Any = import_extra("aiohttp.web", "a proxy needs aiohttp", "serve")
-        self.fleet = Fleet(config)
+        self.fleet = Fleet(config, clock)
         self.url = ""
         self._listener = Listener(
             {
@@ -544,25 +548,24 @@ def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
     return {**found, "x-kvcore-replica": str(server.options.name)}
 
 
-def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
+def run(config: RouteConfig, ready: Callable[[Proxy], None]) -> None:
     """Route requests until Ctrl-C or SIGTERM; then let requests in flight end.
 
     Args:
         config: the options.
-        ready: called with the URL once the proxy listens.
+        ready: called once the proxy listens.
 
     Raises:
         InputError, PluginError: as `Proxy` and its `start` raise them.
         StorageError: the disk has ended the trace.
     """
-    asyncio.run(_run(config, ready))
+    asyncio.run(_run(Proxy(config), ready))
 
 
-async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
-    proxy = Proxy(config)
+async def _run(proxy: Proxy, ready: Callable[[Proxy], None]) -> None:
     await proxy.start()
     with signalled() as ending:
-        ready(proxy.url)
+        ready(proxy)
         await ending.wait()
         warn("ending; a second signal does not wait for requests in flight")
         await stopped(proxy.stop(), ending, proxy.abort)
