@@ -8,8 +8,9 @@ objects that clients of asyncio make beforehand stand for a connection, and are 
 import asyncio
 import errno
 import os
-import socket
 import threading
+from concurrent.futures import Executor, Future
+from random import Random
 
 HIGH = 1 << 16
 """Bytes that a transport takes before it asks its protocol to pause, as in asyncio."""
@@ -43,6 +44,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         self.random = random
         self.listeners, self.unreachable, self.transports = {}, set(), set()
         self.after_step = None
+        self.steps = 0
 
     # The clock.
 
@@ -71,6 +73,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
 
     def _run_once(self):
         super()._run_once()
+        self.steps += 1
         if self.after_step is not None:
             self.after_step()
 
@@ -84,12 +87,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     def run_in_executor(self, executor, func, *args):
         """Call a function at once; there are no threads."""
         del executor
-        future = self.create_future()
-        try:
-            future.set_result(func(*args))
-        except Exception as error:  # noqa: BLE001 - passed on
-            future.set_exception(error)
-        return future
+        return asyncio.wrap_future(InlineExecutor().submit(func, *args), loop=self)
 
     # Signals.
 
@@ -138,12 +136,28 @@ class SimulatedLoop(asyncio.BaseEventLoop):
             sock.close()
         if port not in self.listeners:
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
-        near, far = Transport(self), Transport(self)
+        near, far = (Transport(self, Random(self.random.random())) for _ in range(2))
         near.peer, far.peer = far, near
         protocol = protocol_factory()
         far.begin(self.listeners[port]())
         near.begin(protocol)
         return near, protocol
+
+
+class InlineExecutor(Executor):
+    """A pool of threads without threads: each call is made at once."""
+
+    def __init__(self, *_):
+        """Start without threads."""
+
+    def submit(self, func, /, *args, **options):
+        """Call a function, and return its result as a future."""
+        future = Future()
+        try:
+            future.set_result(func(*args, **options))
+        except Exception as error:  # noqa: BLE001 - passed on
+            future.set_exception(error)
+        return future
 
 
 class SimulatedServer:
@@ -174,10 +188,11 @@ class Transport(asyncio.Transport):
         largest: largest number of bytes that have waited here.
     """
 
-    def __init__(self, loop):
+    def __init__(self, loop, random):
         """Start without a protocol."""
         super().__init__({"peername": ("127.0.0.1", 9), "sockname": ("127.0.0.1", 8)})
-        self._loop = loop
+        # Of its own, so that the order in which connections are closed does not matter.
+        self._loop, self._random = loop, random
         self._protocol = self.peer = None
         self._waiting = bytearray()
         self._reads, self._closing, self._lost, self._ends = True, False, False, False
@@ -270,7 +285,7 @@ class Transport(asyncio.Transport):
         """Let a piece of the waiting bytes arrive soon."""
         if not self._pumping and not self._lost:
             self._pumping = True
-            random = self._loop.random
+            random = self._random
             if random.random() < 0.1:
                 self._loop.call_later(random.choice([0.001, 0.01, 0.2]), self._pump)
             else:
@@ -288,7 +303,8 @@ class Transport(asyncio.Transport):
             if not peer._reads:
                 return
             most = len(self._waiting)
-            size = most if self._loop.random.random() < 0.8 else self._loop.random.randint(1, most)
+            whole = self._random.random() < 0.8  # noqa: PLR2004
+            size = most if whole else self._random.randint(1, most)
             piece = bytes(self._waiting[:size])
             del self._waiting[:size]
             if self._paused and len(self._waiting) <= self._low:
@@ -323,14 +339,3 @@ class Transport(asyncio.Transport):
             self._lost = True
             self._loop.transports.discard(self)
             self._loop.call_soon(self._protocol.connection_lost, error)
-
-
-def socket_count():
-    """Return the number of sockets that this process has open."""
-    return sum(
-        os.readlink(f"/proc/self/fd/{name}").startswith("socket:")
-        for name in os.listdir("/proc/self/fd")
-    )
-
-
-assert socket.socket is not None

@@ -18,7 +18,7 @@ from unittest import mock
 import attrs
 from aiohttp import connector
 from helpers.simulated_http import SCRIPTS, Client, Upstream, request_bytes
-from helpers.simulated_loop import SimulatedLoop
+from helpers.simulated_loop import InlineExecutor, SimulatedLoop
 
 from kvcore import Request, files
 from kvcore.errors import StorageError
@@ -370,6 +370,7 @@ class Simulation:
             mock.patch.object(files.AtomicFile, "write", limited),
             mock.patch.object(fleets, "FollowedEvents", SimulatedEvents),
             mock.patch.object(connector, "monotonic", self.loop.time),
+            mock.patch("concurrent.futures.ThreadPoolExecutor", InlineExecutor),
         ):
             yield
 
