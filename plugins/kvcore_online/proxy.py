@@ -98,7 +98,7 @@ class EventStream:
 
     def __init__(self, flight: Flight, *, counted: bool) -> None:
         self._flight, self._counted = flight, counted
-        self.rest = b""
+        self.rest = bytearray()
         self.cached = 0
 
     def feed(self, data: bytes) -> bytes:
@@ -107,10 +107,15 @@ class EventStream:
         Raises:
             UnservedError: an event is too long.
         """
-        data = self.rest + data
-        end = max((found.end() for found in _EVENT_ENDS(data)), default=0)
-        whole, self.rest = data[:end], data[end:]
-        if len(self.rest) > LONGEST_EVENT:
+        rest = self.rest
+        # What came before has no end of an event, at most the beginning of one: to look at it
+        # again with each piece would take time with the square of an event's length.
+        start = max(0, len(rest) - 2)
+        rest += data
+        end = max((found.end() for found in _EVENT_ENDS(rest, start)), default=0)
+        whole = bytes(rest[:end])
+        del rest[:end]
+        if len(rest) > LONGEST_EVENT:
             msg = "an event of its stream is too long"
             raise UnservedError(msg)
         self._flight.output += whole.count(b'"choices":[{') + whole.count(b'"choices": [{')
@@ -220,6 +225,7 @@ class Proxy:
         self._session: ClientSession = self._aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
+            request_class=_request_class(self._aiohttp),
             auto_decompress=False,
             cookie_jar=self._aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
@@ -467,11 +473,12 @@ class Proxy:
                     while data := await self._part(response):
                         if whole := stream.feed(data):
                             await self._give(out, http, whole)
-                    last = stream.rest
+                    last = bytes(stream.rest)
                 except (UnservedError, self._aiohttp.ClientError, TimeoutError) as error:
                     self.fleet.failed(server)
                     status = str(NO_SERVER)
-                    why = f"{server.options.name} ended within its answer: {error}"
+                    reason = str(error) or "it was too slow"
+                    why = f"{server.options.name} ended within its answer: {reason}"
                     last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
                 self._count_cached(attempt, stream.cached)
                 await self._give(out, http, last)
@@ -531,6 +538,22 @@ class _ClientGoneError(Exception):
 
 def _refuse(why: str, *, failure: bool = False) -> NoReturn:
     raise UnservedError(why, failure=failure)
+
+
+def _request_class(aiohttp: Any) -> Any:
+    """Return a class of requests that are not sent on a connection with an unread answer.
+
+    A server that answers a request twice would else give the second answer to the next client.
+    """
+
+    class Request(aiohttp.ClientRequest):  # type: ignore[misc]  # imported when needed
+        async def send(self, conn: Any) -> ClientResponse:
+            if conn.protocol.should_close:
+                raise aiohttp.ServerDisconnectedError("more than one answer to a request")
+            response: ClientResponse = await super().send(conn)
+            return response
+
+    return Request
 
 
 def _check_head(response: ClientResponse) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 from functools import partial
 
@@ -63,9 +64,8 @@ def _chunks(data):
     return body, b"", False
 
 
-def request_bytes(document, session, *, chunked=False):
+def request_bytes(body, session, *, chunked=False):
     """Return a request of a completion."""
-    body = document if isinstance(document, bytes) else json.dumps(document).encode()
     lines = [
         f"POST {COMPLETIONS} HTTP/1.1",
         "Host: simulated",
@@ -92,6 +92,7 @@ class Client(asyncio.Protocol):
 
     Attributes:
         data: the bytes received.
+        first: time of the first byte of an answer to a single request; else infinite.
         closed: time when the connection was closed; None while it is open.
         refused: whether no connection was made.
     """
@@ -101,6 +102,7 @@ class Client(asyncio.Protocol):
         self._loop, self._manner, self._seconds = loop, manner, seconds
         self._requests = requests
         self.data, self.closed, self.refused = bytearray(), None, False
+        self.first = math.inf
 
     async def connect(self, port):
         """Connect to a port, and send."""
@@ -129,6 +131,8 @@ class Client(asyncio.Protocol):
 
     def data_received(self, data):
         """Store bytes; close the connection once all answers are whole."""
+        if not self.data and len(self._requests) == 1:
+            self.first = self._loop.time()
         self.data += data
         ends = self.data.endswith((b"0\r\n\r\n", b"}"))
         if ends and sum(answer.ended for answer in self.answers()) == len(self._requests):
@@ -149,7 +153,7 @@ class Client(asyncio.Protocol):
 
 @attrs.define
 class Received:
-    """A completion that a server was asked for: the `session` of its client, and where.
+    """A completion that a server was asked for: by the `session` of which client, and when.
 
     Calls are numbered in the order of their arrival, whatever their server.
 
@@ -160,6 +164,8 @@ class Received:
     session: str
     number: int
     server: int
+    time: float
+    script: str
     sent: int = 0
 
 
@@ -219,7 +225,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server):
         self._server, self._data = server, b""
-        self._task = None
+        self._tasks = []
         self._writable = asyncio.Event()
         self._writable.set()
 
@@ -230,8 +236,8 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error):
         del error
         self._server.lost(self)
-        if self._task is not None:
-            self._task.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     def pause_writing(self):
         self._writable.clear()
@@ -248,7 +254,7 @@ class _Connection(asyncio.Protocol):
             return
         self._data = body[size:]
         loop, path = self._server.loop, head.split(b" ")[1].decode()
-        self._task = loop.create_task(self._answer(path, head, body[:size]))
+        self._tasks.append(loop.create_task(self._answer(path, head, body[:size])))
 
     async def _answer(self, path, head, body):
         server = self._server
@@ -261,7 +267,9 @@ class _Connection(asyncio.Protocol):
             self._whole(json.dumps({"tokens": tokens}).encode())
         else:
             document = json.loads(body)
-            call = Received(document["user"], next(server.calls), server.number)
+            now = server.loop.time()
+            number, name = next(server.calls), document["user"]
+            call = Received(name, number, server.number, now, server.script)
             server.received.append(call)
             name = "_do_" + server.script.replace(" ", "_")
             await getattr(self, name)(call, document.get("stream") is True, document)

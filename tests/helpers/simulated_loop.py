@@ -287,7 +287,7 @@ class Transport(asyncio.Transport):
             self._pumping = True
             random = self._random
             if random.random() < 0.1:
-                self._loop.call_later(random.choice([0.001, 0.01, 0.2]), self._pump)
+                self._loop.call_later(random.choice([0.001, 0.01, 0.05]), self._pump)
             else:
                 self._loop.call_soon(self._pump)
 
