@@ -11,6 +11,7 @@ from helpers.online import parts
 from helpers.simulation import MANNERS, Ask, Disk, Signal, Simulation
 
 import kvcore
+from kvcore.errors import PolicyError, StorageError
 from kvcore_engine import executor
 from kvcore_online import server as servers
 from kvcore_online.engine import LiveEngine
@@ -93,7 +94,7 @@ def draw_serve(seed):
     return ServeWorld(
         seed=seed,
         traced=random.random() < 0.5,
-        requests=MANY if calm else random.choice([1, 4, MANY]),
+        requests=MANY if calm else random.choice([3, MANY]),
         options={"scheduler": random.choice(["fcfs", "srpt"]), "eviction": "lru"},
         events=tuple(sorted(events, key=lambda event: event.time)),
     )
@@ -171,7 +172,7 @@ class SteppedEngine(LiveEngine):
                     await asyncio.sleep(self.random.choice([0.0, 0.001, 0.05]))
                     if self.breaks:
                         msg = "the device has failed"
-                        raise RuntimeError(msg)
+                        raise PolicyError(msg)
                     loop.end()
                     await asyncio.sleep(0)
                 elif not loop._wait():
@@ -232,17 +233,21 @@ class ServeSimulation(Simulation):
         loop, tally = engine.loop, engine.loop.log
         assert self.server._busy == 0
         if engine.failure is not None:
-            assert self.error is engine.failure
+            assert self.error is not None
             assert not self.path.exists()
             self.counts["failed"] += 1
             return
-        assert self.error is None, self.error
+        if self.full:
+            assert isinstance(self.error, StorageError)
+            assert not self.path.exists()
+            self.counts["full"] += 1
+        else:
+            assert self.error is None, self.error
         assert not (loop.open or loop.listeners or loop.inbox.left or loop._leaving)
         assert not loop._tensors.streams
         assert cache_.available_blocks == cache_.pool.blocks, "blocks are pinned"
         assert sum(tally.requests.values()) == next(self.server._ids), "requests are lost"
-        if self.world.traced:
-            assert not self.full
+        if self.world.traced and not self.full:
             found = replay(self.path)
             assert found.complete
             self.counts["traced"] += 1
