@@ -176,9 +176,7 @@ class Proxy:
         InputError, PluginError: no router or view can be built, or a package is missing.
     """
 
-    def __init__(
-        self, config: RouteConfig, clock: Callable[[], int] = monotonic_ns
-    ) -> None:
+    def __init__(self, config: RouteConfig, clock: Callable[[], int] = monotonic_ns) -> None:
         self.config = config
         self._aiohttp = import_extra("aiohttp", "a proxy needs aiohttp", "serve")
         self._web: Any = import_extra("aiohttp.web", "a proxy needs aiohttp", "serve")
@@ -549,7 +547,8 @@ def _request_class(aiohttp: Any) -> Any:
     class Request(aiohttp.ClientRequest):  # type: ignore[misc]  # imported when needed
         async def send(self, conn: Any) -> ClientResponse:
             if conn.protocol.should_close:
-                raise aiohttp.ServerDisconnectedError("more than one answer to a request")
+                msg = "it answers a request twice"
+                raise aiohttp.ServerDisconnectedError(msg)
             response: ClientResponse = await super().send(conn)
             return response
 

@@ -1,4 +1,4 @@
-"""Clients and servers of an API on a `SimulatedLoop`, which speak HTTP by hand, well or badly."""
+"""Clients and servers of an API on a `SimulatedLoop`, which speak HTTP by hand."""
 
 import asyncio
 import json
@@ -215,7 +215,7 @@ class Upstream:
 SCRIPTS = (
     *("answer", "answer", "answer", "slow", "hang", "die", "break", "stall", "busy", "limited"),
     *("fail", "nonsense", "usage", "cut", "long", "control", "status", "compressed", "garbage"),
-    *("half", "reset", "extra", "large", "interim", "empty", "huge event", "pieces"),
+    *("half", "reset", "twice", "large", "interim", "empty", "huge event", "pieces"),
 )
 """Scripts of servers, of which some are more frequent."""
 
@@ -329,9 +329,10 @@ class _Connection(asyncio.Protocol):
         await self._do_answer(call, streams, document)
         self.transport.abort()
 
-    async def _do_extra(self, call, streams, document):
+    async def _do_twice(self, call, streams, document):
         await self._do_answer(call, streams, document)
-        self._send(call, b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nextra")
+        await asyncio.sleep(0.05)
+        await self._do_answer(call, streams, document)
 
     async def _do_busy(self, call, streams, document):
         self._whole(b'{"error": {"message": "busy"}}', 503, call=call)

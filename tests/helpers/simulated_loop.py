@@ -57,7 +57,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return round(self._now * 1e9)
 
     def select(self, timeout):
-        """Move the clock by the time until the next timer; there are no events of the system."""
+        """Move the clock to the next timer; there are no events of the system."""
         if timeout is None:
             msg = "all wait for what will never happen"
             raise IdleLoopError(msg)
@@ -81,7 +81,7 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Return the timers that are not cancelled."""
         return [timer for timer in self._scheduled if not timer.cancelled()]
 
-    async def shutdown_default_executor(self, timeout=None):
+    async def shutdown_default_executor(self, timeout=None):  # noqa: ASYNC109 - as asyncio
         """Do nothing: there is no executor."""
 
     def run_in_executor(self, executor, func, *args):
@@ -122,13 +122,15 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Connect a socket to the listener at an address, some time later."""
         port = address[1]
         await asyncio.sleep(self.random.choice([0.0, 0.001, 0.02]))
-        while port in self.unreachable:
+        while port in self.unreachable:  # noqa: ASYNC110 - no event says when
             await asyncio.sleep(3600)
         if port not in self.listeners:
             raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
         self._sockets[sock] = port
 
-    async def create_connection(self, protocol_factory, host=None, port=None, *, sock=None, **_):
+    async def create_connection(
+        self, protocol_factory, host=None, port=None, *, sock=None, **_
+    ):
         """Connect a protocol to the listener at a port, or to that of a socket."""
         del host
         if sock is not None:
@@ -303,7 +305,7 @@ class Transport(asyncio.Transport):
             if not peer._reads:
                 return
             most = len(self._waiting)
-            whole = self._random.random() < 0.8  # noqa: PLR2004
+            whole = self._random.random() < 0.8
             size = most if whole else self._random.randint(1, most)
             piece = bytes(self._waiting[:size])
             del self._waiting[:size]

@@ -170,10 +170,7 @@ class SteppedEngine(LiveEngine):
             while True:
                 if loop.begin():
                     await asyncio.sleep(self.random.choice([0.0, 0.001, 0.05]))
-                    if self.breaks:
-                        msg = "the device has failed"
-                        raise PolicyError(msg)
-                    loop.end()
+                    self._compute()
                     await asyncio.sleep(0)
                 elif not loop._wait():
                     break
@@ -182,6 +179,12 @@ class SteppedEngine(LiveEngine):
             loop.arrivals.check_all_came()
         except Exception as error:  # noqa: BLE001 - as the thread does
             self._fail(error)
+
+    def _compute(self):
+        if self.breaks:
+            msg = "the device has failed"
+            raise PolicyError(msg)
+        self.loop.end()
 
 
 class ServeSimulation(Simulation):
@@ -243,7 +246,8 @@ class ServeSimulation(Simulation):
             self.counts["full"] += 1
         else:
             assert self.error is None, self.error
-        assert not (loop.open or loop.listeners or loop.inbox.left or loop._leaving)
+        left = (loop.open, loop.listeners, loop.inbox.left, loop._leaving)
+        assert not any(left), left
         assert not loop._tensors.streams
         assert cache_.available_blocks == cache_.pool.blocks, "blocks are pinned"
         assert sum(tally.requests.values()) == next(self.server._ids), "requests are lost"

@@ -181,7 +181,7 @@ class Simulation:
     async def _all(self):
         server, running = self.start()
         running = self.loop.create_task(running)
-        while not server.url and not running.done():
+        while not server.url and not running.done():  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0.01)
         self.loop.after_step = self._check_step
         self.port, began = int(server.url.rpartition(":")[2]), self.loop.time()
@@ -291,10 +291,16 @@ def shortest(world, fails):
 
 
 def check(simulation, draw, seed, folder):
-    """Run the world of a seed; raise AssertionError with its shortest form if it fails."""
-    error = failure(simulation, draw(seed), folder)
-    if error is None:
-        return
+    """Run the world of a seed, and return its counts.
+
+    Raises AssertionError with the shortest form of the world if something does not hold.
+    """
+    for path in folder.glob("day.jsonl*"):
+        path.unlink()
+    try:
+        return simulation(draw(seed), folder).run().counts
+    except Exception as first:  # noqa: BLE001 - any is a failure
+        error = first
     world = shortest(
         draw(seed), lambda fewer: type(failure(simulation, fewer, folder)) is type(error)
     )
