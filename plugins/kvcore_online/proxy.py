@@ -545,12 +545,11 @@ def _request_class(aiohttp: Any) -> Any:
     """
 
     class Request(aiohttp.ClientRequest):  # type: ignore[misc]  # imported when needed
-        async def send(self, conn: Any) -> ClientResponse:
+        def send(self, conn: Any) -> Any:
             if conn.protocol.should_close:
                 msg = "it answers a request twice"
                 raise aiohttp.ServerDisconnectedError(msg)
-            response: ClientResponse = await super().send(conn)
-            return response
+            return super().send(conn)
 
     return Request
 
