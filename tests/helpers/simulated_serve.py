@@ -25,6 +25,9 @@ BLOCKS = 12
 MANY = 1_000
 """A limit of requests that is never reached."""
 
+EXACT = 180
+"""Words of a prompt that fills all `BLOCKS` with an output of 12 tokens."""
+
 TOO_LONG = 300
 """Words of a prompt that fits into no pool of `BLOCKS`."""
 
@@ -75,7 +78,7 @@ def draw_serve(seed):
             time(),
             stream=random.random() < 0.5,
             text=random.choice("abc"),
-            size=random.choice([1, 20, 40, 60, TOO_LONG]),
+            size=random.choice([1, 20, 40, 60, EXACT, TOO_LONG]),
             copies=random.choice([1, 1, 1, 2]),
             manner="plain" if plain else random.choice(MANNERS),
             seconds=random.choice([0.0, 0.01, 0.1, 5.0]),
