@@ -75,11 +75,13 @@ class Answer:
 
     Attributes:
         response: the response of the server.
+        headers: its headers that the client gets.
         data: the first bytes of a stream, or all bytes of a whole answer.
         stream: the events of a stream; None: the answer is whole.
     """
 
     response: ClientResponse
+    headers: dict[str, str]
     data: bytes
     stream: EventStream | None
 
@@ -280,12 +282,12 @@ class Proxy:
                         allow_redirects=False,
                     )
                     async with response:
-                        _check_head(response)
+                        headers = _passed_back(response)
                         data = await self._whole(response, b"")
             except (self._aiohttp.ClientError, OSError, UnservedError):
                 continue
             answer: web.Response = self._web.Response(
-                body=data, status=response.status, headers=_back(server, response)
+                body=data, status=response.status, headers=headers | _named(server)
             )
             return answer
         return self._refusal(NO_SERVER, "no server is up")
@@ -407,7 +409,7 @@ class Proxy:
                 )
                 if response.status in ELSEWHERE:
                     _refuse(f"status {response.status}")
-                _check_head(response)
+                headers = _passed_back(response)
                 if response.headers.get("Content-Encoding", "identity") != "identity":
                     _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
@@ -422,7 +424,7 @@ class Proxy:
             elif not data:
                 _refuse("an empty stream")
             self.fleet.first_byte(attempt)
-            return Answer(response, data, stream)
+            return Answer(response, headers, data, stream)
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -458,7 +460,7 @@ class Proxy:
         """Send an answer to the client; if the server dies meanwhile, it ends with an error."""
         server, response, stream = attempt.server, answer.response, answer.stream
         out: web.StreamResponse = self._web.StreamResponse(
-            status=response.status, headers=_back(server, response)
+            status=response.status, headers=answer.headers | _named(server)
         )
         status = str(response.status)
         try:
@@ -526,8 +528,8 @@ class Proxy:
     @staticmethod
     def _headers(http: web.Request) -> dict[str, str]:
         """Return the headers of a client's request that are passed on to a server."""
-        got = http.headers
-        return {name: header_text(got[name]) for name in PASSED_ON if name in got}
+        values = ((name, http.headers.get(name)) for name in PASSED_ON)
+        return {name: header_text(value) for name, value in values if value is not None}
 
 
 class _ClientGoneError(Exception):
@@ -554,19 +556,27 @@ def _request_class(aiohttp: Any) -> Any:
     return Request
 
 
-def _check_head(response: ClientResponse) -> None:
-    """Raise UnservedError for a status or a header that cannot be sent to a client."""
+def _passed_back(response: ClientResponse) -> dict[str, str]:
+    """Return the headers of an answer that the client gets.
+
+    Raises:
+        UnservedError: the status or such a header cannot be sent to a client.
+    """
     if response.status not in STATUSES:
         _refuse(f"status {response.status}", failure=True)
+    headers = {}
     for name in PASSED_BACK:
-        if not fits_header(response.headers.get(name, "")):
-            _refuse(f"its header {name} has control characters", failure=True)
+        value = response.headers.get(name)
+        if value is not None:
+            if not fits_header(value):
+                _refuse(f"its header {name} has control characters", failure=True)
+            headers[name] = value
+    return headers
 
 
-def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
-    """Return the headers of the answer to a client."""
-    found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
-    return {**found, "x-kvcore-replica": str(server.options.name)}
+def _named(server: LiveServer) -> dict[str, str]:
+    """Return the header that names the server of an answer."""
+    return {"x-kvcore-replica": str(server.options.name)}
 
 
 def run(config: RouteConfig, ready: Callable[[Proxy], None]) -> None:

@@ -85,9 +85,14 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         """Do nothing: there is no executor."""
 
     def run_in_executor(self, executor, func, *args):
-        """Call a function at once; there are no threads."""
+        """Call a function at once; if it returns a task in place of a thread, wait for that."""
         del executor
-        return asyncio.wrap_future(InlineExecutor().submit(func, *args), loop=self)
+
+        async def called():
+            result = func(*args)
+            return await result if asyncio.isfuture(result) else result
+
+        return self.create_task(called())
 
     # Signals.
 

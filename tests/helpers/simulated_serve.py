@@ -164,8 +164,9 @@ class SteppedEngine(LiveEngine):
         self._task = asyncio.get_running_loop().create_task(self._turns())
 
     def close(self):
-        """Let all requests end: nothing else happens meanwhile."""
+        """Let all requests end, and return the task, which is waited for as for a thread."""
         self.loop.inbox.close()
+        return self._task
 
     async def _turns(self):
         loop = self.loop
