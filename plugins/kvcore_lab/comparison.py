@@ -31,7 +31,7 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.untimed import replay, served
+from kvcore_replay.untimed import hits_of, replay
 
 if TYPE_CHECKING:
     # Imported when there are prices.
@@ -481,8 +481,8 @@ class _RowMaker:
                 cache.record_residency()
             requests = ticked(self._requests, self.tick)
             if self.price is not None:
-                done = served(requests, cache)
-                charged = self._bill((seq.request, seq.hit_blocks) for seq in done)
+                hits = hits_of(requests, cache)
+                charged = self._bill(zip(self._requests, hits, strict=True))
             stats = cache.stats if self.price else replay(requests, cache)
             reused = None if cache.tiers is None else cache.tiers.hit_stats()
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
