@@ -29,6 +29,9 @@ PLUGINS = Plugins()
 MANY = 1_000
 """A limit of requests in flight that is never reached."""
 
+MOST_SECONDS = 12.0
+"""Time in which the last server of a request answers, after four time-outs."""
+
 BODY = 60_000
 """Largest size of a request."""
 
@@ -327,6 +330,15 @@ class RouteSimulation(Simulation):
             for call in server.received:
                 calls[call.session] += 1
         assert set(calls) <= {asked.name for asked in self.asked}, "nobody has sent that"
+        first_bytes = [
+            fleet.metrics.first_byte.labels(server.options.name)._sum.get()
+            for server in fleet.servers
+        ]
+        # An attempt at a server has its first byte within the time-outs of all attempts.
+        most = MOST_SECONDS * sum(calls.values())
+        assert 0 <= sum(first_bytes) <= most, (
+            "a first byte came before its request, or too late"
+        )
         answers = sum(asked.answer() is not None for asked in self.asked)
         (family,) = fleet.metrics.requests.collect()
         total = sum(each.value for each in family.samples if each.name.endswith("_total"))

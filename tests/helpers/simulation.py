@@ -34,6 +34,9 @@ QUIET_SECONDS = 60.0
 LAST_SECONDS = 30.0
 """Time in which all must have ended after the first signal."""
 
+AT_ONCE_SECONDS = 1.0
+"""Time in which all must have ended after a second signal."""
+
 MANNERS = ("leave", "leave", "half-close", "slow send", "stop", "slow read")
 """Manners of clients that are no plain ones, of which some are more frequent."""
 
@@ -180,7 +183,8 @@ class Simulation:
 
     async def _all(self):
         server, running = self.start()
-        running = self.loop.create_task(running)
+        running, ended = self.loop.create_task(running), []
+        running.add_done_callback(lambda _: ended.append(self.loop.time()))
         while not server.url and not running.done():  # noqa: ASYNC110 - no event says so
             await asyncio.sleep(0.01)
         self.loop.after_step = self._check_step
@@ -195,6 +199,10 @@ class Simulation:
         async with asyncio.timeout(LAST_SECONDS):
             with suppress(KvcoreError):
                 await running
+        if len(self.signals) > 1:
+            assert ended[0] < self.signals[1] + AT_ONCE_SECONDS, (
+                "a second signal does not end it"
+            )
         self.error = running.exception()
         self.end()
         for task in self.tasks:
@@ -217,6 +225,7 @@ class Simulation:
             body = json.dumps(self.document(event, name)).encode()
             requests.append(request_bytes(body, name, chunked=number % 5 == 4))
             self.asked.append(Asked(name, event, client, place))
+        client.began = self.loop.time()
         self.clients.append(client)
         self.tasks.append(self.loop.create_task(client.connect(self.port)))
 
