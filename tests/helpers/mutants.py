@@ -6,9 +6,9 @@ Changes are drawn from a seed. Each is tested in a process of its own, in which 
 is compiled in place of the one on disk; tests that pass have let the mutant survive. A process
 that takes too long counts as one that has noticed.
 
-Some mutants survive because nothing changes: an exception whose `super().__init__` is left out has
-its text all the same, one byte more than needed is looked at again for the end of an event, classes
-that are never compared may compare by value. Defaults are guarded by `docs/interface.txt`.
+Some mutants survive because nothing changes: an exception whose `super().__init__` is left out
+has its text all the same, one byte more than needed is looked at again for the end of an event,
+classes that are never compared may compare by value.
 """
 
 # ruff: noqa: T201 - survivors are printed
