@@ -199,7 +199,8 @@ class Simulation:
         async with asyncio.timeout(LAST_SECONDS):
             with suppress(KvcoreError):
                 await running
-        if len(self.signals) > 1:
+        # Two at once may be one that a wrapper of the command has passed on.
+        if len(self.signals) > 1 and self.signals[1] > self.signals[0] + 0.1:
             assert ended[0] < self.signals[1] + AT_ONCE_SECONDS, (
                 "a second signal does not end it"
             )
