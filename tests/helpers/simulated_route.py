@@ -74,7 +74,7 @@ class Publish:
 
 @attrs.frozen(kw_only=True)
 class RouteWorld:
-    """What is drawn for a run.
+    """The options and events of a run.
 
     Attributes:
         seed: seed of the network.
@@ -407,7 +407,7 @@ class RouteSimulation(Simulation):
     def _answers_twice(self, call):
         """Return True if the server may have answered a call just before that twice.
 
-        If the second answer arrives after the next request was sent, nobody can tell.
+        If the second answer arrives after the next request was sent, it cannot be told from the first.
         """
         server = self.servers[call.server]
         before = [each for each in server.received if each.number < call.number]

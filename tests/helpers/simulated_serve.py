@@ -41,7 +41,7 @@ class Break:
 
 @attrs.frozen(kw_only=True)
 class ServeWorld:
-    """What is drawn for a run.
+    """The options and events of a run.
 
     Attributes:
         seed: seed of the network and of the times of steps.
@@ -113,10 +113,10 @@ def expected(text, size):
 
 
 class Condition:
-    """A condition of threads where there are none: who waits is told so, and goes on.
+    """A condition where there are no threads: `wait` returns at once, and stores the time.
 
     Attributes:
-        waits: seconds to wait; infinite: until it is notified; None: nobody waits.
+        waits: seconds to wait; infinite: until it is notified; None: `wait` was not called.
     """
 
     def __init__(self):
