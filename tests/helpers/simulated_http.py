@@ -186,7 +186,7 @@ class Upstream:
         self.switch("up")
 
     def switch(self, state):
-        """Be `up`; `down` (all connections are cut); `lost` (no connection is answered); or `sick`."""
+        """Be `up`; `down` (it cuts all connections), `lost` (it answers none) or `sick`."""
         self.healthy = state != "sick"
         self.loop.unreachable.discard(self.port)
         if state in ("up", "sick"):

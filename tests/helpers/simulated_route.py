@@ -407,7 +407,7 @@ class RouteSimulation(Simulation):
     def _answers_twice(self, call):
         """Return True if the server may have answered a call just before that twice.
 
-        If the second answer arrives after the next request was sent, it cannot be told from the first.
+        One that arrives after the next request was sent cannot be told from its answer.
         """
         server = self.servers[call.server]
         before = [each for each in server.received if each.number < call.number]
