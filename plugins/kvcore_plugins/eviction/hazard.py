@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -72,15 +72,13 @@ class Waits:
         values: these values.
         ended, left: by group of ages, the waits that ended with a use, and those that are
             observed no longer.
-        indices: by bucket, the Gittins index; 0 before it is needed.
-        curve: by bucket, the chance to reach it and the seconds expected by then, if needed.
+        indices: by bucket, the Gittins index; None before it is needed.
     """
 
     values: Label
     ended: Row = attrs.field(factory=lambda: [0.0] * _GROUPS)
     left: Row = attrs.field(factory=lambda: [0.0] * _GROUPS)
-    indices: Row = attrs.field(factory=lambda: [0.0] * _BUCKETS)
-    curve: tuple[Row, Row] | None = None
+    indices: Row | None = None
 
 
 @attrs.define(eq=False)
@@ -149,35 +147,40 @@ class Model:
             self.counted += 1
         return bucket // 2
 
-    def index(self, kind: Waits, bucket: int) -> float:
-        """Return the Gittins index: the best chance of an end per expected second until it.
+    def indices(self, kind: Waits) -> Row:
+        """Return the Gittins indices: the best chance of an end per expected second until it.
 
-        The best over all ages at which to give up. It is computed once after a fit.
+        The best over all ages at which to give up. They are computed once after a fit.
         """
-        if kind.curve is None:
-            factors = self._times_factors([1.0] * _GROUPS, kind.values)
-            spread = [factor for factor in factors for _ in range(_GROUP)]
-            alive, age, chances, ages = 1.0, 0.0, [1.0], [0.0]
-            for hazard, width in zip(map(mul, self.hazards, spread), _WIDTHS, strict=True):
-                share = hazard if hazard < _CAP else _CAP  # faster than min()
-                age += (alive + _TINY) * width * (1 - share / 2)
-                alive *= 1 - share
-                ages.append(age)
-                chances.append(alive)
-            kind.curve = chances, ages
-        chances, ages = kind.curve
-        chance, age = chances[bucket], ages[bucket]
-        later = zip(chances[bucket + 1 :], ages[bucket + 1 :], strict=True)
-        best = kind.indices[bucket] = max([(chance - c) / (end - age) for c, end in later])
-        return best
+        factors = self._times_factors([1.0] * _GROUPS, kind.values)
+        spread = [factor for factor in factors for _ in range(_GROUP)]
+        chance, age, chances, ages = 1.0, 0.0, [1.0], [0.0]
+        for hazard, width in zip(map(mul, self.hazards, spread), _WIDTHS, strict=True):
+            share = hazard if hazard < _CAP else _CAP  # faster than min()
+            age += (chance + _TINY) * width * (1 - share / 2)
+            chance *= 1 - share
+            ages.append(age)
+            chances.append(chance)
+        # The best slopes are those of the concave hull of chances over ages: from the last
+        # bucket on, each goes to a corner of the hull, and the corners below it are dropped.
+        kind.indices = indices = [0.0] * (_BUCKETS + 1)
+        corners = [_BUCKETS] * (_BUCKETS + 1)
+        for bucket in range(_BUCKETS - 1, -1, -1):
+            chance, age, corner = chances[bucket], ages[bucket], bucket + 1
+            slope = (chance - chances[corner]) / (ages[corner] - age)
+            while slope < indices[corner]:
+                corner = corners[corner]
+                slope = (chance - chances[corner]) / (ages[corner] - age)
+            indices[bucket], corners[bucket] = slope, corner
+        return indices
 
     def fit(self, waits: list[Wait], now: int) -> None:
         """Fit hazards and factors to all waits so far, of which `waits` go on."""
         left, stopped = self.left[:], {kind: kind.left[:] for kind in self.classes.values()}
-        for wait in waits:
-            bucket = bisect_right(ENDS, now - wait.since)
-            left[bucket] += 1
-            stopped[wait.kind][bucket // _GROUP] += 1
+        observed = Counter((wait.kind, bisect_right(ENDS, now - wait.since)) for wait in waits)
+        for (kind, bucket), count in observed.items():
+            left[bucket] += count
+            stopped[kind][bucket // _GROUP] += count
         self.hazards = hazards(self.ended, left, _TAIL, _TAIL_WAITS)
         if stopped:
             self._fit_factors(stopped)
@@ -185,7 +188,7 @@ class Model:
         step = min(self.counted // _GROWTH + 32, max(_STEP, len(waits) // 2))
         self.fits, self.fit_at = self.fits + 1, self.counted + step
         for kind in stopped:
-            kind.indices, kind.curve = [0.0] * _BUCKETS, None
+            kind.indices = None
         if self.counted > self.fade_at:
             self.fade_at = self.counted + _FADE
             self.whole, self.parted = self.whole / 2, self.parted / 2
@@ -507,7 +510,7 @@ class Hazard(EvictionPolicy):
         index: float = span.released_order
         if not self._is_lru:
             bucket = bisect_right(ENDS, self._now - wait.since)
-            index = wait.kind.indices[bucket] or self.model.index(wait.kind, bucket)
+            index = (wait.kind.indices or self.model.indices(wait.kind))[bucket]
         if index <= self._limit:
             heappush(self._candidates, (index, wait.since, entry, span))
 
@@ -518,10 +521,10 @@ class Hazard(EvictionPolicy):
         ages = [now - wait.since for wait in waits]
         indices: Row = [span.released_order for span in leaves]
         if not self._is_lru:
-            places = [
-                (w.kind, bisect_right(ENDS, age)) for w, age in zip(waits, ages, strict=True)
+            indices = [
+                (wait.kind.indices or model.indices(wait.kind))[bisect_right(ENDS, age)]
+                for wait, age in zip(waits, ages, strict=True)
             ]
-            indices = [kind.indices[i] or model.index(kind, i) for kind, i in places]
         self._fits, self._limit = model.fits, sorted(indices)[len(ages) // _SCANS]
         self._scan_at = now + 1 + sum(ages) // (_SCANS * len(ages))
         self._candidates = [
