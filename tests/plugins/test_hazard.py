@@ -122,7 +122,7 @@ def test_it_follows_a_meaning_that_flips(blocks):
     assert late(Hazard()) >= 0.99 * late(LRU())
 
 
-HITS = {"lru": 18_850, "hazard": 33_370, "hazard:guard=false": 35_886, "workload-aware": 30_377}
+HITS = {"lru": 18_850, "hazard": 33_096, "hazard:guard=false": 35_478, "workload-aware": 30_377}
 
 
 @pytest.mark.parametrize("name", HITS)
