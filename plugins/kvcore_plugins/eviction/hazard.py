@@ -21,7 +21,7 @@ from kvcore_plugins.eviction.counts import Label, Tables, read_counts, write_cou
 from kvcore_plugins.eviction.ghost import GhostRuns
 from kvcore_plugins.eviction.hazard_guard import Guard
 from kvcore_plugins.eviction.queues import ScannedLeaves
-from kvcore_plugins.eviction.tool_ttl import hazards
+from kvcore_plugins.eviction.survival import hazards, indices
 
 PARTS = ("turns", "pause", "answer", "tool", "hits", "tenant")
 """The parts of which a class can consist."""
@@ -37,9 +37,6 @@ _WIDTHS = [(end - start) / NS_PER_S for start, end in pairwise([0, *ENDS, 2 * EN
 _TAIL, _TAIL_WAITS = [0.5] + [0.15] * len(ENDS), 16.0
 """Hazards without observations, and the waits that this counts for: a heavy tail, by which
 older waits are less likely to end."""
-
-_CAP, _TINY = 0.95, 1e-6
-"""The maximum of a hazard; a chance that is left in any case, so that seconds go on."""
 
 _GROWTH, _STEP, _FADE = 2, 8000, 16_000
 """A fit follows when half as many waits more, or this number, are counted; then all fade."""
@@ -133,32 +130,10 @@ class Model:
         return bucket // 2
 
     def indices(self, kind: Waits) -> Row:
-        """Return the Gittins indices: the best chance of an end per expected second until it.
-
-        The best over all ages at which to give up. They are computed once after a fit.
-        """
+        """Return the Gittins indices of a class. They are computed once after a fit."""
         spread = [factor for factor in kind.factors for _ in range(_GROUP)]
-        chance, age, chances, ages = 1.0, 0.0, [1.0], [0.0]
-        for hazard, width in zip(map(mul, self.hazards, spread), _WIDTHS, strict=True):
-            share = hazard if hazard < _CAP else _CAP  # faster than min()
-            age += (chance + _TINY) * width * (1 - share / 2)
-            chance *= 1 - share
-            ages.append(age)
-            chances.append(chance)
-        # The best slopes are those of the concave hull of chances over ages: from the last
-        # bucket on, each goes to a corner of the hull, and the corners below it are dropped.
-        kind.indices = indices = []
-        corners, best = [(0.0, 0.0, 0.0)], 0.0
-        for start, since in zip(chances[-2::-1], ages[-2::-1], strict=True):
-            slope = (start - chance) / (age - since)
-            while slope < best:
-                chance, age, best = corners.pop()
-                slope = (start - chance) / (age - since)
-            corners.append((chance, age, best))
-            chance, age, best = start, since, slope
-            indices.append(slope)
-        indices.reverse()
-        return indices
+        kind.indices = indices(list(map(mul, self.hazards, spread)), _WIDTHS)
+        return kind.indices
 
     def fit(self, waits: list[Wait], now: int) -> None:
         """Fit hazards and factors to all waits so far, of which `waits` go on."""
@@ -433,8 +408,9 @@ class Hazard(EvictionPolicy):
 
     def evictable_blocks(self, span: Span) -> int:
         """Return the blocks of the last key while that goes by itself, else all."""
+        wait: Wait = span.data
         if self.model.parts and not self._is_lru and span in self._lasts:
-            return span.end - max(span.start, span.data.end)
+            return span.end - max(span.start, wait.end)
         return span.end - span.start
 
     def victim(self, now: int) -> Span:
