@@ -153,6 +153,12 @@ def test_a_span_for_each_block_changes_little(conversation):
     assert min(each, runs) > 1.3 * lru
 
 
+def test_it_gains_where_leaves_are_evicted_whole(conversation):
+    """Where a leaf leaves whole, as in SGLang, its last key takes nothing else with it."""
+    requests, prefix = conversation[:6000], "radix:evict=leaf"
+    assert hits(FREE(), requests, 2000, prefix) > 1.3 * hits(LRU(), requests, 2000, prefix)
+
+
 def test_saved_counts_are_where_a_run_goes_on(tmp_path, conversation):
     """A run that loads the counts of another begins with what that has learned."""
     path = tmp_path / "counts.json"

@@ -300,8 +300,10 @@ class Hazard(EvictionPolicy):
         self._ended_at, self._now = -1, 0
         self._ended: tuple[int, str | None, str | None] = 0, None, None
         self._leaves = ScannedLeaves(self._indices)
-        # The leaves that still have the last key of a prompt that nobody has used since.
+        # The leaves that still have the last key of a prompt that nobody has used since; and
+        # whether the cache asks how much of a victim may leave, or evicts leaves whole.
         self._lasts: OrderedDict[Span, None] = OrderedDict()
+        self._trims = False
         self._is_lru, self._guard = self.guard, None
         self._conversation: Key | None = None
         if self.guard:
@@ -408,6 +410,7 @@ class Hazard(EvictionPolicy):
 
     def evictable_blocks(self, span: Span) -> int:
         """Return the blocks of the last key while that goes by itself, else all."""
+        self._trims = True
         wait: Wait = span.data
         if self.model.parts and not self._is_lru and span in self._lasts:
             return span.end - max(span.start, wait.end)
@@ -423,7 +426,7 @@ class Hazard(EvictionPolicy):
             self._leaves.scan(now)
             if self.save is not None:
                 write_counts(Path(self.save), "hazard", f"by={self.by}", model.tables())
-        if model.parts and self._lasts and not self._is_lru:
+        if model.parts and self._lasts and self._trims and not self._is_lru:
             return next(iter(self._lasts))
         return self._leaves.first(now)
 

@@ -83,10 +83,10 @@ class Guard:
 
 def _hits(shadow: KVCache, request: Request, now: int) -> int:
     """Return the blocks of `request` that hit in a shadow, which serves it at once."""
-    size, before = shadow.geometry.block_size, shadow.stats.hit_blocks
+    size = shadow.geometry.block_size
     tokens, room = len(request.keys) * size, shadow.pool.blocks * size
     first = None if tokens <= room else room - shadow.probe(request, now) * size
     seq = shadow.open(request, first, now)
     shadow.commit(seq, seq.tokens - seq.computed, now)
     shadow.close(seq, now)
-    return shadow.stats.hit_blocks - before
+    return seq.hit_blocks
