@@ -69,7 +69,8 @@ class Row:
             without tiers. For the optimum: the most that any policies of both can reach.
         tiers: transfers and drops of each tier, as from `Tiers.as_dict()`; None without tiers
             and for the optimum.
-        saved_s: seconds of prefill that the hits save, at the cost of computing them alone.
+        saved_s: seconds of prefill that the hits save, at the cost of computing them alone;
+            None in documents of earlier versions.
         evicted_blocks: blocks that left the cache, for room or because they expired.
         share_of_optimum: hits of the row divided by those of the optimum (without bypass) in
             the same pool; None if the optimum was not run or hits nothing.
@@ -88,7 +89,7 @@ class Row:
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
-    saved_s: float
+    saved_s: float | None = None
     evicted_blocks: int
     share_of_optimum: float | None = None
     reused_blocks: int | None = None
