@@ -100,6 +100,18 @@ class Histogram:
             place = bisect_left(borders, times[done] - since, place)
         counts[place] += count - done
 
+    def add_weights(self, weights: bytes, weight: int, total: int, high: int) -> None:
+        """Add samples: weights by bucket, their sum, that of the values, and the maximum.
+
+        `weights` are machine integers of 8 bytes.
+        """
+        self.weight += weight
+        self.total += total
+        self.high = max(self.high, high)
+        for place, more in enumerate(memoryview(weights).cast("q")):
+            if more:
+                self._weights[place] += more
+
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""
         self.weight += other.weight

@@ -47,12 +47,16 @@ class PrefixIndex(Plugin):
             enough; the others become free. May be an option.
         block_spans: whether every span is one block, as in engines that cache block by block.
             May be an option.
+        walks_tree: whether `match` does nothing but walk down the tree by `span.children`,
+            which the core in C then does itself. It is read from the class that defines
+            `match`.
     """
 
     kind: ClassVar[str] = "prefix"
     shares: ClassVar[bool] = True
     evicts_leaves = False
     block_spans = False
+    walks_tree: ClassVar[bool] = False
 
     @abstractmethod
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:

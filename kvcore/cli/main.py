@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from kvcore import native
 from kvcore.cli.verb import echo, flags_of
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
@@ -161,21 +162,18 @@ def _name_faults(*hooks: str | None) -> None:
         echo(f"kvcore: {' '.join(fault.split())}", err=True)
 
 
-def print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
-    """Print the installed version, and end."""
-    if not wanted or ctx.resilient_parsing:
-        return
+def print_version(*, verbose: bool) -> None:
+    """Print the installed version and the core; what that leaves to Python, if `verbose`."""
     installed = version("kvcore")
     if installed is None:
         msg = "kvcore is not installed, so it has no version; run `pip install -e .`"
         raise PluginError(msg)
-    click.echo(f"kvcore {installed}")
+    click.echo(f"kvcore {installed} (loop {native.state()})")
+    if verbose:
+        click.echo("\nThe loop in Python serves alone:\n")
+        click.echo("\n".join(f"    {part}" for part in native.LACKS))
     if os.environ.get("KVCORE_COMPILE", "0") not in {"", "0"}:
-        echo(
-            "kvcore: KVCORE_COMPILE does nothing any more, kvcore is pure Python; unset it",
-            err=True,
-        )
-    ctx.exit()
+        echo("kvcore: KVCORE_COMPILE does nothing any more; unset it", err=True)
 
 
 @click.command("help")
@@ -200,16 +198,17 @@ def help_page(ctx: click.Context, words: tuple[str, ...]) -> None:
     epilog="`kvcore help VERB` shows the options of a verb, with examples.",
 )
 @click.option(
-    "--version",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=print_version,
-    help="Print the version, and exit.",
+    "--version", "shows_version", is_flag=True, help="Print the version and the core, and exit."
+)
+@click.option(
+    "-v", "verbose", is_flag=True, help="With --version: what the core in C leaves to Python."
 )
 @click.pass_context
-def kvcore(ctx: click.Context) -> None:
+def kvcore(ctx: click.Context, *, shows_version: bool, verbose: bool) -> None:
     """Study the KV cache of LLM serving: what fits, what hits, and which policy does best."""
+    if shows_version:
+        print_version(verbose=verbose)
+        ctx.exit()
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 

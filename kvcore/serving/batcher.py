@@ -30,11 +30,11 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator
 from heapq import heappop, heappush
 from itertools import chain
 from operator import lt
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, NoReturn
 
 from kvcore.cache import ServedCache
 from kvcore.errors import PolicyError, shorten
-from kvcore.plugins import policy_error
+from kvcore.plugins import FAILURES, policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
@@ -807,16 +807,30 @@ class Batcher:
         # Jobs that get their blocks chunk by chunk may lose them at every chunk.
         chunks = 1 if self._decisions.whole else pool.blocks
         if self.without_progress > (_PATIENCE + 10 * jobs) * chunks:
-            msg = (
-                f"livelock at {now} ns: {self.without_progress} preemptions without a new "
-                f"token, the last of request {job.request.id!r}; {jobs} requests run or wait "
-                f"for {pool.blocks} blocks, of which {pool.free_blocks} are free. Scheduler "
-                f"{self._scheduler.scheduler.name!r} orders them differently every time it is "
-                "asked: a running job's priority may only improve"
+            raise self.livelock(
+                now, self.without_progress, job.request.id, jobs, pool.free_blocks
             )
-            if self._rules.decides():
-                msg += f"; or rules {self._rules.name!r} preempt those that come next"
-            raise PolicyError(msg)
+
+    def livelock(
+        self, now: int, preemptions: int, last: int | str, jobs: int, free_blocks: int
+    ) -> PolicyError:
+        """Return the error of a run of `jobs` jobs in which nothing but preemption happens."""
+        msg = (
+            f"livelock at {now} ns: {preemptions} preemptions without a new token, the last of "
+            f"request {last!r}; {jobs} requests run or wait for {self._cache.pool.blocks} "
+            f"blocks, of which {free_blocks} are free. Scheduler "
+            f"{self._scheduler.scheduler.name!r} orders them differently every time it is "
+            "asked: a running job's priority may only improve"
+        )
+        if self._rules.decides():
+            msg += f"; or rules {self._rules.name!r} preempt those that come next"
+        return PolicyError(msg)
+
+    def refuse_order(self, error: BaseException) -> NoReturn:
+        """Raise the error of priorities that do not compare."""
+        if not isinstance(error, FAILURES):
+            raise error
+        raise policy_error(self._scheduler.scheduler, "priority", error) from error
 
     def _rank(self, job: Job, now: int) -> None:
         """Set the rank of a waiting job, and schedule when to do so again."""

@@ -121,6 +121,19 @@ class DecodeBatch:
         else:
             self._attend(job, attended, seq.admission)
 
+    def restore(
+        self, ends: Lines[End], fresh: list[Job], context: int, last_step_ps: int
+    ) -> None:
+        """Add jobs to an empty batch, as they were in the core; see the attributes.
+
+        `ends` are their ends, in the order in which the jobs joined.
+        """
+        self.ends = sorted(ends)
+        self._end_of = {end[3]: end for end in ends}
+        self._growing = sorted((residue, order, job) for _, order, residue, job in ends)
+        self.size = self.growth[0] = len(ends)
+        self.fresh, self.context[0], self.last_step_ps = fresh, context, last_step_ps
+
     def remove(self, job: Job) -> None:
         """Remove `job`. O(log jobs), and a move in memory."""
         self.size -= 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf, isqrt
 from typing import (
     Any,
@@ -72,6 +72,21 @@ class StepWork:
         return self.prefill, self.attended_pairs, self.decode, self.context
 
 
+class StepTerms(NamedTuple):
+    """The terms of a model whose step time is one line, for the core in C.
+
+    With one attention window, a step of `tokens` tokens, of which `decode` are those of
+    decoding sequences, takes `overhead + (fine >> 32) + read * context` picoseconds, where
+    `fine` is `by_tokens(tokens) + sequence * decode + pair * attended_pairs`.
+    """
+
+    overhead: int
+    by_tokens: Callable[[int], int]
+    sequence: int
+    pair: int
+    read: int
+
+
 class LatencyModel(Plugin):
     """Predicts the time of a step of a server. More work never takes less time.
 
@@ -133,6 +148,13 @@ class LatencyModel(Plugin):
             )
             raise PolicyError(msg)
         return ((round(seconds * PS_PER_S), *(0 for _ in self.windows)),)
+
+    def terms_of_step(self) -> StepTerms | None:
+        """Return terms from which the core in C computes what `pieces` returns; None: it asks.
+
+        They count if the class that defines `pieces` defines them too.
+        """
+        return None
 
     def duration(self, work: StepWork) -> int:
         """Return the picoseconds that `work` takes.

@@ -35,11 +35,12 @@ The clock counts picoseconds (`_ps`); requests, caches and schedulers use whole 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from functools import partial
 from heapq import heappop, heappush
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
 import attrs
@@ -49,6 +50,7 @@ from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
 from kvcore.models.cost import attended_pairs
 from kvcore.request import SLO, Key, Request
+from kvcore.serving import native
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.group_allocator import GroupAllocator
@@ -96,8 +98,10 @@ class Arrivals:
         prefetches: whether hints for prefetches are collected.
 
     Attributes:
+        scale: `rate_scale`, exactly.
         next_at: when (ns) the next of the known requests arrives, or NEVER.
         prefetch_at: when (ns) the next of the known prefetches is due, or NEVER.
+        closed: whether a request of a session has been read, and so all that follow it.
         following: requests that wait for the end of another one, with their place in the
             workload, by the id of that one.
 
@@ -119,14 +123,14 @@ class Arrivals:
                 "number above 0"
             )
             raise InputError(msg)
-        self._scale = Fraction(str(rate_scale))
-        self._scaled = rate_scale != 1
+        self.scale = Fraction(str(rate_scale))
+        self.scaled = rate_scale != 1
         self._requests = iter(requests)
         self._session_of: dict[int | str, str | None] = {}
         # Most workloads number their requests: these numbers were read, without a session.
         self._first_number = self._next_number = self._came = 0
         self._last = 0
-        self._closed = False
+        self.closed = False
         self._due: list[tuple[int, int, Request]] = []
         # When a prefetch is due, place, arrival, request; and the longest hint so far.
         self._ahead: list[tuple[int, int, int, Request]] = []
@@ -135,6 +139,43 @@ class Arrivals:
         self.prefetch_at = NEVER
         self.following: dict[int | str, list[tuple[int, Request]]] = {}
         self._read()
+        self.next_at = self._due[0][0] if self._due else NEVER
+
+    def restart(self) -> Iterator[Request]:
+        """Return an iterator of all requests, which `resume` gives back; none was taken yet."""
+        first = [request for _, _, request in self._due]
+        self._due.clear()
+        self._session_of.clear()
+        self._requests = chain(first, self._requests)
+        return self._requests
+
+    def note(self, name: int | str, first: int, following: int) -> int:
+        """Note a name that does not continue the numbers from `first` up to `following`.
+
+        Returns the number that continues them now.
+        """
+        self._first_number, self._next_number = first, following
+        self._note(name, None)
+        return self._next_number
+
+    def resume(
+        self, ahead: Request | None, at: int, came: int, last: int, first: int, following: int
+    ) -> None:
+        """Go on after `came` requests, the last of which arrived at `last` (ns).
+
+        `ahead` is the next one, if it has been read. It arrives at `at` (ns) and is one of
+        those that came; at -1 it is not, and remains to be checked. The numbers are as for
+        `note`.
+        """
+        self._came, self._last = came, last
+        self._first_number, self._next_number = first, following
+        if ahead is not None and at >= 0:
+            self._enter(at, came, ahead)
+            self._newest = at
+        else:
+            if ahead is not None:
+                self._requests = chain((ahead,), self._requests)
+            self._read()
         self.next_at = self._due[0][0] if self._due else NEVER
 
     def take(self) -> tuple[int, Request]:
@@ -189,11 +230,11 @@ class Arrivals:
             if request.after is not None:
                 self._follow(request, place)
                 continue
-            if self._scaled:
-                at = int(at / self._scale)
+            if self.scaled:
+                at = int(at / self.scale)
             self._enter(at, place, request)
             self._newest = at
-            if not self._closed and at >= self._due[0][0] + self._longest:
+            if not self.closed and at >= self._due[0][0] + self._longest:
                 return
 
     def _follow(self, request: Request, place: int) -> None:
@@ -218,7 +259,7 @@ class Arrivals:
     def _note(self, name: int | str, session: str | None) -> None:
         """Keep the name of a request that was read, and its session."""
         if session is not None:
-            self._closed = True
+            self.closed = True
         if session is None and name == self._next_number and name not in self._session_of:
             self._next_number += 1
         elif self._has_come(name):
@@ -406,6 +447,8 @@ class ServingLoop:
             InputError: the workload is out of order, or its sessions do not close.
             PolicyError: a plugin failed, or the scheduler lets nothing run.
         """
+        if type(self) is ServingLoop:  # others are driven from outside, turn by turn
+            native.run(self)
         while True:
             if self.begin():
                 self.end()

@@ -207,6 +207,10 @@ class Scheduler(Plugin):
 
     kind: ClassVar[str] = "scheduler"
 
+    by_arrival: ClassVar[bool] = False
+    """Whether `priority` is the order of arrival, for the core in C. It is read from the class
+    that defines `priority`."""
+
     preemptive = False
     """Whether a waiting job may take the slot of a running one. May be an option."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, islice, repeat
 from operator import add, eq, mul, sub
 from typing import TYPE_CHECKING, Any, Final, Generic, NamedTuple, TypeAlias, TypeVar
@@ -219,6 +219,14 @@ class RunLog:
         self.recomputes.newest.append(job.recomputes)
         if len(self.verdict.newest) >= ROWS:
             for column in self.columns().values():
+                column.store()
+
+    def extend(self, columns: Mapping[str, Any]) -> None:
+        """Append rows by column: lists, or the bytes of their machine integers."""
+        for name, column in self.columns().items():
+            cells, newest = columns[name], column.newest
+            newest.frombytes(cells) if isinstance(cells, bytes) else newest.extend(cells)
+            if len(newest) >= ROWS:
                 column.store()
 
     def rejected(self, job: Job, why: str) -> None:
@@ -491,6 +499,21 @@ class PoolTimeline:
         while at < len(times):
             self._sample(times[at], active[at], cached[at])
             at = bisect_left(times, self._due, at + 1)
+
+    def restore(
+        self,
+        state: tuple[int, int, int, int, int, int],
+        active_area: int,
+        cached_area: int,
+        *samples: bytes,
+    ) -> None:
+        """Go on where the core in C has stopped: at its last event, areas and samples."""
+        self._now, self._active, self._cached, self._due, self._interval, self.peak = state
+        self._active_area, self._cached_area = active_area, cached_area
+        for column, cells in zip(
+            (self._times, self._actives, self._cacheds), samples, strict=True
+        ):
+            column.frombytes(cells)
 
     def summary(self, first: int, end: int) -> dict[str, Any]:
         """Return peak, samples, and means from `first` to `end` in ns (None if these equal).

@@ -13,7 +13,7 @@ from kvcore.cache import Span
 from kvcore.models.cost import default_prefill_cost
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import STRETCHES, Stream, read_stream
-from kvcore_replay.untimed import served
+from kvcore_replay.untimed import hits_of
 
 
 @attrs.frozen
@@ -96,11 +96,12 @@ def run_cell(cell: Cell, *, timed: bool = False) -> CellResult:
     hits, saved = [0] * STRETCHES, []
     count = len(stream.requests)
     began = process_time_ns()
-    for index, seq in enumerate(served(stream.requests, cache)):
-        if seq.hit_blocks:
-            hits[index * STRETCHES // count] += seq.hit_blocks
-            saved.append(seq.hit_blocks * size)
+    hit_blocks = hits_of(stream.requests, cache)
     cpu_ns = process_time_ns() - began
+    for index, blocks_hit in enumerate(hit_blocks):
+        if blocks_hit:
+            hits[index * STRETCHES // count] += blocks_hit
+            saved.append(blocks_hit * size)
     return CellResult(
         blocks=blocks,
         lookups=cache.stats.lookup_blocks,

@@ -33,7 +33,7 @@ from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
 from kvcore_lab.workers import Call, call_all, check_jobs
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.untimed import replay, served
+from kvcore_replay.untimed import hits_of, replay
 
 if TYPE_CHECKING:
     # Imported when there are prices.
@@ -485,14 +485,10 @@ class _RowMaker:
                 self.setup.put_tiers(cache)
             if self.residency:
                 cache.record_residency()
-            done = served(ticked(self._requests, self.tick), cache)
-            if self.price is None:
-                lengths = Counter(seq.hit_blocks for seq in done)
-            else:
-                pairs = [(seq.request, seq.hit_blocks) for seq in done]
-                lengths = Counter(hit for _, hit in pairs)
-                charged = self._bill(pairs)
-            stats = cache.stats
+            hits = hits_of(ticked(self._requests, self.tick), cache)
+            lengths, stats = Counter(hits), cache.stats
+            if self.price is not None:
+                charged = self._bill(zip(self._requests, hits, strict=True))
             reused = None if cache.tiers is None else cache.tiers.hit_stats()
             evicted = cache.tree.evicted_blocks + cache.tree.expired_blocks
         return Row(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, cast
 
-from kvcore.cache import KVCache, Sequence
+from kvcore.cache import KVCache, Sequence, native
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError
@@ -17,13 +18,21 @@ from kvcore.request import Request
 if TYPE_CHECKING:
     from kvcore_tiers.hierarchy import Tiers
 
-__all__ = ["replay", "served"]
+__all__ = ["hits_of", "replay", "served"]
 
 
 def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
     """Replay `requests` serially in `cache`; return the cache's statistics."""
-    deque(served(requests, cache), maxlen=0)
+    _, rest = native.replay(requests, cache, keeps=False)
+    deque(served(rest, cache), maxlen=0)
     return cache.stats
+
+
+def hits_of(requests: Iterable[Request], cache: KVCache) -> array[int]:
+    """Replay `requests` serially in `cache`; return the number of blocks that each hits."""
+    hits, rest = native.replay(requests, cache, keeps=True)
+    hits.extend(seq.hit_blocks for seq in served(rest, cache))
+    return hits
 
 
 def served(requests: Iterable[Request], cache: KVCache) -> Iterator[Sequence]:

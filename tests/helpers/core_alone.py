@@ -30,7 +30,7 @@ def copy_core(target):
     unwanted = shutil.ignore_patterns("__pycache__")
     for folder in ("kvcore", "plugins/kvcore_plugins"):
         shutil.copytree(ROOT / folder, target / folder, ignore=unwanted)
-    for name in ("LICENSE", "README.md"):
+    for name in ("LICENSE", "README.md", "hatch_build.py"):
         shutil.copy(ROOT / name, target)
     project = (ROOT / "pyproject.toml").read_text("utf-8")
     for left_out in (

@@ -3,7 +3,7 @@
 ORDER = [
     {"blake2", "errors"},
     {"units", "untrusted"},
-    {"distributions", "files", "histogram", "lazy", "moved", "progress"},
+    {"distributions", "files", "histogram", "lazy", "moved", "native", "progress"},
     {"sections"},
     {"notebook"},
     {"request"},

@@ -21,6 +21,7 @@ from kvcore.serving import Result
 from kvcore.serving.batcher import Batcher
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor
 from kvcore.serving.loop import NEVER, AllocatorFactory, ServingLoop
+from kvcore.serving.native import serves
 from kvcore.serving.result import LAST, Queue, finished_work, moments, offered_load
 from kvcore.units import PS_PER_NS
 from kvcore_lab.contiguous.loop import ContiguousAllocator, contiguous_cache
@@ -199,9 +200,13 @@ class _Search:
             allocator = partial(ContiguousAllocator, max_output=self.result.max_output or 0)
         executor = SimulatedExecutor(latency)
         judge = _QueueJudge()
-        loop = loop_of(judge, again, self.requests, cache, executor, allocator)
-        judge.moments = self._moments(loop, again, latency)
-        run_until_decided(loop)
+        loop = loop_of(None, again, self.requests, cache, executor, allocator)
+        if serves(loop):
+            loop.run()  # as a whole it takes the core less time than a part takes Python
+        else:
+            loop = loop_of(judge, again, self.requests, cache, executor, allocator)
+            judge.moments = self._moments(loop, again, latency)
+            run_until_decided(loop)
         self.tick(1)
         if judge.grows is None:
             run = Result(loop.log, cache, parts.batching, latency, None)

@@ -23,7 +23,7 @@ class EarlyEnd(Meter):
 
 
 def loop_of(
-    meter: EarlyEnd,
+    meter: EarlyEnd | None,
     parts: RunParts,
     requests: Sequence[Request],
     cache: ServedCache,

@@ -18,6 +18,7 @@ from kvcore.models.cost import pair_flop
 from kvcore.models.memory import KVLayout, can_share, degree_problem, tensor_degrees
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import LinearPiece, StepWork, Windows
+from kvcore.serving.latency import StepTerms
 from kvcore.units import DECIMAL, PS_PER_S, format_bytes, picoseconds
 from kvcore_plugins.latency.engine_times import (
     EngineName,
@@ -274,6 +275,14 @@ class Roofline(LatencyModel):
             return ((self._overhead + (fine >> SHIFT), self._read[0]),)
         fine += sum(map(mul, self._pairs, work.attended_pairs))
         return ((self._overhead + (fine >> SHIFT), *self._read),)
+
+    def terms_of_step(self) -> StepTerms | None:
+        """Return the terms of `pieces`, where there is one attention window."""
+        if len(self._read) > 1:
+            return None
+        return StepTerms(
+            self._overhead, self._by_tokens, self._sequence, self._pairs[0], self._read[0]
+        )
 
     def terms(self, works: Sequence[StepWork]) -> list[list[list[float]]]:
         """Return the seconds of overhead, computing and reading at full rates, for a fit."""

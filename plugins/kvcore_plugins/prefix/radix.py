@@ -27,6 +27,7 @@ class Radix(PrefixIndex):
     """
 
     name: ClassVar[str] = "radix"
+    walks_tree: ClassVar[bool] = True
     later_options = ("evict",)
 
     def __init__(self, evict: Literal["blocks", "leaf"] = "blocks") -> None:

@@ -11,6 +11,7 @@ class FCFS(Scheduler):
     """Serve jobs in the order in which they arrived."""
 
     name: ClassVar[str] = "fcfs"
+    by_arrival: ClassVar[bool] = True
 
     def priority(self, job: Job, now: int) -> Any:
         """Return the order of arrival."""

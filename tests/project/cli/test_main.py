@@ -16,6 +16,7 @@ import click
 import pytest
 from helpers.commands import run_here
 
+from kvcore import native
 from kvcore.cli import main as frame
 from kvcore.errors import InputError, OutOfBlocks, PluginError, TraceError
 from kvcore.hookspecs import Verb
@@ -423,8 +424,14 @@ def test_version_is_the_installed_one(asked, notices, monkeypatch, capsys):
     monkeypatch.setenv("KVCORE_COMPILE", asked)
     assert frame.run(["--version"]) == 0
     printed = capsys.readouterr()
-    assert printed.out == "kvcore 1.2.3\n"
+    assert printed.out == f"kvcore 1.2.3 (loop {native.state()})\n"
     assert printed.err.count("KVCORE_COMPILE does nothing any more") == notices
+
+
+def test_verbose_version_says_what_python_serves(capsys):
+    """`--version -v` prints what the core in C leaves to the loop in Python."""
+    assert frame.run(["--version", "-v"]) == 0
+    assert native.LACKS[0] in capsys.readouterr().out
 
 
 def test_version_without_installation(monkeypatch, capsys):

@@ -1,0 +1,79 @@
+"""The core in C beside the cache: what it serves, and untimed replays by it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from functools import cache as once
+from itertools import chain
+from typing import Any
+
+from kvcore.cache.kvcache import KVCache
+from kvcore.cache.pool import CountingPool
+from kvcore.cache.served import ServedCache
+from kvcore.cache.span import Span
+from kvcore.histogram import borders
+from kvcore.native import library
+from kvcore.plugins import find_override
+from kvcore.request import NO_HINTS, Request
+
+
+@once
+def core() -> Any | None:
+    """Return the library, which knows the classes of the cache; None: it is not used."""
+    found = library()
+    if found is not None:
+        found.bind(Span, Request, NO_HINTS, borders())
+    return found
+
+
+def why_not(cache: ServedCache) -> str:
+    """Return why the core does not change `cache`; "" if it does."""
+    if type(cache) is not KVCache or type(cache.pool) is not CountingPool:
+        return f"a {type(cache).__name__} with a {type(cache.pool).__name__}"
+    tree = cache.tree
+    hears = (find_override(cache.eviction, name) for name in ("on_queued", "on_dequeued"))
+    reasons = (
+        ("a trace", cache.trace),
+        ("tiers", cache.tiers),
+        ("a retention policy", cache.retention),
+        ("a policy that hears of the queue", any(hears)),
+        ("spans that expire", tree._expires),
+        ("leaves evicted whole", tree._evicts_leaves),
+        ("a cache in use", cache.now or cache.stats.requests or cache.sequences),
+        ("a cache in use", tree.cached_blocks or tree.pins or tree.failure),
+    )
+    return next((name for name, holds in reasons if holds), "")
+
+
+def defines(plugin: object, name: str, method: str) -> bool:
+    """Return True if the class that defines `method` of a plugin defines `name` too."""
+    for base in type(plugin).__mro__:
+        if method in vars(base):
+            return name in vars(base)
+    return False
+
+
+def walks_tree(cache: KVCache) -> bool:
+    """Return True if the prefix index of `cache` does nothing but walk down the tree."""
+    index = cache.prefix
+    return index.walks_tree and defines(index, "walks_tree", "match")
+
+
+def replay(
+    requests: Iterable[Request], cache: KVCache, *, keeps: bool
+) -> tuple[array[int], Iterator[Request]]:
+    """Open, commit and close requests in a new cache, as many as the core takes.
+
+    Returns the hit blocks of each of them, if the caller `keeps` these, and the other requests.
+
+    Raises:
+        PolicyError: the eviction policy failed.
+    """
+    hits, rest, native = array("q"), iter(requests), core()
+    if native is not None and not why_not(cache):
+        counted, left = native.replay(cache, rest, walks_tree(cache), keeps)
+        hits.frombytes(counted)
+        if left is not None:
+            rest = chain((left,), rest)
+    return hits, rest

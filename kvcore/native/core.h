@@ -1,0 +1,244 @@
+/* What the files of the core share: Python objects by their slots, the tree, the jobs.
+ *
+ * The core runs the serving loop of `kvcore/serving/loop.py` on the same objects: spans, the
+ * dictionaries of their children, policies and indexes are those of Python, whose `__slots__` it
+ * reads and writes in place. Jobs and the decode batch are its own while it runs.
+ *
+ *     tree.c           kvcore/cache/tree.py, and `open`, `commit` and `close` of kvcache.py
+ *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
+ *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
+ *     untimed.c        kvcore_replay/untimed.py
+ *     loop.c           kvcore/serving/loop.py, batcher.py and stats.py; the module
+ *
+ * Functions that return int return 0, or -1 with a Python exception set.
+ */
+#ifndef KVCORE_CORE_H
+#define KVCORE_CORE_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <structmember.h>
+#include <stdint.h>
+
+typedef long long i64;
+typedef __int128 i128; /* picoseconds: their sums pass 2^63 after 106 days */
+
+/* Slots of Python objects. */
+
+#define SPAN_SLOTS(X)                                                                             \
+    X(id) X(start) X(end) X(parent) X(ref_count) X(children) X(created) X(last_access)            \
+    X(created_order) X(last_hit_order) X(last_request) X(released_order) X(hit_count) X(priority) \
+    X(priority_until) X(expires) X(tenant) X(data) X(geometry) X(path_keys) X(ids) X(creator)
+
+#define REQUEST_SLOTS(X)                                                                          \
+    X(id) X(arrival) X(prompt_tokens) X(output_tokens) X(keys) X(key_tokens) X(tenant) X(slo)     \
+    X(retention) X(hints) X(session) X(after) X(output_keys)
+
+#define JOB_SLOTS(X)                                                                              \
+    X(target) X(stage) X(computed) X(rank) X(admitted) X(first_token) X(hit) X(recomputes)        \
+    X(last_token_ps) X(output_tokens) X(generated_before) X(joined)
+
+#define OFFSET(name) Py_ssize_t name;
+typedef struct { PyTypeObject *type; SPAN_SLOTS(OFFSET) } SpanSlots;
+typedef struct { PyTypeObject *type; REQUEST_SLOTS(OFFSET) } RequestSlots;
+typedef struct { PyTypeObject *type; JOB_SLOTS(OFFSET) } JobSlots;
+#undef OFFSET
+
+extern SpanSlots span_slots;
+extern RequestSlots request_slots;
+extern JobSlots job_slots;
+
+static inline PyObject **slot(PyObject *object, Py_ssize_t offset)
+{
+    return (PyObject **)((char *)object + offset);
+}
+
+#define SPAN(span, name) (*slot(span, span_slots.name))
+
+/* Return the integer of a slot; -1 with an exception if a plugin has put something else there. */
+static inline i64 int_of(PyObject *value)
+{
+    if (!value) {
+        PyErr_SetString(PyExc_AttributeError, "an attribute of a span was deleted");
+        return -1;
+    }
+    return PyLong_AsLongLong(value);
+}
+
+#define SPAN_INT(span, name) int_of(SPAN(span, name))
+
+/* Put `value`, a new reference, into a slot. */
+static inline int put(PyObject **at, PyObject *value)
+{
+    PyObject *before = *at;
+    if (!value)
+        return -1;
+    *at = value;
+    Py_XDECREF(before);
+    return 0;
+}
+
+static inline int put_int(PyObject **at, i64 value) { return put(at, PyLong_FromLongLong(value)); }
+
+#define SPAN_PUT(span, name, value) put(&SPAN(span, name), value)
+#define SPAN_PUT_INT(span, name, value) put_int(&SPAN(span, name), value)
+
+PyObject *big_int(i128 value);
+int set_int(PyObject *object, const char *name, i64 value);
+
+/* Jobs. */
+
+typedef struct Job Job;
+typedef struct { Job *before, *after; } Link;
+
+enum { WAITING, PREFILL, DECODE };
+
+/* A job, and its sequence while it has one (`span`). Times are ns, lengths tokens; -1: none. */
+struct Job {
+    PyObject *request;
+    PyObject *keys;      /* of its blocks; NULL until it is laid out */
+    PyObject *python;    /* its `Job`, for a scheduler that asked for it; NULL: none did */
+    PyObject *rank;      /* its priority; NULL: its order of arrival */
+    PyObject *verdict;   /* its SLO, or NULL */
+    i64 serial, arrival, prompt, output, target, computed, hit, admitted, first_token;
+    i128 last_token_ps;
+    i64 generated_before, joined, recomputes;
+    int stage, is_victim, is_fresh;
+    /* Its sequence. */
+    PyObject *span;
+    PyObject *token;     /* stands for the sequence in `Span.creator`: its `admission` */
+    i64 admission, cacheable, lookup, limit, blocks, tokens, shared_end;
+    /* Its places: among the running, the prefilling, and in the batch. */
+    Link running, prefilling, batch;
+    i64 end, residue;
+};
+
+typedef struct { Job *first, *last; i64 count; } List;
+
+#define LIST_ADD(list, job, link)                                                                 \
+    do {                                                                                          \
+        (job)->link.before = (list)->last;                                                        \
+        (job)->link.after = NULL;                                                                 \
+        *((list)->last ? &(list)->last->link.after : &(list)->first) = (job);                     \
+        (list)->last = (job);                                                                     \
+        (list)->count++;                                                                          \
+    } while (0)
+
+#define LIST_REMOVE(list, job, link)                                                              \
+    do {                                                                                          \
+        Job *before_ = (job)->link.before, *after_ = (job)->link.after;                           \
+        *(before_ ? &before_->link.after : &(list)->first) = after_;                              \
+        *(after_ ? &after_->link.before : &(list)->last) = before_;                               \
+        (list)->count--;                                                                          \
+    } while (0)
+
+static inline i64 ceil_div(i64 value, i64 by) { return (value + by - 1) / by; }
+
+/* residency.c */
+
+typedef struct { i64 *weights; i128 weight, total, high; } Histogram;
+
+int histogram_borders(PyObject *list);
+int histogram_init(Histogram *histogram);
+void histogram_add(Histogram *histogram, i128 first, i128 slope, i64 count, i64 weight);
+int histogram_store(Histogram *histogram, PyObject *object, const char *name);
+
+typedef struct {
+    PyObject *object, *refaults, *young, *old;
+    Histogram age_at_hit, age_at_eviction, lifetime, hits_at_eviction;
+    i64 window, turn, clock, refaulted, stored, evicted;
+} Residency;
+
+int residency_init(Residency *residency, PyObject *object);
+int residency_store(Residency *residency);
+void residency_clear(Residency *residency);
+int residency_stored(Residency *residency, PyObject *keys, i64 start, i64 end, i64 ratio);
+int residency_evicted(Residency *residency, PyObject *span, i64 count, i64 now, PyObject *times,
+                      i64 ratio);
+
+/* tree.c */
+
+PyObject *key_at(PyObject *keys, i64 place);
+i64 common_prefix(PyObject *one, PyObject *other, i64 start, i64 end, i64 ratio);
+
+enum { ON_INSERT, ON_ACCESS, ON_END, ON_EXTEND, ON_SPLIT, ON_PIN, ON_MISS, ON_RELEASE, ON_LEAF,
+       ON_TRIM, ON_REMOVE, EVICTABLE_BLOCKS, INDEX_INSERT, INDEX_SPLIT, INDEX_REMOVE,
+       WATCH_STORED, WATCH_HIT, WATCH_LEAVING, HOOKS };
+
+typedef struct {
+    PyObject *tree, *root, *geometry, *policy, *index;
+    PyObject *hooks[HOOKS];     /* NULL: not overridden */
+    PyObject *match, *victim;   /* of the index, and of the policy */
+    Residency residency;        /* without an object: nothing is counted */
+    PyObject *now_object, *capacity, *default_priority;
+    int walks, shares, by_block, fixed_order, by_key;
+    int truncates;              /* whether a prompt may be longer than the pool */
+    i64 size, ratio, stride, expected_key_tokens;
+    i64 pool, free, unpinned, cached, evicted, last_id, created, released, admissions, now;
+    /* CacheStats. */
+    i64 requests, lookup_blocks, hit_blocks, lookup_tokens, hit_tokens, self_hit_blocks,
+        lost_tokens, looked_up;
+    double ratio_sum;
+} Tree;
+
+int tree_init(Tree *tree, PyObject *cache, int walks); /* whether its index walks the tree */
+int tree_store_back(Tree *tree, PyObject *cache);
+void tree_clear(Tree *tree);
+int tree_at(Tree *tree, i64 now);
+int tree_open(Tree *tree, Job *job, i64 reserve, i64 now);   /* 1: there are no blocks */
+int tree_commit(Tree *tree, Job *job, i64 now);
+int tree_close(Tree *tree, Job *job, i64 now, int ended);
+int tree_take_one(Tree *tree, Job *job, i64 now);
+int tree_free_ahead(Tree *tree, i64 blocks, PyObject *requester, i64 now, PyObject *times);
+
+/* decode_batch.c */
+
+typedef struct { i128 first, slope; } Line;
+
+#define MOST_LINES 8
+
+typedef struct { int count; Line lines[MOST_LINES]; } Times;
+
+typedef struct { i64 end, admission; Job *job; } End;
+
+typedef struct {
+    Tree *tree;
+    List jobs;                                  /* in the order in which they joined */
+    i64 steps, context, block_size;
+    i128 last_step_ps;
+    Job **growing; i64 growing_room;            /* by (residue, admission) */
+    End *ends; i64 ends_count, ends_room;       /* a heap */
+    Job **fresh; i64 fresh_count, fresh_room;
+    i64 allocated_until;
+    Histogram gaps;                             /* the times between tokens */
+} Batch;
+
+int batch_init(Batch *batch, Tree *tree);
+void batch_clear(Batch *batch);
+int batch_add(Batch *batch, Job *job, i64 generated);
+void batch_remove(Batch *batch, Job *job);
+i128 batch_run(Batch *batch, i128 start, i128 first, i128 slope, i64 steps);
+int batch_jump(Batch *batch, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took);
+int batch_next_step(Batch *batch, i64 now);     /* 1: there is no room */
+Job *batch_pop_finished(Batch *batch);
+
+static inline i64 generated_of(const Batch *batch, const Job *job)
+{
+    return job->generated_before + (job->joined < 0 ? 0 : batch->steps - job->joined);
+}
+
+static inline i64 length_of(const Batch *batch, const Job *job)
+{
+    i64 generated = generated_of(batch, job);
+    return generated ? job->prompt + generated - 1 : job->computed;
+}
+
+/* loop.c */
+
+int is_plain(PyObject *request, int timed);
+
+/* untimed.c */
+
+PyObject *untimed_replay(PyObject *module, PyObject *arguments);
+
+#endif

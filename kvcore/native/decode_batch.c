@@ -1,0 +1,422 @@
+/* The twin of kvcore/serving/decode_batch.py, and of the step times of latency.py.
+ *
+ * Many decode steps are one jump, in closed form; the times between its tokens go into a histogram
+ * as arithmetic progressions.
+ */
+#include "core.h"
+#include <math.h>
+
+/* Step times: the maximum of a few lines in the number of the step. */
+
+static i128 sum_of(i128 first, i128 slope, i64 count)
+{
+    return count * first + slope * ((i128)count * (count - 1) / 2);
+}
+
+/* Return the line that is highest at `step`; `*until`: the step at which another one rises. */
+static const Line *highest(const Times *times, i64 step, i64 steps, i64 *until)
+{
+    const Line *top = &times->lines[0];
+    for (int n = 1; n < times->count; n++) {
+        const Line *line = &times->lines[n];
+        i128 here = line->first + line->slope * step, there = top->first + top->slope * step;
+        if (here > there || (here == there && line->slope > top->slope))
+            top = line;
+    }
+    *until = steps;
+    for (int n = 0; n < times->count; n++) {
+        const Line *line = &times->lines[n];
+        if (line->slope > top->slope) {
+            i128 cross = (top->first - line->first) / (line->slope - top->slope) + 1;
+            if (cross < *until)
+                *until = (i64)cross;
+        }
+    }
+    return top;
+}
+
+static i128 total_of(const Times *times, i64 steps)
+{
+    i128 total = 0;
+    for (i64 step = 0, until; step < steps; step = until) {
+        const Line *line = highest(times, step, steps, &until);
+        total += sum_of(line->first + line->slope * step, line->slope, until - step);
+    }
+    return total;
+}
+
+/* Return the fewest of `count` steps whose sum is at least `time`; all of them suffice. */
+static i64 steps_for(i128 first, i128 slope, i64 count, i128 time)
+{
+    if (time <= 0)
+        return 0;
+    long double twice = 2 * (long double)first - (long double)slope;
+    long double estimate = slope
+        ? (sqrtl(twice * twice + 8 * (long double)slope * (long double)time) - twice)
+            / (2 * (long double)slope)
+        : (long double)time / (long double)first;
+    i64 steps = estimate >= (long double)count ? count : estimate > 0 ? (i64)estimate : 0;
+    while (steps > 0 && sum_of(first, slope, steps - 1) >= time)
+        steps--;
+    while (sum_of(first, slope, steps) < time)
+        steps++;
+    return steps;
+}
+
+/* Return the number of steps, at least 1, until `time` has passed, or `most`. */
+static i64 reach(const Times *times, i128 time, i64 most)
+{
+    for (i64 step = 0, until; step < most; step = until) {
+        const Line *line = highest(times, step, most, &until);
+        i128 first = line->first + line->slope * step;
+        i128 whole = sum_of(first, line->slope, until - step);
+        if (whole >= time) {
+            i64 steps = step + steps_for(first, line->slope, until - step, time);
+            return steps > 1 ? steps : 1;
+        }
+        time -= whole;
+    }
+    return most;
+}
+
+/* The batch. */
+
+int batch_init(Batch *b, Tree *tree)
+{
+    b->tree = tree;
+    b->block_size = tree->size;
+    b->growing_room = b->ends_room = b->fresh_room = 64;
+    b->growing = PyMem_New(Job *, b->growing_room);
+    b->fresh = PyMem_New(Job *, b->fresh_room);
+    b->ends = PyMem_New(End, b->ends_room);
+    if (b->growing && b->fresh && b->ends)
+        return histogram_init(&b->gaps);
+    PyErr_NoMemory();
+    return -1;
+}
+
+void batch_clear(Batch *b)
+{
+    PyMem_Free(b->growing), PyMem_Free(b->fresh), PyMem_Free(b->ends);
+    PyMem_Free(b->gaps.weights);
+}
+
+static i64 modulo(i64 value, i64 by)
+{
+    i64 rest = value % by;
+    return rest < 0 ? rest + by : rest;
+}
+
+/* Return the place among those that grow of the first at or behind (residue, admission). */
+static i64 growing_at(const Batch *b, i64 residue, i64 admission)
+{
+    i64 low = 0, high = b->jobs.count;
+    while (low < high) {
+        i64 middle = (low + high) / 2;
+        const Job *job = b->growing[middle];
+        if (job->residue < residue || (job->residue == residue && job->admission < admission))
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+static int is_before(End one, End other)
+{
+    return one.end < other.end || (one.end == other.end && one.admission < other.admission);
+}
+
+static int push_end(Batch *b, End entry)
+{
+    if (b->ends_count == b->ends_room) {
+        End *ends = PyMem_Resize(b->ends, End, 2 * b->ends_room);
+        if (!ends) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        b->ends_room *= 2;
+    }
+    i64 at = b->ends_count++;
+    for (; at && is_before(entry, b->ends[(at - 1) / 2]); at = (at - 1) / 2)
+        b->ends[at] = b->ends[(at - 1) / 2];
+    b->ends[at] = entry;
+    return 0;
+}
+
+/* Remove the entry at `at` of the heap. */
+static void remove_end(Batch *b, i64 at)
+{
+    End entry = b->ends[--b->ends_count];
+    i64 below, up;
+    while ((below = 2 * at + 1) < b->ends_count) {
+        if (below + 1 < b->ends_count && is_before(b->ends[below + 1], b->ends[below]))
+            below++;
+        if (is_before(entry, b->ends[below]))
+            break;
+        b->ends[at] = b->ends[below];
+        at = below;
+    }
+    for (; at && is_before(entry, b->ends[up = (at - 1) / 2]); at = up)
+        b->ends[at] = b->ends[up];
+    b->ends[at] = entry;
+}
+
+int batch_add(Batch *b, Job *job, i64 generated)
+{
+    i64 length = job->prompt + generated - 1, count = b->jobs.count;
+    if (count == b->growing_room) {
+        Job **growing = PyMem_Resize(b->growing, Job *, 2 * b->growing_room);
+        if (!growing) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        b->growing_room *= 2;
+    }
+    if (b->fresh_count == b->fresh_room) {
+        Job **fresh = PyMem_Resize(b->fresh, Job *, 2 * b->fresh_room);
+        if (!fresh) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        b->fresh_room *= 2;
+    }
+    job->generated_before = generated;
+    job->joined = b->steps;
+    job->residue = modulo(b->steps - length, b->block_size);
+    job->end = b->steps + job->output - generated;
+    if (push_end(b, (End){job->end, job->admission, job}) < 0)
+        return -1;
+    i64 place = growing_at(b, job->residue, job->admission);
+    memmove(b->growing + place + 1, b->growing + place, sizeof(Job *) * (count - place));
+    b->growing[place] = job;
+    b->fresh[b->fresh_count++] = job;
+    job->is_fresh = 1;
+    LIST_ADD(&b->jobs, job, batch);
+    b->context += length + 1;
+    return 0;
+}
+
+/* Take `job`, which is in the heap no more, out of the batch. */
+static void leave(Batch *b, Job *job)
+{
+    if (job->is_fresh) {
+        i64 at = 0;
+        while (b->fresh[at] != job)
+            at++;
+        memmove(b->fresh + at, b->fresh + at + 1, sizeof(Job *) * (--b->fresh_count - at));
+        job->is_fresh = 0;
+    } else {
+        job->last_token_ps = b->last_step_ps;
+    }
+    job->generated_before += b->steps - job->joined;
+    job->joined = -1;
+    i64 place = growing_at(b, job->residue, job->admission);
+    LIST_REMOVE(&b->jobs, job, batch);
+    memmove(b->growing + place, b->growing + place + 1,
+            sizeof(Job *) * (b->jobs.count - place));
+    b->context -= job->prompt + job->generated_before;
+}
+
+void batch_remove(Batch *b, Job *job)
+{
+    i64 at = 0;
+    while (b->ends[at].job != job)
+        at++;
+    remove_end(b, at);
+    leave(b, job);
+}
+
+/* Run one segment of steps from `start` on, and record its gaps; return the time it took. */
+i128 batch_run(Batch *b, i128 start, i128 first, i128 slope, i64 steps)
+{
+    i64 size = b->jobs.count;
+    /* Whether all newest tokens are from the moment at which the first step begins. */
+    int even = start == b->last_step_ps || (b->fresh_count && b->fresh_count == size);
+    for (i64 n = 0; even && n < b->fresh_count; n++)
+        even = b->fresh[n]->last_token_ps == start;
+    if (even) {
+        histogram_add(&b->gaps, first, slope, steps, size);
+    } else {
+        for (i64 n = 0; n < b->fresh_count; n++)
+            histogram_add(&b->gaps, start + first - b->fresh[n]->last_token_ps, 0, 1, 1);
+        if (b->fresh_count < size)
+            histogram_add(&b->gaps, start + first - b->last_step_ps, 0, 1, size - b->fresh_count);
+        if (steps > 1)
+            histogram_add(&b->gaps, first + slope, slope, steps - 1, size);
+    }
+    for (i64 n = 0; n < b->fresh_count; n++)
+        b->fresh[n]->is_fresh = 0;
+    b->fresh_count = 0;
+    i128 took = sum_of(first, slope, steps);
+    b->steps += steps;
+    b->last_step_ps = start + took;
+    b->context += size * steps;
+    return took;
+}
+
+/* Remove and return a job that has generated all its tokens; NULL: there is none. */
+Job *batch_pop_finished(Batch *b)
+{
+    if (!b->ends_count || b->ends[0].end > b->steps)
+        return NULL;
+    Job *job = b->ends[0].job;
+    remove_end(b, 0);
+    leave(b, job);
+    return job;
+}
+
+/* The blocks that the batch grows into: `DecodeAllocator`. */
+
+/* Return how many jobs have a residue in `[low, high)`. */
+static i64 between(const Batch *b, i64 low, i64 high)
+{
+    return growing_at(b, high, 0) - growing_at(b, low, 0);
+}
+
+static i64 growth_between(const Batch *b, i64 first, i64 end)
+{
+    i64 size = b->block_size, turns = (end - first) / size, rest = (end - first) % size;
+    i64 low = first % size, high = low + rest, count = between(b, low, high);
+    if (high > size)
+        count += between(b, 0, high - size);
+    return turns * b->jobs.count + count;
+}
+
+/* Allocate a block for each of `count` jobs that grow, from `place` on. */
+static int grow(Batch *b, i64 place, i64 count, i64 now)
+{
+    if (count <= b->tree->free) {
+        b->tree->free -= count;
+        return 0;
+    }
+    for (i64 n = 0; n < count; n++)
+        if (tree_take_one(b->tree, b->growing[place + n], now) < 0)
+            return -1;
+    return 0;
+}
+
+/* Allocate for the next step, unless that is done. 1: there is no room. */
+int batch_next_step(Batch *b, i64 now)
+{
+    if (b->allocated_until > b->steps)
+        return 0;
+    i64 residue = b->steps % b->block_size, place = growing_at(b, residue, 0);
+    i64 count = growing_at(b, residue + 1, 0) - place;
+    if (count > b->tree->free + b->tree->unpinned)
+        return 1;
+    if (count && grow(b, place, count, now) < 0)
+        return -1;
+    b->allocated_until = b->steps + 1;
+    return 0;
+}
+
+/* The steps at which jobs grow, one after the other: those of a residue come together. */
+typedef struct { i64 turn, place, count, offset; int started; } Growth;
+
+/* Go to the next step before `end` at which jobs grow; return it, or -1: there is none. */
+static i64 next_growth(const Batch *b, Growth *g, i64 first, i64 end)
+{
+    i64 size = b->block_size, jobs = b->jobs.count;
+    if (!jobs)
+        return -1;
+    if (!g->started) {
+        g->started = 1;
+        g->turn = first;
+        g->place = growing_at(b, first % size, 0) % jobs;
+    } else {
+        i64 next = g->place + g->count == jobs ? 0 : g->place + g->count;
+        i64 offset = modulo(b->growing[next]->residue - first, size);
+        if (offset <= g->offset)
+            g->turn += size;
+        g->place = next;
+    }
+    i64 residue = b->growing[g->place]->residue;
+    g->offset = modulo(residue - first, size);
+    g->count = growing_at(b, residue + 1, 0) - g->place;
+    return g->turn + g->offset < end ? g->turn + g->offset : -1;
+}
+
+/* Evict the last `missing` of the `need` blocks of `steps` steps, in a fixed order. */
+static int evict_ahead(Batch *b, i64 missing, i64 need, i64 steps, i128 clock, const Times *times)
+{
+    PyObject *at = NULL;
+    if (b->tree->residency.object) {
+        Growth growth = {0};
+        i64 step, skipped = need - missing;
+        at = PyList_New(0);
+        while (at && (step = next_growth(b, &growth, b->steps + 1, b->steps + steps)) >= 0) {
+            i64 count = growth.count, less = count < skipped ? count : skipped;
+            skipped -= less;
+            if (count == less)
+                continue;
+            PyObject *now = big_int((clock + total_of(times, step - b->steps)) / 1000);
+            for (i64 n = less; now && n < count; n++)
+                if (PyList_Append(at, now) < 0)
+                    Py_CLEAR(now);
+            if (!now)
+                Py_CLEAR(at);
+            Py_XDECREF(now);
+        }
+        if (!at)
+            return -1;
+    }
+    PyObject *id = PyObject_GetAttrString(b->jobs.first->request, "id");
+    int failed = id ? tree_free_ahead(b->tree, missing, id, (i64)(clock / 1000), at) : -1;
+    Py_XDECREF(id), Py_XDECREF(at);
+    return failed;
+}
+
+/* Allocate for up to `*steps` steps, and reduce these to those for which there is room. */
+static int allocate_ahead(Batch *b, i64 *steps, i128 clock, const Times *times)
+{
+    Tree *t = b->tree;
+    i64 first = b->steps + 1, end = b->steps + *steps, step;
+    i64 need = growth_between(b, first, end), missing = need - t->free;
+    if (missing > 0 && t->fixed_order && missing <= t->unpinned) {
+        if (evict_ahead(b, missing, need, *steps, clock, times) < 0)
+            return -1;
+        missing = 0;
+    }
+    if (missing <= 0) {
+        t->free -= need;
+        b->allocated_until = end;
+        return 0;
+    }
+    Growth growth = {0};
+    while ((step = next_growth(b, &growth, first, end)) >= 0) {
+        if (growth.count > t->free + t->unpinned) {
+            end = step;
+            break;
+        }
+        i64 now = (i64)((clock + total_of(times, step - b->steps)) / 1000);
+        if (grow(b, growth.place, growth.count, now) < 0)
+            return -1;
+    }
+    b->allocated_until = end;
+    *steps = end - b->steps;
+    return 0;
+}
+
+/* Run decode steps as long as nothing changes but lengths, up to `event` (ns). */
+int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took)
+{
+    i64 size = b->jobs.count, until;
+    Times times = *lines; /* in the number of the step, of lines in the context */
+    for (int n = 0; n < times.count; n++) {
+        times.lines[n].first += times.lines[n].slope * b->context;
+        times.lines[n].slope *= size;
+    }
+    *steps = b->ends[0].end - b->steps;
+    if (*steps > 1 && event < INT64_MAX)
+        *steps = reach(&times, (i128)event * 1000 - clock, *steps);
+    if (*steps > 1 && allocate_ahead(b, steps, clock, &times) < 0)
+        return -1;
+    *took = 0;
+    for (i64 step = 0, count = *steps; step < count; step = until) {
+        const Line *line = highest(&times, step, count, &until);
+        i128 first = line->first + line->slope * step;
+        *took += batch_run(b, clock + *took, first, line->slope, until - step);
+    }
+    return 0;
+}

@@ -1,0 +1,187 @@
+"""The core in C beside the loop: what it runs, and how the loop goes on where it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, TypeAlias
+
+from kvcore.cache.native import core, defines, walks_tree, why_not
+from kvcore.cache.sequence import Sequence
+from kvcore.serving.decode_batch import DecodeAllocator
+from kvcore.serving.job import Job
+from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepWork, decode_lines
+from kvcore.serving.stats import RunLog
+from kvcore.units import INT64_LIMIT
+
+_STAGES: Final = ("waiting", "prefill", "decode")
+"""The stages of jobs by their numbers in the core."""
+
+Loop: TypeAlias = Any
+"""A `ServingLoop`, whose module imports this one."""
+
+_LARGEST_SCALE: Final = 1 << 31
+
+
+def reason(loop: Loop) -> str:
+    """Return why the core does not run `loop`, which has not begun; "" if it does."""
+    batcher = loop.batcher
+    parts = (
+        (loop.allocator, DecodeAllocator),
+        (loop._executor, SimulatedExecutor),
+        (loop.log, RunLog),
+    )
+    for part, plain in parts:
+        if type(part) is not plain:
+            return f"a {type(part).__name__}"
+    scheduler, decisions = batcher._scheduler, batcher._decisions
+    in_cache = why_not(loop._cache)
+    reasons = (
+        (in_cache, in_cache),
+        ("transfers", batcher.moved),
+        ("a drafter", loop._drafts),
+        ("a meter", loop._meter),
+        ("single steps", not loop._jumps),
+        ("attention windows", loop._windows != (None,)),
+        ("a front end", loop._frontend_ns),
+        ("calls at first tokens", loop.on_first_token),
+        ("rules of an engine", not decisions.plain or decisions.keeps or loop._lag),
+        ("rules of an engine", batcher._ratio is not None or batcher._rules.decides()),
+        ("rules of an engine", batcher._rules.preempts != "last"),
+        ("a scheduler that pauses or plans", scheduler.preemptive or not scheduler.ranks),
+        ("a scheduler that hears of events", scheduler.heard or scheduler.changes),
+        ("a run that has begun", loop.clock_ps or loop.log.steps or len(loop.log.ids)),
+        ("a run that has begun", loop._serial),
+    )
+    for name, holds in reasons:
+        if holds:
+            return name
+    scale = loop.arrivals.scale
+    if max(scale.as_integer_ratio()) >= _LARGEST_SCALE:
+        return "a scale of the rate with many digits"
+    return ""
+
+
+def serves(loop: Loop) -> bool:
+    """Return True if the core runs `loop`, which has not begun."""
+    return core() is not None and not reason(loop)
+
+
+def run(loop: Loop, turns: int = -1) -> None:
+    """Serve as many requests of `loop`, which has not begun, as the core takes.
+
+    Args:
+        loop: the serving loop.
+        turns: turns after which the loop goes on in Python in any case; -1: never.
+    """
+    native = core()
+    if native is None or not serves(loop):
+        return
+    native.bind_job(Job)
+    batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
+    cache, scale = loop._cache, loop.arrivals.scale
+    scheduler = batcher._scheduler
+    numbers = (
+        batching.max_tokens,
+        batching.max_seqs,
+        batcher._reserve,
+        -1 if batching.max_model_len is None else batching.max_model_len,
+        batcher._mixed,
+        batcher._rules.admit_after_preemption,
+        batcher._rules.ties == "last",
+        *scale.as_integer_ratio(),
+    )
+    plugin = scheduler.scheduler
+    in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
+    terms = None
+    if type(latency).duration is LatencyModel.duration and defines(
+        latency, "terms_of_step", "pieces"
+    ):
+        terms = latency.terms_of_step()
+    state = native.serve(
+        loop,
+        None if loop.arrivals.closed else loop.arrivals.restart(),
+        numbers,
+        None if in_order else scheduler.priority,
+        lambda jobs: decode_lines(latency, jobs),
+        latency.duration,
+        StepWork,
+        terms,
+        walks_tree(cache),
+        turns,
+    )
+    if state is None:
+        loop.arrivals.next_at, batcher.changed = INT64_LIMIT, False
+    else:
+        _continue(loop, state)
+
+
+def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
+    """Make the jobs of Python of those of the core, between two turns."""
+    batcher, batch, allocator = loop.batcher, loop.batch, loop.allocator
+    jobs: dict[int, Job] = {}
+    ends: dict[int, tuple[int, int, int, Job]] = {}
+    for fields in (*state["running"], *state["waiting"]):
+        job = _job(loop, fields)
+        jobs[job.serial] = job
+        if job.seq is not None:
+            ends[job.serial] = fields["end"], job.seq.admission, fields["residue"], job
+    for fields in state["waiting"]:
+        job = jobs[fields["serial"]]
+        batcher.waiting.push(job, 0)
+    for fields in state["running"]:
+        batcher.running[jobs[fields["serial"]]] = None
+    for serial in state["prefilling"]:
+        batcher.prefilling[jobs[serial]] = None
+    fresh = [fields["serial"] for fields in state["running"] if fields["is_fresh"]]
+    batch.restore(
+        [ends[serial] for serial in state["batch"]],
+        [jobs[serial] for serial in state["batch"] if serial in fresh],
+        state["context"],
+        state["last_step_ps"],
+    )
+    batcher.blocked_job = jobs.get(state["blocked"])
+    batcher.changed = bool(state["changed"])
+    batcher.without_progress = state["without_progress"]
+    allocator.allocated_until = state["allocated_until"]
+
+
+def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
+    """Return a job of Python with the fields of one of the core, and its sequence."""
+    request = fields["request"]
+    job: Job | None = fields["job"]
+    if job is None:
+        target = request.prompt_tokens
+        job = Job(
+            request, fields["serial"], fields["arrival"], loop.steps, target, fields["slo"]
+        )
+    for name in (
+        *("output_tokens", "target", "computed", "hit", "generated_before", "recomputes"),
+        *("last_token_ps", "rank"),
+    ):
+        setattr(job, name, fields[name])
+    for name in ("admitted", "first_token", "joined"):
+        setattr(job, name, None if fields[name] < 0 else fields[name])
+    job.stage = _STAGES[fields["stage"]]
+    if job.rank is None:
+        job.rank = job.serial
+    span = fields["span"]
+    if span is not None:
+        size, admission = loop._cache.geometry.block_size, fields["admission"]
+        job.seq = seq = Sequence(
+            admission,
+            admission,
+            request,
+            fields["keys"],
+            fields["cacheable"],
+            fields["lookup_blocks"],
+            job.hit // size,
+            fields["tokens"],
+            job.computed,
+            fields["blocks"],
+            job.target,
+            span,
+        )
+        loop._cache.sequences[admission] = seq
+        if span.creator is fields["token"]:
+            span.creator = seq
+    return job

@@ -1,0 +1,184 @@
+"""The core in C decides what the loop in Python decides, and hands over to it at any turn."""
+
+import gc
+from collections import Counter
+from functools import partial
+
+import pytest
+from helpers.native import core, examples, left_by, needs_core, random_server
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcore import KVCache, Request
+from kvcore.serving import native as serving
+from kvcore.serving import simulate
+from kvcore.serving.loop import ServingLoop
+from kvcore_plugins.eviction import LRU
+
+pytestmark = needs_core
+
+
+def in_python(serve):
+    """Return what a run leaves without the core."""
+    with core(used=False):
+        return left_by(serve)
+
+
+@examples
+@given(st.integers(0, 2**32))
+def test_both_cores_leave_the_same(seed):
+    """A run by the core leaves the records, counts and spans of one in Python."""
+    serve = random_server(seed)
+    with core():
+        assert left_by(serve) == in_python(serve)
+
+
+@examples
+@given(st.integers(0, 2**32), st.integers(0, 300))
+def test_a_run_goes_on_in_python_at_any_turn(seed, turns):
+    """A run that the core begins and Python ends leaves the same as one in Python."""
+    serve = random_server(seed)
+    with core(turns=turns):
+        assert left_by(serve) == in_python(serve)
+
+
+@examples
+@given(st.integers(0, 2**32))
+def test_python_serves_requests_that_need_more(seed):
+    """Where a request has hints, the run goes on in Python, and leaves the same."""
+    serve = random_server(seed, hints=True)
+    with core():
+        assert left_by(serve) == in_python(serve)
+
+
+def test_a_plain_run_is_served_by_the_core(monkeypatch):
+    """`simulate` with its defaults runs no turn of the loop in Python but an empty last one."""
+    turns = Counter()
+    begin = ServingLoop.begin
+    monkeypatch.setattr(
+        ServingLoop, "begin", lambda loop: turns.update(["begin"]) or begin(loop)
+    )
+    requests = [
+        Request(id=n, prompt_tokens=100, output_tokens=5, key_tokens=16) for n in range(9)
+    ]
+    with core():
+        result = simulate(requests, cache=KVCache(100, 16))
+    assert len(result.log.ids) == len(requests)
+    assert turns["begin"] == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, ""),
+        ({"latency": "roofline:model=gpt-oss-20b"}, "attention windows"),
+        ({"latency": "roofline:frontend=0.1"}, "a front end"),
+        ({"drafter": "acceptance"}, "a SpeculativeSimulator"),
+        ({"fragmentation": True}, "a MeasuredAllocator"),
+        ({"scheduler": "srpt"}, "a scheduler that pauses or plans"),
+        ({"jumps": False}, "single steps"),
+    ],
+)
+def test_what_the_core_lacks_is_served_in_python(options, reason, monkeypatch):
+    """A loop that the core does not run says why."""
+    reasons = []
+    monkeypatch.setattr(serving, "run", lambda loop: reasons.append(serving.reason(loop)))
+    request = Request(id=0, prompt_tokens=100, output_tokens=5, key_tokens=16)
+    simulate([request], cache=KVCache(100, 16), **options)
+    assert reasons == [reason]
+
+
+HOOKS = "on_insert", "on_access", "on_split", "on_pin", "on_release", "on_remove", "on_trim"
+
+
+def wrong_run(method, call, act):
+    """Serve a workload under pressure with a policy that does something wrong."""
+    policy = type(
+        "Wrong", (LRU,), {"name": "wrong", method: _once(getattr(LRU, method), call, act)}
+    )()
+    cache = KVCache(40, 16, eviction=policy, key_tokens=16)
+    paths = [[*range(n % 7), *range(100 * n, 100 * n + n % 5 + 1)] for n in range(60)]
+    requests = [
+        Request(
+            id=n, prompt_tokens=16 * len(path) + 3, output_tokens=40, keys=path, key_tokens=16
+        )
+        for n, path in enumerate(paths)
+    ]
+    return simulate(requests, cache=cache)
+
+
+def _once(method, call, act):
+    calls = Counter()
+
+    def wrong(self, *arguments):
+        calls["all"] += 1
+        return act(self, *arguments) if calls["all"] == call else method(self, *arguments)
+
+    return wrong
+
+
+def fails(*_):
+    """Raise an error."""
+    msg = "no idea"
+    raise ValueError(msg)
+
+
+def interrupts(*_):
+    """Raise what Ctrl-C raises."""
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("method", [*HOOKS, "victim"])
+@pytest.mark.parametrize("call", [1, 5])
+def test_a_policy_that_raises_ends_the_run_in_the_same_words(method, call):
+    """The error of a run by the core is that of a run in Python, at each call of a policy."""
+    with core(used=False):
+        expected = left_by(partial(wrong_run, method, call, fails))
+    with core():
+        assert left_by(partial(wrong_run, method, call, fails)) == expected
+    assert "no idea" in expected[1]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda *_: None,
+        lambda *_: 7,
+        lambda policy, _: next(iter(policy._order)).parent,
+        lambda policy, _: next(reversed(policy._order)),
+    ],
+    ids=["none", "number", "parent", "newest"],
+)
+def test_a_wrong_victim_is_refused_in_the_same_words(answer):
+    """A victim that is no unpinned leaf ends the run with the error that Python gives."""
+    with core(used=False):
+        expected = left_by(partial(wrong_run, "victim", 3, answer))
+    with core():
+        assert left_by(partial(wrong_run, "victim", 3, answer)) == expected
+
+
+def test_ctrl_c_ends_a_run():
+    """KeyboardInterrupt of a callback comes through as it is."""
+    with core(), pytest.raises(KeyboardInterrupt):
+        wrong_run("on_release", 5, interrupts)
+
+
+def test_nothing_is_kept_after_a_run():
+    """The objects of a run are free once it has ended, as well if it failed."""
+
+    def objects():
+        gc.collect()
+        return Counter(type(each).__name__ for each in gc.get_objects())
+
+    def runs():
+        for seed in range(6):
+            left_by(random_server(seed))
+            left_by(partial(wrong_run, "victim", seed, fails))
+
+    with core():
+        runs()
+        before = objects()
+        runs()
+        after = objects()
+    kept = {name: after[name] - before[name] for name in ("Span", "Request", "Job", "list")}
+    assert max(kept.values()) <= 2, kept
