@@ -22,9 +22,11 @@ evictions these rules have.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Keys
+from itertools import groupby
 from math import lcm
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
@@ -32,12 +34,13 @@ import attrs
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import GENERATED, BlockLayout
-from kvcore.cache.pool import CountingPool
+from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats
 from kvcore.cache.sequence import Sequence
 from kvcore.cache.tree import root_span
 from kvcore.errors import InputError, OutOfBlocks
-from kvcore.plugins import resolve
+from kvcore.plugins import describe, resolve
 from kvcore.request import Key, Request
 
 GroupKind: TypeAlias = Literal["full", "window", "state"]
@@ -97,26 +100,28 @@ class LayerGroup:
 
 
 class Block:
-    """A block with a name, or the stand-in of all blocks without one.
+    """A block with a name or an id, or the stand-in of all blocks with neither.
 
     Attributes:
         group: index of its group.
-        name: its name in the group.
+        name: its name in the group; None until it is full and kept.
+        id: its id in the pool; -1 if the pool only counts.
         holders: number of sequences that hold it.
         younger: the next copy of the same name, by age.
     """
 
-    __slots__ = ("group", "holders", "name", "younger")
+    __slots__ = ("group", "holders", "id", "name", "younger")
 
-    def __init__(self, group: int, name: Name) -> None:
+    def __init__(self, group: int, name: Name, block_id: int = -1) -> None:
         self.group = group
+        self.id = block_id
         self.name = name
         self.holders = 1
         self.younger: Block | None = None
 
 
 BARE: Final = Block(-1, None)
-"""Stands for each block without a name: these are alike, so that only their number counts."""
+"""Stands for each block without a name and an id: of these only the number counts."""
 
 
 class Table:
@@ -214,8 +219,8 @@ class GroupedCache:
 
     It has the calls of `KVCache` that serving makes (`ServedCache`), in `tokens` accounting:
     blocks are allocated chunk by chunk, hits are multiples of `geometry.block_size`. The rest
-    is not known to groups: tiers, traces, retention of tokens, forks, drafts, and eviction
-    policies other than LRU.
+    is not known to groups: tiers, retention of tokens, forks, drafts, and eviction policies
+    other than LRU.
 
     Args:
         groups: the groups.
@@ -226,9 +231,11 @@ class GroupedCache:
         key_tokens: tokens that a block key of a request stands for; None: the first request
             decides.
         eviction: `lru`, the only policy that groups know; None stands for it.
+        trace: the recorder of every decision; None records nothing. With one, blocks have ids.
 
     Attributes:
-        groups, retention_interval: the arguments.
+        groups, retention_interval, trace: the arguments.
+        now: the time (ns) of the call under way, or of the last one.
         has_states: whether a group keeps states.
         pool: the blocks; its free ones have no name.
         geometry: the layout of prompts in blocks of which each is whole in every group.
@@ -245,7 +252,6 @@ class GroupedCache:
 
     retention: Final = None
     tiers: Final = None
-    trace: Final = None
     prefix: Final = None
     pins: Final = None
     counts_only: Final = True
@@ -258,6 +264,7 @@ class GroupedCache:
         retention_interval: int | None = 0,
         key_tokens: int | None = None,
         eviction: EvictionPolicy | type[EvictionPolicy] | str | None = None,
+        trace: Recorder | None = None,
     ) -> None:
         self.groups = tuple(groups)
         if not self.groups:
@@ -285,7 +292,9 @@ class GroupedCache:
             raise InputError(msg)
         self.geometry = BlockLayout("tokens", size, key_tokens)
         self._layouts = {each: BlockLayout("tokens", each, key_tokens) for each in sizes}
-        self.pool = CountingPool(blocks)
+        self.pool = CountingPool(blocks) if trace is None else BlockPool(blocks)
+        self.trace = trace
+        self.now = 0
         self.sequences: dict[int, GroupSequence] = {}
         self.stats = CacheStats()
         self.evicted_blocks = 0
@@ -293,6 +302,7 @@ class GroupedCache:
         self.names_generated = False
         self._root = root_span(self.geometry)
         self._last_id = 0
+        self._admitted: set[int | str] = set()  # of a traced cache
         # By group, the oldest block of each name; and the named blocks without a holder, the
         # least recently freed one first.
         self._cached: list[dict[Name, Block]] = [{} for _ in self.groups]
@@ -306,6 +316,8 @@ class GroupedCache:
             ((self.groups[members[0]], members) for members in alike.values()),
             key=lambda kind: kind[0].kind != "full",
         )
+        if trace is not None:
+            self._begin_trace(trace)
 
     # Reading.
 
@@ -423,7 +435,10 @@ class GroupedCache:
     # From open to close.
 
     def announce(self, request: Request, now: int) -> None:
-        """Do nothing: there is no trace into which an arrival is written."""
+        """Write REQUEST to the trace: `request` has arrived."""
+        if self.trace is not None:
+            self.geometry.describe_keys(request, self.trace)
+            self.trace.request(request, now)
 
     def open(
         self,
@@ -451,8 +466,11 @@ class GroupedCache:
             OutOfBlocks: too few blocks are free or evictable, or the step that is planned
                 computes a state that it would hit; no block has changed.
         """
-        del now
+        self.now = self.now if now is None else now
         self._check_hints(request)
+        if self.trace is not None:
+            check_admission(request, self._admitted, resumed=resumed)
+            self.announce(request, self.now)
         names, length = self._names(request), target or request.prompt_tokens
         if match is None:
             match = self._look_up(names, length)
@@ -462,10 +480,10 @@ class GroupedCache:
         if need + reserve > self.available_blocks or not self.is_computed(match):
             raise OutOfBlocks(self._no_room(request, need))
         self._last_id += 1
-        _, prompt, _, cacheable, lookup, _ = self.geometry.lay_out(request)
+        keys, prompt, _, cacheable, lookup, _ = self.geometry.lay_out(request)
         size = self._size
         seq = GroupSequence(
-            self._last_id, self._last_id, request, request.keys, cacheable, lookup,
+            self._last_id, self._last_id, request, keys, cacheable, lookup,
             hit // size, hit, hit, hit // size, length, self._root,
         )  # fmt: skip
         seq.names, seq.junction, seq.fresh = names, match.junction, []
@@ -478,6 +496,8 @@ class GroupedCache:
                     block.holders += 1
             stored = hit // group.block_size
             seq.tables.append(Table(group.passed(hit), blocks[:], stored))
+        if self.trace is not None:
+            self._trace_admission(seq, self.trace, resumed=resumed)
         self._allocate(seq, tokens)
         self.sequences[seq.id] = seq
         self.stats.admitted(lookup, hit // size, prompt, hit, resumed)
@@ -496,15 +516,20 @@ class GroupedCache:
         So a window ages from the time at which it has passed, not from the end of its request.
         Returns True if more blocks are available then.
         """
-        before = self.available_blocks
-        for group, table in zip(self.groups, seq.tables, strict=True):
+        before, trace = self.available_blocks, self.trace
+        for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             count = min(group.passed(tokens) - table.first, len(table.blocks))
             if count > 0:
                 passed = table.blocks[:count]
                 del table.blocks[:count]
                 table.first += count
                 passed.reverse()
-                self._free(passed)
+                freed = self._free(passed)
+                if trace is not None:
+                    trace.group_free(
+                        self.now, seq=seq.id, runs=freed, reason="passed", group=index,
+                        first=table.first,
+                    )  # fmt: skip
         return self.available_blocks > before
 
     def has_room(self, seq: GroupSequence, tokens: int) -> bool:
@@ -517,7 +542,7 @@ class GroupedCache:
         Raises:
             OutOfBlocks: too few are free or evictable; none has been allocated.
         """
-        del now
+        self.now = self.now if now is None else now
         total = seq.tokens + tokens
         self.free_passed(seq, seq.computed)
         if not self.grow(seq, total):
@@ -527,6 +552,7 @@ class GroupedCache:
         """Count `tokens` more tokens as computed: full blocks get their names."""
         if tokens < 0 or seq.computed + tokens > seq.tokens:
             seq.refuse_commit(tokens)
+        self.now = self.now if now is None else now
         seq.committed_at = now
         seq.computed += tokens
         self.store(seq, seq.computed)
@@ -539,7 +565,7 @@ class GroupedCache:
 
         Nobody hits a state before it is committed: a state is read when a step begins.
         """
-        del now
+        self.now = now
         seq.fresh.extend(self.store(seq, seq.computed + tokens))
         self._fresh.update(seq.fresh)
 
@@ -550,7 +576,7 @@ class GroupedCache:
         """
         if len(self.groups) > 1:
             tokens = tokens // self._size * self._size
-        states = []
+        states, trace = [], self.trace
         for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
             names = seq.names[group.block_size]
             start, end = table.stored, min(tokens // group.block_size, names.shared)
@@ -558,23 +584,28 @@ class GroupedCache:
                 continue
             table.stored, first, blocks = end, table.first, table.blocks
             cached = self._cached[index]
+            copies: dict[int, bool] = {}
             for position in self._kept(group, max(start, first), end, seq):
-                if blocks[position - first] is None:
+                block = blocks[position - first]
+                if block is None:
                     continue
                 name = names[position]
-                block = blocks[position - first] = Block(index, name)
+                if block is BARE:
+                    block = blocks[position - first] = Block(index, name)
+                block.name = name
                 oldest = cached.setdefault(name, block)
                 if oldest is not block:
-                    while oldest.younger is not None:
-                        oldest = oldest.younger
-                    oldest.younger = block
+                    _add_copy(oldest, block)
+                copies[position] = oldest is not block
                 if group.kind == "state":
                     states.append((index, name))
+            if trace is not None:
+                self._trace_names(seq, index, copies, trace)
         return states
 
     def keep_generated(self, seq: GroupSequence, tokens: int, now: int) -> None:
         """Give names to the generated blocks that the first `tokens` tokens of `seq` fill."""
-        del now
+        self.now = now
         _name_generated(seq.names, seq.request, tokens)
         self.store(seq, tokens)
 
@@ -591,15 +622,19 @@ class GroupedCache:
         preempted: bool = False,
     ) -> None:
         """Give back all blocks of `seq`, of each group the last one first."""
-        del now, length, preempted
+        del length, preempted
+        self.now = self.now if now is None else now
         if self.sequences.pop(seq.id, None) is not seq:
             msg = f"sequence {seq.id} (request {seq.request.id}) is closed"
             raise InputError(msg)
         seq.is_open = False
         self._fresh.difference_update(seq.fresh)
+        freed: Ids = array("i")
         for table in seq.tables:
-            self._free(reversed(table.blocks))
+            freed += self._free(reversed(table.blocks))
         seq.tables.clear()
+        if self.trace is not None:
+            self.trace.group_free(self.now, seq=seq.id, runs=freed, reason="close")
 
     def compute(self, request: Request, max_tokens: int) -> GroupMatch:
         """Compute the prompt of `request` in chunks, alone on the server; return its hit.
@@ -652,9 +687,10 @@ class GroupedCache:
             AssertionError: an invariant does not hold; the message has the numbers.
         """
         tables = [table for seq in self.sequences.values() for table in seq.tables]
-        holders = Counter(block for table in tables for block in table.blocks)
-        bare = holders.pop(BARE, 0)
-        holders.pop(None, None)
+        held_blocks = (block for table in tables for block in table.blocks)
+        holders = Counter(block for block in held_blocks if block is not None)
+        unnamed = [block for block in holders if block.name is None]
+        bare = sum(holders.pop(block) for block in unnamed)
         named = dict(self._named())
         for block, place in named.items():
             held = holders.pop(block, 0)
@@ -822,13 +858,14 @@ class GroupedCache:
                 blocks = 1
             table.blocks += [BARE] * blocks
             count += blocks
-        missing = count - self.pool.free_blocks
+        missing, victims = count - self.pool.free_blocks, []
         if missing > 0:
-            for _ in range(missing):
-                self._evict(self._evictable.popitem(last=False)[0])
-            self.pool.free_blocks = 0
-        else:
-            self.pool.free_blocks -= count
+            victims = [self._evictable.popitem(last=False)[0] for _ in range(missing)]
+            for victim in victims:
+                self._evict(victim)
+        free = self.pool.allocate(count - len(victims))
+        if self.trace is not None and free is not None and count:
+            self._trace_blocks(seq, free, victims, self.trace)
         seq.settled, seq.tokens = seq.tokens, tokens
         seq.blocks = -(-tokens // self._size)
 
@@ -847,22 +884,113 @@ class GroupedCache:
         else:
             cached[name] = block.younger
 
-    def _free(self, blocks: Iterable[Block | None]) -> None:
-        """Remove a holder of each of `blocks`, in order: those without another one are free."""
-        evictable = self._evictable
+    def _free(self, blocks: Iterable[Block | None]) -> Ids:
+        """Remove a holder of each of `blocks`, in order: those without another one are free.
+
+        Returns the ids of those without a name, which can be allocated at once.
+        """
+        evictable, freed, bare = self._evictable, array("i"), 0
         for block in blocks:
             if block is BARE:
-                self.pool.free_blocks += 1
-            elif block is not None:
+                bare += 1
+            elif block is None:
+                continue
+            elif block.name is None:
+                freed.append(block.id)
+            else:
                 block.holders -= 1
                 if not block.holders:
                     evictable[block] = None
+        self.pool.free(freed, bare or len(freed))
+        return freed
 
     def _no_room(self, request: Request, need: int) -> str:
         return (
             f"request {request.id} needs {need} more blocks; {self.pool.free_blocks} of "
             f"{self.pool.blocks} are free and {len(self._evictable)} can be evicted"
         )
+
+    # The trace.
+
+    def _begin_trace(self, trace: Recorder) -> None:
+        """Write the settings of the cache into the header of `trace`."""
+        trace.begin(
+            count=self.geometry.accounting,
+            block_size=self._size,
+            key_tokens=self.geometry.key_tokens,
+            blocks=self.pool.blocks,
+            plugins={"eviction": describe(self.eviction)},
+        )
+        groups = [attrs.asdict(group) for group in self.groups]
+        interval = self.retention_interval
+        trace.describe(
+            cache_groups={"prefix_cache_retention_interval": interval, "groups": groups}
+        )
+
+    def _trace_admission(self, seq: GroupSequence, trace: Recorder, *, resumed: bool) -> None:
+        """Write HIT and MISS of `seq`, as far as each applies."""
+        request, hit, size = seq.request, seq.hit_blocks, self._size
+        self._admitted.add(request.id)
+        if hit:
+            trace.group_hit(self.now, request=request.id, seq=seq.id, blocks=hit, again=resumed)
+        named = min(names.end * of for of, names in seq.names.items())
+        limit = min(seq.target - 1, named) // size
+        blocks = -(-request.prompt_tokens // size)
+        trace.missed(self.now, seq, blocks, limit, expired=False, again=resumed)
+
+    def _trace_blocks(
+        self, seq: GroupSequence, free: Ids, victims: list[Block], trace: Recorder
+    ) -> None:
+        """Give ids to the new blocks of `seq`; write EVICT and ALLOC.
+
+        They get the `free` ones, then those of the `victims`, group by group.
+        """
+        ids, start = free[:], 0
+        for index, run in groupby(victims, key=lambda victim: victim.group):
+            evicted = array("i", [victim.id for victim in run])
+            ids += evicted
+            trace.group_evict(
+                self.now, group=index, runs=evicted, by=self.eviction.name,
+                requester=seq.request.id, reason="capacity",
+            )  # fmt: skip
+        for index, table in enumerate(seq.tables):
+            blocks = table.blocks
+            first = len(blocks)
+            while first and blocks[first - 1] is BARE:
+                first -= 1
+            end = start + len(blocks) - first
+            if end > start:
+                blocks[first:] = [Block(index, None, each) for each in ids[start:end]]
+                trace.group_alloc(
+                    self.now, seq=seq.id, group=index, first=table.first + first,
+                    runs=ids[start:end],
+                )  # fmt: skip
+            start = end
+
+    def _trace_names(
+        self, seq: GroupSequence, group: int, copies: dict[int, bool], trace: Recorder
+    ) -> None:
+        """Write COMMIT for each run of positions that got names, most of them one."""
+        keyed, size = seq.names[self.groups[group].block_size].keyed, 0
+
+        def run_of(position: int) -> tuple[int, bool, bool]:
+            nonlocal size
+            size += 1
+            return position - size, copies[position], position >= keyed
+
+        for (_, is_copy, generated), run in groupby(copies, key=run_of):
+            positions = list(run)
+            trace.group_commit(
+                self.now, seq=seq.id, group=group, first=positions[0], blocks=len(positions),
+                how="copy" if is_copy else "new", generated=generated,
+            )  # fmt: skip
+
+
+def _add_copy(oldest: Block, block: Block) -> None:
+    """Add a block to those that have the name of `oldest`, as the youngest of them."""
+    while oldest.younger is not None:
+        oldest = oldest.younger
+    oldest.younger = block
 
 
 def _name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:

@@ -32,7 +32,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pins import ClientPins
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
 from kvcore.cache.prefix import PrefixIndex, PrefixMatch
-from kvcore.cache.recorder import Recorder
+from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats, Residency
 from kvcore.cache.retention import (
     RetentionPolicy,
@@ -138,7 +138,6 @@ class KVCache:
         self._last_id = 0
         self._admissions = 0
         self._admitted: set[int | str] = set()
-        self._traced_key_tokens = self.geometry.key_tokens
         plugins: list[Plugin] = [self.eviction, self.prefix]
         if self.retention is not None:
             plugins.append(self.retention)
@@ -291,7 +290,7 @@ class KVCache:
             InputError: a key of the request stands for another number of tokens.
         """
         if self.trace is not None:
-            self._trace_key_tokens(request, self.trace)
+            self.geometry.describe_keys(request, self.trace)
             self.trace.request(request, now)
 
     def open(  # noqa: C901, PLR0912 - one admission, from top to bottom
@@ -328,7 +327,7 @@ class KVCache:
         if tree.failure is not None:
             self._raise_failure()
         if trace is not None:
-            self._trace_key_tokens(request, trace)
+            geometry.describe_keys(request, trace)
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -336,7 +335,7 @@ class KVCache:
         if tree.pins:
             tree.pins.end(now)
         if trace is not None:
-            self._check_admission(request, resumed=resumed)
+            check_admission(request, self._admitted, resumed=resumed)
             trace.request(request, now)
         size = geometry.block_size
         match = tree.find(keys, limit, now)
@@ -429,7 +428,7 @@ class KVCache:
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
-            self._trace_key_tokens(request, trace)
+            self.geometry.describe_keys(request, trace)
             keys = seq.keys[: -(-blocks // self.geometry.ratio)]
             span = seq.span.id if hit else None
             trace.prefetch(
@@ -851,14 +850,7 @@ class KVCache:
         self.pool = self.tree.pool = pool
         return pool
 
-    # Refusals and the trace.
-
-    def _trace_key_tokens(self, request: Request, trace: Recorder) -> None:
-        """Write `key_tokens` into the header of the trace if the first request decides it."""
-        self.geometry.check_key_tokens(request)
-        if self._traced_key_tokens != request.key_tokens:
-            self._traced_key_tokens = request.key_tokens
-            trace.describe(key_tokens=request.key_tokens)
+    # Refusals.
 
     def _at(self, now: int | None) -> int:
         """Return the time of a call in ns; None stands for that of the previous call."""
@@ -903,17 +895,3 @@ class KVCache:
     def disown(self, request: Request) -> None:
         """Drop the record of `request`, which another server continues: it would be new."""
         self._admitted.discard(request.id)
-
-    def _check_admission(self, request: Request, *, resumed: bool) -> None:
-        """Check that the trace will not contradict itself.
-
-        Raises:
-            InputError: a request is admitted first for the second time, or resumed without a
-                first admission.
-        """
-        if resumed != (request.id in self._admitted):
-            why = "was not admitted before: leave out resumed=True"
-            if not resumed:
-                why = "was admitted before: give another id, or resumed=True if it returns"
-            msg = f"request {request.id!r} {why}"
-            raise InputError(msg)

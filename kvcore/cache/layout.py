@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Keys
 from math import inf
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvcore.errors import InputError
 from kvcore.request import Key, KeyPrefix, Request
+
+if TYPE_CHECKING:
+    from kvcore.cache.recorder import Recorder
 
 ACCOUNTINGS = ("keys", "tokens")
 
@@ -87,6 +90,7 @@ class BlockLayout:
         self._unit = accounting == "keys"
         self._recompute = recompute
         self.set_key_tokens(block_size if key_tokens is None else key_tokens)
+        self._described = self.key_tokens  # of a trace
         # None until the first request decides.
         self._expected: int | None = key_tokens
 
@@ -197,6 +201,17 @@ class BlockLayout:
                 f"this cache was made with key_tokens={self.key_tokens}"
             )
             raise InputError(msg)
+
+    def describe_keys(self, request: Request, trace: Recorder) -> None:
+        """Write `key_tokens` into the header of `trace` if `request` decides it.
+
+        Raises:
+            InputError: as `check_key_tokens` does.
+        """
+        self.check_key_tokens(request)
+        if self._described != request.key_tokens:
+            self._described = request.key_tokens
+            trace.describe(key_tokens=request.key_tokens)
 
     def _with_output(self, request: Request) -> Keys[Key]:
         """Return the keys of the prompt that are full of tokens, and those of the output."""

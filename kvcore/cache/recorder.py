@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Sequence
+from kvcore.errors import InputError
 from kvcore.request import Key, Request
 
 Id: TypeAlias = int | str
@@ -16,7 +17,7 @@ Id: TypeAlias = int | str
 class Recorder(ABC):
     """Records decisions: `kvcore.Trace` in a file, a class of your own anywhere else.
 
-    Each method but `admission` makes one line, a dict with the fields of
+    Each method but `admission` and `missed` makes one line, a dict with the fields of
     `kvcore.trace.events`, and passes it to `write`. Times (`now`) are ns. A call costs as
     much as making the dict and one call of `write`: the reader checks the fields.
 
@@ -65,10 +66,29 @@ class Recorder(ABC):
         At most `limit` of the `prompt_blocks` blocks of its prompt could hit. `expired`: the
         block after the hit is in a span that has expired.
         """
-        request, hit, geometry = seq.request, seq.hit_blocks, seq.span.geometry
+        request, hit = seq.request, seq.hit_blocks
         if hit:
             span = seq.span.id
             self.hit(now, request=request.id, seq=seq.id, blocks=hit, span=span, again=again)
+        self.missed(now, seq, prompt_blocks, limit, expired=expired, again=again)
+        if seq.private:
+            self.alloc(now, seq=seq.id, first=hit, runs=seq.private)
+
+    def missed(
+        self,
+        now: int,
+        seq: Sequence,
+        prompt_blocks: int,
+        limit: int,
+        *,
+        expired: bool,
+        again: bool,
+    ) -> None:
+        """Write MISS of the sequence `seq`, unless all of its prompt hit.
+
+        The arguments are those of `admission`.
+        """
+        request, hit, geometry = seq.request, seq.hit_blocks, seq.span.geometry
         if not hit or hit < prompt_blocks:
             why: Literal["absent", "partial", "expired", "no keys"]
             if hit < limit:
@@ -78,8 +98,6 @@ class Recorder(ABC):
             else:
                 why = "partial"
             self.miss(now, request=request.id, seq=seq.id, block=hit, why=why, again=again)
-        if seq.private:
-            self.alloc(now, seq=seq.id, first=hit, runs=seq.private)
 
     def hit(
         self, now: int, *, request: Id, seq: int, blocks: int, span: int, again: bool = False
@@ -257,6 +275,86 @@ class Recorder(ABC):
             line["compacted"] = compacted
         self.write(line)
 
+    def group_hit(
+        self, now: int, *, request: Id, seq: int, blocks: int, again: bool = False
+    ) -> None:
+        """Write HIT of cache groups: all of them can go on after `blocks` blocks."""
+        line = {
+            "n": 0, "t": now, "event": "HIT", "request": request, "seq": seq, "blocks": blocks,
+        }  # fmt: skip
+        if again:
+            line["again"] = True
+        self.write(line)
+
+    def group_alloc(
+        self, now: int, *, seq: int, group: int, first: int, runs: Ids | None
+    ) -> None:
+        """Write ALLOC: blocks `runs` continue the table of `seq` in `group` from `first`."""
+        self.write({
+            "n": 0, "t": now, "event": "ALLOC",
+            "seq": seq, "group": group, "first": first, "runs": runs,
+        })  # fmt: skip
+
+    def group_commit(
+        self,
+        now: int,
+        *,
+        seq: int,
+        group: int,
+        first: int,
+        blocks: int,
+        how: Literal["new", "copy"],
+        generated: bool = False,
+    ) -> None:
+        """Write COMMIT: blocks of `seq` in `group` have names, by which others can hit them.
+
+        `how` is `copy` if there are blocks with these names. `generated` is that of `commit`.
+        """
+        line = {
+            "n": 0, "t": now, "event": "COMMIT",
+            "seq": seq, "group": group, "first": first, "blocks": blocks, "how": how,
+        }  # fmt: skip
+        if generated:
+            line["generated"] = True
+        self.write(line)
+
+    def group_evict(
+        self,
+        now: int,
+        *,
+        group: int,
+        runs: Ids | None,
+        by: str,
+        requester: Id,
+        reason: Literal["capacity"],
+    ) -> None:
+        """Write EVICT of scope `cache`: the blocks `runs` of `group` lost their names."""
+        self.write({
+            "n": 0, "t": now, "event": "EVICT", "group": group, "runs": runs, "by": by,
+            "for": requester, "reason": reason, "scope": "cache",
+        })  # fmt: skip
+
+    def group_free(
+        self,
+        now: int,
+        *,
+        seq: int,
+        runs: Ids | None,
+        reason: Literal["close", "passed"],
+        group: int | None = None,
+        first: int | None = None,
+    ) -> None:
+        """Write FREE: `seq` is closed, or needs no block of `group` before `first` any more.
+
+        Those among them without a name, `runs`, are free now, deepest first.
+        """
+        line = {
+            "n": 0, "t": now, "event": "FREE", "seq": seq, "runs": runs, "reason": reason,
+        }  # fmt: skip
+        if group is not None:
+            line |= {"group": group, "first": first}
+        self.write(line)
+
     def fork(self, now: int, *, seq: int, child: int) -> None:
         """Write FORK: `child` shares all blocks of `seq`."""
         self.write({"n": 0, "t": now, "event": "FORK", "seq": seq, "child": child})
@@ -395,3 +493,18 @@ class Recorder(ABC):
     def reject(self, now: int, *, request: Id, why: str) -> None:
         """Write REJECT: `request` was turned away, and was never admitted."""
         self.write({"n": 0, "t": now, "event": "REJECT", "request": request, "why": why})
+
+
+def check_admission(request: Request, admitted: set[Id], *, resumed: bool) -> None:
+    """Check that the trace of a cache, which has `admitted` requests, is not contradicted.
+
+    Raises:
+        InputError: a request is admitted first for the second time, or resumed without a
+            first admission.
+    """
+    if resumed != (request.id in admitted):
+        why = "was not admitted before: leave out resumed=True"
+        if not resumed:
+            why = "was admitted before: give another id, or resumed=True if it returns"
+        msg = f"request {request.id!r} {why}"
+        raise InputError(msg)

@@ -35,8 +35,7 @@ def trace_path(parts: RunParts, given: Mapping[str, Any]) -> Path | None:
     if given["out"] is None:
         path: Path | None = given["trace"]
         return path
-    # Those of cache groups have no trace yet.
-    return given["out"] / TRACE if parts.traced and parts.cache_groups is None else None
+    return given["out"] / TRACE if parts.traced else None
 
 
 class ServedRun(NamedTuple):

@@ -101,7 +101,7 @@ class RunParts:
         with self._about(*LIMITS):
             limits = {name: config.options[name] for name in LIMITS}
             self.batching = Batching(**limits, rules=self.rules)
-        if self.cache_groups is not None:
+        if self.layer_groups:
             self.batching = by_chunk(self.batching)
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
@@ -187,30 +187,33 @@ class RunParts:
                     raise InputError(msg)
         return plan
 
+    @cached_property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of the cache; none if all layers are served as one."""
+        plan = self.cache_groups
+        return () if plan is None else tuple(map(_layer_group, plan.groups))
+
     def served_cache(self, trace: Recorder | None = None) -> ServedCache:
         """Build the cache of one run under a clock: of cache groups, if the model has them."""
-        plan = self.cache_groups
-        if plan is None:
+        if not self.layer_groups:
             return self.cache(trace)
         config = self.config
         for name in ("tier", "retention", "drafter"):
             if getattr(config, name):
                 with self._about(name):
                     raise InputError(self._groups_refusal)
-        if trace is not None:
-            msg = f"a trace: {self._groups_refusal}"
-            raise InputError(msg)
         eviction = self.built("eviction")
         if eviction.name != "lru":
             with self._about("eviction"):
                 raise InputError(self._groups_refusal)
         with self._about("prefix_cache_retention_interval"):
             return GroupedCache(
-                map(_layer_group, plan.groups),
+                self.layer_groups,
                 self.blocks,
                 retention_interval=config.prefix_cache_retention_interval,
                 key_tokens=self.workload.key_tokens,
                 eviction=eviction,
+                trace=trace,
             )
 
     @property
@@ -368,14 +371,14 @@ class RunParts:
             "rate_scale": self.config.rate_scale,
             "seed": self.config.seed,
             **({"notes": [note]} if note else {}),
-            **({} if plan is None else {"cache_groups": self._group_fields(plan)}),
+            **({} if plan is None else {"cache_groups": self._group_fields()}),
         }
 
-    def _group_fields(self, plan: GroupPlan) -> dict[str, Any]:
+    def _group_fields(self) -> dict[str, Any]:
         """Return the cache groups for JSON."""
         return {
             "prefix_cache_retention_interval": self.config.prefix_cache_retention_interval,
-            "groups": [attrs.asdict(_layer_group(group)) for group in plan.groups],
+            "groups": [attrs.asdict(group) for group in self.layer_groups],
         }
 
     def document(self, result: Any) -> dict[str, Any]:

@@ -73,8 +73,10 @@ _FIGURES: Mapping[str, tuple[str, Callable[[str], int]]] = {
     "bandwidth": ("bandwidth", parse_rate),
     "flops": ("flops", _flops),
     "fp8_flops": ("fp8_flops", _flops),
+    "fp4_flops": ("fp4_flops", _flops),
     "host_link": ("host_link", parse_rate),
     "link": ("link", parse_rate),
+    "server_size": ("server_size", parse_whole),
 }
 
 
@@ -82,7 +84,8 @@ def find_device(name: str) -> DeviceSpec:
     """Return the well-known GPU called `name`, such as `h100`, or one that is given by figures.
 
     Figures are `memory=141GB,bandwidth=4.8TB,flops=989T`, and if they are known `fp8_flops`,
-    `host_link` (else that of PCIe 5) and `link`. The text is the name of that device.
+    `fp4_flops`, `host_link` (else that of PCIe 5), `link` and `server_size` (else 8). The text
+    is the name of that device.
 
     Raises:
         InputError: no such GPU; names the nearest ones. Figures that are none, or are missing.
@@ -141,10 +144,6 @@ def _near(table: Iterable[str], name: str) -> list[str]:
     return get_close_matches(name.lower(), table, n=3, cutoff=0.5)
 
 
-def _by_name(specs: Iterable[DeviceSpec]) -> dict[str, DeviceSpec]:
-    return {spec.name: spec for spec in specs}
-
-
 def _device(
     name: str,
     memory: int,
@@ -154,10 +153,12 @@ def _device(
     link: int = 0,
     *,
     fp8: bool = False,
+    fp4: int = 0,
+    server_size: int = 8,
 ) -> DeviceSpec:
     """Return a row of GB, GB/s, dense fp16 TFLOP/s and, one way, GB/s to host and peers.
 
-    A GPU with `fp8` has twice the FLOP/s in fp8.
+    A GPU with `fp8` has twice the FLOP/s in fp8, one with `fp4` so many times them in fp4.
     """
     giga = 10**9
     flops = round(tflops * 1000) * giga
@@ -169,6 +170,8 @@ def _device(
         host_link=host_link * giga,
         link=link * giga,
         fp8_flops=2 * flops if fp8 else 0,
+        fp4_flops=fp4 * flops,
+        server_size=server_size,
     )
 
 
@@ -179,10 +182,12 @@ _PCIE3, _PCIE4, _PCIE5, _NVLINK_C2C, _SHARED_C2C = 16, 32, 64, 450, 225
 # of 18 of 50, and of 7 of 64 and of 77. Bridges that are sold apart (A30, A40, H100 PCIe,
 # RTX 3090) and join two GPUs are not counted.
 _NVLINK2, _NVLINK3, _NVLINK4, _NVLINK5, _INFINITY, _INFINITY4 = 150, 300, 450, 900, 448, 537
+_NVL72 = _SHARED_C2C, _NVLINK5
 
 
-DEVICES: Mapping[str, DeviceSpec] = _by_name(
-    [
+DEVICES: Mapping[str, DeviceSpec] = {
+    device.name: device
+    for device in (
         _device("v100-16g", 16, 900, 125, _PCIE3, _NVLINK2),
         _device("v100-32g", 32, 900, 125, _PCIE3, _NVLINK2),
         _device("a10", 24, 600, 125, _PCIE4),
@@ -193,8 +198,8 @@ DEVICES: Mapping[str, DeviceSpec] = _by_name(
         _device("a100-80g", 80, 2039, 312, _PCIE4, _NVLINK3),
         _device("rtx-3090", 24, 936, 71, _PCIE4),
         _device("rtx-4090", 24, 1008, 165.2, _PCIE4, fp8=True),
-        _device("rtx-5090", 32, 1792, 209.5, _PCIE5, fp8=True),
-        _device("rtx-pro-6000", 96, 1792, 503.8, _PCIE5, fp8=True),
+        _device("rtx-5090", 32, 1792, 209.5, _PCIE5, fp8=True, fp4=8),
+        _device("rtx-pro-6000", 96, 1792, 503.8, _PCIE5, fp8=True, fp4=4),
         _device("l4", 24, 300, 121, _PCIE4, fp8=True),
         _device("l40s", 48, 864, 362, _PCIE4, fp8=True),
         _device("h20", 96, 4000, 148, _PCIE5, _NVLINK4, fp8=True),
@@ -203,12 +208,12 @@ DEVICES: Mapping[str, DeviceSpec] = _by_name(
         _device("h100-nvl", 94, 3900, 835.5, _PCIE5, 300, fp8=True),
         _device("gh200", 96, 4000, 989.5, _NVLINK_C2C, _NVLINK4, fp8=True),
         _device("h200", 141, 4800, 989.5, _PCIE5, _NVLINK4, fp8=True),
-        _device("b200", 180, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
-        _device("b300", 288, 8000, 2250, _PCIE5, _NVLINK5, fp8=True),
-        _device("gb200", 186, 8000, 2500, _SHARED_C2C, _NVLINK5, fp8=True),
-        _device("gb300", 288, 8000, 2500, _SHARED_C2C, _NVLINK5, fp8=True),
+        _device("b200", 180, 8000, 2250, _PCIE5, _NVLINK5, fp8=True, fp4=4),
+        _device("b300", 288, 8000, 2250, _PCIE5, _NVLINK5, fp8=True, fp4=6),
+        _device("gb200", 186, 8000, 2500, *_NVL72, fp8=True, fp4=4, server_size=72),
+        _device("gb300", 288, 8000, 2500, *_NVL72, fp8=True, fp4=6, server_size=72),
         _device("mi300x", 192, 5300, 1307.4, _PCIE5, _INFINITY, fp8=True),
         _device("mi325x", 256, 6000, 1307.4, _PCIE5, _INFINITY, fp8=True),
-        _device("mi355x", 288, 8000, 2516.6, _PCIE5, _INFINITY4, fp8=True),
-    ]
-)
+        _device("mi355x", 288, 8000, 2516.6, _PCIE5, _INFINITY4, fp8=True, fp4=4),
+    )
+}

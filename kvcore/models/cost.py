@@ -15,10 +15,7 @@ import attrs
 
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
-from kvcore.models.spec import (
-    DeviceSpec,
-    ModelSpec,
-)
+from kvcore.models.spec import DeviceSpec, ModelSpec
 
 
 def default_prefill_cost() -> PrefillCost:

@@ -11,7 +11,7 @@ from kvcore.errors import InputError
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.units import INT64_LIMIT
 
-# Bytes of 32 numbers: a block of MXFP4 has 32, and one byte of scale.
+# Bytes of 32 numbers: MXFP4 has a byte of scale for 32 of them, NVFP4 for 16.
 _BYTES_OF_32 = {
     "fp32": 128,
     "fp16": 64,
@@ -20,10 +20,13 @@ _BYTES_OF_32 = {
     "int8": 32,
     "int4": 16,
     "mxfp4": 17,
+    "nvfp4": 18,
 }
 
 
-WeightDtype: TypeAlias = Literal["fp32", "fp16", "bf16", "fp8", "int8", "int4", "mxfp4"]
+WeightDtype: TypeAlias = Literal[
+    "fp32", "fp16", "bf16", "fp8", "int8", "int4", "mxfp4", "nvfp4"
+]
 """A number format that weights may have."""
 
 WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype)
@@ -237,9 +240,13 @@ class ModelSpec:
         return self.shared_bytes + experts - experts * idle // total
 
     def with_weights(self, dtype: str) -> ModelSpec:
-        """Return the model with all its weights in `dtype`."""
+        """Return the model with all its weights in `dtype`.
+
+        In nvfp4 those of experts alone, if there are any: so checkpoints of mixtures are.
+        """
+        shared = "bf16" if dtype == "nvfp4" and self.experts else dtype
         return attrs.evolve(
-            self, dtype=dtype, expert_dtype=dtype, extra_bytes=0, extra_expert_bytes=0
+            self, dtype=shared, expert_dtype=dtype, extra_bytes=0, extra_expert_bytes=0
         )
 
     def with_window(self, window: int) -> ModelSpec:
@@ -274,9 +281,12 @@ class DeviceSpec:
         link: bytes/s between the GPUs of a server, one way, over links of their own (NVLink,
             Infinity Fabric); 0: they have none, and talk through the host.
         fp8_flops: dense FLOP/s in fp8; 0: none, weights in fp8 are computed with in fp16.
+        fp4_flops: dense FLOP/s in fp4; 0: none, weights in nvfp4 are read as such, and computed
+            with in fp16.
+        server_size: GPUs of a server, or of a rack whose `link` joins all of them.
 
     Raises:
-        InputError: a figure that is not positive; of the last two, one below 0.
+        InputError: a figure that is not positive; of link and narrow formats, one below 0.
     """
 
     name: str
@@ -286,3 +296,5 @@ class DeviceSpec:
     host_link: int = count_field()
     link: int = attrs.field(default=0, validator=_not_negative)
     fp8_flops: int = attrs.field(default=0, validator=_not_negative)
+    fp4_flops: int = attrs.field(default=0, validator=_not_negative)
+    server_size: int = count_field(default=8)

@@ -83,6 +83,12 @@ static inline int put_int(PyObject **at, i64 value) { return put(at, PyLong_From
 #define SPAN_PUT(span, name, value) put(&SPAN(span, name), value)
 #define SPAN_PUT_INT(span, name, value) put_int(&SPAN(span, name), value)
 
+/* Return an attribute; NULL with an exception, also if there was one before. */
+static inline PyObject *get(PyObject *object, const char *name)
+{
+    return object && !PyErr_Occurred() ? PyObject_GetAttrString(object, name) : NULL;
+}
+
 PyObject *big_int(i128 value);
 int set_int(PyObject *object, const char *name, i64 value);
 

@@ -361,7 +361,7 @@ static int evict_ahead(Batch *b, i64 missing, i64 need, i64 steps, i128 clock, c
         if (!at)
             return -1;
     }
-    PyObject *id = PyObject_GetAttrString(b->jobs.first->request, "id");
+    PyObject *id = get(b->jobs.first->request, "id");
     int failed = id ? tree_free_ahead(b->tree, missing, id, (i64)(clock / 1000), at) : -1;
     Py_XDECREF(id), Py_XDECREF(at);
     return failed;

@@ -91,7 +91,7 @@ static PyObject *field(PyObject *request, Py_ssize_t offset, const char *name)
 {
     if (Py_TYPE(request) == request_slots.type && *slot(request, offset))
         return Py_NewRef(*slot(request, offset));
-    return PyObject_GetAttrString(request, name);
+    return get(request, name);
 }
 
 #define FIELD(request, name) field(request, request_slots.name, #name)
@@ -140,7 +140,7 @@ static int flush_rows(Core *c)
 /* Return the time (ns) of an SLO; -1: it has none. */
 static i64 target_of(PyObject *slo, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(slo, name);
+    PyObject *value = get(slo, name);
     i64 time = value && value != Py_None ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return time;
@@ -234,7 +234,7 @@ static void record_plan(Core *c, i64 now)
 static int store_timeline(Core *c)
 {
     Timeline *line = &c->timeline;
-    PyObject *timeline = PyObject_GetAttrString(c->log, "pool"), *done = NULL;
+    PyObject *timeline = get(c->log, "pool"), *done = NULL;
     if (timeline)
         done = PyObject_CallMethod(timeline, "restore", "(LLLLLL)NNy#y#y#",
             line->now, line->active, line->cached, line->due, line->interval, line->peak,
@@ -264,7 +264,7 @@ static int priority_failed(Core *c)
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *batcher = PyObject_GetAttrString(c->loop, "batcher");
+    PyObject *batcher = get(c->loop, "batcher");
     PyObject *done = batcher ? PyObject_CallMethod(batcher, "refuse_order", "O", error) : NULL;
     Py_XDECREF(batcher), Py_XDECREF(done);
     Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
@@ -311,7 +311,7 @@ static int heap_pop(Core *c)
 /* Make the `Job` of Python that a scheduler orders, or bring it up to date. */
 static int show_job(Core *c, Job *job)
 {
-    PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
+    PyObject *steps = get(c->loop, "steps");
     if (!steps || set_int(steps, "count", c->batch.steps) < 0)
         goto failed;
     if (!job->python) {
@@ -402,7 +402,7 @@ static int give_back_arrivals(Core *c, PyObject *request, i64 at)
 /* The next time of arrival, from Python. */
 static int ask_next(Core *c)
 {
-    PyObject *next = PyObject_GetAttrString(c->arrivals, "next_at");
+    PyObject *next = get(c->arrivals, "next_at");
     int overflow = 0;
     c->next_at = next ? PyLong_AsLongLongAndOverflow(next, &overflow) : -1;
     if (overflow)
@@ -467,7 +467,7 @@ static int read_next(Core *c)
 
 static int reject(Core *c, Job *job, PyObject *why, i64 now)
 {
-    PyObject *reasons = PyObject_GetAttrString(c->log, "reasons");
+    PyObject *reasons = get(c->log, "reasons");
     PyObject *row = PyLong_FromLongLong(c->rows.all);
     int failed = !reasons || !row || PyObject_SetItem(reasons, row, why) < 0
         || log_ended(c, job, -1) < 0;
@@ -619,7 +619,7 @@ static int preempt(Core *c, i64 now)
     LIST_REMOVE(&c->running, job, running);
     i64 jobs = c->running.count + c->waiting.count;
     if (++c->without_progress > PATIENCE + 10 * jobs) {
-        PyObject *batcher = PyObject_GetAttrString(c->loop, "batcher");
+        PyObject *batcher = get(c->loop, "batcher");
         PyObject *id = FIELD(job->request, id), *done = NULL;
         if (batcher && id)
             done = PyObject_CallMethod(batcher, "livelock", "LLOLL", now, c->without_progress, id,
@@ -765,6 +765,36 @@ static int plan(Core *c, i64 now)
 
 /* The loop. */
 
+/* Ask for the term of a number of tokens, unless it has too many digits for the core. */
+static int ask_time(StepTime *time, i64 tokens)
+{
+    PyObject *fine = PyObject_CallFunction(time->by_tokens, "L", tokens);
+    PyObject *high = fine ? PyObject_CallMethod(fine, "__rshift__", "i", 60) : NULL;
+    PyObject *mask = PyLong_FromLongLong((1LL << 60) - 1);
+    PyObject *low = high && mask ? PyNumber_And(fine, mask) : NULL;
+    int overflow = 0;
+    i64 above = low ? PyLong_AsLongLongAndOverflow(high, &overflow) : -1;
+    if (overflow || above >= 1LL << 60)
+        Py_CLEAR(time->by_tokens);
+    else if (low)
+        time->known[tokens] = ((i128)above << 60) | PyLong_AsLongLong(low);
+    Py_XDECREF(fine), Py_XDECREF(high), Py_XDECREF(mask), Py_XDECREF(low);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Refuse steps that take `took`, an integer of Python, up to 2^63 ps or longer; return -1. */
+static int refuse_time(Core *c, i64 steps, PyObject *took)
+{
+    PyObject *clock = big_int(c->clock), *thousand = PyLong_FromLong(1000), *done = NULL;
+    PyObject *end = clock && took ? PyNumber_Add(clock, took) : NULL;
+    if (end && thousand)
+        Py_SETREF(end, PyNumber_FloorDivide(end, thousand));
+    if (end)
+        done = PyObject_CallMethod(c->loop, "_refuse_time", "LOO", steps, took, end);
+    Py_XDECREF(clock), Py_XDECREF(thousand), Py_XDECREF(end), Py_XDECREF(done);
+    return -1;
+}
+
 /* Return the picoseconds of the step that is planned; -1 with an exception. */
 static i128 duration_of(Core *c)
 {
@@ -780,19 +810,11 @@ static i128 duration_of(Core *c)
     }
     i64 all = tokens + decode;
     if (time->by_tokens && all < time->known_count && doubled / 2 < NEVER) {
-        if (time->known[all] < 0) {
-            PyObject *fine = PyObject_CallFunction(time->by_tokens, "L", all);
-            PyObject *high = fine ? PyObject_CallMethod(fine, "__rshift__", "i", 60) : NULL;
-            PyObject *mask = PyLong_FromLongLong((1LL << 60) - 1);
-            PyObject *low = high && mask ? PyNumber_And(fine, mask) : NULL;
-            if (low)
-                time->known[all] = ((i128)PyLong_AsLongLong(high) << 60) | PyLong_AsLongLong(low);
-            Py_XDECREF(fine), Py_XDECREF(high), Py_XDECREF(mask), Py_XDECREF(low);
-            if (PyErr_Occurred())
-                return -1;
-        }
+        if (time->known[all] < 0 && ask_time(time, all) < 0)
+            return -1;
         i128 fine = time->known[all] + (i128)time->sequence * decode + time->pair * (doubled / 2);
-        return time->overhead + (fine >> SHIFT) + (i128)time->read * context;
+        if (time->by_tokens)
+            return time->overhead + (fine >> SHIFT) + (i128)time->read * context;
     }
     PyObject *pairs = big_int(doubled / 2), *took = NULL;
     PyObject *work = pairs ? PyObject_CallFunction(time->work_type, "L(N)L(L)", tokens, pairs,
@@ -804,8 +826,10 @@ static i128 duration_of(Core *c)
         return -1;
     int overflow;
     i64 result = PyLong_AsLongLongAndOverflow(took, &overflow);
+    if (overflow)
+        result = refuse_time(c, 1, took);
     Py_DECREF(took);
-    return overflow ? (i128)NEVER + 1 : result;
+    return result;
 }
 
 /* Return the lines of decode steps of the batch; NULL with an exception. */
@@ -829,8 +853,13 @@ static const Times *lines_of(Core *c)
                      MOST_LINES);
     for (i64 n = 0; n < count && !PyErr_Occurred(); n++) {
         i64 first, slope;
-        if (PyArg_ParseTuple(PySequence_Fast_GET_ITEM(fast, n), "LL", &first, &slope))
+        PyObject *line = PySequence_Fast_GET_ITEM(fast, n);
+        if (PyArg_ParseTuple(line, "LL", &first, &slope)) {
             times->lines[n] = (Line){first, slope};
+        } else if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+            PyErr_Clear();
+            refuse_time(c, 1, PyTuple_GET_ITEM(line, 0));
+        }
     }
     Py_XDECREF(fast), Py_XDECREF(pieces);
     if (PyErr_Occurred())
@@ -847,10 +876,10 @@ static int pass(Core *c, i64 steps, i128 took, i64 *now)
     c->busy += took;
     *now = (i64)(c->clock / 1000);
     if (c->clock > NEVER && (took > NEVER || c->clock / 1000 > NEVER)) {
-        PyObject *picoseconds = big_int(took), *end = big_int(c->clock / 1000), *done = NULL;
-        if (picoseconds && end)
-            done = PyObject_CallMethod(c->loop, "_refuse_time", "LOO", steps, picoseconds, end);
-        Py_XDECREF(picoseconds), Py_XDECREF(end), Py_XDECREF(done);
+        PyObject *picoseconds = big_int(took);
+        c->clock -= took;
+        refuse_time(c, steps, picoseconds);
+        Py_XDECREF(picoseconds);
         return -1;
     }
     return c->next_at <= *now ? take_arrivals(c, *now) : 0;
@@ -1053,9 +1082,9 @@ static PyObject *handover(Core *c)
 
 static int store_back(Core *c)
 {
-    PyObject *steps = PyObject_GetAttrString(c->loop, "steps");
+    PyObject *steps = get(c->loop, "steps");
     PyObject *clock = big_int(c->clock), *busy = big_int(c->busy);
-    PyObject *itl = PyObject_GetAttrString(c->log, "itl");
+    PyObject *itl = get(c->log, "itl");
     int failed = !steps || !clock || !busy || !itl || flush_rows(c) < 0
         || store_timeline(c) < 0 || histogram_store(&c->batch.gaps, itl, "_histogram") < 0
         || tree_store_back(&c->tree, c->cache) < 0
@@ -1099,10 +1128,10 @@ static int init(Core *c, PyObject *numbers, PyObject *terms, int walks)
     c->scale_above = above;
     c->scale_below = below;
     c->changed = 1;
-    c->log = PyObject_GetAttrString(c->loop, "log");
-    c->cache = PyObject_GetAttrString(c->loop, "_cache");
-    c->arrivals = PyObject_GetAttrString(c->loop, "arrivals");
-    c->slo = c->log ? PyObject_GetAttrString(c->log, "slo") : NULL;
+    c->log = get(c->loop, "log");
+    c->cache = get(c->loop, "_cache");
+    c->arrivals = get(c->loop, "arrivals");
+    c->slo = c->log ? get(c->log, "slo") : NULL;
     if (c->slo == Py_None)
         Py_CLEAR(c->slo);
     c->rows.ids = PyList_New(0);
@@ -1176,7 +1205,7 @@ static PyObject *serve(PyObject *module, PyObject *arguments)
 /* Find the slots of a class; they are members of it, whatever its version of Python. */
 static int find_slot(PyTypeObject *type, const char *name, Py_ssize_t *offset)
 {
-    PyObject *member = PyObject_GetAttrString((PyObject *)type, name);
+    PyObject *member = get((PyObject *)type, name);
     if (!member)
         return -1;
     int found = Py_TYPE(member) == &PyMemberDescr_Type;

@@ -70,7 +70,7 @@ void histogram_add(Histogram *h, i128 first, i128 slope, i64 count, i64 weight)
 /* Add the samples to a histogram of Python. */
 int histogram_store(Histogram *h, PyObject *object, const char *name)
 {
-    PyObject *histogram = PyObject_GetAttrString(object, name), *done = NULL;
+    PyObject *histogram = get(object, name), *done = NULL;
     PyObject *weights = PyBytes_FromStringAndSize((char *)h->weights, 8 * border_count);
     if (histogram && weights)
         done = PyObject_CallMethod(histogram, "add_weights", "ONNN", weights, big_int(h->weight),
@@ -82,10 +82,10 @@ int histogram_store(Histogram *h, PyObject *object, const char *name)
 int residency_init(Residency *r, PyObject *object)
 {
     r->object = Py_NewRef(object);
-    r->refaults = PyObject_GetAttrString(object, "refaults");
-    r->young = r->refaults ? PyObject_GetAttrString(r->refaults, "_young") : NULL;
-    r->old = r->young ? PyObject_GetAttrString(r->refaults, "_old") : NULL;
-    PyObject *window = r->old ? PyObject_GetAttrString(r->refaults, "_window") : NULL;
+    r->refaults = get(object, "refaults");
+    r->young = r->refaults ? get(r->refaults, "_young") : NULL;
+    r->old = r->young ? get(r->refaults, "_old") : NULL;
+    PyObject *window = r->old ? get(r->refaults, "_window") : NULL;
     r->window = r->turn = window ? PyLong_AsLongLong(window) : -1;
     Py_XDECREF(window);
     return PyErr_Occurred() || histogram_init(&r->age_at_hit) < 0
@@ -95,7 +95,7 @@ int residency_init(Residency *r, PyObject *object)
 
 int residency_store(Residency *r)
 {
-    PyObject *evicted = PyObject_GetAttrString(r->object, "evicted_blocks");
+    PyObject *evicted = get(r->object, "evicted_blocks");
     PyObject *count = PyLong_FromLongLong(r->evicted);
     int failed = !evicted || !count || PyDict_SetItemString(evicted, "capacity", count) < 0
         || set_int(r->object, "stored_blocks", r->stored) < 0

@@ -34,7 +34,7 @@ int set_int(PyObject *object, const char *name, i64 value)
 /* Return an attribute; NULL for None, or with an exception. */
 static PyObject *attribute(PyObject *object, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(object, name);
+    PyObject *value = get(object, name);
     if (value == Py_None)
         Py_CLEAR(value);
     return value;
@@ -42,7 +42,7 @@ static PyObject *attribute(PyObject *object, const char *name)
 
 static i64 int_attribute(PyObject *object, const char *name)
 {
-    PyObject *value = PyObject_GetAttrString(object, name);
+    PyObject *value = get(object, name);
     i64 number = value ? PyLong_AsLongLong(value) : -1;
     Py_XDECREF(value);
     return number;
@@ -430,7 +430,7 @@ static PyObject *request_id(Job *job)
 {
     if (Py_TYPE(job->request) == request_slots.type)
         return Py_NewRef(*slot(job->request, request_slots.id));
-    return PyObject_GetAttrString(job->request, "id");
+    return get(job->request, "id");
 }
 
 /* Allocate a block for `job`, which grows; one is free or evictable. */
@@ -472,7 +472,7 @@ static PyObject *block_keys(Tree *t, PyObject *request)
 {
     PyObject *keys = attribute(request, "keys"), *slice = NULL;
     if (keys && strcmp(Py_TYPE(keys)->tp_name, "KeyPrefix") == 0)
-        Py_SETREF(keys, PyObject_GetAttrString(keys, "view"));
+        Py_SETREF(keys, get(keys, "view"));
     if (!keys || t->stride == 1)
         return keys;
     PyObject *first = PyLong_FromLongLong(t->stride - 1);
@@ -684,7 +684,7 @@ static int store(Tree *t, Job *job, i64 upto)
     SPAN(span, last_request) = Py_NewRef(id);
     SPAN(span, tenant) = Py_TYPE(job->request) == request_slots.type
         ? Py_NewRef(*slot(job->request, request_slots.tenant))
-        : PyObject_GetAttrString(job->request, "tenant");
+        : get(job->request, "tenant");
     if (!SPAN(span, tenant) || SPAN_PUT(span, creator, Py_NewRef(job->token)) < 0
         || SPAN_PUT_INT(span, created_order, ++t->created) < 0
         || SPAN_PUT_INT(span, released_order, 0) < 0 || SPAN_PUT_INT(span, hit_count, 0) < 0)
@@ -779,10 +779,10 @@ int tree_commit(Tree *t, Job *job, i64 now)
 
 int tree_init(Tree *t, PyObject *cache, int walks)
 {
-    t->tree = PyObject_GetAttrString(cache, "tree");
+    t->tree = get(cache, "tree");
     if (!t->tree)
         return -1;
-    PyObject *pool = PyObject_GetAttrString(cache, "pool");
+    PyObject *pool = get(cache, "pool");
     if (!pool)
         return -1;
     t->pool = int_attribute(pool, "blocks");
@@ -829,8 +829,8 @@ int tree_init(Tree *t, PyObject *cache, int walks)
 /* Write the counts of the run into the objects of Python. */
 int tree_store_back(Tree *t, PyObject *cache)
 {
-    PyObject *pool = PyObject_GetAttrString(cache, "pool");
-    PyObject *stats = pool ? PyObject_GetAttrString(cache, "stats") : NULL;
+    PyObject *pool = get(cache, "pool");
+    PyObject *stats = pool ? get(cache, "stats") : NULL;
     PyObject *sum = stats ? PyFloat_FromDouble(t->ratio_sum) : NULL;
     int failed = !sum || set_int(pool, "free_blocks", t->free) < 0
         || set_int(t->tree, "unpinned_blocks", t->unpinned) < 0

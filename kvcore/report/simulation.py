@@ -82,7 +82,7 @@ def _drafts(drafts: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
         yield "", f"decode steps {format_number(drafts['speedup'])} times as fast as without"
 
 
-def _group_text(group: Mapping[str, Any]) -> str:
+def group_text(group: Mapping[str, Any]) -> str:
     """Return a cache group in words."""
     kept = {
         "full": "all tokens",
@@ -255,7 +255,7 @@ class SimulationReport(NamedTuple):
         blocks, size = pool["blocks"], pool["block_size"]
         memory = format_bytes(blocks * config["bytes_per_block"])
         if "cache_groups" in config:
-            groups = Counter(map(_group_text, config["cache_groups"]["groups"]))
+            groups = Counter(map(group_text, config["cache_groups"]["groups"]))
             listed = "; ".join(f"{count} x {text}" for text, count in groups.items())
             return (
                 f"Pool: {counted(blocks, 'block')}, {memory} in {config['codec']}, of which "

@@ -24,6 +24,7 @@ from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job, admission_of
 from kvcore.serving.latency import StepTimes
 from kvcore.serving.scheduler import Batching
+from kvcore.units import PS_PER_NS
 
 
 class GroupAllocator(DecodeAllocator):
@@ -144,6 +145,7 @@ class GroupAllocator(DecodeAllocator):
 
         Jobs that were admitted before it grow first, and what its window has passed is freed.
         """
+        self._groups.now = now
         if not self._serve_before(seq.admission):
             return False
         own = cast("GroupSequence", seq)
@@ -155,7 +157,7 @@ class GroupAllocator(DecodeAllocator):
 
     def extend(self, seq: Sequence, tokens: int, now: int) -> None:
         """Allocate `tokens` more slots of `seq`."""
-        del now
+        self._groups.now = now
         own = cast("GroupSequence", seq)
         self._groups.grow(own, own.tokens + tokens)
 
@@ -167,6 +169,7 @@ class GroupAllocator(DecodeAllocator):
         Running jobs free blocks while they grow, so that their order decides what is evicted:
         those that were admitted after one that prefills are served after it.
         """
+        self._groups.now = now
         first = min(map(admission_of, self.prefilling), default=None)
         if first is None:
             return self.finish_step(now)
@@ -174,7 +177,7 @@ class GroupAllocator(DecodeAllocator):
 
     def finish_step(self, now: int) -> bool:
         """Allocate for all jobs that are not served yet; return False if there is no room."""
-        del now
+        self._groups.now = now
         if not self._serve_before(None):
             return False
         step = self._batch.steps.count
@@ -220,7 +223,6 @@ class GroupAllocator(DecodeAllocator):
 
     def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
         """Allocate for up to `steps` steps; return for how many there was room."""
-        del clock_ps, times
         start = self._batch.steps.count
         first, end = start + 1, start + steps
         events = merge(
@@ -230,6 +232,7 @@ class GroupAllocator(DecodeAllocator):
         )
         for step, entries in groupby(events, key=itemgetter(0)):
             jobs = sorted({job for _, each in entries for job in each}, key=admission_of)
+            self._groups.now = (clock_ps + times.total(step - start)) // PS_PER_NS
             if not self._serve(jobs, step) or (self.freed and self.waiting):
                 # The step is planned; those that are served already have their blocks then.
                 end = step

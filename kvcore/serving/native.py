@@ -97,6 +97,8 @@ def run(loop: Loop, turns: int = -1) -> None:
         latency, "terms_of_step", "pieces"
     ):
         terms = latency.terms_of_step()
+        if terms is not None and max(terms[:1] + terms[2:]) >= INT64_LIMIT:
+            terms = None
     state = native.serve(
         loop,
         None if loop.arrivals.closed else loop.arrivals.restart(),

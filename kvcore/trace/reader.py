@@ -49,7 +49,8 @@ def read_events(file: str | os.PathLike[str]) -> TraceReader:
 def json_schema() -> dict[str, Any]:
     """Return the JSON Schema of a trace line, as its reader accepts it."""
     lines, parts = msgspec.json.schema_components(
-        [*events.EVENTS.values(), events.Drop], ref_template="#/$defs/{name}"
+        [*events.EVENTS.values(), events.Drop, *events.OF_GROUPS.values()],
+        ref_template="#/$defs/{name}",
     )
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -75,6 +76,7 @@ class TraceReader(SealedReader[Event]):
         super().__init__(file)
         self._required_names = events.REQUIRED_NAMES
         self._time = 0
+        self._grouped = False  # whether HEADER has cache groups
         self._counts: dict[str, int] = {}
 
     def feed(self, start: Callable[[Header], Builder], tick: Tick = unseen) -> Builder:
@@ -107,10 +109,12 @@ class TraceReader(SealedReader[Event]):
         if not n:
             self._check_header(raw)
         try:
-            event = events.decode(raw)
+            event = events.decode(raw, grouped=self._grouped)
         except ValueError as error:
             self.fail(str(error))
         name, now = event.event, event.t
+        if not n:
+            self._grouped = bool(event.cache_groups)  # type: ignore[attr-defined]
         if n and name == "HEADER":
             self.fail("HEADER stands in line 1 only")
         if event.n != n:

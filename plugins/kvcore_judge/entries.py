@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from kvcore.cache import EvictionPolicy
+from kvcore.plugins import find_override
 from kvcore.plugins.manager import Plugins
 from kvcore.trace.fields import plain
 
@@ -40,6 +41,11 @@ class Entry:
         """
         policy: EvictionPolicy = Plugins().build("eviction", self.text)
         return policy
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether it defines a method that is called before a request is served."""
+        return find_override(self.build(), "on_queued") is not None
 
     def describe(self) -> dict[str, Any]:
         """Return name, options and the digest of the source, as a leaderboard has them."""

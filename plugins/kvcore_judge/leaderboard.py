@@ -84,7 +84,7 @@ class Leaderboard:
 
     def ratios(self, entry: Entry) -> list[Ratio]:
         """Return the hits of a policy beside those of LRU and the optimum, by column."""
-        tuned = TUNED.get(self.about[entry.text]["name"], frozenset())
+        tuned = self._tuned(entry.text)
         return [
             ratio_of(
                 column.name,
@@ -127,8 +127,12 @@ class Leaderboard:
             "policies": [self._policy(text) for text in self.scores],
         }  # fmt: skip
 
+    def _tuned(self, text: str) -> frozenset[str]:
+        """Return the streams on which a policy was tuned."""
+        return TUNED.get(self.about[text]["name"], frozenset())
+
     def _policy(self, text: str) -> dict[str, Any]:
-        tuned = TUNED.get(self.about[text]["name"], frozenset())
+        tuned = self._tuned(text)
         cells = []
         for column in self.columns:
             result, base = self.results[text, column.name], self.results[BASE.text, column.name]
@@ -338,8 +342,5 @@ def check_leaderboard(
 
 def built_in_entries() -> list[Entry]:
     """Return the installed policies that judge without options, but those that read ahead."""
-    from kvcore.plugins import find_override  # noqa: PLC0415 - for the default alone
-
-    plugins = Plugins()
-    entries = [Entry(name) for name in plugins.names("eviction")]
-    return [entry for entry in entries if find_override(entry.build(), "on_queued") is None]
+    entries = map(Entry, Plugins().names("eviction"))
+    return [entry for entry in entries if not entry.looks_ahead]

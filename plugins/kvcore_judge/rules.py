@@ -18,7 +18,6 @@ from itertools import islice
 
 from kvcore import KVCache
 from kvcore.cache import EvictionPolicy
-from kvcore.plugins import find_override
 from kvcore_judge.cells import Cell, EvictionDigest, run_cell
 from kvcore_judge.entries import Entry
 from kvcore_judge.protocol import Stream, read_stream
@@ -90,7 +89,7 @@ def check_hears_no_future(entry: Entry) -> None:
     Raises:
         BrokenRuleError: it has one.
     """
-    if find_override(entry.build(), "on_queued") is not None:
+    if entry.looks_ahead:
         what = "it defines on_queued(), by which it hears of requests before they are served"
         raise BrokenRuleError(what, rule="future")
 

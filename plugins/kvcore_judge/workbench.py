@@ -19,7 +19,6 @@ import orjson
 
 from kvcore import KVCache
 from kvcore.errors import InputError, KvcoreError
-from kvcore.plugins import find_override
 from kvcore.progress import Progress, Tick, silent
 from kvcore.report.tables import NONE
 from kvcore.sections import Table
@@ -90,7 +89,7 @@ def work(
     # A file is run once, and kept by its path.
     sys.modules.pop(str(policy.resolve()), None)
     entry = Entry(str(policy))
-    if find_override(entry.build(), "on_queued") is not None:
+    if entry.looks_ahead:
         msg = (
             f"{policy}: it defines on_queued(), by which it hears of requests before they are "
             "served; a score is for policies that do not look ahead"

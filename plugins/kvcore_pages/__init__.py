@@ -5,6 +5,7 @@ which opens offline. To read, in this order::
 
     shell.py         the file: data, styles and scripts in one
     playback.py      view: a trace in columns that a browser plays
+    grouped_playback.py   the same of a trace of cache groups, whose blocks have no spans
     view.py          the page of one trace, or of two
     report.py        report: a page of results, those of one kind side by side
     report_runs.py, report_documents.py   runs and traces; JSON documents of verbs

@@ -277,18 +277,16 @@ class Playback:
         # Facts that the state of sequences and spans lacks: times, and requests that stored.
         self._opened: dict[int, int] = {}
         self._stored: dict[int, tuple[int, int]] = {}
-        checker: TraceChecker | None = None
+        checker: Any = None
         for event in ticked(reader, tick):
             self.lines += 1
             if checker is None:
-                made = check_event(reader, None, event)
-                assert isinstance(made, TraceChecker)  # the reader yields one server's lines
-                checker = made
+                checker = check_event(reader, None, event)
                 self._start(event, checker)  # type: ignore[arg-type]  # the first is HEADER
                 continue
             if event.t != self.ended:
                 self._turn(event)
-            victim = self._inquest.before(event)
+            victim = self._prepare(event)
             check_event(reader, checker, event)
             self._inquest.after(event, victim)
             if type(event) is self._evict_type:
@@ -324,9 +322,8 @@ class Playback:
         """Prepare for the lines after HEADER."""
         from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
 
-        self._checker, self._state = checker, checker.state
-        self._inquest = MissClassifier(header, self._state)
-        self.header: dict[str, Any] = header.as_dict()
+        assert isinstance(checker, TraceChecker)  # the reader yields one server's lines
+        self._begin(header, checker, MissClassifier(header, checker.state))
         names = [tier["tier"] for tier in self.header.get("tiers", ())]
         self._tiers = {name: number for number, name in enumerate(names)}
         # By tier and owner of the content, the position after the last block in the tier.
@@ -334,19 +331,38 @@ class Playback:
         structs = events.EVENTS | {"FORGET": events.Drop}
         for name in events.OF_CLUSTERS:
             del structs[name]
+        self._set_kinds(structs)
+        self._row(header)
+
+    def _begin(self, header: events.Header, checker: Any, inquest: MissClassifier) -> None:
+        """Store the check of the trace, and what finds the reasons of misses."""
+        self._checker, self._state, self._inquest = checker, checker.state, inquest
+        self.header: dict[str, Any] = header.as_dict()
+        if self._stage == "before":
+            self._put = _ignore
+
+    def _set_kinds(self, structs: dict[str, type[events.Event]]) -> None:
+        """Store the Structs of the trace by the kinds of their rows."""
         self._kinds = {struct: KIND[name] for name, struct in structs.items()}
         self._evict_type = structs.pop("EVICT")
         self._record: dict[type[events.Event], Callable[[Any], None]] = {
             struct: getattr(self, f"_{name.lower()}") for name, struct in structs.items()
         }
-        if self._stage == "before":
-            self._put = _ignore
-        self._row(header)
+
+    def _prepare(self, event: Any) -> Any:
+        """Return what an event evicts, before it is applied."""
+        return self._inquest.before(event)
+
+    @property
+    def words(self) -> dict[str, tuple[str, ...]]:
+        """The words for numbers in columns."""
+        return WORDS
 
     @property
     def ratio(self) -> int:
         """The number of blocks of a key."""
-        return self._state.layout.ratio
+        ratio: int = self._state.layout.ratio
+        return ratio
 
     def _turn(self, event: events.Event) -> None:
         """Start or stop keeping rows, before the first line of a moment."""
@@ -608,7 +624,7 @@ class Playback:
             "file": self.file,
             "header": self.header,
             "setup": setup(self.header),
-            "words": WORDS,
+            "words": self.words,
             "pool": self._checker.pool.high_water,
             "begin": self.begin,
             "first": self.first,

@@ -43,7 +43,7 @@ from kvcore_pages.report_parts import (
 )
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
-from kvcore_replay.misses.reasons import CATEGORIES, Explanation, Summary
+from kvcore_replay.misses.reasons import OF_GROUPS, Explanation, Summary
 from kvcore_replay.recorded_run import RunSummary, recorded_run
 from kvcore_replay.report.billing import bill_sections
 from kvcore_replay.report.misses import SummaryReport, spaced
@@ -366,8 +366,10 @@ class Run(Result):
         )
         yield heading("Why prompts missed")
         yield from sentences(report.headline.splitlines()[-1])
-        found = report.table, report.places, report.requests, report.notes
-        yield from shown(found, *REASONS)
+        groups = (report.groups,) if explanation.groups else ()
+        found = report.table, *groups, report.places, report.requests, report.notes
+        titles = ("Tokens that a cache group was short for",) if explanation.groups else ()
+        yield from shown(found, REASONS[0], *titles, *REASONS[1:])
 
     def _commands(self) -> Iterator[Part]:
         lines = [_simulation(self.header)] if self._simulated else []
@@ -430,6 +432,18 @@ class Run(Result):
 def _trace_over_time(trace: RecordedTrace) -> Iterator[Part]:
     """Yield the charts that need a trace."""
     timeline, (times, series) = trace.timeline, trace.series
+    yield from chart(
+        "Cache groups",
+        "Blocks of each cache group, cached ones and those of running requests.",
+        SECONDS,
+        Axis("blocks"),
+        [
+            Line(f"group {name}", times, blocks, colour, step=True)
+            for (name, blocks), colour in zip(
+                series.groups.items(), cycle(COLOURS), strict=False
+            )
+        ],
+    )
     if trace.timed:
         yield from chart(
             "Requests",
@@ -478,6 +492,8 @@ def _percents(ratios: Sequence[float]) -> list[float | None]:
 
 def _regret(explanation: Explanation, summary: Summary) -> str:
     """Return sentences on the distance between the hits of a trace and those of the optimum."""
+    if explanation.groups:
+        return "There is no optimum of a cache of groups to compare with."
     best = sum(each.optimum for each in explanation.requests.values())
     tokens, hit = summary.prompt_tokens, summary.hit_tokens
     lost = summary.categories["policy"]
@@ -545,13 +561,9 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     }
     if not found:
         return
-    names = [
-        name
-        for name in CATEGORIES
-        if any(each.categories[name].tokens for each in found.values())
-    ]
+    names = [name for name in OF_GROUPS if any(_tokens(each, name) for each in found.values())]
     tokens = {
-        label: [each.hit_tokens, *(each.categories[name].tokens for name in names)]
+        label: [each.hit_tokens, *(_tokens(each, name) for name in names)]
         for label, each in found.items()
     }
     shares = {
@@ -575,6 +587,12 @@ def _reasons(runs: Sequence[Run], labels: Sequence[str]) -> Iterator[Part]:
     )
 
 
+def _tokens(summary: Summary, category: str) -> int:
+    """Return the tokens that missed for a reason, which only other traces may have."""
+    lost = summary.categories.get(category)
+    return 0 if lost is None else lost.tokens
+
+
 def _simulation(header: Mapping[str, Any]) -> str:
     """Return the command that simulates a run again, from its settings."""
     deployment = {"model", "device", "tensor_parallel", "codec", "block_size"}
@@ -586,12 +604,19 @@ def _simulation(header: Mapping[str, Any]) -> str:
     }
     plugins = header["plugins"] | {"latency": {**latency, "options": options}}
     names = ("model", "device", "tensor_parallel", "codec", "block_size", "blocks")
+    groups = header.get("cache_groups", {})
+    interval = "prefix_cache_retention_interval"
     return command(
         "simulate",
         header["workload"],
         **{name: header[name] for name in names},
         **plugins,
         tier=header.get("tiers") or None,
+        **(
+            {interval: "none" if groups[interval] is None else groups[interval]}
+            if groups
+            else {}
+        ),
         **header.get("batching", {}),
         **{name: header.get(name) for name in ("allocation", "rate_scale", "slo", "seed")},
         out="results",

@@ -14,13 +14,22 @@ import attrs
 from kvcore.files import file_bytes
 from kvcore.progress import Progress, silent
 from kvcore.units import NS_PER_S
+from kvcore_pages.grouped_playback import GroupedPlayback
 from kvcore_pages.playback import WHOLE, EvictedContent, Playback, Window
 from kvcore_pages.shell import Page
 
 __all__ = ["view_page"]
 
 SCRIPTS = (
-    *("playback.js", "content.js", "differences.js", "story.js", "blocks.js", "pool.js"),
+    *(
+        "playback.js",
+        "groups.js",
+        "content.js",
+        "differences.js",
+        "story.js",
+        "blocks.js",
+        "pool.js",
+    ),
     *("tree.js", "lives.js", "timeline.js", "curves.js", "log.js", "request.js", "view.js"),
 )
 """Scripts of the page, each after those that it needs."""
@@ -54,7 +63,7 @@ def view_page(
     sides = []
     for file in files:
         with progress(f"reading {Path(file).name}", file_bytes(Path(file))) as tick:
-            sides.append(Playback(file, tick, window, replica))
+            sides.append(GroupedPlayback.of(file, tick, window, replica))
     title = " and ".join(names)
     note = ""
     if len(sides) > 1:

@@ -16,7 +16,8 @@ import attrs
 
 from kvcore.progress import Tick, unseen
 from kvcore.trace.events import methods_by_event, unfit
-from kvcore_replay.state.cache import CacheState, run_blocks
+from kvcore_replay.state.cache import run_blocks
+from kvcore_replay.state.groups import GroupState, state_of
 from kvcore_replay.state.replicas import ServerReader
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ class Series:
         lookup_blocks, hit_blocks: lookups and hits of first admissions so far.
         evicted_blocks: blocks that left the cache so far, for room or because they expired.
         tiers: slots in use, by the name of the tier, nearest first.
+        groups: cached and private blocks of each cache group, by its number and kind; none
+            where all layers are one.
     """
 
     time: array[int] = attrs.field(factory=_times)
@@ -189,6 +192,7 @@ class Series:
     hit_blocks: array[int] = attrs.field(factory=_times)
     evicted_blocks: array[int] = attrs.field(factory=_times)
     tiers: dict[str, array[int]] = attrs.field(factory=dict)
+    groups: dict[str, array[int]] = attrs.field(factory=dict)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -226,9 +230,12 @@ class Series:
         def pick(column: array[int]) -> array[int]:
             return array(column.typecode, map(column.__getitem__, rows))
 
-        names = [field.name for field in attrs.fields(Series) if field.name != "tiers"]
-        tiers = {name: pick(used) for name, used in self.tiers.items()}
-        return Series(**{name: pick(getattr(self, name)) for name in names}, tiers=tiers)
+        columns: dict[str, Any] = {}
+        for name in attrs.fields_dict(Series):
+            column = getattr(self, name)
+            named = isinstance(column, dict)
+            columns[name] = {n: pick(c) for n, c in column.items()} if named else pick(column)
+        return Series(**columns)
 
     def hit_ratio(self, window_ns: int | None = None) -> array[float]:
         """Return, for each row, the share of the looked-up blocks that hit.
@@ -284,7 +291,7 @@ class Timeline:
 
         A file with a right digest is trusted: `kvcore_replay.check.check_trace` checks whether
         its events are possible. One pass, O(lines); about 60 bytes of memory per distinct time,
-        100 per request and 30 per phase, besides `CacheState`.
+        100 per request and 30 per phase, besides the state of the cache.
 
         Args:
             file: the trace.
@@ -325,13 +332,17 @@ class TimelineBuilder:
     """
 
     def __init__(self, header: events.Header) -> None:
-        self.state = CacheState(header)
+        self.state: Any = state_of(header)
         self.waiting = self.running = self.evicted_blocks = 0
         self.requests = Requests()
         self.phases = Phases()
         self.chunks = Chunks()
         names = [] if self.state.tiers is None else self.state.tiers.levels
-        self.series = Series(tiers={name: array("i") for name in names})
+        groups = map(str, self.state.groups) if isinstance(self.state, GroupState) else ()
+        self.series = Series(
+            tiers={name: array("i") for name in names},
+            groups={name: array("i") for name in groups},
+        )
         self._untimed = header.mode == "untimed"
         self._now: int | None = None
         self._start = header.t
@@ -394,6 +405,9 @@ class TimelineBuilder:
         if state.tiers is not None:
             for name, tier in state.tiers.levels.items():
                 series.tiers[name].append(tier.used)
+        if series.groups:
+            for used, blocks in zip(series.groups.values(), state.used_by_group, strict=True):
+                used.append(blocks)
 
     def _current(self, row: int) -> Kind | None:
         """Return the current phase of a request; None if it has none."""
@@ -475,17 +489,36 @@ class TimelineBuilder:
         if row is None or event.how == "shared" or self._current(row) is not Kind.PREFILL:
             return
         if event.t > self.phases.start[self._phase[row]]:
-            self.chunks.request.append(row)
-            self.chunks.time.append(event.t)
+            self._add_chunk(row, event.t)
         seq = self.state.sequences[event.seq]
-        if seq.span.end >= seq.prompt.cacheable:
+        if self._stored(seq) >= seq.prompt.cacheable:
             self._prefilled(row, event.t)
+
+    def _add_chunk(self, row: int, now: int) -> None:
+        """Add the end of a chunk, which each cache group has a COMMIT of."""
+        requests, times = self.chunks.request, self.chunks.time
+        if self.series.groups and times and (requests[-1], times[-1]) == (row, now):
+            return
+        requests.append(row)
+        times.append(now)
+
+    def _stored(self, seq: Any) -> int:
+        """Return the number of first blocks of a sequence that are committed."""
+        if self.series.groups:
+            stored: int = seq.stored(self.state.groups) // self.state.header.block_size
+        else:
+            stored = seq.span.end
+        return stored
 
     def _alloc(self, event: events.Alloc) -> None:
         row = self._row_of.get(event.seq)
         if row is None or self._current(row) is not Kind.PREFILL:
             return
-        beyond = event.first >= self.state.sequences[event.seq].prompt.blocks
+        first = event.first
+        if self.series.groups:
+            size = self.state.groups[event.group].size  # type: ignore[attr-defined]
+            first = first * size // self.state.header.block_size
+        beyond = first >= self.state.sequences[event.seq].prompt.blocks
         if beyond and event.t > self.phases.start[self._phase[row]]:
             self._prefilled(row, event.t)
 

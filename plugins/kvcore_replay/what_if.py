@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import attrs
 
-from kvcore.cache import KVCache
+from kvcore.cache import KVCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.config.parts import plugins_of
 from kvcore.config.values import PluginChoice, TierChoices
@@ -388,6 +388,12 @@ def _parts(
 ) -> RecordedParts:
     """Return the parts of the second run: those of a cluster, or of one server."""
     given = [name for name, value in routing.items() if value is not None]
+    if header.cache_groups and given:
+        msg = (
+            f"{workload.file} was recorded with cache groups, which several servers do not "
+            f"know: leave out {given[0]}"
+        )
+        raise InputError(msg)
     if header.replicas or routing["replicas"] is not None:
         from kvcore_replay.recorded.cluster import RecordedCluster  # noqa: PLC0415 - of several
 
@@ -421,7 +427,7 @@ def _rerun_of(
         return _ClusterRerun(parts, trace, workload)
     if workload.header.engine:
         return _EngineRerun(parts, parts.cache(trace), workload)
-    return _Rerun(parts, parts.cache(trace), workload)
+    return _Rerun(parts, parts.served_cache(trace), workload)
 
 
 class _ClusterRerun:
@@ -453,7 +459,9 @@ class _ClusterRerun:
 class _Rerun:
     """Runs the requests of a trace again."""
 
-    def __init__(self, parts: RecordedParts, cache: KVCache, workload: TraceWorkload) -> None:
+    def __init__(
+        self, parts: RecordedParts, cache: ServedCache, workload: TraceWorkload
+    ) -> None:
         self._parts, self._cache, self._workload = parts, cache, workload
         self._server = (parts.scheduler(), parts.latency()) if parts.timed else None
         self._drafter = None if parts.config.drafter is None else parts.built("drafter")
@@ -500,7 +508,7 @@ class _Rerun:
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()
-        for serial, seq in enumerate(served(requests, self._cache), 1):
+        for serial, seq in enumerate(served(requests, cast("KVCache", self._cache)), 1):
             request = seq.request
             job = Job(request, serial, request.arrival, steps, request.prompt_tokens)
             job.hit = seq.hit_blocks * self._cache.geometry.block_size
@@ -513,7 +521,8 @@ class _EngineRerun(_Rerun):
 
     def run(self, tick: Tick) -> RunLog:
         """Make all calls of the recording."""
-        return _EngineCalls(self._workload.file, self._cache, tick).run()
+        cache = cast("KVCache", self._cache)
+        return _EngineCalls(self._workload.file, cache, tick).run()
 
 
 @attrs.define(eq=False)

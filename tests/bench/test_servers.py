@@ -16,7 +16,7 @@ if find_spec("aiconfigurator_core") is None:
 LARGE = 30
 """Rows of a group from which its median says something."""
 
-OUTSIDE = {"llama-3.1-8b sglang h200", "kimi-k2.5 vllm b200"}
+OUTSIDE = {"llama-3.1-8b sglang h200"}
 """Groups that are further off; why is in `docs/explanation/fidelity.md`."""
 
 

@@ -144,7 +144,8 @@ def filled(kind, value):
             each.encode_name: filled(each.type, known.get(each.encode_name))
             for each in kind.fields
         }
-        value = known | {name: each for name, each in made.items() if each is not None}
+        more = {name: each for name, each in made.items() if each is not None}
+        value = known | more if more else value
     return value
 
 

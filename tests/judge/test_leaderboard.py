@@ -57,6 +57,16 @@ def test_document_does_not_depend_on_jobs_or_order(board):
     assert again.document() == board.document()
 
 
+def test_every_python_writes_the_same_document(board):
+    """Without its versions, a leaderboard is the same bytes on each Python that runs this."""
+    document = orjson.loads(orjson.dumps(board.document()))
+    del document["version"]
+    for policy in document["policies"]:
+        del policy["source"]
+    digest = hashlib.blake2b(orjson.dumps(document), digest_size=8).hexdigest()
+    assert digest == "5bfda8de03f19065"
+
+
 def test_finished_cells_are_not_run_again(board, tmp_path, monkeypatch):
     """A journal has the finished cells; a torn last line costs its cell alone."""
     journal = tmp_path / "cells.jsonl"

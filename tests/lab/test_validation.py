@@ -13,6 +13,7 @@ import kvcore
 from kvcore.errors import InputError, PluginError
 from kvcore.plugins.options import Spec
 from kvcore_lab.measured import rows as measured
+from kvcore_lab.measured import samples as samples_module
 from kvcore_lab.measured.validation import Errors
 
 PUBLISHED = Path(__file__).parents[1] / "data" / "tensorrt_llm_1_0.csv"
@@ -302,6 +303,11 @@ ON_H200 = {"system": "h200_sxm"}
     [
         # One measurement, twice in the file: the first is taken.
         ([SILICON, SILICON | {"id": "b"}], [None, "the same measurement"]),
+        # Once with all digits, once in hundredths of a millisecond.
+        (
+            [SILICON | {"silicon_tpot_ms": "5.1234"}, SILICON | {"silicon_tpot_ms": "5.12"}],
+            [None, "the same measurement"],
+        ),
         # One measurement, of two servers: neither is known to be the one that was measured.
         ([SILICON, SILICON | {"tp_size": "2"}], ["one measurement of several servers"] * 2),
         # Measured twice, with times that differ a little, or much.
@@ -348,7 +354,6 @@ def test_a_row_of_a_known_engine_takes_the_times_of_that_engine(path):
         ({"pp_size": "2"}, "pipeline stages"),
         ({"model_path": "a/b-9"}, "model b-9 is not in the catalogue"),
         ({"system": "gb900"}, "device gb900 is not in the catalogue"),
-        ({"gemm_quant_mode": "nvfp4"}, "weights in nvfp4"),
     ],
 )
 def test_silicon_samples_that_cannot_be_simulated_are_left_out(path, change, why):
@@ -367,13 +372,33 @@ def test_weights_without_a_format_are_as_released(path):
         assert str(row.options["codec"]) == "fp16"
 
 
+def test_weights_in_nvfp4_come_with_kv_in_fp8(path):
+    """Samples in NVFP4 have weights in it, and K/V in fp8, as the checkpoints have."""
+    (row,) = measured.read_measured(write_csv(path, SILICON | {"gemm_quant_mode": "nvfp4"}))
+    assert (row.options["weights_dtype"], str(row.options["codec"])) == ("nvfp4", "fp8")
+
+
+@pytest.mark.parametrize(
+    ("model", "rules"), [("qwen3.5-27b", None), ("qwen3-32b", "sglang")], ids=["states", "none"]
+)
+def test_states_are_served_by_rules_that_have_a_pool_for_them(path, model, rules):
+    """A row of a model with states is served by kvcore's rules if its engine's have no pool."""
+    server = {"device": "h200", "tensor_parallel": 4, "engine": "sglang"}
+    (compared,) = kvcore.validate(write_lines(path, ROW | server | {"model": model})).compared
+    assert compared.options.get("like") == rules
+
+
 def test_the_samples_of_an_installed_package_are_read(tmp_path, monkeypatch):
     """The source `aic` reads the samples of an installed package without importing it.
 
     Without the package, PluginError suggests to install it.
     """
-    with pytest.raises(PluginError, match="pip install aiconfigurator-core, or name a file"):
-        kvcore.validate("aic")
+    with monkeypatch.context() as without:
+        without.setattr(samples_module, "find_spec", lambda _: None)
+        with pytest.raises(
+            PluginError, match="pip install aiconfigurator-core, or name a file"
+        ):
+            kvcore.validate("aic")
     package = tmp_path / "aiconfigurator_core"
     (package / "systems").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError")

@@ -7,6 +7,7 @@ import pytest
 
 from kvcore import InputError
 from kvcore.models.catalogue import find_device, find_model
+from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
 from kvcore.serving import StepWork
 from kvcore_plugins.latency import Roofline
@@ -161,6 +162,37 @@ def test_more_devices_than_kv_heads_read_kv_no_faster():
     assert four["products"]["weights_ps"] == two["products"]["weights_ps"] / 2 == 10**9
 
 
+def test_weights_in_nvfp4():
+    """Weights in NVFP4 take 18 bytes for 32, compute at 9/10 of the fp4 rate, and quantise."""
+    device = attrs.evolve(DEVICE, fp4_flops=4 * 10**14)
+    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("nvfp4")))
+    assert narrow["products"]["weights_ps"] == wide["products"]["weights_ps"] * 18 / 64
+    expected = wide["products"]["token_ps"] / 4 * 10 / 9
+    assert narrow["products"]["token_ps"] == pytest.approx(expected, rel=1e-9)
+    more = narrow["activations"]["token_ps"] - wide["activations"]["token_ps"]
+    assert more == pytest.approx(MOVED * 4 / 26)
+    assert narrow["fixed_ps"] == pytest.approx(10 * 14e6)
+
+
+def test_weights_in_nvfp4_are_widened_on_a_device_without_fp4():
+    """Without units for fp4, weights in NVFP4 are read as such, and computed in 16 bits."""
+    device = attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
+    wide, narrow = (parts(model=m, device=device) for m in (MODEL, MODEL.with_weights("nvfp4")))
+    products = {**wide["products"], "weights_ps": wide["products"]["weights_ps"] * 18 / 64}
+    assert narrow == {**wide, "products": products}
+
+
+def test_more_devices_than_a_server_has_are_refused():
+    """The links between servers are not in the model, so a larger degree is refused."""
+    model = attrs.evolve(MODEL, query_heads=32, kv_heads=8)
+    rack = attrs.evolve(NVLINK, server_size=72)
+    assert Roofline(model, rack, tensor_parallel=32).tensor_parallel == 32
+    with pytest.raises(
+        InputError, match=r"tensor_parallel=16: a server has 8 x even, and link"
+    ):
+        Roofline(model, NVLINK, tensor_parallel=16)
+
+
 @pytest.mark.parametrize("devices", [3, 6, 7])
 def test_devices_that_cannot_share_the_heads_are_refused(devices):
     """The error about devices that cannot share the heads names the numbers that can."""
@@ -235,21 +267,32 @@ def test_without_an_engine_a_dense_model_takes_its_kernels_alone():
     assert (times.step, times.sequence, times.compute) == (0, 0, 1)
 
 
-def test_times_of_four_bits_hold_for_four_bits_alone():
-    """Experts in fp8 do not take the times that experts in MXFP4 take on a B200."""
+def test_times_in_fp4_hold_for_products_in_fp4_alone():
+    """Experts in fp8 do not take the times of those that are computed with in fp4."""
     narrow, wide = (engine_times("vllm", "b200", dtype) for dtype in ("mxfp4", "fp8"))
     assert narrow.experts != wide.experts == ExpertTimes()
-    on_h200 = {engine_times("vllm", "h200", dtype) for dtype in ("mxfp4", "fp8")}
-    assert len(on_h200) == 1
 
 
-def test_experts_in_few_bits_compute_in_fp8_where_a_device_can():
-    """Experts in MXFP4 compute at the rate of fp8, on a device that has one."""
+@pytest.mark.parametrize(
+    ("device", "fp4"), [("b200", "mxfp4"), ("b300", "mxfp4"), ("h200", "")]
+)
+def test_a_device_without_fp4_takes_the_times_of_other_formats(device, fp4):
+    """Experts in MXFP4 take times in fp4 on each device with FLOP/s in it, and on no other."""
+    latency = Roofline("gpt-oss-120b", device, tensor_parallel=1, engine="vllm")
+    times = engine_times("vllm", device, fp4).experts
+    token = times.token * 36 * 1e12
+    assert latency.coefficients()["experts"]["routed_ps"] == pytest.approx(token, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rates", "times"), [({}, 1), ({"fp4_flops": 4 * 10**14}, 2)])
+def test_experts_in_few_bits_compute_in_the_fewest_bits_that_a_device_can(rates, times):
+    """Experts in MXFP4 compute at the rate of fp4, without it of fp8, else of 16 bits."""
     model, device = find_model("gpt-oss-20b"), attrs.evolve(DEVICE, fp8_flops=2 * 10**14)
     wide, narrow = (
-        roofline(model, each).coefficients()["experts"]["token_ps"] for each in (DEVICE, device)
+        roofline(model, each).coefficients()["experts"]["token_ps"]
+        for each in (DEVICE, attrs.evolve(device, **rates))
     )
-    assert narrow == pytest.approx(wide / 2 * 10 / 9, rel=1e-9)
+    assert narrow == pytest.approx(wide / 2 / times * 10 / 9, rel=1e-9)
 
 
 def test_windows_count_for_their_layers():
@@ -264,6 +307,18 @@ def test_windows_count_for_their_layers():
     # 4 x 8 x 128 FLOP a pair and layer, at 4/5 of 5e13 a second.
     assert pairs[0] - nothing[0] == pytest.approx((4 * 1000 + 6 * 64) * 102.4, abs=1)
     assert pairs[1:] == (4 * 2048, 6 * 2048)
+
+
+def test_a_state_is_read_and_written_for_each_sequence():
+    """A decoding sequence reads and writes the states of its layers, however long it is.
+
+    Here 8 layers have a state of 1,000,000 bytes, and 5e11 bytes a second are reached.
+    """
+    full = LayerCache(kind="full", layers=2, kv_heads=2, key_dim=128, value_dim=128)
+    state = LayerCache(kind="state", layers=8, state_bytes=10**6)
+    latency = roofline(attrs.evolve(MODEL, caches=(full, state)))
+    assert latency.windows == (None, 1)
+    assert latency.coefficients()["attention"]["context_ps"] == [KV / 5, 32 * 10**6]
 
 
 def test_windows_without_a_full_layer():

@@ -216,6 +216,15 @@ def test_weights_have_their_scales_and_what_is_not_quantised(read, config, quant
     assert model.parameters == 8_030_261_248
 
 
+@pytest.mark.parametrize(("group", "dtype"), [(16, "nvfp4"), (32, "mxfp4")])
+def test_weights_in_fp4_are_told_apart_by_their_scales(read, group, dtype):
+    """Groups of 16 weights in fp4 are NVFP4, of 32 MXFP4; both have scales of 8 bits."""
+    weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": group}
+    model = read(LLAMA | {"quantization_config": by_groups(weights)})
+    assert model.dtype == dtype
+    assert model.weight_bytes == KEPT + LINEAR / 2 + LINEAR / group
+
+
 @pytest.mark.parametrize(
     ("config", "gigabytes"),
     [

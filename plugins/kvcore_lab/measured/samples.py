@@ -18,7 +18,6 @@ import attrs
 
 from kvcore.errors import InputError, PluginError
 from kvcore.models.catalogue import DEVICES
-from kvcore.models.memory import SERVER, is_pooled
 from kvcore.models.released import MODELS
 from kvcore.models.spec import ModelSpec
 from kvcore_lab.measured.measurement import Measured
@@ -37,7 +36,7 @@ APART = 1.25
 
 _CONCURRENCY = re.compile(r"silicon_concurrency=(\d{1,9})\b")
 _VARIANT = re.compile(r"(-instruct|-fp8|-nvfp4)+$")
-_WEIGHTS = {"fp8": "fp8", "fp8_block": "fp8", "int4_wo": "int4", "bf16": "bf16"}
+_WEIGHTS = {"fp8_block": "fp8", "int4_wo": "int4"} | {w: w for w in ("bf16", "fp8", "nvfp4")}
 _TIMES = "ttft", "tpot"
 _FIXED = "gap-analysis"
 """In the source of samples whose requests all have the same lengths."""
@@ -104,15 +103,13 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
         "attention or requests divided among replicas": concurrency != fields["batch_size"],
         "pipeline stages": fields.get("pp_size", "1") not in ("", "1"),
         f"model {model} is not in the catalogue": spec is None,
-        f"model {model} keeps more than K/V of tokens": spec is not None
-        and not is_pooled(spec),
         f"device {device} is not in the catalogue": device not in DEVICES,
-        "weights in nvfp4": weights == "nvfp4" and released != "mxfp4",
     }
     problem = next((why for why, holds in unlike.items() if holds), None)
     if problem is not None:
         return problem
-    dtype = _WEIGHTS.get(weights)
+    # What is called nvfp4 of models that were released in MXFP4 is that.
+    dtype = None if weights == "nvfp4" and released == "mxfp4" else _WEIGHTS.get(weights)
     columns: dict[str, Any] = {
         "id": fields.get("id"),
         "engine": fields.get("backend"),
@@ -122,7 +119,7 @@ def _columns(fields: Mapping[str, str]) -> dict[str, Any] | str:
         "device": device,
         "tensor_parallel": fields.get("tp_size"),
         "weights_dtype": dtype,
-        "codec": "fp8" if dtype == "fp8" else "fp16",
+        "codec": "fp8" if dtype in ("fp8", "nvfp4") else "fp16",
         "input_tokens": fields.get("isl"),
         "output_tokens": fields.get("osl"),
         "concurrency": concurrency,
@@ -169,9 +166,12 @@ def _doubtful(rows: Iterable[Measured]) -> dict[int, str]:
     servers: dict[_Server, list[Measured]] = defaultdict(list)
     for row in rows:
         server = _Server.of(row)
-        if server.devices > SERVER and not server.device.startswith("gb"):
+        if server.devices > DEVICES[server.device].server_size:
             reasons[row.line] = "more devices than a server has"
-        copies[server.engine, *row.values.items()].append((server, row))
+            continue
+        # Some are written in hundredths of a millisecond.
+        times = ((name, round(time, 5)) for name, time in row.values.items())
+        copies[server.engine, *times].append((server, row))
         servers[server].append(row)
     for found in copies.values():
         _refuse_copies(found, reasons)

@@ -14,6 +14,8 @@ from kvcore.config import RunConfig, RunParts
 from kvcore.config.options import check_names, option_names
 from kvcore.errors import InputError, PolicyError
 from kvcore.histogram import nearest_rank
+from kvcore.models.catalogue import load_model
+from kvcore.models.memory import is_pooled
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, as_text
 from kvcore.progress import Progress, silent
@@ -182,7 +184,12 @@ def _compare(
     load = {"requests": requests, "spread": spread, **row.load}
     workload = Spec("bench", {name: as_text(value) for name, value in load.items()})
     engine = row.labels.get("engine")
-    known = {"like": engine} if engine in plugins.names("rules") else {}
+    known: dict[str, Any] = {}
+    if engine in plugins.names("rules"):
+        model = load_model(row.options["model"])
+        # Rules without cache groups have no pool for states: these are served by kvcore's own.
+        if is_pooled(model) or plugins.get("rules", engine).cache_groups:
+            known["like"] = engine
     if engine in get_args(EngineName):
         known["latency"] = f"roofline:engine={engine}"
     given = {**known, **options, **row.options}

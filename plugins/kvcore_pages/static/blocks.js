@@ -260,6 +260,18 @@ const MODES = {
       };
     },
   },
+  group: {
+    title: "cache group",
+    make({ app }) {
+      const { header } = app.sides[0].playback;
+      const palette = [...RANKED, "grey", "ink"];
+      return {
+        classes: header.cache_groups.groups.map((_, number) =>
+          blockClass(groupName(header, number), theme.colour(palette[number % palette.length]))),
+        classify: ({ cache }, { ids }) => ids.map((id, at) => [at + 1, 1 + cache.groupOf[id]]),
+      };
+    },
+  },
   tier: {
     title: "tiers that have it too",
     make({ app }) {
@@ -329,8 +341,9 @@ class Colouring {
   constructor(app) {
     this.app = app;
     // Without a clock nothing stays in use: what is worth seeing is what each block is still good for.
+    const grouped = app.sides.some(({ playback }) => playback.header.cache_groups);
     const untimed = app.sides.every(({ playback, contents }) => playback.header.mode === "untimed" && contents.complete);
-    [this.mode, this.order] = untimed ? ["next", "use"] : ["state", "id"];
+    [this.mode, this.order] = untimed && !grouped ? ["next", "use"] : ["state", "id"];
     this.ranks = { request: new Ranks(), prefix: new Ranks() };
     this._holdings = new Map();
     this._views = new Map();
@@ -348,7 +361,11 @@ class Colouring {
   modes() {
     const all = this.app.sides.every((side) => side.contents.complete);
     const tiers = this.app.sides.map(({ playback }) => JSON.stringify(playback.header.tiers?.map(({ tier }) => tier)));
+    const groups = this.app.sides.map(({ playback }) => JSON.stringify(playback.header.cache_groups?.groups));
+    const alike = ([first, ...others]) => first && others.every((each) => each === first);
+    const grouped = groups.some(Boolean);
     return Object.keys(MODES).filter((name) =>
+      (name !== "group" || alike(groups)) && !(grouped && name === "next") &&
       (name !== "next" || all) && (name !== "tier" || (tiers[0] && tiers.every((each) => each === tiers[0]))));
   }
 
@@ -513,7 +530,7 @@ class Life {
       ].filter(Boolean);
     }
     return [
-      `Block ${format.count(this.id)}: ${this._state()}.`, this._content(), this._origin(), this._hits(),
+      `Block ${format.count(this.id)}: ${this._state()}.`, this._group(), this._content(), this._origin(), this._hits(),
       this._asked(), fate && this._fate(),
     ].filter(Boolean);
   }
@@ -541,8 +558,15 @@ class Life {
       for (const span of Cache.path(seq.span)) if (span === holder.span) users.push(this._name(seq.request));
       if (users.length === 4) break;
     }
+    // A sequence of cache groups holds no path of spans: who it is, is not known here.
+    if (side.playback.header.cache_groups) return `cached, in use by ${format.counted(holder.uses, "sequence")}`;
     const more = holder.uses > users.length ? " and others" : "";
     return `cached, in use by ${format.counted(holder.uses, "sequence")}: ${users.join(", ")}${more}`;
+  }
+
+  _group() {
+    const { cache, playback } = this.side;
+    return cache.groupOf ? `Of ${groupName(playback.header, cache.groupOf[this.id])}.` : null;
   }
 
   _content() {

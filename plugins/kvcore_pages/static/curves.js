@@ -78,7 +78,7 @@ class Series {
       if (of === kinds.ALLOC) own += blocks;
       else if (of === kinds.COPY) own += 1;
       else if (of === kinds.COMMIT) {
-        if (words.committed[d[row]] === "new" || words.committed[d[row]] === "grown") {
+        if (["new", "grown", "copy"].includes(words.committed[d[row]])) {
           cached += c[row];
           own -= c[row];
         }

@@ -204,9 +204,11 @@ class Lives {
       COMMIT: (row) => {
         const each = owners.get(a[row]);
         if (each === undefined) return;
-        depths.set(a[row], depths.get(a[row]) + c[row]);
+        // Of cache groups a row names the blocks from position b on, in one of them.
+        depths.set(a[row], header.cache_groups ? Math.max(depths.get(a[row]), b[row] + c[row]) : depths.get(a[row]) + c[row]);
         if (words.committed[d[row]] === "shared" || doing(each) !== PHASE.prefill) return;
-        if (times[row] > since(each)) {
+        const known = this.chunks.request.at(-1) === each && times[this.chunks.row.at(-1)] === times[row];
+        if (times[row] > since(each) && !(header.cache_groups && known)) {
           this.chunks.request.push(each);
           this.chunks.row.push(row);
         }

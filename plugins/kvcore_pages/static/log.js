@@ -30,6 +30,7 @@ class Teller {
       return arrived > 0 ? `, ${format.duration(times[row] - times[arrived])} after it arrived` : "";
     };
     const who = () => this.request(request);
+    const grouped = header.cache_groups;
     return {
       HEADER: () => [`the run begins, with a pool of ${blocks(header.blocks)}`],
       END: () => ["the trace ends"],
@@ -40,12 +41,12 @@ class Teller {
         absent: "is not cached", partial: "is the last, which is always computed", expired: "was cached and has expired", "no keys": "has no key to look up",
       }[words.why[c]]}${d ? "; admitted again" : ""}`],
       SPLIT: () => [`span ${a} is cut at block ${format.count(c)}: what is before is span ${b} now`],
-      ALLOC: () => [`${blocks(moved())} for request `, who(), ` from the pool, from position ${format.count(b)} on`],
-      COMMIT: () => [`${blocks(c)} of request `, who(), {
+      ALLOC: () => [`${blocks(moved())} ${grouped ? `of ${groupName(header, c)}, ` : ""}for request `, who(), ` from the pool, from position ${format.count(b)} on`],
+      COMMIT: () => [`${blocks(c)} of request `, who(), grouped ? ` computed, and kept in ${groupName(header, e)}${words.committed[d] === "copy" ? ", as a copy" : ""}` : {
         new: ` computed, and can be shared: span ${b}`, grown: ` computed, and can be shared: span ${b} grows`,
         same: " are what another request has stored meanwhile: it uses those", shared: " were stored by its fork",
       }[words.committed[d]]],
-      EVICT: () => [
+      EVICT: () => grouped ? [`${blocks(moved())} of ${groupName(header, a)}, by ${this.policy} for request `, who()] : [
         `${blocks(moved())} of request `, this.request(d), ` (${range(e - moved(), e)}) `,
         ...(c ? [c === 1 ? "had expired" : "were lost by the engine"] : [`by ${this.policy} for request `, who()]),
         `; stored or hit last ${format.duration(age)} before, ${format.counted(b, "hit")}`,
@@ -53,7 +54,8 @@ class Teller {
       ],
       FORGET: () => ["request ", who(), ` drops ${range(b, b + c)} by ${this.retention}`],
       COMPACT: () => ["request ", who(), ` keeps ${format.counted(b, "token")} of ${format.count(c)}, by ${this.retention}`],
-      FREE: () => [{ close: "sequence of request ", duplicate: "request ", rollback: "request " }[words.freed[b]], who(), {
+      FREE: () => [words.freed[b] === "close" ? "sequence of request " : "request ", who(), {
+        passed: ` needs no more of its first blocks in ${grouped ? groupName(header, Math.max(c, 0)) : ""}; ${blocks(moved())} of its own ${moved() === 1 ? "is" : "are"} free`,
         close: ` is closed; ${blocks(moved())} of its own ${moved() === 1 ? "is" : "are"} free`,
         duplicate: ` frees ${blocks(moved())} that are cached already`, rollback: ` drops its newest tokens: ${blocks(moved())} ${moved() === 1 ? "is" : "are"} free`,
       }[words.freed[b]]],
@@ -129,7 +131,7 @@ class LogPanel {
       return (row) => !wanted || wanted.has(columns.kind[row]);
     }
     const request = this.app.requestOn(this.side, this.app.chosen);
-    const takes = (row) => columns.kind[row] === numbers.EVICT && columns.d[row] === request;
+    const takes = (row) => columns.kind[row] === numbers.EVICT && columns.d[row] === request && !this.side.playback.header.cache_groups;
     return (row) => request >= 0 && (columns.request[row] === request || takes(row));
   }
 

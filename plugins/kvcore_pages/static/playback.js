@@ -249,7 +249,8 @@ class Playback {
   static async read(name) {
     const about = await readJson(`${name}-about`);
     Object.assign(about.requests, unpack(await readBytes(`${name}-requests`)));
-    return new Playback(about, unpack(await readBytes(`${name}-rows`)));
+    const Kind = about.header.cache_groups ? GroupPlayback : Playback;
+    return new Kind(about, unpack(await readBytes(`${name}-rows`)));
   }
 
   /** Return why a request missed, in sentences. Written by `share_phrases`. */

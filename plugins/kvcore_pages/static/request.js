@@ -109,7 +109,9 @@ class RequestPanel {
     const open = [...cache.sequences.values()].filter((seq) => seq.request === request);
     const doing = phase >= 0 ? `is ${{ queued: "queued", loading: "loading from a tier", prefill: "in prefill", decode: "decoding", preempted: "preempted" }[PHASES[phase]]}`
       : lives.begins[request] < 0 || lives.begins[request] > row ? "has not arrived" : "is gone";
-    const held = open.map((seq) => `${format.counted(seq.span?.end ?? 0, "cached block")} and ${format.count(seq.ids.length)} of its own`);
+    const held = open.map((seq) => playback.header.cache_groups
+      ? `${format.counted(seq.ids.length, "block")} of its own`
+      : `${format.counted(seq.span?.end ?? 0, "cached block")} and ${format.count(seq.ids.length)} of its own`);
     const holds = held.length ? `; it holds ${held.join(", and ")}` : "";
     const blocks = playback.requests.blocks[request];
     const cached = this._cached(cache, contents, request, blocks);
@@ -118,9 +120,11 @@ class RequestPanel {
 
   /** Return how many blocks of a prompt are cached. */
   _cached(cache, contents, request, blocks) {
+    const { main } = contents.playback;
     const own = new Map(contents.pieces(request, 0, blocks).map(([owner, first, end]) => [owner, { first, end }]));
     let found = 0;
     for (const span of cache.spans.values()) {
+      if (span.group !== undefined && span.group !== main) continue;
       for (const [owner, first, end] of contents.pieces(span.request, span.start, span.end)) {
         const piece = own.get(owner);
         if (piece) found += Math.max(0, Math.min(end, piece.end) - Math.max(first, piece.first));

@@ -14,7 +14,8 @@ class Side {
       else if (kind === playback.kinds.EVICT) this.evictions.push(row);
       this.arrived[row] = arrived;
     }
-    if (this.contents.complete) this.costs = new Costs(this);
+    // Of cache groups no optimum is known.
+    if (this.contents.complete && !playback.header.cache_groups) this.costs = new Costs(this);
   }
 
   get cache() {
@@ -352,7 +353,9 @@ async function main() {
   root.append(introduction(sides[0]), app.add(new Controls(app)));
   if (sides.length > 1) root.append(app.add(new DifferencesPanel(app)));
   root.append(app.add(new Counts(app)));
+  const grouped = sides.some(({ playback }) => playback.header.cache_groups);
   for (const make of PANELS) {
+    if (grouped && OF_SPANS.includes(make)) continue;
     root.append(element("div", { class: "sides" }, make.shared
       ? app.add(new make(app))
       : sides.map((side) => app.add(new make(app, side)))));
@@ -368,6 +371,7 @@ async function main() {
 }
 
 /** The panels below the clock, from above. One that is `shared` is for all sides. */
+const OF_SPANS = [StoryPanel, TreePanel]; // which need a tree of spans, as cache groups have none
 const PANELS = [StoryPanel, PoolPanel, TreePanel, TimelinePanel, CurvesPanel, LogPanel, RequestPanel];
 
 await main();

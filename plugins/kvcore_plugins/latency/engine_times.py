@@ -72,28 +72,37 @@ _EXPERTS = {
     ("vllm", "h200"): ExpertTimes(17e-6, 1.2e-6, 1.9e-7, 0.80, 0.23),
     ("trtllm", "h200"): ExpertTimes(71e-6, 2.5e-6, 2.9e-7, 1.14, 0.51),
     ("sglang", "h200"): ExpertTimes(28e-6, 1.9e-6, 1.7e-7, 1.04, 0.59),
-    ("sglang", "b200"): ExpertTimes(15e-6, 1.4e-6, 3.8e-7, 1.17, 0.47),
+    ("sglang", "b200"): ExpertTimes(37e-6, 1.9e-6, 3.3e-7, 1.10, 0.17),
 }
 
-# Measured with MXFP4 on a device that multiplies in 4 bits, which no other format can.
-_EXPERTS_IN_FOUR_BITS = {
-    ("vllm", "b200"): ExpertTimes(3.6e-6, 2.4e-6, 6e-8, 1.17, 1.25),
-    ("trtllm", "b200"): ExpertTimes(1.7e-6, 0.9e-6, 6e-8, 1.17, 1.25),
+_VLLM_FP4 = ExpertTimes(3.6e-6, 2.4e-6, 6e-8, 1.17, 0.625)
+
+# Fitted on a B200; they hold for every device that multiplies in fp4. Those of vLLM are fitted
+# with MXFP4 alone, and SGLang takes the same times in fp8 and in NVFP4.
+_EXPERTS_IN_FP4 = {
+    ("vllm", "mxfp4"): _VLLM_FP4,
+    ("vllm", "nvfp4"): _VLLM_FP4,
+    ("trtllm", "mxfp4"): ExpertTimes(1.7e-6, 0.9e-6, 6e-8, 1.17, 0.625),
+    ("trtllm", "nvfp4"): ExpertTimes(45e-6, 2.4e-6, 9.1e-8, 1.12, 1.1),
 }
 
 
-def engine_times(engine: EngineName | None, device: str, expert_dtype: str) -> EngineTimes:
+def engine_times(engine: EngineName | None, device: str, fp4: str = "") -> EngineTimes:
     """Return the times of an engine on a device, of a name in the catalogue.
 
     Without an engine they are `KERNELS`; on a device without measurements, only those of the
     engine's host differ from these.
+
+    Args:
+        engine: the engine.
+        device: the device.
+        fp4: format of experts that are computed with in fp4; any other: they are not.
     """
     if engine is None:
         return KERNELS
     key = engine, device
-    experts = _EXPERTS_IN_FOUR_BITS.get(key) if expert_dtype == "mxfp4" else None
     return attrs.evolve(
         _HOST[engine],
         compute=_COMPUTE.get(key, 1.0),
-        experts=experts or _EXPERTS.get(key, ExpertTimes()),
+        experts=_EXPERTS_IN_FP4.get((engine, fp4)) or _EXPERTS.get(key, ExpertTimes()),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from functools import lru_cache, partial
 from math import ceil
 from operator import mul
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, TypeAlias, get_args
 
 import attrs
 
@@ -27,6 +27,8 @@ from kvcore_plugins.latency.engine_times import (
     engine_times,
 )
 
+Rates: TypeAlias = Mapping[str, tuple[str, ...]]
+
 SHIFT = 32
 """A pair may take less than a picosecond: work is summed in 2^-32 ps and shifted once."""
 
@@ -38,15 +40,14 @@ of attention and of the feed-forward network)."""
 ATTENTION = Fraction(4, 5)
 """The FLOP/s that attention reaches, as a share of those that products with weights reach."""
 
-FP8_PRODUCTS = Fraction(9, 10)
-"""The share of its FLOP/s that a product with fp8 weights reaches, over that of one in 16
-bits."""
+NARROW_PRODUCTS = Fraction(9, 10)
+"""The share of its FLOP/s that a product in fp8 or fp4 reaches, over that of one in 16 bits."""
 
-FP8_ACTIVATIONS = 4
-"""Additional `ACTIVATIONS` of the first kind with weights in fp8: they are quantised."""
+NARROW_ACTIVATIONS = 4
+"""Additional `ACTIVATIONS` of the first kind for products in fp8 or fp4: they are quantised."""
 
-FP8_LAYER = Fraction(14, 10**6)
-"""Additional seconds of a layer with weights in fp8: kernels that quantise."""
+NARROW_LAYER = Fraction(14, 10**6)
+"""Additional seconds of a layer with products in fp8 or fp4: kernels that quantise."""
 
 NARROW_KV = Fraction(17, 20)
 """The bandwidth that reading K/V of less than 16 bits reaches, as a share of that of reading
@@ -62,8 +63,15 @@ the host."""
 REDUCTIONS = 2
 """All-reduces a layer: after attention, and after the feed-forward network."""
 
-FEW_BITS = "fp8", "int4", "mxfp4"
-"""Formats of experts' weights with which devices that have FLOP/s in fp8 compute in fp8."""
+RATES: Rates = {"fp8": ("fp8_flops",), "nvfp4": ("fp4_flops",)}
+"""FLOP/s of a device with which products are computed, by the format of weights: the first that
+it has. Else, and with any other format, weights are widened, and computed with in 16 bits."""
+
+EXPERT_RATES: Rates = {
+    **dict.fromkeys(("fp8", "int4"), ("fp8_flops",)),
+    **dict.fromkeys(("mxfp4", "nvfp4"), ("fp4_flops", "fp8_flops")),
+}
+"""The same for products of routed experts."""
 
 
 @attrs.define(slots=False, eq=False)
@@ -119,7 +127,8 @@ class Roofline(LatencyModel):
         missed: share of the attended tokens whose K/V are in the memory of the host, and are
             moved in each step, as by the hierarchical sparse attention of SGLang.
 
-    Devices are those of one server: nothing slower than `link` between them is in the model.
+    Devices are those of one server: nothing slower than `link` between them is in the model, so
+    more than `DeviceSpec.server_size` of them are refused.
 
     Source: Williams et al., "Roofline", CACM 2009; Pope et al., "Efficiently scaling
     transformer inference", MLSys 2023; Tang et al., "Quest", ICML 2024.
@@ -157,13 +166,15 @@ class Roofline(LatencyModel):
             self.codec = str(layout.codec)
         self._layers = model.layers
         devices = self.tensor_parallel
-        fp8 = model.dtype == "fp8"
-        times = engine_times(self.engine, device.name, model.expert_dtype)
+        fp4 = device.fp4_flops > 0
+        # Without units for fp4 weights alone are in it, and with MXFP4 those of experts.
+        quantised = model.dtype == "fp8" or (fp4 and model.expert_dtype == "nvfp4")
+        times = engine_times(self.engine, device.name, model.expert_dtype if fp4 else "")
         self._add_overheads(times)
 
         flops = device.flops * devices * Fraction(self.compute)
-        peak = device.fp8_flops * FP8_PRODUCTS if fp8 and device.fp8_flops else device.flops
-        products = peak * devices * Fraction(self.compute) * Fraction(times.compute)
+        peak = _peak(device, RATES.get(model.dtype, ())) * devices
+        products = peak * Fraction(self.compute) * Fraction(times.compute)
         bandwidth = device.bandwidth * Fraction(self.bandwidth)
         routed = Fraction(model.expert_parameters * model.experts_per_token, model.experts or 1)
         self._product = _fine(2 * (model.active_parameters - routed) / products)
@@ -185,7 +196,8 @@ class Roofline(LatencyModel):
         if self.attended:
             reading = reads[None] / kv_bandwidth
             self._attend_sparsely(reading, reading * bandwidth * slower / device.host_link)
-        numbers = ACTIVATIONS[0] + FP8_ACTIVATIONS * fp8 + Fraction(ACTIVATIONS[1], devices)
+        whole = ACTIVATIONS[0] + NARROW_ACTIVATIONS * quantised
+        numbers = whole + Fraction(ACTIVATIONS[1], devices)
         hidden = 2 * model.hidden_size * model.layers
         written = layout.token_bytes(devices) / kv_bandwidth
         self._moved = _fine(written + numbers * hidden / bandwidth)
@@ -196,7 +208,7 @@ class Roofline(LatencyModel):
         shared = devices if hops > 1 else 1
         sent = Fraction(2 * (devices - 1), devices) * hidden * shared
         self._reduced = _fine(reductions * sent / (link * LINK))
-        kernels = model.layers * (reductions * hops * HOP + fp8 * FP8_LAYER)
+        kernels = model.layers * (reductions * hops * HOP + quantised * NARROW_LAYER)
         self._floor = _fine(kernels + routing)
         # All but overhead and attention follows from the tokens, and full steps have as many.
         product, weights, floor = self._product, self._weights, self._floor
@@ -247,8 +259,8 @@ class Roofline(LatencyModel):
 
         A token takes `parameters` of them; a byte of other weights is read in `memory`.
         """
-        peak = device.fp8_flops * FP8_PRODUCTS if model.expert_dtype in FEW_BITS else 0
-        flops = (peak or device.flops) * Fraction(self.compute) * Fraction(times.compute)
+        peak = _peak(device, EXPERT_RATES.get(model.expert_dtype, ()))
+        flops = peak * Fraction(self.compute) * Fraction(times.compute)
         self._expert_product = _fine(2 * parameters / (flops * self.tensor_parallel))
         over, under = (memory / Fraction(times.bandwidth)).as_integer_ratio()
         # Raising integers to the power of the tokens, as experts ask for, takes its time.
@@ -379,10 +391,17 @@ class Roofline(LatencyModel):
             need = format_bytes(model.weight_bytes, DECIMAL)
             have = format_bytes(devices * device.hbm_bytes, DECIMAL)
             enough = tensor_degrees(model, -(-model.weight_bytes // device.hbm_bytes))
-            more = f"tensor_parallel={enough[0]} or more, " if enough else ""
+            fits = enough and enough[0] <= device.server_size
+            more = f"tensor_parallel={enough[0]} or more, " if fits else ""
             problem = (
                 f"the weights of {model.name} take {need}, more than the {have} of {devices} x "
                 f"{device.name}; give {more}a device with more memory, or a smaller model"
+            )
+        elif devices > device.server_size:
+            problem = (
+                f"tensor_parallel={devices}: a server has {device.server_size} x {device.name}"
+                ", and links between servers are not in the model; give fewer devices, or "
+                "other step times, such as --latency linear"
             )
         else:
             problem = degree_problem(model, devices)
@@ -405,6 +424,12 @@ class Roofline(LatencyModel):
         if self.attended and None not in model.windows:
             return f"attended={self.attended}: each layer of {model.name} has a window"
         return ""
+
+
+def _peak(device: DeviceSpec, rates: Iterable[str]) -> Fraction | int:
+    """Return the FLOP/s of products at the first of these rates that a device has, if any."""
+    narrow = next((flops for name in rates if (flops := getattr(device, name))), 0)
+    return narrow * NARROW_PRODUCTS or device.flops
 
 
 def _fine(seconds: Fraction) -> int:

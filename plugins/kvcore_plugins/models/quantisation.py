@@ -14,7 +14,10 @@ from typing import Any, NoReturn
 
 import attrs
 
-_FORMATS = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "mxfp4"}
+_FORMATS = {("int", 4): "int4", ("int", 8): "int8", ("float", 8): "fp8", ("float", 4): "nvfp4"}
+
+_SCALED = {"nvfp4": 16, "mxfp4": 32}
+"""Weights that share a scale of 8 bits, by format."""
 
 _BY_BITS = ("gptq", "awq", "auto-round")
 
@@ -175,7 +178,8 @@ def _scheme(method: str, fields: Mapping[str, Any]) -> Scheme:
     elif method in ("int4", "int8", "bitsandbytes"):
         scheme = Scheme("int4" if method == "int4" else "int8", 0, 1)
     elif method == "mxfp4" or algorithm in ("NVFP4", "W4A8_NVFP4_FP8", "W4A16_NVFP4"):
-        scheme = Scheme("mxfp4", fields.get("group_size", 16 if algorithm else 32), 1, 8)
+        dtype = "nvfp4" if algorithm else "mxfp4"
+        scheme = Scheme(dtype, fields.get("group_size", _SCALED[dtype]), 1, 8)
     elif method in ("fp8", "fbgemm_fp8") or algorithm == "FP8":
         outputs, inputs = fields.get("weight_block_size") or (method == "fbgemm_fp8", 0)
         scheme = Scheme("fp8", inputs, outputs)
@@ -188,13 +192,15 @@ def _group_scheme(weights: Mapping[str, Any]) -> Scheme:
     """Return the format of a group of compressed-tensors."""
     bits, kind = weights["num_bits"], weights.get("type", "int")
     dtype = _dtype(kind, bits)
+    if dtype == "nvfp4" and weights.get("group_size") == _SCALED["mxfp4"]:
+        dtype = "mxfp4"
     outputs, inputs = {
         "tensor": (0, 0),
         "channel": (1, 0),
         "block": weights.get("block_structure") or (0, 0),
     }.get(weights.get("strategy") or "", (1, weights.get("group_size") or 0))
     zero = 0 if weights.get("symmetric", True) else bits
-    scale = 8 if dtype == "mxfp4" else 32 if dtype == "fp8" else 16
+    scale = 8 if dtype in _SCALED else 32 if dtype == "fp8" else 16
     return Scheme(dtype, max(inputs, 0), outputs, scale + zero)
 
 

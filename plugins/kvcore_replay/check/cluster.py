@@ -11,11 +11,14 @@ from kvcore.trace import events
 from kvcore.trace.events import Event, Header, violated
 from kvcore.trace.fields import EvictionDigest
 from kvcore.units import parse_seconds
+from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.server import TraceChecker, expires
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.layout import count_known
 from kvcore_replay.state.lifecycle import PREEMPTIONS
 from kvcore_replay.state.replicas import CHANGES, Replicas
+
+HITS = events.Hit, events.GroupHit
 
 
 @attrs.define(eq=False)
@@ -44,13 +47,14 @@ class CheckedReplica:
     evictions: EvictionDigest = attrs.field(factory=EvictionDigest)
     sent: set[Any] = attrs.field(factory=set)
     handed: set[int | str] = attrs.field(factory=set)
-    _life: TraceChecker | None = None
+    _life: TraceChecker | GroupChecker | None = None
 
     @property
-    def life(self) -> TraceChecker:
+    def life(self) -> TraceChecker | GroupChecker:
         """The checker of the present life, made at its first line."""
         if self._life is None:
-            self._life = TraceChecker(self.header)
+            grouped = self.header.cache_groups
+            self._life = (GroupChecker if grouped else TraceChecker)(self.header)
             self._life.evictions = self.evictions
         return self._life
 
@@ -168,7 +172,7 @@ class ClusterChecker:
         replica.life.apply(line)
         if isinstance(event, (events.Finish, events.Reject)):
             self._finish(event, number)
-        elif isinstance(event, (events.Route, events.Hit, events.Miss, events.FirstToken)):
+        elif isinstance(event, (*HITS, events.Route, events.Miss, events.FirstToken)):
             self._arrived(event, number)
         elif isinstance(event, events.Keys):
             replica.sent.update(event.keys)
@@ -236,7 +240,7 @@ class ClusterChecker:
 
     def _arrived(
         self,
-        event: events.Route | events.Hit | events.Miss | events.FirstToken,
+        event: events.Route | events.Hit | events.GroupHit | events.Miss | events.FirstToken,
         number: int,
     ) -> None:
         """Record how far a request is on its way from one replica to another."""
@@ -249,7 +253,7 @@ class ClusterChecker:
             if isinstance(event, events.Route):
                 lifecycles = self.replicas[number].life.lifecycles
                 lifecycles.adopt(event.request, answered=self._prefill_answers)
-            elif isinstance(event, events.Hit):
+            elif isinstance(event, HITS):
                 moving.missing -= event.blocks
 
     def _finish(self, event: events.Finish | events.Reject, number: int) -> None:

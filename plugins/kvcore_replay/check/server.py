@@ -12,6 +12,8 @@ from array import array
 from functools import cache, cached_property
 from typing import Any
 
+import attrs
+
 from kvcore.cache.pool import BlockPool, Ids
 from kvcore.errors import KvcoreError
 from kvcore.plugins.manager import default
@@ -29,6 +31,42 @@ ADMISSION = frozenset({"EVICT", "SPLIT", "HIT", "MISS", "ALLOC", "COPY", "COMPAC
 
 # Events between a commit and the pins of the forked siblings that share its blocks.
 SHARING = frozenset({"COMMIT", "SPLIT", "FREE"})
+
+
+@attrs.frozen
+class Caps:
+    """The limits of a server that decide which requests it rejects.
+
+    Attributes:
+        longest: the most tokens of a sequence.
+        in_one: the most tokens of one that is computed in one step or never.
+    """
+
+    longest: int | None
+    in_one: int | None
+
+    @classmethod
+    def of(cls, header: events.Header) -> Caps:
+        """Return the limits that HEADER gives; None: there is no such limit."""
+        caps = header.batching or {}
+        longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
+        in_one = caps.get("max_tokens") if waits and caps.get("chunked") is False else None
+        return cls(
+            longest if isinstance(longest, int) else None,
+            in_one if isinstance(in_one, int) else None,
+        )
+
+    def output(self, request: events.Request) -> int:
+        """Return the number of tokens that a request can get."""
+        if self.longest is None:
+            return request.output
+        return min(request.output, max(0, self.longest - request.prompt))
+
+    def refuses(self, prompt: int, tokens: int) -> bool:
+        """Return True if no pool is large enough for a prompt, and a sequence of `tokens`."""
+        if not prompt or (self.longest is not None and prompt >= self.longest):
+            return True
+        return self.in_one is not None and tokens > self.in_one
 
 
 class TraceChecker:
@@ -58,11 +96,7 @@ class TraceChecker:
         self._size = header.block_size
         caps = header.batching or {}
         self._lag = bool(caps.get("lag"))
-        # The most tokens of a sequence, and of one that is computed in one step or never.
-        longest, waits = caps.get("max_model_len"), caps.get("unchunked") == "wait"
-        self._longest = longest if isinstance(longest, int) else None
-        in_one = caps.get("max_tokens") if waits and caps.get("chunked") is False else None
-        self._in_one = in_one if isinstance(in_one, int) else None
+        self._caps = Caps.of(header)
         prefix = plugins.get("prefix")
         leaves = prefix is not None and prefix.options.get("evict") == "leaf"
         # An engine evicts when it likes, and may hit less than is cached.
@@ -185,10 +219,7 @@ class TraceChecker:
             if self._tiers is None or not self.lifecycles.is_announced(event.id):
                 violated(f"request {event.id!r} has a REQUEST line already")
             self._tiers.arrive(event, known)
-        output = event.output
-        if self._longest is not None:
-            output = min(output, max(0, self._longest - event.prompt))
-        self.lifecycles.arrive(event.id, output)
+        self.lifecycles.arrive(event.id, self._caps.output(event))
 
     def _prefetch(self, event: events.Prefetch) -> None:
         if self._tiers is None:
@@ -597,11 +628,7 @@ class TraceChecker:
         output = self.lifecycles.output(prompt.id)
         tokens = self.state.layout.tokens_of(prompt, output)
         need = self.state.layout.blocks_for(tokens)
-        if self._longest is not None and prompt.tokens >= self._longest:
-            return
-        if self._in_one is not None and tokens > self._in_one:
-            return
-        if prompt.tokens and need <= self.state.header.blocks:
+        if not self._caps.refuses(prompt.tokens, tokens) and need <= self.state.header.blocks:
             violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
 
     def _must_free(self, seq: TracedSequence, runs: list[tuple[int, int]], freed: Ids) -> None:

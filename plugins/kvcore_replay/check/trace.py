@@ -12,6 +12,7 @@ from kvcore.trace import events
 from kvcore.trace.fields import SCHEMA, EvictionDigest
 from kvcore.trace.reader import TraceReader
 from kvcore_replay.check.cluster import ClusterChecker
+from kvcore_replay.check.groups import GroupChecker
 from kvcore_replay.check.server import TraceChecker
 from kvcore_replay.state.cache import Hits
 from kvcore_replay.state.lifecycle import PREEMPTIONS
@@ -40,6 +41,8 @@ class Report:
         replicas: the counts of each replica of a cluster, besides whether it is `up`, its
             `failures` and its `routed` requests. The counts of tiers stand only here; all
             other counts of the report are sums over the replicas. None for one server.
+        groups: the cache groups, each with its `cached` and `private` blocks. None for a cache
+            of one group.
     """
 
     file: str
@@ -57,13 +60,15 @@ class Report:
     tiers: list[dict[str, Any]]
     header: dict[str, Any]
     replicas: list[dict[str, Any]] | None = None
+    groups: list[dict[str, Any]] | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as JSON has it, with the schema number."""
         fields = attrs.asdict(self)
         del fields["cut_reason"]
-        if self.replicas is None:
-            del fields["replicas"]
+        for name in ("replicas", "groups"):
+            if fields[name] is None:
+                del fields[name]
         return {"schema": SCHEMA, **fields}
 
 
@@ -133,7 +138,7 @@ def checker_of(header: events.Header) -> Checker:
         ValueError: the sizes do not fit one another.
     """
     if not header.replicas:
-        return TraceChecker(header)
+        return GroupChecker(header) if header.cache_groups else TraceChecker(header)
     if "eviction" not in header.plugins:
         msg = (
             "a proxy has written this trace: it tells of requests and where they went, and "

@@ -23,6 +23,7 @@ from kvcore_replay.misses.reasons import (
     TierDrop,
 )
 from kvcore_replay.state.cache import CacheState, TracedSpan, path
+from kvcore_replay.state.groups import GroupState
 from kvcore_replay.state.layout import TracedPrompt
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class MissClassifier:
     def __init__(
         self,
         header: events.Header,
-        state: CacheState | None = None,
+        state: CacheState | GroupState | None = None,
         places: dict[Any, DivergencePoint] | None = None,
     ) -> None:
         """Start with an empty cache, or with a `state` that the caller keeps up to date.
@@ -56,7 +57,7 @@ class MissClassifier:
         Replicas share `places`, the points at which prompts diverge, so that each point is
         counted once.
         """
-        self.state = CacheState(header) if state is None else state
+        self.state: Any = CacheState(header) if state is None else state
         self.requests: dict[Id, RequestMisses] = {}
         self._pool: int = header.blocks
         self._size: int = header.block_size
@@ -95,7 +96,8 @@ class MissClassifier:
     @property
     def header(self) -> events.Header:
         """The first line of the trace."""
-        return self.state.header
+        header: events.Header = self.state.header
+        return header
 
     def take(self, event: events.Event) -> None:
         """Apply the next event after HEADER.

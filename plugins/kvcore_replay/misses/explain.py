@@ -11,6 +11,7 @@ from kvcore.progress import Tick, unseen
 from kvcore.trace import read_events
 from kvcore.trace.events import violated
 from kvcore_replay.misses.classifier import MissClassifier
+from kvcore_replay.misses.groups import GroupMisses
 from kvcore_replay.misses.reasons import DivergencePoint, Explanation, Id, RequestMisses
 from kvcore_replay.state.replicas import ServerReader
 
@@ -58,6 +59,10 @@ def explain(
 
 def _classifier(header: events.Header) -> MissClassifier | ClusterMisses:
     """Return the classifier of a trace: of one server, or of a cluster."""
+    if header.cache_groups and header.replicas:
+        violated("misses in cache groups are explained for one replica: give --replica N")
+    if header.cache_groups:
+        return GroupMisses(header)
     return ClusterMisses(header) if header.replicas else MissClassifier(header)
 
 

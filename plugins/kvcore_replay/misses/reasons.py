@@ -42,7 +42,15 @@ OF_CLUSTERS = CATEGORIES | {
 routed are `elsewhere`, whatever the reason is on the chosen replica."""
 
 EVICTED = "evicted"
-"""Capacity or policy: the last line of the trace decides between them."""
+"""Capacity or policy: the last line of the trace decides between them. Of cache groups, for
+which there is no optimum, it is a reason of its own."""
+
+OF_GROUPS = CATEGORIES | {
+    EVICTED: "stored, then evicted from a group that needs them to go on there",
+    "unkept": "in other groups; of a window or a state they were not kept there",
+}
+"""The reasons of misses in a cache of groups. All blocks up to a position are needed of full
+attention, and of a window or a state the last ones before it."""
 
 WAYS = {
     "starts": "the first block is new",
@@ -73,7 +81,8 @@ class Eviction:
     Attributes:
         line: its number in the file, from 1.
         time: time of the eviction, in ns.
-        span, blocks: the id of the span, and the number of blocks that left.
+        span, blocks: the id of the span (None: a cache group has none), and the number of
+            blocks that left.
         by, beneficiary: the policy, and the request that needed the room.
         user: the request that stored or hit the span last.
         age, hits: ns since the span was stored or last hit, and its hits by other requests.
@@ -82,7 +91,7 @@ class Eviction:
 
     line: int
     time: int
-    span: int
+    span: int | None
     blocks: int
     by: str
     beneficiary: Id
@@ -182,7 +191,7 @@ class MissSegment:
     """Consecutive tokens of a prompt that missed for the same reason.
 
     Attributes:
-        category: one of `CATEGORIES`, or of `OF_CLUSTERS`.
+        category: one of `CATEGORIES`, of `OF_CLUSTERS` or of `OF_GROUPS`.
         first, tokens: the position of the first token, from 0, and the number of tokens.
         eviction: the eviction of the tokens, if they were evicted.
         other: the request that used evicted tokens last, computes tokens in flight, sent tokens
@@ -196,6 +205,8 @@ class MissSegment:
             is loaded from the tier.
         drop: the drop by which evicted tokens left the last lower tier that held them.
         replica: the replica that held tokens which are `elsewhere`.
+        groups: the cache groups that lacked blocks to go on at the end, by index. All others
+            had theirs.
     """
 
     category: str
@@ -210,6 +221,7 @@ class MissSegment:
     load_ns: int | None = None
     drop: TierDrop | None = None
     replica: int | None = None
+    groups: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -321,6 +333,7 @@ class Summary:
         readmitted: admissions after a preemption, which count nowhere else.
         prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit.
         categories: each of `Explanation.categories`; their tokens add up to the missed ones.
+        groups: each cache group; tokens for which it was short, alone or with others.
         ways: each of `WAYS`; their tokens add up to the compulsory ones.
         salted: compulsory misses that start although requests with other salts came before: at
             most these tokens could be text that another salt has.
@@ -345,6 +358,7 @@ class Summary:
     victims: list[tuple[Id, int]]
     beneficiaries: list[tuple[Id, int]]
     load_s: float
+    groups: list[MissedTokens]
 
     @property
     def missed_tokens(self) -> int:
@@ -362,6 +376,7 @@ class Summary:
             "hit_tokens": self.hit_tokens,
             "missed_tokens": self.missed_tokens,
             "lost": {name: lost.as_dict() for name, lost in self.categories.items()},
+            **({"groups": [lost.as_dict() for lost in self.groups]} if self.groups else {}),
             "load_s": self.load_s,
             "compulsory": {name: lost.as_dict() for name, lost in self.ways.items()},
             "other_salts": self.salted.as_dict(),
@@ -404,7 +419,15 @@ class Explanation(Shown):
     @property
     def categories(self) -> Mapping[str, str]:
         """The reasons of misses in this trace, each with its meaning."""
+        if self.header.get("cache_groups"):
+            return OF_GROUPS
         return OF_CLUSTERS if self.header.get("replicas") else CATEGORIES
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """The cache groups of the trace; none where all layers are one."""
+        record = self.header.get("cache_groups")
+        return [] if record is None else list(record["groups"])
 
     def plugin(self, kind: str) -> str:
         """Return the name of the run's plugin of a kind, "unknown" if the trace lacks it."""
@@ -462,6 +485,7 @@ class Explanation(Shown):
         states = Counter(reasons.state for reasons in self.requests.values())
         categories = {name: MissedTokens() for name in self.categories}
         ways = {name: MissedTokens() for name in WAYS}
+        groups = [MissedTokens() for _ in self.groups]
         salted, loads = MissedTokens(), 0
         victims: Counter[Id] = Counter()
         beneficiaries: Counter[Id] = Counter()
@@ -470,7 +494,7 @@ class Explanation(Shown):
             (reasons, loss) for reasons in self.requests.values() for loss in reasons.losses
         )
         for reasons, loss in missed:
-            sums = [categories[loss.category]]
+            sums = [categories[loss.category], *(groups[index] for index in loss.groups)]
             if loss.way is not None:
                 sums.append(ways[loss.way])
             if loss.other_salts:
@@ -503,6 +527,7 @@ class Explanation(Shown):
             victims=victims.most_common(top),
             beneficiaries=beneficiaries.most_common(top),
             load_s=seconds(loads),
+            groups=groups,
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -519,7 +544,8 @@ class Explanation(Shown):
             "eviction": self.plugin("eviction"),
             "prefix": self.plugin("prefix"),
             "recompute": {"model": self.cost.model, "device": self.cost.device},
-            "optimum": OPTIMUM,
+            "optimum": None if self.groups else OPTIMUM,
+            **({"cache_groups": self.groups} if self.groups else {}),
         }
 
     def request_dict(self, reasons: RequestMisses) -> dict[str, Any]:
@@ -558,6 +584,7 @@ class Explanation(Shown):
             "load_s": None if loss.load_ns is None else seconds(loss.load_ns),
             "drop": None if drop is None else drop.as_dict(now),
             **({} if loss.replica is None else {"replica": loss.replica}),
+            **({"groups": list(loss.groups)} if loss.groups else {}),
         }
 
     def _ids(self, wanted: str) -> str:

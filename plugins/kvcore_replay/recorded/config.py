@@ -98,8 +98,11 @@ def _of_server(file: Path, header: Mapping[str, Any], plugins: Plugins) -> dict[
     except TypeError as error:
         raise unknown_caps(file, header["batching"], error) from error
     tiers, named = header.get("tiers", ()), header["plugins"].get("rules")
+    groups = header.get("cache_groups", {})
     return {
         "blocks": header["blocks"] + rules.null_block,
+        # An interval of groups alone.
+        **{name: value for name, value in groups.items() if name != "groups"},
         "tier": tuple(partial(_rebuilt_tier, file, tier, plugins) for tier in tiers),
         **deployment,
         **limits,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from kvcore.cache import KVCache, Recorder
+from kvcore.cache import KVCache, LayerGroup, Recorder
 from kvcore.config.options import renamed
 from kvcore.config.parts import RunParts
 from kvcore.config.run_config import RunConfig, built_rules
@@ -55,7 +56,7 @@ class RecordedParts(RunParts):
         InputError: an option that cannot change, or a header that lacks a field.
     """
 
-    groups_layers = False  # no run with cache groups has a trace
+    groups_layers = False  # the header has the groups of the cache, whatever the model is
 
     def __init__(
         self,
@@ -76,6 +77,12 @@ class RecordedParts(RunParts):
         super().__init__(config, plugins, workload=workload, naming=lambda _: "")
         if "slo" in header and "slo" not in changes:
             self.slo = slo_of(header["slo"])
+
+    @cached_property
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
+        """The groups of the recorded cache; none if it had one for all layers."""
+        recorded = self._header.get("cache_groups")
+        return tuple(LayerGroup(**group) for group in recorded["groups"]) if recorded else ()
 
     def cache(self, trace: Recorder | None = None) -> KVCache:
         """Build a cache for one run, and the tiers below it, as recorded in the trace too."""
@@ -164,6 +171,13 @@ class RecordedParts(RunParts):
             msg = (
                 f"{self._file} was recorded without a clock: it has no {timed[0]}. "
                 "`kvcore simulate trace:FILE` serves its requests under one"
+            )
+            raise InputError(msg)
+        if "cache_groups" in self._header and ("block_size" in changes or not self.timed):
+            msg = (
+                f"{self._file} was recorded with cache groups, whose blocks have the sizes "
+                "that the model needs, and which are served under a clock alone: "
+                "`kvcore simulate trace:FILE --model NAME` has both"
             )
             raise InputError(msg)
 

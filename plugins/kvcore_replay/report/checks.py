@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from kvcore.report.simulation import group_text
 from kvcore.report.tables import setup, share
 from kvcore.sections import Section, Table
 
@@ -32,7 +33,14 @@ def trace_sections(report: Report) -> list[Section]:
     if len(replicas) > MOST_ROWS:
         cluster = f"--json has each of the {len(replicas):,} replicas."
     setting = setup(report.header) if report.header else ""
-    return [Table(["trace", report.file], rows), cluster, setting]
+    groups = Table(
+        ["group", "keeps", "blocks cached", "private"],
+        [
+            [str(index), group_text(group), f"{group['cached']:,}", f"{group['private']:,}"]
+            for index, group in enumerate(report.groups or [])
+        ],
+    )
+    return [Table(["trace", report.file], rows), groups, cluster, setting]
 
 
 def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
@@ -40,7 +48,8 @@ def _trace_counts(report: Report) -> Iterator[tuple[str, int]]:
     yield from ((f"  {event}", count) for event, count in report.events.items())
     for place in ("free", "cached", "private"):
         yield f"blocks {place}", report.pool[place]
-    yield "spans", report.pool["spans"]
+    if report.groups is None:
+        yield "spans", report.pool["spans"]
     for how, count in report.preemptions.items():
         if count:
             yield f"preempted by {how}", count

@@ -10,6 +10,7 @@ from kvcore.report.tables import bars, counted, share
 from kvcore.trace import events
 from kvcore.units import NS_PER_S, format_number, format_seconds
 from kvcore_replay.state.cache import CacheState, run_blocks
+from kvcore_replay.state.groups import GroupState
 from kvcore_replay.timeline import TimelineBuilder
 
 Line: TypeAlias = list[tuple[str, str]]
@@ -114,6 +115,8 @@ class LiveView:
             [(f"occupied  {bars(each.used for each in history)}", "")],
             [(f"running   {bars(each.running / most for each in history)}", "")],
         ]
+        if isinstance(state := self._builder.state, GroupState):
+            found.insert(3, [(_groups(state), "")])
         if height >= TALL:
             found.insert(0, [(self._about(), "")])
             room = height - len(found) - 2
@@ -137,7 +140,10 @@ class LiveView:
     def pool(self) -> dict[str, int]:
         """Return the blocks of each part of the pool. O(spans)."""
         state = self._builder.state
-        shared = sum(len(span.ids) for span in state.spans.values() if span.pins)
+        if isinstance(state, GroupState):
+            shared = state.held
+        else:
+            shared = sum(len(span.ids) for span in state.spans.values() if span.pins)
         counts = state.private, shared, state.cached - shared, state.free
         return dict(zip(PARTS, counts, strict=True))
 
@@ -185,12 +191,19 @@ class LiveView:
         ]
 
 
-def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
+def _groups(state: GroupState) -> str:
+    """Return the share of the pool that each cache group has."""
+    pairs = zip(state.groups, state.used_by_group, strict=True)
+    shares = (f"{group} {used / state.header.blocks:.0%}" for group, used in pairs)
+    return f"groups    {'   '.join(shares)}"
+
+
+def _words(event: events.Event, group: list[Any], state: CacheState | GroupState) -> str:
     """Return the words for an event, or for several events of its kind."""
     match event:
         case events.Request():
             text = f"request {event.id} arrives: {counted(event.prompt, 'token')}"
-        case events.Hit() | events.Miss():
+        case events.Hit() | events.GroupHit() | events.Miss():
             hit, lookup = getattr(event, "blocks", 0), state.requests[event.request].lookup
             again = " again" if event.again else ""
             text = f"request {event.request} admitted{again}: {hit:,} of {lookup:,} blocks hit"
@@ -208,20 +221,27 @@ def _words(event: events.Event, group: list[Any], state: CacheState) -> str:
             text = f"request {event.request} rejected: {event.why}"
         case events.LoadStart():
             text = f"request {event.request} waits for {event.blocks:,} blocks of {event.tier}"
-        case events.Evict():
-            blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
-            how = "evicted" if event.reason == "capacity" else event.reason
-            age = format_seconds(event.age / NS_PER_S)
-            text = f"{blocks} {how} for request {event.requester}, aged {age}"
         case _:
-            blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
-            text = f"{blocks} dropped by the retention policy"
+            text = _eviction(event, group)
     return text
+
+
+def _eviction(event: Any, group: list[Any]) -> str:
+    """Return the words for evictions at one time for one request, or by retention."""
+    blocks = counted(sum(run_blocks(each.runs) for each in group), "block")
+    if isinstance(event, events.Drop):
+        return f"{blocks} dropped by the retention policy"
+    how = "evicted" if event.reason == "capacity" else event.reason
+    if isinstance(event, events.GroupEvict):
+        of = ", ".join(map(str, sorted({each.group for each in group})))
+        return f"{blocks} of cache groups {of} {how} for request {event.requester}"
+    age = format_seconds(event.age / NS_PER_S)
+    return f"{blocks} {how} for request {event.requester}, aged {age}"
 
 
 def _kind(event: events.Event) -> object:
     """Return the group of an event; consecutive events of one group are shown as one."""
-    together = isinstance(event, (events.Evict, events.Drop))
+    together = isinstance(event, (events.Evict, events.GroupEvict, events.Drop))
     return (event.t, getattr(event, "requester", None)) if together else event
 
 

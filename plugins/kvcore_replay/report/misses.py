@@ -8,12 +8,13 @@ from typing import Any
 
 import attrs
 
+from kvcore.report.simulation import group_text
 from kvcore.report.tables import TableRow, counted, setup
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.units import NS_PER_S, format_number, format_seconds
 from kvcore_replay.misses.reasons import (
-    CATEGORIES,
     OF_CLUSTERS,
+    OF_GROUPS,
     WAYS,
     Explanation,
     MissSegment,
@@ -72,7 +73,9 @@ class RequestReport:
             if reasons.tokens
             else f"It has {NO_KEYS}"
         )
-        alike = groupby(losses, key=lambda loss: (loss.category, loss.other, loss.tier))
+        alike = groupby(
+            losses, key=lambda loss: (loss.category, loss.other, loss.tier, loss.groups)
+        )
         for _, run in alike:
             yield f"- {self._sentence(list(run))}"
         if any(loss.category in CAUSES for loss in losses):
@@ -116,11 +119,16 @@ class RequestReport:
         if loss.tier is not None:
             return self._in_tier(losses)
         if loss.eviction is not None:
-            return self._evicted(losses) + self._dropped(losses)
+            return self._evicted(losses) + self._dropped(losses) + self._short(loss)
         if loss.category == "compulsory":
             return _new(loss)
         return {
             "in_flight": f"Request {loss.other}, admitted before, was still computing them.",
+            "unkept": (
+                f"Request {loss.other} had them before. Windows and states stay cached where a "
+                f"prompt ends, at a junction and at intervals, which is not here."
+                f"{self._short(loss)}"
+            ),
             "unstored": f"Request {loss.other} had them before, and did not store them.",
             "truncated": (
                 f"Request {loss.other} had them before; of one request this pool of "
@@ -147,7 +155,10 @@ class RequestReport:
                 f"{story}Expired; dropped at {_moment(latest.time)}, {before} before this use "
                 f"and {idle} after they were stored or hit last."
             )
-        lost = "would have kept" if losses[0].category == "policy" else "would not have had"
+        lost = {
+            "policy": " The optimum would have kept them.",
+            "capacity": " The optimum would not have had them.",
+        }.get(losses[0].category, "")
         when = f"at {_moment(latest.time)} by {latest.by} for request {latest.beneficiary}"
         if latest is not earliest:
             when = (
@@ -157,8 +168,23 @@ class RequestReport:
             )
         return (
             f"{story}Evicted {when}, {before} before this use and {idle} after they were "
-            f"stored or hit last, with {counted(latest.hits, 'hit')}. The optimum {lost} them."
+            f"stored or hit last, with {counted(latest.hits, 'hit')}.{lost}"
         )
+
+    def _short(self, loss: MissSegment) -> str:
+        """Return sentences about the cache groups that lacked blocks; "" without groups."""
+        groups = self.explanation.groups
+        if not loss.groups:
+            return ""
+        short = [f"group {index} ({groups[index]['kind']})" for index in loss.groups]
+        there = [
+            f"{index} ({group['kind']})"
+            for index, group in enumerate(groups)
+            if index not in loss.groups
+        ]
+        has = "have their blocks" if len(there) > 1 else "has its blocks"
+        others = f"; {', '.join(there)} {has}" if there else ""
+        return f" Short at token {loss.end:,}: {', '.join(short)}{others}."
 
     def _in_tier(self, losses: list[MissSegment]) -> str:
         """Return the sentence about blocks that a lower tier holds."""
@@ -211,7 +237,8 @@ class SummaryReport:
     def sections(self) -> list[Section]:
         """The whole report on all requests."""
         charts = [self.chart()] if self.table.rows else []
-        rankings = [self.places, self.requests]
+        groups = [self.groups] if self.summary.get("groups") else []
+        rankings = [*groups, self.places, self.requests]
         return [self.headline, self.table, *charts, *rankings, self.notes, setup(self.header)]
 
     @property
@@ -249,7 +276,7 @@ class SummaryReport:
         """The missed tokens by reason; reasons without misses are left out."""
         headers = ["lost", "tokens", "of missed", "prefill", "stopped", "because"]
         lost = self.summary["lost"]
-        reasons = OF_CLUSTERS if "elsewhere" in lost else CATEGORIES
+        reasons = OF_CLUSTERS if "elsewhere" in lost else OF_GROUPS
         rows = []
         for name, missed in lost.items():
             if missed["tokens"]:
@@ -261,6 +288,23 @@ class SummaryReport:
                     if part["tokens"]
                 ]
         return Table(headers, rows, headers[1:5])
+
+    @property
+    def groups(self) -> Table:
+        """The tokens for which each cache group was short, alone or with others."""
+        headers = ["group", "keeps", "short for", "prefill", "stopped"]
+        pairs = zip(self.summary["cache_groups"], self.summary["groups"], strict=True)
+        rows: list[TableRow] = [
+            [
+                str(index),
+                group_text(group),
+                f"{short['tokens']:,}",
+                format_seconds(short["prefill_s"]),
+                f"{short['stopped']:,}",
+            ]
+            for index, (group, short) in enumerate(pairs)
+        ]
+        return Table(headers, rows, headers[2:])
 
     @property
     def places(self) -> Table:

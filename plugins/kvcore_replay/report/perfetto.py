@@ -184,7 +184,7 @@ class _ServerTracks:
             yield from self._transfer(tiers, line)
             return
         self.builder.take(line)
-        if isinstance(line, (events.Evict, events.Drop)):
+        if isinstance(line, (events.Evict, events.GroupEvict, events.Drop)):
             self.evictions += 1
             yield _eviction(self._pid(POOL), line)
 
@@ -284,6 +284,8 @@ class _ServerTracks:
             (POOL, "evicted", ["blocks"], [series.evicted_blocks]),
             (POOL, "hit ratio", ["in all", f"last {HIT_WINDOW_S} s"], ratios),
         ]
+        if series.groups:
+            counters.append((POOL, "groups", [*series.groups], series.groups.values()))
         for tier, used in enumerate(series.tiers.values(), FIRST_TIER):
             counters.append((tier, "slots", ["used"], [used]))
         for process, name, names, values in counters:
@@ -345,13 +347,16 @@ def _first_token(pid: int, tid: int, time: int, arrival: int) -> bytes:
     return _event("i", pid, tid, time, "first token", args, s="t")
 
 
-def _eviction(pid: int, line: events.Evict | events.Drop) -> bytes:
+def _eviction(pid: int, line: events.Evict | events.GroupEvict | events.Drop) -> bytes:
     args: dict[str, Any] = {"blocks": run_blocks(line.runs), "by": line.by}
     name = "drop"
     if isinstance(line, events.Evict):
         name = {"capacity": "evict", "expired": "expire", "gone": "lose"}[line.reason]
         args |= {"for": str(line.requester), "age_s": line.age / NS_PER_S}
         args |= {"hits": line.hits, "span": line.span}
+    elif isinstance(line, events.GroupEvict):
+        name = "evict"
+        args |= {"for": str(line.requester), "group": line.group}
     return _event("i", pid, pid, line.t, name, args, s="t")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, cycle, islice
 from math import ceil, floor, isnan, log10
 from operator import add
 from pathlib import Path
@@ -97,8 +97,7 @@ def occupancy(timeline: Timeline, form: str) -> bytes:
             rows, 1, sharex=True, squeeze=False, height_ratios=(3, 1)[:rows]
         )
         above, below = panels[0, 0], panels[-1, 0]
-        layers = [getattr(series, name) for name in BANDS]
-        _bands(above, times, layers, list(BANDS), list(BANDS.values()))
+        _bands(above, times, *_parts_of_pool(series))
         above.set_ylabel(f"blocks of {counted(timeline.header['block_size'], 'token')}")
         above.set_ylim(0, timeline.header["blocks"])
         above.yaxis.set_major_formatter("{x:,.0f}")
@@ -587,6 +586,21 @@ def _distribution(histogram: Histogram) -> tuple[list[float], list[float]]:
     kept = slice(first, last + 1)
     times = [bound / NS_PER_S for bound in bounds[kept]]
     return times, [100 * part / histogram.weight for part in parts[kept]]
+
+
+def _parts_of_pool(
+    series: Series,
+) -> tuple[list[Sequence[float]], list[str], list[str]]:
+    """Return the blocks of each part of the pool, its name and its colour.
+
+    Of cache groups a part is what a group has, cached or private.
+    """
+    if not series.groups:
+        layers = [getattr(series, name) for name in BANDS]
+        return layers, list(BANDS), list(BANDS.values())
+    colours = [*islice(cycle(COLOURS), len(series.groups)), PALE]
+    names = [f"group {name}" for name in series.groups]
+    return [*series.groups.values(), series.free], [*names, "free"], colours
 
 
 def _bands(

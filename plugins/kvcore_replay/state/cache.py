@@ -196,8 +196,11 @@ class CacheState:
         """Start with an empty pool of the size and layout that HEADER gives.
 
         Raises:
-            ValueError: the sizes do not fit one another.
+            ValueError: the sizes do not fit one another, or HEADER has cache groups, which
+                have a state of their own (`GroupState`).
         """
+        if header.cache_groups:
+            violated("it has cache groups, whose blocks are in no span: this reads spans alone")
         self.header = header
         self.layout = TraceLayout.of(header)
         self.spans: dict[int, TracedSpan] = {}

@@ -263,8 +263,10 @@ def test_every_device_is_in_the_reference(name):
         gpu.bandwidth / 1e9,
         gpu.flops / 1e12,
         gpu.fp8_flops / 1e12,
+        gpu.fp4_flops / 1e12,
         gpu.host_link / 1e9,
         gpu.link / 1e9,
+        gpu.server_size,
     )
     cells = (f"{figure:,.10g}" if figure else "" for figure in figures)
     assert f"| `{name}` | {' | '.join(cells)} |" in REFERENCE

@@ -122,9 +122,18 @@ def test_bytes_of_a_hundred_numbers(dtype, size):
     assert bytes_of(100, dtype) == size
 
 
-def test_mxfp4_adds_a_byte_of_scale_to_32_numbers():
-    """In mxfp4, 32 numbers take 16 bytes, and 1 byte for their scale."""
-    assert bytes_of(64, "mxfp4") == 34
+@pytest.mark.parametrize(("dtype", "size"), [("mxfp4", 34), ("nvfp4", 36)])
+def test_fp4_adds_a_byte_of_scale_to_its_blocks(dtype, size):
+    """In mxfp4, 32 numbers take 16 bytes, and 1 byte for their scale; in nvfp4, 16 have one."""
+    assert bytes_of(64, dtype) == size
+
+
+def test_experts_alone_are_in_nvfp4():
+    """Of a mixture of experts in nvfp4, other weights have 16 bits; a dense model has none."""
+    mixture = find_model("deepseek-v3").with_weights("nvfp4")
+    assert (mixture.dtype, mixture.expert_dtype) == ("bf16", "nvfp4")
+    dense = find_model("llama-3-8b").with_weights("nvfp4")
+    assert (dense.dtype, dense.expert_dtype) == ("nvfp4", "nvfp4")
 
 
 def test_bytes_are_rounded_up():

@@ -133,8 +133,8 @@ def test_a_written_header_cannot_be_changed(tmp_path):
     ("about", "reason"),
     [
         ({"mode": "real"}, r"'real' is not known; there are: untimed, model, wall"),
-        ({"modle": 2}, r"header field 'modle' is not known; there are: batching, device, "),
-        ({"replica": 3}, r"header field 'replica' is not known; there are: batching, device, "),
+        ({"modle": 2}, r"'modle' is not known; there are: batching, cache_groups, "),
+        ({"replica": 3}, r"'replica' is not known; there are: batching, cache_groups, "),
         ({"rate_scale": 0}, r"header field 'rate_scale' must be a number above 0, not 0"),
         ({"batching": 8}, r"header field 'batching' must be an object, not 8"),
         ({"slo": {"ttft": 0.5}}, r"header field 'slo' must be an object of any of ttft, "),

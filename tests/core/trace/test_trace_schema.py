@@ -16,6 +16,7 @@ from kvcore.trace import Trace, json_schema, read_events
 from kvcore.trace.events import (
     EVENTS,
     OF_CLUSTERS,
+    OF_GROUPS,
     Drop,
     Header,
     decode,
@@ -57,6 +58,12 @@ def test_the_reference_describes_every_field_of_an_event(event):
 def test_the_reference_describes_evictions_of_a_sequence():
     """The reference has a table of its own for EVICT of scope `sequence`."""
     assert rows("#### EVICT of scope `sequence`") == described(Drop)
+
+
+@pytest.mark.parametrize("event", OF_GROUPS)
+def test_the_reference_describes_the_lines_of_cache_groups(event):
+    """The reference has a table of its own for each event with other fields for groups."""
+    assert rows(f"#### {event} of cache groups") == described(OF_GROUPS[event])
 
 
 def test_the_reference_describes_the_fields_of_every_line():
@@ -243,6 +250,30 @@ CALLS = {
         "forgotten": [(1, 2)],
         "compacted": 9,
     },
+    "group_hit": {"request": "r", "seq": 1, "blocks": 2, "again": True},
+    "group_alloc": {"seq": 1, "group": 0, "first": 2, "runs": array("i", [3])},
+    "group_commit": {
+        "seq": 1,
+        "group": 0,
+        "first": 3,
+        "blocks": 4,
+        "how": "copy",
+        "generated": True,
+    },
+    "group_evict": {
+        "group": 1,
+        "runs": array("i", [5, 4]),
+        "by": "lru",
+        "requester": "r",
+        "reason": "capacity",
+    },
+    "group_free": {
+        "seq": 1,
+        "runs": array("i", [1, 2]),
+        "reason": "passed",
+        "group": 1,
+        "first": 3,
+    },
     "fork": {"seq": 1, "child": 2},
     "copy": {"seq": 1, "block": 2, "source": 3, "to": 4},
     "first_token": {"request": "r", "seq": 1},
@@ -261,6 +292,12 @@ CALLS = {
 
 STRUCTS = {name.lower(): struct for name, struct in EVENTS.items()}
 STRUCTS |= {"drop": Drop, "drop_from_tier": EVENTS["DROP"]}
+STRUCTS |= {f"group_{name.lower()}": struct for name, struct in OF_GROUPS.items()}
+
+GROUPED = {
+    "prefix_cache_retention_interval": 0,
+    "groups": [{"kind": "full", "block_size": 4, "window": None, "layers": 1}] * 2,
+}
 
 
 def test_a_recorder_has_a_method_for_each_event():
@@ -329,6 +366,8 @@ def test_a_recorder_method_writes_its_event(method, tmp_path):
     path = tmp_path / "trace.jsonl"
     with Trace(path) as trace:
         trace.begin(**CACHE)
+        if method.startswith("group_"):
+            trace.describe(cache_groups=GROUPED)
         getattr(trace, method)(7, **given)
         getattr(trace, method)(8, **short)
     _, full, least, _ = read_events(path)

@@ -24,7 +24,7 @@ CONFIGURATIONS = [
     "roofline:model=mistral-7b-v0.1,device=a100-40g,tensor_parallel=1",
     "roofline:model=gpt-oss-20b,tensor_parallel=1",
     "roofline:model=deepseek-v3,device=h200,tensor_parallel=8,codec=fp32",
-    "roofline:model=gemma-3-27b,tensor_parallel=32",
+    "roofline:model=gemma-3-27b,device=gb200,tensor_parallel=32",
     "roofline:model=gpt-oss-120b,engine=vllm",
     "roofline:attended=64,selection=0.0625,missed=0.25",
     "roofline:model=gpt-oss-20b,tensor_parallel=1,attended=128,engine=trtllm",

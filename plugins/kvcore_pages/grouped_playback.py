@@ -1,0 +1,229 @@
+"""A trace of cache groups as columns that a browser can play.
+
+Its rows have the columns of `kvcore_pages.playback`, with other values in five kinds:
+
+| kind | a | b | c | d | e | count |
+|---|---|---|---|---|---|---|
+| HIT | sequence | blocks | -1 | again | | |
+| ALLOC | sequence | first | group | | | taken |
+| COMMIT | sequence | first | blocks | how | group | |
+| EVICT | group | | | | | freed |
+| FREE | sequence | reason | group or -1 | | | freed |
+
+The ids of blocks are sent, since any free block can go to any group: those that a HIT holds, an
+ALLOC takes, a COMMIT names and an EVICT removes, and of a FREE first those that are free, then
+the named ones that its sequence held. The browser makes the state from them alone.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from typing import TYPE_CHECKING, Any
+
+from kvcore.errors import InputError
+from kvcore.progress import Tick, unseen
+from kvcore_pages.playback import (
+    FREED,
+    KIND,
+    NONE,
+    WHOLE,
+    WIDTH,
+    WORDS,
+    EvictedContent,
+    Playback,
+    Window,
+)
+from kvcore_replay.check.groups import GroupChecker
+from kvcore_replay.misses.groups import GroupMisses
+from kvcore_replay.state.cache import run_blocks
+from kvcore_replay.state.groups import TracedBlock
+from kvcore_replay.state.replicas import ServerReader
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
+
+NAMED = ("new", "copy")
+GIVEN_BACK = (*FREED, "passed")
+
+
+class GroupedPlayback(Playback):
+    """The rows of a trace of cache groups, which is checked while it is read."""
+
+    _checker: Any
+    _state: Any
+
+    @classmethod
+    def of(
+        cls,
+        file: str | os.PathLike[str],
+        tick: Tick = unseen,
+        window: Window = WHOLE,
+        replica: int | str | None = None,
+    ) -> Playback:
+        """Return the playback of a trace, of cache groups if it has some."""
+        header = next(iter(ServerReader(file, replica)), None)
+        grouped = getattr(header, "cache_groups", None)
+        return (cls if grouped else Playback)(file, tick, window, replica)
+
+    def _start(self, header: events.Header, checker: Any) -> None:
+        """Prepare for the lines after HEADER.
+
+        Raises:
+            InputError: blocks of the groups have several sizes.
+        """
+        from kvcore.trace import events  # noqa: PLC0415  (imports msgspec)
+
+        assert isinstance(checker, GroupChecker)
+        if len({group.size for group in checker.state.groups}) > 1:
+            msg = (
+                f"{self.file}: blocks of its cache groups have several sizes, and a page "
+                "draws blocks of one; `kvcore watch`, `plot` and `report` show them"
+            )
+            raise InputError(msg)
+        # By block, the number of the request that named it, its position, and when.
+        self._named: dict[int, tuple[int, int, int]] = {}
+        self._ids = array("i")
+        self._row_ends = array("i")
+        self._given_back: list[TracedBlock] = []
+        self._begin(header, checker, GroupMisses(header, checker.state))
+        structs = {**events.EVENTS, **events.OF_GROUPS}
+        self._set_kinds({name: structs[name] for name in KIND if name in structs})
+        self._row(header)
+
+    def _prepare(self, event: Any) -> None:
+        """Record what an event evicts or gives back, before it is applied."""
+        self._inquest.before(event)
+        if event.event != "FREE":
+            return
+        seq, self._given_back = self._state.sequences.get(event.seq), []
+        if seq is not None:
+            for index, table in enumerate(seq.tables):
+                if event.reason == "close":
+                    self._given_back += table.blocks.values()
+                elif index == event.group:
+                    self._given_back += [block for _, block in table.before(event.first)]
+
+    def _moves(
+        self, event: Any, ids: list[int], request: int, *values: int, **more: int
+    ) -> None:
+        """Append a row, and the ids of the blocks that it is about."""
+        rows = len(self._flat)
+        self._row(event, request, *values, **more)
+        if len(self._flat) > rows:
+            # Rows of other kinds, which stand between, move no block.
+            missing = rows // WIDTH - len(self._row_ends)
+            self._row_ends.extend([len(self._ids)] * missing)
+            self._ids.extend(ids)
+            self._row_ends.append(len(self._ids))
+
+    def _hit(self, event: Any) -> None:
+        number = self._numbers[event.request]
+        self._of_sequence[event.seq], self._opened[event.seq] = number, event.t
+        if not event.again:
+            self.prompts.admit(number, event.n, event.t)
+        tables = self._state.sequences[event.seq].tables
+        ids = [block.id for table in tables for block in table.blocks.values()]
+        self._moves(event, ids, number, event.seq, event.blocks, NONE, bool(event.again))
+
+    def _alloc(self, event: Any) -> None:
+        ids, owner = self._state.ids(event.runs).tolist(), self._of_sequence[event.seq]
+        values = event.seq, event.first, event.group
+        self._moves(event, ids, owner, *values, count=len(ids))
+
+    def _commit(self, event: Any) -> None:
+        owner = self._of_sequence[event.seq]
+        seq = self._state.sequences[event.seq]
+        table = seq.tables[event.group].blocks
+        positions = range(event.first, event.first + event.blocks)
+        ids = [table[position].id for position in positions]
+        for block, position in zip(ids, positions, strict=True):
+            self._named[block] = owner, position, event.t
+        if event.generated is True:
+            prompt, last = seq.prompt, event.first + event.blocks
+            self._state.layout.name_generated(prompt, last)
+            self.prompts.name(owner, prompt.generated)
+        how = NAMED.index(event.how)
+        values = event.seq, event.first, event.blocks, how, event.group
+        self._moves(event, ids, owner, *values)
+
+    def _evict(self, event: Any, victim: Any) -> None:
+        del victim
+        ids, row = self._state.ids(event.runs).tolist(), len(self._flat) // WIDTH
+        for block in ids:
+            owner, position, _ = self._named.pop(block)
+            if self._stage == "inside":
+                prompt = self._state.requests[self.prompts.ids[owner]]
+                keys = prompt.generated if position >= prompt.cacheable else prompt.keys
+                content = keys, position, position + 1
+                self.evicted.append(EvictedContent(row, event.requester, *content))
+        requester = self._numbers[event.requester]
+        self._moves(event, ids, requester, event.group, count=len(ids))
+
+    def _free(self, event: Any) -> None:
+        named = [block.id for block in self._given_back if block.name is not None]
+        free = self._state.ids(event.runs).tolist()
+        if event.reason == "close":
+            del self._opened[event.seq]
+        group = event.group if isinstance(event.group, int) else NONE
+        values = event.seq, GIVEN_BACK.index(event.reason), group
+        owner = self._of_sequence[event.seq]
+        self._moves(event, free + named, owner, *values, count=run_blocks(event.runs))
+
+    def _snapshot(self) -> dict[str, Any]:
+        """Return the state as a JSON value; a block is a span of its own."""
+        state, hits = self._state, self._state.hits
+        blocks = [block for block in state.blocks.values() if block.name is not None]
+        named = [self._named[block.id] for block in blocks]
+        private = [
+            [
+                block.id
+                for table in seq.tables
+                for block in table.blocks.values()
+                if block.name is None
+            ]
+            for seq in state.sequences.values()
+        ]
+        groups = [(block.id, block.group) for block in state.blocks.values()]
+        return {
+            "spans": {
+                "id": [block.id for block in blocks],
+                "parent": [NONE] * len(blocks),
+                "start": [position for _, position, _ in named],
+                "ids": [[block.id] for block in blocks],
+                "hits": [block.hits for block in blocks],
+                "last": [block.last_access for block in blocks],
+                "request": [owner for owner, _, _ in named],
+                "stored": [stored for _, _, stored in named],
+                "pins": [block.holders for block in blocks],
+            },
+            "sequences": {
+                "id": list(state.sequences),
+                "request": [self._of_sequence[seq] for seq in state.sequences],
+                "span": [NONE] * len(private),
+                "ids": private,
+                "opened": [self._opened[seq] for seq in state.sequences],
+            },
+            "freed": [],
+            "fresh": self._checker.pool.high_water,
+            "owners": [],
+            "lookups": hits.lookup_blocks,
+            "hits": hits.hit_blocks,
+            "tiers": [],
+            "groups": groups,
+        }
+
+    @property
+    def words(self) -> dict[str, tuple[str, ...]]:
+        """The words for numbers in columns."""
+        return WORDS | {"committed": NAMED, "freed": GIVEN_BACK}
+
+    def columns(self) -> dict[str, bytes]:
+        """Return the rows with the ids of their blocks, and numbers of the requests."""
+        rows = len(self.rows["kind"])
+        self._row_ends.extend([len(self._ids)] * (rows - len(self._row_ends)))
+        del self._row_ends[rows:]
+        self.rows["ends"] = self._row_ends
+        self.rows["moved"] = self._ids[: self._row_ends[-1]]
+        return super().columns()

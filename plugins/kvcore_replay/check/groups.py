@@ -1,0 +1,425 @@
+"""The check of the trace of a cache of groups, against the state before each line.
+
+A hit is what all groups can serve, found here by going down from the longest prefix: none of
+the code of `kvcore.cache.groups` is used. Blocks have ids, so that none is allocated twice, or
+freed while another sequence holds it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+from kvcore.cache.pool import BlockPool, Ids
+from kvcore.trace import events
+from kvcore.trace.events import methods_by_event, violated
+from kvcore.trace.fields import EvictionDigest, encode_runs
+from kvcore_replay.check.server import Caps
+from kvcore_replay.state.groups import (
+    APPLIED,
+    GroupedSequence,
+    GroupState,
+    TracedGroup,
+    key_of,
+    private_ids,
+)
+from kvcore_replay.state.lifecycle import Lifecycles
+
+SERVED = ("FIRST_TOKEN", "PREEMPT", "RESUME", "FINISH", "REJECT")
+"""Events of a server, which change no block."""
+
+
+class GroupChecker:
+    """Checks each event against the state before it, then applies it.
+
+    Attributes:
+        state: the cache after the events so far.
+        lifecycles: the life cycles of the requests so far.
+        evictions: digest of the blocks that were evicted for capacity.
+        pool: the free blocks, in the order in which they are allocated.
+    """
+
+    def __init__(self, header: events.Header) -> None:
+        """Start with the empty cache that HEADER gives.
+
+        Raises:
+            ValueError: the sizes and groups do not fit one another.
+        """
+        if header.tiers or header.count != "tokens":
+            violated("a cache of groups counts tokens, and has no tiers")
+        self.state = GroupState(header)
+        self.lifecycles = Lifecycles(header.mode)
+        self.evictions = EvictionDigest()
+        self.pool = BlockPool(header.blocks)
+        caps = header.batching or {}
+        self._caps = Caps.of(header)
+        self._lag = bool(caps.get("lag"))
+        self._is_planned = caps.get("commit") == "scheduled"
+        eviction = header.plugins.get("eviction")
+        self._eviction = None if eviction is None else eviction.name
+        max_tokens = caps.get("max_tokens")
+        self._in_flight = max_tokens * (1 + self._lag) if isinstance(max_tokens, int) else None
+        self._size = header.block_size
+        self._last_sequence = 0
+        # Blocks that were evicted and that no sequence has taken yet, and for which request.
+        self._victims: Ids = array("i")
+        self._evicting: int | str | None = None
+        self._now = 0
+        # Event and sequence that the next line must have; and this one.
+        self._next: tuple[str, int] | None = None
+        self._due: tuple[str, int] | None = None
+        self._checks = methods_by_event(self, *APPLIED, *SERVED, "END")
+
+    def apply(self, event: Any) -> None:
+        """Check the next event after HEADER, and apply it. O(blocks that it names).
+
+        Raises:
+            ViolationError: the event contradicts what came before.
+        """
+        name, state = event.event, self.state
+        self._due, self._next = self._next, None
+        if self._due not in (None, (name, getattr(event, "seq", None))):
+            violated(f"{self._due[0]} of sequence {self._due[1]} must come before this")
+        if event.t != self._now:
+            if self._due is not None:
+                violated(f"it is of one call with the line before, which is at {self._now} ns")
+            self._now = event.t
+            self._must_be_taken()
+        elif name not in ("EVICT", "ALLOC"):
+            self._must_be_taken()
+        check = self._checks.get(name)
+        if check is None:
+            violated("a cache of groups has no such line")
+        check(event)
+        state.apply(event)
+        free, cached, private = self.pool.free_blocks, state.cached, state.private
+        if free + len(self._victims) + cached + private != state.header.blocks:
+            violated(
+                f"{free} free, {cached} cached and {private} private blocks are not the "
+                f"{state.header.blocks} of the pool"
+            )
+
+    def report(self) -> dict[str, Any]:
+        """Return the state, and counts, as fields of a `Report`."""
+        state, lifecycles = self.state, self.lifecycles
+        by_group = zip(state.groups, state.cached_by_group, state.private_by_group, strict=True)
+        return {
+            "pool": {
+                "free": state.free,
+                "cached": state.cached,
+                "private": state.private,
+                "spans": 0,
+            },
+            "groups": [
+                {
+                    "kind": group.kind,
+                    "block_size": group.size,
+                    "window": group.window,
+                    "layers": group.layers,
+                    "cached": cached,
+                    "private": private,
+                }
+                for group, cached, private in by_group
+            ],
+            "finished": lifecycles.finished,
+            "rejected": lifecycles.rejected,
+            "preemptions": dict(lifecycles.preemptions),
+            "evictions": self.evictions.as_dict(),
+            "hit": state.hits.as_dict(),
+            "tiers": [],
+            "header": state.header.as_dict(),
+        }
+
+    def forget(self, request: int | str) -> None:
+        """Remove `request`, which does not run here, and is served elsewhere from now on."""
+        self.lifecycles.forget(request)
+        self.state.forget(request)
+
+    def cached_tokens(self, request: events.Request) -> int:
+        """Return the number of tokens of a prompt that would hit now."""
+        return self.state.cached_tokens(request)
+
+    # Admissions.
+
+    def _request(self, event: events.Request) -> None:
+        if event.id in self.state.requests:
+            violated(f"request {event.id!r} has a REQUEST line already")
+        self.lifecycles.arrive(event.id, self._caps.output(event))
+
+    def _hit(self, event: events.GroupHit) -> None:
+        self._admit(event, event.blocks)
+        if event.blocks < self.state.prompt(event.request).blocks:
+            self._next = ("MISS", event.seq)
+
+    def _miss(self, event: events.Miss) -> None:
+        state = self.state
+        if self._due is None:
+            self._admit(event, 0)
+            hit, resumed, request = 0, bool(event.again), event.request
+        else:
+            seq = state.sequence(event.seq)
+            hit, resumed, request = seq.hit, seq.resumed, seq.prompt.id
+        if (event.request, event.block, bool(event.again)) != (request, hit, resumed):
+            violated(f"sequence {event.seq} is of request {request!r} and hit {hit} blocks")
+        prompt, limit = state.prompt(request), state.limit(request) // self._size
+        if hit < limit:
+            reasons = ["absent"]
+        else:
+            most = max(prompt.tokens - 1, 0) // self._size
+            reasons = ["no keys" if limit < most or not prompt.keys else "partial"]
+        if resumed:
+            # It looks up what it has generated, too.
+            reasons += ["absent", "partial", "no keys"]
+        if event.why not in reasons:
+            violated(f"block {hit} missed as {event.why!r}; it is {reasons[0]!r}")
+
+    def _admit(self, event: events.GroupHit | events.Miss, hit: int) -> None:
+        """Check the first line of an admission: it hits what all groups can serve."""
+        state, resumed, tokens = self.state, bool(event.again), hit * self._size
+        prompt = state.prompt(event.request)
+        limit = state.limit(event.request)
+        if resumed:
+            # How much it has generated, no line says before it ends.
+            limit = max(limit, prompt.tokens + self.lifecycles.output(prompt.id) - 1)
+        if tokens > limit:
+            violated(f"{hit} blocks hit; at most {limit // self._size} can")
+        for group in state.groups:
+            if not state.serves(event.request, tokens, group):
+                violated(f"{hit} blocks hit; group {group} lacks what is needed there")
+        most = state.longest(event.request, state.limit(event.request))
+        if tokens < most or (tokens > most and not resumed):
+            violated(f"{hit} blocks hit; all groups have {most // self._size}")
+        self.lifecycles.admit(prompt.id, event.seq, resumed=resumed)
+        self._last_sequence += 1
+        if event.seq != self._last_sequence:
+            violated(f"sequence {event.seq} opens; the next one is {self._last_sequence}")
+        if hit and self._is_planned:
+            self._must_be_computed(event, tokens)
+
+    def _must_be_computed(self, event: events.GroupHit | events.Miss, tokens: int) -> None:
+        """Check that no state that is hit got its name in the plan of this step."""
+        state = self.state
+        for group in state.groups:
+            position = tokens // group.size - 1
+            if group.kind == "state":
+                block = state.oldest(event.request, group, position)
+                if block.named_at == event.t:
+                    violated(f"the state in block {block.id} is computed by this step")
+
+    # Blocks.
+
+    def _alloc(self, event: events.GroupAlloc) -> None:
+        seq, group = self._table_of(event)
+        table, ids = seq.tables[group.index], self.state.ids(event.runs)
+        if event.first != table.end and not (group.kind == "state" and event.first > table.end):
+            violated(
+                f"sequence {seq.id} has {table.end} blocks in group {group}: {event.first} is "
+                "not next"
+            )
+        if not ids or (group.kind == "state" and len(ids) > 1):
+            violated(f"{len(ids)} blocks of group {group} are taken")
+        held = len(table.blocks) + len(ids)
+        if self._in_flight is not None:
+            tokens = (event.first + len(ids)) * group.size
+            # Under a lag a state is given back a step later.
+            most = group.most_blocks(tokens, self._in_flight) + self._lag
+            if held > most:
+                violated(f"sequence {seq.id} holds {held} blocks of group {group}; {most} fit")
+        if self._evicting not in (None, seq.prompt.id):
+            self._must_be_taken()
+        self.lifecycles.grow(seq.prompt.id, seq.id)
+        if len(ids) > self.pool.free_blocks + len(self._victims):
+            violated(f"{len(ids)} blocks are taken; {self.pool.free_blocks} are free")
+        order = self.pool.allocate(min(len(ids), self.pool.free_blocks))
+        rest = len(ids) - len(order)
+        order += self._victims[:rest]
+        del self._victims[:rest]
+        if ids != order:
+            violated(f"the pool gives {encode_runs(order)}, not {encode_runs(ids)}")
+        if not self._victims:
+            self._evicting = None
+
+    def _commit(self, event: events.GroupCommit) -> None:
+        seq, group = self._table_of(event)
+        table, end = seq.tables[group.index], event.first + event.blocks
+        prompt = self.state.prompt_in(group, seq.prompt.id)
+        if not self._lag:
+            self.lifecycles.grow(seq.prompt.id, seq.id)
+        if event.first < table.stored or (group.kind == "full" and event.first != table.stored):
+            violated(f"blocks of group {group} have names up to {table.stored}")
+        if prompt.share is not None and end > prompt.share:
+            violated(f"request {prompt.id!r} shares {prompt.share} blocks of group {group}")
+        if event.generated is True:
+            self._must_be_generated(group, seq, event.first, end)
+        elif end > prompt.cacheable:
+            violated(f"request {prompt.id!r} has names for {prompt.cacheable} blocks")
+        if event.blocks > len(table.blocks):
+            violated(f"sequence {seq.id} has {len(table.blocks)} blocks in group {group}")
+        for position in range(event.first, end):
+            self._must_get_name(event, seq, group, position)
+
+    def _must_get_name(
+        self, event: events.GroupCommit, seq: GroupedSequence, group: TracedGroup, position: int
+    ) -> None:
+        """Check that the block of `seq` at a position is private, and worth a name."""
+        block = seq.tables[group.index].blocks.get(position)
+        if block is None or block.name is not None:
+            violated(f"sequence {seq.id} has no private block {position} in group {group}")
+        if not self._is_kept(seq, group, position):
+            violated(f"no request resumes after block {position} of group {group}: it is kept")
+        is_copy = self.state.has_name(seq.prompt.id, group, position)
+        if (event.how == "copy") is not is_copy:
+            violated(f"there is {'a' if is_copy else 'no'} block of the name of {position}")
+
+    def _is_kept(self, seq: GroupedSequence, group: TracedGroup, position: int) -> bool:
+        """Return True if the block at a position is one that a later request may need.
+
+        That is so of the blocks before the end of an interval, the last one of the prompt that
+        is whole in all groups, and the junction.
+        """
+        interval, need = self.state.interval, -(-group.kept // group.size)
+        if group.kind == "full" or seq.resumed:
+            return True  # the junction of a resumed one depends on what it has generated
+        if interval is None and group.kind == "state":
+            return True
+        if interval != 0:
+            blocks = (interval or self._size) // group.size
+            if position % blocks >= blocks - need:
+                return True
+        if interval is None:
+            return False
+        ends = (max(seq.prompt.tokens - 1, 0), seq.junction)
+        lasts = [end // self._size * self._size // group.size for end in ends]
+        return any(last - need <= position < last for last in lasts)
+
+    def _must_be_generated(
+        self, group: TracedGroup, seq: GroupedSequence, first: int, end: int
+    ) -> None:
+        """Check that blocks of `seq` are of output without keys, which may be cached."""
+        state, prompt = self.state, self.state.prompt_in(group, seq.prompt.id)
+        header = state.header
+        decided = "rules" in header.plugins  # which may keep blocks of some requests
+        if not decided and (header.batching or {}).get("generated") != "cached":
+            violated("HEADER does not say that generated blocks stay cached without keys")
+        most = state.layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        if first < prompt.cacheable or end * group.size > most or prompt.share is not None:
+            violated(f"blocks {first} to {end} of request {prompt.id!r} are not generated")
+        if prompt.cacheable < prompt.tokens // group.size:
+            violated(f"request {prompt.id!r} has no keys for all of its prompt")
+
+    def _evict(self, event: events.GroupEvict) -> None:
+        state, ids = self.state, self.state.ids(event.runs)
+        group = state.group(event.group)
+        if event.by != self._eviction:
+            violated(f"by eviction policy {self._eviction!r}, not {event.by!r}")
+        if not ids or len(set(ids)) < len(ids):
+            violated("its blocks are not distinct, or there are none")
+        if self._evicting is None:
+            self.lifecycles.want(event.requester)
+            self._evicting = event.requester
+        elif self._evicting != event.requester:
+            self._must_be_taken()
+        order = iter(state.evictable)
+        for victim in ids:
+            block = state.evictable.get(victim)
+            if block is None or block.group != group.index:
+                violated(f"block {victim} is no block of group {group} that can be evicted")
+            oldest = next(order)
+            if self._eviction == "lru" and victim != oldest:
+                violated(f"block {victim} is evicted; block {oldest} was freed before it")
+            self.evictions.add(key_of(block.name))
+        self._victims.extend(ids)
+
+    def _free(self, event: events.GroupFree) -> None:
+        seq, ids = self.state.sequence(event.seq), self.state.ids(event.runs)
+        if event.reason == "close":
+            if self._due is None:
+                self.lifecycles.close(seq.prompt.id, seq.id)
+            if event.group or event.first:
+                violated("a sequence closes in all groups")
+            expected: Ids = array("i")
+            for table in seq.tables:
+                expected += private_ids(list(table.blocks.values()))
+            self._must_free(seq, ids, expected)
+            return
+        if self._due is not None or not isinstance(event.group, int):
+            violated(f"sequence {seq.id} has no blocks of a group to free here")
+        group = self.state.group(event.group)
+        table, first = seq.tables[group.index], event.first
+        if not isinstance(first, int) or first <= table.first:
+            violated(f"the first block of sequence {seq.id} in group {group} is {table.first}")
+        if first > group.passed(self._tokens(seq)):
+            violated(
+                f"sequence {seq.id} has room for {self._tokens(seq)} tokens: it needs block "
+                f"{first - 1} of group {group}"
+            )
+        self._must_free(seq, ids, private_ids([block for _, block in table.before(first)]))
+
+    def _must_free(self, seq: GroupedSequence, ids: Ids, expected: Ids) -> None:
+        if ids != expected:
+            violated(f"sequence {seq.id} frees {encode_runs(expected)}, not {encode_runs(ids)}")
+        self.pool.free(ids, len(ids))
+
+    def _table_of(
+        self, event: events.GroupAlloc | events.GroupCommit
+    ) -> tuple[GroupedSequence, TracedGroup]:
+        return self.state.sequence(event.seq), self.state.group(event.group)
+
+    def _tokens(self, seq: GroupedSequence) -> int:
+        """Return the number of tokens for which `seq` has got blocks in all groups."""
+        groups = self.state.groups
+        return min(
+            table.end * group.size for group, table in zip(groups, seq.tables, strict=True)
+        )
+
+    def _must_be_taken(self) -> None:
+        if self._victims:
+            violated(f"blocks were evicted for request {self._evicting!r}, which takes none")
+
+    # The server.
+
+    def _first_token(self, event: events.FirstToken) -> None:
+        self.lifecycles.apply(event)
+        self._must_have_blocks(self.state.sequence(event.seq), 1)
+
+    def _preempt(self, event: events.Preempt) -> None:
+        if event.how == "swap":
+            violated("a cache of groups has no tiers")
+        self._close_next(event)
+
+    def _resume(self, event: events.Resume) -> None:
+        self.state.sequence(event.seq)
+        self.lifecycles.apply(event)
+
+    def _finish(self, event: events.Finish) -> None:
+        self._close_next(event)
+        self._must_have_blocks(self.state.sequence(event.seq), event.output)
+
+    def _close_next(self, event: events.Preempt | events.Finish) -> None:
+        """Record an event after which the sequence may have to close."""
+        self.state.sequence(event.seq)
+        if self.lifecycles.apply(event):
+            self._next = ("FREE", event.seq)
+
+    def _must_have_blocks(self, seq: GroupedSequence, output: int) -> None:
+        """Check that `seq` has, or has had, blocks for its prompt and its output."""
+        tokens = self.state.layout.tokens_of(seq.prompt, output)
+        if self._tokens(seq) < tokens:
+            violated(
+                f"sequence {seq.id} has had blocks for {self._tokens(seq)} tokens; its prompt "
+                f"and {output} tokens of output are {tokens}"
+            )
+
+    def _reject(self, event: events.Reject) -> None:
+        self.lifecycles.apply(event)
+        state, prompt = self.state, self.state.prompt(event.request)
+        tokens = state.layout.tokens_of(prompt, self.lifecycles.output(prompt.id))
+        if self._in_flight is None or self._caps.refuses(prompt.tokens, tokens):
+            return
+        need = sum(group.most_blocks(tokens, self._in_flight) for group in state.groups)
+        if need <= state.header.blocks:
+            violated(f"request {prompt.id!r} needs {need} blocks, and the pool has enough")
+
+    def _end(self, event: events.End) -> None:
+        del event
+        self.lifecycles.end(len(self.state.sequences))

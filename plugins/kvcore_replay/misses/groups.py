@@ -1,0 +1,134 @@
+"""Miss classification of a trace of cache groups: which group was short, and why.
+
+A prompt of which earlier requests have sent the first blocks is divided at three positions:
+
+    hit            junction            sent             end
+     |  others short  |  first kind short |     new      |
+
+Up to the hit all groups can go on; up to the junction the first kind alone, full attention if
+there is any. Beyond it that is short itself. What no earlier request sent is new to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from kvcore_replay.misses.classifier import MissClassifier
+from kvcore_replay.misses.reasons import EVICTED, Eviction, Id, MissSegment, RequestMisses
+from kvcore_replay.state.groups import GroupState, TracedGroup, name_of
+from kvcore_replay.state.layout import TracedPrompt
+
+if TYPE_CHECKING:
+    # The Structs are imported with the first trace that is read: msgspec takes a while.
+    from kvcore.trace import events
+
+
+class GroupMisses(MissClassifier):
+    """Classifies the misses of every first admission to a cache of groups.
+
+    Attributes:
+        state: the state of the cache, rebuilt from the trace.
+    """
+
+    state: GroupState
+
+    def __init__(self, header: events.Header, state: GroupState | None = None) -> None:
+        """Start with an empty cache, or with a `state` that the caller keeps up to date."""
+        super().__init__(header, GroupState(header) if state is None else state)
+        # By group and name, the last eviction of a block.
+        self._gone: list[dict[Any, Eviction]] = [{} for _ in self.state.groups]
+
+    def before(self, event: Any) -> None:
+        """Record the blocks that an event evicts, before it is applied to the state."""
+        if event.event != "EVICT":
+            return
+        victims = [self.state.blocks.get(block) for block in self.state.ids(event.runs)]
+        for block in filter(None, victims):
+            self._gone[block.group][block.name] = Eviction(
+                event.n + 1,
+                event.t,
+                None,
+                len(victims),
+                event.by,
+                event.requester,
+                block.user,
+                event.t - block.last_access,
+                block.hits,
+                expired=False,
+            )
+
+    def judge(self) -> None:
+        """Do nothing: there is no optimum of cache groups to compare with."""
+
+    def _commit(self, event: Any) -> None:
+        """Do nothing: a block knows who stored it."""
+
+    def _hit(self, event: Any) -> None:
+        self._miss(event)
+
+    def _lost(
+        self,
+        reasons: RequestMisses,
+        prompt: TracedPrompt,
+        keys: list[Any],
+        hit: int,
+        reach: int,
+    ) -> Iterator[MissSegment]:
+        """Yield the missed segments of blocks that an earlier request contained."""
+        assert reasons.seq is not None
+        size = self._size
+        junction = self.state.sequences[reasons.seq].junction // size
+        at = max(hit, min(junction, reach))
+        if at > hit:
+            yield self._segment(prompt, keys, hit, at)
+        if at < reach:
+            end, other = self._in_flight(reasons, prompt, at, reach)
+            if end > at:
+                yield MissSegment(
+                    category="in_flight", first=at * size, tokens=(end - at) * size, other=other
+                )
+            if end < reach:
+                yield self._segment(prompt, keys, end, reach)
+
+    def _segment(
+        self, prompt: TracedPrompt, keys: list[Any], first: int, end: int
+    ) -> MissSegment:
+        """Return the segment of blocks `[first, end)`, at whose end some groups are short."""
+        tokens = end * self._size
+        short = [
+            group
+            for group in self.state.groups
+            if not self.state.serves(prompt.id, tokens, group)
+        ]
+        evictions = [self._last_eviction(prompt, group, first, tokens) for group in short]
+        other: Id | None
+        gone = max(filter(None, evictions), key=lambda each: each.line, default=None)
+        if gone is not None:
+            category, other = EVICTED, gone.user
+            # A group whose blocks were never kept has a cause of its own, which is no eviction.
+            short = [group for group, each in zip(short, evictions, strict=True) if each]
+        else:
+            category = "unstored" if any(group.kind == "full" for group in short) else "unkept"
+            other = self._sender(keys, end)
+        return MissSegment(
+            category=category,
+            first=first * self._size,
+            tokens=(end - first) * self._size,
+            eviction=gone,
+            other=other,
+            groups=tuple(group.index for group in short),
+        )
+
+    def _last_eviction(
+        self, prompt: TracedPrompt, group: TracedGroup, first: int, tokens: int
+    ) -> Eviction | None:
+        """Return the last eviction of blocks that `group` needs after `tokens` tokens."""
+        own, cached = self.state.prompt_in(group, prompt.id), self.state.names[group.index]
+        start = group.passed(tokens)
+        if group.kind == "full":
+            start = first * self._size // group.size
+        self.state.count_work(tokens // group.size - start)
+        names = (name_of(own, group, at) for at in range(start, tokens // group.size))
+        gone = (self._gone[group.index].get(name) for name in names if name not in cached)
+        return max(filter(None, gone), key=lambda each: each.line, default=None)

@@ -1,0 +1,561 @@
+"""The state of a traced cache of groups at any moment, rebuilt from its events.
+
+Each block of a sequence is in one of three states:
+
+    private  --COMMIT-->  named, held  --its last holder goes-->  evictable
+       ^                      ^                                      |    |
+     ALLOC                    +---------------- HIT -----------------+  EVICT
+       |                                                                  |
+     free   <----------------------- FREE (private ones) ---- or ---------+
+
+The events are trusted, as those of `kvcore_replay.state.cache` are. `check.groups` checks them.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from math import lcm
+from typing import Any, ClassVar, Final
+
+import attrs
+from msgspec.structs import replace
+
+from kvcore.cache.layout import GENERATED
+from kvcore.cache.pool import Ids
+from kvcore.trace import events
+from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
+from kvcore.trace.fields import decode_runs
+from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
+from kvcore_replay.state.cache import CacheState, Hits
+from kvcore_replay.state.layout import TracedPrompt, TraceLayout
+
+MOST_GROUPS = 64
+"""Largest number of cache groups of a trace."""
+
+_STEPS = 1 << 12
+"""Positions of a lookup that are counted as work at once."""
+
+APPLIED = ("REQUEST", "HIT", "MISS", "ALLOC", "COMMIT", "EVICT", "FREE")
+"""Events that change a cache of groups; each is applied by the method of its name."""
+
+
+@attrs.frozen(eq=False)
+class TracedGroup:
+    """A cache group of a trace.
+
+    Attributes:
+        index: its number in lines.
+        kind: `full`, `window` or `state`.
+        size: tokens of a block.
+        window: tokens of the window; None: it has none.
+        layers: number of its layers.
+        layout: the layout of prompts in its blocks.
+    """
+
+    index: int
+    kind: str
+    size: int
+    window: int | None
+    layers: int
+    layout: TraceLayout
+
+    def __str__(self) -> str:
+        """Return the group in words."""
+        return f"{self.index} ({self.kind}{f' of {self.window}' if self.window else ''})"
+
+    @property
+    def kept(self) -> int:
+        """Number of last tokens of a sequence whose blocks the next token needs."""
+        return 1 if self.window is None else self.window - 1
+
+    def passed(self, tokens: int) -> int:
+        """Return the number of first blocks that no token after `tokens` tokens needs."""
+        return 0 if self.kind == "full" else max(0, tokens - self.kept) // self.size
+
+    def most_blocks(self, tokens: int, in_flight: int) -> int:
+        """Return the most blocks that a sequence holds until it has `tokens` tokens."""
+        blocks = -(-tokens // self.size)
+        if self.kind == "state":
+            return min(blocks, 2)
+        if self.window is None:
+            return blocks
+        return min(blocks, -(-(self.window - 1 + in_flight) // self.size) + 1)
+
+
+@attrs.define(eq=False)
+class TracedBlock:
+    """A block in use: held by sequences, or cached by its name.
+
+    Attributes:
+        id: its id in the pool.
+        group: index of its group.
+        user: the request for which it was allocated, or which hit it last.
+        name: its name in the group; None while it is private.
+        named_at: time (ns) at which it got its name.
+        last_access: time (ns) at which it was named, hit or given back last.
+        holders: number of sequences that hold it.
+        hits: number of hits by other requests.
+    """
+
+    id: int
+    group: int
+    user: int | str
+    name: Any = None
+    named_at: int = 0
+    last_access: int = 0
+    holders: int = 1
+    hits: int = 0
+
+
+@attrs.define(eq=False)
+class GroupTable:
+    """The blocks of a sequence in one group.
+
+    Attributes:
+        first: position before which nothing is kept.
+        end: the position after the last block.
+        stored: number of first positions whose blocks have a name, if they are to have one.
+        blocks: the blocks by position, in order; between states there are none.
+    """
+
+    first: int = 0
+    end: int = 0
+    stored: int = 0
+    blocks: dict[int, TracedBlock] = attrs.field(factory=dict)
+
+    def before(self, position: int) -> list[tuple[int, TracedBlock]]:
+        """Return the positions before `position` and their blocks, in order."""
+        found = []
+        for entry in self.blocks.items():
+            if entry[0] >= position:
+                break
+            found.append(entry)
+        return found
+
+
+@attrs.define(eq=False)
+class GroupedSequence:
+    """An open sequence: its tables of blocks, by group.
+
+    Attributes:
+        prompt: its prompt in blocks of HEADER.
+        hit: number of these blocks that hit.
+        resumed: whether a preempted request was admitted again.
+        junction: the longest prefix, in tokens, that the first kind of group has, if that is
+            longer than the hit; else 0.
+        tables: the tables.
+        has_forgotten: whether it has dropped blocks that it could share; no window is one.
+    """
+
+    has_forgotten: ClassVar[bool] = False
+
+    id: int
+    prompt: TracedPrompt
+    hit: int
+    resumed: bool
+    junction: int
+    tables: list[GroupTable]
+
+    def stored(self, groups: list[TracedGroup]) -> int:
+        """Return the number of first tokens up to which its blocks got their names."""
+        pairs = zip(groups, self.tables, strict=True)
+        return max(table.stored * group.size for group, table in pairs)
+
+
+class GroupState:
+    """Pool, block tables and names of a traced cache of groups.
+
+    A position of a lookup takes some 1 µs, so that fewer of them are allowed than of the
+    steps of a `CacheState`.
+
+    Attributes:
+        header, layout: the first line, and the layout of prompts in blocks of HEADER.
+        groups: the cache groups.
+        interval: the retention interval.
+        sequences: the open sequences by id.
+        requests: the prompts of all requests so far in blocks of HEADER, by id.
+        blocks: the blocks in use, by id.
+        names: for each group the blocks of each name, the oldest first.
+        evictable: the named blocks without a holder, the least recently freed one first.
+        hits: lookups and hits of the admissions so far.
+    """
+
+    tiers: Final = None
+    spans: Final[dict[int, Any]] = {}
+
+    def __init__(self, header: events.Header) -> None:
+        """Start with an empty pool of the size and the groups that HEADER gives.
+
+        Raises:
+            ValueError: the sizes do not fit one another.
+        """
+        record = header.cache_groups
+        assert record
+        self.header = header
+        self.layout = TraceLayout.of(header)
+        self.interval = record.prefix_cache_retention_interval
+        if len(record.groups) > MOST_GROUPS:
+            violated(f"{len(record.groups)} cache groups; the most is {MOST_GROUPS}")
+        sizes = [group.block_size for group in record.groups]
+        if lcm(*sizes) != header.block_size or (self.interval or 0) % header.block_size:
+            violated(
+                f"blocks of groups have {sizes} tokens, their retention interval is "
+                f"{self.interval}, and HEADER has blocks of {header.block_size}"
+            )
+        self.groups = [self._group(*pair) for pair in enumerate(record.groups)]
+        first = min(self.groups, key=lambda group: group.kind != "full")
+        # Groups that are alike with this one: what they alone could serve makes a junction.
+        self._first_kind = [
+            group
+            for group in self.groups
+            if (group.kind, group.size, group.window) == (first.kind, first.size, first.window)
+        ]
+        self.sequences: dict[int, GroupedSequence] = {}
+        self.requests: dict[int | str, TracedPrompt] = {}
+        self.blocks: dict[int, TracedBlock] = {}
+        self.names: list[dict[Any, list[TracedBlock]]] = [{} for _ in self.groups]
+        self.evictable: OrderedDict[int, TracedBlock] = OrderedDict()
+        self.hits = Hits()
+        self.cached_by_group = [0] * len(self.groups)
+        self.private_by_group = [0] * len(self.groups)
+        self._prompts: dict[int | str, list[TracedPrompt]] = {}
+        # By request and group, the tokens of a prefix without a gap, until names change.
+        self._prefixes: dict[tuple[int | str, int], int] = {}
+        self._work = self._most_work = 0
+        self._apply = methods_by_event(self, *APPLIED)
+
+    def _group(self, index: int, record: events.GroupRecord) -> TracedGroup:
+        if (record.kind == "window") is (record.window is None):
+            violated(f"cache group {index}: a window, and no other kind, has a window")
+        layout = TraceLayout.of(replace(self.header, block_size=record.block_size))
+        return TracedGroup(
+            index, record.kind, record.block_size, record.window, record.layers, layout
+        )
+
+    @property
+    def held(self) -> int:
+        """Number of named blocks that sequences hold."""
+        return self.cached - len(self.evictable)
+
+    @property
+    def cached(self) -> int:
+        """Number of blocks with a name."""
+        return sum(self.cached_by_group)
+
+    @property
+    def used_by_group(self) -> list[int]:
+        """Number of blocks in use, by group."""
+        pairs = zip(self.cached_by_group, self.private_by_group, strict=True)
+        return [cached + private for cached, private in pairs]
+
+    @property
+    def private(self) -> int:
+        """Number of blocks of sequences without a name."""
+        return sum(self.private_by_group)
+
+    @property
+    def free(self) -> int:
+        """Number of free blocks."""
+        return self.header.blocks - len(self.blocks)
+
+    def apply(self, event: Any) -> None:
+        """Apply the next event after HEADER. O(blocks that it names).
+
+        Raises:
+            ViolationError: it names a block, sequence or request that there is not, or the
+                trace is beyond a limit.
+        """
+        self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n
+        apply = self._apply.get(event.event)
+        if apply is not None:
+            try:
+                apply(event)
+            except (LookupError, ArithmeticError) as error:
+                raise unfit(error) from error
+
+    def sequence(self, serial: int) -> GroupedSequence:
+        """Return the sequence of that id.
+
+        Raises:
+            ViolationError: there is no such sequence.
+        """
+        seq = self.sequences.get(serial)
+        return seq or violated(f"no sequence {serial} is open")
+
+    def prompt(self, request: int | str) -> TracedPrompt:
+        """Return the prompt of the request of that id.
+
+        Raises:
+            ViolationError: it has no REQUEST line yet.
+        """
+        prompt = self.requests.get(request)
+        return prompt or violated(f"request {request!r} has no REQUEST line before this")
+
+    def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
+        """Return the prompt of a request in blocks of `group`."""
+        self.prompt(request)
+        return self._prompts[request][group.index]
+
+    def group(self, index: int) -> TracedGroup:
+        """Return the group of that index.
+
+        Raises:
+            ViolationError: HEADER has no such group.
+        """
+        if index >= len(self.groups):
+            violated(f"HEADER has {len(self.groups)} cache groups, and no group {index}")
+        return self.groups[index]
+
+    def ids(self, runs: list[tuple[int, int]]) -> Ids:
+        """Return the block ids of runs.
+
+        Raises:
+            ViolationError: a run is empty, could be longer, or leaves the pool; or the runs
+                stand for too many blocks.
+        """
+        try:
+            ids = decode_runs(runs, self.header.blocks)
+        except ValueError as error:
+            raise ViolationError(*error.args) from error
+        self.count_work(len(ids))
+        return ids
+
+    def count_work(self, steps: int) -> None:
+        """Add to the steps of the trace.
+
+        Raises:
+            ViolationError: there are too many.
+        """
+        self._work += steps
+        if self._work > self._most_work:
+            violated(f"the lines so far name {self._work:,} blocks: too many")
+
+    # Lookups.
+
+    def limit(self, request: int | str) -> int:
+        """Return the most tokens of a prompt that can hit: those of whole named blocks."""
+        prompt, size = self.prompt(request), self.header.block_size
+        named = [
+            self._prompts[request][group.index].cacheable * group.size for group in self.groups
+        ]
+        return min(max(prompt.tokens - 1, 0), *named) // size * size
+
+    def longest(self, request: int | str, tokens: int) -> int:
+        """Return the longest prefix, of at most `tokens` tokens, that all groups can serve."""
+        return self._longest(request, tokens, self.groups)
+
+    def longest_alone(self, request: int | str, tokens: int, group: TracedGroup) -> int:
+        """Return the longest prefix, of at most `tokens` tokens, that `group` can serve."""
+        return self._longest(request, tokens, [group])
+
+    def oldest(self, request: int | str, group: TracedGroup, position: int) -> TracedBlock:
+        """Return the block that a request hits in `group` at a position."""
+        prompt = self._prompts[request][group.index]
+        return self.names[group.index][name_of(prompt, group, position)][0]
+
+    def has_name(self, request: int | str, group: TracedGroup, position: int) -> bool:
+        """Return True if a block has the name of that of a request at a position."""
+        prompt = self._prompts[request][group.index]
+        return name_of(prompt, group, position) in self.names[group.index]
+
+    def serves(self, request: int | str, tokens: int, group: TracedGroup) -> bool:
+        """Return True if `group` has the blocks that the tokens after a prefix need."""
+        if group.kind == "full":
+            return self._prefix(request, tokens, [group]) >= tokens
+        return self._can_resume(request, tokens, group)
+
+    def _can_resume(self, request: int | str, tokens: int, group: TracedGroup) -> bool:
+        names, prompt = self.names[group.index], self._prompts[request][group.index]
+        first, last = group.passed(tokens), tokens // group.size
+        # From the last one back, which is most often the one that is not there.
+        for steps, position in enumerate(range(last - 1, first - 1, -1), 1):
+            if name_of(prompt, group, position) not in names:
+                self.count_work(steps)
+                return False
+        self.count_work(last - first)
+        return True
+
+    def _prefix(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
+        """Return how many first tokens, at most `tokens`, full groups have without a gap."""
+        for group in groups:
+            place = request, group.index
+            if place not in self._prefixes:
+                names, prompt = self.names[group.index], self._prompts[request][group.index]
+                position = 0
+                while name_of(prompt, group, position) in names:
+                    position += 1
+                self.count_work(position)
+                self._prefixes[place] = position * group.size
+            tokens = min(tokens, self._prefixes[place])
+        return tokens
+
+    def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
+        size = self.header.block_size
+        full = [group for group in groups if group.kind == "full"]
+        others = [group for group in groups if group.kind != "full"]
+        tokens = self._prefix(request, tokens, full) // size * size
+        if not others:
+            return tokens
+        # Most often the last block is not there: so it is looked up first, without a call.
+        group, steps = others[0], 0
+        names, prompt = self.names[group.index], self._prompts[request][group.index]
+        for length in range(tokens, 0, -size):
+            steps += 1
+            if steps == _STEPS:
+                self.count_work(steps)
+                steps = 0
+            if name_of(prompt, group, length // group.size - 1) in names and all(
+                self._can_resume(request, length, other) for other in others
+            ):
+                return length
+        return 0
+
+    def cached_tokens(self, request: events.Request) -> int:
+        """Return the number of tokens of a prompt that would hit now."""
+        if request.id in self.requests:
+            return self.longest(request.id, self.limit(request.id))
+        self._request(request)
+        tokens = self.longest(request.id, self.limit(request.id))
+        self.forget(request.id)
+        return tokens
+
+    def forget(self, request: int | str) -> None:
+        """Remove a request that has no sequence."""
+        del self.requests[request], self._prompts[request]
+        self._prefixes.clear()
+
+    # Events.
+
+    def _request(self, event: events.Request) -> None:
+        self.requests[event.id] = self.layout.prompt(event)
+        by_size = {group.size: group.layout.prompt(event) for group in self.groups}
+        self._prompts[event.id] = [by_size[group.size] for group in self.groups]
+
+    def _hit(self, event: events.GroupHit) -> None:
+        seq = self._admit(event, event.blocks)
+        tokens = event.blocks * self.header.block_size
+        for group, table in zip(self.groups, seq.tables, strict=True):
+            prompt, names = self._prompts[event.request][group.index], self.names[group.index]
+            table.first, table.end = group.passed(tokens), tokens // group.size
+            table.stored = table.end
+            for position in range(table.first, table.end):
+                block = names[name_of(prompt, group, position)][0]
+                table.blocks[position] = block
+                self.evictable.pop(block.id, None)
+                block.holders += 1
+                block.last_access = event.t
+                block.hits += not seq.resumed
+                block.user = event.request
+
+    def _miss(self, event: events.Miss) -> None:
+        # After a HIT of the same admission the sequence is open already.
+        if event.seq not in self.sequences:
+            self._admit(event, 0)
+
+    def _admit(self, event: events.GroupHit | events.Miss, hit: int) -> GroupedSequence:
+        prompt, resumed = self.prompt(event.request), bool(event.again)
+        self.hits.count(prompt.lookup, hit, resumed=resumed)
+        # Before any of the blocks is used: it is what the admission has looked up.
+        limit = max(prompt.tokens - 1, 0)
+        junction = self._longest(event.request, limit, self._first_kind)
+        if junction <= hit * self.header.block_size:
+            junction = 0
+        tables = [GroupTable() for _ in self.groups]
+        seq = GroupedSequence(event.seq, prompt, hit, resumed, junction, tables)
+        self.sequences[seq.id] = seq
+        return seq
+
+    def _alloc(self, event: events.GroupAlloc) -> None:
+        seq, table = self.sequence(event.seq), self.sequence(event.seq).tables[event.group]
+        ids = self.ids(event.runs)
+        for position, block in enumerate(ids, event.first):
+            made = self.blocks[block] = TracedBlock(block, event.group, seq.prompt.id)
+            table.blocks[position] = made
+        table.end = event.first + len(ids)
+        self.private_by_group[event.group] += len(ids)
+        if len(self.blocks) > MOST_BLOCKS:
+            violated(f"more than {MOST_BLOCKS:,} blocks are in use, which is the most")
+
+    def _commit(self, event: events.GroupCommit) -> None:
+        self._prefixes.clear()
+        seq, group = self.sequence(event.seq), self.group(event.group)
+        table, names = seq.tables[group.index], self.names[group.index]
+        prompt, end = self._prompts[seq.prompt.id][group.index], event.first + event.blocks
+        for position in range(event.first, end):
+            block = table.blocks[position]
+            block.name, block.named_at = name_of(prompt, group, position), event.t
+            block.last_access = event.t
+            names.setdefault(block.name, []).append(block)
+        table.stored = end
+        self.private_by_group[group.index] -= event.blocks
+        self.cached_by_group[group.index] += event.blocks
+
+    def _evict(self, event: events.GroupEvict) -> None:
+        self._prefixes.clear()
+        names = self.names[event.group]
+        for victim in self.ids(event.runs):
+            block = self.blocks.pop(victim)
+            del self.evictable[victim]
+            copies = names[block.name]
+            copies.remove(block)
+            if not copies:
+                del names[block.name]
+            self.cached_by_group[event.group] -= 1
+
+    def _free(self, event: events.GroupFree) -> None:
+        seq = self.sequence(event.seq)
+        if event.reason == "close":
+            for index, table in enumerate(seq.tables):
+                self._give_back(index, list(table.blocks.values()), event.t)
+            del self.sequences[seq.id]
+            return
+        table = seq.tables[event.group]  # type: ignore[index]  # the check saw to it
+        passed = table.before(event.first)  # type: ignore[arg-type]  # as above
+        for position, _ in passed:
+            del table.blocks[position]
+        table.first = event.first  # type: ignore[assignment]  # as above
+        self._give_back(event.group, [block for _, block in passed], event.t)  # type: ignore[arg-type]
+
+    def _give_back(self, group: int, blocks: list[TracedBlock], now: int) -> None:
+        """Remove a holder of each of `blocks`, last first; private ones are free."""
+        self.count_work(len(blocks))
+        for block in reversed(blocks):
+            if block.name is None:
+                del self.blocks[block.id]
+                self.private_by_group[group] -= 1
+                continue
+            block.holders -= 1
+            block.last_access = now
+            if not block.holders:
+                self.evictable[block.id] = block
+
+
+def state_of(header: events.Header) -> CacheState | GroupState:
+    """Return the empty cache that HEADER gives, of one group or of several.
+
+    Raises:
+        ValueError: the sizes do not fit one another.
+    """
+    return GroupState(header) if header.cache_groups else CacheState(header)
+
+
+def name_of(prompt: TracedPrompt, group: TracedGroup, position: int) -> Any:
+    """Return the name of a block in its group: its key, or that of a generated block."""
+    if position >= prompt.cacheable:
+        return GENERATED, prompt.id, position
+    ratio = group.layout.ratio
+    key = prompt.keys[position // ratio]
+    return key if ratio == 1 else (key, position)
+
+
+def key_of(name: Any) -> Any:
+    """Return the key in the name of a block; None for a generated one."""
+    if type(name) is not tuple:
+        return name
+    return None if name[0] == GENERATED else name[0]
+
+
+def private_ids(blocks: list[TracedBlock]) -> Ids:
+    """Return the ids of the private blocks among `blocks`, last first."""
+    return array("i", [block.id for block in reversed(blocks) if block.name is None])

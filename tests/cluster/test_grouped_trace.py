@@ -1,0 +1,77 @@
+"""The trace of several caches of groups: each is checked as one alone, and routing as ever."""
+
+import pytest
+from helpers.traces import lines, seal
+
+from kvcore import Request, Trace, TraceError
+from kvcore.cache import GroupedCache, LayerGroup
+from kvcore_cluster.trace import ClusterTrace
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
+
+GROUPS = [LayerGroup("full", 4), LayerGroup("window", 4, 9)]
+
+
+def serve(cache, request, now):
+    """Compute the prompt of a request, which generates one token, at one time."""
+    seq = cache.open(request, None, now)
+    cache.commit(seq, seq.tokens - seq.computed, now)
+    cache.trace.first_token(now, request=request.id, seq=seq.id)
+    cache.trace.finish(now, request=request.id, seq=seq.id, output=1)
+    cache.close(seq, now)
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Return the trace of two caches, to which prompts are routed in turn, each twice."""
+    path = tmp_path / "trace.jsonl"
+    with Trace(path, mode="model") as trace:
+        cluster = ClusterTrace(trace)
+        caches = [
+            GroupedCache(GROUPS, 40, key_tokens=4, trace=cluster.recorder(number))
+            for number in range(2)
+        ]
+        cluster.begin({"name": "round-robin", "options": {}}, routing={"view": "exact"})
+        for name in range(8):
+            keys = [10 * (name % 4) + place for place in range(4)]
+            request = Request(
+                id=name, prompt_tokens=17, output_tokens=1, keys=keys, key_tokens=4
+            )
+            number = name % 2
+            hit = caches[number].match(request).tokens
+            cluster.request(request, name)
+            cluster.route(name, request, number, hit)
+            serve(caches[number], request, name)
+        cluster.flush(8)
+    return path
+
+
+def test_each_replica_is_checked(recorded):
+    """The report has the hits of both, and what the router expects is what is cached."""
+    report = check_trace(recorded)
+    assert report.complete
+    assert report.hit["hit_blocks"] == 4 * 4
+    assert [replica["routed"] for replica in report.replicas] == [4, 4]
+    assert all(len(replica["groups"]) == len(GROUPS) for replica in report.replicas)
+
+
+def test_a_wrong_expectation_of_the_router_is_found(recorded):
+    """Cached tokens that a router with an exact view has not seen are found."""
+    found = lines(recorded)
+    line = next(each for each in found if each["event"] == "ROUTE" and each.get("tokens"))
+    line["tokens"] -= 4
+    seal(recorded, found)
+    with pytest.raises(TraceError, match="the router expects 12 cached tokens; 16 are"):
+        check_trace(recorded)
+
+
+def test_misses_are_explained_for_one_replica(recorded):
+    """The misses of one replica are explained; those of all in one are refused."""
+    with pytest.raises(TraceError, match="explained for one replica: give --replica N"):
+        explain(recorded)
+    assert [each.hit for each in explain(recorded, replica=1).requests.values()] == [
+        0,
+        0,
+        16,
+        16,
+    ]

@@ -1,0 +1,75 @@
+"""Random servers with cache groups, and their traces."""
+
+from random import Random
+
+from kvcore import Request, Trace
+from kvcore.cache import GroupedCache, LayerGroup
+from kvcore.request import Hints
+from kvcore.serving import Batching, simulate
+
+FULL, STATE, WINDOW = LayerGroup("full", 8), LayerGroup("state", 8), LayerGroup("window", 8, 30)
+
+GROUPS = {
+    "window": [FULL, WINDOW],
+    "windows": [WINDOW, LayerGroup("window", 8, 11), FULL, WINDOW],
+    "windows alone": [WINDOW, LayerGroup("window", 8, 50)],
+    "state": [FULL, STATE, STATE],
+    "three": [FULL, WINDOW, STATE],
+    "two sizes": [LayerGroup("full", 16), LayerGroup("window", 8, 20)],
+}
+
+RULES = [None, "vllm:lag=0", "vllm", "sglang"]
+
+
+def requests(rng, count=40):
+    """Return requests whose prompts continue each other, some with keys for their output."""
+    made, known, now = [], [], 0
+    for number in range(count):
+        now += rng.randrange(30_000_000)
+        keys = [number * 100 + place for place in range(rng.randint(1, 20))]
+        if known and rng.random() < 0.6:
+            earlier = rng.choice(known)
+            keys = earlier[: rng.randint(1, len(earlier))] + keys[:6]
+        known.append(keys)
+        prompt, output = max(1, len(keys) * 8 - rng.randrange(8)), rng.choice((1, 5, 40, 80))
+        generated = (prompt + output) // 8 - prompt // 8 if rng.random() < 0.3 else 0
+        if rng.random() < 0.1 and not generated:
+            keys = keys[: rng.randint(0, 9)]
+        share = rng.choice((None, None, None, None, 16, 0)) if not generated else None
+        made.append(
+            Request(
+                id=number,
+                arrival=now,
+                prompt_tokens=prompt,
+                output_tokens=output,
+                keys=keys,
+                hints=Hints() if share is None else Hints(share=share),
+                output_keys=[5_000 + number * 100 + place for place in range(generated)],
+                key_tokens=8,
+            )
+        )
+    return made
+
+
+def grouped_run(seed, path=None, blocks=90, **options):
+    """Serve random requests with random groups and rules; return the result and the cache.
+
+    With a `path` the run writes a trace there.
+    """
+    rng = Random(seed)
+    groups = GROUPS[rng.choice(list(GROUPS))]
+    rules = rng.choice(RULES)
+    interval = rng.choice((0, 0, 32, None))
+    served = requests(rng, **options)
+
+    def serve(trace):
+        cache = GroupedCache(
+            groups, blocks, retention_interval=interval, key_tokens=8, trace=trace
+        )
+        batching = Batching(rules=rules, max_tokens=64, max_seqs=16)
+        return simulate(served, cache=cache, batching=batching), cache
+
+    if path is None:
+        return serve(None)
+    with Trace(path) as trace:
+        return serve(trace)

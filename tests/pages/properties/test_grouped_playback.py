@@ -1,0 +1,165 @@
+"""Playback of traces with cache groups in a browser's page, against replays of their lines."""
+
+import gzip
+from base64 import b64encode
+from random import Random
+
+import orjson
+import pytest
+from helpers.browser import browsing, drawn, tab
+from helpers.grouped_traces import grouped_run
+
+from kvcore.errors import InputError
+from kvcore.trace import read_events
+from kvcore_pages.grouped_playback import GroupedPlayback
+from kvcore_pages.playback import WHOLE, Window
+from kvcore_pages.view import view_page
+from kvcore_replay.state.groups import GroupState
+
+RUN = """
+async ({ name, blocks, rows, stride }) => {
+  for (const [part, text] of Object.entries(blocks)) {
+    const holder = document.createElement("script");
+    holder.type = "application/gzip";
+    holder.id = `data-${name}-${part}`;
+    holder.textContent = text;
+    document.body.append(holder);
+  }
+  const [side] = kvcore.sides;
+  const playback = await Object.getPrototypeOf(side.playback.constructor).read(name);
+  playback.stride = stride;
+  return rows.map((row) => {
+    const cache = playback.seek(row);
+    const named = [...cache.spans.values()].flatMap((span) =>
+      span.ids.map((id) => [id, span.group, span.pins, span.hits, span.last]));
+    return {
+      counts: [cache.free, cache.cached, cache.private, cache.lookups, cache.hits],
+      named: named.sort((a, b) => a[0] - b[0]),
+      sequences: [...cache.sequences.values()].map((seq) =>
+        [seq.id, seq.ids.map((id) => [id, cache.groupOf[id]]).sort((a, b) => a[0] - b[0])]),
+    };
+  });
+}
+"""
+
+SEEDS = [seed for seed in range(30) if Random(seed).choice(range(6)) != 5][:12]
+"""Seeds of runs whose groups have blocks of one size."""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Yield a browser for all tests."""
+    with browsing() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory, browser):
+    """Yield a page of a trace with cache groups, in which the tests play others."""
+    folder = tmp_path_factory.mktemp("page")
+    grouped_run(SEEDS[0], folder / "trace.jsonl", count=8)
+    file = folder / "page.html"
+    file.write_bytes(view_page([folder / "trace.jsonl"]))
+    with tab(browser) as opened:
+        yield opened.open(file)
+
+
+def state_of(state):
+    """Return a state of a replay in the form of the script."""
+    hits = state.hits
+    named = (block for block in state.blocks.values() if block.name is not None)
+    return {
+        "counts": [
+            *(state.free, state.cached, state.private),
+            *(hits.lookup_blocks, hits.hit_blocks),
+        ],
+        "named": sorted(
+            [block.id, block.group, block.holders, block.hits, block.last_access]
+            for block in named
+        ),
+        "sequences": [
+            [
+                seq.id,
+                sorted(
+                    [block.id, block.group]
+                    for table in seq.tables
+                    for block in table.blocks.values()
+                    if block.name is None
+                ),
+            ]
+            for seq in state.sequences.values()
+        ],
+    }
+
+
+def check(page, path, seed, window=WHOLE):
+    """Compare random rows with a replay, forwards first and then back and forth."""
+    draw = Random(seed)
+    playback = GroupedPlayback.of(path, window=window)
+    length = len(playback.rows["kind"])
+    rows = [*sorted(draw.choices(range(length), k=10)), length - 1]
+    rows += draw.choices(range(length), k=8)
+    parts = {"about": orjson.dumps(playback.document()), **playback.columns()}
+    blocks = {name: b64encode(gzip.compress(raw, 1)).decode() for name, raw in parts.items()}
+    arguments = {"name": "test", "blocks": blocks, "rows": rows, "stride": draw.choice([3, 90])}
+    played = page.evaluate(RUN, arguments)
+    wanted, state = {}, None
+    for event in read_events(path):
+        if state is None:
+            state = GroupState(event)
+        else:
+            state.apply(event)
+        if event.n - playback.first in rows:
+            wanted[event.n - playback.first] = state_of(state)
+    for row, found in zip(rows, played, strict=True):
+        assert found == wanted[row], (seed, row)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_page_plays_the_run(page, tmp_path, seed):
+    """Blocks, their groups, holders and hits on a page equal a replay."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(seed, path)
+    check(page, path, seed)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_window_has_the_states_of_the_whole_trace(page, tmp_path, seed):
+    """A page of a window has the states of a replay of the whole trace."""
+    path = tmp_path / "trace.jsonl"
+    grouped_run(seed, path)
+    times = [event.t for event in read_events(path)]
+    draw = Random(seed)
+    start, end = sorted(draw.choices(times, k=2))
+    check(
+        page, path, seed, Window(start, draw.choice([None, end + 1]), draw.choice([5, 10**6]))
+    )
+
+
+def test_the_page_shows_blocks_by_group(tmp_path, browser):
+    """The pool can be coloured by group, and the log names groups, without an error."""
+    grouped_run(SEEDS[0], tmp_path / "trace.jsonl", count=8)
+    file = tmp_path / "page.html"
+    file.write_bytes(view_page([tmp_path / "trace.jsonl"]))
+    with tab(browser) as opened:
+        page, errors = opened.page, []
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        opened.open(file)
+        page.select_option("select[aria-label='Colour of blocks']", "group")
+        page.evaluate("() => kvcore.seek((kvcore.begin + kvcore.end) / 2)")
+        drawn(page)
+        for mode in ("state", "request", "prefix", "age", "group"):
+            page.select_option("select[aria-label='Colour of blocks']", mode)
+            drawn(page)
+        text = page.inner_text("main")
+        groups = page.evaluate("() => kvcore.sides[0].playback.header.cache_groups.groups")
+        assert all(f"group {number}, " in text for number in range(len(groups)))
+        assert not errors
+
+
+def test_blocks_of_several_sizes_are_refused(tmp_path):
+    """A page of groups with blocks of two sizes is refused in one line."""
+    seed = next(seed for seed in range(30) if Random(seed).choice(range(6)) == 5)
+    grouped_run(seed, tmp_path / "trace.jsonl", count=8)
+    with pytest.raises(InputError, match="several sizes, and a page draws blocks of one"):
+        view_page([tmp_path / "trace.jsonl"])

@@ -1,0 +1,101 @@
+"""Limits of a hostile trace of cache groups: it takes neither long nor much memory."""
+
+from contextlib import suppress
+
+import pytest
+from helpers.traces import lines, seal
+
+from kvcore import Request, Trace, TraceError
+from kvcore.cache import GroupedCache, LayerGroup
+from kvcore_replay.check.trace import check_trace
+from kvcore_replay.misses.explain import explain
+
+HUGE = 2**61
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """Return the path of a small trace of cache groups, and its lines."""
+    path = tmp_path / "trace.jsonl"
+    groups = [LayerGroup("window", 4, 9), LayerGroup("state", 4)]
+    with Trace(path) as trace:
+        cache = GroupedCache(groups, 40, key_tokens=4, trace=trace)
+        for name in range(3):
+            keys = [1, 2, 3, 10 + name]
+            cache.compute(Request(id=name, prompt_tokens=17, keys=keys, key_tokens=4), 8)
+    return path, lines(path)
+
+
+def changed(recorded, change):
+    """Write the trace with `change` applied to its lines; return the path."""
+    path, found = recorded
+    change(found)
+    return seal(path, found)
+
+
+def coarse_keys(found):
+    """Make a key stand for so many blocks that their positions cannot be counted."""
+    found[0]["key_tokens"] = HUGE
+    for line in found:
+        if line["event"] == "REQUEST":
+            line |= {"key_tokens": HUGE, "prompt": 2**62}
+
+
+def far_state(found):
+    """Put the first state at a position that no list of blocks could have."""
+    line = next(each for each in found if each["event"] == "ALLOC" and each["group"] == 1)
+    line["first"] = HUGE
+
+
+def many_groups(found):
+    """Give the header more groups than a model has."""
+    groups = found[0]["cache_groups"]["groups"]
+    found[0]["cache_groups"]["groups"] = groups * 1000
+
+
+def sizes_apart(found):
+    """Give a group blocks that do not divide those of the header."""
+    found[0]["cache_groups"]["groups"][0]["block_size"] = HUGE + 1
+
+
+def no_group(found):
+    """Name a group that the header does not have."""
+    next(each for each in found if each["event"] == "ALLOC")["group"] = 2
+
+
+def twice(found):
+    """Allocate a block that is in use to another group."""
+    first, second, *_ = (each for each in found if each["event"] == "ALLOC")
+    second["runs"] = [[first["runs"][0][0], 1]]
+
+
+def windowless(found):
+    """Take the window from a group that has one."""
+    found[0]["cache_groups"]["groups"][0]["window"] = None
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (coarse_keys, "too many|missed as|blocks hit"),
+        (far_state, "."),
+        (many_groups, "cache groups; the most is 64"),
+        (sizes_apart, "blocks of groups have"),
+        (no_group, "no group 2"),
+        (twice, "the pool gives"),
+        (windowless, "a window, and no other kind, has a window"),
+    ],
+)
+def test_a_hostile_trace_is_refused(recorded, change, problem):
+    """A trace whose numbers no run has is refused at its line, by the check at once."""
+    path = changed(recorded, change)
+    with pytest.raises(TraceError, match=problem):
+        check_trace(path)
+
+
+@pytest.mark.parametrize("change", [coarse_keys, far_state, twice])
+def test_what_trusts_a_trace_ends_too(recorded, change):
+    """A reader that trusts the file explains it, or refuses it at a line, at once."""
+    path = changed(recorded, change)
+    with suppress(TraceError):
+        assert len(explain(path).requests) == 3
