@@ -148,9 +148,11 @@ _LONG_LINE = 1 << 20
 """Number of bytes from which on the values of a line are counted."""
 
 _CONTROLS = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb]"
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+    "\ufff9-\ufffb]"
 )
-"""C0 except tab and newline, C1, line separators, and characters that change the direction."""
+"""C0 except tab and newline, C1, line separators, characters that change the direction, and
+surrogates, which no text that is printed can have."""
 
 # Of texts without an end, too, so that each character is looked at once.
 _TOML_TEXTS = re.compile(

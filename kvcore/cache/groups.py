@@ -437,7 +437,8 @@ class GroupedCache:
     def announce(self, request: Request, now: int) -> None:
         """Write REQUEST to the trace: `request` has arrived."""
         if self.trace is not None:
-            self.geometry.describe_keys(request, self.trace)
+            if self.geometry.takes_key_tokens(request):
+                self.trace.describe(key_tokens=request.key_tokens)
             self.trace.request(request, now)
 
     def open(

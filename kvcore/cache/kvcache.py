@@ -290,7 +290,8 @@ class KVCache:
             InputError: a key of the request stands for another number of tokens.
         """
         if self.trace is not None:
-            self.geometry.describe_keys(request, self.trace)
+            if self.geometry.takes_key_tokens(request):
+                self.trace.describe(key_tokens=request.key_tokens)
             self.trace.request(request, now)
 
     def open(  # noqa: C901, PLR0912 - one admission, from top to bottom
@@ -326,8 +327,8 @@ class KVCache:
         tree, trace, geometry = self.tree, self.trace, self.geometry
         if tree.failure is not None:
             self._raise_failure()
-        if trace is not None:
-            geometry.describe_keys(request, trace)
+        if trace is not None and geometry.takes_key_tokens(request):
+            trace.describe(key_tokens=request.key_tokens)
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -428,7 +429,8 @@ class KVCache:
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
-            self.geometry.describe_keys(request, trace)
+            if self.geometry.takes_key_tokens(request):
+                trace.describe(key_tokens=request.key_tokens)
             keys = seq.keys[: -(-blocks // self.geometry.ratio)]
             span = seq.span.id if hit else None
             trace.prefetch(

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Keys
 from math import inf
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvcore.errors import InputError
 from kvcore.request import Key, KeyPrefix, Request
-
-if TYPE_CHECKING:
-    from kvcore.cache.recorder import Recorder
 
 ACCOUNTINGS = ("keys", "tokens")
 
@@ -205,16 +202,15 @@ class BlockLayout:
             )
             raise InputError(msg)
 
-    def describe_keys(self, request: Request, trace: Recorder) -> None:
-        """Write `key_tokens` into the header of `trace` if `request` decides it.
+    def takes_key_tokens(self, request: Request) -> bool:
+        """Return True if the header of a trace has to say the `key_tokens` of `request`.
 
         Raises:
             InputError: as `check_key_tokens` does.
         """
         self.check_key_tokens(request)
-        if self._described != request.key_tokens:
-            self._described = request.key_tokens
-            trace.describe(key_tokens=request.key_tokens)
+        known, self._described = self._described, request.key_tokens
+        return known != request.key_tokens
 
     def _with_output(self, request: Request) -> Keys[Key]:
         """Return the keys of the prompt that are full of tokens, and those of the output."""

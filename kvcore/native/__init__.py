@@ -12,6 +12,6 @@ has not begun, if nothing in it is of `LACKS`, and `kvcore.cache.native` untimed
 `KVCORE_PURE=1` in the environment switches the core off.
 """
 
-from kvcore.native.loading import LACKS, PURE, library, state
+from kvcore.native.build import LACKS, PURE, library, state
 
 __all__ = ["LACKS", "PURE", "library", "state"]

@@ -1,4 +1,4 @@
-"""Builds the core in C, beside its sources: `python -m kvcore.native.build`.
+"""The library of the core in C: built beside its sources, found, and what it lacks.
 
 The installation of kvcore does it where a compiler is found. The library knows of which sources
 it was made, so that an editable install does not use one that is older than they are.
@@ -6,12 +6,27 @@ it was made, so that an editable install does not use one that is older than the
 
 from __future__ import annotations
 
+import os
 import sys
 from _blake2 import blake2b  # that of hashlib, which loads OpenSSL too
+from functools import cache
+from importlib import import_module
 from pathlib import Path
+from typing import Any, Final
 
 FOLDER = Path(__file__).parent
 SOURCES = "residency.c", "tree.c", "decode_batch.c", "untimed.c", "loop.c"
+
+PURE: Final = "KVCORE_PURE"
+"""The variable of the environment that switches the core off."""
+
+LACKS: Final = (
+    "traces, tiers, retention, drafts, cache groups, attention windows",
+    "rules of engines, schedulers that pause jobs or plan",
+    "policies by which spans expire or that hear of the queue, leaves evicted whole",
+    "of requests: hints, retention priorities, output keys",
+)
+"""What the loop in Python serves alone."""
 
 
 def source_digest() -> str | None:
@@ -70,5 +85,29 @@ def build(folder: Path = FOLDER) -> str:
     return ""
 
 
-if __name__ == "__main__":
-    sys.exit(build() or None)
+def library() -> Any | None:
+    """Return the library, for which `kvcore.cache.native` finds its classes; None: not used."""
+    return _load()[0]
+
+
+def state() -> str:
+    """Return "in C", or "in Python" and why the core is not used."""
+    core, why = _load()
+    return why if core is None else "in C"
+
+
+@cache
+def _load() -> tuple[Any, str]:
+    """Return the library and "", or None and why it is not used."""
+    if os.environ.get(PURE, "0") not in {"", "0"}:
+        return None, f"in Python: {PURE} is set"
+    try:
+        core = import_module("kvcore.native._core")
+    except ImportError:
+        return (
+            None,
+            "in Python: the core in C was not built, as it is where a compiler is found",
+        )
+    if source_digest() not in (None, core.SOURCE):
+        return None, "in Python: the core in C is older than its sources; install kvcore again"
+    return core, ""

@@ -38,8 +38,8 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
     """Return the workload that `text` names: a plugin with options, or the path of a file.
 
     None is the trace that comes with kvcore. A plugin's name comes first: `./zipf` is a
-    file, and `-` is standard input. `trace:FILE` is short for `trace:path=FILE`, of any
-    plugin whose first option is a path; further options may follow. `seed` is that of a
+    file, and `-` is standard input; `my.py:Class` is a class in a file. `trace:FILE` is short
+    for `trace:path=FILE`, of any plugin whose first option is a path. `seed` is that of a
     plugin with an option `seed` that does not set it.
 
     Raises:
@@ -51,8 +51,9 @@ def find_workload(text: str | None, plugins: Plugins, seed: int | None = None) -
         raise InputError(msg)
     name = text.partition(":")[0].strip()
     names = plugins.names("workload")
-    if name in names:
-        text = with_path(text, plugins.get("workload", name))
+    if name in names or name.endswith(".py"):
+        if name in names:
+            text = with_path(text, plugins.get("workload", name))
         defaults = {} if seed is None else {"seed": seed}
         workload: Workload = plugins.build("workload", text, defaults)
         return workload

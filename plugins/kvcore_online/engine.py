@@ -166,6 +166,7 @@ class LiveLoop(ServingLoop):
     Args:
         cache, scheduler, executor, batching: as for `ServingLoop`.
         stored: publisher of stored and removed blocks; None: they are not published.
+        clock: returns the time in ns.
 
     Attributes:
         inbox: the queue of new requests.
@@ -183,6 +184,7 @@ class LiveLoop(ServingLoop):
         executor: TensorExecutor,
         batching: Batching,
         stored: StoredBlocks | None = None,
+        clock: Callable[[], int] = perf_counter_ns,
     ) -> None:
         if batching.rules.lag:
             msg = "lag=1: this engine plans a step once the one before has ended; give lag=0"
@@ -195,13 +197,13 @@ class LiveLoop(ServingLoop):
         self._tensors = executor
         self._stored = stored
         self._leaving: dict[int | str, str] = {}
-        self._began_ns = perf_counter_ns()
+        self._clock, self._began_ns = clock, clock()
         self._trace = cache.trace if isinstance(cache.trace, Trace) else None
         self._flush_at_ps = FLUSH_PS
 
     def begin(self) -> bool:
         """Advance the clock, abort requests that need no more tokens, and plan a step."""
-        elapsed_ps = (perf_counter_ns() - self._began_ns) * PS_PER_NS
+        elapsed_ps = (self._clock() - self._began_ns) * PS_PER_NS
         self.clock_ps = max(self.clock_ps, elapsed_ps)
         if self._trace is not None and self.clock_ps >= self._flush_at_ps:
             self._flush(self._trace)
@@ -352,15 +354,18 @@ class LiveEngine:
         self._thread.join()
 
     def _run(self) -> None:
-        loop = self.loop
         try:
-            loop.run()
+            self.loop.run()
         except BaseException as error:  # noqa: BLE001 - a thread would drop it
-            self.failure = error
-            ended = Tokens(end=FAILED, reason=str(error))
-            for listener in (
-                *(each.listener for each in loop.open.values()),
-                *loop.listeners.values(),
-            ):
-                listener(ended)
-            self._on_failure(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """End all requests because of `error`."""
+        self.failure = error
+        ended = Tokens(end=FAILED, reason=str(error))
+        for listener in (
+            *(each.listener for each in self.loop.open.values()),
+            *self.loop.listeners.values(),
+        ):
+            listener(ended)
+        self._on_failure(error)

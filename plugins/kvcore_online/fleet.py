@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from threading import Event as Flag
 from threading import Thread
-from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -175,6 +174,11 @@ class FollowedEvents(EventsView):
         So what is not applied yet stays within ZMQ's bounds, and a large batch delays no
         request.
         """
+        applied = self._apply(number, *self._decoded(number, item))
+        asyncio.run_coroutine_threadsafe(applied, loop).result()
+
+    def _decoded(self, number: int, item: StreamItem) -> tuple[StreamItem, EventBatch | None]:
+        """Return an item and the batch in it; a gap in place of one that cannot be read."""
         batch = None
         if isinstance(item, Delivery):
             try:
@@ -185,7 +189,7 @@ class FollowedEvents(EventsView):
                     f"replica {number}: batch {item.sequence}: {why}", f"unread {number}"
                 )
                 item = Gap(item.rank, item.sequence, item.sequence, why)
-        asyncio.run_coroutine_threadsafe(self._apply(number, item, batch), loop).result()
+        return item, batch
 
     async def _forget(self, number: int) -> None:
         self.lost(number, self._clock())
@@ -266,6 +270,7 @@ class Fleet:
 
     Args:
         config: the options.
+        clock: returns the time in ns.
 
     Attributes:
         log: the trace; None: there is none, or the disk has ended it.
@@ -275,9 +280,9 @@ class Fleet:
         InputError, PluginError: the router or the view cannot be built.
     """
 
-    def __init__(self, config: RouteConfig) -> None:
+    def __init__(self, config: RouteConfig, clock: Callable[[], int]) -> None:
         self._config = config
-        self._began = monotonic_ns()
+        self._clock, self._began = clock, clock()
         self.metrics = Metrics()
         router = _router(config)
         self.servers = [
@@ -306,7 +311,7 @@ class Fleet:
 
     def now(self) -> int:
         """Return the time since the start in ns."""
-        return monotonic_ns() - self._began
+        return self._clock() - self._began
 
     async def watch(self, session: ClientSession) -> None:
         """Check all servers at the interval of the options, until cancelled."""

@@ -100,7 +100,7 @@ class Listener:
         self._runner = self._web.AppRunner(
             app,
             access_log=None,
-            logger=_logger(malformed, self._unreadable),
+            logger=_logger(self._messages, malformed, self._unreadable),
             handler_cancellation=True,
             keepalive_timeout=client_timeout,
             lingering_time=min(client_timeout, LINGERING_SECONDS),
@@ -235,10 +235,23 @@ class _Refusal(asyncio.Protocol):
         transport.abort()
 
 
-def _logger(*malformed: type[Exception]) -> logging.Logger:
-    """Return a logger that prints the errors of handlers, but not of malformed requests."""
+class _Logger(logging.Handler):
+    """Prints errors of aiohttp in a line each, but not those of malformed requests."""
+
+    def __init__(self, messages: Messages, malformed: tuple[type[Exception], ...]) -> None:
+        super().__init__()
+        self._messages, self._malformed = messages, malformed
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print a message of aiohttp."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, self._malformed):
+            why = f": {type(error).__name__}: {error}" if error is not None else ""
+            self._messages.warn(f"{record.getMessage()}{why}", record.msg)
+
+
+def _logger(messages: Messages, *malformed: type[Exception]) -> logging.Logger:
+    """Return a logger for aiohttp, which would print a traceback for each error."""
     logger = logging.Logger("kvcore_online")  # noqa: LOG001 - each listener has its own
-    logger.addFilter(
-        lambda line: not (line.exc_info and isinstance(line.exc_info[1], malformed))
-    )
+    logger.addHandler(_Logger(messages, malformed))
     return logger

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from io import BytesIO
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import attrs
@@ -74,11 +75,13 @@ class Answer:
 
     Attributes:
         response: the response of the server.
+        headers: its headers that the client gets.
         data: the first bytes of a stream, or all bytes of a whole answer.
         stream: the events of a stream; None: the answer is whole.
     """
 
     response: ClientResponse
+    headers: dict[str, str]
     data: bytes
     stream: EventStream | None
 
@@ -97,7 +100,7 @@ class EventStream:
 
     def __init__(self, flight: Flight, *, counted: bool) -> None:
         self._flight, self._counted = flight, counted
-        self.rest = b""
+        self.rest = bytearray()
         self.cached = 0
 
     def feed(self, data: bytes) -> bytes:
@@ -106,10 +109,15 @@ class EventStream:
         Raises:
             UnservedError: an event is too long.
         """
-        data = self.rest + data
-        end = max((found.end() for found in _EVENT_ENDS(data)), default=0)
-        whole, self.rest = data[:end], data[end:]
-        if len(self.rest) > LONGEST_EVENT:
+        rest = self.rest
+        # What came before has no end of an event, at most the beginning of one: to look at it
+        # again with each piece would take time with the square of an event's length.
+        start = max(0, len(rest) - 2)
+        rest += data
+        end = max((found.end() for found in _EVENT_ENDS(rest, start)), default=0)
+        whole = bytes(rest[:end])
+        del rest[:end]
+        if len(rest) > LONGEST_EVENT:
             msg = "an event of its stream is too long"
             raise UnservedError(msg)
         self._flight.output += whole.count(b'"choices":[{') + whole.count(b'"choices": [{')
@@ -161,6 +169,7 @@ class Proxy:
 
     Args:
         config: the options.
+        clock: returns the time in ns.
 
     Attributes:
         url: where it listens, once it is started.
@@ -169,11 +178,11 @@ class Proxy:
         InputError, PluginError: no router or view can be built, or a package is missing.
     """
 
-    def __init__(self, config: RouteConfig) -> None:
+    def __init__(self, config: RouteConfig, clock: Callable[[], int] = monotonic_ns) -> None:
         self.config = config
         self._aiohttp = import_extra("aiohttp", "a proxy needs aiohttp", "serve")
         self._web: Any = import_extra("aiohttp.web", "a proxy needs aiohttp", "serve")
-        self.fleet = Fleet(config)
+        self.fleet = Fleet(config, clock)
         self.url = ""
         self._listener = Listener(
             {
@@ -216,6 +225,7 @@ class Proxy:
         self._session: ClientSession = self._aiohttp.ClientSession(
             connector=connector,
             timeout=timeout,
+            request_class=_request_class(self._aiohttp),
             auto_decompress=False,
             cookie_jar=self._aiohttp.DummyCookieJar(),
             headers={"Accept-Encoding": "identity"},
@@ -272,12 +282,12 @@ class Proxy:
                         allow_redirects=False,
                     )
                     async with response:
-                        _check_head(response)
+                        headers = _passed_back(response)
                         data = await self._whole(response, b"")
             except (self._aiohttp.ClientError, OSError, UnservedError):
                 continue
             answer: web.Response = self._web.Response(
-                body=data, status=response.status, headers=_back(server, response)
+                body=data, status=response.status, headers=headers | _named(server)
             )
             return answer
         return self._refusal(NO_SERVER, "no server is up")
@@ -399,7 +409,7 @@ class Proxy:
                 )
                 if response.status in ELSEWHERE:
                     _refuse(f"status {response.status}")
-                _check_head(response)
+                headers = _passed_back(response)
                 if response.headers.get("Content-Encoding", "identity") != "identity":
                     _refuse("its answer is compressed, unasked", failure=True)
                 data = await response.content.readany()
@@ -414,7 +424,7 @@ class Proxy:
             elif not data:
                 _refuse("an empty stream")
             self.fleet.first_byte(attempt)
-            return Answer(response, data, stream)
+            return Answer(response, headers, data, stream)
         except BaseException as error:
             if response is not None:
                 response.close()
@@ -450,7 +460,7 @@ class Proxy:
         """Send an answer to the client; if the server dies meanwhile, it ends with an error."""
         server, response, stream = attempt.server, answer.response, answer.stream
         out: web.StreamResponse = self._web.StreamResponse(
-            status=response.status, headers=_back(server, response)
+            status=response.status, headers=answer.headers | _named(server)
         )
         status = str(response.status)
         try:
@@ -463,11 +473,12 @@ class Proxy:
                     while data := await self._part(response):
                         if whole := stream.feed(data):
                             await self._give(out, http, whole)
-                    last = stream.rest
+                    last = bytes(stream.rest)
                 except (UnservedError, self._aiohttp.ClientError, TimeoutError) as error:
                     self.fleet.failed(server)
                     status = str(NO_SERVER)
-                    why = f"{server.options.name} ended within its answer: {error}"
+                    reason = str(error) or "it was too slow"
+                    why = f"{server.options.name} ended within its answer: {reason}"
                     last = b"data: " + error_body(NO_SERVER, why) + b"\n\n"
                 self._count_cached(attempt, stream.cached)
                 await self._give(out, http, last)
@@ -517,8 +528,8 @@ class Proxy:
     @staticmethod
     def _headers(http: web.Request) -> dict[str, str]:
         """Return the headers of a client's request that are passed on to a server."""
-        got = http.headers
-        return {name: header_text(got[name]) for name in PASSED_ON if name in got}
+        values = ((name, http.headers.get(name)) for name in PASSED_ON)
+        return {name: header_text(value) for name, value in values if value is not None}
 
 
 class _ClientGoneError(Exception):
@@ -529,40 +540,63 @@ def _refuse(why: str, *, failure: bool = False) -> NoReturn:
     raise UnservedError(why, failure=failure)
 
 
-def _check_head(response: ClientResponse) -> None:
-    """Raise UnservedError for a status or a header that cannot be sent to a client."""
+def _request_class(aiohttp: Any) -> Any:
+    """Return a class of requests that are not sent on a connection with an unread answer.
+
+    A server that answers a request twice would else give the second answer to the next client.
+    """
+
+    class Request(aiohttp.ClientRequest):  # type: ignore[misc]  # imported when needed
+        def send(self, conn: Any) -> Any:
+            if conn.protocol.should_close:
+                msg = "it answers a request twice"
+                raise aiohttp.ServerDisconnectedError(msg)
+            return super().send(conn)
+
+    return Request
+
+
+def _passed_back(response: ClientResponse) -> dict[str, str]:
+    """Return the headers of an answer that the client gets.
+
+    Raises:
+        UnservedError: the status or such a header cannot be sent to a client.
+    """
     if response.status not in STATUSES:
         _refuse(f"status {response.status}", failure=True)
+    headers = {}
     for name in PASSED_BACK:
-        if not fits_header(response.headers.get(name, "")):
-            _refuse(f"its header {name} has control characters", failure=True)
+        value = response.headers.get(name)
+        if value is not None:
+            if not fits_header(value):
+                _refuse(f"its header {name} has control characters", failure=True)
+            headers[name] = value
+    return headers
 
 
-def _back(server: LiveServer, response: ClientResponse) -> dict[str, str]:
-    """Return the headers of the answer to a client."""
-    found = {name: response.headers[name] for name in PASSED_BACK if name in response.headers}
-    return {**found, "x-kvcore-replica": str(server.options.name)}
+def _named(server: LiveServer) -> dict[str, str]:
+    """Return the header that names the server of an answer."""
+    return {"x-kvcore-replica": str(server.options.name)}
 
 
-def run(config: RouteConfig, ready: Callable[[str], None]) -> None:
+def run(config: RouteConfig, ready: Callable[[Proxy], None]) -> None:
     """Route requests until Ctrl-C or SIGTERM; then let requests in flight end.
 
     Args:
         config: the options.
-        ready: called with the URL once the proxy listens.
+        ready: called once the proxy listens.
 
     Raises:
         InputError, PluginError: as `Proxy` and its `start` raise them.
         StorageError: the disk has ended the trace.
     """
-    asyncio.run(_run(config, ready))
+    asyncio.run(_run(Proxy(config), ready))
 
 
-async def _run(config: RouteConfig, ready: Callable[[str], None]) -> None:
-    proxy = Proxy(config)
+async def _run(proxy: Proxy, ready: Callable[[Proxy], None]) -> None:
     await proxy.start()
     with signalled() as ending:
-        ready(proxy.url)
+        ready(proxy)
         await ending.wait()
         warn("ending; a second signal does not wait for requests in flight")
         await stopped(proxy.stop(), ending, proxy.abort)

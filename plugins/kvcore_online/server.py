@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
-from time import time
+from time import perf_counter_ns, time
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -171,6 +171,7 @@ class Server:
     Args:
         parts: model, cache and scheduler, as for `kvcore run`.
         config: address and limits.
+        clock: returns the time in ns.
 
     Attributes:
         url: URL of the server, once it listens.
@@ -181,7 +182,12 @@ class Server:
             is invalid or in use; a missing package.
     """
 
-    def __init__(self, parts: EngineParts, config: ServeConfig) -> None:
+    def __init__(
+        self,
+        parts: EngineParts,
+        config: ServeConfig,
+        clock: Callable[[], int] = perf_counter_ns,
+    ) -> None:
         self._web = import_extra("aiohttp.web", "a server needs aiohttp", "serve")
         self._listener = Listener(
             {
@@ -242,12 +248,13 @@ class Server:
                 stored = StoredBlocks(cache, publisher)
                 stored.start()
                 stack.callback(stored.close)
-            loop = LiveLoop(cache, arguments["scheduler"], executor, batching, stored)
+            scheduler = arguments["scheduler"]
+            loop = LiveLoop(cache, scheduler, executor, batching, stored, clock)
             if trace is not None:
                 record_run(
                     trace,
                     parts.workload,
-                    arguments["scheduler"],
+                    scheduler,
                     executor,
                     batching,
                     rate_scale=1.0,
@@ -643,13 +650,10 @@ def run(parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
         KvcoreError: the server cannot be made or started, or its engine has failed.
         AssertionError: the cache is inconsistent at the end.
     """
-    asyncio.run(_run(parts, config, ready))
+    asyncio.run(_run(Server(parts, config), ready))
 
 
-async def _run(
-    parts: EngineParts, config: ServeConfig, ready: Callable[[Server], None]
-) -> None:
-    server = Server(parts, config)
+async def _run(server: Server, ready: Callable[[Server], None]) -> None:
     try:
         with signalled() as ending:
             await server.start()

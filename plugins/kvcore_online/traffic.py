@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,12 @@ def _size(flight: Flight) -> int:
     return 1 + len(flight.request.keys)
 
 
+def _quick(metric: Any) -> Any:
+    """Return a metric that remembers its samples by their labels: few, and looked up often."""
+    metric.labels = cache(metric.labels)
+    return metric
+
+
 class Metrics:
     """Counts of the proxy in Prometheus' text format.
 
@@ -205,7 +212,7 @@ class Metrics:
         self._text = made.generate_latest
 
         def counter(name: str, text: str, *labels: str) -> Any:
-            return made.Counter(f"kvcore_route_{name}", text, labels, registry=registry)
+            return _quick(made.Counter(f"kvcore_route_{name}", text, labels, registry=registry))
 
         one = "replica"
         self.requests = counter(
@@ -218,15 +225,17 @@ class Metrics:
         self.unlogged = counter("unlogged", "Requests left out of the trace.")
         self.lost_batches = counter("lost_batches", "Batches of KV events not read.", one)
         self.restarts = counter("restarts", "Background work started again.", "what")
-        self.first_byte = made.Histogram(
-            "kvcore_route_first_byte_seconds",
-            "From arrival to the first byte of the answer.",
-            [one],
-            buckets=FIRST_BYTE,
-            registry=registry,
+        self.first_byte = _quick(
+            made.Histogram(
+                "kvcore_route_first_byte_seconds",
+                "From arrival to the first byte of the answer.",
+                [one],
+                buckets=FIRST_BYTE,
+                registry=registry,
+            )
         )
         gauge, text = made.Gauge, "Requests that a server has."
-        self.in_flight = gauge("kvcore_route_in_flight", text, [one], registry=registry)
+        self.in_flight = _quick(gauge("kvcore_route_in_flight", text, [one], registry=registry))
         self.up = gauge(
             "kvcore_route_up", "1 if it is sent requests.", [one], registry=registry
         )

@@ -15,6 +15,7 @@ from kvcore.untrusted import (
     LIMITS,
     TOML_BYTES,
     TOML_LEVELS,
+    escaped,
     fits_header,
     header_text,
     load_toml,
@@ -140,3 +141,11 @@ def test_the_readers_decode_by_the_border_alone():
     found = {path.name: call for path in files for call in own if call in path.read_text()}
     assert found == {}
     assert "orjson.loads(" in Path(untrusted.__file__).read_text()
+
+
+@given(st.text(st.characters(categories=["Cc", "Cs", "Ll", "Zl"])))
+def test_an_escaped_text_can_be_printed(text):
+    """An escaped text has no character that a terminal acts upon, or that UTF-8 lacks."""
+    shown = escaped(text)
+    shown.encode()
+    assert all(character.isprintable() or character in "\t\n" for character in shown)

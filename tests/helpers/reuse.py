@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from random import Random
+from typing import ClassVar
 
-from kvcore import Plugins, Request
+import attrs
+
+from kvcore import Request, Workload
 
 SECOND = 10**9
 KEY_TOKENS = 64
@@ -111,16 +114,25 @@ def scans(seed: int) -> list[Request]:
     return requests_of(rows)
 
 
-def popular(seed: int) -> list[Request]:
-    """Return prompts of a tree of prefixes of equal popularity, so that chance decides."""
-    return list(Plugins().build("workload", f"zipf:requests=6000,skew=0,seed={seed}"))
-
-
 GENERATORS = {
     "recency": recency,
     "flips": flips,
     "agents": agents,
     "phases": phases,
     "scans": scans,
-    "popular": popular,
 }
+
+
+@attrs.define(eq=False)
+class Reuse(Workload):
+    """The requests of one of the generators above, by its name."""
+
+    name: ClassVar[str] = "reuse"
+    key_tokens: ClassVar[int] = KEY_TOKENS
+
+    generator: str = "recency"
+    seed: int = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield the requests."""
+        yield from GENERATORS[self.generator](self.seed)

@@ -12,6 +12,7 @@ import random
 import resource
 from collections import Counter
 from contextlib import suppress
+from pathlib import Path
 from time import process_time
 
 import msgspec
@@ -34,11 +35,18 @@ from kvcore_online.prompts import Call
 from kvcore_online.proxy import EventStream, UnservedError, take_usage
 from kvcore_online.route_config import RouteConfig
 from kvcore_online.traffic import Flight
+from kvcore_plugins.models.huggingface import read_config
+from kvcore_plugins.workload.azure import Azure
+from kvcore_plugins.workload.chat import Chat
+from kvcore_plugins.workload.mooncake import Mooncake
+from kvcore_plugins.workload.weka import Weka
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.export import event_batches
 from kvcore_replay.timeline import TimelineBuilder
 
 pytest.importorskip("aiohttp", reason="needs aiohttp")
+
+DATA = Path(__file__).parents[1] / "data"
 
 INPUTS = int(os.environ.get("KVCORE_HOSTILE", "3000"))
 SHARES = {"frame": 30, "body": 25, "line": 15, "file": 15, "answer": 10, "header": 5}
@@ -122,11 +130,26 @@ class Hostile:
                 recording.batch(decode(payload), seq=number)
         toml = folder / "route.toml"
         toml.write_text('port = 0\n[[replicas]]\nurl = "http://127.0.0.1:1"\nblocks = 9\n')
+        chat = folder / "chat.jsonl"
+        messages = [{"role": "user", "content": "how are you"}]
+        row = {"messages": messages, "response": "well", "timestamp": 1, "user": "a"}
+        chat.write_text("".join(json.dumps(row | {"timestamp": t}) + "\n" for t in range(4)))
+        mooncake = folder / "mooncake.jsonl"
+        row = {"timestamp": 1, "input_length": 700, "output_length": 9, "hash_ids": [1, 2]}
+        mooncake.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+        first, *_ = (DATA / "model_configs.jsonl").read_text().splitlines()
+        config = folder / "config.json"
+        config.write_text(json.dumps(json.loads(first)["config"]))
         self.files = [
             (self.trace, check_trace),
             (self.trace, lambda path: list(TraceWorkload(path))),
             (folder / "recording.jsonl", lambda path: list(RecordingReader(path))),
             (toml, RouteConfig.from_toml),
+            (DATA / "azure_2023_conv_head.csv", lambda path: list(Azure(path))),
+            (DATA / "weka_sessions.jsonl.gz", lambda path: list(Weka(path))),
+            (chat, lambda path: list(Chat(path))),
+            (mooncake, lambda path: list(Mooncake(path))),
+            (config, read_config),
         ]
         self.files = [(path.read_bytes(), read) for path, read in self.files]
 

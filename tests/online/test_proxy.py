@@ -484,9 +484,19 @@ async def test_a_redirect_is_not_followed(proxy, servers, client):
     assert not servers[1].calls
 
 
-@played()
+@played(count=1)
+async def test_a_proxy_with_one_server_up_is_healthy(proxy, servers, client):
+    """One server that is up is enough for a proxy to be healthy."""
+    async with client.get("/health") as answer:
+        assert (answer.status, await answer.json()) == (
+            200,
+            {"status": "ok", "up": 1, "replicas": 1},
+        )
+
+
+@played(health_interval=60)
 async def test_a_compressed_response_is_not_passed_on(proxy, servers, client):
-    """A request with a compressed response is sent to another server."""
+    """A request with a compressed response is sent to another server: the first has failed."""
 
     async def packed(http):
         body = gzip.compress(b"data: [DONE]\n\n")
@@ -498,6 +508,7 @@ async def test_a_compressed_response_is_not_passed_on(proxy, servers, client):
     first._complete = packed
     await first.start()
     status, headers, _ = await ask(client, stream=True)
+    assert proxy.fleet.servers[0].failures == 1
     assert (status, headers["x-kvcore-replica"]) == (
         200,
         proxy.fleet.servers[1].options.name,

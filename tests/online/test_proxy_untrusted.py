@@ -3,6 +3,7 @@
 # ruff: noqa: ARG001 - every scene takes all parts
 
 import json
+from time import process_time
 
 import pytest
 from helpers.online_scenes import COMPLETIONS, ask, http_request, play, played, raw, sample
@@ -12,6 +13,8 @@ from kvcore import Request
 from kvcore.errors import StorageError
 from kvcore.files import AtomicFile
 from kvcore.trace import TraceWorkload
+from kvcore.untrusted import LONGEST_EVENT
+from kvcore_online.proxy import EventStream
 from kvcore_online.traffic import Flight
 
 COUNTS = [-1, 0, 2**31, 2**40 + 1, 2**63 - 1, 2**63, 2**64, 1e300, True, "9", None, [], {}]
@@ -196,3 +199,13 @@ def test_a_full_disk_ends_the_trace_and_the_exit_code_says_so(tmp_path, monkeypa
     fleet = play(scene, trace=tmp_path / "day.jsonl")
     assert isinstance(fleet.log_error, StorageError)
     assert "day.jsonl.part keeps what was written" in str(fleet.log_error)
+
+
+def test_an_event_that_comes_byte_by_byte_is_read_once():
+    """An event of any length takes time with its length, however its bytes are split."""
+    flight = Flight(Request(id=0, prompt_tokens=1, key_tokens=16))
+    stream, began = EventStream(flight, counted=False), process_time()
+    for _ in range(LONGEST_EVENT // 256 - 1):
+        assert not stream.feed(b"x" * 256)
+    assert len(stream.feed(b"\r\n\r\ndata: {}")) == LONGEST_EVENT - 256 + 4
+    assert process_time() - began < 10

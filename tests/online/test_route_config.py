@@ -1,12 +1,17 @@
 """The configuration of the proxy, and the requests that it makes of prompts."""
 
 import json
+import re
+from pathlib import Path
 
+import attrs
 import pytest
 
 from kvcore.errors import InputError
 from kvcore_online.prompts import Call
 from kvcore_online.route_config import RouteConfig
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "reference" / "cli.md"
 
 
 def test_prompts_with_the_same_beginning_have_the_same_first_keys():
@@ -76,3 +81,19 @@ def test_a_file_gives_servers_and_options(tmp_path):
         "http://127.0.0.1:8001",
         "left",
     )
+
+
+NUMBERS = [
+    (field.name, field.default)
+    for field in attrs.fields(RouteConfig)
+    if type(field.default) in (int, float) and field.name != "port"
+]
+
+
+@pytest.mark.parametrize(("name", "default"), NUMBERS)
+def test_the_reference_has_the_defaults(name, default):
+    """The table of options in the reference has the default of each number."""
+    text = REFERENCE.read_text("utf-8")
+    rows = [row for row in text.splitlines() if f"`{name}`" in row.partition(" | ")[0]]
+    shown = f"{default >> 20}MiB" if name in ("body", "answer") else f"{default:g}"
+    assert any(re.search(rf"\({shown}[,)]", row) for row in rows)

@@ -4,6 +4,7 @@
 import asyncio
 import http.client
 import json
+import queue
 import signal
 import socket
 import threading
@@ -23,10 +24,12 @@ from helpers.upstreams import until
 import kvcore
 from kvcore import Span
 from kvcore.errors import PolicyError
+from kvcore.request import text_request
 from kvcore.trace import read_events
 from kvcore_engine.generator import HuggingFace
 from kvcore_events.formats import decode
 from kvcore_events.model import BlockRemoved, BlockStored
+from kvcore_online.engine import CANCELLED
 from kvcore_online.server import ServeConfig, Text
 from kvcore_replay.check.trace import replay
 
@@ -665,3 +668,14 @@ def test_a_server_with_a_trace_keeps_nothing_of_ended_requests(tmp_path):
     assert "TOP-SECRET" not in trace.read_text()
     salts = {event.salt for event in read_events(trace) if event.event == "REQUEST"}
     assert len(salts) == 2
+
+
+def test_a_cancelled_request_has_an_end(server):
+    """The listener of a request that is cancelled gets its end, as that of any other."""
+    parts = queue.Queue()
+    request = text_request("left", list(range(20)), output=500, block_size=16)
+    server.engine.submit(request, parts.put)
+    server.engine.cancel("left")
+    while (part := parts.get(timeout=60)).end is None:
+        assert part.ids
+    assert part.end == CANCELLED

@@ -160,3 +160,26 @@ def test_tokens_and_salts_are_kept_for_cached_blocks_only(publisher):
     assert len(stored._tokens) == cache.tree.cached_blocks == 4
     assert len(stored._salts) == 1
     assert not stored._open
+
+
+def test_what_lies_below_hears_of_blocks_too(publisher):
+    """Tiers below the cache are called for stored, hit and removed blocks."""
+    calls = []
+
+    class Below:
+        def stored(self, span, blocks, now):
+            calls.append(("stored", blocks))
+
+        def hit(self, span, now):
+            calls.append(("hit", span.blocks))
+
+        def leaving(self, span, blocks, now, reason):
+            calls.append(("leaving", blocks))
+
+    cache = KVCache(4, 4, accounting="tokens", ids=True)
+    cache.tree.watcher = Below()
+    stored = StoredBlocks(cache, publisher)
+    stored.start()
+    serve(cache, stored, ask(0, range(8)), ask(1, range(9)), ask(2, range(100, 116)))
+    assert calls == [("stored", 2), ("hit", 2), ("leaving", 2), ("stored", 4)]
+    stored.close()

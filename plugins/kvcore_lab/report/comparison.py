@@ -23,7 +23,7 @@ from kvcore_replay.report.charts import TIERS, as_percent
 CSV_COLUMNS = (
     *("workload", "count", "eviction", "options", "blocks", "block_size", "requests"),
     *("lookup_blocks", "hit_blocks", "hit_ratio_block", "hit_ratio_token"),
-    *("hit_ratio_request", "evicted_blocks", "share_of_optimum", "reused_blocks"),
+    *("hit_ratio_request", "saved_s", "evicted_blocks", "share_of_optimum", "reused_blocks"),
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request", "wall_s"),
 )
 

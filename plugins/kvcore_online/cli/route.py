@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from kvcore.cli.output import file_path, input_file, warn_if_open
 from kvcore.cli.verb import Count, echo, plugin_completion, verb
 from kvcore.errors import InputError
 from kvcore.report.tables import counted
+
+if TYPE_CHECKING:
+    from kvcore_online.proxy import Proxy
 
 
 @verb(
@@ -74,9 +77,9 @@ def route(*, urls: tuple[str, ...], config: Path | None, **options: Any) -> None
         msg = "name the servers: kvcore route http://127.0.0.1:8001 http://127.0.0.1:8002"
         raise InputError(msg)
 
-    def ready(url: str) -> None:
+    def ready(proxy: Proxy) -> None:
         warn_if_open(made.host)
         servers = counted(len(made.replicas), "server")
-        echo(f"kvcore: {servers} at {url}; Ctrl-C ends", err=True)
+        echo(f"kvcore: {servers} at {proxy.url}; Ctrl-C ends", err=True)
 
     run(made, ready)

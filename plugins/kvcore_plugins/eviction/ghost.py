@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from collections.abc import Sequence as Keys
 from typing import Generic, TypeVar
 
@@ -298,24 +297,24 @@ class GhostRuns(Generic[Value]):
             dropped.append(value)
         return dropped
 
-    def take(self, request: Request, hit_blocks: int) -> Iterator[Value]:
-        """Remove the runs that follow the hit of `request`, and yield their values.
+    def take(self, request: Request, hit_blocks: int) -> list[Value]:
+        """Remove the runs that follow the hit of `request`, and return their values.
 
         For a policy to call in its `on_miss`.
         """
-        if self._runs:
-            keys, ratio = _keys_of(request, self._block_size), self._ratio
-            position = hit_blocks // ratio
-            while position < len(keys) and keys[position] in self._runs:
-                value, blocks = self._runs.pop(keys[position])
-                self.blocks -= blocks
-                position += -(-blocks // ratio)
-                yield value
+        runs, ratio = self._runs, self._ratio
+        values: list[Value] = []
+        keys, position = _keys_of(request, self._block_size), hit_blocks // ratio
+        while position < len(keys) and (run := runs.pop(keys[position], None)):
+            value, blocks = run
+            self.blocks -= blocks
+            position += -(-blocks // ratio)
+            values.append(value)
+        return values
 
-    def values(self) -> Iterator[Value]:
-        """Yield all values, those of the least recent runs first."""
-        for value, _ in self._runs.values():
-            yield value
+    def values(self) -> list[Value]:
+        """Return all values, those of the least recent runs first."""
+        return [value for value, _ in self._runs.values()]
 
 
 def _keys_of(request: Request, block_size: int) -> Keys[Key]:

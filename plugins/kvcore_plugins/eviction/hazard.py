@@ -3,62 +3,51 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
-from heapq import heapify, heappop, heappush
-from itertools import accumulate
+from copy import copy
+from itertools import accumulate, pairwise
 from math import isqrt
 from operator import add, itemgetter, mul, truediv
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
-from zlib import crc32
 
 import attrs
 
 from kvcore import EvictionPolicy, InputError, Request, Span
+from kvcore.request import Key
 from kvcore.units import NS_PER_S
 from kvcore_plugins.eviction.counts import Label, Tables, read_counts, write_counts
 from kvcore_plugins.eviction.ghost import GhostRuns
 from kvcore_plugins.eviction.hazard_guard import Guard
-from kvcore_plugins.eviction.tool_ttl import hazards
+from kvcore_plugins.eviction.queues import ScannedLeaves
+from kvcore_plugins.eviction.survival import hazards, indices
 
 PARTS = ("turns", "pause", "answer", "tool", "hits", "tenant")
 """The parts of which a class can consist."""
 
-_BUCKETS, _GROUP = 33, 3
+_BUCKETS, _GROUP = 30, 3
 _GROUPS = _BUCKETS // _GROUP
 """Buckets of age; those that share a factor; and groups of these."""
 
 ENDS = [isqrt(1 << (60 + half)) for half in range(_BUCKETS - 1)]
-"""Ages in ns fall in buckets: to 2^30 (1.1 s), sqrt(2) times that, ..., 2^45.5 (14 h)."""
-
-_WIDTHS = [
-    (end - start) / NS_PER_S
-    for start, end in zip([0, *ENDS], [*ENDS, 2 * ENDS[-1]], strict=True)
-]
+_WIDTHS = [(end - start) / NS_PER_S for start, end in pairwise([0, *ENDS, 2 * ENDS[-1]])]
+"""Ages in ns fall in buckets: to 2^30 (1.1 s), sqrt(2) times that, ..., 2^44 (5 h)."""
 
 _TAIL, _TAIL_WAITS = [0.5] + [0.15] * len(ENDS), 16.0
 """Hazards without observations, and the waits that this counts for: a heavy tail, by which
 older waits are less likely to end."""
 
-_CAP, _TINY = 0.95, 1e-6
-"""The maximum of a hazard; a chance that is left in any case, so that seconds go on."""
-
-_GROWTH, _STEP, _FADE = 2, 6000, 16_000
+_GROWTH, _STEP, _FADE = 2, 8000, 16_000
 """A fit follows when half as many waits more, or this number, are counted; then all fade."""
-
-_SCANS = 8
-"""Of the leaves, the share that are candidates after a scan."""
 
 _GHOSTS, _FAN_OUT = 16, 4
 """Blocks that are remembered for each block of the pool; children above which a span is a
 prefix that conversations share."""
 
-_CLASSES, _RETURNED = 4000, 1000
-"""Classes that are told apart; running requests whose evicted turns are kept."""
-
-_PASSED, _OTHER = -2, -3
-"""The values of all parts for what requests go past, and for classes above `_CLASSES`."""
+_CLASSES, _OTHER, _RETURNED = 4000, -2, 1000
+"""Classes that are told apart; the values of all parts for others, and for what requests go
+past; running requests whose evicted turns are kept."""
 
 Row: TypeAlias = list[float]
 """Numbers by bucket of age, or by group of buckets."""
@@ -70,17 +59,16 @@ class Waits:
 
     Attributes:
         values: these values.
-        ended, left: by group of ages, the waits that ended with a use, and those that are
-            observed no longer.
-        indices: by bucket, the Gittins index; 0 before it is needed.
-        curve: by bucket, the chance to reach it and the seconds expected by then, if needed.
+        factors: the product of their factors, by group of ages.
+        ended, left: by group, the waits that ended with a use, and those observed no longer.
+        indices: by bucket, the Gittins index; None before it is needed.
     """
 
     values: Label
+    factors: Row
     ended: Row = attrs.field(factory=lambda: [0.0] * _GROUPS)
     left: Row = attrs.field(factory=lambda: [0.0] * _GROUPS)
-    indices: Row = attrs.field(factory=lambda: [0.0] * _BUCKETS)
-    curve: tuple[Row, Row] | None = None
+    indices: Row | None = None
 
 
 @attrs.define(eq=False)
@@ -91,52 +79,44 @@ class Wait:
         turns: the number of requests of the conversation when the span was computed.
         pause: the group of the time between the last two uses; -1 before there are two.
         maker: the id of the request that computed the span.
-        conversation: a hash of the first key of the conversation.
+        conversation: the first key of the conversation.
         counts: whether it is counted: of the spans of a request, the first is.
         since: the time in ns at which the use ended.
         kind: its class; None while the span is in use.
-        last: whether the last key of the prompt is to be evicted by itself.
-        end: the end in blocks of what waits, without that key.
+        end: the end in blocks of what waits, without a last key that leaves by itself.
     """
 
-    turns: int
-    pause: int
-    maker: int | str
-    conversation: int
-    counts: bool
+    turns: int = 0
+    pause: int = -1
+    maker: int | str | None = None
+    conversation: Key | None = None
+    counts: bool = False
     since: int = 0
     kind: Any = None
-    last: bool = False
     end: int = 0
-
-    def next(self, pause: int) -> Wait:
-        """Return the wait that follows."""
-        return Wait(self.turns, pause, self.maker, self.conversation, self.counts)
 
 
 class Model:
     """Hazards of waits by class and age, learned online, and the indices that follow."""
 
-    def __init__(self, prior: float) -> None:
-        """Create a model without observations; `prior` is the option of `Hazard`."""
+    def __init__(self, prior: float, parts: int) -> None:
+        """Create a model without observations, of classes of `parts` parts."""
         self.prior = prior
         self.classes: dict[Label, Waits] = {}
         # By bucket: the waits of all classes, and their hazards.
         self.ended, self.left, self.hazards = [0.0] * _BUCKETS, [0.0] * _BUCKETS, _TAIL
-        self.factors: list[dict[int | str | None, Row]] = []
+        self.factors: list[dict[int | str | None, Row]] = [{} for _ in range(parts)]
         # Last keys of prompts that were used with the rest, and that were not.
         self.whole, self.parted, self.parts = 0.0, 0.0, False
-        self.counted = self.fit_at = self.fits = 0
-        self.fade_at = _FADE
+        self.counted, self.fit_at, self.fade_at = 0, 0, _FADE
 
     def kind(self, values: Label) -> Waits:
         """Return the class with these values; one for all others where there are too many."""
-        kind = self.classes.get(values)
-        if kind is None:
-            if len(self.classes) >= _CLASSES:
-                values = (_OTHER,) * len(values)
-            kind = self.classes.setdefault(values, Waits(values))
-        return kind
+        if len(self.classes) >= _CLASSES and values not in self.classes:
+            values = (_OTHER,) * len(values)
+        if values not in self.classes:
+            self.classes[values] = Waits(values, self._product(values))
+        return self.classes[values]
 
     def count(self, wait: Wait, now: int, *, used: bool = True) -> int:
         """Count a wait that ended with a use, or is observed no longer; return its group."""
@@ -149,43 +129,24 @@ class Model:
             self.counted += 1
         return bucket // 2
 
-    def index(self, kind: Waits, bucket: int) -> float:
-        """Return the Gittins index: the best chance of an end per expected second until it.
-
-        The best over all ages at which to give up. It is computed once after a fit.
-        """
-        if kind.curve is None:
-            factors = self._times_factors([1.0] * _GROUPS, kind.values)
-            spread = [factor for factor in factors for _ in range(_GROUP)]
-            alive, age, chances, ages = 1.0, 0.0, [1.0], [0.0]
-            for hazard, width in zip(map(mul, self.hazards, spread), _WIDTHS, strict=True):
-                share = hazard if hazard < _CAP else _CAP  # faster than min()
-                age += (alive + _TINY) * width * (1 - share / 2)
-                alive *= 1 - share
-                ages.append(age)
-                chances.append(alive)
-            kind.curve = chances, ages
-        chances, ages = kind.curve
-        chance, age = chances[bucket], ages[bucket]
-        later = zip(chances[bucket + 1 :], ages[bucket + 1 :], strict=True)
-        best = kind.indices[bucket] = max([(chance - c) / (end - age) for c, end in later])
-        return best
+    def indices(self, kind: Waits) -> Row:
+        """Return the Gittins indices of a class. They are computed once after a fit."""
+        spread = [factor for factor in kind.factors for _ in range(_GROUP)]
+        kind.indices = indices(list(map(mul, self.hazards, spread)), _WIDTHS)
+        return kind.indices
 
     def fit(self, waits: list[Wait], now: int) -> None:
         """Fit hazards and factors to all waits so far, of which `waits` go on."""
         left, stopped = self.left[:], {kind: kind.left[:] for kind in self.classes.values()}
-        for wait in waits:
-            bucket = bisect_right(ENDS, now - wait.since)
-            left[bucket] += 1
-            stopped[wait.kind][bucket // _GROUP] += 1
+        running = Counter((wait.kind, bisect_right(ENDS, now - wait.since)) for wait in waits)
+        for (kind, bucket), count in running.items():
+            left[bucket] += count
+            stopped[kind][bucket // _GROUP] += count
         self.hazards = hazards(self.ended, left, _TAIL, _TAIL_WAITS)
-        if stopped:
-            self._fit_factors(stopped)
+        self._fit_factors(stopped)
         self.parts = self.parted > self.whole + 4
         step = min(self.counted // _GROWTH + 32, max(_STEP, len(waits) // 2))
-        self.fits, self.fit_at = self.fits + 1, self.counted + step
-        for kind in stopped:
-            kind.indices, kind.curve = [0.0] * _BUCKETS, None
+        self.fit_at = self.counted + step
         if self.counted > self.fade_at:
             self.fade_at = self.counted + _FADE
             self.whole, self.parted = self.whole / 2, self.parted / 2
@@ -208,13 +169,15 @@ class Model:
         self.ended, self.left = row[:_BUCKETS], row[_BUCKETS:]
         self.whole, self.parted = tables["last"][()]
         for values, row in tables["classes"].items():
-            self.classes[values] = Waits(values, row[:_GROUPS], row[_GROUPS:])
+            kind = self.kind(values)
+            kind.ended, kind.left = row[:_GROUPS], row[_GROUPS:]
         for _ in range(3):  # factors begin with those of the fit before
             self.fit([], 0)
 
-    def _times_factors(self, row: Iterable[float], values: Label) -> Row:
-        """Return `row` times the factors of the values of a class."""
-        for factors, value in zip(self.factors, values, strict=False):
+    def _product(self, values: Label) -> Row:
+        """Return the product of the factors of the values of a class."""
+        row: Iterable[float] = [1.0] * _GROUPS
+        for factors, value in zip(self.factors, values, strict=True):
             if value in factors:
                 row = map(mul, row, factors[value])
         return list(row)
@@ -233,13 +196,12 @@ class Model:
             expected[kind] = [r - stop / 2 for r, stop in zip(reached, stops, strict=True)]
         ended = _sums(kind.ended for kind in stopped)
         rates = [e / (r or 1) for e, r in zip(ended, _sums(expected.values()), strict=True)]
-        parts: list[dict[int | str | None, list[Waits]]] = [{} for _ in kind.values]
         for kind, row in expected.items():
-            expected[kind] = self._times_factors(map(mul, row, rates), kind.values)
-            for classes, value in zip(parts, kind.values, strict=True):
-                classes.setdefault(value, []).append(kind)
-        self.factors = self.factors or [{} for _ in parts]
-        for factors, classes in zip(self.factors, parts, strict=True):
+            expected[kind] = list(map(mul, map(mul, row, rates), kind.factors))
+        for part, factors in enumerate(self.factors):
+            classes: dict[int | str | None, list[Waits]] = {}
+            for kind in stopped:
+                classes.setdefault(kind.values[part], []).append(kind)
             for value, kinds in classes.items() if len(classes) > 1 else ():
                 ended = _sums(kind.ended for kind in kinds)
                 old = factors.get(value, [1.0] * _GROUPS)
@@ -252,6 +214,8 @@ class Model:
                 steps = list(map(truediv, row, old))
                 for kind in kinds:
                     expected[kind] = list(map(mul, expected[kind], steps))
+        for kind in stopped:
+            kind.factors, kind.indices = self._product(kind.values), None
 
 
 def _sums(rows: Iterable[Row]) -> Row:
@@ -278,12 +242,8 @@ class Hazard(EvictionPolicy):
     prompts seldom return with the rest, as partial blocks, they are evicted before all else.
 
     With the guard it evicts as LRU until `Guard` shows that this order hits more, and again
-    when it does not. Without ends of requests, as in a tier, it is LRU then.
-
-    A scan computes the indices of all leaves; the lowest are the candidates, and so are leaves
-    that come later with an index as low. The next scan follows when these are used up, or when
-    the ages of the leaves have grown by a share: O(leaves) for each share of them that leaves.
-    A fit, after half as many waits more, costs O(classes + waits). `span.data` is a `Wait`.
+    when it does not. Without ends of requests, as in a tier, it is LRU then. A fit, after half
+    as many waits more, costs O(classes + waits), and a scan O(leaves) for an eighth of them.
 
     Options:
         prior: uses by which a factor is drawn to 1.
@@ -319,13 +279,9 @@ class Hazard(EvictionPolicy):
             msg = f"hazard: by={by} must be two or more of {'+'.join(PARTS)}, once each"
             raise InputError(msg)
         self.prior, self.guard, self.by, self.load, self.save = prior, guard, by, load, save
-        self._select = itemgetter(*map(PARTS.index, parts))
-        self._passed = (_PASSED,) * len(parts)
-        shapes = {
-            "all": (0, 2 * _BUCKETS),
-            "last": (0, 2),
-            "classes": (len(parts), 2 * _GROUPS),
-        }
+        self._parts, self._select = len(parts), itemgetter(*map(PARTS.index, parts))
+        last, classes = (0, 2), (len(parts), 2 * _GROUPS)
+        shapes = {"all": (0, 2 * _BUCKETS), "last": last, "classes": classes}
         self._counts = load and read_counts(Path(load), "hazard", f"by={by}", shapes)
 
     def attach(self, blocks: int, block_size: int) -> None:
@@ -333,7 +289,7 @@ class Hazard(EvictionPolicy):
         super().attach(blocks, block_size)
         # The shadow of a guard has the model of the policy, and does not count.
         self._learns = self._model is None
-        self.model = Model(self.prior) if self._model is None else self._model
+        self.model = self._model or Model(self.prior, self._parts)
         if self._counts:
             self.model.restore(self._counts)
         self._spans: dict[Span, None] = {}
@@ -341,18 +297,15 @@ class Hazard(EvictionPolicy):
         # By request: turns and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
         # When a request last ended, and its answer, tool and tenant.
-        self._ended_at = -1
+        self._ended_at, self._now = -1, 0
         self._ended: tuple[int, str | None, str | None] = 0, None, None
-        # The leaves with serial numbers, which candidates repeat that are valid: entries
-        # (index, since, serial number, leaf), of all that are not above the limit.
-        self._leaves: dict[Span, int] = {}
-        self._candidates: list[tuple[float, int, int, Span]] = []
-        self._limit = 0.0
-        self._now = self._entries = self._scan_at = self._fits = 0
-        # The leaves that still have the last key of a prompt that nobody has used since.
+        self._leaves = ScannedLeaves(self._indices)
+        # The leaves that still have the last key of a prompt that nobody has used since; and
+        # whether the cache asks how much of a victim may leave, or evicts leaves whole.
         self._lasts: OrderedDict[Span, None] = OrderedDict()
+        self._trims = False
         self._is_lru, self._guard = self.guard, None
-        self._conversation: int | None = None
+        self._conversation: Key | None = None
         if self.guard:
             shadow = Hazard(self.prior, guard=False, by=self.by)
             shadow._model = self.model
@@ -369,67 +322,60 @@ class Hazard(EvictionPolicy):
         """Continue the conversation of the span above, or of the evicted blocks."""
         parent, request = span.parent, span.last_request
         assert parent is not None
-        above, siblings = parent.data, parent.children or {}
-        turns, pause = self._returned.get(request, (0, -1))
-        first = above is None or above.maker != request
-        if above is not None:
-            turns = max(turns, above.turns - (not first))
-            pause = pause if request in self._returned else above.pause
-        if above is None or len(siblings) > _FAN_OUT:
-            key = span.path_keys[span.start // span.geometry.ratio]
-            conversation = crc32(repr(key).encode())
-        else:
-            conversation = above.conversation
-        span.data = Wait(turns + 1, pause, request, conversation, first and self._learns)
+        above: Wait = parent.data or _ROOT
+        siblings = parent.children or {}
+        turns, pause = self._returned.get(request, (0, above.pause))
+        first = above.maker != request
+        turns = max(turns, above.turns - (not first)) + 1
+        conversation = above.conversation
+        if above is _ROOT or len(siblings) > _FAN_OUT:
+            conversation = span.path_keys[span.start // span.geometry.ratio]
+        span.data = Wait(turns, pause, request, conversation, first and self._learns)
         self._spans[span] = None
-        if above is not None and len(siblings) == 2:  # noqa: PLR2004
+        if above is not _ROOT and len(siblings) == 2:  # noqa: PLR2004
             for sibling in siblings.values():
                 self._part(sibling)
 
     def on_access(self, span: Span, now: int) -> None:
         """End the wait of `span`."""
-        wait, pause = span.data, span.data.pause
+        wait: Wait = span.data
         if wait.kind is not None:
-            pause = self.model.count(wait, now)
-            if wait.last and self._learns:
-                self.model.whole += 1
-        span.data = wait.next(pause)
+            wait.pause, wait.kind = self.model.count(wait, now), None
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Let the upper half wait as before, and the lower one as passed by."""
-        wait = upper.data = lower.data
         self._spans[upper] = None
-        if wait.kind is None:
-            upper.data = wait.next(wait.pause)
-        elif not lower.ref_count:
+        wait = upper.data = copy(lower.data)
+        if wait.kind is not None and not lower.ref_count:
             self._part(lower)
-            passed = lower.data = wait.next(wait.pause)
-            passed.counts, passed.kind = self._learns, self.model.kind(self._passed)
-            passed.since, passed.end = wait.since, wait.end
+            passed = self.model.kind((_OTHER,) * self._parts)
+            lower.data.counts, lower.data.kind = self._learns, passed
             if not lower.children:
-                self._enter(lower)
+                self._leaves.add(lower, self._now)
 
     def on_end(self, request: Request, now: int) -> None:
         """Keep what the waits that begin now depend on; let the guard decide."""
         self._ended_at = now
-        self._ended = (request.output_tokens >> 4).bit_length(), request.tool, request.tenant
+        self._ended = (request.output_tokens >> 5).bit_length(), request.tool, request.tenant
         self._returned.pop(request.id, None)
         if self._guard is not None:
             self._guard.on_end(request, self._conversation, now)
             self._conversation = None
             if self._is_lru != self._guard.is_lru:
-                self._is_lru, self._scan_at = self._guard.is_lru, 0
+                self._is_lru = self._guard.is_lru
+                self._leaves.scan(now)
 
     def on_pin(self, span: Span) -> None:
-        """Remove `span` from the order."""
-        self._leaves.pop(span, None)
-        self._lasts.pop(span, None)
+        """Remove `span` from the order; its last key is used, if it has it."""
+        self._leaves.discard(span)
+        if span in self._lasts:
+            del self._lasts[span]
+            self.model.whole += self._learns
 
     def on_release(self, span: Span, now: int) -> None:
         """Begin a wait."""
-        self._now, hits, wait = now, span.hit_count, span.data
-        if wait.kind is not None:  # it was pinned without an access
-            wait = span.data = wait.next(wait.pause)
+        self._now, hits = now, span.hit_count
+        wait: Wait = span.data
         wait.since, wait.end = now, span.end
         answer, tool, tenant = self._ended if self._ended_at == now else (0, None, None)
         if self._conversation is None and self._ended_at == now:
@@ -441,33 +387,32 @@ class Hazard(EvictionPolicy):
         wait.kind = model.classes.get(selected) or model.kind(selected)
         if not span.children:
             if not hits:
-                wait.last = True
                 wait.end -= (span.end - 1) % span.geometry.ratio + 1
                 self._lasts[span] = None
-            self._enter(span)
+            self._leaves.add(span, now)
 
     def on_leaf(self, span: Span) -> None:
         """Insert a span that has become a leaf."""
-        self._enter(span)
+        self._leaves.add(span, self._now)
 
     def on_trim(self, span: Span, blocks: int) -> None:
         """Note that the last key of a prompt has left."""
-        if span.data.last and span.end <= span.data.end:
-            span.data.last = False
-            del self._lasts[span]
+        if span.end <= span.data.end:
+            self._lasts.pop(span, None)
 
     def on_remove(self, span: Span, reason: str) -> None:
         """Remove `span`, and remember what has left during its wait, without the last key."""
         del self._spans[span]
-        self._leaves.pop(span, None)
+        self._leaves.discard(span)
         self._lasts.pop(span, None)
         for wait in self._ghosts.add(span, span.data.end, span.data):
             self.model.count(wait, self._now, used=False)
 
     def evictable_blocks(self, span: Span) -> int:
         """Return the blocks of the last key while that goes by itself, else all."""
+        self._trims = True
         wait: Wait = span.data
-        if wait.last and self.model.parts and not self._is_lru:
+        if self.model.parts and not self._is_lru and span in self._lasts:
             return span.end - max(span.start, wait.end)
         return span.end - span.start
 
@@ -478,55 +423,30 @@ class Hazard(EvictionPolicy):
             waits = [span.data for span in self._spans if not span.ref_count]
             waits += self._ghosts.values()
             model.fit([wait for wait in waits if wait.counts], now)
+            self._leaves.scan(now)
             if self.save is not None:
                 write_counts(Path(self.save), "hazard", f"by={self.by}", model.tables())
-        if model.parts and self._lasts and not self._is_lru:
+        if model.parts and self._lasts and self._trims and not self._is_lru:
             return next(iter(self._lasts))
-        if now >= self._scan_at or self._fits != model.fits:
-            self._scan(now)
-        while True:
-            candidates = self._candidates
-            while candidates:
-                _, _, entry, span = candidates[0]
-                if self._leaves.get(span) == entry:
-                    return span
-                heappop(candidates)
-            self._scan(now)
+        return self._leaves.first(now)
 
     def _part(self, span: Span) -> None:
         """Count the last key of a prompt, if `span` has it, as not used with the rest."""
-        if span.data.last:
-            span.data.last = False
-            self._lasts.pop(span, None)
+        if span in self._lasts:
+            del self._lasts[span]
             self.model.parted += self._learns
 
-    def _enter(self, span: Span) -> None:
-        """Insert a leaf, or move it when its wait has changed."""
-        self._entries = self._leaves[span] = entry = self._entries + 1
-        wait: Wait = span.data
-        index: float = span.released_order
-        if not self._is_lru:
-            bucket = bisect_right(ENDS, self._now - wait.since)
-            index = wait.kind.indices[bucket] or self.model.index(wait.kind, bucket)
-        if index <= self._limit:
-            heappush(self._candidates, (index, wait.since, entry, span))
-
-    def _scan(self, now: int) -> None:
-        """Find the candidates."""
-        model, leaves = self.model, self._leaves
-        waits: list[Wait] = [span.data for span in leaves]
-        ages = [now - wait.since for wait in waits]
-        indices: Row = [span.released_order for span in leaves]
-        if not self._is_lru:
-            places = [
-                (w.kind, bisect_right(ENDS, age)) for w, age in zip(waits, ages, strict=True)
-            ]
-            indices = [kind.indices[i] or model.index(kind, i) for kind, i in places]
-        self._fits, self._limit = model.fits, sorted(indices)[len(ages) // _SCANS]
-        self._scan_at = now + 1 + sum(ages) // (_SCANS * len(ages))
-        self._candidates = [
-            (index, wait.since, entry, span)
-            for index, wait, (span, entry) in zip(indices, waits, leaves.items(), strict=True)
-            if index <= self._limit
+    def _indices(self, leaves: list[Span], now: int) -> Row:
+        """Return the indices of leaves, or under LRU the order in which they were released."""
+        if self._is_lru:
+            return [leaf.released_order for leaf in leaves]
+        waits: list[Wait] = [leaf.data for leaf in leaves]
+        indices = self.model.indices
+        return [
+            (wait.kind.indices or indices(wait.kind))[bisect_right(ENDS, now - wait.since)]
+            for wait in waits
         ]
-        heapify(self._candidates)
+
+
+_ROOT = Wait()
+"""What stands above a first span."""

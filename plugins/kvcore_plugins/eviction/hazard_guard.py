@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from math import sqrt
+from zlib import crc32
 
 from kvcore import EvictionPolicy, KVCache, Request
+from kvcore.request import Key
 from kvcore_plugins.eviction.lru import LRU
 
 _WINDOW = 2000
@@ -44,10 +46,10 @@ class Guard:
         self._sum = self._squares = self._differences = 0.0
         self._request: Request | None = None
 
-    def on_end(self, request: Request, conversation: int | None, now: int) -> None:
+    def on_end(self, request: Request, conversation: Key | None, now: int) -> None:
         """Replay the request before `request`, which has ended, and decide.
 
-        `conversation` is a hash of that of the request before; None if it released nothing.
+        `conversation` is the first key of that before; None if it released nothing.
         """
         before, self._request = self._request, request
         if before is None or conversation is None or not before.keys:
@@ -62,7 +64,8 @@ class Guard:
             )
             self._shadows = lru, other
         lru, other = self._shadows
-        if conversation % self._share or size != lru.geometry.block_size:
+        sampled = self._share == 1 or not crc32(repr(conversation).encode()) % self._share
+        if not sampled or size != lru.geometry.block_size:
             return
         gain = _hits(other, before, now) - _hits(lru, before, now)
         keep = 1 - self._share / _WINDOW
@@ -80,10 +83,10 @@ class Guard:
 
 def _hits(shadow: KVCache, request: Request, now: int) -> int:
     """Return the blocks of `request` that hit in a shadow, which serves it at once."""
-    size, before = shadow.geometry.block_size, shadow.stats.hit_blocks
+    size = shadow.geometry.block_size
     tokens, room = len(request.keys) * size, shadow.pool.blocks * size
     first = None if tokens <= room else room - shadow.probe(request, now) * size
     seq = shadow.open(request, first, now)
     shadow.commit(seq, seq.tokens - seq.computed, now)
     shadow.close(seq, now)
-    return shadow.stats.hit_blocks - before
+    return seq.hit_blocks

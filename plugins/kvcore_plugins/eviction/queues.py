@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from heapq import heapify, heappop, heappush
 
 from kvcore import EvictionPolicy, Span
 from kvcore.cache import LazyHeap
@@ -83,3 +84,73 @@ def _evictable_rest(span: Span) -> Span | None:
     next(parts)
     above = next(parts, None)
     return above if above is not None and above.is_leaf and not above.ref_count else None
+
+
+class ScannedLeaves:
+    """Orders evictable leaves by scores that change with time; the lowest is the first.
+
+    A scan scores all leaves. The lowest eighth are candidates, and so are leaves that enter
+    later with a score as low. The next scan follows when these are used up, or when the leaves
+    have aged by an eighth: O(leaves) for each eighth of them that leaves. Ties go to the lower
+    `released_order`.
+
+    Args:
+        scores: returns the scores of leaves at a time in ns.
+    """
+
+    def __init__(self, scores: Callable[[list[Span], int], list[float]]) -> None:
+        """Create an empty order."""
+        self._scores = scores
+        # The leaves with their entries in the heap; an entry that is no leaf's is garbage.
+        self._leaves: dict[Span, tuple[float, int, Span] | None] = {}
+        self._candidates: list[tuple[float, int, Span]] = []
+        self._limit, self._scan_at = 0.0, 0
+
+    def add(self, leaf: Span, now: int) -> None:
+        """Insert a leaf, or move it when what its score depends on has changed."""
+        (score,) = self._scores([leaf], now)
+        self._leaves[leaf] = None
+        if score <= self._limit:
+            self._leaves[leaf] = entry = (score, leaf.released_order, leaf)
+            heappush(self._candidates, entry)
+            if len(self._candidates) > _GARBAGE * len(self._leaves):
+                self.scan(now)
+
+    def discard(self, span: Span) -> None:
+        """Remove `span` if it is in the order."""
+        self._leaves.pop(span, None)
+
+    def first(self, now: int) -> Span:
+        """Return the candidate with the lowest score."""
+        if now >= self._scan_at:
+            self.scan(now)
+        while True:
+            candidates, leaves = self._candidates, self._leaves
+            while candidates:
+                entry = candidates[0]
+                if leaves.get(entry[2]) is entry:
+                    return entry[2]
+                heappop(candidates)
+            self.scan(now)
+
+    def scan(self, now: int) -> None:
+        """Score all leaves, and choose the candidates."""
+        leaves = list(self._leaves)
+        scores = self._scores(leaves, now)
+        if not leaves:
+            return
+        self._limit = limit = sorted(scores)[len(leaves) // _SCANS]
+        ages = len(leaves) * now - sum(leaf.last_access for leaf in leaves)
+        self._scan_at = now + 1 + ages // (_SCANS * len(leaves))
+        self._candidates = [
+            (score, leaf.released_order, leaf)
+            for score, leaf in zip(scores, leaves, strict=True)
+            if score <= limit
+        ]
+        self._leaves.update((entry[2], entry) for entry in self._candidates)
+        heapify(self._candidates)
+
+
+_SCANS, _GARBAGE = 8, 4
+"""Of the leaves, the share that are candidates after a scan, and of their ages, the growth
+until the next one; entries of the heap for each leaf that are too many."""

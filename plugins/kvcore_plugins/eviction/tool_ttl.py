@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from itertools import accumulate
+from itertools import pairwise
 from typing import ClassVar, TypeAlias
 
 from kvcore import InputError, Request, ScoreEviction, Span
 from kvcore.request import Key
 from kvcore.units import NS_PER_S
+from kvcore_plugins.eviction.survival import hazards, indices
 
 _SHIFT = 27
 _BUCKETS = 21
 """Ages fall in buckets: below 2^27 ns (0.13 s), up to twice as much, ..., 2^46 ns (20 h)."""
+
+_WIDTHS = [
+    (end - start) / NS_PER_S
+    for start, end in pairwise([0, *(1 << (_SHIFT + bucket) for bucket in range(_BUCKETS))])
+]
 
 _TAIL = 0.3
 """Share of the waits that end in a bucket, of those that reach it, without observations."""
@@ -74,7 +79,7 @@ class ToolTTL(ScoreEviction):
         self._ended: dict[str, list[int]] = {}
         self._given_up: dict[str, list[int]] = {}
         self._seen = self._due = 0
-        self._unknown = _values([_TAIL] * _BUCKETS)
+        self._unknown = indices([_TAIL] * _BUCKETS, _WIDTHS)
         self._values: dict[str | None, list[float]] = {}
 
     def on_queued(self, request: Request, now: int, *, front: bool = False) -> None:
@@ -163,42 +168,11 @@ class ToolTTL(ScoreEviction):
         )
         prior = hazards(ended_in_all, left_in_all, tail, self.prior)
         self._values = {
-            tool: _values(hazards(ended[tool], left[tool], prior, self.prior)) for tool in ended
+            tool: indices(hazards(ended[tool], left[tool], prior, self.prior), _WIDTHS)
+            for tool in ended
         }
 
 
 def _bucket(age: int) -> int:
     """Return the bucket of an age in ns."""
     return min((age >> _SHIFT).bit_length(), _BUCKETS - 1)
-
-
-def hazards(
-    ended: Sequence[float], left: Sequence[float], prior: list[float], weight: float
-) -> list[float]:
-    """Return by bucket the share of the waits that end in it, of those that reach it.
-
-    Waits that `left` a bucket without an end, and open ones, have reached only the buckets
-    before it.
-    """
-    reached = list(accumulate(reversed([a + b for a, b in zip(ended, left, strict=True)])))
-    reached.reverse()
-    return [
-        (end + weight * before) / (reach - lost + weight)
-        for end, lost, reach, before in zip(ended, left, reached, prior, strict=True)
-    ]
-
-
-def _values(hazards: list[float]) -> list[float]:
-    """Return by bucket the best chance of an end per second of waiting for it."""
-    values = []
-    for start in range(_BUCKETS):
-        survival, chance, seconds, best = 1.0, 0.0, 0.0, 0.0
-        for bucket in range(start, _BUCKETS):
-            hazard = hazards[bucket]
-            width = (1 << (_SHIFT + bucket)) / NS_PER_S / (2 if bucket else 1)
-            seconds += survival * width * (1 - hazard / 2)
-            chance += survival * hazard
-            survival *= 1 - hazard
-            best = max(best, chance / seconds)
-        values.append(best)
-    return values

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from helpers.crossings import SMALL, count_calls_of_command, count_calls_of_request
 
-FILES_OF_SIMULATE = 55
+FILES_OF_SIMULATE = 57
 CALLS_OF_A_REQUEST = 97
 CROSSINGS_OF_A_REQUEST = 94
 FILES_OF_A_REQUEST = 15

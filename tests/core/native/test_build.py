@@ -7,33 +7,32 @@ import pytest
 from helpers.native import needs_core
 
 from kvcore.native import build
-from kvcore.native import loading as native
 
 
 @pytest.fixture
 def unloaded():
     """Forget the library that this process has loaded, for a test."""
-    native._load.cache_clear()
+    build._load.cache_clear()
     yield
-    native._load.cache_clear()
+    build._load.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")
 def test_a_variable_switches_the_core_off(monkeypatch):
     """With KVCORE_PURE=1 the library is not used, and the state says so."""
-    monkeypatch.setenv(native.PURE, "1")
-    assert native.library() is None
-    assert native.PURE in native.state()
+    monkeypatch.setenv(build.PURE, "1")
+    assert build.library() is None
+    assert build.PURE in build.state()
 
 
 @needs_core
 @pytest.mark.usefixtures("unloaded")
 def test_a_library_of_other_sources_is_not_used(monkeypatch):
     """A library that is older than its sources is left alone, and the state says what to do."""
-    monkeypatch.delenv(native.PURE, raising=False)
-    monkeypatch.setattr(native, "source_digest", lambda: "another")
-    assert native.library() is None
-    assert "install kvcore again" in native.state()
+    monkeypatch.delenv(build.PURE, raising=False)
+    monkeypatch.setattr(build, "source_digest", lambda: "another")
+    assert build.library() is None
+    assert "install kvcore again" in build.state()
 
 
 def test_a_missing_compiler_is_said_and_leaves_nothing(monkeypatch, tmp_path):

@@ -7,10 +7,18 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from kvcore import Plugins
 from kvcore.errors import InputError
 from kvcore.files import refuse_overwrite
 from kvcore.request import Request, chain_keys
-from kvcore.workloads import Workload, checked, file_digest, lines, recognise
+from kvcore.workloads import (
+    Workload,
+    checked,
+    file_digest,
+    find_workload,
+    lines,
+    recognise,
+)
 from kvcore_plugins.workload import Azure, Chat, Jsonl, Mooncake, Weka, Zipf
 
 BUILT_IN = [Azure, Jsonl, Mooncake, Weka, Zipf]
@@ -418,3 +426,20 @@ def test_a_chained_key_depends_on_all_hashes_before():
     hashes = [[1, 2], [3, 2], [2, 2]]
     chained = (request(n, chain_keys(each)) for n, each in enumerate(hashes))
     assert len(list(checked(Listed(*chained)))) == 3
+
+
+def test_a_workload_may_be_a_class_in_a_file(tmp_path):
+    """`my.py:Class:option=value` names a class in a file, and `my.py` the only one there."""
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from kvcore import Request, Workload\n"
+        "class Mine(Workload):\n"
+        "    name, key_tokens = 'mine', 16\n"
+        "    def __init__(self, key: int = 1):\n"
+        "        self.key = key\n"
+        "    def __iter__(self):\n"
+        "        tokens = dict(prompt_tokens=16, output_tokens=1, key_tokens=16)\n"
+        "        yield Request(id=0, arrival=0, keys=[self.key], **tokens)\n"
+    )
+    for text, key in ((f"{path}:Mine:key=7", 7), (str(path), 1)):
+        assert [list(request.keys) for request in find_workload(text, Plugins())] == [[key]]

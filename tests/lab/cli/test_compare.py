@@ -52,6 +52,7 @@ def test_json_has_the_documented_fields():
         "lookup_blocks",
         "hit_blocks",
         "hit_ratio",
+        "saved_s",
         "evicted_blocks",
         "share_of_optimum",
         "residency",
