@@ -388,7 +388,8 @@ class ReplaySetup:
         """Replay in a cache that never evicts; return its counts and its final blocks."""
         if self.groups:
             groups = GroupedCache(self.groups, MOST_BLOCKS, key_tokens=self.geometry.key_tokens)
-            return replay_groups(requests, groups), groups.unpinned_blocks
+            replay_groups(requests, groups)
+            return groups.stats, groups.unpinned_blocks
         cache = self.cache(_NoEviction(), MOST_BLOCKS)
         return replay(requests, cache), cache.tree.cached_blocks
 
@@ -515,7 +516,8 @@ class _RowMaker:
                 charged = self._bill(zip(self._requests, hits, strict=True))
         elif self.setup.groups:
             groups = self.setup.grouped(policy.make(), blocks)
-            stats = replay_groups(ticked(self._requests, self.tick), groups)
+            lengths = Counter(replay_groups(ticked(self._requests, self.tick), groups))
+            stats = groups.stats
             evicted = groups.evicted_blocks
         else:
             cache = self.setup.cache(policy.make(), blocks, trace)

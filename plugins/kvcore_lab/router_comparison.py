@@ -271,7 +271,8 @@ class _Shares:
         requests = check_keys(parts.workload)
         if parts.layer_groups:
             groups = cast("GroupedCache", parts.served_cache(blocks=blocks))
-            return replay_groups(requests, groups, parts.batching.max_tokens), None
+            replay_groups(requests, groups, parts.batching.max_tokens)
+            return groups.stats, None
         cache = self._cache(parts, blocks)
         stats = replay(requests, cache)
         return stats, self._optimum(parts, blocks) if cache.prefix.name == SHARING else None

@@ -33,17 +33,18 @@ def replay(requests: Iterable[Request], cache: KVCache) -> CacheStats:
 
 def replay_groups(
     requests: Iterable[Request], cache: GroupedCache, max_tokens: int = CHUNK
-) -> CacheStats:
-    """Compute the prompts of `requests` serially in chunks; return the cache's statistics.
+) -> list[int]:
+    """Compute the prompts of `requests` serially in chunks; return the blocks that each hits.
 
     `on_queued` of the eviction policy is called as by `served`.
     """
     if any(find_override(cache.eviction, method) for method in ("on_queued", "on_dequeued")):
         requests = _announced(requests, cache)
+    hits, size = [], cache.geometry.block_size
     for request in requests:
         cache.now = max(cache.now, request.arrival)
-        cache.compute(request, max_tokens)
-    return cache.stats
+        hits.append(cache.compute(request, max_tokens).tokens // size)
+    return hits
 
 
 def hits_of(requests: Iterable[Request], cache: KVCache) -> array[int]:
