@@ -10,6 +10,7 @@ from typing import Any
 
 from kvcore.cache.kvcache import KVCache
 from kvcore.cache.pool import CountingPool
+from kvcore.cache.residency import Residency
 from kvcore.cache.served import ServedCache
 from kvcore.cache.span import Span
 from kvcore.histogram import borders
@@ -38,6 +39,7 @@ def why_not(cache: ServedCache) -> str:
         ("tiers", cache.tiers),
         ("a retention policy", cache.retention),
         ("a policy that hears of the queue", any(hears)),
+        ("statistics of its own", type(tree.residency) not in (Residency, type(None))),
         ("spans that expire", tree._expires),
         ("leaves evicted whole", tree._evicts_leaves),
         ("a cache in use", cache.now or cache.stats.requests or cache.sequences),
