@@ -74,7 +74,6 @@ def test_a_plain_run_is_served_by_the_core(monkeypatch):
         ({"latency": "roofline:model=gpt-oss-20b"}, "attention windows"),
         ({"latency": "roofline:frontend=0.1"}, "a front end"),
         ({"drafter": "acceptance"}, "a SpeculativeSimulator"),
-        ({"fragmentation": True}, "a MeasuredAllocator"),
         ({"scheduler": "srpt"}, "a scheduler that pauses or plans"),
         ({"jumps": False}, "single steps"),
     ],
