@@ -34,19 +34,13 @@ typedef __int128 i128; /* picoseconds: their sums pass 2^63 after 106 days */
     X(id) X(arrival) X(prompt_tokens) X(output_tokens) X(keys) X(key_tokens) X(tenant) X(slo)     \
     X(retention) X(hints) X(session) X(after) X(output_keys)
 
-#define JOB_SLOTS(X)                                                                              \
-    X(target) X(stage) X(computed) X(rank) X(admitted) X(first_token) X(hit) X(recomputes)        \
-    X(last_token_ps) X(output_tokens) X(generated_before) X(joined)
-
 #define OFFSET(name) Py_ssize_t name;
 typedef struct { PyTypeObject *type; SPAN_SLOTS(OFFSET) } SpanSlots;
 typedef struct { PyTypeObject *type; REQUEST_SLOTS(OFFSET) } RequestSlots;
-typedef struct { PyTypeObject *type; JOB_SLOTS(OFFSET) } JobSlots;
 #undef OFFSET
 
 extern SpanSlots span_slots;
 extern RequestSlots request_slots;
-extern JobSlots job_slots;
 
 static inline PyObject **slot(PyObject *object, Py_ssize_t offset)
 {
@@ -113,7 +107,7 @@ struct Job {
     /* Its sequence. */
     PyObject *span;
     PyObject *token;     /* stands for the sequence in `Span.creator`: its `admission` */
-    i64 admission, cacheable, lookup, limit, blocks, tokens, shared_end;
+    i64 admission, cacheable, lookup, limit, blocks, tokens, hit_blocks, shared_end;
     /* Its places: among the running, the prefilling, and in the batch. */
     Link running, prefilling, batch;
     i64 end, residue;

@@ -308,48 +308,40 @@ static int heap_pop(Core *c)
     return 0;
 }
 
-/* Make the `Job` of Python that a scheduler orders, or bring it up to date. */
-static int show_job(Core *c, Job *job)
+/* Return the fields of a job, from which Python makes one of its own. */
+static PyObject *job_state(Job *job)
 {
-    PyObject *steps = get(c->loop, "steps");
-    if (!steps || set_int(steps, "count", c->batch.steps) < 0)
-        goto failed;
-    if (!job->python) {
-        job->python = PyObject_CallFunction((PyObject *)job_slots.type, "OLLOLO", job->request,
-            job->serial, job->arrival, steps, job->prompt, job->verdict ? job->verdict : Py_None);
-        if (!job->python)
-            goto failed;
-    }
-#define SHOW(name, value)                                                                         \
-    if (put(slot(job->python, job_slots.name), value) < 0)                                        \
-        goto failed;
-#define OPTIONAL(value) ((value) < 0 ? Py_NewRef(Py_None) : PyLong_FromLongLong(value))
-    static const char *const STAGES[] = {"waiting", "prefill", "decode"};
-    SHOW(stage, PyUnicode_InternFromString(STAGES[job->stage]))
-    SHOW(target, PyLong_FromLongLong(job->target))
-    SHOW(computed, PyLong_FromLongLong(job->computed))
-    SHOW(output_tokens, PyLong_FromLongLong(job->output))
-    SHOW(generated_before, PyLong_FromLongLong(job->generated_before))
-    SHOW(recomputes, PyLong_FromLongLong(job->recomputes))
-    SHOW(hit, PyLong_FromLongLong(job->hit))
-    SHOW(last_token_ps, big_int(job->last_token_ps))
-    SHOW(admitted, OPTIONAL(job->admitted))
-    SHOW(first_token, OPTIONAL(job->first_token))
-    SHOW(joined, OPTIONAL(job->joined))
-    SHOW(rank, Py_NewRef(job->rank ? job->rank : Py_None))
-    Py_DECREF(steps);
-    return 0;
-failed:
-    Py_XDECREF(steps);
-    return -1;
+    PyObject *none = Py_None;
+    return Py_BuildValue(
+        "{sO sO sO sO sO sO sO sL sL sL sL sL sL sL sL sL sN sL sL sL si si sL sL sL sL sL sL sL}",
+        "request", job->request, "job", job->python ? job->python : none,
+        "rank", job->rank ? job->rank : none, "slo", job->verdict ? job->verdict : none,
+        "keys", job->keys ? job->keys : none, "span", job->span ? job->span : none,
+        "token", job->token ? job->token : none,
+        "serial", job->serial, "arrival", job->arrival, "output_tokens", job->output,
+        "target", job->target, "computed", job->computed, "hit", job->hit,
+        "hit_blocks", job->hit_blocks,
+        "admitted", job->admitted, "first_token", job->first_token,
+        "last_token_ps", big_int(job->last_token_ps), "generated_before", job->generated_before,
+        "joined", job->joined, "recomputes", job->recomputes, "stage", job->stage,
+        "is_fresh", job->is_fresh, "admission", job->admission, "cacheable", job->cacheable,
+        "lookup_blocks", job->lookup, "blocks", job->blocks, "tokens", job->tokens,
+        "end", job->end, "residue", job->residue);
 }
 
-/* Return the priority of `job`, by a scheduler that computes one. */
+/* Return the priority of `job`, by a scheduler that computes one from the `Job` of Python. */
 static PyObject *priority_of(Core *c, Job *job, i64 now)
 {
-    if (show_job(c, job) < 0)
-        return NULL;
-    return PyObject_CallFunction(c->priority, "OL", job->python, now);
+    PyObject *steps = get(c->loop, "steps"), *state = steps ? job_state(job) : NULL;
+    PyObject *rank = NULL, *answer = NULL;
+    if (state && set_int(steps, "count", c->batch.steps) == 0)
+        answer = PyObject_CallFunction(c->priority, "OL", state, now);
+    if (answer && PyTuple_Check(answer) && PyTuple_GET_SIZE(answer) == 2) {
+        put(&job->python, Py_NewRef(PyTuple_GET_ITEM(answer, 0)));
+        rank = Py_NewRef(PyTuple_GET_ITEM(answer, 1));
+    }
+    Py_XDECREF(steps), Py_XDECREF(state), Py_XDECREF(answer);
+    return rank;
 }
 
 static int queue(Core *c, Job *job, i64 now, int front)
@@ -1023,25 +1015,6 @@ static int run(Core *c, i64 turns)
 
 /* From Python, and back. */
 
-static PyObject *job_state(Job *job)
-{
-    PyObject *none = Py_None;
-    return Py_BuildValue(
-        "{sO sO sO sO sO sO sO sL sL sL sL sL sL sL sL sN sL sL sL si si sL sL sL sL sL sL sL}",
-        "request", job->request, "job", job->python ? job->python : none,
-        "rank", job->rank ? job->rank : none, "slo", job->verdict ? job->verdict : none,
-        "keys", job->keys ? job->keys : none, "span", job->span ? job->span : none,
-        "token", job->token ? job->token : none,
-        "serial", job->serial, "arrival", job->arrival, "output_tokens", job->output,
-        "target", job->target, "computed", job->computed, "hit", job->hit,
-        "admitted", job->admitted, "first_token", job->first_token,
-        "last_token_ps", big_int(job->last_token_ps), "generated_before", job->generated_before,
-        "joined", job->joined, "recomputes", job->recomputes, "stage", job->stage,
-        "is_fresh", job->is_fresh, "admission", job->admission, "cacheable", job->cacheable,
-        "lookup_blocks", job->lookup, "blocks", job->blocks, "tokens", job->tokens,
-        "end", job->end, "residue", job->residue);
-}
-
 #define STATES(list, link)                                                                        \
     PyObject *list = PyList_New(0);                                                               \
     for (Job *job = c->list.first; list && job; job = job->link.after) {                          \
@@ -1222,7 +1195,6 @@ PyDoc_STRVAR(bind_doc,
 "Use these classes, whose slots are read and written in place, the hints of a request without any,\n"
 "and the borders of buckets of a histogram.");
 
-PyDoc_STRVAR(bind_job_doc, "bind_job(job)\n--\n\nUse this class of jobs, for schedulers.");
 
 static PyObject *bind(PyObject *module, PyObject *arguments)
 {
@@ -1248,19 +1220,6 @@ static PyObject *bind(PyObject *module, PyObject *arguments)
     Py_RETURN_NONE;
 }
 
-static PyObject *bind_job(PyObject *module, PyObject *job)
-{
-    JobSlots *slots = &job_slots;
-    (void)module;
-    if (!PyType_Check(job)) {
-        PyErr_SetString(PyExc_TypeError, "give the class of jobs");
-        return NULL;
-    }
-    slots->type = (PyTypeObject *)Py_NewRef(job);
-    if (0 JOB_SLOTS(FIND))
-        return NULL;
-    Py_RETURN_NONE;
-}
 #undef FIND
 
 PyDoc_STRVAR(replay_doc,
@@ -1272,7 +1231,6 @@ static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
     {"replay", untimed_replay, METH_VARARGS, replay_doc},
     {"bind", bind, METH_VARARGS, bind_doc},
-    {"bind_job", bind_job, METH_O, bind_job_doc},
     {NULL, NULL, 0, NULL},
 };
 

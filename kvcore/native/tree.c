@@ -8,7 +8,6 @@
 
 SpanSlots span_slots;
 RequestSlots request_slots;
-JobSlots job_slots;
 
 PyObject *big_int(i128 value)
 {
@@ -609,7 +608,7 @@ int tree_open(Tree *t, Job *job, i64 reserve, i64 now)
         || (job->span != root && record_hit(t, job, id, resumed) < 0))
         goto done;
     job->computed = hit * t->size;
-    job->shared_end = hit;
+    job->hit_blocks = job->shared_end = hit;
     count_admission(t, job, hit, resumed);
     result = 0;
 done:

@@ -76,7 +76,6 @@ def run(loop: Loop, turns: int = -1) -> None:
     native = core()
     if native is None or not serves(loop):
         return
-    native.bind_job(Job)
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
     cache, scale = loop._cache, loop.arrivals.scale
     scheduler = batcher._scheduler
@@ -92,6 +91,11 @@ def run(loop: Loop, turns: int = -1) -> None:
     )
     plugin = scheduler.scheduler
     in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
+
+    def priority(fields: Mapping[str, Any], now: int) -> tuple[Job, Any]:
+        job = _job(loop, fields)
+        return job, scheduler.priority(job, now)
+
     terms = None
     if type(latency).duration is LatencyModel.duration and defines(
         latency, "terms_of_step", "pieces"
@@ -103,7 +107,7 @@ def run(loop: Loop, turns: int = -1) -> None:
         loop,
         None if loop.arrivals.closed else loop.arrivals.restart(),
         numbers,
-        None if in_order else scheduler.priority,
+        None if in_order else priority,
         lambda jobs: decode_lines(latency, jobs),
         latency.duration,
         StepWork,
@@ -125,8 +129,14 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     for fields in (*state["running"], *state["waiting"]):
         job = _job(loop, fields)
         jobs[job.serial] = job
-        if job.seq is not None:
-            ends[job.serial] = fields["end"], job.seq.admission, fields["residue"], job
+        if job.rank is None:
+            job.rank = job.serial
+        seq = job.seq
+        if seq is not None:
+            ends[job.serial] = fields["end"], seq.admission, fields["residue"], job
+            loop._cache.sequences[seq.id] = seq
+            if seq.span.creator is fields["token"]:
+                seq.span.creator = seq
     for fields in state["waiting"]:
         job = jobs[fields["serial"]]
         batcher.waiting.push(job, 0)
@@ -164,26 +174,20 @@ def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
     for name in ("admitted", "first_token", "joined"):
         setattr(job, name, None if fields[name] < 0 else fields[name])
     job.stage = _STAGES[fields["stage"]]
-    if job.rank is None:
-        job.rank = job.serial
-    span = fields["span"]
-    if span is not None:
-        size, admission = loop._cache.geometry.block_size, fields["admission"]
-        job.seq = seq = Sequence(
-            admission,
-            admission,
+    job.seq = None
+    if fields["span"] is not None:
+        job.seq = Sequence(
+            fields["admission"],
+            fields["admission"],
             request,
             fields["keys"],
             fields["cacheable"],
             fields["lookup_blocks"],
-            job.hit // size,
+            fields["hit_blocks"],
             fields["tokens"],
             job.computed,
             fields["blocks"],
             job.target,
-            span,
+            fields["span"],
         )
-        loop._cache.sequences[admission] = seq
-        if span.creator is fields["token"]:
-            span.creator = seq
     return job

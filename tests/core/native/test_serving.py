@@ -9,7 +9,7 @@ from helpers.native import core, examples, left_by, needs_core, random_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, Request
+from kvcore import KVCache, Request, Scheduler
 from kvcore.serving import native as serving
 from kvcore.serving import simulate
 from kvcore.serving.loop import ServingLoop
@@ -85,6 +85,33 @@ def test_what_the_core_lacks_is_served_in_python(options, reason, monkeypatch):
     request = Request(id=0, prompt_tokens=100, output_tokens=5, key_tokens=16)
     simulate([request], cache=KVCache(100, 16), **options)
     assert reasons == [reason]
+
+
+class ByBlocks(Scheduler):
+    """Orders jobs by what a job of Python alone says: its blocks, and its tokens so far."""
+
+    name = "by-blocks"
+
+    def priority(self, job, now):
+        """Return the blocks that it holds, and the tokens that it has."""
+        held = 0 if job.seq is None else job.seq.blocks - job.seq.hit_blocks
+        return held, job.generated, job.length, job.stage, job.recomputes
+
+
+def test_a_scheduler_sees_whole_jobs():
+    """A scheduler that reads the blocks of running jobs preempts the same ones."""
+
+    def serve():
+        requests = [
+            Request(id=n, prompt_tokens=50 + n, output_tokens=90, keys=[n % 3], key_tokens=16)
+            for n in range(30)
+        ]
+        return simulate(requests, cache=KVCache(30, 16), scheduler=ByBlocks())
+
+    with core():
+        left = left_by(serve)
+    assert any(left["columns"]["recomputes"])
+    assert left == in_python(serve)
 
 
 HOOKS = "on_insert", "on_access", "on_split", "on_pin", "on_release", "on_remove", "on_trim"
