@@ -68,9 +68,11 @@ def command(target: Path) -> list[str]:
 def build(folder: Path = FOLDER) -> str:
     """Build the library in `folder`; return "", or why that cannot be done."""
     import subprocess  # noqa: PLC0415
+    import sysconfig  # noqa: PLC0415
 
-    if sys.platform == "win32" or sys.implementation.name != "cpython":
-        return f"no core for {sys.implementation.name} on {sys.platform}"
+    threads = "Py_GIL_DISABLED" if sysconfig.get_config_var("Py_GIL_DISABLED") else ""
+    if sys.platform == "win32" or sys.implementation.name != "cpython" or threads:
+        return f"no core for {sys.implementation.name} on {sys.platform} {threads}".rstrip()
     target = folder / library_name()
     partial = target.with_suffix(".partial")
     try:

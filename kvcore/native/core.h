@@ -83,6 +83,22 @@ static inline PyObject *get(PyObject *object, const char *name)
     return object && !PyErr_Occurred() ? PyObject_GetAttrString(object, name) : NULL;
 }
 
+/* Take the exception that is set; it has its traceback. */
+static inline PyObject *take_exception(void)
+{
+#if PY_VERSION_HEX >= 0x030c0000
+    return PyErr_GetRaisedException();
+#else
+    PyObject *type, *error, *traceback;
+    PyErr_Fetch(&type, &error, &traceback);
+    PyErr_NormalizeException(&type, &error, &traceback);
+    if (traceback)
+        PyException_SetTraceback(error, traceback);
+    Py_XDECREF(type), Py_XDECREF(traceback);
+    return error;
+#endif
+}
+
 PyObject *big_int(i128 value);
 int set_int(PyObject *object, const char *name, i64 value);
 

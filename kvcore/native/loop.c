@@ -261,13 +261,10 @@ static int goes_before(Job *one, Job *other)
 
 static int priority_failed(Core *c)
 {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
+    PyObject *error = take_exception();
     PyObject *batcher = get(c->loop, "batcher");
     PyObject *done = batcher ? PyObject_CallMethod(batcher, "refuse_order", "O", error) : NULL;
-    Py_XDECREF(batcher), Py_XDECREF(done);
-    Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
+    Py_XDECREF(batcher), Py_XDECREF(done), Py_XDECREF(error);
     return -1;
 }
 

@@ -64,17 +64,13 @@ static const struct { const char *name; int owner; const char *slot; } HOOK[HOOK
 /* The exception of a plugin becomes a PolicyError, which ends the use of the cache. */
 static int fail(Tree *t, PyObject *plugin, const char *method)
 {
-    PyObject *type, *error, *traceback;
-    PyErr_Fetch(&type, &error, &traceback);
-    PyErr_NormalizeException(&type, &error, &traceback);
-    if (traceback)
-        PyException_SetTraceback(error, traceback);
+    PyObject *error = take_exception();
     PyObject *failure = PyObject_CallMethod(t->tree, "fail", "OsO", plugin, method, error);
     if (failure) {
         PyException_SetCause(failure, Py_NewRef(error));
         PyErr_SetObject((PyObject *)Py_TYPE(failure), failure);
     }
-    Py_XDECREF(failure), Py_XDECREF(type), Py_XDECREF(error), Py_XDECREF(traceback);
+    Py_XDECREF(failure), Py_XDECREF(error);
     return -1;
 }
 
