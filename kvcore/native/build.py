@@ -108,7 +108,7 @@ def _load() -> tuple[Any, str]:
     except ImportError:
         return (
             None,
-            "in Python: the core in C was not built, as it is where a compiler is found",
+            "in Python: without the core in C, which a C compiler makes at installation",
         )
     if source_digest() not in (None, core.SOURCE):
         return None, "in Python: the core in C is older than its sources; install kvcore again"
