@@ -27,7 +27,7 @@ def main(folder, examples="500"):
         "target = build.FOLDER / build.library_name();"
         f"subprocess.run([*build.command(target), '-g', {SANITIZERS!r}], check=True)"
     )
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], env=environment, check=True)
     libraries = [
         subprocess.run(
             ["cc", f"-print-file-name={name}"],  # noqa: S607
@@ -47,7 +47,17 @@ def main(folder, examples="500"):
         "KVCORE_NATIVE_EXAMPLES": examples,
     }
     tests = copy / "tests" / "core" / "native"
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull]
+    pytest = [
+        sys.executable,
+        "-P",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        os.devnull,
+    ]
     options = ["--rootdir", str(copy), "--import-mode=importlib", "-k", "not test_build"]
     raise SystemExit(subprocess.call([*pytest, *options, str(tests)], env=environment))
 
