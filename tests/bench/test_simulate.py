@@ -37,6 +37,9 @@ from kvcore_plugins.workload import Azure, Mooncake
 AZURE = "KVCORE_AZURE_TRACE"
 """The variable with the path of AzureLLMInferenceTrace_conv.csv, which is not shipped."""
 
+SYNTHETIC = "KVCORE_MOONCAKE_SYNTHETIC"
+"""The variable with the path of Mooncake's synthetic_trace.jsonl, which is not shipped."""
+
 RUNS = 5
 TRACING_PROMISED = 1.3
 TRACING_REACHED = 2.0
@@ -60,6 +63,13 @@ def _azure() -> Source:
     if path is None:
         pytest.skip(f"set {AZURE} to the path of AzureLLMInferenceTrace_conv.csv")
     return Source(path, Azure(path=Path(path)))
+
+
+def _synthetic() -> Source:
+    path = os.environ.get(SYNTHETIC)
+    if path is None:
+        pytest.skip(f"set {SYNTHETIC} to the path of Mooncake's synthetic_trace.jsonl")
+    return Source(path, Mooncake(path=Path(path)))
 
 
 def _command(workload: str, block_size: int) -> list[str]:
@@ -108,8 +118,13 @@ def _loop(
         (_mooncake, 16, 3, 1),
         (_azure, 16, None, 3),
         (_azure, 512, None, 3),
+        (_synthetic, 512, None, 7),
+        (_synthetic, 16, None, 7),
     ],
-    ids=["mooncake, block 512", "mooncake, block 16", "azure, block 16", "azure, block 512"],
+    ids=[
+        *("mooncake, block 512", "mooncake, block 16", "azure, block 16", "azure, block 512"),
+        *("synthetic, block 512", "synthetic, block 16"),
+    ],
 )
 def test_simulation_is_faster_than_dynamo(
     source, block_size, promised, runs, request, tmp_path
