@@ -125,7 +125,7 @@ class Arrivals:
             )
             raise InputError(msg)
         self.scale = Fraction(str(rate_scale))
-        self.scaled = rate_scale != 1
+        self._scaled = rate_scale != 1
         self._requests = iter(requests)
         self._session_of: dict[int | str, str | None] = {}
         # Most workloads number their requests: these numbers were read, without a session.
@@ -231,7 +231,7 @@ class Arrivals:
             if request.after is not None:
                 self._follow(request, place)
                 continue
-            if self.scaled:
+            if self._scaled:
                 at = int(at / self.scale)
             self._enter(at, place, request)
             self._newest = at
