@@ -102,6 +102,32 @@ static inline PyObject *take_exception(void)
 PyObject *big_int(i128 value);
 int set_int(PyObject *object, const char *name, i64 value);
 
+/* Room for one more item. */
+#define GROW(items, count, room)                                                                  \
+    ((count) < (room) ? 0 : grow_items((void **)&(items), &(room), sizeof *(items)))
+
+int grow_items(void **items, i64 *room, size_t size);
+
+/* Return a field of a request: by its slot, or as any other attribute. */
+static inline PyObject *field(PyObject *request, Py_ssize_t offset, const char *name)
+{
+    if (Py_TYPE(request) == request_slots.type && *slot(request, offset))
+        return Py_NewRef(*slot(request, offset));
+    return get(request, name);
+}
+
+#define FIELD(request, name) field(request, request_slots.name, #name)
+
+static inline i64 int_field(PyObject *request, Py_ssize_t offset, const char *name)
+{
+    PyObject *value = field(request, offset, name);
+    i64 number = value ? PyLong_AsLongLong(value) : -1;
+    Py_XDECREF(value);
+    return number;
+}
+
+#define INT_FIELD(request, name) int_field(request, request_slots.name, #name)
+
 /* Jobs. */
 
 typedef struct Job Job;
@@ -123,7 +149,7 @@ struct Job {
     /* Its sequence. */
     PyObject *span;
     PyObject *token;     /* stands for the sequence in `Span.creator`: its `admission` */
-    i64 admission, cacheable, lookup, limit, blocks, tokens, hit_blocks, shared_end;
+    i64 admission, cacheable, limit, blocks, tokens, hit_blocks, shared_end;
     /* Its places: among the running, the prefilling, and in the batch. */
     Link running, prefilling, batch;
     i64 end, residue;

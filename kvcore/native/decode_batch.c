@@ -85,14 +85,7 @@ int batch_init(Batch *b, Tree *tree)
 {
     b->tree = tree;
     b->block_size = tree->size;
-    b->growing_room = b->ends_room = b->fresh_room = 64;
-    b->growing = PyMem_New(Job *, b->growing_room);
-    b->fresh = PyMem_New(Job *, b->fresh_room);
-    b->ends = PyMem_New(End, b->ends_room);
-    if (b->growing && b->fresh && b->ends)
-        return histogram_init(&b->gaps);
-    PyErr_NoMemory();
-    return -1;
+    return histogram_init(&b->gaps);
 }
 
 void batch_clear(Batch *b)
@@ -129,14 +122,8 @@ static int is_before(End one, End other)
 
 static int push_end(Batch *b, End entry)
 {
-    if (b->ends_count == b->ends_room) {
-        End *ends = PyMem_Resize(b->ends, End, 2 * b->ends_room);
-        if (!ends) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        b->ends_room *= 2;
-    }
+    if (GROW(b->ends, b->ends_count, b->ends_room) < 0)
+        return -1;
     i64 at = b->ends_count++;
     for (; at && is_before(entry, b->ends[(at - 1) / 2]); at = (at - 1) / 2)
         b->ends[at] = b->ends[(at - 1) / 2];
@@ -165,22 +152,9 @@ static void remove_end(Batch *b, i64 at)
 int batch_add(Batch *b, Job *job, i64 generated)
 {
     i64 length = job->prompt + generated - 1, count = b->jobs.count;
-    if (count == b->growing_room) {
-        Job **growing = PyMem_Resize(b->growing, Job *, 2 * b->growing_room);
-        if (!growing) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        b->growing_room *= 2;
-    }
-    if (b->fresh_count == b->fresh_room) {
-        Job **fresh = PyMem_Resize(b->fresh, Job *, 2 * b->fresh_room);
-        if (!fresh) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        b->fresh_room *= 2;
-    }
+    if (GROW(b->growing, count, b->growing_room) < 0
+        || GROW(b->fresh, b->fresh_count, b->fresh_room) < 0)
+        return -1;
     job->generated_before = generated;
     job->joined = b->steps;
     job->residue = modulo(b->steps - length, b->block_size);
@@ -361,7 +335,7 @@ static int evict_ahead(Batch *b, i64 missing, i64 need, i64 steps, i128 clock, c
         if (!at)
             return -1;
     }
-    PyObject *id = get(b->jobs.first->request, "id");
+    PyObject *id = FIELD(b->jobs.first->request, id);
     int failed = id ? tree_free_ahead(b->tree, missing, id, (i64)(clock / 1000), at) : -1;
     Py_XDECREF(id), Py_XDECREF(at);
     return failed;

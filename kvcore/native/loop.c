@@ -70,42 +70,6 @@ typedef struct {
     int changed;
 } Core;
 
-/* Room for one more item. */
-#define GROW(items, count, room)                                                                  \
-    ((count) < (room) ? 0 : grow_items((void **)&(items), &(room), sizeof *(items)))
-
-static int grow_items(void **items, i64 *room, size_t size)
-{
-    i64 more = *room ? 2 * *room : 64;
-    void *moved = PyMem_Realloc(*items, (size_t)more * size);
-    if (!moved) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    *items = moved;
-    *room = more;
-    return 0;
-}
-
-static PyObject *field(PyObject *request, Py_ssize_t offset, const char *name)
-{
-    if (Py_TYPE(request) == request_slots.type && *slot(request, offset))
-        return Py_NewRef(*slot(request, offset));
-    return get(request, name);
-}
-
-#define FIELD(request, name) field(request, request_slots.name, #name)
-
-static i64 int_field(PyObject *request, Py_ssize_t offset, const char *name)
-{
-    PyObject *value = field(request, offset, name);
-    i64 number = value ? PyLong_AsLongLong(value) : -1;
-    Py_XDECREF(value);
-    return number;
-}
-
-#define INT_FIELD(request, name) int_field(request, request_slots.name, #name)
-
 static void free_job(Job *job)
 {
     Py_XDECREF(job->request), Py_XDECREF(job->keys), Py_XDECREF(job->python);
@@ -322,7 +286,7 @@ static PyObject *job_state(Job *job)
         "last_token_ps", big_int(job->last_token_ps), "generated_before", job->generated_before,
         "joined", job->joined, "recomputes", job->recomputes, "stage", job->stage,
         "is_fresh", job->is_fresh, "admission", job->admission, "cacheable", job->cacheable,
-        "lookup_blocks", job->lookup, "blocks", job->blocks, "tokens", job->tokens,
+        "lookup_blocks", job->cacheable, "blocks", job->blocks, "tokens", job->tokens,
         "end", job->end, "residue", job->residue);
 }
 

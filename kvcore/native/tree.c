@@ -30,6 +30,19 @@ int set_int(PyObject *object, const char *name, i64 value)
     return failed;
 }
 
+int grow_items(void **items, i64 *room, size_t size)
+{
+    i64 more = *room ? 2 * *room : 64;
+    void *moved = PyMem_Realloc(*items, (size_t)more * size);
+    if (!moved) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *items = moved;
+    *room = more;
+    return 0;
+}
+
 /* Return an attribute; NULL for None, or with an exception. */
 static PyObject *attribute(PyObject *object, const char *name)
 {
@@ -421,17 +434,10 @@ static int allocate(Tree *t, i64 need, PyObject *requester)
     return 0;
 }
 
-static PyObject *request_id(Job *job)
-{
-    if (Py_TYPE(job->request) == request_slots.type)
-        return Py_NewRef(*slot(job->request, request_slots.id));
-    return get(job->request, "id");
-}
-
 /* Allocate a block for `job`, which grows; one is free or evictable. */
 int tree_take_one(Tree *t, Job *job, i64 now)
 {
-    PyObject *id = request_id(job);
+    PyObject *id = FIELD(job->request, id);
     int failed = !id || tree_at(t, now) < 0 || allocate(t, 1, id) < 0;
     Py_XDECREF(id);
     return failed ? -1 : 0;
@@ -465,7 +471,7 @@ static int check_key_tokens(Tree *t, PyObject *request)
 /* Return the keys of the blocks of a request. */
 static PyObject *block_keys(Tree *t, PyObject *request)
 {
-    PyObject *keys = attribute(request, "keys"), *slice = NULL;
+    PyObject *keys = FIELD(request, keys), *slice = NULL;
     if (keys && strcmp(Py_TYPE(keys)->tp_name, "KeyPrefix") == 0)
         Py_SETREF(keys, get(keys, "view"));
     if (!keys || t->stride == 1)
@@ -484,7 +490,7 @@ static PyObject *block_keys(Tree *t, PyObject *request)
 static int lay_out(Tree *t, Job *job)
 {
     PyObject *request = job->request;
-    i64 tokens = int_attribute(request, "key_tokens");
+    i64 tokens = INT_FIELD(request, key_tokens);
     if (PyErr_Occurred() || (tokens != t->expected_key_tokens && check_key_tokens(t, request) < 0)
         || (!job->keys && !(job->keys = block_keys(t, request))))
         return -1;
@@ -496,7 +502,7 @@ static int lay_out(Tree *t, Job *job)
         job->prompt = job->target = (full = keyed) * t->size;
     if (keyed < full)
         full = keyed;
-    job->cacheable = job->lookup = full;
+    job->cacheable = full;
     job->limit = t->by_key ? keyed : (job->target - 1) / t->size;
     if (job->limit > full)
         job->limit = full;
@@ -539,16 +545,16 @@ static void count_admission(Tree *t, const Job *job, i64 hit, int resumed)
     }
     t->requests++;
     t->lookup_tokens += job->prompt;
-    if (!job->lookup)
+    if (!job->cacheable)
         return;
     t->looked_up++;
-    t->lookup_blocks += job->lookup;
+    t->lookup_blocks += job->cacheable;
     if (!hit)
         return;
     i64 hit_tokens = hit * t->size, rest = job->prompt - 1 - hit_tokens;
     t->hit_blocks += hit;
     t->hit_tokens += hit_tokens;
-    t->ratio_sum += (double)hit / (double)job->lookup;
+    t->ratio_sum += (double)hit / (double)job->cacheable;
     if (0 < rest && (i128)rest * hit < hit_tokens)
         t->lost_tokens += rest;
 }
@@ -578,7 +584,7 @@ int tree_open(Tree *t, Job *job, i64 reserve, i64 now)
         goto done;
     }
     job->admission = ++t->admissions;
-    if (put_int(&job->token, job->admission) < 0 || !(id = request_id(job)))
+    if (put_int(&job->token, job->admission) < 0 || !(id = FIELD(job->request, id)))
         goto done;
     if (hit < SPAN_INT(span, end)) {
         PyObject *upper = split(t, span, hit);
@@ -669,7 +675,7 @@ static int store(Tree *t, Job *job, i64 upto)
     }
     int failed = -1;
     key = key_at(job->keys, first / t->ratio);
-    id = request_id(job);
+    id = FIELD(job->request, id);
     span = key && id ? new_span(t, first, upto, parent, 1, NULL, job->keys) : NULL;
     if (!span)
         goto done;
@@ -677,9 +683,7 @@ static int store(Tree *t, Job *job, i64 upto)
     SPAN(span, last_access) = Py_NewRef(t->now_object);
     SPAN(span, last_hit_order) = Py_NewRef(job->token);
     SPAN(span, last_request) = Py_NewRef(id);
-    SPAN(span, tenant) = Py_TYPE(job->request) == request_slots.type
-        ? Py_NewRef(*slot(job->request, request_slots.tenant))
-        : get(job->request, "tenant");
+    SPAN(span, tenant) = FIELD(job->request, tenant);
     if (!SPAN(span, tenant) || SPAN_PUT(span, creator, Py_NewRef(job->token)) < 0
         || SPAN_PUT_INT(span, created_order, ++t->created) < 0
         || SPAN_PUT_INT(span, released_order, 0) < 0 || SPAN_PUT_INT(span, hit_count, 0) < 0)

@@ -38,16 +38,8 @@ PyObject *untimed_replay(PyObject *module, PyObject *arguments)
         if (status == 1)
             break;
         Py_CLEAR(request);
-        if (!status && keeps && count == room) {
-            i64 *more = PyMem_Resize(hits, i64, room ? 2 * room : 1024);
-            if (!more) {
-                PyErr_NoMemory();
-                status = -1;
-                break;
-            }
-            hits = more;
-            room = room ? 2 * room : 1024;
-        }
+        if (!status && keeps)
+            status = GROW(hits, count, room);
         if (keeps && !status)
             hits[count] = hit;
         if (++count % 256 == 0 && !status)
