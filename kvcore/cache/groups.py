@@ -437,8 +437,7 @@ class GroupedCache:
     def announce(self, request: Request, now: int) -> None:
         """Write REQUEST to the trace: `request` has arrived."""
         if self.trace is not None:
-            if self.geometry.takes_key_tokens(request):
-                self.trace.describe(key_tokens=request.key_tokens)
+            self.trace.describe_keys(request, self.geometry)
             self.trace.request(request, now)
 
     def open(

@@ -290,8 +290,7 @@ class KVCache:
             InputError: a key of the request stands for another number of tokens.
         """
         if self.trace is not None:
-            if self.geometry.takes_key_tokens(request):
-                self.trace.describe(key_tokens=request.key_tokens)
+            self.trace.describe_keys(request, self.geometry)
             self.trace.request(request, now)
 
     def open(  # noqa: C901, PLR0912 - one admission, from top to bottom
@@ -327,8 +326,8 @@ class KVCache:
         tree, trace, geometry = self.tree, self.trace, self.geometry
         if tree.failure is not None:
             self._raise_failure()
-        if trace is not None and geometry.takes_key_tokens(request):
-            trace.describe(key_tokens=request.key_tokens)
+        if trace is not None:
+            trace.describe_keys(request, geometry)
         keys, tokens, blocks, cacheable, lookup, limit = geometry.lay_out(request, target)
         if type(now) is not int or now < self.now:
             now = self._at(now)
@@ -429,8 +428,7 @@ class KVCache:
         tree.open(seq, match, 0, now, False, True)  # noqa: FBT003
         self.sequences[seq.id] = seq
         if trace is not None:
-            if self.geometry.takes_key_tokens(request):
-                trace.describe(key_tokens=request.key_tokens)
+            trace.describe_keys(request, self.geometry)
             keys = seq.keys[: -(-blocks // self.geometry.ratio)]
             span = seq.span.id if hit else None
             trace.prefetch(

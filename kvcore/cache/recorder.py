@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, TypeAlias
 
+from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import Ids
 from kvcore.cache.sequence import Sequence
 from kvcore.errors import InputError
@@ -50,6 +51,15 @@ class Recorder(ABC):
     @abstractmethod
     def describe(self, **header: Any) -> None:
         """Add to the header. Called by a run before its first line."""
+
+    def describe_keys(self, request: Request, layout: BlockLayout) -> None:
+        """Add the `key_tokens` of `request` to the header, if it is the first to say them.
+
+        Raises:
+            InputError: as `BlockLayout.check_key_tokens` does.
+        """
+        if layout.takes_key_tokens(request):
+            self.describe(key_tokens=request.key_tokens)
 
     def admission(
         self,
