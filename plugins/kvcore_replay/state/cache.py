@@ -7,9 +7,9 @@ checks that the events are possible, whatever the digest is.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import attrs
 
@@ -176,7 +176,51 @@ class Hits:
         }
 
 
-class CacheState:
+Opened = TypeVar("Opened")
+
+
+class TracedState(Generic[Opened]):
+    """What the states of all traces have: open sequences, and prompts.
+
+    Attributes:
+        sequences: the open sequences by id.
+        requests: the prompts of all requests so far, by id.
+    """
+
+    def __init__(self) -> None:
+        self.sequences: dict[int, Opened] = {}
+        self.requests: dict[int | str, TracedPrompt] = {}
+        self._apply: dict[str, Callable[[Any], None]] = {}
+
+    def _apply_line(self, event: events.Event) -> None:
+        """Apply an event, if one of its kind changes this state."""
+        apply = self._apply.get(event.event)
+        if apply is not None:
+            try:
+                apply(event)
+            except (LookupError, ArithmeticError) as error:
+                raise unfit(error) from error
+
+    def sequence(self, serial: int) -> Opened:
+        """Return the sequence of that id.
+
+        Raises:
+            ViolationError: there is no such sequence.
+        """
+        seq = self.sequences.get(serial)
+        return seq or violated(f"no sequence {serial} is open")
+
+    def prompt(self, request: int | str) -> TracedPrompt:
+        """Return the prompt of the request of that id.
+
+        Raises:
+            ViolationError: it has no REQUEST line yet.
+        """
+        prompt = self.requests.get(request)
+        return prompt or violated(f"request {request!r} has no REQUEST line before this")
+
+
+class CacheState(TracedState[TracedSequence]):
     """Pool, spans, block tables and pins of a traced cache.
 
     A few bytes of a trace can name billions of blocks, or the same blocks again and again.
@@ -201,11 +245,10 @@ class CacheState:
         """
         if header.cache_groups:
             violated("it has cache groups, whose blocks are in no span: this reads spans alone")
+        super().__init__()
         self.header = header
         self.layout = TraceLayout.of(header)
         self.spans: dict[int, TracedSpan] = {}
-        self.sequences: dict[int, TracedSequence] = {}
-        self.requests: dict[int | str, TracedPrompt] = {}
         self.cached = self.private = 0
         self.hits = Hits()
         self._decoded: tuple[list[tuple[int, int]], Ids] = ([], array("i"))
@@ -235,12 +278,7 @@ class CacheState:
             self._most_work = WORK + WORK_OF_LINE * event.n
             if self._work > self._most_work:
                 violated(f"{event.n:,} lines name {self._work:,} blocks and spans: too many")
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
+        self._apply_line(event)
 
     def span(self, serial: int) -> TracedSpan:
         """Return the span of that id.
@@ -250,24 +288,6 @@ class CacheState:
         """
         span = self.spans.get(serial)
         return span or violated(f"no span {serial} is cached")
-
-    def sequence(self, serial: int) -> TracedSequence:
-        """Return the sequence of that id.
-
-        Raises:
-            ViolationError: there is no such sequence.
-        """
-        seq = self.sequences.get(serial)
-        return seq or violated(f"no sequence {serial} is open")
-
-    def prompt(self, request: int | str) -> TracedPrompt:
-        """Return the prompt of the request of that id.
-
-        Raises:
-            ViolationError: it has no REQUEST line yet.
-        """
-        prompt = self.requests.get(request)
-        return prompt or violated(f"request {request!r} has no REQUEST line before this")
 
     def fork_copies(self, seq: TracedSequence) -> int:
         """Return how many entries a fork of `seq` adds to the tables of open forks.

@@ -24,10 +24,10 @@ from msgspec.structs import replace
 from kvcore.cache.layout import GENERATED
 from kvcore.cache.pool import Ids
 from kvcore.trace import events
-from kvcore.trace.events import ViolationError, methods_by_event, unfit, violated
+from kvcore.trace.events import ViolationError, methods_by_event, violated
 from kvcore.trace.fields import decode_runs
 from kvcore.untrusted import MOST_BLOCKS, WORK, WORK_OF_LINE
-from kvcore_replay.state.cache import CacheState, Hits
+from kvcore_replay.state.cache import CacheState, Hits, TracedState
 from kvcore_replay.state.layout import TracedPrompt, TraceLayout
 
 MOST_GROUPS = 64
@@ -163,7 +163,7 @@ class GroupedSequence:
         return max(table.stored * group.size for group, table in pairs)
 
 
-class GroupState:
+class GroupState(TracedState[GroupedSequence]):
     """Pool, block tables and names of a traced cache of groups.
 
     A position of a lookup takes some 1 µs, so that fewer of them are allowed than of the
@@ -192,6 +192,7 @@ class GroupState:
         """
         record = header.cache_groups
         assert record
+        super().__init__()
         self.header = header
         self.layout = TraceLayout.of(header)
         self.interval = record.prefix_cache_retention_interval
@@ -211,8 +212,6 @@ class GroupState:
             for group in self.groups
             if (group.kind, group.size, group.window) == (first.kind, first.size, first.window)
         ]
-        self.sequences: dict[int, GroupedSequence] = {}
-        self.requests: dict[int | str, TracedPrompt] = {}
         self.blocks: dict[int, TracedBlock] = {}
         self.names: list[dict[Any, list[TracedBlock]]] = [{} for _ in self.groups]
         self.evictable: OrderedDict[int, TracedBlock] = OrderedDict()
@@ -267,30 +266,7 @@ class GroupState:
                 trace is beyond a limit.
         """
         self._most_work = (WORK >> 4) + WORK_OF_LINE * event.n
-        apply = self._apply.get(event.event)
-        if apply is not None:
-            try:
-                apply(event)
-            except (LookupError, ArithmeticError) as error:
-                raise unfit(error) from error
-
-    def sequence(self, serial: int) -> GroupedSequence:
-        """Return the sequence of that id.
-
-        Raises:
-            ViolationError: there is no such sequence.
-        """
-        seq = self.sequences.get(serial)
-        return seq or violated(f"no sequence {serial} is open")
-
-    def prompt(self, request: int | str) -> TracedPrompt:
-        """Return the prompt of the request of that id.
-
-        Raises:
-            ViolationError: it has no REQUEST line yet.
-        """
-        prompt = self.requests.get(request)
-        return prompt or violated(f"request {request!r} has no REQUEST line before this")
+        self._apply_line(event)
 
     def prompt_in(self, group: TracedGroup, request: int | str) -> TracedPrompt:
         """Return the prompt of a request in blocks of `group`."""
