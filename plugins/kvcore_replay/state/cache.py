@@ -180,7 +180,7 @@ Opened = TypeVar("Opened")
 
 
 class TracedState(Generic[Opened]):
-    """What the states of all traces have: open sequences, and prompts.
+    """Open sequences and prompts of a trace: the part that all its states share.
 
     Attributes:
         sequences: the open sequences by id.
