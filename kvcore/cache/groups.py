@@ -30,8 +30,7 @@ from itertools import groupby
 from math import lcm
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
-import attrs
-
+from kvcore import records
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import GENERATED, BlockLayout
 from kvcore.cache.pool import BlockPool, CountingPool, Ids
@@ -50,7 +49,7 @@ Name: TypeAlias = Any
 """The name of a full block in its group: its key, with its position if keys are longer."""
 
 
-@attrs.frozen
+@records.frozen
 class LayerGroup:
     """Layers that keep the same of a sequence, with one table of blocks.
 
@@ -933,7 +932,7 @@ class GroupedCache:
             blocks=self.pool.blocks,
             plugins={"eviction": describe(self.eviction)},
         )
-        groups = [attrs.asdict(group) for group in self.groups]
+        groups = [records.asdict(group) for group in self.groups]
         interval = self.retention_interval
         trace.describe(
             cache_groups={"prefix_cache_retention_interval": interval, "groups": groups}

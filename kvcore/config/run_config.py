@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-import attrs
-
+from kvcore import records
 from kvcore.config.options import (
     CORE,
     find_mode,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from kvcore.plugins import Plugins
 
 
-@attrs.frozen(init=False)
+@records.frozen
 class RunConfig:
     """The configuration of a run: its options by name, from which nothing is built yet.
 

@@ -6,8 +6,7 @@ from abc import abstractmethod
 from math import prod
 from typing import Any, ClassVar, Literal, TypeAlias
 
-import attrs
-
+from kvcore import records
 from kvcore.errors import KvcoreError
 from kvcore.plugins.base import FAILURES, Plugin, policy_error
 from kvcore.plugins.options import spec_of
@@ -32,7 +31,7 @@ BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a number, by the dtypes in which K/V can be computed."""
 
 
-@attrs.frozen
+@records.frozen
 class Plane:
     """An array that a block holds for each K/V head of a layer: codes, scales, zeros.
 

@@ -11,8 +11,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-import attrs
-
+from kvcore import records
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -93,7 +92,7 @@ def token_projections(prompt: int, output: int, *, cached: bool) -> int:
     return output * prompt + output * (output - 1) // 2
 
 
-@attrs.frozen
+@records.frozen
 class PrefillCost:
     """The least seconds it takes to prefill tokens: a floor set by the device's FLOP/s.
 

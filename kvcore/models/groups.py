@@ -10,8 +10,7 @@ from __future__ import annotations
 from fractions import Fraction
 from math import ceil
 
-import attrs
-
+from kvcore import records
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.layers import LayerCache
@@ -19,7 +18,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
 
 
-@attrs.frozen
+@records.frozen
 class CacheGroup:
     """Layers with one block table.
 
@@ -45,7 +44,7 @@ class CacheGroup:
         return min(blocks, -(-cache.window // self.block_size) + 1)
 
 
-@attrs.frozen
+@records.frozen
 class GroupPlan:
     """The cache groups of a model.
 
@@ -100,7 +99,7 @@ def groups_of(
     layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     splits = [(cache, count) for cache in caches for count in _split(cache.layers, layers)]
     groups = tuple(
-        CacheGroup((attrs.evolve(cache, layers=count),), sizes[cache])
+        CacheGroup((records.evolve(cache, layers=count),), sizes[cache])
         for cache, count in splits
     )
     return GroupPlan(groups, ceil(max(count for _, count in splits) * page))

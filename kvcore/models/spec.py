@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal, TypeAlias, get_args
 
-import attrs
-
+from kvcore import records
 from kvcore.errors import InputError
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.units import INT64_LIMIT
@@ -50,7 +49,7 @@ def bytes_of(numbers: int, dtype: str) -> int:
     return -(-numbers * _BYTES_OF_32[dtype] // 32)
 
 
-def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+def _in_range(_: object, attribute: records.Attribute[int], value: int) -> None:
     most = attribute.metadata["most"]
     if not 1 <= value <= most:
         bound = f"at most {most:,}" if value > most else "at least 1"
@@ -58,7 +57,7 @@ def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
         raise InputError(msg)
 
 
-def _not_negative(_: object, attribute: attrs.Attribute[int], value: int) -> None:
+def _not_negative(_: object, attribute: records.Attribute[int], value: int) -> None:
     if not 0 <= value <= MAX_COUNT:
         msg = f"{attribute.name} must be 0 to {MAX_COUNT:,}, not {value}"
         raise InputError(msg)
@@ -66,14 +65,14 @@ def _not_negative(_: object, attribute: attrs.Attribute[int], value: int) -> Non
 
 def count_field(most: int = MAX_COUNT, **default: Any) -> Any:
     """Return an attrs field for a number from 1 to `most`."""
-    return attrs.field(validator=_in_range, metadata={"most": most}, **default)
+    return records.field(validator=_in_range, metadata={"most": most}, **default)
 
 
 def _same_as(name: str) -> Any:
-    return attrs.Factory(lambda self: getattr(self, name), takes_self=True)
+    return records.Factory(lambda self: getattr(self, name), takes_self=True)
 
 
-@attrs.frozen(kw_only=True)
+@records.frozen(kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only transformer, which determines its memory and FLOP.
 
@@ -115,13 +114,13 @@ class ModelSpec:
     dtype: str = "bf16"
     experts: int = 0
     experts_per_token: int = 0
-    expert_dtype: str = attrs.field(default=_same_as("dtype"))
+    expert_dtype: str = records.field(default=_same_as("dtype"))
     extra_bytes: int = 0
     extra_expert_bytes: int = 0
     positions: int = 0
-    windows: tuple[int | None, ...] = attrs.field(
+    windows: tuple[int | None, ...] = records.field(
         # Fields are checked after they are all made: bounded here as well.
-        default=attrs.Factory(
+        default=records.Factory(
             lambda self: (None,) * min(self.layers, MAX_LAYERS), takes_self=True
         ),
         repr=lambda windows: repr(dict(Counter(windows))),
@@ -245,7 +244,7 @@ class ModelSpec:
         In nvfp4 those of experts alone, if there are any: so checkpoints of mixtures are.
         """
         shared = "bf16" if dtype == "nvfp4" and self.experts else dtype
-        return attrs.evolve(
+        return records.evolve(
             self, dtype=shared, expert_dtype=dtype, extra_bytes=0, extra_expert_bytes=0
         )
 
@@ -253,22 +252,22 @@ class ModelSpec:
         """Return the model with the attention of every layer limited to `window` tokens."""
         if self.caches:
             caches = [cache.with_window(window) for cache in self.caches]
-            return attrs.evolve(self, caches=merged(caches))
+            return records.evolve(self, caches=merged(caches))
         windows = tuple(window if w is None else min(w, window) for w in self.windows)
-        return attrs.evolve(self, windows=windows)
+        return records.evolve(self, windows=windows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON; without `caches` if heads and windows tell all.
 
         So the header of a trace is what it was before models had `caches`.
         """
-        fields = attrs.asdict(self)
+        fields = records.asdict(self)
         if not self.caches:
             del fields["caches"]
         return fields
 
 
-@attrs.frozen(kw_only=True)
+@records.frozen(kw_only=True)
 class DeviceSpec:
     """A GPU, by its data sheet.
 
@@ -294,7 +293,7 @@ class DeviceSpec:
     bandwidth: int = count_field()
     flops: int = count_field()
     host_link: int = count_field()
-    link: int = attrs.field(default=0, validator=_not_negative)
-    fp8_flops: int = attrs.field(default=0, validator=_not_negative)
-    fp4_flops: int = attrs.field(default=0, validator=_not_negative)
+    link: int = records.field(default=0, validator=_not_negative)
+    fp8_flops: int = records.field(default=0, validator=_not_negative)
+    fp4_flops: int = records.field(default=0, validator=_not_negative)
     server_size: int = count_field(default=8)

@@ -6,13 +6,12 @@ import inspect
 import sys
 import warnings
 from abc import ABC
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
 
-import attrs
-
+from kvcore import records
 from kvcore.errors import InputError, PluginError, PolicyError
 
 
@@ -128,7 +127,7 @@ class Option(NamedTuple):
 REQUIRED: Any = inspect.Parameter.empty
 """The default of an option that has none."""
 
-COMPUTED: Any = attrs.NOTHING
+COMPUTED: Any = records.NOTHING
 """The default of an option that a factory makes for each instance."""
 
 
@@ -138,7 +137,11 @@ def options_of(cls: type[Plugin]) -> list[Option]:
 
 
 def _options_of(cls: type[Plugin]) -> Iterator[Option]:
-    fields = {f.alias: f for f in attrs.fields(cls) if f.init} if attrs.has(cls) else {}
+    described = cast("Any", cls)
+    found: Iterable[Any] = records.fields_dict(described).values()
+    if not found and hasattr(cls, "__attrs_attrs__"):
+        found = described.__attrs_attrs__
+    fields = {field.alias: field for field in found if field.init}
     _, *parameters = inspect.signature(cls.__init__).parameters.values()
     for parameter in parameters:
         field = fields.get(parameter.name)
@@ -146,7 +149,7 @@ def _options_of(cls: type[Plugin]) -> Iterator[Option]:
         if name.startswith("_") or parameter.kind in _VARIADIC:
             continue
         default = parameter.default
-        if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # of dataclasses
+        if type(default).__name__ in _FACTORIES:
             default = COMPUTED
         # With a converter, attrs annotates the parameter as the converter annotates its own,
         # or not at all.
@@ -155,6 +158,9 @@ def _options_of(cls: type[Plugin]) -> Iterator[Option]:
             annotation = (field and field.type) or Any
         yield Option(name, parameter.name, annotation, default)
 
+
+_FACTORIES = {"_Nothing", "_HAS_DEFAULT_FACTORY_CLASS"}
+"""The classes of the defaults that stand for a factory, in attrs and in dataclasses."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

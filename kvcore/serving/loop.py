@@ -43,8 +43,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
-import attrs
-
+from kvcore import records
 from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
@@ -616,7 +615,7 @@ class ServingLoop:
         most = self._longest
         if most is None or request.prompt_tokens + request.output_tokens <= most:
             return request
-        return attrs.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
+        return records.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request whose hint is due, unless it has arrived."""

@@ -14,8 +14,7 @@ from operator import add, mul, sub
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-import attrs
-
+from kvcore import records
 from kvcore.cache import Recorder, ServedCache
 from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
@@ -413,7 +412,7 @@ class HitRatio(NamedTuple):
     request: float | None
 
 
-@attrs.frozen(slots=False, eq=False)
+@records.frozen(slots=False, eq=False)
 class Outcome(Shown):
     """Outcome of the requests of a run: the figures that follow from its log alone.
 
@@ -609,7 +608,7 @@ class Reported(Outcome):
             document.write(f"{text.decode()}\n")
 
 
-@attrs.frozen(slots=False, eq=False)
+@records.frozen(slots=False, eq=False)
 class Result(Reported):
     """The result of a run. See docs/reference/simulate-result.md for every number.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
-import attrs
-
+from kvcore import records
 from kvcore.errors import InputError, shorten
 from kvcore.plugins.base import (
     FAILURES,
@@ -64,7 +63,7 @@ class StepState(NamedTuple):
     priority: Callable[[Job], Any]
 
 
-@attrs.define(slots=False, kw_only=True, eq=False)
+@records.define(slots=False, kw_only=True, eq=False)
 class Rules(Plugin):
     """The rules by which engines differ; this class itself has those of kvcore.
 
@@ -279,7 +278,7 @@ _CHOICES = {
     "preempts": ("last", "shortest"),
 }
 
-CHOICES = tuple(attrs.fields_dict(Rules))
+CHOICES = tuple(records.fields_dict(Rules))
 """The names of the options that all rules have."""
 
 

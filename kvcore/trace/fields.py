@@ -11,9 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import attrs
-
-from kvcore import distributions
+from kvcore import distributions, records
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
@@ -49,7 +47,7 @@ OPTIONAL = {
 }
 """The fields of REQUEST that are left out at their default, and the attributes of a request."""
 
-_DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
+_DEFAULTS = tuple(records.fields_dict(Request)[name].default for name in OPTIONAL.values())
 
 _optional_values = attrgetter(*OPTIONAL.values())
 
@@ -122,7 +120,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, ModelSpec):
         value = value.as_dict()
     if isinstance(value, DeviceSpec):
-        value = attrs.asdict(value)
+        value = records.asdict(value)
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -148,9 +146,8 @@ def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
             [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
         ]
     if "hints" in given:
-        given["hints"] = attrs.asdict(
-            request.hints, filter=lambda hint, value: value != hint.default
-        )
+        hints = records.asdict(request.hints).items()
+        given["hints"] = {name: hint for name, hint in hints if hint != getattr(NO_HINTS, name)}
     if "output_keys" in given:
         given["output_keys"] = key_fields(request.output_keys, request.id)
     return given

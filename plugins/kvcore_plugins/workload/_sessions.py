@@ -9,14 +9,13 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from typing import TypeAlias
 
-import attrs
-
+from kvcore import records
 from kvcore.request import Key, KeyPrefix, Request
 
 Pending: TypeAlias = tuple[int, int, Callable[[], Request]]
 
 
-@attrs.define
+@records.define
 class Session:
     """The last request of a session, and what the next one can share with it.
 
@@ -34,10 +33,10 @@ class Session:
     end: int = 0
     wait: int | None = None
     context: int = 0
-    path: array[int] = attrs.field(factory=lambda: array("q"))
+    path: array[int] = records.field(factory=lambda: array("q"))
 
 
-@attrs.frozen
+@records.frozen
 class Turn:
     """A row of a session.
 

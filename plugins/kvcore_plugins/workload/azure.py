@@ -6,10 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import ClassVar
 
-import attrs
-from attrs.validators import ge
-
-from kvcore import InputError, Request
+from kvcore import InputError, Request, records
 from kvcore.workloads import lines
 from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, time_order
 from kvcore_plugins.workload.times import Clock, Timed, TimeOrder, moment
@@ -19,7 +16,7 @@ _HEADER = ",".join(_COLUMNS)
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 
-@attrs.define(eq=False)
+@records.define(eq=False)
 class Azure(FileWorkload):
     """Arrival times and lengths of a production service; its requests have no keys.
 
@@ -37,8 +34,8 @@ class Azure(FileWorkload):
     name: ClassVar[str] = "azure"
     line_fields = (_COLUMNS,)
 
-    key_tokens: int = attrs.field(default=16, validator=ge(1))
-    _order: TimeOrder | None = attrs.field(default=None, init=False, repr=False)
+    key_tokens: int = records.field(default=16, validator=records.ge(1))
+    _order: TimeOrder | None = records.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory."""

@@ -8,9 +8,7 @@ from functools import partial
 from types import NoneType
 from typing import Any, ClassVar
 
-import attrs
-
-from kvcore import SLO, InputError, Request
+from kvcore import SLO, InputError, Request, records
 from kvcore.files import CutError
 from kvcore.request import NO_HINTS, Hints, Retention, chain_keys
 from kvcore.trace import SCHEMA
@@ -22,7 +20,7 @@ from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
-@attrs.define(eq=False)
+@records.define(eq=False)
 class Jsonl(FileWorkload):
     """The requests of a kvcore trace, to be run again under other policies.
 
@@ -39,7 +37,7 @@ class Jsonl(FileWorkload):
     line_fields = (("event", "schema"), ("event", "id", "prompt"))
 
     chain: bool = False
-    _cut_after: int | None = attrs.field(default=None, init=False, repr=False)
+    _cut_after: int | None = records.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one line, and the recorded keys.

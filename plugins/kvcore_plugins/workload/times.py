@@ -13,8 +13,7 @@ from math import gcd
 from operator import le
 from typing import Any, TypeAlias, TypeVar
 
-import attrs
-
+from kvcore import records
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -119,7 +118,7 @@ def finest(names: Sequence[str], rows: Sequence[Any], unit: str | None) -> str |
     return best
 
 
-@attrs.define
+@records.define
 class Clock:
     """Reads the times of one column, all in one unit.
 
@@ -138,8 +137,8 @@ class Clock:
     unit: str | None = None
     assumed: str = "s"
     reason: str = "since neither name nor size tells the unit"
-    guess: str = attrs.field(default="", init=False)
-    _factor: int = attrs.field(default=0, init=False)
+    guess: str = records.field(default="", init=False)
+    _factor: int = records.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Look up the unit that is given, or that the name has."""
@@ -212,7 +211,7 @@ def moment(text: str) -> int | None:
     return None
 
 
-@attrs.define
+@records.define
 class TimeOrder:
     """Sorts rows by time, most of which come in order, and records what is to be noted.
 
@@ -223,10 +222,10 @@ class TimeOrder:
     """
 
     too_late: Callable[[Any], Exception]
-    late: int = attrs.field(default=0, init=False)
-    rows: int = attrs.field(default=0, init=False)
-    first: int = attrs.field(default=0, init=False)
-    last: int = attrs.field(default=0, init=False)
+    late: int = records.field(default=0, init=False)
+    rows: int = records.field(default=0, init=False)
+    first: int = records.field(default=0, init=False)
+    last: int = records.field(default=0, init=False)
 
     def sort(self, timed: Iterable[Timed[_T]]) -> Iterator[Timed[_T]]:
         """Yield the rows by time.
