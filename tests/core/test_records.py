@@ -12,6 +12,7 @@ from kvcore import records
 
 
 def scaled(number):
+    """Return twice a number: a converter."""
     return 2 * number
 
 
@@ -122,13 +123,15 @@ def test_a_frozen_record_does_not_change():
     for change in (lambda: setattr(point, "x", 1), lambda: delattr(point, "x")):
         with pytest.raises(attrs.exceptions.FrozenInstanceError):
             change()
-    copies = copy.copy(point), copy.deepcopy(point), pickle.loads(pickle.dumps(point))
+    copies = copy.copy(point), copy.deepcopy(point), pickle.loads(pickle.dumps(point))  # noqa: S301 - our own
     assert {*copies} == {point}
     assert records.evolve(point, x=4) == attrs.evolve(point, x=4) == FROZEN(4)
 
 
 @records.frozen
 class FROZEN:
+    """A record that can be pickled: its class has a name in this module."""
+
     x: int
     y: int = 2
 
