@@ -110,15 +110,24 @@ def fields_dict(cls):
 
 
 def evolve(record, **changes):
-    """Return a copy of a record with other values of some fields."""
+    """Return a copy of a record, or of one of attrs, with other values of some fields."""
     fields = fields_dict(type(record)).values()
+    if not fields:
+        import attrs
+
+        return attrs.evolve(record, **changes)
     kept = {one.alias: getattr(record, one.name) for one in fields if one.init}
     return type(record)(**kept | changes)
 
 
 def asdict(record):
-    """Return the fields of a record by name, and those of records in it."""
-    return {name: _plain(getattr(record, name)) for name in fields_dict(type(record))}
+    """Return the fields of a record, or of one of attrs, and of those in it, by name."""
+    fields = fields_dict(type(record))
+    if not fields:
+        import attrs
+
+        return attrs.asdict(record)
+    return {name: _plain(getattr(record, name)) for name in fields}
 
 
 def ge(bound):
@@ -256,7 +265,7 @@ class _Attributes:
 
 def _values(record):
     """Return the values that are compared."""
-    fields = fields_dict(type(record)).values()
+    fields = record.__fields__.values()
     values = ((one.eq, getattr(record, one.name)) for one in fields if one.eq)
     return tuple(value if key is True else key(value) for key, value in values)
 
@@ -273,7 +282,7 @@ def _hash(self):
 
 def _repr(self):
     """Return the class and its fields, as code that makes an equal record."""
-    fields = fields_dict(type(self)).values()
+    fields = self.__fields__.values()
     values = ((one, getattr(self, one.name)) for one in fields if one.repr)
     texts = (
         f"{one.name}={repr(value) if one.repr is True else one.repr(value)}"
@@ -298,7 +307,7 @@ def _setstate(self, state):
 
 
 def _plain(value):
-    if fields_dict(type(value)):
+    if fields_dict(type(value)) or hasattr(type(value), "__attrs_attrs__"):
         return asdict(value)
     if isinstance(value, dict):
         return {name: _plain(each) for name, each in value.items()}

@@ -143,8 +143,15 @@ def test_a_class_of_attrs_may_derive_from_a_record():
     class Derived(made(records)):
         extra: int = 7
 
+    @attrs.define(eq=False)
+    class Bare(made(records)):
+        extra: int = 7
+
     derived = attrs.evolve(Derived(x=2), extra=8)
     assert (derived.x, derived.extra) == (8, 8)
+    assert records.evolve(Derived(x=4), extra=8) == attrs.evolve(Derived(x=4), extra=8)
+    assert records.asdict(derived) == attrs.asdict(derived)
+    assert Bare(x=2) == Bare(x=2, extra=1) != Bare(x=3)
     assert records.fields_dict(Derived) == {}
     assert [field.name for field in attrs.fields(Derived)][-1] == "extra"
 
