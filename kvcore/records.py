@@ -9,6 +9,7 @@ derive from them. Modules that `kvcore simulate` does not import use attrs.
 
 from __future__ import annotations
 
+import inspect
 import operator
 from functools import partial
 
@@ -175,8 +176,8 @@ def _compare(holds, sign, bound, _, field, value):
 def _own_fields(cls, kw_only):
     """Take the fields out of a class that annotates them, and return them by name."""
     own = {}
-    for name, annotation in vars(cls).get("__annotations__", {}).items():
-        if not str(annotation).startswith("ClassVar"):
+    for name, annotation in inspect.get_annotations(cls).items():
+        if "ClassVar" not in str(annotation).partition("[")[0]:
             value = vars(cls).get(name, NOTHING)
             one = value if isinstance(value, Attribute) else Attribute(value)
             own[name] = one.named(name, annotation, kw_only)

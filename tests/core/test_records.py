@@ -3,6 +3,7 @@
 import copy
 import inspect
 import pickle
+from typing import ClassVar
 
 import attrs
 import attrs.exceptions
@@ -33,12 +34,14 @@ def made(module, **options):
     base = define(Base)
 
     class Point(base):
+        kinds: ClassVar[tuple[str, ...]] = ("a", "b")
+
         x: int = module.field(default=1, converter=scaled, validator=validators.ge(0))
         y: int = module.field(default=module.Factory(lambda self: self.x + 1, takes_self=True))
         path: list = module.field(factory=list, repr=False)
         kind: str = module.field(
             default="a",
-            validator=validators.optional(validators.in_(("a", "b"))),
+            validator=validators.optional(validators.in_(kinds)),
             kw_only=True,
         )
         size: float = module.field(
