@@ -305,9 +305,9 @@ class GroupedCache:
         self._root = root_span(self.geometry)
         self._last_id = 0
         self._admitted: set[int | str] = set()  # of a traced cache
-        # By block that was ever allocated: its name, None until it is full and kept; of one with
-        # a name, its group and the number of sequences that hold it; and the next younger copy
-        # of its name, if any.
+        # By block that was ever allocated: its name, None until it is full and kept; of a named
+        # one, its group and the number of sequences that hold it; and the next younger copy of
+        # its name, if any.
         self._name_of: list[Name] = []
         self._group_of: list[int] = []
         self._holders: list[int] = []
