@@ -2,7 +2,8 @@
 
 Sphinx reads the pages where they are, from the root of the repository, so that their links lead
 to files outside docs/ too. What is made of the code is written as pages into build/interface: a
-page for each verb, public module and public class, the map, and the schemas.
+page for each verb, public module and public class, the map, the schemas, and the workbench if
+Python for browsers is installed.
 """
 
 from __future__ import annotations
@@ -27,14 +28,16 @@ import render_schemas
 from interface import FUNCTIONS, ROOT, docstring, homes, modules, private_bases, public
 
 from kvcore.cli.main import known_verbs, loaded_verb
+from kvcore_judge.site import write_site
 
+RUNTIME = ROOT / ".tox" / "pyodide" / "node_modules" / "pyodide"
 MADE = ROOT / "build" / "interface"
 REFERENCE = ROOT / "docs" / "reference"
 
 project = "kvcore"
 html_title = "kvcore"
 html_theme = "furo"
-html_copy_source = False
+html_copy_source = html_use_index = html_domain_indices = False
 html_search_scorer = str(ROOT / "docs" / "search.js")
 html_show_search_summary = False  # it reads the pages, which a browser refuses in a folder
 root_doc = "README"
@@ -71,9 +74,7 @@ def write_page(name: str, *lines: str) -> None:
     title, *rest = lines
     path = MADE / f"{name}.rst"
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([title, "=" * len(title), "", *rest, ""])
-    if not path.exists() or path.read_text("utf-8") != text:  # else Sphinx reads it again
-        path.write_text(text, "utf-8")
+    path.write_text("\n".join([title, "=" * len(title), "", *rest, ""]), "utf-8")
 
 
 def write_pages(app: Sphinx) -> None:
@@ -84,10 +85,13 @@ def write_pages(app: Sphinx) -> None:
     for verb in known_verbs():
         write_verb(f"kvcore {verb}", loaded_verb(verb))
     write_map()
-    schemas = MADE / "static" / "schemas"
-    render_schemas.main(schemas)
-    links = (f"* `{file.name} <../../schemas/{file.name}>`__" for file in schemas.iterdir())
-    write_page("schemas", "JSON Schemas", *sorted(links))
+    render_schemas.main(MADE / "static" / "schemas")
+    files = [f"schemas/{name}" for name in render_schemas.documents()]
+    if any(RUNTIME.glob("msgspec-*.whl")):
+        write_site(MADE / "static" / "workbench", RUNTIME)
+        files.append("workbench/index.html")
+    links = (f"* `{file} <../../{file}>`__" for file in files)
+    write_page("files", "JSON Schemas, and the workbench", *links)
 
 
 def write_module(module: str) -> None:
@@ -226,7 +230,7 @@ def add_contents(app: Sphinx, page: str, source: list[str]) -> None:
         for title, text in SECTION.findall(index):
             linked = [f"/docs/{link}".replace("/docs/../", "/") for link in PAGE.findall(text)]
             blocks.append((title, list(dict.fromkeys(linked))))
-        blocks[-1][1].extend([f"{made}/map", f"{made}/schemas"])
+        blocks[-1][1].extend([f"{made}/map", f"{made}/files"])
     for title, pages in blocks:
         lines = ["```{toctree}", ":hidden:", f":caption: {title}" * bool(title), "", *pages]
         source[0] += "\n" + "\n".join([*lines, "```", ""])
