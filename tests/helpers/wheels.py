@@ -1,15 +1,16 @@
 """Builds the sdist and the wheels, and tests each of them outside the checkout.
 
-    python tests/helpers/wheels.py FOLDER
+    python tests/helpers/wheels.py FOLDER [TAG]
 
-writes into a folder, such as dist: the sdist; built from it, the wheel with the core in C for this
-Python, on Linux a manylinux one; the wheel in Python alone. Each is installed in its own environment,
- where tests/project/test_smoke.py must pass.
+writes into a folder, such as dist: the sdist; built from it, the wheel with the core in C for
+this Python, a manylinux wheel on Linux; and the wheel in Python alone. Each is installed in its
+own environment, where tests/project/test_smoke.py must pass. A tag must be that of the version.
 """
 
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from shutil import copyfile
 from tempfile import TemporaryDirectory
@@ -52,8 +53,15 @@ def check(distribution, core):
         run(scripts / "python", *pytest, SMOKE.name, cwd=home, KVCORE_SMOKE=core)
 
 
-def main(folder):
-    """Build, test and name all distributions of this Python."""
+def main(folder, tag=None):
+    """Build, test and name all distributions of this Python.
+
+    Raises:
+        SystemExit: a tag is given that is not `v` and the version.
+    """
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]["version"]
+    if tag not in {None, f"v{version}"}:
+        sys.exit(f"the tag is {tag}, the version in pyproject.toml is {version}")
     folder.mkdir(parents=True, exist_ok=True)
     for distribution, core in build(folder.resolve()):
         print(f"{distribution.name} {core}", flush=True)  # noqa: T201
@@ -61,4 +69,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])
