@@ -58,7 +58,6 @@ suppress_warnings = [
     "ref.python",  # several classes have an attribute of that name
 ]
 myst_heading_anchors = 6
-smartquotes = False  # the dashes of an option stay two
 default_role = "py:obj"  # a name between backticks in a docstring, which links if it can
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -66,6 +65,7 @@ autosummary_generate = False
 napoleon_custom_sections = [(name, "params_style") for name in ("Attributes", "Options")]
 
 SECTION = re.compile(r"^## (.+?)\n(.*?)(?=^## |\Z)", re.DOTALL | re.MULTILINE)
+MARKUP, FLAG = re.compile(r"[\\*|_]"), re.compile(r"(?<![\w-])--[\w-]*\w")
 PAGE = re.compile(r"\]\(([^):#]+)\.md\)")
 
 
@@ -168,7 +168,7 @@ class HelpPage(click.HelpFormatter):
 def literal(text: str) -> str:
     """Return text of a help page with its code as such, and nothing else taken for markup."""
     parts = re.split(r"`([^`]+)`", text)
-    parts[::2] = [re.sub(r"([\\*|_])", r"\\\1", part) for part in parts[::2]]
+    parts[::2] = [FLAG.sub(r"``\g<0>``", MARKUP.sub(r"\\\g<0>", part)) for part in parts[::2]]
     parts[1::2] = [f"``{part}``" for part in parts[1::2]]
     return "".join(parts)
 
@@ -178,17 +178,18 @@ def write_verb(name: str, command: click.Command) -> None:
     formatter = HelpPage()
     with click.Context(command, info_name=name, **command.context_settings) as context:
         command.format_help(context, formatter)
-    page, lines = name.replace(" ", "-"), [""]
+    page, more, below = name.replace(" ", "-"), "", []
     if (REFERENCE / f"{name.partition(' ')[2]}.md").exists():
-        lines = [f"More: :doc:`/docs/reference/{name.partition(' ')[2]}`.", ""]
+        more = f"More: :doc:`/docs/reference/{name.partition(' ')[2]}`."
     elif f"`{name}`\n" in (REFERENCE / "cli.md").read_text("utf-8"):
-        lines = [f"More: `the command line <../../docs/reference/cli.html#{page}>`__.", ""]
+        more = f"More: `the command line <../../docs/reference/cli.html#{page}>`__."
     if isinstance(command, click.Group):
-        for verb, below in command.commands.items():
-            write_verb(f"{name} {verb}", below)
-        lines += contents(f"{page}-{verb}" for verb in command.commands)
-    index = f".. index:: ! {name}, ! {name.rpartition(' ')[2]}"  # the search looks there first
-    write_page(page, f"{name} --help", index, "", *formatter.lines, *lines)
+        for verb, command_below in command.commands.items():
+            write_verb(f"{name} {verb}", command_below)
+        below = contents(f"{page}-{verb}" for verb in command.commands)
+    # The search looks at the index first.
+    index = f".. index:: ! {name}, ! {name.rpartition(' ')[2]}"
+    write_page(page, f"``{name} --help``", index, "", more, "", *formatter.lines, *below)
 
 
 def write_map() -> None:
@@ -258,6 +259,16 @@ def link_names(app: Sphinx, document: nodes.document) -> None:
         link += literal_node
 
 
+def keep_lines(
+    _app: Sphinx, _what: str, _name: str, _object: Any, _: Any, lines: list[str]
+) -> None:
+    """Called with a docstring: a list of files, indented after a colon, keeps its lines."""
+    for index in range(len(lines) - 2):
+        is_head = lines[index].endswith(":") and not lines[index].endswith("::")
+        if is_head and not lines[index + 1] and lines[index + 2].startswith("    "):
+            lines[index] += ":"
+
+
 def skip_tests(_app: Sphinx, _what: str, name: str, *_: Any) -> bool | None:
     """Return True for the tests of a conformance kit, which are for pytest; else None."""
     return name.startswith("test_") or None
@@ -275,6 +286,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("builder-inited", write_pages)
     app.connect("source-read", add_contents)
     app.connect("doctree-read", link_names, priority=400)  # before references are resolved
+    app.connect("autodoc-process-docstring", keep_lines)
     app.connect("autodoc-skip-member", skip_tests)
     app.connect("build-finished", add_front)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -63,7 +63,7 @@ def test_the_reference_describes_evictions_of_a_sequence():
 @pytest.mark.parametrize("event", OF_GROUPS)
 def test_the_reference_describes_the_lines_of_cache_groups(event):
     """The reference has a table of its own for each event with other fields for groups."""
-    assert rows(f"#### {event} of cache groups") == described(OF_GROUPS[event])
+    assert rows(f"### {event} of cache groups") == described(OF_GROUPS[event])
 
 
 def test_the_reference_describes_the_fields_of_every_line():
