@@ -39,6 +39,7 @@ html_title = "kvcore"
 html_theme = "furo"
 html_copy_source = html_use_index = html_domain_indices = False
 html_search_scorer = str(ROOT / "docs" / "search.js")
+html_show_copyright = False
 html_show_search_summary = False  # it reads the pages, which a browser refuses in a folder
 root_doc = "README"
 extensions = [
@@ -58,6 +59,7 @@ suppress_warnings = [
     "ref.python",  # several classes have an attribute of that name
 ]
 myst_heading_anchors = 6
+highlight_language = "none"  # lists of files in docstrings are no Python
 default_role = "py:obj"  # a name between backticks in a docstring, which links if it can
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True

@@ -13,7 +13,7 @@ var Scorer = {
     const words = title.toLowerCase().split(/[^\w]+/);
     const both = asked.filter((word) => words.some((other) => other.startsWith(begin(word))));
     const member = kind === "object" && /attribute|property|method/.test(description);
-    return score + (20 * both.length) / asked.length - (member ? 15 : 0);
+    return score + (20 * both.length) / (asked.length || 1) - (member ? 15 : 0);
   },
   objNameMatch: 11,
   objPartialMatch: 6,
