@@ -261,6 +261,13 @@ class SimulationReport(NamedTuple):
                 f"Pool: {counted(blocks, 'block')}, {memory} in {config['codec']}, of which "
                 f"any goes to any cache group: {listed}."
             )
+        if "layer_pools" in config:
+            slots = config["layer_pools"].items()
+            listed = [f"{count:,} {name.replace('_', ' ')}" for name, count in slots]
+            return (
+                f"Pools: {counted(blocks, 'block')} of {counted(size, 'token')} of full "
+                f"attention, {' and '.join(listed)}, {memory} in {config['codec']}."
+            )
         return (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
             f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."

@@ -56,7 +56,7 @@ class CacheSide:
         evicted: the keys of blocks of full attention that left, in order.
     """
 
-    def __init__(self, pools, eviction="lru:renew_split=true"):
+    def __init__(self, pools, eviction):
         self.pools = pools
         self.evicted = evicted = []
 
@@ -86,7 +86,7 @@ class CacheSide:
         return hit
 
     def compute(self, request):
-        """Compute the chunk that is allocated; return how many tokens of the prompt are left."""
+        """Compute the allocated chunk; return how many tokens of the prompt are left."""
         seq = self._open[request.id]
         self.cache.commit(seq, seq.tokens - seq.computed)
         return request.prompt_tokens - seq.tokens
@@ -121,7 +121,9 @@ class CacheSide:
         return [(cache.pool.free_blocks, cache.full_blocks), *sides]
 
 
-def drive(seed, kind, make_side=None, requests=60):
+def drive(  # noqa: C901 - a stream, from its first request to its last
+    seed, kind, make_side=None, requests=60, eviction="lru:renew_split=true"
+):
     """Serve a random stream in a `PooledCache`, and in another side if one is given.
 
     Prompts are new ones, earlier ones, their beginnings, or continue them; up to three requests
@@ -132,13 +134,14 @@ def drive(seed, kind, make_side=None, requests=60):
         kind: the layers beside those with full attention: `window` or `state`.
         make_side: returns the other side for `Pools`; None: there is none.
         requests: number of requests.
+        eviction: the policy of the `PooledCache`.
 
     Returns:
         The number of calls, of hits and of evicted blocks, and a digest of all answers.
     """
     rng = Random(f"pools/{kind}/{seed}")
     pools = Pools.random(rng, kind)
-    one = CacheSide(pools)
+    one = CacheSide(pools, eviction)
     sides = [one] if make_side is None else [one, make_side(pools)]
     prompts, running, counts, answers = [], {}, [0, 0], sha256()
 

@@ -11,8 +11,6 @@ from types import SimpleNamespace
 
 import torch
 from helpers.sglang_engine import CacheInitParams, ComponentType, MatchPrefixParams, RadixKey
-from kvcore.cache.layout import GENERATED
-
 from sglang.srt.managers.schedule_batch import ReqKvInfo
 from sglang.srt.mem_cache import common
 from sglang.srt.mem_cache.allocator.mamba import MambaSlotAllocator
@@ -24,6 +22,8 @@ from sglang.srt.mem_cache.base_swa_memory_pool import BaseSWAKVPool
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool, ReqToTokenPool
 from sglang.srt.mem_cache.unified_cache.components import mamba
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+from kvcore.cache.layout import GENERATED
 
 ROWS, LONGEST = 64, 4096
 
@@ -201,15 +201,15 @@ class SglangSide:
         return hit
 
     def compute(self, request):
-        """Compute the chunk that is allocated; return how many tokens of the prompt are left."""
+        """Compute the allocated chunk; return how many tokens of the prompt are left."""
         req, text = self._open[request.id], self._open[request.id].ids
         start, end = req.computed, req.allocated
         if self.pools.window is None and (end - start) >= self.grid:
             kept = start + (end - start) // self.grid * self.grid
             junction = req.mamba_branching_seqlen
-            if junction is not None and start < junction < end + (kept < end):
-                if (junction - start) % self.grid == 0:
-                    kept = junction
+            is_inside = junction is not None and start < junction < end + (kept < end)
+            if is_inside and (junction - start) % self.grid == 0:
+                kept = junction
             req.kv.mamba_last_track_idx = req.kv.mamba_next_track_idx
             req.kv.mamba_next_track_idx = 1 - req.kv.mamba_next_track_idx
             req.kv.mamba_last_track_seqlen = kept

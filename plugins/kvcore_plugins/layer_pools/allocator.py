@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
-from kvcore import Request
 from kvcore.cache import Sequence
 from kvcore.serving.decode_batch import DecodeAllocator
 from kvcore.serving.job import Job
-from kvcore_plugins.layer_pools.cache import PooledCache
+from kvcore.serving.latency import StepTimes
+
+if TYPE_CHECKING:
+    from kvcore_plugins.layer_pools.cache import PooledCache
 
 
 class PooledAllocator(DecodeAllocator):
@@ -48,7 +50,17 @@ class PooledAllocator(DecodeAllocator):
         chunk = self._pools.longest_chunk
         return tokens if chunk is None else min(tokens, chunk)
 
+    def _allocate_ahead(self, steps: int, clock_ps: int, times: StepTimes) -> int:
+        """Allocate for up to `steps` steps; return for how many there was room.
+
+        For one if requests wait for slots, which any step may free.
+        """
+        if self.waiting and self._pools.tree.windows is not None:
+            return 1
+        return super()._allocate_ahead(steps, clock_ps, times)
+
     def _grow(self, jobs: list[Job], ahead: int, now: int) -> None:
         """Allocate a block for each of `jobs`; windows that pass may make room for others."""
+        before = self._pools.passed_slots
         super()._grow(jobs, ahead, now)
-        self.freed |= self._pools.tree.windows is not None
+        self.freed |= self._pools.passed_slots > before

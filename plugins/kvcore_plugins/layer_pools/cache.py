@@ -14,6 +14,7 @@ import attrs
 from kvcore import InputError, OutOfBlocks, Request, Span
 from kvcore.cache import KVCache, Sequence
 from kvcore.cache.prefix import PrefixMatch
+from kvcore_plugins.layer_pools.allocator import PooledAllocator
 from kvcore_plugins.layer_pools.tree import PooledTree
 
 WINDOW_INTERVAL: Final = 128
@@ -72,13 +73,17 @@ class PooledCache(KVCache):
         window: tokens that a token attends to, itself included; None: no layer has a window.
         window_slots: window slots, a block each.
         state_slots: slots of states; None: no layer has a state.
+        tree: the class of the tree of spans.
+
+    Attributes:
+        window: tokens before a position that a window needs to resume there.
+        passed_slots: number of window slots that running requests have freed so far.
 
     Raises:
         InputError: as `KVCache`; pools that are too small; or parts that these do not know.
     """
 
-    allocator = "kvcore_plugins.layer_pools.allocator:PooledAllocator"
-
+    allocator = PooledAllocator
     tree: PooledTree
 
     def __init__(
@@ -100,6 +105,7 @@ class PooledCache(KVCache):
         slots = None if window is None else window_slots
         self.tree = tree(self, window_blocks, slots, state_slots)
         self._grid = size if state_slots is None else lcm(STATE_CHUNK, size)
+        self.passed_slots = 0
         self._held: dict[int, Holding] = {}
 
     def _check_parts(
@@ -401,9 +407,7 @@ class PooledCache(KVCache):
             self.tree.windows.take(blocks)
             held.windows += blocks
 
-    def _pass_windows(
-        self, held: Holding, seq: Sequence, computed: int, interval: int
-    ) -> None:
+    def _pass_windows(self, held: Holding, seq: Sequence, computed: int, interval: int) -> None:
         """Free the private slots that no token after the first `computed` ones needs.
 
         If these are `interval` tokens or more.
@@ -414,6 +418,7 @@ class PooledCache(KVCache):
         before = max(held.passed, seq.span.end)
         passed = max(before, computed // size - self.tree.window_blocks)
         windows.free += passed - before
+        self.passed_slots += passed - before
         held.windows -= passed - before
         held.passed = passed
 
