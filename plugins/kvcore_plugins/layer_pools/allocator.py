@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import Any
 
 from kvcore.cache import Sequence
-from kvcore.serving.decode_batch import DecodeAllocator
+from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
 from kvcore.serving.job import Job
 from kvcore.serving.latency import StepTimes
 
-if TYPE_CHECKING:
-    from kvcore_plugins.layer_pools.cache import PooledCache
-
 
 class PooledAllocator(DecodeAllocator):
-    """Allocates the blocks of jobs in a `PooledCache`: those of all pools, or none."""
+    """Allocates the blocks of jobs in a `PooledCache`: those of all pools, or none.
+
+    Args:
+        cache: the cache, a `PooledCache`.
+        batch: the jobs that decode.
+    """
 
     takes_drafts = False
 
-    @property
-    def _pools(self) -> PooledCache:
-        return cast("PooledCache", self._cache)
+    def __init__(self, cache: Any, batch: DecodeBatch) -> None:
+        super().__init__(cache, batch)
+        self._pools = cache
 
     def fits(self, job: Job, now: int, reserve: int) -> bool:
         """Return True if there is room for the whole prompt of `job`, in chunks. Pure."""

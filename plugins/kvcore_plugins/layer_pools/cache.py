@@ -35,7 +35,7 @@ STATE_RATIO: Final = 5
 
 @attrs.define(eq=False)
 class Holding:
-    """What an open sequence has in the pools beside that of full attention.
+    """The slots and locks of an open sequence in the pools beside that of full attention.
 
     Attributes:
         span: the span at whose end it resumes, whose windows and state are locked.

@@ -1,4 +1,4 @@
-"""What layers of one kind keep beside the K/V of full attention, in a pool of its own."""
+"""A pool of its own for the windows, or for the states, of cached spans."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SidePool:
         evict_leaf: called with a leaf that leaves; it has to call `drop`.
 
     Attributes:
-        slots: number of slots; free: those that nobody has.
+        slots: number of slots; free: those that are neither private nor cached.
         evictable: number of slots of spans that no request needs.
     """
 

@@ -85,8 +85,8 @@ class PooledTree(SpanTree):
     def cut(self, lower: Span, at: int, now: int) -> Span:
         """Split `lower` at position `at`; return the upper half, which gets no further pin.
 
-        If nobody uses it, the upper half is as recent as if it had just been released, with the
-        spans above it.
+        If no sequence pins it, the upper half is as recent as if it had just been released,
+        with the spans above it.
         """
         upper = self.split(lower, at)
         above: Span = upper.parent  # type: ignore[assignment]
