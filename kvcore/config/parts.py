@@ -12,6 +12,7 @@ import attrs
 
 import kvcore
 from kvcore.cache import GroupedCache, KVCache, LayerGroup, Recorder, ServedCache
+from kvcore.cache.groups import GroupKind
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -571,23 +572,14 @@ class RunParts:
 
 
 def layer_group(group: CacheGroup) -> LayerGroup:
-    """Return the group of a cache for the layers of a plan.
-
-    Raises:
-        InputError: there is no rule for what they keep.
-    """
+    """Return the group of a cache for the layers of a plan."""
     cache, layers = group.caches[0], sum(each.layers for each in group.caches)
     if cache.kind == "state":
         return LayerGroup("state", group.block_size, layers=layers)
     if cache.window is None:
         return LayerGroup("full", group.block_size, layers=layers)
-    if cache.kind != "window":
-        msg = (
-            f"there is no rule for the cache of {cache}: serve the model as one group "
-            "(disable_hybrid_kv_cache_manager)"
-        )
-        raise InputError(msg)
-    return LayerGroup("window", group.block_size, cache.window, layers)
+    kind: GroupKind = "chunk" if cache.kind == "chunk" else "window"
+    return LayerGroup(kind, group.block_size, cache.window, layers)
 
 
 def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:

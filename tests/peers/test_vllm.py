@@ -120,6 +120,18 @@ def test_random_servers_with_cache_groups_make_the_steps_of_vllm():
     assert counts["states, identical"] >= 0.9 * counts["states"]
 
 
+def test_random_servers_with_chunks_make_the_steps_of_vllm():
+    """Chunked local attention beside full attention makes the steps of vLLM."""
+    for seed in range(FIRST, FIRST + max(1, SERVERS // 10)):
+        server = grouped_server(seed)
+        size = server.block_size
+        chunk = LayerGroup("chunk", size, size * (2 + seed % 9))
+        groups = [LayerGroup("full", size), *[chunk] * (1 + seed % 3)]
+        server = attrs.evolve(server, groups=groups, interval=0, blocks=2 * server.blocks)
+        steps = encode(vllm_engine.run(server).steps)
+        assert first_difference(encode(kvcore_steps(server)), steps) is None
+
+
 def test_policies_evict_the_recorded_blocks():
     """The evictions in the repository are those of policies in the installed package."""
     made = {

@@ -80,9 +80,9 @@ def test_a_window_is_free_once_it_has_passed():
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: LayerGroup("ring", 8), "there are: full, window, state"),
+        (lambda: LayerGroup("ring", 8), "there are: full, window, chunk, state"),
         (lambda: LayerGroup("full", 0), "1 or more"),
-        (lambda: LayerGroup("window", 8), "give a window, and that alone"),
+        (lambda: LayerGroup("window", 8), "give a window or a chunk"),
         (lambda: LayerGroup("window", 8, 1), "2 or more"),
         (lambda: GroupedCache([], 9), "a cache without groups"),
         (lambda: GroupedCache([FULL], 9, retention_interval=12), "give a multiple of 8"),
