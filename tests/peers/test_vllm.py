@@ -36,6 +36,8 @@ from helpers.step_lists import (
     write,
 )
 
+from kvcore.cache import LayerGroup
+
 with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from helpers import vllm_engine
 

@@ -234,9 +234,8 @@ class GroupState(TracedState[GroupedSequence]):
 
     def _group(self, index: int, record: events.GroupRecord) -> TracedGroup:
         if (record.kind in ("window", "chunk")) is (record.window is None):
-            violated(
-                f"cache group {index}: a window or a chunk, and no other kind, has a window"
-            )
+            problem = "a window or a chunk, and no other kind, has a window"
+            violated(f"cache group {index}: {problem}")
         layout = TraceLayout.of(replace(self.header, block_size=record.block_size))
         return TracedGroup(
             index, record.kind, record.block_size, record.window, record.layers, layout
