@@ -263,10 +263,10 @@ class SimulationReport(NamedTuple):
             )
         if "layer_pools" in config:
             slots = config["layer_pools"].items()
-            listed = [f"{count:,} {name.replace('_', ' ')}" for name, count in slots]
+            more = " and ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in slots)
             return (
                 f"Pools: {counted(blocks, 'block')} of {counted(size, 'token')} of full "
-                f"attention, {' and '.join(listed)}, {memory} in {config['codec']}."
+                f"attention, {more}, {memory} in {config['codec']}."
             )
         return (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
