@@ -100,10 +100,10 @@ def test_random_servers_make_the_steps_of_vllm():
 
 
 def test_random_servers_with_cache_groups_make_the_steps_of_vllm():
-    """Windows make the steps of vLLM, duplicates too; states do in nine of ten servers.
+    """Windows and states make the steps of vLLM, duplicates too; states in 49 of 50 servers.
 
-    With states several prompts may be under way, and vLLM gives a step's tokens to running
-    requests in their order, so that a later one that decodes may get none.
+    The others are apart by a block that vLLM keeps in its prefix cache and has never computed:
+    its request is preempted in the plan that has scheduled it.
     """
     counts = Counter()
     for server in map(grouped_server, range(FIRST, FIRST + SERVERS)):
@@ -119,7 +119,7 @@ def test_random_servers_with_cache_groups_make_the_steps_of_vllm():
             "duplicates": len(real.duplicates),
         })  # fmt: skip
     print("\nrandom servers with cache groups:", dict(counts))  # noqa: T201
-    assert counts["states, identical"] >= 0.9 * counts["states"]
+    assert counts["states, identical"] >= 0.98 * counts["states"]
 
 
 def test_random_servers_with_chunks_make_the_steps_of_vllm():
