@@ -6,7 +6,8 @@ from array import array
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, TypeAlias, overload
 
-from kvcore import records
+import attrs
+
 from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.units import INT64_LIMIT, NS_PER_S
@@ -176,7 +177,7 @@ DEFAULT_PRIORITY: Final = 35
 HIGHEST_PRIORITY = 100
 
 
-@records.frozen
+@attrs.frozen
 class Retention:
     """A hint that sets the retention priority of the tokens `[start, end)` of a prompt.
 
@@ -217,7 +218,7 @@ def _tokens(share: int | None) -> int | None:
     return (None if share else 0) if type(share) is bool else share
 
 
-@records.frozen(kw_only=True)
+@attrs.frozen(kw_only=True)
 class Hints:
     """A client's hints about the K/V of one request, beside `Retention`.
 
@@ -243,7 +244,7 @@ class Hints:
         InputError: a number is out of range, or both `pin` and `demote` are given.
     """
 
-    share: int | None = records.field(default=None, converter=_tokens)
+    share: int | None = attrs.field(default=None, converter=_tokens)
     pin: int | None = None
     demote: bool = False
     prefetch: int | None = None
@@ -266,7 +267,7 @@ NO_HINTS = Hints()
 """The hints of a request without hints."""
 
 
-@records.frozen(kw_only=True)
+@attrs.frozen(kw_only=True)
 class SLO:
     """Latency targets of a client, in nanoseconds; None: no target.
 
@@ -320,7 +321,7 @@ class SLO:
         return cls(**times)
 
 
-@records.define(kw_only=True)
+@attrs.define(kw_only=True)
 class Request:
     """A request as a workload yields it. Treat it as immutable.
 
@@ -412,7 +413,7 @@ class Request:
             raise InputError(msg)
 
 
-@records.define(kw_only=True)
+@attrs.define(kw_only=True)
 class TextRequest(Request):
     """A request with the tokens of its prompt, from which its keys are computed.
 

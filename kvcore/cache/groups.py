@@ -32,7 +32,8 @@ from math import lcm
 from operator import gt, ne
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
-from kvcore import records
+import attrs
+
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import GENERATED, BlockLayout
 from kvcore.cache.pool import BlockPool, Ids
@@ -51,7 +52,7 @@ Name: TypeAlias = Any
 """The name of a full block in its group: its key, with its position if keys are longer."""
 
 
-@records.frozen
+@attrs.frozen
 class LayerGroup:
     """Layers that keep the same of a sequence, with one table of blocks.
 
@@ -999,7 +1000,7 @@ class GroupedCache:
             blocks=self.pool.blocks,
             plugins={"eviction": describe(self.eviction)},
         )
-        groups = [records.asdict(group) for group in self.groups]
+        groups = [attrs.asdict(group) for group in self.groups]
         interval = self.retention_interval
         trace.describe(
             cache_groups={"prefix_cache_retention_interval": interval, "groups": groups}

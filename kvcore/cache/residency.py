@@ -7,7 +7,8 @@ from collections.abc import Sequence as Keys
 from operator import attrgetter, sub
 from typing import Any, TypeAlias
 
-from kvcore import records
+import attrs
+
 from kvcore.cache.layout import common_prefix
 from kvcore.cache.span import Span
 from kvcore.histogram import Histogram
@@ -329,7 +330,7 @@ class Residency:
         return None if rested is None else {self.tier: rested}
 
 
-@records.define
+@attrs.define
 class CacheStats:
     """Counts of first admissions; hits of resumed requests are counted separately.
 
@@ -368,7 +369,7 @@ class CacheStats:
     def sum(cls, stats: Iterable[CacheStats]) -> CacheStats:
         """Return the sums of the counts of several caches."""
         caches = list(stats)
-        names = records.fields_dict(cls)
+        names = attrs.fields_dict(cls)
         return cls(**{name: sum(map(attrgetter(name), caches)) for name in names})
 
     def admitted(

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import attrs
+
 import kvcore
-from kvcore import records
 from kvcore.cache import GroupedCache, KVCache, LayerGroup, Recorder, ServedCache
 from kvcore.cache.groups import GroupKind
 from kvcore.cache.layout import BlockLayout
@@ -405,7 +406,7 @@ class RunParts:
         """Return the cache groups for JSON."""
         return {
             "prefix_cache_retention_interval": self.config.prefix_cache_retention_interval,
-            "groups": [records.asdict(group) for group in self.layer_groups],
+            "groups": [attrs.asdict(group) for group in self.layer_groups],
         }
 
     def document(self, result: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Self
 
-from kvcore import records
+import attrs
+
 from kvcore.config.options import (
     CORE,
     find_mode,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from kvcore.plugins import Plugins
 
 
-@records.frozen
+@attrs.frozen(init=False)
 class RunConfig:
     """The configuration of a run: its options by name, from which nothing is built yet.
 

@@ -6,7 +6,8 @@ from abc import abstractmethod
 from math import prod
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import KvcoreError
 from kvcore.plugins.base import FAILURES, Plugin, policy_error
 from kvcore.plugins.options import spec_of
@@ -31,7 +32,7 @@ BYTES_PER_NUMBER = {"fp64": 8, "fp32": 4, "fp16": 2, "bf16": 2}
 """Bytes of a number, by the dtypes in which K/V can be computed."""
 
 
-@records.frozen
+@attrs.frozen
 class Plane:
     """An array that a block holds for each K/V head of a layer: codes, scales, zeros.
 

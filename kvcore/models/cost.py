@@ -11,7 +11,8 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError
 from kvcore.models.memory import KVLayout
 from kvcore.models.spec import DeviceSpec, ModelSpec
@@ -92,7 +93,7 @@ def token_projections(prompt: int, output: int, *, cached: bool) -> int:
     return output * prompt + output * (output - 1) // 2
 
 
-@records.frozen
+@attrs.frozen
 class PrefillCost:
     """The least seconds it takes to prefill tokens: a floor set by the device's FLOP/s.
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from fractions import Fraction
 from math import ceil
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.layers import LayerCache
@@ -18,7 +19,7 @@ from kvcore.models.memory import KVLayout
 from kvcore.models.spec import ModelSpec
 
 
-@records.frozen
+@attrs.frozen
 class CacheGroup:
     """Layers with one block table.
 
@@ -44,7 +45,7 @@ class CacheGroup:
         return min(blocks, -(-cache.window // self.block_size) + (cache.kind != "chunk"))
 
 
-@records.frozen
+@attrs.frozen
 class GroupPlan:
     """The cache groups of a model.
 
@@ -99,7 +100,7 @@ def groups_of(
     layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     splits = [(cache, count) for cache in caches for count in _split(cache.layers, layers)]
     groups = tuple(
-        CacheGroup((records.evolve(cache, layers=count),), sizes[cache])
+        CacheGroup((attrs.evolve(cache, layers=count),), sizes[cache])
         for cache, count in splits
     )
     return GroupPlan(groups, ceil(max(count for _, count in splits) * page))

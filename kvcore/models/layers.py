@@ -10,7 +10,8 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import Any, Literal, TypeAlias, get_args
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError
 
 CacheKind: TypeAlias = Literal[
@@ -28,7 +29,7 @@ MAX_WIDTH = 2**31 - 1
 MAX_BYTES = 2**50
 
 
-@records.frozen(kw_only=True)
+@attrs.frozen(kw_only=True)
 class LayerCache:
     """One thing that equal layers of a model keep of each sequence, and what using it costs.
 
@@ -151,7 +152,7 @@ class LayerCache:
             return self
         kind: CacheKind = "window" if self.kind in ("full", "mla") else self.kind
         shorter = window if self.window is None else min(self.window, window)
-        return records.evolve(self, kind=kind, window=shorter)
+        return attrs.evolve(self, kind=kind, window=shorter)
 
     def __str__(self) -> str:
         """Return the layers and what they keep: `40 layers, window of 1,024 tokens`."""
@@ -192,6 +193,6 @@ def merged(caches: list[LayerCache]) -> tuple[LayerCache, ...]:
     """Return one cache for all that differ by their layers alone, in order of the first."""
     counts: dict[Any, int] = {}
     for cache in caches:
-        one = records.evolve(cache, layers=1)
+        one = attrs.evolve(cache, layers=1)
         counts[one] = counts.get(one, 0) + cache.layers
-    return tuple(records.evolve(one, layers=layers) for one, layers in counts.items())
+    return tuple(attrs.evolve(one, layers=layers) for one, layers in counts.items())

@@ -7,7 +7,8 @@ from fractions import Fraction
 from itertools import islice
 from math import ceil
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError
 from kvcore.models.codec import PLANE_BYTES, Codec, Part
 from kvcore.models.layers import LayerCache
@@ -86,7 +87,7 @@ def degree_problem(model: ModelSpec, devices: int) -> str:
     return f"{heads} cannot be divided among {devices} devices; give {known}"
 
 
-@records.frozen
+@attrs.frozen
 class Deployment:
     """One copy of a model: weights and K/V heads divided by identical devices.
 
@@ -166,7 +167,7 @@ class Deployment:
         """Return a sentence with servers on which the model would fit."""
 
         def fits(device: DeviceSpec, devices: int) -> bool:
-            one = records.evolve(self, device=device, devices=devices)
+            one = attrs.evolve(self, device=device, devices=devices)
             return one.blocks_in(one.kv_bytes - one.staged_bytes(sequences)) > 0
 
         servers = servers_that_fit(self.layout.model, self.device, self.devices, fits)
@@ -205,7 +206,7 @@ def _built(given: Codec | type[Codec] | Spec | str | None) -> Codec:
     return codec
 
 
-@records.frozen
+@attrs.frozen
 class KVLayout:
     """The layout of a model's K/V in blocks, and the bytes that it takes.
 
@@ -225,7 +226,7 @@ class KVLayout:
     """
 
     model: ModelSpec
-    codec: Codec = records.field(default=None, converter=_built)
+    codec: Codec = attrs.field(default=None, converter=_built)
     block_size: int = count_field(default=16)
 
     def __attrs_post_init__(self) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, Literal, TypeAlias, get_args
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError
 from kvcore.models.layers import MAX_WIDTH, LayerCache, merged
 from kvcore.units import INT64_LIMIT
@@ -49,7 +50,7 @@ def bytes_of(numbers: int, dtype: str) -> int:
     return -(-numbers * _BYTES_OF_32[dtype] // 32)
 
 
-def _in_range(_: object, attribute: records.Attribute[int], value: int) -> None:
+def _in_range(_: object, attribute: attrs.Attribute[int], value: int) -> None:
     most = attribute.metadata["most"]
     if not 1 <= value <= most:
         bound = f"at most {most:,}" if value > most else "at least 1"
@@ -57,7 +58,7 @@ def _in_range(_: object, attribute: records.Attribute[int], value: int) -> None:
         raise InputError(msg)
 
 
-def _not_negative(_: object, attribute: records.Attribute[int], value: int) -> None:
+def _not_negative(_: object, attribute: attrs.Attribute[int], value: int) -> None:
     if not 0 <= value <= MAX_COUNT:
         msg = f"{attribute.name} must be 0 to {MAX_COUNT:,}, not {value}"
         raise InputError(msg)
@@ -65,14 +66,14 @@ def _not_negative(_: object, attribute: records.Attribute[int], value: int) -> N
 
 def count_field(most: int = MAX_COUNT, **default: Any) -> Any:
     """Return an attrs field for a number from 1 to `most`."""
-    return records.field(validator=_in_range, metadata={"most": most}, **default)
+    return attrs.field(validator=_in_range, metadata={"most": most}, **default)
 
 
 def _same_as(name: str) -> Any:
-    return records.Factory(lambda self: getattr(self, name), takes_self=True)
+    return attrs.Factory(lambda self: getattr(self, name), takes_self=True)
 
 
-@records.frozen(kw_only=True)
+@attrs.frozen(kw_only=True)
 class ModelSpec:
     """The shape of a decoder-only transformer, which determines its memory and FLOP.
 
@@ -114,13 +115,13 @@ class ModelSpec:
     dtype: str = "bf16"
     experts: int = 0
     experts_per_token: int = 0
-    expert_dtype: str = records.field(default=_same_as("dtype"))
+    expert_dtype: str = attrs.field(default=_same_as("dtype"))
     extra_bytes: int = 0
     extra_expert_bytes: int = 0
     positions: int = 0
-    windows: tuple[int | None, ...] = records.field(
+    windows: tuple[int | None, ...] = attrs.field(
         # Fields are checked after they are all made: bounded here as well.
-        default=records.Factory(
+        default=attrs.Factory(
             lambda self: (None,) * min(self.layers, MAX_LAYERS), takes_self=True
         ),
         repr=lambda windows: repr(dict(Counter(windows))),
@@ -244,7 +245,7 @@ class ModelSpec:
         In nvfp4 those of experts alone, if there are any: so checkpoints of mixtures are.
         """
         shared = "bf16" if dtype == "nvfp4" and self.experts else dtype
-        return records.evolve(
+        return attrs.evolve(
             self, dtype=shared, expert_dtype=dtype, extra_bytes=0, extra_expert_bytes=0
         )
 
@@ -252,22 +253,22 @@ class ModelSpec:
         """Return the model with the attention of every layer limited to `window` tokens."""
         if self.caches:
             caches = [cache.with_window(window) for cache in self.caches]
-            return records.evolve(self, caches=merged(caches))
+            return attrs.evolve(self, caches=merged(caches))
         windows = tuple(window if w is None else min(w, window) for w in self.windows)
-        return records.evolve(self, windows=windows)
+        return attrs.evolve(self, windows=windows)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as values of JSON; without `caches` if heads and windows tell all.
 
         So the header of a trace is what it was before models had `caches`.
         """
-        fields = records.asdict(self)
+        fields = attrs.asdict(self)
         if not self.caches:
             del fields["caches"]
         return fields
 
 
-@records.frozen(kw_only=True)
+@attrs.frozen(kw_only=True)
 class DeviceSpec:
     """A GPU, by its data sheet.
 
@@ -293,7 +294,7 @@ class DeviceSpec:
     bandwidth: int = count_field()
     flops: int = count_field()
     host_link: int = count_field()
-    link: int = records.field(default=0, validator=_not_negative)
-    fp8_flops: int = records.field(default=0, validator=_not_negative)
-    fp4_flops: int = records.field(default=0, validator=_not_negative)
+    link: int = attrs.field(default=0, validator=_not_negative)
+    fp8_flops: int = attrs.field(default=0, validator=_not_negative)
+    fp4_flops: int = attrs.field(default=0, validator=_not_negative)
     server_size: int = count_field(default=8)

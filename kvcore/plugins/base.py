@@ -6,12 +6,13 @@ import inspect
 import sys
 import warnings
 from abc import ABC
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
-from typing import Any, ClassVar, NamedTuple, NoReturn, Self, cast
+from typing import Any, ClassVar, NamedTuple, NoReturn, Self
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError, PluginError, PolicyError
 
 
@@ -127,7 +128,7 @@ class Option(NamedTuple):
 REQUIRED: Any = inspect.Parameter.empty
 """The default of an option that has none."""
 
-COMPUTED: Any = records.NOTHING
+COMPUTED: Any = attrs.NOTHING
 """The default of an option that a factory makes for each instance."""
 
 
@@ -137,11 +138,7 @@ def options_of(cls: type[Plugin]) -> list[Option]:
 
 
 def _options_of(cls: type[Plugin]) -> Iterator[Option]:
-    described = cast("Any", cls)
-    found: Iterable[Any] = records.fields_dict(described).values()
-    if not found and hasattr(cls, "__attrs_attrs__"):
-        found = described.__attrs_attrs__
-    fields = {field.alias: field for field in found if field.init}
+    fields = {f.alias: f for f in attrs.fields(cls) if f.init} if attrs.has(cls) else {}
     _, *parameters = inspect.signature(cls.__init__).parameters.values()
     for parameter in parameters:
         field = fields.get(parameter.name)
@@ -149,7 +146,7 @@ def _options_of(cls: type[Plugin]) -> Iterator[Option]:
         if name.startswith("_") or parameter.kind in _VARIADIC:
             continue
         default = parameter.default
-        if type(default).__name__ in _FACTORIES:
+        if type(default).__name__ == "_HAS_DEFAULT_FACTORY_CLASS":  # of dataclasses
             default = COMPUTED
         # With a converter, attrs annotates the parameter as the converter annotates its own,
         # or not at all.
@@ -158,9 +155,6 @@ def _options_of(cls: type[Plugin]) -> Iterator[Option]:
             annotation = (field and field.type) or Any
         yield Option(name, parameter.name, annotation, default)
 
-
-_FACTORIES = {"_Nothing", "_HAS_DEFAULT_FACTORY_CLASS"}
-"""The classes of the defaults that stand for a factory, in attrs and in dataclasses."""
 
 _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 

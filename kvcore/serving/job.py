@@ -19,7 +19,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from kvcore import records
+import attrs
+
 from kvcore.cache.sequence import Sequence
 from kvcore.request import SLO, Key, Request
 
@@ -170,7 +171,7 @@ class Job:
         if not self.named_keys:
             return self.request
         keys = [*self.request.output_keys, *self.named_keys]
-        return records.evolve(self.request, output_keys=keys)
+        return attrs.evolve(self.request, output_keys=keys)
 
     def __repr__(self) -> str:
         """Show the request and its stage."""

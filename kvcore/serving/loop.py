@@ -43,7 +43,8 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol, TypeAlias, cast
 
-from kvcore import records
+import attrs
+
 from kvcore.cache import GroupedCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.errors import InputError, PolicyError
@@ -615,7 +616,7 @@ class ServingLoop:
         most = self._longest
         if most is None or request.prompt_tokens + request.output_tokens <= most:
             return request
-        return records.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
+        return attrs.evolve(request, output_tokens=max(0, most - request.prompt_tokens))
 
     def _prefetch(self, now: int) -> None:
         """PREFETCH: load for each request whose hint is due, unless it has arrived."""

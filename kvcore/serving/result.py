@@ -14,7 +14,8 @@ from operator import add, mul, sub
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
-from kvcore import records
+import attrs
+
 from kvcore.cache import Recorder, ServedCache
 from kvcore.cache.residency import CacheStats
 from kvcore.files import atomic_file, make_directory
@@ -412,7 +413,7 @@ class HitRatio(NamedTuple):
     request: float | None
 
 
-@records.frozen(slots=False, eq=False)
+@attrs.frozen(slots=False, eq=False)
 class Outcome(Shown):
     """Outcome of the requests of a run: the figures that follow from its log alone.
 
@@ -608,7 +609,7 @@ class Reported(Outcome):
             document.write(f"{text.decode()}\n")
 
 
-@records.frozen(slots=False, eq=False)
+@attrs.frozen(slots=False, eq=False)
 class Result(Reported):
     """The result of a run. See docs/reference/simulate-result.md for every number.
 

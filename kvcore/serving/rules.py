@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError, shorten
 from kvcore.plugins.base import (
     FAILURES,
@@ -66,7 +67,7 @@ class StepState(NamedTuple):
     priority: Callable[[Job], Any]
 
 
-@records.define(slots=False, kw_only=True, eq=False)
+@attrs.define(slots=False, kw_only=True, eq=False)
 class Rules(Plugin):
     """The rules by which engines differ; this class itself has those of kvcore.
 
@@ -289,7 +290,7 @@ _CHOICES = {
     "preempts": ("last", "shortest"),
 }
 
-CHOICES = tuple(records.fields_dict(Rules))
+CHOICES = tuple(attrs.fields_dict(Rules))
 """The names of the options that all rules have."""
 
 

@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterable
 from math import ceil
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, cast
 
-from kvcore import records
+import attrs
+
 from kvcore.errors import InputError
 from kvcore.plugins.base import Plugin
 from kvcore.plugins.manager import resolve
@@ -19,7 +20,7 @@ from kvcore.serving.job import Job
 from kvcore.serving.rules import CHOICES, Rules, described_rules, with_choices
 
 
-@records.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, init=False)
 class Batching:
     """The limits of a step of continuous batching, and the rules that steps are made by.
 
@@ -48,7 +49,7 @@ class Batching:
     steps: Literal["mixed", "prefill-first"] = "mixed"
     watermark: float = 0.01
     max_model_len: int | None = None
-    rules: Rules = records.field(factory=Rules, eq=described_rules)
+    rules: Rules = attrs.field(factory=Rules, eq=described_rules)
 
     def __init__(self, *, rules: object = None, **limits: Any) -> None:
         built = Rules() if rules is None else resolve("rules", rules)
@@ -126,7 +127,7 @@ class Batching:
 
 _STEPS = ("mixed", "prefill-first")
 
-LIMITS = tuple(name for name in records.fields_dict(Batching) if name != "rules")
+LIMITS = tuple(name for name in attrs.fields_dict(Batching) if name != "rules")
 """The names of the limits of a step."""
 
 _RECORDED = (*LIMITS[:-1], *CHOICES[:-2], "max_model_len", *CHOICES[-2:])

@@ -11,7 +11,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from kvcore import distributions, records
+import attrs
+
+from kvcore import distributions
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
@@ -47,7 +49,7 @@ OPTIONAL = {
 }
 """The fields of REQUEST that are left out at their default, and the attributes of a request."""
 
-_DEFAULTS = tuple(records.fields_dict(Request)[name].default for name in OPTIONAL.values())
+_DEFAULTS = tuple(getattr(attrs.fields(Request), name).default for name in OPTIONAL.values())
 
 _optional_values = attrgetter(*OPTIONAL.values())
 
@@ -120,7 +122,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, ModelSpec):
         value = value.as_dict()
     if isinstance(value, DeviceSpec):
-        value = records.asdict(value)
+        value = attrs.asdict(value)
     if isinstance(value, Mapping):
         return {str(name): plain(entry) for name, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -146,8 +148,9 @@ def _given(request: Request, values: tuple[Any, ...]) -> dict[str, Any]:
             [hint.start, hint.end, hint.priority, hint.duration] for hint in request.retention
         ]
     if "hints" in given:
-        hints = records.asdict(request.hints).items()
-        given["hints"] = {name: hint for name, hint in hints if hint != getattr(NO_HINTS, name)}
+        given["hints"] = attrs.asdict(
+            request.hints, filter=lambda hint, value: value != hint.default
+        )
     if "output_keys" in given:
         given["output_keys"] = key_fields(request.output_keys, request.id)
     return given

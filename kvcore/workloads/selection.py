@@ -12,7 +12,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
-from kvcore import records
+import attrs
+
 from kvcore.blake2 import blake2b
 from kvcore.errors import InputError
 from kvcore.files import input_path, unreadable_reason
@@ -297,7 +298,7 @@ class WorkloadSample(Workload):
                 continue
             kept += 1
             if request.after in left_out:
-                yield records.evolve(request, after=None, think_time=0)
+                yield attrs.evolve(request, after=None, think_time=0)
             else:
                 yield request
         if not kept:
@@ -345,7 +346,7 @@ class WorkloadSample(Workload):
         factor, size = self.scale, self.key_tokens
         prompt = max(request.prompt_tokens // factor, min(request.prompt_tokens, 1))
         predicted, hints = request.predicted_output_tokens, request.hints
-        return records.evolve(
+        return attrs.evolve(
             request,
             prompt_tokens=prompt,
             output_tokens=-(-request.output_tokens // factor),
@@ -353,12 +354,12 @@ class WorkloadSample(Workload):
             key_tokens=size,
             predicted_output_tokens=None if predicted is None else -(-predicted // factor),
             retention=tuple(self._scaled_hint(hint) for hint in request.retention),
-            hints=records.evolve(hints, share=hints.share // factor) if hints.share else hints,
+            hints=attrs.evolve(hints, share=hints.share // factor) if hints.share else hints,
         )
 
     def _scaled_hint(self, hint: Retention) -> Retention:
         end = None if hint.end is None else -(-hint.end // self.scale)
-        return records.evolve(hint, start=hint.start // self.scale, end=end)
+        return attrs.evolve(hint, start=hint.start // self.scale, end=end)
 
 
 def part_of(
@@ -420,7 +421,7 @@ class RequestList(Workload):
         state = blake2b(digest_size=16)
         for request in self.requests:
             # Of equal keys, whatever sequence holds them.
-            state.update(repr(records.evolve(request, keys=list(request.keys))).encode())
+            state.update(repr(attrs.evolve(request, keys=list(request.keys))).encode())
         return state.hexdigest()
 
     @property

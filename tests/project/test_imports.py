@@ -26,7 +26,7 @@ HEAVY = [
 ]
 
 RARE = [
-    *("attr", "msgspec", "structlog", "rich", "zstandard"),
+    *("msgspec", "structlog", "rich", "zstandard"),
     *("hashlib", "pickle", "shutil", "tempfile", "tomllib", "traceback"),
     *("kvcore.api", "kvcore.config.files", "kvcore.trace.events", "kvcore.trace.writer"),
     *("kvcore_plugins.workload.mooncake", "kvcore_plugins.eviction.lfu"),

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from kvcore import records
+import attrs
 
 EngineName: TypeAlias = Literal["vllm", "trtllm", "sglang"]
 """Engines whose servers and kernels were measured."""
 
 
-@records.frozen
+@attrs.frozen
 class ExpertTimes:
     """The times of routed experts in one layer, in seconds and as shares.
 
@@ -37,7 +37,7 @@ class ExpertTimes:
     compute: float = 0.51
 
 
-@records.frozen
+@attrs.frozen
 class EngineTimes:
     """The times of an engine on a device.
 
@@ -101,7 +101,7 @@ def engine_times(engine: EngineName | None, device: str, fp4: str = "") -> Engin
     if engine is None:
         return KERNELS
     key = engine, device
-    return records.evolve(
+    return attrs.evolve(
         _HOST[engine],
         compute=_COMPUTE.get(key, 1.0),
         experts=_EXPERTS_IN_FP4.get((engine, fp4)) or _EXPERTS.get(key, ExpertTimes()),

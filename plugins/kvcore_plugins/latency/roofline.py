@@ -9,7 +9,9 @@ from math import ceil
 from operator import mul
 from typing import Any, ClassVar, TypeAlias, get_args
 
-from kvcore import InputError, LatencyModel, records
+import attrs
+
+from kvcore import InputError, LatencyModel
 from kvcore.models.catalogue import find_device, find_model
 from kvcore.models.codec import Codec
 from kvcore.models.cost import pair_flop
@@ -72,7 +74,7 @@ EXPERT_RATES: Rates = {
 """The same for products of routed experts."""
 
 
-@records.define(slots=False, eq=False)
+@attrs.define(slots=False, eq=False)
 class Roofline(LatencyModel):
     """Kernels one after the other, each as long as computing or as reading takes.
 
@@ -138,20 +140,20 @@ class Roofline(LatencyModel):
     fitted_times: ClassVar[tuple[str, ...]] = ("layer_overhead",)
     fitted_shares: ClassVar[tuple[str, ...]] = ("compute", "bandwidth")
 
-    model: str | ModelSpec = records.field(default="llama-3-8b")
-    device: str | DeviceSpec = records.field(default="h100")
-    tensor_parallel: int = records.field(default=4)
-    codec: str | Codec = records.field(default="fp16")
-    block_size: int = records.field(default=16)
-    compute: float = records.field(default=0.8)
-    bandwidth: float = records.field(default=0.85)
-    overhead: float = records.field(default=0.0)
-    layer_overhead: float = records.field(default=4.5e-5)
-    frontend: float = records.field(default=0.0)
-    engine: EngineName | None = records.field(default=None)
-    attended: int = records.field(default=0)
-    selection: float = records.field(default=0.0)
-    missed: float = records.field(default=0.0)
+    model: str | ModelSpec = attrs.field(default="llama-3-8b")
+    device: str | DeviceSpec = attrs.field(default="h100")
+    tensor_parallel: int = attrs.field(default=4)
+    codec: str | Codec = attrs.field(default="fp16")
+    block_size: int = attrs.field(default=16)
+    compute: float = attrs.field(default=0.8)
+    bandwidth: float = attrs.field(default=0.85)
+    overhead: float = attrs.field(default=0.0)
+    layer_overhead: float = attrs.field(default=4.5e-5)
+    frontend: float = attrs.field(default=0.0)
+    engine: EngineName | None = attrs.field(default=None)
+    attended: int = attrs.field(default=0)
+    selection: float = attrs.field(default=0.0)
+    missed: float = attrs.field(default=0.0)
 
     def __attrs_post_init__(self) -> None:
         """Convert data sheets to coefficients."""
@@ -270,8 +272,6 @@ class Roofline(LatencyModel):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options, from which the coefficients follow."""
-        import attrs  # noqa: PLC0415 - for copies alone, perhaps of a class of attrs
-
         return partial(type(self), **attrs.asdict(self, recurse=False)), ()
 
     @property
@@ -375,8 +375,8 @@ class Roofline(LatencyModel):
         devices = self.tensor_parallel if can_share(spec, self.tensor_parallel) else 1
         if parameters:
             more, active = spec.parameters + parameters, spec.active_parameters + parameters
-            spec = records.evolve(spec, parameters=more, active_parameters=active)
-        return records.evolve(self, model=spec, tensor_parallel=devices)
+            spec = attrs.evolve(spec, parameters=more, active_parameters=active)
+        return attrs.evolve(self, model=spec, tensor_parallel=devices)
 
     def _check(self, model: ModelSpec, device: DeviceSpec) -> None:
         """Raise InputError if no deployment can have these options."""

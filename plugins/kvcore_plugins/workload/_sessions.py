@@ -9,13 +9,14 @@ from heapq import heappop, heappush
 from itertools import count, islice
 from typing import TypeAlias
 
-from kvcore import records
+import attrs
+
 from kvcore.request import Key, KeyPrefix, Request
 
 Pending: TypeAlias = tuple[int, int, Callable[[], Request]]
 
 
-@records.define
+@attrs.define
 class Session:
     """The last request of a session, and what the next one can share with it.
 
@@ -33,10 +34,10 @@ class Session:
     end: int = 0
     wait: int | None = None
     context: int = 0
-    path: array[int] = records.field(factory=lambda: array("q"))
+    path: array[int] = attrs.field(factory=lambda: array("q"))
 
 
-@records.frozen
+@attrs.frozen
 class Turn:
     """A row of a session.
 

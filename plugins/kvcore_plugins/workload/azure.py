@@ -8,7 +8,10 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar, cast
 
-from kvcore import InputError, Request, records
+import attrs
+from attrs.validators import ge
+
+from kvcore import InputError, Request
 from kvcore.workloads import lines
 from kvcore_plugins.workload._plain import csv_reader
 from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, time_order
@@ -19,7 +22,7 @@ _HEADER = ",".join(_COLUMNS)
 _COUNT = re.compile(r"\d{1,18}", re.ASCII)
 
 
-@records.define(eq=False)
+@attrs.define(eq=False)
 class Azure(FileWorkload):
     """Arrival times and lengths of a production service; its requests have no keys.
 
@@ -37,8 +40,8 @@ class Azure(FileWorkload):
     name: ClassVar[str] = "azure"
     line_fields = (_COLUMNS,)
 
-    key_tokens: int = records.field(default=16, validator=records.ge(1))
-    _order: TimeOrder | None = records.field(default=None, init=False, repr=False)
+    key_tokens: int = attrs.field(default=16, validator=ge(1))
+    _order: TimeOrder | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory."""

@@ -8,7 +8,9 @@ from functools import partial
 from types import NoneType
 from typing import Any, ClassVar
 
-from kvcore import SLO, InputError, Request, records
+import attrs
+
+from kvcore import SLO, InputError, Request
 from kvcore.files import CutError
 from kvcore.request import NO_HINTS, Hints, Retention, chain_keys
 from kvcore.trace import SCHEMA
@@ -20,7 +22,7 @@ from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
 
-@records.define(eq=False)
+@attrs.define(eq=False)
 class Jsonl(FileWorkload):
     """The requests of a kvcore trace, to be run again under other policies.
 
@@ -37,7 +39,7 @@ class Jsonl(FileWorkload):
     line_fields = (("event", "schema"), ("event", "id", "prompt"))
 
     chain: bool = False
-    _cut_after: int | None = records.field(default=None, init=False, repr=False)
+    _cut_after: int | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one line, and the recorded keys.

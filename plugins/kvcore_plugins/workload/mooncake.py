@@ -11,11 +11,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import attrs
+from attrs.converters import optional
+from attrs.validators import ge, in_
+from attrs.validators import optional as if_given
+
 from kvcore import InputError, Request, Workload
 from kvcore.blake2 import blake2b
 from kvcore.files import as_path
-from kvcore.records import define, field, frozen, ge, in_
-from kvcore.records import optional as if_given
 from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, json_fields, lines
@@ -39,14 +42,7 @@ _RECOGNISED = ({"input_length", "hash_ids"}, {"event_type", "event_time_unix_ms"
 _SIZES = (PUBLISHED_KEY_TOKENS, *(1 << bits for bits in range(4, 15)))
 
 
-def _path_or_bundled(path: Any) -> Path | None:
-    return None if path is None else as_path(path)
-
-
-del _path_or_bundled.__annotations__["path"]  # the option has the type of its field
-
-
-@define(eq=False)
+@attrs.define(eq=False)
 class Mooncake(Workload):
     """Requests with a key for each block of the prompt.
 
@@ -79,13 +75,13 @@ class Mooncake(Workload):
     later_options = ("key_tokens", "unit")
     line_fields = (("timestamp", "input_length", "hash_ids"),)
 
-    path: Path | None = field(default=None, converter=_path_or_bundled)
+    path: Path | None = attrs.field(default=None, converter=optional(as_path))
     chain: bool = False
-    key_tokens: int = field(default=0, validator=ge(0))
-    unit: str | None = field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
-    found_key_tokens: bool = field(default=False, init=False, repr=False)
-    _given: bool = field(default=False, init=False, repr=False)
-    _reading: _Reading | None = field(default=None, init=False, repr=False)
+    key_tokens: int = attrs.field(default=0, validator=ge(0))
+    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
+    found_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
+    _given: bool = attrs.field(default=False, init=False, repr=False)
+    _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Find the tokens of a key, if they are not given."""
@@ -340,7 +336,7 @@ class _Reading:
                 yield time, serial, row
 
 
-@frozen
+@attrs.frozen
 class _Sent:
     """A request that others may follow.
 

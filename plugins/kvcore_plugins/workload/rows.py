@@ -11,13 +11,14 @@ from pathlib import Path
 from random import Random
 from typing import Any, TypeAlias, TypeVar, cast
 
+import attrs
 import orjson
+from attrs.validators import gt, in_
+from attrs.validators import optional as if_given
 
 from kvcore import InputError, Request, Workload
 from kvcore.errors import shorten
 from kvcore.files import as_path
-from kvcore.records import define, field, gt, in_
-from kvcore.records import optional as if_given
 from kvcore.units import INT64_LIMIT, NS_PER_S
 from kvcore.workloads import file_digest, lines, poisson_arrivals
 from kvcore_plugins.workload.times import UNITS, WINDOW, Clock, TimeOrder
@@ -36,17 +37,15 @@ _SECONDS_LIMIT = INT64_LIMIT // NS_PER_S
 
 def by_options(workload: Workload) -> tuple[Any, ...]:
     """Return how a workload is copied and pickled: by its options, without what it reads."""
-    import attrs  # noqa: PLC0415 - for copies alone
-
     options = {
-        one.alias: getattr(workload, one.name)
-        for one in attrs.fields(cast("Any", type(workload)))
-        if one.init
+        field.alias: getattr(workload, field.name)
+        for field in attrs.fields(cast("Any", type(workload)))
+        if field.init
     }
     return partial(type(workload), **options), ()
 
 
-@define(eq=False)
+@attrs.define(eq=False)
 class FileWorkload(Workload):
     """A workload in one file.
 
@@ -54,7 +53,7 @@ class FileWorkload(Workload):
         path: path of the file.
     """
 
-    path: Path = field(converter=as_path)
+    path: Path = attrs.field(converter=as_path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle it by its options."""
@@ -67,7 +66,7 @@ class FileWorkload(Workload):
         return file_digest(options.pop("path"), **options)
 
 
-@define(eq=False)
+@attrs.define(eq=False)
 class TimedFile(FileWorkload):
     """A workload in one file whose rows have times, or get random ones.
 
@@ -80,9 +79,9 @@ class TimedFile(FileWorkload):
         seed: seed of the random times.
     """
 
-    unit: str | None = field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
-    rate: float | None = field(default=None, validator=if_given(gt(0)), kw_only=True)
-    seed: int = field(default=0, kw_only=True)
+    unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
+    rate: float | None = attrs.field(default=None, validator=if_given(gt(0)), kw_only=True)
+    seed: int = attrs.field(default=0, kw_only=True)
 
     @property
     def digest(self) -> str:
@@ -105,7 +104,7 @@ class TimedFile(FileWorkload):
             raise InputError(msg)
 
 
-@define(eq=False)
+@attrs.define(eq=False)
 class Row:
     """The fields of one line, or of an object inside it.
 

@@ -13,7 +13,8 @@ from math import gcd
 from operator import le
 from typing import Any, TypeAlias, TypeVar
 
-from kvcore import records
+import attrs
+
 from kvcore.units import INT64_LIMIT, NS_PER_S
 
 UNITS = {"s": NS_PER_S, "ms": 10**6, "us": 10**3, "ns": 1}
@@ -118,7 +119,7 @@ def finest(names: Sequence[str], rows: Sequence[Any], unit: str | None) -> str |
     return best
 
 
-@records.define
+@attrs.define
 class Clock:
     """Reads the times of one column, all in one unit.
 
@@ -137,8 +138,8 @@ class Clock:
     unit: str | None = None
     assumed: str = "s"
     reason: str = "since neither name nor size tells the unit"
-    guess: str = records.field(default="", init=False)
-    _factor: int = records.field(default=0, init=False)
+    guess: str = attrs.field(default="", init=False)
+    _factor: int = attrs.field(default=0, init=False)
 
     def __attrs_post_init__(self) -> None:
         """Look up the unit that is given, or that the name has."""
@@ -211,7 +212,7 @@ def moment(text: str) -> int | None:
     return None
 
 
-@records.define
+@attrs.define
 class TimeOrder:
     """Sorts rows by time, most of which come in order, and records what is to be noted.
 
@@ -222,10 +223,10 @@ class TimeOrder:
     """
 
     too_late: Callable[[Any], Exception]
-    late: int = records.field(default=0, init=False)
-    rows: int = records.field(default=0, init=False)
-    first: int = records.field(default=0, init=False)
-    last: int = records.field(default=0, init=False)
+    late: int = attrs.field(default=0, init=False)
+    rows: int = attrs.field(default=0, init=False)
+    first: int = attrs.field(default=0, init=False)
+    last: int = attrs.field(default=0, init=False)
 
     def sort(self, timed: Iterable[Timed[_T]]) -> Iterator[Timed[_T]]:
         """Yield the rows by time.

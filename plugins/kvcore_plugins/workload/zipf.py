@@ -10,8 +10,10 @@ from itertools import accumulate, count, islice
 from random import Random
 from typing import ClassVar
 
+import attrs
+from attrs.validators import ge, in_, le
+
 from kvcore import InputError, Request, Workload
-from kvcore.records import define, field, ge, in_, le
 from kvcore.units import NS_PER_S, as_float
 from kvcore.workloads import poisson_arrivals
 
@@ -22,7 +24,7 @@ _MANY = 10_000_000
 _KEPT_KEYS = 1 << 18
 
 
-@define(eq=False)
+@attrs.define(eq=False)
 class Zipf(Workload):
     """Prompts of a Zipf-popular prefix and a suffix of their own.
 
@@ -51,18 +53,18 @@ class Zipf(Workload):
 
     name: ClassVar[str] = "zipf"
 
-    requests: int = field(default=10_000, validator=ge(1))
-    arrivals: str = field(default="poisson", validator=in_(ARRIVALS))
-    rate: float = field(default=10.0, converter=as_float, validator=[ge(1e-9), le(1e9)])
-    burst: int = field(default=8, validator=[ge(1), le(_MANY)])
-    prefixes: int = field(default=1_000, validator=[ge(1), le(_MANY)])
-    skew: float = field(default=1.0, converter=as_float, validator=[ge(0), le(100)])
-    prefix_tokens: int = field(default=2_048, validator=[ge(0), le(_MANY)])
-    suffix_tokens: int = field(default=256, validator=[ge(0), le(_MANY)])
-    output_tokens: int = field(default=128, validator=[ge(0), le(_MANY)])
-    levels: int = field(default=3, validator=[ge(1), le(100)])
-    branching: int = field(default=4, validator=[ge(1), le(_MANY)])
-    key_tokens: int = field(default=16, validator=ge(1))
+    requests: int = attrs.field(default=10_000, validator=ge(1))
+    arrivals: str = attrs.field(default="poisson", validator=in_(ARRIVALS))
+    rate: float = attrs.field(default=10.0, converter=as_float, validator=[ge(1e-9), le(1e9)])
+    burst: int = attrs.field(default=8, validator=[ge(1), le(_MANY)])
+    prefixes: int = attrs.field(default=1_000, validator=[ge(1), le(_MANY)])
+    skew: float = attrs.field(default=1.0, converter=as_float, validator=[ge(0), le(100)])
+    prefix_tokens: int = attrs.field(default=2_048, validator=[ge(0), le(_MANY)])
+    suffix_tokens: int = attrs.field(default=256, validator=[ge(0), le(_MANY)])
+    output_tokens: int = attrs.field(default=128, validator=[ge(0), le(_MANY)])
+    levels: int = attrs.field(default=3, validator=[ge(1), le(100)])
+    branching: int = attrs.field(default=4, validator=[ge(1), le(_MANY)])
+    key_tokens: int = attrs.field(default=16, validator=ge(1))
     seed: int = 0
 
     def __attrs_post_init__(self) -> None:
