@@ -31,6 +31,10 @@ def kvcore_commands() -> dict[str, Verb]:
         "watch": (
             "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock."
         ),
+        "whatif": (
+            "Run the requests of the trace FILE again, with other options, beside the recorded "
+            "run."
+        ),
     }
     return {
         name: Verb(f"kvcore_replay.cli.{name}:{name}", text) for name, text in about.items()

@@ -40,15 +40,13 @@ def search_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | N
 
 def _searched(parts: RunParts, result: Any) -> Ran:
     """Search, and show the progress on stderr."""
-    from kvcore.report.simulation import SimulationReport  # noqa: PLC0415 - as above
-    from kvcore_cluster.report import ClusterReport  # noqa: PLC0415 - as above
     from kvcore_lab.plans import capacity  # noqa: PLC0415 - as above
+    from kvcore_lab.report.capacity import holding  # noqa: PLC0415 - as above
 
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
     with progress("searching for what would hold: simulations", None) as tick:
         holds: dict[str, float | int] = search(parts, result, tick)
-    report = ClusterReport if parts.many else SimulationReport
-    return Ran({"saturation": {"holds": holds}}, [report.holding(holds)])
+    return Ran({"saturation": {"holds": holds}}, [holding(holds, many=parts.many)])
 
 
 def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
