@@ -115,12 +115,14 @@ class Infinite:
     Attributes:
         distinct_blocks: blocks in the cache at the end; a pool of that size hits as much.
         lookup_blocks, hit_blocks, hit_ratio: the same as in `Row`.
+        prefill_s: seconds of prefill of all prompts without a cache, as `saved_s` of a row.
     """
 
     distinct_blocks: int
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
+    prefill_s: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -404,6 +406,7 @@ class _RowMaker:
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
     held: list[Request] = attrs.field(init=False, factory=list, repr=False)
+    prefill_s: float = attrs.field(init=False, default=0.0)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
         """Return the number of requests, and the hits of a cache without bounds.
@@ -424,13 +427,15 @@ class _RowMaker:
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
+            prefill_s=round(self.prefill_s, 3),
         )
 
     def _holding(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, and hold them for the rows if they take little memory."""
+        """Yield `requests`, add up their prefill, and hold them if they take little memory."""
         held: list[Request] = []
-        size = 0
+        size, cost = 0, self.setup.recompute
         for request in requests:
+            self.prefill_s += cost(0, request.prompt_tokens)
             size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
             if size <= HELD_BYTES:
                 held.append(request)

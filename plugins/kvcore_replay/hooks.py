@@ -65,9 +65,15 @@ def kvcore_running(
 
 @hookimpl
 def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Bill the run, with `--price`."""
-    if given.get("price") is None:
-        return None
-    from kvcore_replay.cli.trace_options import billed  # noqa: PLC0415 - for --price alone
+    """Say what hits saved in a simulation, and bill the run, with `--price`."""
+    ran = Ran()
+    if parts.config.mode == "simulate":
+        from kvcore_replay.savings import savings_of  # noqa: PLC0415 - of simulations
 
-    return billed(parts, result, given)
+        ran = savings_of(parts, result)
+    if given.get("price") is not None:
+        from kvcore_replay.cli.trace_options import billed  # noqa: PLC0415 - for --price alone
+
+        bills = billed(parts, result, given)
+        ran = Ran({**ran.fields, **bills.fields}, [*ran.sections, *bills.sections])
+    return ran
