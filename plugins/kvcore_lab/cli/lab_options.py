@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvcore.cli.options import Command, all_of, shared
+from kvcore.cli.output import print_table
 from kvcore.cli.verb import Count, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
-from kvcore.hookspecs import POLICIES
+from kvcore.hookspecs import OUTPUT, POLICIES
 from kvcore.workloads import Workload
+from kvcore_replay.report.billing import dollars
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor
@@ -39,6 +41,33 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
     size: int | None = given["block_size"]
     return source.key_tokens if size is None else size
 
+
+def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Return the prices that `--gpu-price` gives; for `list` print those known, and exit."""
+    if value is None or ctx.resilient_parsing:
+        return {}
+    from kvcore_lab.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
+
+    if value == "list":
+        rows = [(name, dollars(price.usd), price.source) for name, price in PRICES.items()]
+        print_table(("device", "USD an hour", "source"), rows, right=("USD an hour",))
+        ctx.exit()
+    try:
+        return read_gpu_prices(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+gpu_price_option = option(
+    "--gpu-price",
+    heading=OUTPUT,
+    callback=_gpu_price,
+    is_eager=True,
+    metavar="PRICES",
+    help="Dollars for an hour of a GPU, such as h100=2.5,b200=5, or 2.5 for every device.  "
+    "[default: those of a table, which `list` shows]",
+)
+"""The option of the prices by which a deployment is costed."""
 
 executor_options = all_of(
     click.option(

@@ -10,6 +10,8 @@ from kvcore.cli.output import progress
 from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
+from kvcore.serving.result import finished_work
+from kvcore_lab.gpu_cost import Cost, gpus_of
 
 search_option = option(
     "--search/--no-search",
@@ -49,12 +51,24 @@ def _searched(parts: RunParts, result: Any) -> Ran:
     return Ran({"saturation": {"holds": holds}}, [holding(holds, many=parts.many)])
 
 
-def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Return the search for a simulation, and paged memory beside contiguous memory."""
-    search = search_of(parts, result, given)
-    if parts.traced:
-        return search
-    return (search or Ran())._replace(fields=paged_fields(parts, residency=given["residency"]))
+def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
+    """Return cost and search for a simulation, and paged memory beside contiguous memory."""
+    ran = search_of(parts, result, given) or Ran()
+    if not parts.traced:
+        return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
+    cost = cost_of(parts, result, given["gpu_price"])
+    sections = [] if cost is None else [str(cost)]
+    fields = {"cost": None if cost is None else cost.as_dict()}
+    return ran._replace(fields=fields, sections=sections)
+
+
+def cost_of(parts: RunParts, result: Any, given: Mapping[str, float]) -> Cost | None:
+    """Return the cost of the deployment of a simulation; None without prices of its GPUs."""
+    seconds, output = result.simulated_s, result.throughput_tokens_s
+    gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
+    prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(result.log))
+    tokens = prompts / seconds + (output or 0) if seconds else None
+    return Cost.of(gpus, given, output, tokens)
 
 
 def paged_fields(parts: RunParts, *, residency: bool = True) -> dict[str, Any]:

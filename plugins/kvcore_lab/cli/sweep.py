@@ -21,7 +21,7 @@ from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.tables import counted
-from kvcore_lab.cli.lab_options import executor_options
+from kvcore_lab.cli.lab_options import executor_options, gpu_price_option
 from kvcore_lab.report.sweep import (
     WRITERS,
     SweepReport,
@@ -54,6 +54,7 @@ SHOWN = 10
     help="File for the results (.csv, .json or .parquet), or a directory.  "
     "[default: NAME-results]",
 )
+@gpu_price_option
 @executor_options
 @plot_option
 @click.option(
@@ -69,6 +70,7 @@ def sweep(
     *,
     file: Path,
     out: Path | None,
+    gpu_price: dict[str, float],
     jobs: int | None,
     executor: str | None,
     picture: Path | None,
@@ -98,7 +100,9 @@ def sweep(
             for number in opened.damaged:
                 text = f"{journal}:{number}: does not match its digest: its cell is run again"
                 echo(f"kvcore: {text}, unless a later line has it", err=True)
-            result = run_sweep(plan, opened, executor=runner, progress=progress)
+            result = run_sweep(
+                plan, opened, executor=runner, progress=progress, gpu_price=gpu_price
+            )
             for table in tables:
                 write_table(result, table)
             if axis is not None:

@@ -77,6 +77,7 @@ class Served:
         prompt_tokens, hit_tokens, loaded_tokens: tokens of prompts, those that hit in the
             pool, and those loaded from tiers.
         busiest: share of the prompt tokens that the busiest replica received.
+        throughput_tokens_s: tokens that all replicas generate a second; None: none.
     """
 
     requests: int
@@ -90,6 +91,7 @@ class Served:
     hit_tokens: int
     loaded_tokens: int
     busiest: float
+    throughput_tokens_s: float | None
 
     @property
     def attainment(self) -> float:
@@ -239,6 +241,7 @@ class FleetTask(Task):
             hit_tokens=sum(sum(log.hit) for log in logs),
             loaded_tokens=sum(sum(log.loaded) for log in logs),
             busiest=max(prompts, default=0) / (sum(prompts) or 1),
+            throughput_tokens_s=outcome.throughput_tokens_s,
         )
         return attrs.asdict(served)
 

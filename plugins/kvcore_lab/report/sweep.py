@@ -22,6 +22,7 @@ from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
+from kvcore_replay.report.billing import dollars
 from kvcore_replay.report.charts import is_bound
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
@@ -49,6 +50,14 @@ class Measure:
     text: Callable[[float], str]
     best: Callable[..., float] = max
 
+
+LEAST_COST = Measure(
+    "least cost", "usd_per_million_output_tokens", "$ per million tokens", dollars, min
+)
+"""The measure of sweeps whose cells have different GPUs."""
+
+PRICED = {"device", "model", "tensor_parallel", "replicas", "autoscale", "rate_scale"}
+"""The axes by which cells differ in their GPUs, or in the tokens that these generate."""
 
 MEASURES: Mapping[str, Sequence[Measure]] = {
     "compare": [Measure("most hits", "hit_ratio_block", "of blocks", share)],
@@ -98,10 +107,10 @@ class SweepReport:
             key = tuple(written(name, row) for name in self._given)
             contests.setdefault(key, []).append(row)
         rows = [[*key, *self._best(rows)] for key, rows in contests.items()]
-        best = (header for each in self.measures for header in (each.title, each.unit))
+        best = [header for each in self.measures for header in self._headers(each)]
         headers = [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
         numbers = ["blocks", "memory", "block_size", "replicas", "of the optimum"]
-        numbers += (each.unit for each in self.measures)
+        numbers += (self._headers(each)[-1] for each in self.measures)
         return Table(headers, rows, numbers, split=True)
 
     @property
@@ -174,6 +183,8 @@ class SweepReport:
     def measures(self) -> list[Measure]:
         """The measures that at least one cell has."""
         measures, rows = MEASURES[self.sweep.grid.mode], self.sweep.rows
+        if set(self.sweep.grid.varied) & PRICED:
+            measures = [*measures, LEAST_COST]
         if "tier" in self.sweep.grid.axes:
             tiered = {
                 "hit_ratio_block": "reuse_ratio_block",
@@ -183,11 +194,18 @@ class SweepReport:
                 attrs.evolve(each, column=tiered.get(each.column, each.column))
                 for each in measures
             ]
-        return [each for each in measures if any(row[each.column] is not None for row in rows)]
+        # Rows of earlier releases have no costs.
+        return [m for m in measures if any(row.get(m.column) is not None for row in rows)]
 
     @property
     def _bounded(self) -> bool:
         return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
+
+    def _headers(self, measure: Measure) -> list[str]:
+        """Return the headers of a measure: its best policy, if any compete, and its value."""
+        if self._competing:
+            return [measure.title, measure.unit]
+        return [f"{measure.title.partition(' ')[2]}, {measure.unit}"]
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
         """Yield the best cells by each measure, and the value of the measure."""
@@ -196,11 +214,12 @@ class SweepReport:
         for measure in self.measures:
             ranked = [row for row in candidates if row[measure.column] is not None]
             if not ranked:
-                yield from (NONE, NONE)
+                yield from [NONE] * len(self._headers(measure))
                 continue
             value = measure.best(row[measure.column] for row in ranked)
             best = [row for row in ranked if row[measure.column] == value]
-            yield self._names(best, len(candidates))
+            if self._competing:
+                yield self._names(best, len(candidates))
             yield measure.text(value)
         if self._bounded:
             yield share(best[0]["share_of_optimum"] if best else None)
@@ -208,8 +227,7 @@ class SweepReport:
     def _names(self, rows: list[Row], candidates: int) -> str:
         if len(rows) == candidates > 1:
             return "all alike"
-        axes = self._competing or ["eviction"]
-        names = [" + ".join(written(name, row) for name in axes) for row in rows]
+        names = [" + ".join(written(name, row) for name in self._competing) for row in rows]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 

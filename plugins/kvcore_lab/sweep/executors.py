@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +18,8 @@ from kvcore.errors import InputError, PluginError
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
+from kvcore_lab.gpu_cost import COLUMNS as COSTS
+from kvcore_lab.gpu_cost import row_cost
 from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
     RESULTS,
@@ -299,6 +301,7 @@ def sweep(
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
+    gpu_price: Mapping[str, float] | None = None,
 ) -> Sweep:
     """Run the cells of `plan` that `journal` does not have.
 
@@ -311,6 +314,7 @@ def sweep(
         journal: the finished cells; it is open.
         executor: runs the cells; None: `Processes()`.
         progress: shows the number of cells that have ended; None: no progress.
+        gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
 
     Raises:
         PluginError: the executor cannot be used here.
@@ -343,6 +347,9 @@ def sweep(
     for task, row in zip(plan.tasks, plan.rows, strict=True):
         result = known.get(task.digest, columns)
         rows.append(row | {name: result[name] for name in shown})
+        if plan.grid.mode == "simulate":
+            cost = row_cost({**row, **result}, gpu_price or {})
+            rows[-1] |= dict.fromkeys(COSTS) if cost is None else cost.columns()
     if plan.grid.mode == "compare":
         _add_shares(rows)
     for task, row in zip(plan.tasks, rows, strict=True):
