@@ -253,7 +253,7 @@ class SummaryReport:
         if hits and "saved_s" in summary:  # earlier releases did not write it
             saved, prefill = summary["saved_s"], summary["prefill_s"]
             found += (
-                f" Hits saved at least {format_seconds(saved)} of prefill, of "
+                f"\nHits saved at least {format_seconds(saved)} of prefill, of "
                 f"{format_seconds(prefill)} in all."
             )
         if requests["admitted"] and not tokens:
