@@ -11,7 +11,10 @@ from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
 from kvcore.serving.result import finished_work
+from kvcore.serving.stats import RunLog
+from kvcore.workloads import Workload
 from kvcore_lab.gpu_cost import Cost, gpus_of
+from kvcore_plugins.workload.turns import overlapping
 
 search_option = option(
     "--search/--no-search",
@@ -58,8 +61,26 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
     cost = cost_of(parts, result, given["gpu_price"])
     sections = [] if cost is None else [str(cost)]
-    fields = {"cost": None if cost is None else cost.as_dict()}
+    fields: dict[str, Any] = {"cost": None if cost is None else cost.as_dict()}
+    if parts.config.rate_scale > 1 or (result.saturation and result.saturation.saturated):
+        continued, early = early_turns(parts.workload, result.log)
+        fields["turns"] = {"continued": continued, "early": early}
+        if early:
+            sections.append(
+                f"{early:,} of {continued:,} requests that continue an earlier prompt were "
+                "sent before its answer was there: in this workload they are independent. With "
+                "turns=true, an option of chat, jsonl, trace and mooncake, they come after it, "
+                "and --rate-scale moves the starts of conversations alone."
+            )
     return ran._replace(fields=fields, sections=sections)
+
+
+def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:
+    """Count the requests that continue another one, and those sent before its answer ended."""
+    sent, ended = (
+        dict(zip(log.ids, column, strict=True)) for column in (log.arrival, log.finish)
+    )
+    return overlapping(workload, sent, ended)
 
 
 def cost_of(parts: RunParts, result: Any, given: Mapping[str, float]) -> Cost | None:
