@@ -8,6 +8,7 @@ in this order::
     comparison.py   compare: policies, Belady's bound and an unbounded cache, by pool size
     candidates.py   those policies, from names, classes and functions
     curves/         curve: hits at every size of the pool, and of a tier below it
+    statistics.py   means of repeated runs with their intervals
     sweep/          sweep: the runs of a grid, where they run, and their journal
     workers.py      processes that share the work; a task whose process dies runs again
     plans/          plan, --search: the load that a server takes, the servers for a load

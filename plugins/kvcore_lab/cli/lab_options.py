@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcore.cli.options import Command, all_of, shared
-from kvcore.cli.output import print_table
-from kvcore.cli.verb import Count, option, plugin_completion
+from kvcore.cli.output import print_sections, print_table
+from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
+from kvcore.sections import Section
 from kvcore.workloads import Workload
 from kvcore_replay.report.billing import dollars
 
@@ -68,6 +69,37 @@ gpu_price_option = option(
     "[default: those of a table, which `list` shows]",
 )
 """The option of the prices by which a deployment is costed."""
+
+markup_options = all_of(
+    option(
+        "--markdown",
+        "markup",
+        heading=OUTPUT,
+        flag_value="markdown",
+        help="Print the report as Markdown.",
+    ),
+    option(
+        "--latex",
+        "markup",
+        heading=OUTPUT,
+        flag_value="latex",
+        help="Print the report as LaTeX, with tables of booktabs.",
+    ),
+)
+"""The options of a report for pages and papers."""
+
+
+def print_report(
+    sections: Sequence[Section], markup: str | None, *, compact: bool = False
+) -> None:
+    """Print a report: for the terminal, perhaps `compact`, or as `markdown` or `latex`."""
+    if markup is None:
+        print_sections(*sections, compact=compact)
+        return
+    from kvcore_lab.report.markup import MARKUPS  # noqa: PLC0415 - few reports
+
+    echo(MARKUPS[markup](sections))
+
 
 executor_options = all_of(
     click.option(

@@ -25,13 +25,18 @@ from kvcore.cli.output import (
     file_path,
     json_bytes,
     json_option,
-    print_sections,
     progress,
 )
 from kvcore.cli.verb import Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.hookspecs import OUTPUT
-from kvcore_lab.cli.lab_options import executor_options, gpu_price_option, search_executor
+from kvcore_lab.cli.lab_options import (
+    executor_options,
+    gpu_price_option,
+    markup_options,
+    print_report,
+    search_executor,
+)
 from kvcore_lab.plans.devices import devices_of, plan_devices
 from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
 from kvcore_lab.plans.planning import plan as make_plan
@@ -109,6 +114,7 @@ HINT = "expected numbers, such as 1,2,4"
 )
 @gpu_price_option
 @executor_options
+@markup_options
 @plot_option
 @json_option
 @click.pass_context
@@ -168,7 +174,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     if given["as_json"]:
         emit_json(document)
     else:
-        print_sections(*report.sections)
+        print_report(report.sections, given["markup"])
     for note in found.notes:
         echo(f"kvcore: {note}", err=True)
     if found.best is None:

@@ -12,7 +12,6 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
-    print_sections,
     print_text,
     progress,
 )
@@ -21,7 +20,12 @@ from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.tables import counted
-from kvcore_lab.cli.lab_options import executor_options, gpu_price_option
+from kvcore_lab.cli.lab_options import (
+    executor_options,
+    gpu_price_option,
+    markup_options,
+    print_report,
+)
 from kvcore_lab.report.sweep import (
     WRITERS,
     SweepReport,
@@ -56,6 +60,7 @@ SHOWN = 10
 )
 @gpu_price_option
 @executor_options
+@markup_options
 @plot_option
 @click.option(
     "--plot-axis",
@@ -73,6 +78,7 @@ def sweep(
     gpu_price: dict[str, float],
     jobs: int | None,
     executor: str | None,
+    markup: str | None,
     picture: Path | None,
     plot_axis: str | None,
     as_json: bool,
@@ -113,7 +119,7 @@ def sweep(
     if as_json:
         emit_json(sweep_document(result))
     else:
-        print_sections(*SweepReport(result).sections)
+        print_report(SweepReport(result).sections, markup)
         print_text(f"All rows: {', '.join(map(str, tables))}.")
     if result.failed:
         _report_failures(result)

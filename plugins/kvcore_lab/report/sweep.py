@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,20 +14,24 @@ from typing import Any
 import attrs
 import orjson
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.files import atomic_file, part_path
 from kvcore.lazy import import_extra
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore_lab.statistics import Interval
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.billing import dollars
 from kvcore_replay.report.charts import is_bound
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
 """The axes whose values compete: cells that differ in nothing else are compared."""
+
+MOST_PANELS = 6
+"""Panels of a chart of several workloads, from which on it has the first measure alone."""
 
 MOST_LINES = 24
 """Lines of a chart that can be told apart."""
@@ -82,7 +87,8 @@ class SweepReport:
     @property
     def sections(self) -> list[Section]:
         """The whole report on the sweep, with a chart if one axis of numbers varies."""
-        sections: list[Section] = [self.headline, self.table]
+        tables = self.seed_tables if "seed" in self.sweep.grid.varied else [self.table]
+        sections: list[Section] = [self.headline, *tables]
         with suppress(InputError):
             sections.append(self.chart(chart_axis(self.sweep.grid, None)))
         return [*sections, f"{self.reading}\n{self.setup}".lstrip()]
@@ -114,10 +120,45 @@ class SweepReport:
         return Table(headers, rows, numbers, split=True)
 
     @property
+    def seed_tables(self) -> list[Section]:
+        """A table for each measure: means over seeds, with differences to the first policy."""
+        return [self._seed_table(measure) for measure in self.measures]
+
+    def _seed_table(self, measure: Measure) -> Table:
+        contests: dict[tuple[str, ...], dict[str, dict[Any, float]]] = {}
+        for row in self.sweep.rows:
+            if (value := row[measure.column]) is not None:
+                key = tuple(written(name, row) for name in self._given)
+                policies = contests.setdefault(key, {})
+                policies.setdefault(self._policy(row), {})[row["seed"]] = value
+        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+        paired = any(len(policies) > 1 for policies in contests.values())
+        rows = []
+        for key, policies in contests.items():
+            first = next(iter(policies.values()))
+            for name, values in policies.items():
+                mean = Interval.of([*values.values()])
+                cells = [measure.text(mean.mean), cell(mean.half, measure.text), str(mean.runs)]
+                if paired:
+                    cells += _difference(measure, values, first)
+                rows.append([*key, *([name] if self._competing else []), *cells])
+        policy = [" + ".join(self._competing)] if self._competing else []
+        headers = [*self._given, *policy, label, "± 95 %", "seeds"]
+        if paired:
+            headers += ["to the first", "± 95 % ", "better"]
+        return Table(headers, rows, headers[len(self._given) + len(policy) :])
+
+    @property
     def reading(self) -> str:
         """Sentences about the table, and a warning about saturated cells."""
         lines = []
-        if self._competing:
+        if "seed" in self.sweep.grid.varied:
+            lines.append(
+                "Means over seeds, with intervals of 95 % by Student's t. To the first: the "
+                "mean of the differences to the first policy, each with the same seed; better: "
+                "the seeds with which it is."
+            )
+        elif self._competing:
             by = " and ".join(self._competing)
             lines.append(f"Each row: the best by {by}, all else being equal.")
         saturated = sum(row.get("saturated") is True for row in self.sweep.rows)
@@ -132,13 +173,10 @@ class SweepReport:
     def setup(self) -> str:
         """A sentence with the options that all cells share."""
         grid, row = self.sweep.grid, self.sweep.rows[0]
-        # The blocks of a given memory follow from it.
-        known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
-        same = [name for name in axes_of(grid.mode) if name not in known]
-        if "like" in grid.varied:
-            # An engine sets other options, in which the cells differ as well.
-            others = self.sweep.rows[1:]
-            same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
+        # Options that were not given may follow from others in which the cells differ.
+        others = self.sweep.rows[1:]
+        same = (n for n in axes_of(grid.mode) if n not in grid.varied)
+        same = (n for n in same if all(other.get(n) == row.get(n) for other in others))
         names = [n for n in same if row.get(n) is not None]
         parts = [f"{name} {written(name, row)}" for name in names]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
@@ -149,27 +187,39 @@ class SweepReport:
         Cells that failed have no point.
         """
         sweep, grid = self.sweep, self.sweep.grid
-        others = [name for name in grid.varied if name != axis]
-        # Policies come first: their names say more than the values of other options.
-        others.sort(key=lambda name: name not in ("eviction", "scheduler"))
+        names = [name for name in grid.varied if name not in (axis, "seed", "workload")]
+        # Policies come first: they have the colours.
+        names.sort(key=lambda name: name not in POLICIES)
+        sized = len({row.get("block_size") for row in sweep.rows}) > 1
         column = "pool_bytes" if axis == "memory" else axis
+        sources = dict.fromkeys(row["workload"] for row in sweep.rows if "workload" in row)
+        several = len(sources) > 1 and "workload" in grid.varied
+        measures = self.measures
+        if several and len(sources) * len(measures) > MOST_PANELS:
+            measures = measures[:1]
         panels = []
-        for measure in self.measures:
-            lines: dict[str, list[tuple[float, float]]] = {}
+        for source, measure in product(sources if several else [None], measures):
+            values: dict[str, dict[float, list[float]]] = {}
             for row in sweep.rows:
-                name = ", ".join(written(each, row) for each in others) or measure.title
-                value = row[measure.column]
-                points = lines.setdefault(name, [])
-                if value is not None and row[column] is not None:
-                    points.append((row[column], value))
+                if source is not None and row["workload"] != source:
+                    continue
+                name = ", ".join(written(each, row) for each in names) or measure.title
+                value, size = row[measure.column], row[column]
+                points = values.setdefault(name, {})
+                if value is not None and size is not None:
+                    tokens = row["block_size"] if axis == "blocks" and sized else 1
+                    points.setdefault(size * tokens, []).append(value)
             label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
-            panels.append(Panel(label, lines, measure.text))
+            if source is not None:
+                label = f"{shorten(str(source), 40)}: {label}"
+            panels.append(_panel(label, values, measure))
         if not panels:
             panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
         place: Callable[[float], str] = format_number
         if axis == "memory":
             place = _bytes
-        return Chart(self.headline.partition(". ")[0], self.setup, axis, panels, place)
+        across = "pool, tokens" if axis == "blocks" and sized else axis
+        return Chart(self.headline.partition(". ")[0], self.setup, across, panels, place)
 
     @property
     def _competing(self) -> list[str]:
@@ -177,7 +227,17 @@ class SweepReport:
 
     @property
     def _given(self) -> list[str]:
-        return [name for name in self.sweep.grid.varied if name not in POLICIES]
+        """The axes that tell rows apart in which no policies compete, but for seeds."""
+        varied = self.sweep.grid.varied
+        given = [name for name in varied if name not in (*POLICIES, "seed")]
+        sizes = {row.get("block_size") for row in self.sweep.rows}
+        if len(sizes) > 1 and "block_size" not in varied:
+            given.append("block_size")  # that of the keys of each workload
+        return given
+
+    def _policy(self, row: Row) -> str:
+        """Return the policies of a row that compete."""
+        return " + ".join(written(name, row) for name in self._competing)
 
     @property
     def measures(self) -> list[Measure]:
@@ -227,8 +287,44 @@ class SweepReport:
     def _names(self, rows: list[Row], candidates: int) -> str:
         if len(rows) == candidates > 1:
             return "all alike"
-        names = [" + ".join(written(name, row) for name in self._competing) for row in rows]
+        names = [self._policy(row) for row in rows]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _panel(
+    label: str, values: Mapping[str, Mapping[float, list[float]]], measure: Measure
+) -> Panel:
+    """Return a panel with the mean of the values at each place, and a band of several."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float]]] = {}
+    for name, places in values.items():
+        means = {place: Interval.of(found) for place, found in places.items()}
+        lines[name] = [(place, mean.mean) for place, mean in means.items()]
+        if any(mean.half is not None for mean in means.values()):
+            bands[name] = [
+                (mean.mean - (mean.half or 0), mean.mean + (mean.half or 0))
+                for mean in means.values()
+            ]
+    return Panel(label, lines, measure.text, bands=bands)
+
+
+def _difference(
+    measure: Measure, values: Mapping[Any, float], first: Mapping[Any, float]
+) -> list[str]:
+    """Return the cells of the difference of a policy to the first one, by seed."""
+    if values is first:
+        return [NONE] * 3
+    pairs = [(values[seed], first[seed]) for seed in values if seed in first]
+    if not pairs:
+        return [NONE] * 3
+    mean = Interval.of([own - other for own, other in pairs])
+    better = sum(own != other and measure.best(own, other) == own for own, other in pairs)
+    sign = "-" if mean.mean < 0 else "+"
+    return [
+        f"{sign}{measure.text(abs(mean.mean))}",
+        cell(mean.half, measure.text),
+        f"{better} of {len(pairs)}",
+    ]
 
 
 def chart_axis(grid: Grid, asked: str | None) -> str:
@@ -249,7 +345,8 @@ def chart_axis(grid: Grid, asked: str | None) -> str:
         msg = f"--plot: {names} vary: choose one of them with --plot-axis"
     else:
         axis = asked or numbers[0]
-        lines = prod(len(grid.axes[name]) for name in grid.varied if name != axis)
+        apart = (name for name in grid.varied if name not in (axis, "seed", "workload"))
+        lines = prod(len(grid.axes[name]) for name in apart)
         if lines <= MOST_LINES:
             return axis
         msg = f"--plot: {lines} lines over {axis} cannot be told apart; {MOST_LINES} can"
