@@ -441,7 +441,7 @@ def _sweep(document: Document) -> Content:
     rows = document["rows"]
     grid = cast("Any", SeenGrid.of(document["mode"], rows))
     report = SweepReport(Sweep(grid, rows, 0, 0))
-    yield from (report.headline, report.setup, report.table, report.reading)
+    yield from (report.headline, report.setup, *report.tables, report.reading)
     for name in grid.varied:
         with suppress(InputError):  # no axis of numbers
             across = "pool, bytes" if name == "memory" else name.replace("_", " ")

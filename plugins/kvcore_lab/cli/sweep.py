@@ -58,6 +58,11 @@ SHOWN = 10
     help="File for the results (.csv, .json or .parquet), or a directory.  "
     "[default: NAME-results]",
 )
+@click.option(
+    "--intervals",
+    is_flag=True,
+    help="Print each policy with intervals, by a bootstrap over stretches of the requests.",
+)
 @gpu_price_option
 @executor_options
 @markup_options
@@ -75,6 +80,7 @@ def sweep(
     *,
     file: Path,
     out: Path | None,
+    intervals: bool,
     gpu_price: dict[str, float],
     jobs: int | None,
     executor: str | None,
@@ -119,7 +125,7 @@ def sweep(
     if as_json:
         emit_json(sweep_document(result))
     else:
-        print_report(SweepReport(result).sections, markup)
+        print_report(SweepReport(result, intervals=intervals).sections, markup)
         print_text(f"All rows: {', '.join(map(str, tables))}.")
     if result.failed:
         _report_failures(result)

@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import product
-from math import prod
+from math import fsum, prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
 from kvcore.units import format_bytes, format_number, format_seconds
-from kvcore_lab.statistics import Interval
+from kvcore_lab.statistics import STRETCHES, Interval, bootstrap
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.billing import dollars
 from kvcore_replay.report.charts import is_bound
@@ -47,6 +47,7 @@ class Measure:
         unit: header of the column with its value.
         text: formats a value.
         best: `max` or `min`.
+        names: whether the best policy is named: costs follow from the GPUs above all.
     """
 
     title: str
@@ -54,10 +55,16 @@ class Measure:
     unit: str
     text: Callable[[float], str]
     best: Callable[..., float] = max
+    names: bool = True
 
 
 LEAST_COST = Measure(
-    "least cost", "usd_per_million_output_tokens", "$ per million tokens", dollars, min
+    title="least cost",
+    column="usd_per_million_output_tokens",
+    unit="$ per million tokens",
+    text=dollars,
+    best=min,
+    names=False,
 )
 """The measure of sweeps whose cells have different GPUs."""
 
@@ -80,15 +87,17 @@ class SweepReport:
 
     Attributes:
         sweep: the sweep.
+        intervals: whether each policy has an interval by a bootstrap over stretches of the
+            requests, where seeds do not vary.
     """
 
     sweep: Sweep
+    intervals: bool = False
 
     @property
     def sections(self) -> list[Section]:
         """The whole report on the sweep, with a chart if one axis of numbers varies."""
-        tables = self.seed_tables if "seed" in self.sweep.grid.varied else [self.table]
-        sections: list[Section] = [self.headline, *tables]
+        sections: list[Section] = [self.headline, *self.tables]
         with suppress(InputError):
             sections.append(self.chart(chart_axis(self.sweep.grid, None)))
         return [*sections, f"{self.reading}\n{self.setup}".lstrip()]
@@ -118,6 +127,39 @@ class SweepReport:
         numbers = ["blocks", "memory", "block_size", "replicas", "of the optimum"]
         numbers += (self._headers(each)[-1] for each in self.measures)
         return Table(headers, rows, numbers, split=True)
+
+    @property
+    def tables(self) -> list[Section]:
+        """The best policies; or with seeds or intervals, all of them by each measure."""
+        if "seed" in self.sweep.grid.varied:
+            return self.seed_tables
+        if self.intervals:
+            tables = map(self._stretch_table, self.measures)
+            return [table for table in tables if table.rows]
+        return [self.table]
+
+    def _stretch_table(self, measure: Measure) -> Table:
+        """Return each policy with intervals by a bootstrap over stretches of the requests."""
+        firsts: dict[tuple[str, ...], list[float]] = {}
+        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+        rows = []
+        for row, parts in zip(self.sweep.rows, self.sweep.stretches, strict=True):
+            own = (parts or {}).get(measure.column)
+            if own is None:
+                continue
+            key = tuple(written(name, row) for name in self._given)
+            first = firsts.setdefault(key, own)
+            change = [NONE, NONE]
+            if first is not own:
+                apart = [here - there for here, there in zip(own, first, strict=True)]
+                low, high = (_signed(measure, end) for end in bootstrap(apart))
+                change = [_signed(measure, fsum(apart)), f"{low} to {high}"]
+            low, high = map(measure.text, bootstrap(own))
+            policy = [self._policy(row)] if self._competing else []
+            rows.append([*key, *policy, measure.text(fsum(own)), f"{low} to {high}", *change])
+        policy = [" + ".join(self._competing)] if self._competing else []
+        headers = [*self._given, *policy, label, "95 %", "to the first", "95 % "]
+        return Table(headers, rows, headers[len(self._given) + len(policy) :])
 
     @property
     def seed_tables(self) -> list[Section]:
@@ -157,6 +199,12 @@ class SweepReport:
                 "Means over seeds, with intervals of 95 % by Student's t. To the first: the "
                 "mean of the differences to the first policy, each with the same seed; better: "
                 "the seeds with which it is."
+            )
+        elif self.intervals:
+            lines.append(
+                f"Intervals of 95 % by a bootstrap over {STRETCHES} stretches of the requests: "
+                "how much a figure rests on few stretches of this traffic. To the first: the "
+                "difference to the first policy, paired by stretch."
             )
         elif self._competing:
             by = " and ".join(self._competing)
@@ -227,7 +275,7 @@ class SweepReport:
 
     @property
     def _given(self) -> list[str]:
-        """The axes that tell rows apart in which no policies compete, but for seeds."""
+        """The axes that tell rows apart in which no policies compete, without seeds."""
         varied = self.sweep.grid.varied
         given = [name for name in varied if name not in (*POLICIES, "seed")]
         sizes = {row.get("block_size") for row in self.sweep.rows}
@@ -263,7 +311,7 @@ class SweepReport:
 
     def _headers(self, measure: Measure) -> list[str]:
         """Return the headers of a measure: its best policy, if any compete, and its value."""
-        if self._competing:
+        if self._competing and measure.names:
             return [measure.title, measure.unit]
         return [f"{measure.title.partition(' ')[2]}, {measure.unit}"]
 
@@ -278,7 +326,7 @@ class SweepReport:
                 continue
             value = measure.best(row[measure.column] for row in ranked)
             best = [row for row in ranked if row[measure.column] == value]
-            if self._competing:
+            if self._competing and measure.names:
                 yield self._names(best, len(candidates))
             yield measure.text(value)
         if self._bounded:
@@ -308,6 +356,11 @@ def _panel(
     return Panel(label, lines, measure.text, bands=bands)
 
 
+def _signed(measure: Measure, change: float) -> str:
+    """Format a change with its sign."""
+    return f"{'-' if change < 0 else '+'}{measure.text(abs(change))}"
+
+
 def _difference(
     measure: Measure, values: Mapping[Any, float], first: Mapping[Any, float]
 ) -> list[str]:
@@ -319,9 +372,8 @@ def _difference(
         return [NONE] * 3
     mean = Interval.of([own - other for own, other in pairs])
     better = sum(own != other and measure.best(own, other) == own for own, other in pairs)
-    sign = "-" if mean.mean < 0 else "+"
     return [
-        f"{sign}{measure.text(abs(mean.mean))}",
+        _signed(measure, mean.mean),
         cell(mean.half, measure.text),
         f"{better} of {len(pairs)}",
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvcore_lab.gpu_cost import COLUMNS as COSTS
 from kvcore_lab.gpu_cost import row_cost
 from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
+    HIDDEN,
     RESULTS,
     CellRun,
     CellRunner,
@@ -274,12 +275,15 @@ class Sweep(Shown):
             the sweep was killed and resumed.
         found: number of distinct cells that the journal had before.
         ran: number of distinct cells that were run.
+        stretches: of each row, its figures by stretches of the requests; None of a row that
+            failed; empty: unknown.
     """
 
     grid: Grid
     rows: list[Row]
     found: int
     ran: int
+    stretches: Sequence[Mapping[str, list[float] | None] | None] = ()
 
     @property
     def failed(self) -> list[Row]:
@@ -341,7 +345,7 @@ def sweep(
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
             tick(1)
-    hidden = () if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS
+    hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS)}
     shown = [name for name in columns if name not in hidden]
     rows = []
     for task, row in zip(plan.tasks, plan.rows, strict=True):
@@ -354,7 +358,8 @@ def sweep(
         _add_shares(rows)
     for task, row in zip(plan.tasks, rows, strict=True):
         row["error"] = errors.get(task.digest)
-    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing))
+    parts = [known.get(task.digest, columns)[HIDDEN] for task in plan.tasks]
+    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts)
 
 
 def _add_shares(rows: list[Row]) -> None:
