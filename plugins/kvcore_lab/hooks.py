@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Mode, Ran, Running, Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, REAL, Mode, Ran, Running, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,11 @@ def kvcore_commands() -> dict[str, Verb]:
             "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput."
         ),
     }
-    return {name: Verb(f"kvcore_lab.cli.{name}:{name}", text) for name, text in about.items()}
+    groups = {"calibrate": CHECK, "validate": CHECK, "demo": LOOK, "quality": REAL}
+    return {
+        name: Verb(f"kvcore_lab.cli.{name}:{name}", text, groups.get(name, ASK))
+        for name, text in about.items()
+    }
 
 
 @hookimpl

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Ran, Running, Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, Ran, Running, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,8 +36,10 @@ def kvcore_commands() -> dict[str, Verb]:
             "run."
         ),
     }
+    groups = {"export": PLUMBING, "replay": CHECK, "whatif": ASK}
     return {
-        name: Verb(f"kvcore_replay.cli.{name}:{name}", text) for name, text in about.items()
+        name: Verb(f"kvcore_replay.cli.{name}:{name}", text, groups.get(name, LOOK))
+        for name, text in about.items()
     }
 
 
