@@ -616,7 +616,7 @@ replay '' | 'FILE': empty path; name a file
 replay . | . is a directory without trace.jsonl.gz: give a trace
 replay good.jsonl --at x | '--at': time 'x': expected a number of seconds
 replay good.jsonl --at -1 | '--at': time '-1': expected a number of seconds
-replay good.jsonl --at 1 --eviction lfu | whatif has no option '--at'; `kvcore replay`, `kvcore view` have it
+replay good.jsonl --at 1 --eviction lfu | whatif has no option '--at'; `kvcore replay`
 replay good.jsonl --eviction nope | no eviction plugin is named 'nope'
 replay good.jsonl --blocks 0 | a pool of 0 blocks was asked for
 replay good.jsonl --blocks x | '--blocks': expected a whole number
