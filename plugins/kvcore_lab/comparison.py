@@ -29,7 +29,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, shorten
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
-from kvcore.notebook import Shown, data_frame
+from kvcore.notebook import Shown, data_frame, types_of
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
@@ -147,7 +147,7 @@ class Source:
         )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Comparison(Shown):
     """The result of `compare`: one row per policy and size, in the order of the arguments.
 
@@ -168,21 +168,28 @@ class Comparison(Shown):
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
 
+        Frames of several comparisons have the same columns, and say of what they are.
+
         Raises:
             PluginError: polars is not installed.
         """
+        units = ("block", "token", "request")
         left_out = attrs.filters.exclude(
             "options", "hit_ratio", "reuse_ratio", "residency", "tiers", "bill"
         )
         rows = [
-            attrs.asdict(row, filter=left_out)
+            {"workload": self.workload.name, "digest": self.workload.digest}
+            | {"accounting": self.accounting}
+            | attrs.asdict(row, filter=left_out)
             | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
             | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
-            | {f"reuse_ratio_{k}": ratio for k, ratio in (row.reuse_ratio or {}).items()}
-            | ({} if row.bill is None else {"bill_usd": row.bill.usd})
+            | {f"reuse_ratio_{unit}": (row.reuse_ratio or {}).get(unit) for unit in units}
+            | {"bill_usd": None if row.bill is None else row.bill.usd}
             for row in self.rows
         ]
-        return data_frame(rows, "`comparison.rows`")
+        ratios = (f"{name}_ratio_{unit}" for name in ("hit", "reuse") for unit in units)
+        types = {**types_of(Row), **dict.fromkeys((*ratios, "bill_usd"), "float")}
+        return data_frame(rows, "`comparison.rows`", types)
 
 
 def compare(

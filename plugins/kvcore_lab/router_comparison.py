@@ -15,7 +15,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
 from kvcore.errors import PluginError
-from kvcore.notebook import Shown, data_frame
+from kvcore.notebook import Shown, data_frame, types_of
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, silent
@@ -110,7 +110,7 @@ class SharedCache:
     optimum: float | None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class RouterComparison(Shown):
     """The result of `compare_routers`.
 
@@ -139,7 +139,8 @@ class RouterComparison(Shown):
             PluginError: polars is not installed.
         """
         rows = [attrs.asdict(row) | {"replicas": str(row.replicas)} for row in self.rows]
-        return data_frame(rows, "`comparison.rows`")
+        types = types_of(RouterRow) | {"replicas": "str"}
+        return data_frame(rows, "`comparison.rows`", types)
 
 
 def compare_routers(

@@ -178,7 +178,7 @@ _FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "
 SCHEMA = 1
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class WhatIf(Shown):
     """The result of `whatif`: a recorded run, and the same requests run again.
 
@@ -215,7 +215,8 @@ class WhatIf(Shown):
             | {f"rerun_{name}": value for name, value in change.rerun.as_dict().items()}
             for change in self.changes
         ]
-        return data_frame(rows, "`whatif.changes`")
+        runs = ("recorded", "rerun")
+        return data_frame(rows, "`whatif.changes`", {f"{run}_ttft_s": "float" for run in runs})
 
     def gained(self, most: int = 5) -> list[Change]:
         """Return the requests that gained most hit tokens, largest gain first."""

@@ -84,7 +84,7 @@ class Curve:
     steps: Steps | None = attrs.field(default=None, repr=False)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Curves(Shown):
     """The result of `curve`.
 

@@ -15,7 +15,7 @@ OBJECTIVES = {"usd_per_day": 1, "throughput_tokens_s": -1, "ttft_p99_s": 1}
 """The columns by which fleets are compared, each with the sign that makes less better."""
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class DevicePlans(Shown):
     """The result of `plan_devices`.
 

@@ -107,7 +107,7 @@ class Limit:
     policies: dict[tuple[str, str], float] = attrs.field(factory=dict)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class FleetPlan(Shown):
     """The result of `plan`.
 

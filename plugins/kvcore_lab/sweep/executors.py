@@ -264,7 +264,7 @@ class Plan:
         return cls(grid, tasks, rows)
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Sweep(Shown):
     """The result of a sweep.
 

@@ -394,7 +394,7 @@ class Summary:
         }
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Explanation(Shown):
     """The result of `explain`: miss reasons of every request of a trace.
 
