@@ -398,6 +398,18 @@ class ReplaySetup:
         return replay(requests, cache), cache.tree.cached_blocks
 
 
+def holding(requests: Iterable[Request], held: list[Request]) -> Iterator[Request]:
+    """Yield requests, and add them to `held` if all of them take less than `HELD_BYTES`."""
+    size = 0
+    for request in requests:
+        size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
+        if size <= HELD_BYTES:
+            held.append(request)
+        else:
+            held.clear()
+        yield request
+
+
 @attrs.define
 class _RowMaker:
     """Makes the rows of a comparison: one replay of the workload each."""
@@ -416,7 +428,7 @@ class _RowMaker:
         With `bounded`, for comparisons with Belady's bound, both follow from the future that
         the bound needs anyway; else from a replay.
         """
-        requests = ticked(self._holding(check_keys(self.setup.workload)), self.tick)
+        requests = ticked(self._read(check_keys(self.setup.workload)), self.tick)
         if bounded:
             geometry = self.setup.geometry
             self.future = future = Future.read(requests, geometry)
@@ -432,19 +444,12 @@ class _RowMaker:
             prefill_s=round(self.prefill_s, 3),
         )
 
-    def _holding(self, requests: Iterable[Request]) -> Iterator[Request]:
+    def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
         """Yield `requests`, add up their prefill, and hold them if they take little memory."""
-        held: list[Request] = []
-        size, cost = 0, self.setup.recompute
-        for request in requests:
+        cost = self.setup.recompute
+        for request in holding(requests, self.held):
             self.prefill_s += cost(0, request.prompt_tokens)
-            size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
-            if size <= HELD_BYTES:
-                held.append(request)
-            else:
-                held.clear()
             yield request
-        self.held = held
 
     @property
     def _requests(self) -> Iterable[Request]:
