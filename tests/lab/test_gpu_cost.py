@@ -81,6 +81,20 @@ def test_a_simulation_ends_with_its_cost():
     assert "Cost: $6.00 an hour, $144.00 a day" in run_here(*flags).stdout
 
 
+def test_a_simulation_has_the_figures_of_benchmarks():
+    """Rates are those of `vllm bench serve`, with the tokens of a GPU and running requests."""
+    document = json.loads(run_here("simulate", ZIPF, "--json").stdout)
+    rates, result = document["rates"], simulate(ZIPF)
+    seconds, log = result.simulated_s, result.log
+    assert rates["request_throughput"] == pytest.approx(len(log.ids) / seconds)
+    assert rates["output_throughput"] == pytest.approx(sum(log.output) / seconds)
+    tokens = sum(log.prompt) + sum(log.output)
+    assert rates["total_token_throughput"] == pytest.approx(tokens / seconds)
+    assert rates["tokens_per_gpu"] == pytest.approx(tokens / seconds / 4)
+    served = sum(log.finish) - sum(log.admitted)
+    assert rates["running"] == pytest.approx(served / 1e9 / seconds)
+
+
 def test_servers_that_are_down_cost_nothing():
     """A cluster whose planner stops servers costs those that are up, in the mean."""
     options = {"replicas": 4, "autoscale": "load:interval=0.2,start_up=0.1"}

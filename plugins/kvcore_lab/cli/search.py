@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 from kvcore.cli.output import progress
 from kvcore.cli.verb import option
@@ -12,6 +12,7 @@ from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
 from kvcore.serving.result import finished_work
 from kvcore.serving.stats import RunLog
+from kvcore.units import NS_PER_S, format_number
 from kvcore.workloads import Workload
 from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_plugins.workload.turns import overlapping
@@ -59,9 +60,11 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     ran = search_of(parts, result, given) or Ran()
     if not parts.traced:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
+    rates = Rates.of(parts, result)
     cost = cost_of(parts, result, given["gpu_price"])
-    sections = [] if cost is None else [str(cost)]
-    fields: dict[str, Any] = {"cost": None if cost is None else cost.as_dict()}
+    sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]
+    fields: dict[str, Any] = {"rates": rates._asdict()}
+    fields["cost"] = None if cost is None else cost.as_dict()
     if parts.config.rate_scale > 1 or (result.saturation and result.saturation.saturated):
         continued, early = early_turns(parts.workload, result.log)
         fields["turns"] = {"continued": continued, "early": early}
@@ -73,6 +76,45 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
                 "and --rate-scale moves the starts of conversations alone."
             )
     return ran._replace(fields=fields, sections=sections)
+
+
+class Rates(NamedTuple):
+    """Figures of a run under the names that `vllm bench serve` gives them, and for each GPU.
+
+    Attributes:
+        request_throughput: requests that finish a second.
+        output_throughput, total_token_throughput: tokens that are generated a second, and all,
+            those of prompts too.
+        tokens_per_gpu: all of them, by a GPU.
+        running: requests between their admission and their end, in the mean.
+    """
+
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    tokens_per_gpu: float
+    running: float
+
+    @classmethod
+    def of(cls, parts: RunParts, result: Any) -> Self:
+        """Return the figures of a simulation."""
+        log, seconds = result.log, result.simulated_s or 1.0
+        prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(log))
+        output = result.throughput_tokens_s or 0.0
+        total = prompts / seconds + output
+        gpus = sum(gpus_of(parts, seconds, getattr(result, "replica_s", None)).values())
+        ends = zip(log.admitted, log.finish, strict=True)
+        ran = sum(end - begin for begin, end in ends if end >= 0) / NS_PER_S
+        requests = (len(log.ids) - len(log.reasons)) / seconds
+        return cls(requests, output, total, total / gpus, ran / seconds)
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        requests, output, total, per_gpu, running = map(format_number, self)
+        return (
+            f"Rates: {requests} requests/s, {output} generated tokens/s, {total} tokens/s in "
+            f"all, {per_gpu} a GPU; {running} requests running in the mean."
+        )
 
 
 def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:

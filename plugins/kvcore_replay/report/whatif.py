@@ -22,7 +22,7 @@ from kvcore.report.tables import (
     slo_times,
 )
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore.units import BINARY, NS_PER_S, format_number, format_seconds
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.what_if import Change, WhatIf
 
@@ -230,13 +230,20 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
         return f"{after - before:+,}"
     if write is share:
         change = f"{100 * (after - before):+.1f} points"
-    elif before and after > MANY * before:
-        return f"{format_number(after / before)} times"
-    elif before:
-        change = f"{after / before - 1:+.1%}"
-    else:
+    elif not before:
         return NONE
+    elif after > MANY * before or before > MANY * after > 0:
+        return _factor(before, after)
+    else:
+        change = f"{after / before - 1:+.1%}"
     return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
+
+
+def _factor(before: float, after: float) -> str:
+    """Return a change as a factor above 1."""
+    more = after > before
+    times = format_number(after / before if more else before / after)
+    return f"{times} times{'' if more else ' less'}"
 
 
 def _count(count: int) -> str:
@@ -297,7 +304,11 @@ def config_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(config_text, value))
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        return plugin_text(value["name"], value["options"])
+        options = dict(value["options"])
+        memory = options.get("memory")
+        if isinstance(memory, int) and memory and memory % BINARY["GiB"] == 0:
+            options["memory"] = f"{memory // BINARY['GiB']}GiB"
+        return plugin_text(value["name"], options)
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)
