@@ -111,10 +111,10 @@ class Rates(NamedTuple):
     def __str__(self) -> str:
         """Return a sentence."""
         requests, output, total, per_gpu, running = map(format_number, self)
-        return (
-            f"Rates: {requests} requests/s, {output} generated tokens/s, {total} tokens/s in "
-            f"all, {per_gpu} a GPU; {running} requests running in the mean."
-        )
+        tokens = f"{output} generated tokens/s, {total} tokens/s in all, {per_gpu} a GPU; "
+        if not self.output_throughput:  # lengths of outputs are unknown
+            tokens = ""
+        return f"Rates: {requests} requests/s, {tokens}{running} requests running in the mean."
 
 
 def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:
