@@ -59,10 +59,6 @@ class Shown:
             return None  # A notebook shows its text.
 
 
-TYPES = ("str", "int", "float", "bool")
-"""The types of columns."""
-
-
 def data_frame(
     data: Sequence[Mapping[str, Any]] | Mapping[str, Any],
     instead: str,
@@ -87,11 +83,3 @@ def data_frame(
     names = data if isinstance(data, Mapping) else next(iter(data), {})
     known = {name: kinds[kind] for name, kind in (types or {}).items() if name in names}
     return pl.DataFrame(data, infer_schema_length=None, schema_overrides=known)
-
-
-def types_of(rows: type) -> dict[str, str]:
-    """Return the types of the fields of an attrs class that are text or numbers, or None."""
-    types = {
-        field.name: str(field.type).removesuffix(" | None") for field in attrs.fields(rows)
-    }
-    return {name: kind for name, kind in types.items() if kind in TYPES}

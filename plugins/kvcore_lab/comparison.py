@@ -29,7 +29,7 @@ from kvcore.cache.residency import CacheStats
 from kvcore.errors import InputError, shorten
 from kvcore.files import refuse_overwrite
 from kvcore.models.cost import PrefillCost, cost_fields, default_prefill_cost
-from kvcore.notebook import Shown, data_frame, types_of
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.manager import Plugins, check_name
 from kvcore.plugins.options import as_text
 from kvcore.progress import Progress, Tick, silent, ticked, unseen
@@ -396,6 +396,16 @@ class ReplaySetup:
             return groups.stats, groups.unpinned_blocks
         cache = self.cache(_NoEviction(), MOST_BLOCKS)
         return replay(requests, cache), cache.tree.cached_blocks
+
+
+def types_of(rows: type) -> dict[str, str]:
+    """Return the types of the fields of an attrs class that are text or numbers, or None."""
+    types = {
+        field.name: str(field.type).removesuffix(" | None") for field in attrs.fields(rows)
+    }
+    return {
+        name: kind for name, kind in types.items() if kind in ("str", "int", "float", "bool")
+    }
 
 
 def holding(requests: Iterable[Request], held: list[Request]) -> Iterator[Request]:

@@ -15,7 +15,7 @@ from kvcore.cache.layout import BlockLayout
 from kvcore.cache.residency import CacheStats
 from kvcore.config.values import slo_text
 from kvcore.errors import PluginError
-from kvcore.notebook import Shown, data_frame, types_of
+from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.progress import Progress, silent
@@ -24,7 +24,7 @@ from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
-from kvcore_lab.comparison import SHARING, Source
+from kvcore_lab.comparison import SHARING, Source, types_of
 from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.executors import ThisProcess
