@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_device
-from kvcore_replay.report.billing import dollars
+from kvcore.units import format_dollars
 
 if TYPE_CHECKING:
     from kvcore.config import RunParts
@@ -118,7 +118,7 @@ class Cost(NamedTuple):
             if price is None:
                 return None
             usd += count * price.usd
-            words.append(f"{device} at ${dollars(price.usd)} an hour, {price.source}")
+            words.append(f"{device} at ${format_dollars(price.usd)} an hour, {price.source}")
 
         def per_million(tokens: float | None) -> float | None:
             return 1e6 * usd / SECONDS_OF_HOUR / tokens if tokens else None
@@ -150,12 +150,10 @@ class Cost(NamedTuple):
             (self.usd_per_million_output_tokens, "generated tokens"),
             (self.usd_per_million_tokens, "tokens in all"),
         )
-        per_million = [f"${dollars(usd)} per million {what}" for usd, what in rates if usd]
-        ends = f"; {', '.join(per_million)}" if per_million else ""
-        return (
-            f"Cost: ${dollars(self.usd_per_hour)} an hour, ${dollars(self.usd_per_day)} a day "
-            f"({self.prices}){ends}."
-        )
+        rest = [f"${format_dollars(usd)} per million {what}" for usd, what in rates if usd]
+        hour, day = map(format_dollars, (self.usd_per_hour, self.usd_per_day))
+        ends = f"; {', '.join(rest)}" if rest else ""
+        return f"Cost: ${hour} an hour, ${day} a day ({self.prices}){ends}."
 
 
 def gpus_of(

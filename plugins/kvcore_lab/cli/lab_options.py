@@ -14,8 +14,8 @@ from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
 from kvcore.hookspecs import OUTPUT, POLICIES
 from kvcore.sections import Section
+from kvcore.units import format_dollars
 from kvcore.workloads import Workload
-from kvcore_replay.report.billing import dollars
 
 if TYPE_CHECKING:
     from kvcore_lab.sweep.executors import Executor
@@ -50,7 +50,9 @@ def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) ->
     from kvcore_lab.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
 
     if value == "list":
-        rows = [(name, dollars(price.usd), price.source) for name, price in PRICES.items()]
+        rows = [
+            (name, format_dollars(price.usd), price.source) for name, price in PRICES.items()
+        ]
         print_table(("device", "USD an hour", "source"), rows, right=("USD an hour",))
         ctx.exit()
     try:

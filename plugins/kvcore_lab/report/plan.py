@@ -11,8 +11,7 @@ from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
-from kvcore.units import BINARY, format_bytes, format_number, format_seconds
-from kvcore_replay.report.billing import dollars
+from kvcore.units import BINARY, format_bytes, format_dollars, format_number, format_seconds
 from kvcore_replay.report.charts import as_percent
 
 SHOWN = 3
@@ -176,7 +175,7 @@ class DevicePlansReport:
             return f"{asked}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
         best = self.plans["fleets"][0]
         cost = best["usd_per_day"]
-        day = "" if cost is None else f", ${dollars(cost)} a day"
+        day = "" if cost is None else f", ${format_dollars(cost)} a day"
         return f"{asked}\nTake {fleet_text(best, best['device'])}{day}."
 
     @property
@@ -222,7 +221,7 @@ class DevicePlansReport:
             return {text: [(0, fleet[name] or 0)] for text, fleet in fleets.items()}
 
         panels = [
-            Panel("dollars a day", bars("usd_per_day"), dollars),
+            Panel("dollars a day", bars("usd_per_day"), format_dollars),
             Panel("TTFT, p99", bars("ttft_p99_s"), format_seconds),
             Panel("generated tokens/s", bars("throughput_tokens_s"), format_number),
         ]
@@ -235,7 +234,7 @@ COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
 
 def cost_cells(fleet: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Return the cells of the costs of a fleet."""
-    return [cell(fleet[name], dollars) for name in names]
+    return [cell(fleet[name], format_dollars) for name in names]
 
 
 def start_lines(fleets: Sequence[Mapping[str, Any]]) -> str:

@@ -10,9 +10,8 @@ import attrs
 
 from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
 from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
-from kvcore_replay.report.billing import dollars
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
 
@@ -97,12 +96,12 @@ class RoutersReport:
                 continue
             (least, cheap), (most, dear) = min(rates), max(rates)
             ends = ""
-            if dollars(least) != dollars(most):
-                ends = f" with {cheap} to ${dollars(most)} with {dear}"
+            if format_dollars(least) != format_dollars(most):
+                ends = f" with {cheap} to ${format_dollars(most)} with {dear}"
             yield (
-                f"{shared.replicas} replicas cost ${dollars(max(days))} a day "
+                f"{shared.replicas} replicas cost ${format_dollars(max(days))} a day "
                 f"({self.comparison.gpu_prices}), and a million generated tokens "
-                f"${dollars(least)}{ends}."
+                f"${format_dollars(least)}{ends}."
             )
 
     @property

@@ -21,10 +21,9 @@ from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
-from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
 from kvcore_lab.statistics import STRETCHES, Interval, bootstrap
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
-from kvcore_replay.report.billing import dollars
 from kvcore_replay.report.charts import is_bound
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
@@ -62,7 +61,7 @@ LEAST_COST = Measure(
     title="least cost",
     column="usd_per_million_output_tokens",
     unit="$ per million tokens",
-    text=dollars,
+    text=format_dollars,
     best=min,
     names=False,
 )
