@@ -41,7 +41,7 @@ older waits are less likely to end."""
 _GROWTH, _STEP, _FADE = 2, 8000, 16_000
 """A fit follows when half as many waits more, or this number, are counted; then all fade."""
 
-_GHOSTS, _FAN_OUT = 16, 4
+_GHOSTS = 16
 """Blocks that are remembered for each block of the pool; children above which a span is a
 prefix that conversations share."""
 
@@ -89,7 +89,7 @@ class Wait:
     turns: int = 0
     pause: int = -1
     maker: int | str | None = None
-    conversation: Key | None = None
+    above: Any = None
     counts: bool = False
     since: int = 0
     kind: Any = None
@@ -260,8 +260,6 @@ class Hazard(EvictionPolicy):
 
     name: ClassVar[str] = "hazard"
 
-    _model: Model | None = None
-
     def __init__(
         self,
         prior: float = 8.0,
@@ -287,9 +285,7 @@ class Hazard(EvictionPolicy):
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; create the model, and empty orders."""
         super().attach(blocks, block_size)
-        # The shadow of a guard has the model of the policy, and does not count.
-        self._learns = self._model is None
-        self.model = self._model or Model(self.prior, self._parts)
+        self.model = Model(self.prior, self._parts)
         if self._counts:
             self.model.restore(self._counts)
         self._spans: dict[Span, None] = {}
@@ -304,16 +300,14 @@ class Hazard(EvictionPolicy):
         # whether the cache asks how much of a victim may leave, or evicts leaves whole.
         self._lasts: OrderedDict[Span, None] = OrderedDict()
         self._trims = False
-        self._is_lru, self._guard = self.guard, None
-        self._conversation: Key | None = None
-        if self.guard:
-            shadow = Hazard(self.prior, guard=False, by=self.by)
-            shadow._model = self.model
-            self._guard = Guard(blocks, block_size, shadow)
+        self._is_lru = self.guard
+        self._guard = Guard(blocks, self._index) if self.guard else None
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """End the waits of the evicted blocks that follow the hit."""
-        for wait in self._ghosts.take(request, hit_blocks):
+        for wait, start, end in self._ghosts.take(request, hit_blocks):
+            if self._guard is not None:
+                self._guard.end(wait, request.id, start, end)
             self._returned[request.id] = wait.turns, self.model.count(wait, now)
             if len(self._returned) > _RETURNED:  # a tier hears of no end of a request
                 del self._returned[next(iter(self._returned))]
@@ -327,10 +321,7 @@ class Hazard(EvictionPolicy):
         turns, pause = self._returned.get(request, (0, above.pause))
         first = above.maker != request
         turns = max(turns, above.turns - (not first)) + 1
-        conversation = above.conversation
-        if above is _ROOT or len(siblings) > _FAN_OUT:
-            conversation = span.path_keys[span.start // span.geometry.ratio]
-        span.data = Wait(turns, pause, request, conversation, first and self._learns)
+        span.data = Wait(turns, pause, request, above, first)
         self._spans[span] = None
         if above is not _ROOT and len(siblings) == 2:  # noqa: PLR2004
             for sibling in siblings.values():
@@ -340,16 +331,21 @@ class Hazard(EvictionPolicy):
         """End the wait of `span`."""
         wait: Wait = span.data
         if wait.kind is not None:
+            if self._guard is not None:
+                self._guard.end(wait, span.last_request, span.start, max(span.end, wait.end))
             wait.pause, wait.kind = self.model.count(wait, now), None
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Let the upper half wait as before, and the lower one as passed by."""
         self._spans[upper] = None
         wait = upper.data = copy(lower.data)
+        lower.data.above, wait.end = wait, upper.end
+        if self._guard is not None:
+            self._guard.split(wait, lower.data, upper.end - upper.start)
         if wait.kind is not None and not lower.ref_count:
             self._part(lower)
             passed = self.model.kind((_OTHER,) * self._parts)
-            lower.data.counts, lower.data.kind = self._learns, passed
+            lower.data.counts, lower.data.kind = True, passed
             if not lower.children:
                 self._leaves.add(lower, self._now)
 
@@ -358,19 +354,13 @@ class Hazard(EvictionPolicy):
         self._ended_at = now
         self._ended = (request.output_tokens >> 5).bit_length(), request.tool, request.tenant
         self._returned.pop(request.id, None)
-        if self._guard is not None:
-            self._guard.on_end(request, self._conversation, now)
-            self._conversation = None
-            if self._is_lru != self._guard.is_lru:
-                self._is_lru = self._guard.is_lru
-                self._leaves.scan(now)
 
     def on_pin(self, span: Span) -> None:
         """Remove `span` from the order; its last key is used, if it has it."""
         self._leaves.discard(span)
         if span in self._lasts:
             del self._lasts[span]
-            self.model.whole += self._learns
+            self.model.whole += 1
 
     def on_release(self, span: Span, now: int) -> None:
         """Begin a wait."""
@@ -378,13 +368,13 @@ class Hazard(EvictionPolicy):
         wait: Wait = span.data
         wait.since, wait.end = now, span.end
         answer, tool, tenant = self._ended if self._ended_at == now else (0, None, None)
-        if self._conversation is None and self._ended_at == now:
-            self._conversation = wait.conversation
         uses = wait.turns + hits
         uses = uses if uses < 4 else min(uses.bit_length() + 1, 8)  # noqa: PLR2004
         values = uses, wait.pause, answer, tool, min(hits.bit_length(), 3), tenant
         selected, model = self._select(values), self.model
         wait.kind = model.classes.get(selected) or model.kind(selected)
+        if self._guard is not None:
+            self._guard.add(wait, span.end - span.start, now)
         if not span.children:
             if not hits:
                 wait.end -= (span.end - 1) % span.geometry.ratio + 1
@@ -419,7 +409,10 @@ class Hazard(EvictionPolicy):
     def victim(self, now: int) -> Span:
         """Return the candidate with the lowest index, or the least recent span."""
         self._now, model = now, self.model
-        if model.counted >= model.fit_at and self._learns:
+        if self._guard is not None and self._is_lru != self._guard.is_lru:
+            self._is_lru = self._guard.is_lru
+            self._leaves.scan(now)
+        if model.counted >= model.fit_at:
             waits = [span.data for span in self._spans if not span.ref_count]
             waits += self._ghosts.values()
             model.fit([wait for wait in waits if wait.counts], now)
@@ -434,18 +427,17 @@ class Hazard(EvictionPolicy):
         """Count the last key of a prompt, if `span` has it, as not used with the rest."""
         if span in self._lasts:
             del self._lasts[span]
-            self.model.parted += self._learns
+            self.model.parted += 1
 
     def _indices(self, leaves: list[Span], now: int) -> Row:
         """Return the indices of leaves, or under LRU the order in which they were released."""
         if self._is_lru:
             return [leaf.released_order for leaf in leaves]
-        waits: list[Wait] = [leaf.data for leaf in leaves]
-        indices = self.model.indices
-        return [
-            (wait.kind.indices or indices(wait.kind))[bisect_right(ENDS, now - wait.since)]
-            for wait in waits
-        ]
+        return [self._index(leaf.data, now) for leaf in leaves]
+
+    def _index(self, wait: Wait, now: int) -> float:
+        kind = wait.kind
+        return (kind.indices or self.model.indices(kind))[bisect_right(ENDS, now - wait.since)]
 
 
 _ROOT = Wait()
