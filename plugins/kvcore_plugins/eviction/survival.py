@@ -31,13 +31,14 @@ def indices(hazards: Sequence[float], widths: Sequence[float]) -> list[float]:
     The best over all ages at which to give up; the seconds are those until the end, or until
     then. `widths` are the seconds of each bucket. O(buckets).
     """
-    chance, age, chances, ages = 1.0, 0.0, [1.0], [0.0]
-    for hazard, width in zip(hazards, widths, strict=True):
-        share = hazard if hazard < _CAP else _CAP  # faster than min()
-        age += (chance + _TINY) * width * (1 - share / 2)
-        chance *= 1 - share
-        ages.append(age)
-        chances.append(chance)
+    shares = [hazard if hazard < _CAP else _CAP for hazard in hazards]  # faster than min()
+    chances = [*accumulate(shares, lambda chance, share: chance * (1 - share), initial=1.0)]
+    seconds = (
+        (chance + _TINY) * width * (1 - share / 2)
+        for chance, width, share in zip(chances, widths, shares, strict=False)
+    )
+    ages = [*accumulate(seconds, initial=0.0)]
+    chance, age = chances[-1], ages[-1]
     # The best slopes are those of the concave hull of chances over ages: from the last bucket
     # on, each goes to a corner of the hull, and the corners below it are dropped.
     slopes, corners, best = [], [(0.0, 0.0, 0.0)], 0.0
