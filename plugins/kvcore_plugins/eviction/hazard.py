@@ -2,66 +2,25 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from copy import copy
-from itertools import accumulate, pairwise
-from math import isqrt
-from operator import add, itemgetter, mul, truediv
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import ClassVar
 
 import attrs
 
 from kvcore import EvictionPolicy, InputError, Request, Span
-from kvcore.units import NS_PER_S
-from kvcore_plugins.eviction.counts import Label, Tables, read_counts, write_counts
+from kvcore_plugins.eviction.counts import read_counts, write_counts
 from kvcore_plugins.eviction.ghost import GhostRuns
 from kvcore_plugins.eviction.hazard_guard import Guard
 from kvcore_plugins.eviction.queues import ScannedLeaves
-from kvcore_plugins.eviction.survival import hazards, indices
+from kvcore_plugins.eviction.survival import OTHER, ProportionalHazards, WaitClass, octave
 
 PARTS = ("turns", "pause", "answer", "tool", "hits", "tenant")
 """The parts of which a class can consist."""
 
-_BUCKETS, _GROUP, _GROUPS = 30, 3, 10
-"""Buckets of age; those that share a factor; and groups of these."""
-
-_ENDS = [isqrt(1 << (60 + half)) for half in range(_BUCKETS - 1)]
-_WIDTHS = [(end - start) / NS_PER_S for start, end in pairwise([0, *_ENDS, 2 * _ENDS[-1]])]
-"""Ages in ns fall in buckets: to 2^30 (1.1 s), sqrt(2) times that, ..., 2^44 (5 h)."""
-
-_TAIL, _TAIL_WAITS = [0.5] + [0.15] * len(_ENDS), 16.0
-"""Hazards without observations, and the waits that this counts for: a heavy tail, by which
-older waits are less likely to end."""
-
-_STEP, _FADE = 8000, 16_000
-"""A fit follows when half as many waits more, or this number, are counted; then all fade."""
-
 _GHOSTS, _RETURNED = 16, 1000
 """Blocks that are remembered for each block of the pool; requests whose evicted turns are."""
-
-_CLASSES, _OTHER = 4000, -2
-"""Classes that are told apart; the values of all parts for others, and for what requests go
-past."""
-
-Row: TypeAlias = list[float]
-"""Numbers by bucket of age, or by group of buckets."""
-
-
-@attrs.define(eq=False)
-class Waits:
-    """The waits of a class: of those with the same `values` of all parts.
-
-    Attributes:
-        counts: by group, waits that ended with a use; then, those observed no longer.
-        indices: by bucket, the Gittins index; None before it is needed.
-    """
-
-    values: Label
-    counts: Row = attrs.field(factory=lambda: [0.0] * 2 * _GROUPS)
-    indices: Row | None = None
 
 
 @attrs.define(eq=False)
@@ -71,7 +30,7 @@ class Wait:
     Attributes:
         above: the wait of the span above; None at the root.
         turns: the number of requests of the conversation when the span was computed.
-        pause: the group of the time between the last two uses; -1 before there are two.
+        pause: the time between the last two uses, in octaves; -1 before there are two.
         maker: the id of the request that computed the span.
         counts: whether it is counted: of the spans of a request, the first is.
         since: the time in ns at which the use ended.
@@ -85,134 +44,12 @@ class Wait:
     maker: int | str | None = None
     counts: bool = False
     since: int = 0
-    kind: Waits | None = None
+    kind: WaitClass | None = None
     end: int = 0
 
 
-class Model:
-    """Hazards of waits by class and age, learned online, and the indices that follow."""
-
-    def __init__(self, prior: float, parts: int) -> None:
-        """Create a model without observations, of classes of `parts` parts."""
-        self.prior = prior
-        self.classes: dict[Label, Waits] = {}
-        # Of all classes, by bucket: waits that ended, then others; and the hazards.
-        self.counts, self.hazards = [0.0] * 2 * _BUCKETS, _TAIL
-        self.factors: list[dict[int | str | None, Row]] = [{} for _ in range(parts)]
-        # Last keys of prompts that were used with the rest, and that were not.
-        self.last_keys, self.parts = [0.0, 0.0], False
-        self.counted, self.fit_at = 0, 0
-
-    def kind(self, values: Label) -> Waits:
-        """Return the class with these values; one for all others where there are too many."""
-        if len(self.classes) >= _CLASSES and values not in self.classes:
-            values = (_OTHER,) * len(values)
-        if values not in self.classes:
-            self.classes[values] = Waits(values)
-        return self.classes[values]
-
-    def count(self, wait: Wait, now: int, *, used: bool = True) -> int:
-        """Count a wait that ended with a use, or is observed no longer; return its group."""
-        bucket = bisect_right(_ENDS, now - wait.since)
-        if wait.counts and wait.kind is not None:
-            self.counts[bucket if used else _BUCKETS + bucket] += 1
-            group = bucket // _GROUP
-            wait.kind.counts[group if used else _GROUPS + group] += 1
-            self.counted += 1
-        return bucket // 2
-
-    def index(self, wait: Wait, now: int) -> float:
-        """Return the Gittins index of a wait; a class computes those of all ages at once."""
-        kind: Waits = wait.kind  # type: ignore[assignment]
-        if kind.indices is None:
-            factors = (factor for factor in self._product(kind.values) for _ in range(_GROUP))
-            kind.indices = indices(list(map(mul, self.hazards, factors)), _WIDTHS)
-        return kind.indices[bisect_right(_ENDS, now - wait.since)]
-
-    def fit(self, waits: Iterable[Wait], now: int) -> None:
-        """Fit hazards and factors to all waits so far, of which `waits` go on."""
-        every, rows = self.counts[:], {kind: kind.counts[:] for kind in self.classes.values()}
-        running = Counter((w.kind, bisect_right(_ENDS, now - w.since)) for w in waits if w.counts)
-        for (kind, bucket), count in running.items():
-            if kind in rows:
-                every[_BUCKETS + bucket] += count
-                rows[kind][_GROUPS + bucket // _GROUP] += count
-        self.hazards = hazards(every[:_BUCKETS], every[_BUCKETS:], _TAIL, _TAIL_WAITS)
-        self._fit_factors({kind: row for kind, row in rows.items() if any(row)})
-        for kind in rows:
-            kind.indices = None
-        self.parts = self.last_keys[1] > self.last_keys[0] + 4
-        self.fit_at = min(self.counted // 2 + 32, _STEP)
-        if self.counted > _FADE:
-            self.counted //= 2
-            self.counts, self.last_keys = _half(self.counts), _half(self.last_keys)
-            for kind, row in rows.items():
-                kind.counts = _half(kind.counts)
-                if sum(row) < 2:
-                    del self.classes[kind.values]
-        self.fit_at += self.counted
-
-    def tables(self) -> Tables:
-        """Return all counts, for a file."""
-        classes = {values: kind.counts for values, kind in self.classes.items()}
-        return {"all": {(): self.counts}, "last": {(): self.last_keys}, "classes": classes}
-
-    def restore(self, tables: Tables) -> None:
-        """Begin with the counts of a file."""
-        self.counts, self.last_keys = tables["all"][()], tables["last"][()]
-        for values, counts in tables["classes"].items():
-            self.kind(values).counts = counts
-        for _ in range(3):  # factors begin with those of the fit before
-            self.fit([], 0)
-
-    def _product(self, values: Label) -> Row:
-        """Return the product of the factors of the values of a class."""
-        row: Iterable[float] = [1.0] * _GROUPS
-        for factors, value in zip(self.factors, values, strict=True):
-            if value in factors:
-                row = map(mul, row, factors[value])
-        return list(row)
-
-    def _fit_factors(self, rows: dict[Waits, Row]) -> None:
-        """Fit factors by value and group: one sweep over the parts, from the latest factors.
-
-        A factor is the ratio of the waits that ended to those that were to be expected by the
-        other factors, with a gamma prior of mean 1: over all ages, then by group. As in an
-        actuary's table, what ends or stops in a group has gone through half of it.
-        """
-        expected = {}
-        for kind, row in rows.items():
-            stops = list(map(add, row[:_GROUPS], row[_GROUPS:]))
-            reached = list(accumulate(reversed(stops)))[::-1]
-            expected[kind] = [r - stop / 2 for r, stop in zip(reached, stops, strict=True)]
-        rates = [e / (r or 1) for e, r in zip(_sums(rows.values()), _sums(expected.values()))]
-        for kind, row in expected.items():
-            expected[kind] = list(map(mul, map(mul, row, rates), self._product(kind.values)))
-        for part, factors in enumerate(self.factors):
-            classes = defaultdict[int | str | None, list[Waits]](list)
-            for kind in rows:
-                classes[kind.values[part]].append(kind)
-            for value, kinds in classes.items() if len(classes) > 1 else ():
-                old = factors.get(value, [1.0] * _GROUPS)
-                due = list(map(truediv, _sums(expected[kind] for kind in kinds), old))
-                ended = _sums(kind.counts[:_GROUPS] for kind in kinds)
-                ratio = (sum(ended) + self.prior) / (sum(due) + self.prior)
-                factors[value] = row = [
-                    ratio * (count + self.prior) / (ratio * before + self.prior)
-                    for count, before in zip(ended, due, strict=True)
-                ]
-                steps = list(map(truediv, row, old))
-                for kind in kinds:
-                    expected[kind] = list(map(mul, expected[kind], steps))
-
-
-def _sums(rows: Iterable[Row]) -> Row:
-    """Return the sums of the columns."""
-    return list(map(sum, zip(*rows, strict=True)))
-
-
-def _half(row: Row) -> Row:
-    return [count / 2 for count in row]
+_ROOT = Wait()
+"""The wait above a first span."""
 
 
 class Hazard(EvictionPolicy):
@@ -221,10 +58,9 @@ class Hazard(EvictionPolicy):
     A span waits from the end of one use to the next. The class of a wait is what is known when
     it begins: by default the turns of the conversation and the hits so far, the last pause, the
     tokens of the answer, the tool that it calls, and the hits alone. Its hazard, the share of
-    the waits that end in a bucket of age, of those that reach it, is that of all waits times
-    one factor for the value of each part (proportional hazards). All are counted online.
-    Waits go on after an eviction: ghosts remember the keys, so it is learned what would have
-    hit. With few observations the order is that of LRU.
+    the waits that end at an age, of those that reach it, is learned online from all waits
+    (`ProportionalHazards`). They go on after an eviction: ghosts remember the keys, so it is
+    learned what would have hit. With few observations the order is that of LRU.
 
     The score is the Gittins index of the wait: over all times T to keep a span, the highest
     ratio of the chance that it is used by then to the expected seconds until it is, or until
@@ -244,8 +80,8 @@ class Hazard(EvictionPolicy):
 
     Source: reuse by class of request with an exponential life, Wang et al., "KVCache in the
     wild", ATC 2025; hits per block-second by age, LHD, Beckmann, Chen and Cidon, NSDI 2018;
-    the index, Gittins, "Bandit processes and dynamic allocation indices", 1979; proportional
-    hazards, Cox, 1972. Tuned on the conversation trace of Mooncake and 40 agent sessions.
+    the index, Gittins, "Bandit processes and dynamic allocation indices", 1979. Tuned on the
+    conversation trace of Mooncake and 40 agent sessions.
     """
 
     name: ClassVar[str] = "hazard"
@@ -268,35 +104,38 @@ class Hazard(EvictionPolicy):
             raise InputError(msg)
         self.prior, self.guard, self.by, self.load, self.save = prior, guard, by, load, save
         self._parts, self._select = len(parts), itemgetter(*map(PARTS.index, parts))
-        classes = len(parts), 2 * _GROUPS
-        shapes = {"all": (0, 2 * _BUCKETS), "last": (0, 2), "classes": classes}
+        shapes = ProportionalHazards(prior, len(parts)).shapes() | {"last": (0, 2)}
         self._counts = load and read_counts(Path(load), "hazard", f"by={by}", shapes)
 
     def attach(self, blocks: int, block_size: int) -> None:
         """Store the size of the pool; create the model, and empty orders."""
         super().attach(blocks, block_size)
-        self.model = Model(self.prior, self._parts)
+        self.model = ProportionalHazards(self.prior, self._parts)
+        # Last keys of prompts that were used with the rest, and that were not.
+        self._last_keys = [0.0, 0.0]
         if self._counts:
             self.model.restore(self._counts)
+            self._last_keys = self._counts["last"][()]
         self._spans: dict[Span, None] = {}
         self._leaves = ScannedLeaves(self._score)
         self._ghosts: GhostRuns[Wait] = GhostRuns(_GHOSTS * blocks)
-        self._guard = Guard[Wait](blocks, self.model.index) if self.guard else None
+        self._guard = Guard[Wait](blocks, self._index) if self.guard else None
         self._is_lru = self.guard
         # By request: turns and pause of the evicted blocks that it computes again.
         self._returned: dict[int | str, tuple[int, int]] = {}
         # When a request last ended, and its answer, tool and tenant.
         self._ended: tuple[int, int, str | None, str | None] = -1, 0, None, None
         self._now = 0
-        # Whether the cache asks how much of a victim may leave; else leaves are evicted whole.
-        self._trims = False
+        # Whether last keys leave by themselves; and whether the cache asks how much of a victim
+        # may leave, or evicts leaves whole.
+        self._parts_last = self._trims = False
 
     def on_miss(self, request: Request, hit_blocks: int, now: int) -> None:
         """End the waits of the evicted blocks that follow the hit."""
         for wait, start, end in self._ghosts.take(request, hit_blocks):
             if self._guard is not None:
                 self._guard.end(wait, request.id, start, end)
-            self._returned[request.id] = wait.turns, self.model.count(wait, now)
+            self._returned[request.id] = wait.turns, self._count(wait, now)
             if len(self._returned) > _RETURNED:  # a tier hears of no end of a request
                 del self._returned[next(iter(self._returned))]
 
@@ -313,7 +152,7 @@ class Hazard(EvictionPolicy):
         siblings = parent.children or {}
         if above is not _ROOT and len(siblings) == 2:  # noqa: PLR2004
             for sibling in siblings.values():
-                self._part(sibling)
+                self._pass_last_key(sibling)
 
     def on_access(self, span: Span, now: int) -> None:
         """End the wait of `span`."""
@@ -322,8 +161,8 @@ class Hazard(EvictionPolicy):
             if self._guard is not None:
                 end = max(span.end, wait.end)
                 self._guard.end(wait, span.last_request, span.start, end)
-            self.model.last_keys[0] += span.end > wait.end
-            wait.pause, wait.kind = self.model.count(wait, now), None
+            self._last_keys[0] += span.end > wait.end
+            wait.pause, wait.kind = self._count(wait, now), None
 
     def on_split(self, upper: Span, lower: Span) -> None:
         """Let the upper half wait as before, and the lower one as passed by."""
@@ -334,8 +173,8 @@ class Hazard(EvictionPolicy):
         if self._guard is not None:
             self._guard.split(wait, rest, upper.end - upper.start)
         if wait.kind is not None and not lower.ref_count:
-            self._part(lower)
-            rest.counts, rest.kind = True, self.model.kind((_OTHER,) * self._parts)
+            self._pass_last_key(lower)
+            rest.counts, rest.kind = True, self.model.kind((OTHER,) * self._parts)
             if not lower.children:
                 self._leaves.add(lower, self._now)
 
@@ -360,8 +199,7 @@ class Hazard(EvictionPolicy):
         uses = wait.turns + hits
         uses = uses if uses < 4 else min(uses.bit_length() + 1, 8)  # noqa: PLR2004
         values = uses, wait.pause, answer, tool, min(hits.bit_length(), 3), tenant
-        selected, model = self._select(values), self.model
-        wait.kind = model.classes.get(selected) or model.kind(selected)
+        wait.kind = self.model.kind(self._select(values))
         if self._guard is not None:
             self._guard.add(wait, span.end - span.start, now)
         if not span.children:
@@ -383,44 +221,62 @@ class Hazard(EvictionPolicy):
         del self._spans[span]
         self._leaves.discard(span)
         for wait in self._ghosts.add(span, span.data.end, span.data):
-            self.model.count(wait, self._now, used=False)
+            self._count(wait, self._now, ended=False)
 
     def evictable_blocks(self, span: Span) -> int:
         """Return the blocks of the last key while that goes by itself, else all."""
         self._trims = True
         wait: Wait = span.data
-        if span.end > wait.end and self.model.parts and not self._is_lru:
+        if self._parts_last and span.end > wait.end and not self._is_lru:
             return span.end - max(span.start, wait.end)
         return span.end - span.start
 
     def victim(self, now: int) -> Span:
         """Return the candidate with the lowest index, or the least recent span."""
-        self._now, model = now, self.model
-        if model.counted >= model.fit_at:
-            waits = (span.data for span in self._spans if not span.ref_count)
-            model.fit([*waits, *self._ghosts.values()], now)
+        self._now = now
+        if self.model.is_due:
+            self._fit(now)
             self._leaves.scan(now)
-            if self.save is not None:
-                write_counts(Path(self.save), "hazard", f"by={self.by}", model.tables())
         if self._guard is not None and self._is_lru != self._guard.is_lru:
             self._is_lru = self._guard.is_lru
             self._leaves.scan(now)
         return self._leaves.first(now)
 
-    def _part(self, span: Span) -> None:
+    def _fit(self, now: int) -> None:
+        """Fit the model to all waits so far, and save the counts."""
+        waits: list[Wait] = [span.data for span in self._spans if not span.ref_count]
+        waits += self._ghosts.values()
+        self.model.fit(
+            (w.kind, now - w.since) for w in waits if w.counts and w.kind is not None
+        )
+        self._parts_last = self._last_keys[1] > self._last_keys[0] + 4
+        if self.save is not None:
+            tables = self.model.tables() | {"last": {(): self._last_keys}}
+            write_counts(Path(self.save), "hazard", f"by={self.by}", tables)
+
+    def _count(self, wait: Wait, now: int, *, ended: bool = True) -> int:
+        """Count a wait that ended, or is observed no longer; return its length in octaves."""
+        age = now - wait.since
+        if wait.counts and wait.kind is not None:
+            self.model.count(wait.kind, age, ended=ended)
+        return octave(age)
+
+    def _pass_last_key(self, span: Span) -> None:
         """Count the last key of a prompt, if `span` has it, as not used with the rest."""
-        self.model.last_keys[1] += span.end > span.data.end
-        span.data.end = max(span.data.end, span.end)
+        wait: Wait = span.data
+        self._last_keys[1] += span.end > wait.end
+        wait.end = max(wait.end, span.end)
+
+    def _index(self, wait: Wait, now: int) -> float:
+        """Return the Gittins index of a wait."""
+        assert wait.kind is not None
+        return self.model.index(wait.kind, now - wait.since)
 
     def _score(self, leaf: Span, now: int) -> float:
         """Return the index of a leaf, or under LRU the order in which it was released."""
         if self._is_lru:
             return leaf.released_order
         wait: Wait = leaf.data
-        if leaf.end > wait.end and self.model.parts and self._trims:
+        if self._parts_last and self._trims and leaf.end > wait.end:
             return -1.0
-        return self.model.index(wait, now)
-
-
-_ROOT = Wait()
-"""The wait above a first span."""
+        return self.model.index(wait.kind, now - wait.since)  # type: ignore[arg-type]

@@ -143,8 +143,9 @@ class Guard(Generic[Wait]):
         """Return waits by their index; what continues a prompt leaves before the prompt."""
         ranks: dict[object, float] = {}
         for wait in waits:
-            rank = inf if wait in self._path else max(self._index(wait, now), ranks.get(wait, 0.0))
-            ranks[wait] = rank
+            # A running request needs all of its prompt at once.
+            index = inf if wait in self._path else self._index(wait, now)
+            ranks[wait] = rank = max(index, ranks.get(wait, 0.0))
             if ranks.get(wait.above, 0.0) < rank:
                 ranks[wait.above] = rank
         return sorted(waits, key=ranks.__getitem__)
