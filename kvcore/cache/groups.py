@@ -26,15 +26,16 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Keys
-from itertools import groupby
+from itertools import chain, groupby
 from math import lcm
+from operator import gt, ne
 from typing import Any, Final, Literal, NamedTuple, NoReturn, TypeAlias, get_args
 
 import attrs
 
 from kvcore.cache.eviction import EvictionPolicy
 from kvcore.cache.layout import GENERATED, BlockLayout
-from kvcore.cache.pool import BlockPool, CountingPool, Ids
+from kvcore.cache.pool import BlockPool, Ids
 from kvcore.cache.recorder import Recorder, check_admission
 from kvcore.cache.residency import CacheStats
 from kvcore.cache.sequence import Sequence
@@ -99,29 +100,8 @@ class LayerGroup:
         )
 
 
-class Block:
-    """A block with a name or an id, or the stand-in of all blocks with neither.
-
-    Attributes:
-        group: index of its group.
-        name: its name in the group; None until it is full and kept.
-        id: its id in the pool; -1 if the pool only counts.
-        holders: number of sequences that hold it.
-        younger: the next copy of the same name, by age.
-    """
-
-    __slots__ = ("group", "holders", "id", "name", "younger")
-
-    def __init__(self, group: int, name: Name, block_id: int = -1) -> None:
-        self.group = group
-        self.id = block_id
-        self.name = name
-        self.holders = 1
-        self.younger: Block | None = None
-
-
-BARE: Final = Block(-1, None)
-"""Stands for each block without a name and an id: of these only the number counts."""
+NO_BLOCK: Final = -1
+"""Stands in a table where no block is kept, between states."""
 
 
 class Table:
@@ -129,13 +109,13 @@ class Table:
 
     Attributes:
         first: position of the first block of `blocks`; nothing before it is kept.
-        blocks: the blocks from there on; None where none is kept, between states.
+        blocks: the ids of the blocks from there on, or `NO_BLOCK`.
         stored: number of first positions whose blocks have a name, if they are to have one.
     """
 
     __slots__ = ("blocks", "first", "stored")
 
-    def __init__(self, first: int, blocks: list[Block | None], stored: int) -> None:
+    def __init__(self, first: int, blocks: list[int], stored: int) -> None:
         self.first = first
         self.blocks = blocks
         self.stored = stored
@@ -157,13 +137,15 @@ class BlockNames:
         shared: number of first blocks that others can hit once they are full.
     """
 
-    __slots__ = ("_ratio", "_request", "end", "keyed", "keys", "shared")
+    __slots__ = ("_numbered", "_ratio", "_request", "end", "keyed", "keys", "shared")
 
     def __init__(self, layout: BlockLayout, request: Request) -> None:
         keys, _, _, cacheable, _, _ = layout.lay_out(request)
-        self.keys: Keys[Key] = keys
+        self.keys: Keys[Any] = keys
         self._ratio = layout.ratio
         self._request = request.id
+        # A name that is a number is found faster than one of two parts.
+        self._numbered = self._ratio > 1 and all(type(key) is int for key in keys)
         self.keyed = self.end = self.shared = cacheable
         share = request.hints.share
         if share is not None:
@@ -173,9 +155,29 @@ class BlockNames:
         """Return the name of the block at `position`, below `end`."""
         if position >= self.keyed:
             return GENERATED, self._request, position
-        if self._ratio == 1:
-            return self.keys[position]
-        return self.keys[position // self._ratio], position
+        key, ratio = self.keys[position // self._ratio], self._ratio
+        if ratio == 1:
+            return key
+        return key * ratio + position % ratio if self._numbered else (key, position)
+
+    def at(self, positions: Keys[int]) -> list[Name]:
+        """Return the names of the blocks at `positions`, in ascending order, below `end`."""
+        if not positions or positions[-1] >= self.keyed:
+            return [self[position] for position in positions]
+        keys, ratio = self.keys, self._ratio
+        if ratio == 1:
+            return [keys[position] for position in positions]
+        if not self._numbered:
+            return [(keys[position // ratio], position) for position in positions]
+        if type(positions) is range:
+            first, end = positions[0], positions[-1] + 1
+            whole = (
+                range(key * ratio, (key + 1) * ratio)
+                for key in keys[first // ratio : -(-end // ratio)]
+            )
+            skipped = first // ratio * ratio
+            return list(chain.from_iterable(whole))[first - skipped : end - skipped]
+        return [keys[position // ratio] * ratio + position % ratio for position in positions]
 
 
 class GroupMatch(NamedTuple):
@@ -190,7 +192,7 @@ class GroupMatch(NamedTuple):
 
     tokens: int
     junction: int
-    blocks: tuple[list[Block | None], ...]
+    blocks: tuple[list[int], ...]
 
 
 class GroupSequence(Sequence):
@@ -231,7 +233,7 @@ class GroupedCache:
         key_tokens: tokens that a block key of a request stands for; None: the first request
             decides.
         eviction: `lru`, for which None stands; a `HostedGroups` takes any policy.
-        trace: the recorder of every decision; None records nothing. With one, blocks have ids.
+        trace: the recorder of every decision; None records nothing.
 
     Attributes:
         groups, retention_interval, trace: the arguments.
@@ -292,7 +294,7 @@ class GroupedCache:
             raise InputError(msg)
         self.geometry = BlockLayout("tokens", size, key_tokens)
         self._layouts = {each: BlockLayout("tokens", each, key_tokens) for each in sizes}
-        self.pool = CountingPool(blocks) if trace is None else BlockPool(blocks)
+        self.pool = BlockPool(blocks)
         self.trace = trace
         self.now = 0
         self.sequences: dict[int, GroupSequence] = {}
@@ -303,11 +305,19 @@ class GroupedCache:
         self._root = root_span(self.geometry)
         self._last_id = 0
         self._admitted: set[int | str] = set()  # of a traced cache
+        # By block that was ever allocated: its name, None until it is full and kept; of a named
+        # one, its group and the number of sequences that hold it; and the next younger copy of
+        # its name, if any.
+        self._name_of: list[Name] = []
+        self._group_of: list[int] = []
+        self._holders: list[int] = []
+        self._younger: dict[int, int] = {}
         # By group, the oldest block of each name; and the named blocks without a holder, the
         # least recently freed one first.
-        self._cached: list[dict[Name, Block]] = [{} for _ in self.groups]
-        self._evictable: OrderedDict[Block, None] = OrderedDict()
+        self._cached: list[dict[Name, int]] = [{} for _ in self.groups]
+        self._evictable: OrderedDict[int, None] = OrderedDict()
         self._fresh: set[tuple[int, Name]] = set()
+        self._hears_names = trace is not None
         # Groups of one kind are looked up together, those with full attention first.
         alike: dict[tuple[Any, ...], list[int]] = {}
         for index, group in enumerate(self.groups):
@@ -316,6 +326,10 @@ class GroupedCache:
             ((self.groups[members[0]], members) for members in alike.values()),
             key=lambda kind: kind[0].kind != "full",
         )
+        # By group, the place of its kind in `_alike`. The tables of a sequence begin and end at
+        # the same positions in groups of one kind.
+        places = {index: at for at, (_, members) in enumerate(self._alike) for index in members}
+        self._kinds = [places[index] for index in range(len(self.groups))]
         if trace is not None:
             self._begin_trace(trace)
 
@@ -368,16 +382,14 @@ class GroupedCache:
                 blocks = min(blocks, -(-kept // size) + 1)
             blocks = max(blocks - match.tokens // size, 0)
             total += min(blocks, 1) if group.kind == "state" else blocks
-            total += sum(1 for block in hit if block is not None and not block.holders)
+            total += sum(1 for block in hit if not self._holders[block])
         return total
 
     def is_computed(self, match: GroupMatch) -> bool:
         """Return True if no state of `match` is one that the planned step computes."""
-        fresh = self._fresh
+        fresh, group_of, name_of = self._fresh, self._group_of, self._name_of
         return not fresh or not any(
-            block is not None and (block.group, block.name) in fresh
-            for hit in match.blocks
-            for block in hit
+            (group_of[block], name_of[block]) in fresh for hit in match.blocks for block in hit
         )
 
     def most_blocks(self, tokens: int) -> int:
@@ -512,9 +524,14 @@ class GroupedCache:
         So a window ages from the time at which it has passed, not from the end of its request.
         Returns True if more blocks are available then.
         """
+        tables, alike = seq.tables, self._alike
+        passed_by_kind = [group.passed(tokens) for group, _ in alike]
+        first_by_kind = [tables[members[0]].first for _, members in alike]
+        if not any(map(gt, passed_by_kind, first_by_kind)):
+            return False
         before, trace = self.available_blocks, self.trace
-        for index, (group, table) in enumerate(zip(self.groups, seq.tables, strict=True)):
-            count = min(group.passed(tokens) - table.first, len(table.blocks))
+        for index, (kind, table) in enumerate(zip(self._kinds, tables, strict=True)):
+            count = min(passed_by_kind[kind] - table.first, len(table.blocks))
             if count > 0:
                 passed = table.blocks[:count]
                 del table.blocks[:count]
@@ -579,24 +596,39 @@ class GroupedCache:
             if end <= start:
                 continue
             table.stored, first, blocks = end, table.first, table.blocks
-            cached = self._cached[index]
-            copies: dict[int, bool] = {}
-            for position in self._kept(group, max(start, first), end, seq):
-                block = blocks[position - first]
-                if block is None:
-                    continue
-                name = names[position]
-                if block is BARE:
-                    block = blocks[position - first] = Block(index, name)
-                block.name = name
-                oldest = cached.setdefault(name, block)
-                if oldest is not block:
-                    _add_copy(oldest, block)
-                copies[position] = oldest is not block
-                if group.kind == "state":
-                    states.append((index, name))
-            self._stored(seq, index, copies)
+            positions = self._kept(group, max(start, first), end, seq)
+            kept = [blocks[position - first] for position in positions]
+            if NO_BLOCK in kept:
+                positions = [at for at in positions if blocks[at - first] != NO_BLOCK]
+                kept = [block for block in kept if block != NO_BLOCK]
+            if not kept:
+                continue
+            own = names.at(positions)
+            oldest = self._name(kept, own, index)
+            if group.kind == "state":
+                states += [(index, name) for name in own]
+            if self._hears_names:
+                copies = map(ne, oldest, kept)
+                self._stored(seq, index, dict(zip(positions, copies, strict=True)))
         return states
+
+    def _name(self, blocks: list[int], names: list[Name], group: int) -> list[int]:
+        """Give names to blocks of a group; return the oldest block of each name."""
+        name_of, group_of, holders = self._name_of, self._group_of, self._holders
+        for block, name in zip(blocks, names, strict=True):
+            name_of[block] = name
+            group_of[block] = group
+            holders[block] = 1
+        oldest = list(map(self._cached[group].setdefault, names, blocks))
+        if oldest != blocks:
+            younger = self._younger
+            for copy, block in zip(oldest, blocks, strict=True):
+                if copy != block:
+                    last = copy
+                    while last in younger:
+                        last = younger[last]
+                    younger[last] = block
+        return oldest
 
     def _stored(self, seq: GroupSequence, group: int, copies: dict[int, bool]) -> None:
         """Called when blocks of a group got names: by position, whether others have it."""
@@ -631,7 +663,7 @@ class GroupedCache:
         self._fresh.difference_update(seq.fresh)
         freed: Ids = array("i")
         for table in seq.tables:
-            freed += self._free(reversed(table.blocks))
+            freed += self._free(table.blocks[::-1])
         seq.tables.clear()
         if self.trace is not None:
             self.trace.group_free(self.now, seq=seq.id, runs=freed, reason="close")
@@ -687,41 +719,41 @@ class GroupedCache:
             AssertionError: an invariant does not hold; the message has the numbers.
         """
         tables = [table for seq in self.sequences.values() for table in seq.tables]
-        held_blocks = (block for table in tables for block in table.blocks)
-        holders = Counter(block for block in held_blocks if block is not None)
-        unnamed = [block for block in holders if block.name is None]
-        bare = sum(holders.pop(block) for block in unnamed)
+        holders = Counter(block for table in tables for block in table.blocks)
+        del holders[NO_BLOCK]
+        bare = [block for block in holders if self._name_of[block] is None]
+        shared = [block for block in bare if holders.pop(block) > 1]
         named = dict(self._named())
         for block, place in named.items():
+            own = self._group_of[block], self._name_of[block]
             held = holders.pop(block, 0)
             is_evictable = block in self._evictable
-            if (
-                (block.group, block.name) != place
-                or block.holders != held
-                or (is_evictable == (held > 0))
-            ):
+            if own != place or self._holders[block] != held or is_evictable == (held > 0):
                 msg = (
-                    f"block {block.name!r} of group {block.group} is found as {place!r}; it "
-                    f"has {block.holders} holders, {held} tables, evictable is {is_evictable}"
+                    f"block {block}, {own!r}, is found as {place!r}; it has "
+                    f"{self._holders[block]} holders, is in {held} tables, and can be evicted: "
+                    f"{is_evictable}"
                 )
                 raise AssertionError(msg)
-        total = self.pool.free_blocks + bare + len(named)
-        if holders or total != self.pool.blocks or len(self._evictable) > len(named):
+        total = self.pool.free_blocks + len(bare) + len(named)
+        lost = shared or holders or len(self._evictable) > len(named)
+        if lost or total != self.pool.blocks:
             msg = (
-                f"{self.pool.free_blocks} free, {bare} held without a name and {len(named)} "
-                f"named blocks, {len(self._evictable)} of them evictable, are not "
-                f"{self.pool.blocks}; {len(holders)} held ones have lost their names"
+                f"{self.pool.free_blocks} free, {len(bare)} held without a name and "
+                f"{len(named)} named blocks, {len(self._evictable)} of them evictable, are not "
+                f"{self.pool.blocks}; {len(holders)} held ones have lost their names, and "
+                f"{len(shared)} without one are in two tables"
             )
             raise AssertionError(msg)
 
-    def _named(self) -> Iterator[tuple[Block, tuple[int, Name]]]:
+    def _named(self) -> Iterator[tuple[int, tuple[int, Name]]]:
         """Yield the blocks with a name, and their groups and names, by which they are found."""
         for index, cached in enumerate(self._cached):
             for name, oldest in cached.items():
-                copy: Block | None = oldest
+                copy: int | None = oldest
                 while copy is not None:
                     yield copy, (index, name)
-                    copy = copy.younger
+                    copy = self._younger.get(copy)
 
     # Lookup.
 
@@ -761,11 +793,10 @@ class GroupedCache:
                         full[index] = self._prefix(group, members, own, tokens)
                     tokens = min(tokens, full[index])
                 longest = max(longest, tokens)
-        blocks: list[list[Block | None]] = []
+        blocks: list[list[int]] = []
         for group, cached in zip(self.groups, self._cached, strict=True):
-            own = names[group.block_size]
             needed = range(group.passed(tokens), tokens // group.block_size)
-            blocks.append([cached[own[position]] for position in needed])
+            blocks.append([cached[name] for name in names[group.block_size].at(needed)])
         return GroupMatch(tokens, longest if longest > tokens else 0, tuple(blocks))
 
     def _prefix(
@@ -811,9 +842,7 @@ class GroupedCache:
         """Return `tokens` without those behind the last block that is whole in all groups."""
         return tokens // self._size * self._size
 
-    def _kept(
-        self, group: LayerGroup, start: int, end: int, seq: GroupSequence
-    ) -> Iterable[int]:
+    def _kept(self, group: LayerGroup, start: int, end: int, seq: GroupSequence) -> Keys[int]:
         """Return the positions in `[start, end)` whose blocks get a name.
 
         Full attention keeps all. Of windows and states those are kept that a request needs
@@ -839,82 +868,98 @@ class GroupedCache:
     def _missing(self, seq: GroupSequence, tokens: int) -> int:
         """Return how many blocks the first `tokens` tokens of `seq` need beside its own."""
         total = 0
-        for group, table in zip(self.groups, seq.tables, strict=True):
-            blocks = -(-tokens // group.block_size) - table.end
+        for group, members in self._alike:
+            blocks = -(-tokens // group.block_size) - seq.tables[members[0]].end
             if blocks > 0:
-                total += 1 if group.kind == "state" else blocks
+                total += len(members) * (1 if group.kind == "state" else blocks)
         return total
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
         """Allocate for the first `tokens` tokens of `seq`; there is room."""
-        count = 0
-        for group, table in zip(self.groups, seq.tables, strict=True):
-            blocks = -(-tokens // group.block_size) - table.end
-            if blocks <= 0:
-                continue
-            if group.kind == "state":
-                # Only the state after the last token is computed into a block.
-                table.blocks += [None] * (blocks - 1)
-                blocks = 1
-            table.blocks += [BARE] * blocks
-            count += blocks
+        new = [-(-tokens // group.block_size) for group, _ in self._alike]
+        for kind, (_, members) in enumerate(self._alike):
+            new[kind] = max(new[kind] - seq.tables[members[0]].end, 0)
+        count = self._missing(seq, tokens)
         missing = count - self.pool.free_blocks
         victims = self._choose(missing, seq) if missing > 0 else []
-        for victim in victims:
-            self._evict(victim)
-        free = self.pool.allocate(count - len(victims))
-        if self.trace is not None and free is not None and count:
-            self._trace_blocks(seq, free, victims, self.trace)
+        if self.trace is not None and victims:
+            self._trace_evictions(seq, victims, self.trace)
+        self._evict(victims)
+        ids = self.pool.allocate(count - len(victims)).tolist() + victims
+        if unknown := self.pool.high_water - len(self._name_of):
+            self._name_of += [None] * unknown
+            self._group_of += [0] * unknown
+            self._holders += [0] * unknown
+        start = 0
+        for index, table in enumerate(seq.tables if ids else ()):
+            blocks = new[self._kinds[index]]
+            if not blocks:
+                continue
+            if self.groups[index].kind == "state":
+                # Only the state after the last token is computed into a block.
+                table.blocks += [NO_BLOCK] * (blocks - 1)
+                blocks = 1
+            first, table.blocks = table.end, table.blocks + ids[start : start + blocks]
+            if self.trace is not None:
+                runs = array("i", ids[start : start + blocks])
+                self.trace.group_alloc(
+                    self.now, seq=seq.id, group=index, first=first, runs=runs
+                )
+            start += blocks
         seq.settled, seq.tokens = seq.tokens, tokens
         seq.blocks = -(-tokens // self._size)
 
-    def _hold(self, blocks: list[Block | None]) -> None:
+    def _hold(self, blocks: list[int]) -> None:
         """Add a holder to each of `blocks`."""
+        holders = self._holders
         for block in blocks:
-            if block is not None:
-                if not block.holders:
-                    del self._evictable[block]
-                block.holders += 1
+            if not holders[block]:
+                del self._evictable[block]
+            holders[block] += 1
 
-    def _choose(self, count: int, seq: GroupSequence) -> list[Block]:
+    def _choose(self, count: int, seq: GroupSequence) -> list[int]:
         """Return `count` blocks to evict for `seq`, which no sequence holds, in order."""
         del seq
         return [self._evictable.popitem(last=False)[0] for _ in range(count)]
 
-    def _evict(self, block: Block) -> None:
-        """Remove the name of `block`, which no sequence holds."""
-        self.evicted_blocks += 1
-        cached, name = self._cached[block.group], block.name
-        copy = cached[name]
-        if copy is not block:
-            while copy.younger is not block:
-                assert copy.younger is not None
-                copy = copy.younger
-            copy.younger = block.younger
-        elif block.younger is None:
-            del cached[name]
-        else:
-            cached[name] = block.younger
+    def _evict(self, blocks: list[int]) -> None:
+        """Remove the names of `blocks`, which no sequence holds."""
+        self.evicted_blocks += len(blocks)
+        name_of, group_of, younger = self._name_of, self._group_of, self._younger
+        for block in blocks:
+            name, name_of[block] = name_of[block], None
+            cached = self._cached[group_of[block]]
+            older = cached[name]
+            if older != block:
+                while younger[older] != block:
+                    older = younger[older]
+                del younger[older]
+                if block in younger:
+                    younger[older] = younger.pop(block)
+            elif block in younger:
+                cached[name] = younger.pop(block)
+            else:
+                del cached[name]
 
-    def _free(self, blocks: Iterable[Block | None]) -> Ids:
+    def _free(self, blocks: list[int]) -> Ids:
         """Remove a holder of each of `blocks`, in order: those without another one are free.
 
-        Returns the ids of those without a name, which can be allocated at once.
+        Returns the blocks without a name, which can be allocated at once.
         """
-        evictable, freed, bare = self._evictable, array("i"), 0
+        name_of, holders, evictable, freed = self._name_of, self._holders, self._evictable, []
         for block in blocks:
-            if block is BARE:
-                bare += 1
-            elif block is None:
+            if block == NO_BLOCK:
                 continue
-            elif block.name is None:
-                freed.append(block.id)
+            if name_of[block] is None:
+                freed.append(block)
+            elif holders[block] == 1:
+                holders[block] = 0
+                evictable[block] = None
             else:
-                block.holders -= 1
-                if not block.holders:
-                    evictable[block] = None
-        self.pool.free(freed, bare or len(freed))
-        return freed
+                holders[block] -= 1
+        ids = array("i", freed)
+        self.pool.free(ids, len(ids))
+        return ids
 
     def _no_room(self, request: Request, need: int) -> str:
         return (
@@ -950,34 +995,13 @@ class GroupedCache:
         blocks = -(-request.prompt_tokens // size)
         trace.missed(self.now, seq, blocks, limit, expired=False, again=resumed)
 
-    def _trace_blocks(
-        self, seq: GroupSequence, free: Ids, victims: list[Block], trace: Recorder
-    ) -> None:
-        """Give ids to the new blocks of `seq`; write EVICT and ALLOC.
-
-        They get the `free` ones, then those of the `victims`, group by group.
-        """
-        ids, start = free[:], 0
-        for index, run in groupby(victims, key=lambda victim: victim.group):
-            evicted = array("i", [victim.id for victim in run])
-            ids += evicted
+    def _trace_evictions(self, seq: GroupSequence, victims: list[int], trace: Recorder) -> None:
+        """Write EVICT of the blocks that lose their names for `seq`, group by group."""
+        for index, run in groupby(victims, key=self._group_of.__getitem__):
             trace.group_evict(
-                self.now, group=index, runs=evicted, by=self.eviction.name,
+                self.now, group=index, runs=array("i", run), by=self.eviction.name,
                 requester=seq.request.id, reason="capacity",
             )  # fmt: skip
-        for index, table in enumerate(seq.tables):
-            blocks = table.blocks
-            first = len(blocks)
-            while first and blocks[first - 1] is BARE:
-                first -= 1
-            end = start + len(blocks) - first
-            if end > start:
-                blocks[first:] = [Block(index, None, each) for each in ids[start:end]]
-                trace.group_alloc(
-                    self.now, seq=seq.id, group=index, first=table.first + first,
-                    runs=ids[start:end],
-                )  # fmt: skip
-            start = end
 
     def _trace_names(
         self, seq: GroupSequence, group: int, copies: dict[int, bool], trace: Recorder
@@ -996,13 +1020,6 @@ class GroupedCache:
                 self.now, seq=seq.id, group=group, first=positions[0], blocks=len(positions),
                 how="copy" if is_copy else "new", generated=generated,
             )  # fmt: skip
-
-
-def _add_copy(oldest: Block, block: Block) -> None:
-    """Add a block to those that have the name of `oldest`, as the youngest of them."""
-    while oldest.younger is not None:
-        oldest = oldest.younger
-    oldest.younger = block
 
 
 def _name_generated(names: dict[int, BlockNames], request: Request, tokens: int) -> None:

@@ -15,14 +15,17 @@ from pathlib import Path
 from typing import Any, Final
 
 FOLDER = Path(__file__).parent
-SOURCES = "residency.c", "tree.c", "decode_batch.c", "untimed.c", "loop.c"
+SOURCES = (
+    *("residency.c", "tree.c", "decode_batch.c", "untimed.c"),
+    *("stats.c", "batcher.c", "arrivals.c", "loop.c", "module.c"),
+)
 
 PURE: Final = "KVCORE_PURE"
 """The variable of the environment that switches the core off."""
 
 LACKS: Final = (
     "traces, tiers, retention, drafts, cache groups, attention windows",
-    "rules of engines, schedulers that pause jobs or plan",
+    "rules that decide by methods or by future tokens, schedulers that pause jobs or plan",
     "policies by which spans expire or that hear of the queue, leaves evicted whole",
     "of requests: hints, retention priorities, output keys",
 )

@@ -8,7 +8,11 @@
  *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
  *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
  *     untimed.c        kvcore_replay/untimed.py
- *     loop.c           kvcore/serving/loop.py, batcher.py and stats.py; the module
+ *     stats.c          kvcore/serving/stats.py
+ *     batcher.c        kvcore/serving/batcher.py, waiting.py
+ *     arrivals.c       `Arrivals` of kvcore/serving/loop.py
+ *     loop.c           kvcore/serving/loop.py
+ *     module.c         the module `_core`: from Python, and back
  *
  * Functions that return int return 0, or -1 with a Python exception set.
  */
@@ -133,7 +137,7 @@ static inline i64 int_field(PyObject *request, Py_ssize_t offset, const char *na
 typedef struct Job Job;
 typedef struct { Job *before, *after; } Link;
 
-enum { WAITING, PREFILL, DECODE };
+enum { WAITING, PREFILL, DECODE, DONE };
 
 /* A job, and its sequence while it has one (`span`). Times are ns, lengths tokens; -1: none. */
 struct Job {
@@ -145,11 +149,13 @@ struct Job {
     i64 serial, arrival, prompt, output, target, computed, hit, admitted, first_token;
     i128 last_token_ps;
     i64 generated_before, joined, recomputes;
-    int stage, is_victim, is_fresh;
+    int stage, is_victim, is_fresh, is_served, has_left;
+    i64 visible;         /* from when on a plan sees it */
     /* Its sequence. */
     PyObject *span;
     PyObject *token;     /* stands for the sequence in `Span.creator`: its `admission` */
-    i64 admission, cacheable, limit, blocks, tokens, hit_blocks, shared_end;
+    i64 admission, cacheable, lookup, limit, blocks, tokens, hit_blocks, shared_end;
+    i64 committed;       /* tokens that count as computed for the cache */
     /* Its places: among the running, the prefilling, and in the batch. */
     Link running, prefilling, batch;
     i64 end, residue;
@@ -223,12 +229,23 @@ typedef struct {
     double ratio_sum;
 } Tree;
 
+/* What an admission takes, and what it leaves. */
+typedef struct {
+    i64 reserve;     /* blocks that stay free or evictable */
+    i64 most;        /* tokens after the hit that get blocks; -1: all */
+    int fits_target; /* whether there must be room for all, even if fewer get blocks */
+} Admission;
+
 int tree_init(Tree *tree, PyObject *cache, int walks); /* whether its index walks the tree */
 int tree_store_back(Tree *tree, PyObject *cache);
 void tree_clear(Tree *tree);
 int tree_at(Tree *tree, i64 now);
-int tree_open(Tree *tree, Job *job, i64 reserve, i64 now);   /* 1: there are no blocks */
-int tree_commit(Tree *tree, Job *job, i64 now);
+int tree_open(Tree *tree, Job *job, const Admission *admission, i64 now); /* 1: no blocks */
+i64 tree_probe(Tree *tree, Job *job, i64 now);               /* blocks that would hit */
+int tree_extend(Tree *tree, Job *job, i64 tokens, i64 now);
+int tree_commit(Tree *tree, Job *job, i64 tokens, i64 now);
+int tree_publish(Tree *tree, Job *job, i64 tokens, i64 now);
+int tree_keep_generated(Tree *tree, Job *job, i64 tokens, i64 now);
 int tree_close(Tree *tree, Job *job, i64 now, int ended);
 int tree_take_one(Tree *tree, Job *job, i64 now);
 int tree_free_ahead(Tree *tree, i64 blocks, PyObject *requester, i64 now, PyObject *times);
@@ -252,6 +269,11 @@ typedef struct {
     End *ends; i64 ends_count, ends_room;       /* a heap */
     Job **fresh; i64 fresh_count, fresh_room;
     i64 allocated_until;
+    i64 served;                                 /* jobs with `is_served`: see DecodeAllocator */
+    int commits;                                /* whether jobs commit each block they fill, */
+    i64 ahead;                                  /* so many steps before the one that fills it */
+    int (*grown)(void *core, Job *job, i64 now); /* called with each job that got a block */
+    void *core;
     Histogram gaps;                             /* the times between tokens */
 } Batch;
 
@@ -260,8 +282,13 @@ void batch_clear(Batch *batch);
 int batch_add(Batch *batch, Job *job, i64 generated);
 void batch_remove(Batch *batch, Job *job);
 i128 batch_run(Batch *batch, i128 start, i128 first, i128 slope, i64 steps);
-int batch_jump(Batch *batch, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took);
+int batch_jump(Batch *batch, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took,
+               i128 *last); /* of these, the last step took so long */
 int batch_next_step(Batch *batch, i64 now);     /* 1: there is no room */
+Job **batch_committers(const Batch *batch, i64 *count); /* before the next step */
+int batch_serve_first(Batch *batch, i64 now);
+void batch_settle(Batch *batch, Job *job);
+void settle(const Batch *batch, Job *job, i64 tokens);
 Job *batch_pop_finished(Batch *batch);
 
 static inline i64 generated_of(const Batch *batch, const Job *job)
@@ -275,9 +302,118 @@ static inline i64 length_of(const Batch *batch, const Job *job)
     return generated ? job->prompt + generated - 1 : job->computed;
 }
 
-/* loop.c */
+/* The loop. */
+
+enum { ROWS = 1 << 16, SAMPLES = 512 };
+
+#define NEVER INT64_MAX
+
+/* The columns of a `RunLog` with numbers, by their types. */
+#define COLUMNS(X)                                                                                \
+    X(i64, arrival) X(i64, admitted) X(i64, first_token) X(i64, finish) X(i64, prompt)            \
+    X(i64, output) X(i64, hit) X(i64, loaded) X(int, swaps) X(int, pauses) X(int, recomputes)     \
+    X(signed char, verdict)
+
+typedef struct {
+    PyObject *ids, *tenants;   /* lists */
+    i64 count, all;            /* rows here, and in the whole run */
+#define COLUMN(type, name) type *name;
+    COLUMNS(COLUMN)
+#undef COLUMN
+} Rows;
+
+typedef struct { Job *job; i64 tokens; } Chunk;
+
+/* A job that has filled a block in the step that ran, its sequence by admission, its length. */
+typedef struct { Job *job; i64 admission, length; } Filled;
+
+typedef struct {
+    i64 now, active, cached, due, interval, peak, count;
+    i128 active_area, cached_area;
+    i64 times[SAMPLES];
+    int actives[SAMPLES], cacheds[SAMPLES];
+} Timeline;
+
+/* The time of steps with prefill: that of `Roofline.pieces`, or asked for step by step. */
+typedef struct {
+    PyObject *duration, *work_type;       /* of any latency model */
+    PyObject *by_tokens;                  /* NULL: it has no such terms */
+    i64 overhead, read, sequence, pair;
+    i128 *known; i64 known_count;         /* by tokens; -1: not asked for yet */
+} StepTime;
+
+typedef struct {
+    PyObject *loop, *cache, *log, *arrivals, *iterator, *priority, *lines_of;
+    PyObject *slo;                        /* of requests without one; NULL: none */
+    Tree tree;
+    Batch batch;
+    Rows rows;
+    Timeline timeline;
+    StepTime time;
+    Times *lines; i64 lines_count;        /* of decode steps, by number of jobs; count 0: unknown */
+    i64 max_tokens, max_seqs, reserve, longest;
+    int mixed, after_preemption, last_of_ties;
+    /* Rules of engines: see `Rules`. */
+    i64 max_chunk, in_one;                /* -1: no limit */
+    int chunked, alone, by_chunk, fits_prompt, publishes, keeps, has_lag;
+    i64 frontend;
+    i128 clock, busy;
+    i64 steps, serial, own_slos;
+    /* Arrivals. */
+    PyObject *next_request;               /* NULL: none, or they are with Python again */
+    i64 next_at, came, last, first_number, next_number;
+    i128 scale_above, scale_below;
+    int in_python, has_named;
+    int leaves;                           /* a request that came needs what the core lacks */
+    /* Jobs. */
+    Job **heap; i64 heap_room;            /* waiting ones by rank */
+    List waiting, running, prefilling;    /* the waiting ones as they queued up */
+    List unseen;                          /* have arrived, and cannot be planned yet */
+    Chunk *chunks; i64 chunk_count, chunk_room;
+    Chunk *unpublished; i64 unpublished_count, unpublished_room; /* shared once all are planned */
+    Job **ongoing; i64 ongoing_room;
+    Job *blocked, **done; i64 done_count, done_room, victims, without_progress;
+    i64 budget;
+    int changed;
+    /* `Lag`: the last step, and the jobs that it has finished. */
+    i128 began;
+    int stepped;
+    Job **late; i64 late_count, late_room;
+    Filled *filled; i64 filled_count, filled_room;
+} Core;
+
+/* stats.c */
+
+int log_ended(Core *core, Job *job, i64 now);       /* at -1: it was rejected */
+int flush_rows(Core *core);
+void record_plan(Core *core, i64 now);
+int store_timeline(Core *core);
+
+/* batcher.c */
+
+void free_job(Job *job);
+PyObject *job_state(Job *job);
+int queue(Core *core, Job *job, i64 now, int front);
+int plan(Core *core, i64 now);                      /* 1: not only growth has happened */
+void computed(Core *core);
+int finish_job(Core *core, Job *job, i64 now, int complete);
+int publish_filled(void *core, Job *job, i64 now);
+
+/* arrivals.c */
+
+extern PyObject *no_hints;
 
 int is_plain(PyObject *request, int timed);
+int read_next(Core *core);
+int ask_next(Core *core);
+int take_arrivals(Core *core, i64 now);
+int queue_seen(Core *core, i64 now);
+int schedule_followers(Core *core, Job *job, i64 now);
+int give_back_arrivals(Core *core, PyObject *request, i64 at);
+
+/* loop.c */
+
+int run(Core *core, i64 turns);                     /* 1: Python goes on */
 
 /* untimed.c */
 

@@ -115,6 +115,28 @@ static i64 growing_at(const Batch *b, i64 residue, i64 admission)
     return low;
 }
 
+/* Return the jobs that need a block at `step`, as they were admitted. */
+static Job **growing_jobs(const Batch *b, i64 step, i64 *count)
+{
+    i64 residue = step % b->block_size, place = growing_at(b, residue, 0);
+    *count = growing_at(b, residue + 1, 0) - place;
+    return b->growing + place;
+}
+
+/* Return the jobs that commit a block before the next step. */
+Job **batch_committers(const Batch *b, i64 *count)
+{
+    *count = 0;
+    return b->commits ? growing_jobs(b, b->steps + b->ahead, count) : NULL;
+}
+
+/* Return after how many steps the next job commits a block. */
+static i64 until_commit(const Batch *b)
+{
+    i64 next = b->steps + 1 + b->ahead, place = growing_at(b, next % b->block_size, 0);
+    return 1 + modulo(b->growing[place % b->jobs.count]->residue - next, b->block_size);
+}
+
 static int is_before(End one, End other)
 {
     return one.end < other.end || (one.end == other.end && one.admission < other.admission);
@@ -257,17 +279,12 @@ static i64 growth_between(const Batch *b, i64 first, i64 end)
     return turns * b->jobs.count + count;
 }
 
-/* Allocate a block for each of `count` jobs that grow, from `place` on. */
-static int grow(Batch *b, i64 place, i64 count, i64 now)
+/* Allocate a block for `job`, which grows at the next step. */
+static int grow_one(Batch *b, Job *job, i64 now)
 {
-    if (count <= b->tree->free) {
-        b->tree->free -= count;
-        return 0;
-    }
-    for (i64 n = 0; n < count; n++)
-        if (tree_take_one(b->tree, b->growing[place + n], now) < 0)
-            return -1;
-    return 0;
+    if (tree_take_one(b->tree, job, now) < 0)
+        return -1;
+    return b->grown ? b->grown(b->core, job, now) : 0;
 }
 
 /* Allocate for the next step, unless that is done. 1: there is no room. */
@@ -275,14 +292,54 @@ int batch_next_step(Batch *b, i64 now)
 {
     if (b->allocated_until > b->steps)
         return 0;
-    i64 residue = b->steps % b->block_size, place = growing_at(b, residue, 0);
-    i64 count = growing_at(b, residue + 1, 0) - place;
-    if (count > b->tree->free + b->tree->unpinned)
+    i64 count;
+    Job **jobs = growing_jobs(b, b->steps, &count);
+    i64 need = count - b->served; /* the served ones are among them */
+    if (need > b->tree->free + b->tree->unpinned)
         return 1;
-    if (count && grow(b, place, count, now) < 0)
-        return -1;
+    if (need <= b->tree->free && !b->grown)
+        b->tree->free -= need;
+    else
+        for (i64 n = 0; n < count; n++)
+            if (!jobs[n]->is_served && grow_one(b, jobs[n], now) < 0)
+                return -1;
+    for (i64 n = 0; b->served && n < count; n++)
+        jobs[n]->is_served = 0;
+    b->served = 0;
     b->allocated_until = b->steps + 1;
     return 0;
+}
+
+/* Allocate for as many jobs of the next step, from the first on, as there is room for. */
+int batch_serve_first(Batch *b, i64 now)
+{
+    i64 count, room = b->tree->free + b->tree->unpinned;
+    Job **jobs = growing_jobs(b, b->steps, &count);
+    for (i64 n = 0; n < count && room > 0; n++) {
+        if (jobs[n]->is_served)
+            continue;
+        if (grow_one(b, jobs[n], now) < 0)
+            return -1;
+        jobs[n]->is_served = 1;
+        b->served++;
+        room--;
+    }
+    return 0;
+}
+
+/* Set the length of the text of a job. */
+void settle(const Batch *b, Job *job, i64 tokens)
+{
+    job->tokens = tokens;
+    job->blocks = ceil_div(tokens, b->block_size);
+}
+
+/* Set the length of a job that has left the batch and keeps its blocks. */
+void batch_settle(Batch *b, Job *job)
+{
+    settle(b, job, length_of(b, job) + (b->allocated_until > b->steps || job->is_served));
+    b->served -= job->is_served;
+    job->is_served = 0;
 }
 
 /* The steps at which jobs grow, one after the other: those of a residue come together. */
@@ -364,8 +421,9 @@ static int allocate_ahead(Batch *b, i64 *steps, i128 clock, const Times *times)
             break;
         }
         i64 now = (i64)((clock + total_of(times, step - b->steps)) / 1000);
-        if (grow(b, growth.place, growth.count, now) < 0)
-            return -1;
+        for (i64 n = 0; n < growth.count; n++)
+            if (tree_take_one(t, b->growing[growth.place + n], now) < 0)
+                return -1;
     }
     b->allocated_until = end;
     *steps = end - b->steps;
@@ -373,7 +431,8 @@ static int allocate_ahead(Batch *b, i64 *steps, i128 clock, const Times *times)
 }
 
 /* Run decode steps as long as nothing changes but lengths, up to `event` (ns). */
-int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took)
+int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, i128 *took,
+               i128 *last)
 {
     i64 size = b->jobs.count, until;
     Times times = *lines; /* in the number of the step, of lines in the context */
@@ -382,6 +441,8 @@ int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, 
         times.lines[n].slope *= size;
     }
     *steps = b->ends[0].end - b->steps;
+    if (b->commits && until_commit(b) < *steps)
+        *steps = until_commit(b);
     if (*steps > 1 && event < INT64_MAX)
         *steps = reach(&times, (i128)event * 1000 - clock, *steps);
     if (*steps > 1 && allocate_ahead(b, steps, clock, &times) < 0)
@@ -391,6 +452,7 @@ int batch_jump(Batch *b, const Times *lines, i128 clock, i64 event, i64 *steps, 
         const Line *line = highest(&times, step, count, &until);
         i128 first = line->first + line->slope * step;
         *took += batch_run(b, clock + *took, first, line->slope, until - step);
+        *last = first + line->slope * (until - step - 1);
     }
     return 0;
 }

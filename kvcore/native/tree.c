@@ -502,7 +502,7 @@ static int lay_out(Tree *t, Job *job)
         job->prompt = job->target = (full = keyed) * t->size;
     if (keyed < full)
         full = keyed;
-    job->cacheable = full;
+    job->cacheable = job->lookup = full;
     job->limit = t->by_key ? keyed : (job->target - 1) / t->size;
     if (job->limit > full)
         job->limit = full;
@@ -559,63 +559,152 @@ static void count_admission(Tree *t, const Job *job, i64 hit, int resumed)
         t->lost_tokens += rest;
 }
 
-/* Admit `job`: pin what it hits, and allocate the rest of its target. 1: there are no blocks. */
-int tree_open(Tree *t, Job *job, i64 reserve, i64 now)
+/* Return the keys of a job's blocks up to `end`, of which those from `first` on are generated. */
+static PyObject *generated_keys(Tree *t, Job *job, i64 first, i64 end)
 {
-    PyObject *span, *node, *root = t->root, *id = NULL;
-    int resumed = job->admitted >= 0, result = -1;
-    i64 hit;
+    return PyObject_CallMethod(t->geometry, "generated_keys", "OLL", job->request, first, end);
+}
+
+/* The cached prefix of a job that is about to be admitted. */
+typedef struct {
+    PyObject *span;   /* the last one; the root without a hit */
+    PyObject *keys;   /* of its blocks, the generated ones that it has cached included */
+    i64 blocks;
+    i64 unpinned;     /* of these */
+} Hit;
+
+static void clear_hit(Hit *hit)
+{
+    Py_CLEAR(hit->span);
+    Py_CLEAR(hit->keys);
+}
+
+/* Go on to the generated blocks that a preempted job has left, as `_match_generated` does. */
+static int match_generated(Tree *t, Job *job, Hit *hit)
+{
+    i64 first = job->prompt / t->size, limit = (job->target - 1) / t->size;
+    if (limit <= first || hit->blocks != first || SPAN_INT(hit->span, end) != first)
+        return 0;
+    PyObject *keys = generated_keys(t, job, first, limit);
+    PyObject *child = keys ? child_at(hit->span, keys, first / t->ratio) : NULL;
+    if (child) {
+        PyObject *span = match(t, keys, limit, hit->span, &hit->blocks);
+        if (span) {
+            Py_SETREF(hit->span, span);
+            Py_SETREF(hit->keys, Py_NewRef(keys));
+            job->cacheable = job->limit = limit;
+        }
+    }
+    Py_XDECREF(keys);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+/* Find what a job would hit. Changes no block. */
+static int find(Tree *t, Job *job, i64 now, Hit *hit)
+{
+    *hit = (Hit){0};
     if (lay_out(t, job) < 0 || tree_at(t, now) < 0)
         return -1;
-    span = match(t, job->keys, job->limit, root, &hit);
-    if (!span)
+    hit->keys = Py_NewRef(job->keys);
+    hit->span = match(t, job->keys, job->limit, t->root, &hit->blocks);
+    if (hit->span && !hit->blocks)
+        Py_SETREF(hit->span, Py_NewRef(t->root));
+    if (!hit->span || (job->admitted >= 0 && match_generated(t, job, hit) < 0)) {
+        clear_hit(hit);
         return -1;
-    if (!hit)
-        Py_SETREF(span, Py_NewRef(root));
-    i64 kept = reserve, end = hit;
-    for (node = span; hit && !SPAN_INT(node, ref_count); node = SPAN(node, parent)) {
+    }
+    i64 end = hit->blocks;
+    for (PyObject *node = hit->span; hit->blocks && !SPAN_INT(node, ref_count);
+         node = SPAN(node, parent)) {
         i64 start = SPAN_INT(node, start);
-        kept += end - start;
+        hit->unpinned += end - start;
         end = start;
     }
-    i64 need = job->blocks - hit;
-    if (need > t->free + t->unpinned - kept) {
-        result = 1;
-        goto done;
-    }
+    return 0;
+}
+
+/* Return how many blocks of a job would hit; -1 with an exception. */
+i64 tree_probe(Tree *t, Job *job, i64 now)
+{
+    Hit hit;
+    if (find(t, job, now, &hit) < 0)
+        return -1;
+    clear_hit(&hit);
+    return hit.blocks;
+}
+
+/* Pin what `job` hits, and allocate `need` blocks more. */
+static int enter(Tree *t, Job *job, const Hit *hit, i64 need)
+{
+    PyObject *node, *root = t->root;
+    int resumed = job->admitted >= 0;
     job->admission = ++t->admissions;
-    if (put_int(&job->token, job->admission) < 0 || !(id = FIELD(job->request, id)))
-        goto done;
-    if (hit < SPAN_INT(span, end)) {
-        PyObject *upper = split(t, span, hit);
-        if (!upper)
-            goto done;
-        job->span = upper;
-        node = SPAN(upper, parent); /* the upper half is pinned by the split */
+    Py_SETREF(job->keys, Py_NewRef(hit->keys));
+    if (put_int(&job->token, job->admission) < 0)
+        return -1;
+    if (hit->blocks < SPAN_INT(hit->span, end)) {
+        job->span = split(t, hit->span, hit->blocks);
+        if (!job->span)
+            return -1;
+        node = SPAN(job->span, parent); /* the upper half is pinned by the split */
     } else {
-        job->span = Py_NewRef(span);
-        node = span;
+        job->span = Py_NewRef(hit->span);
+        node = hit->span;
     }
     for (; node != root; node = SPAN(node, parent))
         if (pin(t, node) < 0)
-            goto done;
-    if (hit < job->limit && !resumed && t->hooks[ON_MISS]) {
-        PyObject *hits = PyLong_FromLongLong(hit);
+            return -1;
+    if (hit->blocks < job->limit && !resumed && t->hooks[ON_MISS]) {
+        PyObject *hits = PyLong_FromLongLong(hit->blocks);
         int failed = hits ? call(t, ON_MISS, job->request, hits, t->now_object) : -1;
         Py_XDECREF(hits);
         if (failed)
-            goto done;
+            return -1;
     }
-    if (allocate(t, need, id) < 0
-        || (job->span != root && record_hit(t, job, id, resumed) < 0))
-        goto done;
-    job->computed = hit * t->size;
-    job->hit_blocks = job->shared_end = hit;
-    count_admission(t, job, hit, resumed);
-    result = 0;
-done:
-    Py_XDECREF(id), Py_DECREF(span);
+    PyObject *id = FIELD(job->request, id);
+    int failed = !id || allocate(t, need, id) < 0
+        || (job->span != root && record_hit(t, job, id, resumed) < 0);
+    Py_XDECREF(id);
+    if (failed)
+        return -1;
+    job->computed = job->committed = hit->blocks * t->size;
+    job->hit_blocks = job->shared_end = hit->blocks;
+    count_admission(t, job, hit->blocks, resumed);
+    return 0;
+}
+
+/* Admit `job`: pin what it hits, and allocate blocks for its target. 1: there are none. */
+int tree_open(Tree *t, Job *job, const Admission *admission, i64 now)
+{
+    Hit hit;
+    if (find(t, job, now, &hit) < 0)
+        return -1;
+    i64 room = t->free + t->unpinned - hit.unpinned - admission->reserve;
+    int full = job->blocks - hit.blocks > room;
+    if (admission->most >= 0 && !(full && admission->fits_target)) {
+        i64 most = job->target - hit.blocks * t->size;
+        if (most > admission->most)
+            most = admission->most;
+        job->tokens = hit.blocks * t->size + most;
+        job->blocks = ceil_div(job->tokens, t->size);
+        full = job->blocks - hit.blocks > room;
+    }
+    int result = full ? 1 : enter(t, job, &hit, job->blocks - hit.blocks);
+    clear_hit(&hit);
     return result;
+}
+
+/* Allocate private blocks for `tokens` more tokens; they are free or evictable. */
+int tree_extend(Tree *t, Job *job, i64 tokens, i64 now)
+{
+    i64 blocks = ceil_div(job->tokens + tokens, t->size);
+    PyObject *id = FIELD(job->request, id);
+    int failed = !id || tree_at(t, now) < 0
+        || (blocks > job->blocks && allocate(t, blocks - job->blocks, id) < 0);
+    Py_XDECREF(id);
+    job->tokens += tokens;
+    job->blocks = blocks;
+    return failed ? -1 : 0;
 }
 
 /* Unpin the path of `job`, leaf to root, and free its private blocks. */
@@ -641,6 +730,8 @@ int tree_close(Tree *t, Job *job, i64 now, int ended)
             return -1;
     }
     Py_CLEAR(job->span);
+    if (!ended)
+        Py_CLEAR(job->keys); /* of generated blocks too, perhaps */
     return PyErr_Occurred() ? -1 : 0;
 }
 
@@ -752,12 +843,9 @@ static int switch_to_cached(Tree *t, Job *job, i64 upto)
     return failed;
 }
 
-/* Share the full blocks with keys that `job` has computed. */
-int tree_commit(Tree *t, Job *job, i64 now)
+/* Share the blocks of `job` before position `upto`. */
+static int share(Tree *t, Job *job, i64 upto, i64 now)
 {
-    i64 upto = job->computed / t->size;
-    if (upto > job->cacheable)
-        upto = job->cacheable;
     if (tree_at(t, now) < 0)
         return -1;
     if (upto <= job->shared_end || !t->shares)
@@ -772,6 +860,53 @@ int tree_commit(Tree *t, Job *job, i64 now)
         return -1;
     }
     return store(t, job, upto);
+}
+
+/* Count `tokens` more tokens as computed, and share the full blocks with keys. */
+int tree_commit(Tree *t, Job *job, i64 tokens, i64 now)
+{
+    i64 upto = (job->committed += tokens) / t->size;
+    return share(t, job, upto < job->cacheable ? upto : job->cacheable, now);
+}
+
+/* Share the full blocks that the next `tokens` tokens fill, unless the first is cached. */
+int tree_publish(Tree *t, Job *job, i64 tokens, i64 now)
+{
+    i64 upto = (job->committed + tokens) / t->size;
+    if (upto > job->cacheable)
+        upto = job->cacheable;
+    if (upto <= job->shared_end || child_at(job->span, job->keys, job->shared_end / t->ratio))
+        return 0;
+    return PyErr_Occurred() ? -1 : share(t, job, upto, now);
+}
+
+/* Cache the generated blocks that the first `tokens` tokens of `job` fill. */
+int tree_keep_generated(Tree *t, Job *job, i64 tokens, i64 now)
+{
+    i64 first = job->prompt / t->size, upto = tokens / t->size;
+    if (tree_at(t, now) < 0)
+        return -1;
+    if (first > job->shared_end || job->shared_end >= upto)
+        return 0;
+    if (PyList_Check(job->keys) && job->cacheable > first) {
+        /* The spans of the job refer to this list. */
+        PyObject *names = PyObject_CallMethod(t->geometry, "generated_names", "OnL", job->request,
+                                              PyList_GET_SIZE(job->keys), upto);
+        PyObject *more = names ? PySequence_InPlaceConcat(job->keys, names) : NULL;
+        Py_XDECREF(names);
+        if (!more)
+            return -1;
+        Py_DECREF(more);
+    } else {
+        PyObject *keys = generated_keys(t, job, first, upto);
+        if (!keys || SPAN_PUT(job->span, creator, Py_NewRef(Py_None)) < 0) {
+            Py_XDECREF(keys);
+            return -1;
+        }
+        Py_SETREF(job->keys, keys);
+    }
+    job->cacheable = upto;
+    return share(t, job, upto, now);
 }
 
 /* The state of the cache, before and after. */

@@ -11,11 +11,11 @@ static int replay_one(Tree *t, PyObject *request, i64 *hit)
         return 1;
     }
     job.prompt = job.target = int_of(*slot(request, request_slots.prompt_tokens));
-    int status = tree_open(t, &job, 0, now);
+    int status = tree_open(t, &job, &(Admission){.most = -1}, now);
     if (!status) {
         *hit = job.shared_end;
-        job.computed = job.tokens;
-        status = tree_commit(t, &job, now) < 0 || tree_close(t, &job, now, 1) < 0 ? -1 : 0;
+        i64 rest = job.tokens - job.committed;
+        status = tree_commit(t, &job, rest, now) < 0 || tree_close(t, &job, now, 1) < 0 ? -1 : 0;
     }
     Py_XDECREF(job.keys), Py_XDECREF(job.span), Py_XDECREF(job.token);
     return status;

@@ -137,6 +137,9 @@ class DecodeBatch:
         self._growing = sorted((residue, order, job) for _, order, residue, job in ends)
         self.size = self.growth[0] = len(ends)
         self.fresh, self.context[0], self.last_step_ps = fresh, context, last_step_ps
+        if self._all_commit:
+            for _, _, residue, job in ends:
+                self._start_committing(job, residue)
 
     def remove(self, job: Job) -> None:
         """Remove `job`. O(log jobs), and a move in memory."""

@@ -8,12 +8,12 @@ from typing import Any, Final, TypeAlias
 from kvcore.cache.native import core, defines, walks_tree, why_not
 from kvcore.cache.sequence import Sequence
 from kvcore.serving.decode_batch import DecodeAllocator
-from kvcore.serving.job import Job
+from kvcore.serving.job import DECODE, DONE, PREFILL, WAITING, Job
 from kvcore.serving.latency import LatencyModel, SimulatedExecutor, StepWork, decode_lines
 from kvcore.serving.stats import RunLog
 from kvcore.units import INT64_LIMIT
 
-_STAGES: Final = ("waiting", "prefill", "decode")
+_STAGES: Final = (WAITING, PREFILL, DECODE, DONE)
 """The stages of jobs by their numbers in the core."""
 
 Loop: TypeAlias = Any
@@ -33,7 +33,7 @@ def reason(loop: Loop) -> str:
     for part, plain in parts:
         if type(part) is not plain:
             return f"a {type(part).__name__}"
-    scheduler, decisions = batcher._scheduler, batcher._decisions
+    scheduler, rules = batcher._scheduler, batcher._rules
     in_cache = why_not(loop._cache)
     reasons = (
         (in_cache, in_cache),
@@ -42,11 +42,9 @@ def reason(loop: Loop) -> str:
         ("a meter", loop._meter),
         ("single steps", not loop._jumps),
         ("attention windows", loop._windows != (None,)),
-        ("a front end", loop._frontend_ns),
         ("calls at first tokens", loop.on_first_token),
-        ("rules of an engine", not decisions.plain or decisions.keeps or loop._lag),
-        ("rules of an engine", batcher._ratio is not None or batcher._rules.decides()),
-        ("rules of an engine", batcher._rules.preempts != "last"),
+        ("rules that decide by methods of their own", rules.decides()),
+        ("rules by future tokens", batcher._ratio is not None or rules.preempts != "last"),
         ("a scheduler that pauses or plans", scheduler.preemptive or not scheduler.ranks),
         ("a scheduler that hears of events", scheduler.heard or scheduler.changes),
         ("a run that has begun", loop.clock_ps or loop.log.steps or len(loop.log.ids)),
@@ -79,16 +77,29 @@ def run(loop: Loop, turns: int = -1) -> None:
     batcher, batching, latency = loop.batcher, loop.batcher.batching, loop._executor.latency
     cache, scale = loop._cache, loop.arrivals.scale
     scheduler = batcher._scheduler
-    numbers = (
-        batching.max_tokens,
-        batching.max_seqs,
-        batcher._reserve,
-        -1 if batching.max_model_len is None else batching.max_model_len,
-        batcher._mixed,
-        batcher._rules.admit_after_preemption,
-        batcher._rules.ties == "last",
-        *scale.as_integer_ratio(),
-    )
+    rules, above_below = batcher._rules, scale.as_integer_ratio()
+    limits = {
+        "max_tokens": batching.max_tokens,
+        "max_seqs": batching.max_seqs,
+        "reserve": batcher._reserve,
+        "max_model_len": _or_none(batching.max_model_len),
+        "max_chunk": _or_none(rules.max_chunk),
+        "in_one": _or_none(loop._in_one),
+        "frontend": loop._frontend_ns,
+        "mixed": batcher._mixed,
+        "admit_after_preemption": rules.admit_after_preemption,
+        "last_of_ties": rules.ties == "last",
+        "chunked": batching.chunked,
+        "alone": rules.unchunked == "alone",
+        "by_chunk": rules.reserve != "prompt",
+        "fits_prompt": rules.reserve != "first-chunk",
+        "publishes": rules.commit == "scheduled",
+        "keeps": rules.generated == "cached",
+        "names_output": batcher.names_output,
+        "lag": rules.lag,
+        "scale_above": above_below[0],
+        "scale_below": above_below[1],
+    }
     plugin = scheduler.scheduler
     in_order = plugin.by_arrival and defines(plugin, "by_arrival", "priority")
 
@@ -106,7 +117,7 @@ def run(loop: Loop, turns: int = -1) -> None:
     state = native.serve(
         loop,
         None if loop.arrivals.closed else loop.arrivals.restart(),
-        numbers,
+        limits,
         None if in_order else priority,
         lambda jobs: decode_lines(latency, jobs),
         latency.duration,
@@ -121,12 +132,17 @@ def run(loop: Loop, turns: int = -1) -> None:
         _continue(loop, state)
 
 
+def _or_none(limit: int | None) -> int:
+    """Return a limit as the core takes it, where -1 stands for none."""
+    return -1 if limit is None else limit
+
+
 def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     """Make the jobs of Python of those of the core, between two turns."""
-    batcher, batch, allocator = loop.batcher, loop.batch, loop.allocator
+    batcher, batch, allocator, lag = loop.batcher, loop.batch, loop.allocator, loop._lag
     jobs: dict[int, Job] = {}
     ends: dict[int, tuple[int, int, int, Job]] = {}
-    for fields in (*state["running"], *state["waiting"]):
+    for fields in (*state["running"], *state["waiting"], *state["unseen"]):
         job = _job(loop, fields)
         jobs[job.serial] = job
         if job.rank is None:
@@ -155,6 +171,12 @@ def _continue(loop: Loop, state: Mapping[str, Any]) -> None:
     batcher.changed = bool(state["changed"])
     batcher.without_progress = state["without_progress"]
     allocator.allocated_until = state["allocated_until"]
+    for fields in state["unseen"]:
+        loop._unseen.append((fields["visible"], jobs[fields["serial"]]))
+    if lag is not None:
+        lag.stepped, lag.began_ps = bool(state["stepped"]), state["began_ps"]
+        lag.filled = [(jobs[n], jobs[n].seq, length) for n, length in state["filled"]]
+        lag.late = [job for job in batcher.running if job.stage == DONE]
 
 
 def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
@@ -185,7 +207,7 @@ def _job(loop: Loop, fields: Mapping[str, Any]) -> Job:
             fields["lookup_blocks"],
             fields["hit_blocks"],
             fields["tokens"],
-            job.computed,
+            fields["committed"],
             fields["blocks"],
             job.target,
             fields["span"],

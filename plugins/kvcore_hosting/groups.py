@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvcore.cache.eviction import EvictionPolicy
-from kvcore.cache.groups import Block, GroupedCache, GroupSequence, LayerGroup
+from kvcore.cache.groups import NO_BLOCK, GroupedCache, GroupSequence, LayerGroup
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
@@ -58,7 +58,7 @@ class HostedGroups(GroupedCache):
             msg = f"eviction {self.eviction.name!r} {problem}: give lru, or serve one group"
             raise InputError(msg)
         layout = BlockLayout("tokens", size, key_tokens, recompute)
-        self._layouts = {size: layout}
+        self._layouts, self._hears_names = {size: layout}, True
         self.host = PolicyHost(self.eviction, blocks, size, layout=layout)
         self._resumed = False
 
@@ -82,11 +82,10 @@ class HostedGroups(GroupedCache):
             self.host.ended(seq.request, self.now if now is None else now)
         super().close(seq, now, length, preempted=preempted)
 
-    def _hold(self, blocks: list[Block | None]) -> None:
+    def _hold(self, blocks: list[int]) -> None:
         super()._hold(blocks)
         for block in reversed(blocks):
-            if block is not None:
-                self.host.pin(block)
+            self.host.pin(block)
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
         """Allocate for `seq`. The hits of its admission count after the evictions for it."""
@@ -97,7 +96,7 @@ class HostedGroups(GroupedCache):
         host.admitted(request.id)
         if not resumed and seq.hit_blocks < seq.lookup_blocks:
             host.missed(request, seq.hit_blocks, self.now)
-        hits = [[block for block in table.blocks if block is not None] for table in seq.tables]
+        hits = [table.blocks[:] for table in seq.tables]
         super()._allocate(seq, tokens)
         for blocks in hits:
             host.hit(blocks, self.now, request.id, again=resumed)
@@ -112,7 +111,7 @@ class HostedGroups(GroupedCache):
         if max(copies) >= names.keyed:
             path = layout.generated_keys(seq.request, names.keyed, max(copies) + 1)
 
-        def insert(blocks: list[Any], parent: Block | None, start: int) -> None:
+        def insert(blocks: list[Any], parent: int | None, start: int) -> None:
             self.host.stored_run(
                 blocks, parent, self.now, path=path, start=start, request=seq.request.id,
                 tenant=seq.request.tenant,
@@ -126,7 +125,7 @@ class HostedGroups(GroupedCache):
             for position in copies:
                 insert([table.blocks[position - first]], None, position)
 
-    def _choose(self, count: int, seq: GroupSequence) -> list[Block]:
+    def _choose(self, count: int, seq: GroupSequence) -> list[int]:
         """Return the victims of the policy, which no sequence holds.
 
         At last those that it takes for held: a request has hit a block that was stored below
@@ -143,9 +142,8 @@ class HostedGroups(GroupedCache):
             victims.append(block)
         return victims
 
-    def _free(self, blocks: Iterable[Block | None]) -> Ids:
-        blocks = list(blocks)
-        freed = super()._free(blocks)
-        named = (block for block in blocks if block is not None and block.name is not None)
+    def _free(self, blocks: list[int]) -> Ids:
+        freed, name_of = super()._free(blocks), self._name_of
+        named = [b for b in blocks if b != NO_BLOCK and name_of[b] is not None]
         self.host.unpin_run(named, self.now)
         return freed

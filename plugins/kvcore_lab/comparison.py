@@ -39,7 +39,7 @@ from kvcore.trace.fields import plain
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, has_bound, refuse_bound
-from kvcore_lab.workers import Call, call_all, check_jobs
+from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
 from kvcore_replay.belady import Belady, Future
 from kvcore_replay.untimed import hits_of, replay, replay_groups
 
@@ -275,18 +275,13 @@ def compare(
     replays = 1 + len(candidates) * len(PARTS if sizes is None else sizes)
     steps = None if requested.size is None else requested.size * replays
     with (progress or silent)(f"comparing on {requested.name}", steps) as maker.tick:
-        bounded = has_bound(candidates)
-        if jobs > 1 and trace is None and sizes is not None and not bounded:
-            pairs = list(product(candidates, sizes))
-            (requests, infinite), *rows = maker.in_processes(pairs, jobs, infinite=True)
+        requests, infinite = maker.infinite(bounded=has_bound(candidates))
+        if sizes is None:
+            sizes = default_sizes(infinite.distinct_blocks)
+        if trace is None:
+            rows = maker.rows(candidates, sizes, jobs)
         else:
-            requests, infinite = maker.infinite(bounded=bounded)
-            if sizes is None:
-                sizes = default_sizes(infinite.distinct_blocks)
-            if trace is None:
-                rows = maker.rows(candidates, sizes, jobs)
-            else:
-                rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
+            rows = [maker.traced_row(candidates[0], sizes[0], trace, seed)]
     source = attrs.evolve(source, requests=requests)
     found = _with_shares(rows)
     bills = None
@@ -455,21 +450,13 @@ class _RowMaker:
         made = iter(self.in_processes(sent, jobs))
         return [self.row(*pair) if pair[0].kind is Belady else next(made) for pair in pairs]
 
-    def in_processes(
-        self, pairs: list[tuple[Candidate, int]], jobs: int, *, infinite: bool = False
-    ) -> list[Any]:
-        """Return the row of each policy and size, made by `jobs` processes.
-
-        With `infinite`, the first item is the result of `infinite(bounded=False)`.
-        """
-        calls: list[Call[Any]] = [self._call(policy, size) for policy, size in pairs]
-        if infinite:
-            unbounded = partial(self._sent.infinite, bounded=False)
-            calls.insert(0, Call(unbounded, self._parts, "the replay without bounds"))
-        made: dict[int, Any] = {}
-        for number, result in call_all(calls, jobs):
-            made[number] = result
-            self.tick(result.requests if isinstance(result, Row) else result[0])
+    def in_processes(self, pairs: list[tuple[Candidate, int]], jobs: int) -> list[Row]:
+        """Return the row of each policy and size, made by `jobs` processes."""
+        calls = [self._call(policy, size) for policy, size in pairs]
+        made: dict[int, Row] = {}
+        for number, row in call_all(calls, jobs):
+            made[number] = row
+            self.tick(row.requests)
         return [made[number] for number in range(len(calls))]
 
     def _call(self, policy: Candidate, blocks: int) -> Call[Row]:
@@ -483,12 +470,14 @@ class _RowMaker:
 
     @property
     def _sent(self) -> _RowMaker:
-        """A copy for a worker process, without held requests and progress."""
+        """A copy for a worker process, without progress; with held requests for a fork."""
         setup, prefix = self.setup, self.setup.make_prefix
         if prefix is not None:
             setup = attrs.evolve(setup, make_prefix=partial(_prebuilt, prefix()))
         sent = _RowMaker(setup, self.residency, self.price)
         sent.tick = unseen
+        if can_fork():
+            sent.held = self.held
         return sent
 
     @property

@@ -1,10 +1,16 @@
-"""Tasks on worker processes: a task whose worker dies is run again."""
+"""Tasks on worker processes: a task whose worker dies is run again.
+
+Calls are made by forks of this process where that is safe, on Linux and without other threads:
+they have read already what it has read. Elsewhere a worker is a new process, and gets copies.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -13,8 +19,8 @@ from contextlib import closing, contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from multiprocessing.connection import wait as wait_for_process
 from multiprocessing.process import BaseProcess
-from threading import Thread, current_thread, main_thread
-from typing import Any, Generic, TypeAlias, TypeVar
+from threading import Thread, active_count, current_thread, main_thread
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import attrs
 
@@ -30,6 +36,9 @@ OutcomeT = TypeVar("OutcomeT")
 
 Work: TypeAlias = Callable[[], Callable[[TaskT], OutcomeT]]
 """A function of a module, called once in each worker; returns the function of its tasks."""
+
+Start: TypeAlias = Literal["fork", "spawn"]
+"""How a worker starts: as a fork of this process, or as a new one."""
 
 
 @attrs.frozen
@@ -51,7 +60,10 @@ class WorkerDied:
 
 
 def work_all(
-    work: Work[TaskT, OutcomeT], tasks: Iterable[TaskT], jobs: int
+    work: Work[TaskT, OutcomeT],
+    tasks: Iterable[TaskT],
+    jobs: int,
+    start: Start = "spawn",
 ) -> Generator[tuple[TaskT, OutcomeT | WorkerDied]]:
     """Yield each of `tasks` with its outcome, in the order in which they end.
 
@@ -63,6 +75,7 @@ def work_all(
         work: makes the function of the tasks in each worker.
         tasks: objects that can be pickled. A deque is emptied, and may grow meanwhile.
         jobs: the most processes at a time.
+        start: how they start. With `fork`, `work` may be any function.
     """
     waiting = queue_of(tasks)
     suspects: deque[tuple[int, TaskT]] = deque()
@@ -71,7 +84,7 @@ def work_all(
         if suspects:
             before, suspect = suspects.popleft()
             queue, deaths, width = deque([suspect]), before + 1, 1
-        with closing(_Pool(work, width)) as pool:
+        with closing(_Pool(work, width, start)) as pool:
             for task, outcome in pool.run(queue):
                 if isinstance(outcome, WorkerDied) and deaths < ATTEMPTS:
                     suspects.append((deaths, task))
@@ -91,7 +104,7 @@ class Call(Generic[OutcomeT]):
     """A call of a function, in this process or another one.
 
     Attributes:
-        function: the function; another process needs it pickled.
+        function: the function; a process that is no fork of this one needs it pickled.
         parts: its parts in error messages: `workload 'zipf' with policy 'lru'`.
         name: the call in error messages: `the replay of zipf with 100 blocks`.
     """
@@ -104,8 +117,8 @@ class Call(Generic[OutcomeT]):
 def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, OutcomeT]]:
     """Yield (place in `calls`, result) of each call, in the order in which they end.
 
-    With several `jobs` the functions are copied to that number of processes, none of which
-    outlives the generator. The results are the same.
+    With several `jobs` the functions are called by that number of processes, none of which
+    outlives the generator. The results are the same; they are pickled.
 
     Raises:
         InputError: a function cannot be sent to another process.
@@ -116,15 +129,33 @@ def call_all(calls: Sequence[Call[OutcomeT]], jobs: int) -> Iterator[tuple[int, 
         for place, call in enumerate(calls):
             yield place, call.function()
         return
-    tasks = [(place, _packed(call)) for place, call in enumerate(calls)]
-    with closing(work_all(_calling, tasks, jobs)) as done:
-        for (place, _), outcome in done:
-            if isinstance(outcome, WorkerDied):
-                msg = f"{calls[place].name} failed: {outcome}"
-                raise PluginError(msg)
-            if isinstance(outcome, Exception):
-                raise outcome
-            yield place, outcome
+    numbered: Generator[tuple[Any, Any]]
+    if forks := can_fork():
+        gc.freeze()  # the collector of a fork would copy all memory that it looks at
+        places = [(place, b"") for place in range(len(calls))]
+        numbered = work_all(
+            lambda: lambda task: _outcome(calls[task[0]].function), places, jobs, "fork"
+        )
+    else:
+        packed = [(place, _packed(call)) for place, call in enumerate(calls)]
+        numbered = work_all(_calling, packed, jobs)
+    try:
+        with closing(numbered):
+            for (place, _), outcome in numbered:
+                if isinstance(outcome, WorkerDied):
+                    msg = f"{calls[place].name} failed: {outcome}"
+                    raise PluginError(msg)
+                if isinstance(outcome, Exception):
+                    raise outcome
+                yield place, outcome
+    finally:
+        if forks:
+            gc.unfreeze()
+
+
+def can_fork() -> bool:
+    """Return True if a fork of this process is safe: no other thread may hold a lock."""
+    return sys.platform == "linux" and active_count() == 1
 
 
 def _packed(call: Call[Any]) -> bytes:
@@ -152,6 +183,11 @@ def _called(task: tuple[int, bytes]) -> Any:
         return InputError(
             f"the workload or a policy cannot be read by another process ({error}): use one job"
         )
+    return _outcome(function)
+
+
+def _outcome(function: Callable[[], Any]) -> Any:
+    """Call a function; an exception is its outcome."""
     try:
         return function()
     except Exception as error:  # noqa: BLE001 - raised again by the parent
@@ -166,11 +202,11 @@ def queue_of(tasks: Iterable[TaskT]) -> deque[TaskT]:
 class _Pool(Generic[TaskT, OutcomeT]):
     """Worker processes up to the death of one of them."""
 
-    def __init__(self, work: Work[TaskT, OutcomeT], jobs: int) -> None:
+    def __init__(self, work: Work[TaskT, OutcomeT], jobs: int, start: Start) -> None:
         self._jobs = jobs
         self._processes: set[BaseProcess] = set()
         self._executor = ProcessPoolExecutor(
-            jobs, get_context("spawn"), initializer=_begin, initargs=(work,)
+            jobs, get_context(start), initializer=_begin, initargs=(work,)
         )
 
     def run(self, waiting: deque[TaskT]) -> Iterator[tuple[TaskT, OutcomeT | WorkerDied]]:
@@ -260,6 +296,7 @@ _attempts: list[Callable[[Any], Any]] = []
 
 def _begin(work: Work[Any, Any]) -> None:
     """Make this process a worker."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork has the handler of its parent
     Thread(target=_die_with_parent, daemon=True).start()
     # Output of plugins is no part of the parent's results.
     os.dup2(2, 1)

@@ -103,9 +103,9 @@ class CacheSide:
         self.evicted = evicted = []
 
         class Watched(kind):
-            def _evict(self, block):
-                evicted.append((block.group, block.name))
-                super()._evict(block)
+            def _evict(self, blocks):
+                evicted.extend((self._group_of[n], self._name_of[n]) for n in blocks)
+                super()._evict(blocks)
 
         self.cache = Watched(
             pool.groups, pool.blocks, retention_interval=pool.interval, key_tokens=pool.unit,

@@ -11,6 +11,7 @@ from kvcore import KVCache, KvcoreError, Request, native
 from kvcore.request import SLO, Hints
 from kvcore.serving import Batching, simulate
 from kvcore.serving import native as serving
+from kvcore.serving.rules import Rules
 
 needs_core = pytest.mark.skipif(
     native.library() is None, reason=f"the loop runs {native.state()}"
@@ -85,6 +86,24 @@ def random_requests(chance, count):
     return requests
 
 
+def random_rules(chance):
+    """Return rules of an engine that the core knows, and whether prompts are chunked."""
+    chunked = chance.random() < 0.8
+    if chance.random() < 0.4:
+        return {"rules": Rules(), "chunked": chunked}
+    rules = Rules(
+        unchunked=chance.choice(("alone", "wait")),
+        max_chunk=chance.choice((None, None, 64, 500)) if chunked else None,
+        reserve=chance.choice(("prompt", "chunk", "chunk", "first-chunk")),
+        commit=chance.choice(("computed", "scheduled")),
+        generated=chance.choice(("keyed", "cached")),
+        admit_after_preemption=chance.random() < 0.5,
+        ties=chance.choice(("last", "first")),
+        lag=chance.choice((0, 1)),
+    )
+    return {"rules": rules, "chunked": chunked}
+
+
 def random_server(seed, *, hints=False):
     """Return a function that serves a random workload on a random server, as `simulate` does.
 
@@ -102,7 +121,9 @@ def random_server(seed, *, hints=False):
         blocks = max(1, need // 2)
     options = {
         "scheduler": chance.choice(SCHEDULERS),
-        "latency": chance.choice(("roofline", "roofline:engine=vllm", "linear")),
+        "latency": chance.choice(
+            ("roofline", "roofline:engine=vllm", "roofline:frontend=0.02", "linear")
+        ),
         "rate_scale": chance.choice((1.0, 1.0, 1.5, 0.3)),
         "residency": chance.random() < 0.7,
         "slo": chance.choice((None, SLO(ttft_ns=10**9))),
@@ -112,6 +133,7 @@ def random_server(seed, *, hints=False):
             watermark=chance.choice((0, 0, 0.01, 0.1)),
             steps=chance.choice(("mixed", "mixed", "prefill-first")),
             max_model_len=chance.choice((None, None, 4000)),
+            **random_rules(chance),
         ),
     }
     prefix = chance.choice(("radix", "radix", "hashed", "hashed:spans=block", "none"))

@@ -339,11 +339,12 @@ def test_jobs_are_one_or_more():
         compare(small(), "lru", [30], jobs=0)
 
 
-def test_a_policy_that_cannot_be_sent_to_processes_is_refused():
+def test_a_policy_that_cannot_be_sent_to_processes_is_refused(monkeypatch):
     """A policy class that cannot be sent to other processes is refused with two jobs."""
+    monkeypatch.setattr("kvcore_lab.workers.can_fork", lambda: False)
 
     class Local(LRU):
         name = "local"
 
     with pytest.raises(InputError, match=r"policy 'local' cannot be sent .*one job"):
-        compare(small(), Local, [30], jobs=2)
+        compare(small(), Local, [30, 40], jobs=2)

@@ -268,8 +268,9 @@ def test_a_process_that_dies_is_reported():
         curve(SMALL, Deadly, SIZES, jobs=2)
 
 
-def test_a_policy_that_cannot_be_sent_to_processes_is_refused():
+def test_a_policy_that_cannot_be_sent_to_processes_is_refused(monkeypatch):
     """A policy class that cannot be sent to other processes is refused with two jobs only."""
+    monkeypatch.setattr("kvcore_lab.workers.can_fork", lambda: False)
 
     class Local(LRU):
         name = "local"

@@ -140,8 +140,9 @@ def test_exact_replays_any_policy_and_write_rule():
     assert found.points[-1][0].found_blocks > 0
 
 
-def test_policies_that_cannot_be_pickled_need_one_process():
+def test_policies_that_cannot_be_pickled_need_one_process(monkeypatch):
     """One process replays policies that cannot be pickled; several raise InputError."""
+    monkeypatch.setattr("kvcore_lab.workers.can_fork", lambda: False)
 
     class Local(FIFO):
         name = "local"

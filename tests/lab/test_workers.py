@@ -13,7 +13,7 @@ import pytest
 from helpers.sweeps import suicide
 
 from kvcore_lab import workers
-from kvcore_lab.workers import WorkerDied, work_all
+from kvcore_lab.workers import Call, WorkerDied, call_all, work_all
 
 
 def test_the_signal_that_killed_a_worker_is_reported(monkeypatch):
@@ -98,3 +98,21 @@ def test_sigterm_waits_until_a_worker_has_started(monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert started
     assert not any(process.is_alive() for process in started)
+
+
+def test_forks_call_functions_that_cannot_be_pickled(monkeypatch):
+    """A fork calls any function, with all that this process has; errors come back as raised."""
+    monkeypatch.setattr(workers, "can_fork", lambda: True)
+    read = {"requests": 3}
+
+    def wrong():
+        msg = "no row"
+        raise ValueError(msg)
+
+    calls = [Call(lambda n=n: (n, read["requests"], os.getpid()), "", "") for n in range(4)]
+    results = dict(call_all(calls, 2))
+    assert [results[n][:2] for n in range(4)] == [(n, 3) for n in range(4)]
+    assert os.getpid() not in {pid for *_, pid in results.values()}
+    assert not active_children()
+    with pytest.raises(ValueError, match="no row"):
+        list(call_all([*calls, Call(wrong, "", "")], 2))

@@ -15,9 +15,10 @@ from kvcore.request import Key
 class Hashed(PrefixIndex):
     """Look up whole blocks by their chained keys, in one dictionary.
 
-    The key of a block stands for all blocks before it too, so a lookup need not start at the
-    first block. A block is cached only if its predecessor is: the end of a hit is found by
-    bisection, in O(log blocks) lookups. Storing, splitting and evicting cost O(blocks).
+    A key stands for all blocks before it too, so a lookup need not start at the first block. A
+    block is cached only if its predecessor is: the last key that is cached is found by
+    bisection, in O(log keys) lookups, and the last of its blocks below the span of its first.
+    Storing, splitting and evicting cost O(keys).
 
     Options:
         spans: `runs` keeps blocks of one history in one span; `block` makes each block a span
@@ -32,8 +33,8 @@ class Hashed(PrefixIndex):
     later_options = ("spans",)
 
     spans: Literal["runs", "block"] = attrs.field(default="runs")
-    # The second number distinguishes the blocks of one key.
-    _spans: dict[tuple[Key, int], Span] = attrs.field(init=False, factory=dict, repr=False)
+    # By each key, the span that holds the first of its blocks.
+    _spans: dict[Key, Span] = attrs.field(init=False, factory=dict, repr=False)
 
     def __attrs_post_init__(self) -> None:
         """Check the option."""
@@ -43,18 +44,27 @@ class Hashed(PrefixIndex):
         self.block_spans = self.spans == "block"
 
     def match(self, keys: Keys[Key], limit: int, after: Span) -> tuple[Span, int]:
-        """Return the span of the last cached block. O(log blocks)."""
+        """Return the span of the last cached block. O(log keys)."""
         spans, ratio = self._spans, after.geometry.ratio
-        # Of the blocks, the first `low` are cached, and those from `high` on are not.
-        low, high, found = after.end, limit, after
+        # Of the keys, those before `low` have their first block cached, those from `high` on
+        # have not.
+        low, high, last = -(-after.end // ratio), -(-limit // ratio), after
         while low < high:
             middle = (low + high) // 2
-            span = spans.get((keys[middle // ratio], middle % ratio))
+            span = spans.get(keys[middle])
             if span is None:
                 high = middle
             else:
-                low, found = middle + 1, span
-        return found, low
+                low, last = middle + 1, span
+        # The other blocks of that key may be in spans below.
+        most = min(limit, low * ratio)
+        position = after.end if last is after else min(last.end, most)
+        while position < most and last.children:
+            child = last.children.get(keys[low - 1])
+            if child is None:
+                break
+            last, position = child, min(child.end, most)
+        return last, position
 
     def insert(self, span: Span, first: int) -> None:
         """Enter the blocks of `span` from position `first` on."""
@@ -67,11 +77,15 @@ class Hashed(PrefixIndex):
 
     def remove(self, span: Span, first: int) -> None:
         """Delete the blocks of `span` from position `first` on."""
-        spans, keys, ratio = self._spans, span.path_keys, span.geometry.ratio
-        for block in range(first, span.end):
-            del spans[keys[block // ratio], block % ratio]
+        for key in _keys_begun(span, first):
+            del self._spans[key]
 
     def _enter(self, span: Span, first: int) -> None:
-        spans, keys, ratio = self._spans, span.path_keys, span.geometry.ratio
-        for block in range(first, span.end):
-            spans[keys[block // ratio], block % ratio] = span
+        for key in _keys_begun(span, first):
+            self._spans[key] = span
+
+
+def _keys_begun(span: Span, first: int) -> Keys[Key]:
+    """Return the keys of whose blocks the first is in `span`, at position `first` or later."""
+    ratio = span.geometry.ratio
+    return span.path_keys[-(-first // ratio) : -(-span.end // ratio)]

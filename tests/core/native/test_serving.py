@@ -9,11 +9,12 @@ from helpers.native import core, examples, left_by, needs_core, random_server
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcore import KVCache, Request, Scheduler
+from kvcore import KVCache, Request, Rules, Scheduler
+from kvcore.serving import Batching, simulate
 from kvcore.serving import native as serving
-from kvcore.serving import simulate
 from kvcore.serving.loop import ServingLoop
 from kvcore_plugins.eviction import LRU
+from kvcore_plugins.rules import VLLM, SGLang
 
 pytestmark = needs_core
 
@@ -67,12 +68,25 @@ def test_a_plain_run_is_served_by_the_core(monkeypatch):
     assert turns["begin"] == 1
 
 
+class Own(Rules):
+    """Preempts the job that arrived last."""
+
+    name = "own"
+
+    def victim(self, jobs, state, requester):
+        """Return the job that arrived last."""
+        return max(jobs, key=lambda job: job.serial)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({}, ""),
         ({"latency": "roofline:model=gpt-oss-20b"}, "attention windows"),
-        ({"latency": "roofline:frontend=0.1"}, "a front end"),
+        ({"latency": "roofline:frontend=0.1"}, ""),
+        ({"batching": Batching(rules=VLLM())}, ""),
+        ({"batching": Batching(rules=SGLang())}, "rules by future tokens"),
+        ({"batching": Batching(rules=Own())}, "rules that decide by methods of their own"),
         ({"drafter": "acceptance"}, "a SpeculativeSimulator"),
         ({"scheduler": "srpt"}, "a scheduler that pauses or plans"),
         ({"jumps": False}, "single steps"),
