@@ -35,7 +35,7 @@ class Wait:
         counts: whether it is counted: of the spans of a request, the first is.
         since: the time in ns at which the use ended.
         kind: its class; None while the span is in use.
-        end: the end in blocks of what waits, without a last key that nobody has used again.
+        end: the end in blocks of what waits, without a last key that is not used again yet.
     """
 
     above: Wait | None = None
