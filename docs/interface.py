@@ -2,8 +2,8 @@
 
     python docs/interface.py
 
-renews docs/interface.txt, the digests of the public modules and of the JSON Schemas, and
-docs/reference/trace.schema.json. The sources of the modules are parsed, not imported.
+renews docs/interface.txt, the digests of the public modules and of the JSON Schemas. Sources of
+modules are parsed, not imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import orjson
 
 ROOT = Path(__file__).resolve().parents[1]
 LIST = ROOT / "docs" / "interface.txt"
-TRACE = ROOT / "docs" / "reference" / "trace.schema.json"
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
@@ -53,6 +52,12 @@ def listed() -> dict[str, str]:
 def modules() -> list[str]:
     """Return the names of the public modules and packages, in the order of the list."""
     return [name for name in listed() if not name.endswith(".json")]
+
+
+def docstring(path: Path) -> str:
+    """Return the docstring of a module, or of a package at the path of its folder."""
+    source = path / "__init__.py" if path.is_dir() else path
+    return ast.get_docstring(ast.parse(source.read_text("utf-8"))) or ""
 
 
 @cache
@@ -215,7 +220,6 @@ def digests() -> dict[str, str]:
         ]
         values[module] = _digest("\n".join(lines).encode())
     schemas = documents()
-    del schemas[TRACE.name]  # committed as it is
     return values | {name: _digest(orjson.dumps(schemas[name])) for name in schemas}
 
 
@@ -230,11 +234,10 @@ def documents() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Renew the list and the published schema of traces."""
+    """Renew the list."""
     head = [line for line in LIST.read_text("utf-8").splitlines() if line.startswith("#")]
     lines = [f"{name} {digest}" for name, digest in digests().items()]
     LIST.write_text("\n".join([*head, *lines]) + "\n", "utf-8")
-    TRACE.write_bytes(orjson.dumps(documents()[TRACE.name]) + b"\n")
 
 
 if __name__ == "__main__":

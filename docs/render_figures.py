@@ -1,9 +1,8 @@
 """Draw the figures of the how-to pages by the commands that stand above them.
 
-    python docs/render_figures.py docs/images
+    python docs/render_figures.py
 
-draws PNGs of few colours, which are committed. Into another folder it draws SVGs, as
-`tox -e docs` does for the built pages.
+draws them into docs/images, as PNGs of few colours.
 """
 
 from __future__ import annotations
@@ -25,21 +24,18 @@ FIGURE = re.compile(
 )
 
 
-def main(folder: Path) -> None:
-    """Draw all figures into a folder, which is made."""
-    form = "png" if folder.resolve() == DOCS / "images" else "svg"
-    folder.mkdir(parents=True, exist_ok=True)
+def main() -> None:
+    """Draw all figures."""
     for page in sorted((DOCS / "how-to").glob("*.md")):
         for words, name in FIGURE.findall(page.read_text("utf-8")):
-            file = folder / f"{name}.{form}"
+            file = DOCS / "images" / f"{name}.png"
             arguments = shlex.split(words.replace("\\\n", ""))
             subprocess.run(  # noqa: S603 - commands of our pages
                 [sys.executable, "-m", "kvcore", *arguments, str(file)], check=True
             )
-            if form == "png":
-                picture = Image.open(file).convert("RGB")
-                picture.reduce(2).quantize(64).save(file, optimize=True)
+            picture = Image.open(file).convert("RGB")
+            picture.reduce(2).quantize(64).save(file, optimize=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,8 +1,9 @@
 """Cache groups: what layers of several kinds keep, in one pool of blocks.
 
 Layers with full attention keep K/V of all tokens, layers with a window that of the last ones,
-and recurrent layers a state. A *group* is a set of layers that keep the same; a sequence has a
-table of blocks for each. All blocks take the same bytes, so any free one can go to any group:
+or of those in the current chunk, and recurrent layers a state. A *group* is a set of layers
+that keep the same; a sequence has a table of blocks for each. All blocks take the same bytes,
+so any free one can go to any group:
 
     position      0     1     2     3     4     5
     full        [ A ] [ B ] [ C ] [ D ] [ E ] [   ]     all tokens
@@ -44,7 +45,7 @@ from kvcore.errors import InputError, OutOfBlocks
 from kvcore.plugins import describe, resolve
 from kvcore.request import Key, Request
 
-GroupKind: TypeAlias = Literal["full", "window", "state"]
+GroupKind: TypeAlias = Literal["full", "window", "chunk", "state"]
 """What a group keeps of a sequence."""
 
 Name: TypeAlias = Any
@@ -56,10 +57,12 @@ class LayerGroup:
     """Layers that keep the same of a sequence, with one table of blocks.
 
     Attributes:
-        kind: `full`: K/V of all tokens; `window`: that of the last `window` tokens; `state`:
-            the state after the last token.
+        kind: `full`: K/V of all tokens; `window`: that of the last `window` tokens; `chunk`:
+            that of those in the current one of chunks of `window` tokens; `state`: the state
+            after the last token.
         block_size: tokens of a block; a state stands for all tokens up to the end of a block.
-        window: tokens that a token attends to, itself included; None except for a `window`.
+        window: tokens that a token attends to, itself included; None except for a `window`
+            and a `chunk`.
         layers: number of layers.
 
     Raises:
@@ -78,8 +81,8 @@ class LayerGroup:
             problem = f"there are: {', '.join(get_args(GroupKind))}"
         elif any(type(n) is not int or n < 1 for n in (self.block_size, self.layers)):
             problem = "give whole tokens of a block and layers, 1 or more"
-        elif (self.kind == "window") != (self.window is not None):
-            problem = "give a window, and that alone, the tokens that it has"
+        elif (self.kind in ("window", "chunk")) != (self.window is not None):
+            problem = "give a window or a chunk, and these alone, the tokens that it has"
         elif self.window is not None and (type(self.window) is not int or self.window <= 1):
             problem = "a window has 2 or more whole tokens"
         if problem:
@@ -87,17 +90,36 @@ class LayerGroup:
             raise InputError(msg)
 
     @property
+    def kept(self) -> int:
+        """Number of last tokens that the next one needs wherever it is."""
+        if self.window is None:
+            return 1
+        return self.window - 1 if self.kind == "window" else 0
+
+    @property
     def needed(self) -> int:
         """Number of blocks before a position that a request needs to resume there."""
-        return 1 if self.window is None else -(-(self.window - 1) // self.block_size)
+        return -(-self.kept // self.block_size)
 
     def passed(self, tokens: int) -> int:
         """Return how many first blocks no token after the first `tokens` needs."""
-        if self.kind == "full" or not tokens:
+        if self.kind == "full":
             return 0
-        return (
-            max(0, tokens - (1 if self.window is None else self.window - 1)) // self.block_size
-        )
+        if self.kind == "chunk" and self.window is not None:
+            tokens -= tokens % self.window
+        return max(0, tokens - self.kept) // self.block_size
+
+    def most_blocks(self, tokens: int, in_flight: int) -> int:
+        """Return the most blocks of K/V that a sequence holds until it has `tokens` tokens.
+
+        `in_flight` is the number of tokens that may be computed before passed ones are freed.
+        """
+        blocks = -(-tokens // self.block_size)
+        if self.window is None:
+            return blocks
+        if self.kind == "chunk":
+            return min(blocks, -(-(self.window + in_flight) // self.block_size))
+        return min(blocks, -(-(self.kept + in_flight) // self.block_size) + 1)
 
 
 NO_BLOCK: Final = -1
@@ -375,12 +397,10 @@ class GroupedCache:
         """
         total = 0
         for group, hit in zip(self.groups, match.blocks, strict=True):
-            size = group.block_size
-            blocks = -(-tokens // size)
-            if whole and group.window is not None:
-                kept = group.window - 1 + self.in_flight_tokens
-                blocks = min(blocks, -(-kept // size) + 1)
-            blocks = max(blocks - match.tokens // size, 0)
+            # As one chunk it holds all that it gets.
+            flight = self.in_flight_tokens if whole else tokens
+            blocks = group.most_blocks(tokens, flight) - match.tokens // group.block_size
+            blocks = max(blocks, 0)
             total += min(blocks, 1) if group.kind == "state" else blocks
             total += sum(1 for block in hit if not self._holders[block])
         return total
@@ -396,13 +416,9 @@ class GroupedCache:
         """Return the most blocks that a sequence holds until it has `tokens` tokens."""
         total = 0
         for group in self.groups:
-            blocks = -(-tokens // group.block_size)
-            if group.kind == "state":
-                blocks = min(blocks, 2)  # the newest, and the one that it was computed from
-            elif group.window is not None:
-                kept = group.window - 1 + self.in_flight_tokens
-                blocks = min(blocks, -(-kept // group.block_size) + 1)
-            total += blocks
+            blocks = group.most_blocks(tokens, self.in_flight_tokens)
+            # Of states, the newest, and the one that it was computed from.
+            total += min(blocks, 2) if group.kind == "state" else blocks
         return total
 
     def chunk_tokens(
@@ -786,7 +802,9 @@ class GroupedCache:
             before = tokens
             for group, members in self._alike:
                 own, index = names[group.block_size], members[0]
-                if group.kind != "full":
+                if group.kind == "chunk":
+                    tokens = self._prefix(group, members, own, tokens)
+                elif group.kind != "full":
                     tokens = self._last_resume(group, members, own, tokens)
                 else:
                     if index not in full:
@@ -802,10 +820,13 @@ class GroupedCache:
     def _prefix(
         self, group: LayerGroup, members: list[int], names: BlockNames, tokens: int
     ) -> int:
-        """Return how many first tokens, at most `tokens`, these groups have without a gap."""
+        """Return how many first tokens, at most `tokens`, these groups have without a gap.
+
+        Of a chunk those before the one that `tokens` end in are not needed.
+        """
         tables = [self._cached[index] for index in members]
         end = min(tokens // group.block_size, names.end)
-        position = 0
+        position = group.passed(tokens)
         while position < end:
             name = names[position]
             if not all(name in cached for cached in tables):
@@ -845,11 +866,12 @@ class GroupedCache:
     def _kept(self, group: LayerGroup, start: int, end: int, seq: GroupSequence) -> Keys[int]:
         """Return the positions in `[start, end)` whose blocks get a name.
 
-        Full attention keeps all. Of windows and states those are kept that a request needs
-        which resumes at the end of the prompt, at the junction, or at the end of an interval.
+        Full attention and chunks keep all. Of windows and states those are kept that a request
+        needs which resumes at the end of the prompt, at the junction, or at the end of an
+        interval.
         """
         interval, need = self.retention_interval, group.needed
-        if group.kind == "full":
+        if group.kind in ("full", "chunk"):
             return range(start, end)
         kept: set[int] = set()
         if interval != 0:

@@ -24,7 +24,8 @@ class ServedCache(Protocol):
     """Blocks that are shared, reused and evicted, as batcher, loop and result see them.
 
     Sequences are opened, extended and closed by the allocator that goes with the cache: a
-    `DecodeAllocator` for a `KVCache`, a `GroupAllocator` for a `GroupedCache`. The attributes
+    `DecodeAllocator` for a `KVCache`, a `GroupAllocator` for a `GroupedCache`, or what the
+    attribute `allocator` of another cache makes. The attributes
     and methods are described in these classes.
     """
 

@@ -12,6 +12,7 @@ import attrs
 
 import kvcore
 from kvcore.cache import GroupedCache, KVCache, LayerGroup, Recorder, ServedCache
+from kvcore.cache.groups import GroupKind
 from kvcore.cache.layout import BlockLayout
 from kvcore.cache.pool import CountingPool
 from kvcore.config.options import find_mode, read_option
@@ -101,7 +102,7 @@ class RunParts:
         with self._about(*LIMITS):
             limits = {name: config.options[name] for name in LIMITS}
             self.batching = Batching(**limits, rules=self.rules)
-        if self.layer_groups:
+        if self.layer_groups or self.layer_pools:
             self.batching = by_chunk(self.batching)
         with self._about("rate_scale"):
             Arrivals((), config.rate_scale)
@@ -142,7 +143,7 @@ class RunParts:
     @cached_property
     def deployment(self) -> Deployment:
         """The model on its devices, with its K/V in blocks."""
-        model, codec, plan = self.model, self.codec, self.cache_groups
+        model, codec, plan = self.model, self.codec, self.cache_groups or self.layer_pools
         if plan is None:
             with self._about("model"):
                 check_pool(model)
@@ -156,6 +157,21 @@ class RunParts:
     def _tensor_parallel(self) -> int:
         return self.config.tensor_parallel if self.config.timed else 1
 
+    @property
+    def _splits_layers(self) -> bool:
+        """Whether layers that keep different things may be told apart: not without a clock."""
+        config = self.config
+        splits = self.groups_layers and config.timed
+        return splits and not (config.disable_hybrid_kv_cache_manager or self.model.uniform)
+
+    @cached_property
+    def layer_pools(self) -> Any:
+        """The pools of the kinds of layers, if the rules of the engine have some, or None."""
+        if self.rules.cache_groups or not self._splits_layers:
+            return None
+        layout = KVLayout(self.model, self.codec, self.geometry.block_size)
+        return self.rules.layer_pools(layout, self._tensor_parallel)
+
     @cached_property
     def cache_groups(self) -> GroupPlan | None:
         """The cache groups of the model; None if all of its layers are served as one.
@@ -165,9 +181,7 @@ class RunParts:
         Raises:
             InputError: there is no rule for what a layer keeps.
         """
-        config = self.config
-        groups = self.groups_layers and config.timed and self.rules.cache_groups
-        if not groups or config.disable_hybrid_kv_cache_manager or self.model.uniform:
+        if not (self.rules.cache_groups and self._splits_layers):
             return None
         model, devices = self.model, self._tensor_parallel
         with self._about("model"):
@@ -196,11 +210,11 @@ class RunParts:
     def served_cache(
         self, trace: Recorder | None = None, blocks: int | None = None
     ) -> ServedCache:
-        """Build the cache of one run under a clock: of cache groups, if the model has them.
+        """Build the cache of one run under a clock: of groups or pools, if the model has them.
 
         `blocks` is the size of a pool of groups; None: that of the configuration.
         """
-        if not self.layer_groups:
+        if not (self.layer_groups or self.layer_pools):
             return self.cache(trace)
         config = self.config
         for name in ("tier", "retention", "drafter"):
@@ -208,6 +222,14 @@ class RunParts:
                 with self._about(name):
                     raise InputError(self._groups_refusal)
         eviction = self.built("eviction")
+        if self.layer_pools:
+            return cast(
+                "ServedCache",
+                self.layer_pools.cache(
+                    self.blocks, eviction=eviction, prefix=self.built("prefix"), trace=trace,
+                    key_tokens=self.workload.key_tokens, recompute=self.recompute,
+                ),
+            )  # fmt: skip
         hosted = {} if eviction.name == "lru" else {"recompute": self.recompute}
         with self._about("eviction" if hosted else "prefix_cache_retention_interval"):
             # The front door says where policies are hosted: most runs have LRU.
@@ -235,7 +257,7 @@ class RunParts:
         Raises:
             InputError: the model has cache groups: who serves it does not know these.
         """
-        if self.cache_groups is not None:
+        if self.cache_groups or self.layer_pools:
             with self._about("model"):
                 raise InputError(self._groups_refusal)
         cache = KVCache(
@@ -351,8 +373,8 @@ class RunParts:
 
     def describe(self, *plugins: Plugin | None) -> dict[str, Any]:
         """Return the configuration and the plugins of a run, without None, for JSON."""
-        plan = self.cache_groups
-        note = self.deployment.layout.pool_note if plan is None else ""
+        plan, pools = self.cache_groups, self.layer_pools
+        note = "" if plan or pools else self.deployment.layout.pool_note
         source, used = self.workload, [plugin for plugin in plugins if plugin is not None]
         used += [self.rules] if self.rules.decides() else []
         return {
@@ -377,6 +399,7 @@ class RunParts:
             "seed": self.config.seed,
             **({"notes": [note]} if note else {}),
             **({} if plan is None else {"cache_groups": self._group_fields()}),
+            **({"layer_pools": pools.as_dict(self.blocks)} if pools else {}),
         }
 
     def _group_fields(self) -> dict[str, Any]:
@@ -549,23 +572,14 @@ class RunParts:
 
 
 def layer_group(group: CacheGroup) -> LayerGroup:
-    """Return the group of a cache for the layers of a plan.
-
-    Raises:
-        InputError: there is no rule for what they keep.
-    """
+    """Return the group of a cache for the layers of a plan."""
     cache, layers = group.caches[0], sum(each.layers for each in group.caches)
     if cache.kind == "state":
         return LayerGroup("state", group.block_size, layers=layers)
     if cache.window is None:
         return LayerGroup("full", group.block_size, layers=layers)
-    if cache.kind != "window":
-        msg = (
-            f"there is no rule for the cache of {cache}: serve the model as one group "
-            "(disable_hybrid_kv_cache_manager)"
-        )
-        raise InputError(msg)
-    return LayerGroup("window", group.block_size, cache.window, layers)
+    kind: GroupKind = "chunk" if cache.kind == "chunk" else "window"
+    return LayerGroup(kind, group.block_size, cache.window, layers)
 
 
 def plugins_of(cache: ServedCache, *others: Plugin | None) -> list[Plugin]:

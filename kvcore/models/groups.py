@@ -42,7 +42,7 @@ class CacheGroup:
             return min(blocks, 2)
         if cache.window is None:
             return blocks
-        return min(blocks, -(-cache.window // self.block_size) + 1)
+        return min(blocks, -(-cache.window // self.block_size) + (cache.kind != "chunk"))
 
 
 @attrs.frozen

@@ -261,6 +261,13 @@ class SimulationReport(NamedTuple):
                 f"Pool: {counted(blocks, 'block')}, {memory} in {config['codec']}, of which "
                 f"any goes to any cache group: {listed}."
             )
+        if "layer_pools" in config:
+            slots = config["layer_pools"].items()
+            more = " and ".join(f"{n:,} {name.replace('_', ' ')}" for name, n in slots)
+            return (
+                f"Pools: {counted(blocks, 'block')} of {counted(size, 'token')} of full "
+                f"attention, {more}, {memory} in {config['codec']}."
+            )
         return (
             f"Pool: {counted(blocks, 'block')} of {counted(size, 'token')}, "
             f"{blocks * size:,} tokens in all, {memory} in {config['codec']}."

@@ -37,7 +37,16 @@ from kvcore.errors import PolicyError, shorten
 from kvcore.plugins import FAILURES, policy_error
 from kvcore.request import Request, TextRequest
 from kvcore.serving.decode_batch import DecodeAllocator, DecodeBatch
-from kvcore.serving.job import DECODE, DONE, LOADING, PAUSED, PREFILL, WAITING, Job
+from kvcore.serving.job import (
+    DECODE,
+    DONE,
+    LOADING,
+    PAUSED,
+    PREFILL,
+    WAITING,
+    Job,
+    admission_of,
+)
 from kvcore.serving.rules import Decisions, StepState, TokenRatio
 from kvcore.serving.scheduler import Batching, LoopState, Scheduler, ServiceTimes
 from kvcore.serving.waiting import CheckedScheduler, WaitingQueue
@@ -330,11 +339,11 @@ class Batcher:
         self._budget = self.batching.max_tokens - (self._batch.size if self._mixed else 0)
         # Two sequences are merged: prompts that are being computed, and waiting jobs. The
         # former go first, unless the scheduler is preemptive and the head is before them.
-        while self._budget > 0:
+        while self._budget > 0 or (self._in_order and ongoing):
             if ongoing and not (preemptive and self._head_before(ongoing[-1], now)):
                 job = ongoing.pop()
                 if job.stage == PREFILL:
-                    self._allot(job, now)
+                    self._allot_running(job, now)
                 continue
             if not ongoing and (self._unpublished or self._in_order):
                 self._running_served(now)
@@ -350,8 +359,38 @@ class Batcher:
                 admits = preemptive = False
             else:
                 break
+        self._postpone(now)
         if self._unpublished:
             self._publish(now)
+
+    def _allot_running(self, job: Job, now: int) -> None:
+        """Add the chunk of a running job; in order, those that decode behind it come later."""
+        behind = 0
+        if self._in_order and self.batching.chunked:
+            behind = sum(admission_of(job) < admission_of(other) for other in self._batch)
+        self._budget += behind
+        if self._budget > 0:
+            self._allot(job, now)
+        self._budget -= behind
+
+    def _postpone(self, now: int) -> None:
+        """Let the last jobs that decode wait, to which running jobs before them leave no token.
+
+        The next token of each is then the end of a prompt of which all else is computed.
+        """
+        if self._budget >= 0 or not self._in_order:
+            return
+        for job in sorted(self._batch, key=admission_of)[self._budget :]:
+            seq = job.seq
+            assert seq is not None
+            self._batch.remove(job)
+            self._allocator.settle(job)
+            self._cache.commit(seq, job.length - seq.computed, now)
+            job.stage, job.computed, job.target = PREFILL, job.length, job.length + 1
+            self.prefilling[job] = None
+        order = sorted(self.prefilling, key=admission_of)
+        self.prefilling.clear()
+        self.prefilling.update(dict.fromkeys(order))
 
     def _running_served(self, now: int) -> None:
         """Called when all prompts that are being computed have their chunks of the step."""

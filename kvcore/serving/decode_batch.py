@@ -611,7 +611,7 @@ class DecodeAllocator:
                 self.allocated_until = end
                 return steps
         for step, jobs in batch.growing_between(first, end):
-            if len(jobs) > tree.pool.free_blocks + tree.unpinned_blocks:
+            if len(jobs) > cache.available_blocks:
                 end = step
                 break
             now = (clock_ps + times.total(step - start)) // PS_PER_NS

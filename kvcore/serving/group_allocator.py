@@ -72,8 +72,7 @@ class GroupAllocator(DecodeAllocator):
             for start in range(0, size, group.block_size):
                 yield start
                 if group.kind != "full":
-                    kept = 1 if group.window is None else group.window - 1
-                    yield start + kept + self._lag
+                    yield start + group.kept + self._lag
 
     # Admission and prefill.
 

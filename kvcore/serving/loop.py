@@ -398,7 +398,7 @@ class ServingLoop:
         server = ServiceEstimates(cache, latency, batching.max_seqs)
         scheduler.bind()
         scheduler.attach(server)
-        pages: AllocatorFactory = DecodeAllocator
+        pages: AllocatorFactory = getattr(cache, "allocator", DecodeAllocator)
         if isinstance(cache, GroupedCache):
             pages = partial(GroupAllocator, batching=batching)
         self.allocator = (allocator or pages)(cache, self.batch)

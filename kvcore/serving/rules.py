@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias, cast
 
 import attrs
 
@@ -16,6 +16,9 @@ from kvcore.plugins.base import (
     wrong_answer,
 )
 from kvcore.serving.job import DECODE, WAITING, Job
+
+if TYPE_CHECKING:
+    from kvcore.models.memory import KVLayout
 
 Reserve: TypeAlias = Literal["prompt", "chunk", "first-chunk"]
 """The blocks that an admission takes, as the option `reserve` of `Rules` says."""
@@ -110,7 +113,8 @@ class Rules(Plugin):
         first_output: where the first token comes from if replicas split the phases, unless
             the run says it: `prefill`, `transfer` or `decode`; None: rules do not say it.
         cache_groups: whether a model whose layers keep different things is served in cache
-            groups of one pool, as vLLM does.
+            groups of one pool, as vLLM does. If not, `layer_pools` may have a pool for each
+            kind.
 
     Raises:
         InputError: a value that an option cannot have.
@@ -158,6 +162,13 @@ class Rules(Plugin):
             msg = f"new_token_ratio={ratio!r}: give a share above 0, at most 1, or None"
         if msg:
             raise InputError(msg)
+
+    def layer_pools(self, layout: KVLayout, devices: int) -> Any:
+        """Return the pools of the kinds of layers of a model; None: one pool has all layers.
+
+        They have `bytes_per_block`, `cache(blocks, **options)` and `as_dict(blocks)`.
+        """
+        del layout, devices
 
     def bind(self) -> None:
         """Warn of a method whose name seems to be misspelled; any number of servers use it."""

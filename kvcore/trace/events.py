@@ -160,7 +160,7 @@ class ReplicaRecord(Struct, forbid_unknown_fields=True, omit_defaults=True):
 class GroupRecord(Struct, forbid_unknown_fields=True):
     """A cache group of a run: the fields of `kvcore.cache.LayerGroup`."""
 
-    kind: Literal["full", "window", "state"]
+    kind: Literal["full", "window", "chunk", "state"]
     block_size: Size
     window: Size | None
     layers: Size

@@ -388,12 +388,6 @@ def _parts(
 ) -> RecordedParts:
     """Return the parts of the second run: those of a cluster, or of one server."""
     given = [name for name, value in routing.items() if value is not None]
-    if header.cache_groups and given:
-        msg = (
-            f"{workload.file} was recorded with cache groups, which several servers do not "
-            f"know: leave out {given[0]}"
-        )
-        raise InputError(msg)
     if header.replicas or routing["replicas"] is not None:
         from kvcore_replay.recorded.cluster import RecordedCluster  # noqa: PLC0415 - of several
 

@@ -3,11 +3,14 @@
 import pytest
 from helpers.traces import lines, seal
 
-from kvcore import Request, Trace, TraceError
+from kvcore import Request, Trace, TraceError, simulate, simulate_cluster
 from kvcore.cache import GroupedCache, LayerGroup
 from kvcore_cluster.trace import ClusterTrace
 from kvcore_replay.check.trace import check_trace
 from kvcore_replay.misses.explain import explain
+from kvcore_replay.what_if import whatif
+
+WORKLOAD = "zipf:requests=60,rate=4,key_tokens=128"
 
 GROUPS = [LayerGroup("full", 4), LayerGroup("window", 4, 9)]
 
@@ -53,6 +56,33 @@ def test_each_replica_is_checked(recorded):
     assert report.hit["hit_blocks"] == 4 * 4
     assert [replica["routed"] for replica in report.replicas] == [4, 4]
     assert all(len(replica["groups"]) == len(GROUPS) for replica in report.replicas)
+
+
+@pytest.mark.parametrize(
+    ("recorded_on", "changes"),
+    [
+        (2, {}),
+        (2, {"router": "prefix-affinity"}),
+        (1, {"replicas": 3, "router": "round-robin"}),
+    ],
+)
+def test_a_cluster_of_groups_is_made_again(recorded_on, changes, tmp_path):
+    """A traced cluster is made again as it was, and with another router or other replicas.
+
+    The lines are those of a run with these options.
+    """
+    options = {"model": "gpt-oss-20b", "block_size": 128, "device": "h100", "blocks": 2000}
+    options["tensor_parallel"] = 1
+
+    def record(name, **more):
+        run = simulate_cluster if more else simulate
+        run(WORKLOAD, trace=tmp_path / name, **options, **more)
+        return tmp_path / name
+
+    several = {} if recorded_on == 1 else {"replicas": recorded_on, "router": "round-robin"}
+    path, again = record("trace.jsonl", **several), tmp_path / "again.jsonl"
+    whatif(path, export=again, **changes)
+    assert again.read_bytes() == record("other.jsonl", **{**several, **changes}).read_bytes()
 
 
 def test_a_wrong_expectation_of_the_router_is_found(recorded):

@@ -17,7 +17,7 @@ PAGES = {
     "write_a_prefix_index": "how-to/write-a-prefix-index.md",
     "write_a_scheduler": "how-to/write-a-scheduler.md",
     "write_a_workload": "how-to/write-a-workload.md",
-    "write_a_router": "reference/routers.md",
+    "write_a_router": "how-to/write-a-router.md",
 }
 
 

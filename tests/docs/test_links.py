@@ -54,3 +54,8 @@ def test_every_page_is_linked_from_the_index():
     linked = {(docs / link.partition("#")[0]).resolve() for link in LINK.findall(index)}
     pages = {page.resolve() for page in docs.rglob("*.md")} - {(docs / "README.md").resolve()}
     assert pages <= linked
+
+
+def test_the_readme_is_a_first_screen():
+    """README has at most 9 kB: what is longer belongs to a page that it links to."""
+    assert (ROOT / "README.md").stat().st_size <= 9000

@@ -23,11 +23,30 @@ OWN = {"kvcore.toml"}
 """File names that look like module names."""
 
 
-def test_readme_names_every_extra():
-    """README's table of extras has a row for each optional dependency of the package."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    rows = re.findall(r"^\| `(\w+)` \| ", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(project["optional-dependencies"])
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_the_page_on_the_installation_names_every_extra():
+    """The table of extras has a row for each optional dependency of the package."""
+    page = ROOT / "docs/how-to/install.md"
+    rows = re.findall(r"^\| `(\w+)` \| ", page.read_text("utf-8"), re.MULTILINE)
+    assert sorted(rows) == sorted(PROJECT["optional-dependencies"])
+
+
+def test_citations_are_of_this_version():
+    """CITATION.cff and the BibTeX entry have the title, version and licence of the package."""
+    entry = (ROOT / "docs/how-to/cite.md").read_text("utf-8")
+    fields = dict(re.findall(r"^  (\w+) = \{(.*)\},?$", entry, re.MULTILINE))
+    fields["author"] = fields["author"].strip("{}")
+    text = (ROOT / "CITATION.cff").read_text("utf-8")
+    cited = dict(
+        re.findall(r'^(?:  - )?(title|name|version|license): "?(.*?)"?$', text, re.MULTILINE)
+    )
+    cited["author"] = cited.pop("name")
+    about = PROJECT["description"].removesuffix(".")
+    assert cited == fields
+    assert cited["title"] == f"kvcore: {about[0].lower()}{about[1:]}"
+    assert (cited["version"], cited["license"]) == (PROJECT["version"], PROJECT["license"])
 
 
 def resolves(name):

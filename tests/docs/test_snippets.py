@@ -22,6 +22,7 @@ FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SNIPPET = re.compile(
     r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", re.DOTALL | re.MULTILINE
 )
+ASKED = re.compile(r"^\| .*\? \| `(kvcore .*?)` \|", re.MULTILINE)
 
 
 def blocks(page, language):
@@ -30,8 +31,12 @@ def blocks(page, language):
 
 
 def commands(page):
-    """Return the (command of kvcore, output) pairs of the console blocks of `page`."""
-    found = []
+    """Return the (command of kvcore, output) pairs of `page`: of its console blocks.
+
+    Those that README has in its table of questions come before, without output.
+    """
+    asked = ASKED.findall(page.read_text()) if page == ROOT / "README.md" else []
+    found = [(command, "") for command in asked]
     for body in blocks(page, "console"):
         for part in re.split(r"^\$ ", body, flags=re.MULTILINE)[1:]:
             line, _, output = part.partition("\n")

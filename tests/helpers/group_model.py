@@ -94,6 +94,8 @@ class GroupModel:
             if whole and group.kind == "window":
                 kept = group.window - 1 + self.in_flight
                 end = min(end, -(-kept // group.block_size) + 1)
+            if whole and group.kind == "chunk":
+                end = min(end, -(-(group.window + self.in_flight) // group.block_size))
             new = max(0, end - hit // group.block_size)
             total += min(new, 1) if group.kind == "state" else new
         return total
@@ -143,7 +145,7 @@ class GroupModel:
     def _keeps(self, group, position, prompt, junction):
         """Return True if a request that resumes where it may needs this block."""
         end = (position + 1) * group.block_size
-        if group.kind == "full":
+        if group.kind in ("full", "chunk"):
             return True
         if self.interval is None:
             resumes = range(self.size, end + self.in_flight + self.size * 99, self.size)
@@ -189,5 +191,7 @@ def _passed(group, tokens):
     """Return how many first blocks no token after the first `tokens` needs."""
     if group.kind == "full" or not tokens:
         return 0
+    if group.kind == "chunk":
+        return tokens // group.window * group.window // group.block_size
     kept = 1 if group.kind == "state" else group.window - 1
     return max(0, tokens - kept) // group.block_size

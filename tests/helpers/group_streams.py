@@ -12,6 +12,7 @@ from kvcore.errors import OutOfBlocks
 from kvcore.request import Request, block_keys
 
 FULL, STATE, WINDOW, DOUBLE, TRIPLE = "full", "state", (1, 0), (2, 3), (3, 1)
+CHUNK = "chunk"
 
 SHAPES = {
     "full": [FULL],
@@ -23,6 +24,8 @@ SHAPES = {
     "windows of two lengths": [WINDOW, DOUBLE],
     "blocks of two sizes": ["full, twice", WINDOW],
     "full, windows of two lengths": [FULL, WINDOW, TRIPLE],
+    "full, chunk": [FULL, CHUNK],
+    "full, two chunks": [FULL, CHUNK, CHUNK],
 }
 """The groups of a stream: a kind, or a window as a multiple of another and tokens beside it."""
 
@@ -32,6 +35,8 @@ def _group(shape, size, window):
     if isinstance(shape, tuple):
         factor, more = shape
         return LayerGroup("window", size, factor * window + more)
+    if shape == CHUNK:
+        return LayerGroup("chunk", size, -(-window // size) * 2 * size)
     kind, _, twice = shape.partition(", ")
     return LayerGroup(kind, 2 * size if twice else size)
 
@@ -62,7 +67,7 @@ class Pool:
         groups = [_group(each, size, window) for each in SHAPES[shape]]
         size = lcm(*(group.block_size for group in groups))
         interval = rng.choice((None, 0, 0, 2 * size, 4 * size))
-        if all(group.kind == "full" for group in groups):
+        if all(group.kind in ("full", "chunk") for group in groups):
             interval = 0  # vLLM refuses another one
         chunk = rng.choice((1, 3, 8)) * size
         return cls(shape, groups, rng.choice((120, 250, 900)), interval, chunk)

@@ -12,6 +12,7 @@ GROUPS = {
     "window": [FULL, WINDOW],
     "state": [FULL, STATE],
     "three": [FULL, WINDOW, STATE],
+    "chunk": [FULL, LayerGroup("chunk", 8, 32)],
     "two sizes": [LayerGroup("full", 16), LayerGroup("window", 8, 20)],
 }
 

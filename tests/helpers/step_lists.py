@@ -48,7 +48,7 @@ POLICIES = ("arc", "s3fifo", "sieve", "slru")
 SEEDS = (0, 1, 10, 11, 12, 14, 15, 19, 23, 29, 32, 33, 35, 37, 39, 58, 61, 64, 100, 103)
 """Seeds of the random servers in `GOLDEN`: all kinds of servers, without duplicate blocks."""
 
-GROUPED_SEEDS = (*range(6), 7, 8, 9, 10, 12, 15, 17, 19, 21, 22)
+GROUPED_SEEDS = (*range(6), 7, 8, 9, 10, 12, 15, 17, 19, 21, 22, 81)
 """Seeds of the servers in `GROUPED`."""
 
 STEP_NS = 20_000_000

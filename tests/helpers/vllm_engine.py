@@ -36,6 +36,7 @@ from vllm.sampling_params import SamplingParams  # noqa: E402
 from vllm.v1.core.block_pool import BlockHashToBlockMap  # noqa: E402
 from vllm.v1.core.kv_cache_manager import KVCacheManager  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -119,6 +120,10 @@ def cache_groups(blocks: int, groups, interval: int | None) -> KVCacheConfig:
         size = group.block_size
         if group.kind == "full":
             return FullAttentionSpec(block_size=size, **sizes)
+        if group.kind == "chunk":
+            return ChunkedLocalAttentionSpec(
+                block_size=size, attention_chunk_size=group.window, **sizes
+            )
         if group.kind == "window":
             return SlidingWindowSpec(block_size=size, sliding_window=group.window, **sizes)
         shapes, dtypes = ((2, size),), (torch.float16,)

@@ -36,6 +36,8 @@ from helpers.step_lists import (
     write,
 )
 
+from kvcore.cache import LayerGroup
+
 with catch_warnings(action="ignore"):  # from packages that vLLM imports
     from helpers import vllm_engine
 
@@ -98,10 +100,10 @@ def test_random_servers_make_the_steps_of_vllm():
 
 
 def test_random_servers_with_cache_groups_make_the_steps_of_vllm():
-    """Windows make the steps of vLLM, duplicates too; states do in nine of ten servers.
+    """Windows and states make the steps of vLLM, duplicates too; states in 49 of 50 servers.
 
-    With states several prompts may be under way, and vLLM gives a step's tokens to running
-    requests in their order, so that a later one that decodes may get none.
+    The others are apart by a block that vLLM keeps in its prefix cache and has never computed:
+    its request is preempted in the plan that has scheduled it.
     """
     counts = Counter()
     for server in map(grouped_server, range(FIRST, FIRST + SERVERS)):
@@ -117,7 +119,19 @@ def test_random_servers_with_cache_groups_make_the_steps_of_vllm():
             "duplicates": len(real.duplicates),
         })  # fmt: skip
     print("\nrandom servers with cache groups:", dict(counts))  # noqa: T201
-    assert counts["states, identical"] >= 0.9 * counts["states"]
+    assert counts["states, identical"] >= 0.98 * counts["states"]
+
+
+def test_random_servers_with_chunks_make_the_steps_of_vllm():
+    """Chunked local attention beside full attention makes the steps of vLLM."""
+    for seed in range(FIRST, FIRST + max(1, SERVERS // 10)):
+        server = grouped_server(seed)
+        size = server.block_size
+        chunk = LayerGroup("chunk", size, size * (2 + seed % 9))
+        groups = [LayerGroup("full", size), *[chunk] * (1 + seed % 3)]
+        server = attrs.evolve(server, groups=groups, interval=0, blocks=2 * server.blocks)
+        steps = encode(vllm_engine.run(server).steps)
+        assert first_difference(encode(kvcore_steps(server)), steps) is None
 
 
 def test_policies_evict_the_recorded_blocks():

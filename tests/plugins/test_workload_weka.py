@@ -109,7 +109,8 @@ def test_unknown_fields_are_ignored(read):
     ("agents", "reason"),
     [
         (140, "expected values in one another up to 250 deep"),
-        (900, "not JSON: depth limit exceeded"),
+        # Some Pythons parse that deep: then the entries are counted.
+        (900, "(not JSON: depth limit exceeded|expected values in one another up to 250 deep)"),
     ],
 )
 def test_subagents_nested_too_deep_are_refused(tmp_path, agents, reason):

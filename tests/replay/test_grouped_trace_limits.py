@@ -83,7 +83,7 @@ def windowless(found):
         (sizes_apart, "blocks of groups have"),
         (no_group, "no group 2"),
         (twice, "the pool gives"),
-        (windowless, "a window, and no other kind, has a window"),
+        (windowless, "a window or a chunk, and no other kind, has a window"),
     ],
 )
 def test_a_hostile_trace_is_refused(recorded, change, problem):

@@ -187,7 +187,7 @@ def _compare(
     known: dict[str, Any] = {}
     if engine in plugins.names("rules"):
         model = load_model(row.options["model"])
-        # Rules without cache groups have no pool for states: these are served by kvcore's own.
+        # Models with states are served by kvcore's own rules where these have no cache groups.
         if is_pooled(model) or plugins.get("rules", engine).cache_groups:
             known["like"] = engine
     if engine in get_args(EngineName):

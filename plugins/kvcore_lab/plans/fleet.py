@@ -6,10 +6,11 @@ import hashlib
 from collections import Counter
 from fractions import Fraction
 from math import isqrt
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import attrs
 
+from kvcore.cache import GroupedCache, KVCache
 from kvcore.cache.pool import MOST_BLOCKS
 from kvcore.config import RunConfig, RunParts
 from kvcore.plugins.options import Spec
@@ -23,7 +24,7 @@ from kvcore.workloads import Workload, check_keys
 from kvcore_lab.plans.early_end import DecidedError, EarlyEnd, loop_of, run_until_decided
 from kvcore_lab.sweep.cells import DIGEST_BYTES, CellRun, Task, WorkloadCache
 from kvcore_replay.belady import Foresight
-from kvcore_replay.untimed import replay
+from kvcore_replay.untimed import replay, replay_groups
 
 Grant = Literal["", "foresight", "endless", "seen"]
 """An advantage that no real server has: eviction by `Foresight`, a pool that never fills, or a
@@ -267,10 +268,14 @@ def _served(
     elif grant:
         config = config.changed(blocks=MOST_BLOCKS)
     parts = RunParts(config, parts.plugins, workload=parts.workload)
-    cache, latency = parts.cache(), parts.latency()
+    cache, latency = parts.served_cache(), parts.latency()
     if grant == "seen":
         begin = requests[0].arrival
-        replay((attrs.evolve(each, arrival=begin) for each in requests), cache)
+        seen = (attrs.evolve(each, arrival=begin) for each in requests)
+        if isinstance(cache, GroupedCache):
+            replay_groups(seen, cache)
+        else:
+            replay(seen, cast("KVCache", cache))
     latency.bind()
     executor = SimulatedExecutor(latency)
     if config.drafter is not None:

@@ -321,8 +321,8 @@ class _Planner:
         """
         fault: InputError | None = None
         for each in cells:
-            # Tiers, clusters and foresight, by which fleets are sized, know one group alone.
-            cell = each.changed(disable_hybrid_kv_cache_manager=True)
+            # Tiers know one group alone.
+            cell = each.changed(disable_hybrid_kv_cache_manager=True) if each.tier else each
             devices, least = cell.tensor_parallel, 1 if counts is None else counts[0]
             if devices * least > self.max_gpus:
                 msg = f"{least} x {devices} GPUs are more than {self.max_gpus}"

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import attrs
 
 from kvcore.serving.rules import Reserve, Rules
+
+if TYPE_CHECKING:
+    from kvcore.models.memory import KVLayout
+    from kvcore_plugins.layer_pools import LayerPools
 
 
 @attrs.define(slots=False, kw_only=True, eq=False)
@@ -18,7 +22,7 @@ class SGLang(Rules):
 
     name: ClassVar[str] = "sglang"
     first_output: ClassVar[str | None] = "transfer"
-    cache_groups: ClassVar[bool] = False  # it has a pool for each kind of layer
+    cache_groups: ClassVar[bool] = False
     defaults: ClassVar[Mapping[str, Any]] = {
         "max_tokens": 8192,
         "max_seqs": 2048,
@@ -34,3 +38,9 @@ class SGLang(Rules):
     generated: Literal["keyed", "cached"] = "cached"
     new_token_ratio: float | None = 0.7
     preempts: Literal["last", "shortest"] = "shortest"
+
+    def layer_pools(self, layout: KVLayout, devices: int) -> LayerPools | None:
+        """Return a pool for each kind of layer, if SGLang has them for the model."""
+        from kvcore_plugins.layer_pools import LayerPools  # noqa: PLC0415 - few models have any
+
+        return LayerPools.of(layout, devices)

@@ -278,7 +278,7 @@ class GroupChecker:
         is whole in all groups, and the junction.
         """
         interval, need = self.state.interval, -(-group.kept // group.size)
-        if group.kind == "full" or seq.resumed:
+        if group.kind in ("full", "chunk") or seq.resumed:
             return True  # the junction of a resumed one depends on what it has generated
         if interval is None and group.kind == "state":
             return True

@@ -46,9 +46,9 @@ class TracedGroup:
 
     Attributes:
         index: its number in lines.
-        kind: `full`, `window` or `state`.
+        kind: `full`, `window`, `chunk` or `state`.
         size: tokens of a block.
-        window: tokens of the window; None: it has none.
+        window: tokens of the window or the chunk; None: it has none.
         layers: number of its layers.
         layout: the layout of prompts in its blocks.
     """
@@ -67,11 +67,17 @@ class TracedGroup:
     @property
     def kept(self) -> int:
         """Number of last tokens of a sequence whose blocks the next token needs."""
-        return 1 if self.window is None else self.window - 1
+        if self.window is None:
+            return 1
+        return self.window - 1 if self.kind == "window" else 0
 
     def passed(self, tokens: int) -> int:
         """Return the number of first blocks that no token after `tokens` tokens needs."""
-        return 0 if self.kind == "full" else max(0, tokens - self.kept) // self.size
+        if self.kind == "full":
+            return 0
+        if self.kind == "chunk" and self.window is not None:
+            tokens -= tokens % self.window
+        return max(0, tokens - self.kept) // self.size
 
     def most_blocks(self, tokens: int, in_flight: int) -> int:
         """Return the most blocks that a sequence holds until it has `tokens` tokens."""
@@ -80,7 +86,9 @@ class TracedGroup:
             return min(blocks, 2)
         if self.window is None:
             return blocks
-        return min(blocks, -(-(self.window - 1 + in_flight) // self.size) + 1)
+        if self.kind == "chunk":
+            return min(blocks, -(-(self.window + in_flight) // self.size))
+        return min(blocks, -(-(self.kept + in_flight) // self.size) + 1)
 
 
 @attrs.define(eq=False)
@@ -225,8 +233,9 @@ class GroupState(TracedState[GroupedSequence]):
         self._apply = methods_by_event(self, *APPLIED)
 
     def _group(self, index: int, record: events.GroupRecord) -> TracedGroup:
-        if (record.kind == "window") is (record.window is None):
-            violated(f"cache group {index}: a window, and no other kind, has a window")
+        if (record.kind in ("window", "chunk")) is (record.window is None):
+            problem = "a window or a chunk, and no other kind, has a window"
+            violated(f"cache group {index}: {problem}")
         layout = TraceLayout.of(replace(self.header, block_size=record.block_size))
         return TracedGroup(
             index, record.kind, record.block_size, record.window, record.layers, layout
@@ -369,7 +378,9 @@ class GroupState(TracedState[GroupedSequence]):
     def _longest(self, request: int | str, tokens: int, groups: list[TracedGroup]) -> int:
         size = self.header.block_size
         full = [group for group in groups if group.kind == "full"]
+        # A chunk may need no block, where it begins; it is looked up after the others.
         others = [group for group in groups if group.kind != "full"]
+        others.sort(key=lambda group: group.kind == "chunk")
         tokens = self._prefix(request, tokens, full) // size * size
         if not others:
             return tokens
@@ -381,9 +392,9 @@ class GroupState(TracedState[GroupedSequence]):
             if steps == _STEPS:
                 self.count_work(steps)
                 steps = 0
-            if name_of(prompt, group, length // group.size - 1) in names and all(
-                self._can_resume(request, length, other) for other in others
-            ):
+            last = length // group.size - 1
+            is_there = group.kind == "chunk" or name_of(prompt, group, last) in names
+            if is_there and all(self._can_resume(request, length, other) for other in others):
                 return length
         return 0
 

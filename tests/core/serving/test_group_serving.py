@@ -12,7 +12,7 @@ from kvcore.errors import InputError
 from kvcore.models.groups import groups_of
 from kvcore.models.released import MODELS
 from kvcore.request import Hints
-from kvcore.serving import Batching, simulate
+from kvcore.serving import Batching, Rules, simulate
 from kvcore_plugins.workload import Zipf
 
 
@@ -80,9 +80,9 @@ def test_a_window_is_free_once_it_has_passed():
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda: LayerGroup("ring", 8), "there are: full, window, state"),
+        (lambda: LayerGroup("ring", 8), "there are: full, window, chunk, state"),
         (lambda: LayerGroup("full", 0), "1 or more"),
-        (lambda: LayerGroup("window", 8), "give a window, and that alone"),
+        (lambda: LayerGroup("window", 8), "give a window or a chunk"),
         (lambda: LayerGroup("window", 8, 1), "2 or more"),
         (lambda: GroupedCache([], 9), "a cache without groups"),
         (lambda: GroupedCache([FULL], 9, retention_interval=12), "give a multiple of 8"),
@@ -152,9 +152,14 @@ def test_a_model_with_windows_is_served_in_groups():
     assert isinstance(build(model="llama-3-8b").served_cache(), KVCache)
 
 
-def test_rules_without_groups_serve_one():
-    """SGLang has a pool for each kind of layer: its rules serve one group."""
-    assert build(like="sglang").cache_groups is None
+def test_rules_without_groups_and_pools_serve_one():
+    """An engine whose rules know neither has one pool, in which all layers keep all tokens."""
+
+    class Plain(Rules):
+        name = "plain"
+        cache_groups = False
+
+    assert isinstance(build(like=Plain()).served_cache(), KVCache)
 
 
 def test_keys_that_do_not_fit_the_blocks_of_states_are_refused():

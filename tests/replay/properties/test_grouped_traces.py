@@ -93,7 +93,10 @@ def test_a_run_with_groups_is_made_again(seed, tmp_path):
     ("change", "problem"),
     [
         ({"block_size": 32}, "blocks have the sizes that the model needs"),
-        ({"replicas": 2}, "which several servers do not know: leave out replicas"),
+        (
+            {"replicas": 2, "view": "events", "router": "prefix-affinity"},
+            "view 'events' of cache groups",
+        ),
         ({"retention": "window:tokens=100"}, "which this does not know"),
     ],
 )

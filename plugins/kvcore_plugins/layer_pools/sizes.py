@@ -1,0 +1,87 @@
+"""How the memory of a hybrid model is divided among the pools of its kinds of layers."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from math import ceil
+from typing import Any, Final
+
+import attrs
+
+from kvcore.models.memory import KVLayout
+from kvcore_plugins.layer_pools.cache import PooledCache
+
+WINDOW_RATIO: Final = Fraction(8, 10)
+"""Tokens in the pool of windows for each token in that of full attention."""
+
+STATE_RATIO: Final = Fraction(9, 10)
+"""Bytes of the pool of states for each byte of the pools of K/V."""
+
+
+@attrs.frozen
+class LayerPools:
+    """Pools of layers with full attention, of those with a window, and of those with states.
+
+    Source: SGLang 0.5.23, with its defaults of `--swa-full-tokens-ratio` and
+    `--mamba-full-memory-ratio`.
+
+    Attributes:
+        block_size: tokens of a block.
+        window: tokens that a token attends to in layers with a window, itself included; None:
+            there are no such layers.
+        bytes_per_block: bytes of all pools for each block of full attention.
+        states_per_block: state slots for each block of full attention; None: there are none.
+    """
+
+    block_size: int
+    window: int | None
+    bytes_per_block: int
+    states_per_block: Fraction | None
+
+    @classmethod
+    def of(cls, layout: KVLayout, devices: int) -> LayerPools | None:
+        """Return the pools of a model; None if SGLang has none for what its layers keep."""
+        full = windows = state = Fraction(0)
+        sizes: set[int] = set()
+        for cache in layout.model.layer_caches:
+            copies = cache.layers * cache.copies(devices)
+            size = copies * layout.cache_bytes(cache) * layout.block_size
+            if cache.kind == "state":
+                state += copies * cache.state_bytes
+            elif cache.kind in ("window", "chunk") and cache.window is not None:
+                windows += size
+                # A chunk is kept as a window of as many tokens before the newest one.
+                sizes.add(cache.window + (cache.kind == "chunk"))
+            elif cache.grows and cache.kind != "compressed":
+                full += size
+            elif cache.kind != "shared":
+                return None
+        if not full or len(sizes) > 1 or not (sizes or state):
+            return None
+        kv = full + WINDOW_RATIO * windows
+        return cls(
+            layout.block_size,
+            sizes.pop() if sizes else None,
+            ceil(kv * (1 + STATE_RATIO) if state else kv),
+            kv * STATE_RATIO / state if state else None,
+        )
+
+    def slots(self, blocks: int) -> tuple[int, int | None]:
+        """Return the slots of windows and of states beside `blocks` of full attention."""
+        windows = 0 if self.window is None else int(blocks * WINDOW_RATIO)
+        states = self.states_per_block
+        return windows, None if states is None else int(blocks * states)
+
+    def cache(self, blocks: int, **options: Any) -> PooledCache:
+        """Return a cache of these pools, whose other `options` are those of a `KVCache`."""
+        windows, states = self.slots(blocks)
+        return PooledCache(
+            blocks, self.block_size, window=self.window, window_slots=windows,
+            state_slots=states, **options,
+        )  # fmt: skip
+
+    def as_dict(self, blocks: int) -> dict[str, int]:
+        """Return the slots of the pools beside `blocks` of full attention, for JSON."""
+        windows, states = self.slots(blocks)
+        sizes = {"window_slots": windows, "state_slots": states}
+        return {name: slots for name, slots in sizes.items() if slots}

@@ -1,0 +1,213 @@
+"""Pools for the kinds of layers of a model: hits, tombstones, sizes, and runs with them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from hashlib import sha256
+from random import Random
+
+import pytest
+from helpers.pool_streams import CacheSide, Pools, drive
+
+from kvcore import InputError, Request
+from kvcore.config import RunConfig
+from kvcore.models.memory import KVLayout
+from kvcore.models.released import MODELS
+from kvcore.plugins import Plugins
+from kvcore.serving import Batching, simulate
+from kvcore.trace import Trace
+from kvcore_plugins.layer_pools import LayerPools, PooledCache
+from kvcore_plugins.rules import SGLang
+from kvcore_plugins.workload import Zipf
+
+STREAMS = 60
+
+POLICIES = sorted(Plugins().names("eviction"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "digest"),
+    [
+        ("window", "4148690ac71b692aaca12d53f61f76c843a694d58c4aa31686d59833c59cb5cf"),
+        ("state", "764c0d8ec1f917fd0e32e0c36f4fd377204d51e39d85671338a359e04156670d"),
+    ],
+)
+def test_streams_have_the_answers_of_sglang(kind, digest):
+    """Hits, and free and evictable slots after each call, are those of SGLang 0.5.23.
+
+    `tox -e like-sglang` compares these streams with the package, evicted blocks too.
+    """
+    answers = sha256()
+    for seed in range(STREAMS):
+        answers.update(drive(seed, kind)[-1].encode())
+    assert answers.hexdigest() == digest
+
+
+def pooled(**options):
+    """Return a small cache, with blocks of one token."""
+    options = {"prefix": "radix:evict=leaf", "key_tokens": 1, **options}
+    return PooledCache(options.pop("blocks", 1000), 1, **options)
+
+
+def serve(cache, number, keys, chunk=None):
+    """Compute a prompt alone on a server, in chunks; return the tokens that hit."""
+    request = Request(
+        id=number, prompt_tokens=len(keys), output_tokens=1, keys=keys, key_tokens=1
+    )
+    hit = cache.probe(request)
+    tokens = len(keys) - hit if chunk is None else min(chunk, len(keys) - hit)
+    seq = cache.open(request, tokens)
+    cache.commit(seq, tokens)
+    while seq.tokens < len(keys):
+        tokens = min(chunk, len(keys) - seq.tokens)
+        cache.extend(seq, tokens)
+        cache.commit(seq, tokens)
+    cache.close(seq)
+    cache.check_integrity()
+    return hit
+
+
+def text(number, length=100):
+    """Return the keys of a prompt that no other number has."""
+    return tuple((number, index) for index in range(length))
+
+
+def test_a_tombstone_is_no_hit():
+    """A prefix whose window is evicted is not hit, though full attention has it."""
+    cache = pooled(blocks=9000, window=9, window_slots=170)
+    assert serve(cache, 0, text(0)) == 0
+    assert serve(cache, 1, (*text(0), "more")) == 100
+    for number in range(2, 9):
+        serve(cache, number, text(number, 150))
+    windows = cache.tree.windows
+    spans = {span.path_keys[0]: span for span in cache.tree.spans()}
+    assert spans[0, 0] not in windows
+    assert serve(cache, 9, (*text(0), "again")) == 0
+
+
+def test_a_hit_ends_where_the_whole_window_is_cached():
+    """A prompt that leaves another inside its last window hits nothing of it."""
+    cache = pooled(window=9, window_slots=500)
+    serve(cache, 0, text(0))
+    # Before the last nine tokens the windows have passed.
+    assert serve(cache, 1, (*text(0)[:95], "other")) == 0
+    assert serve(cache, 2, (*text(0)[:95], "other", "more")) == 95
+
+
+def test_a_hit_ends_where_a_state_was_kept():
+    """States are kept at the last multiple of 64 tokens of a chunk; hits end there."""
+    cache = pooled(state_slots=20)
+    assert serve(cache, 0, text(0, 300), chunk=150) == 0
+    # The second chunk begins at 150, and keeps the state after 128 tokens of it.
+    assert serve(cache, 1, (*text(0, 300), "more")) == 278
+    assert serve(cache, 2, (*text(0, 200), "other")) == 128
+
+
+def test_a_junction_gets_a_state():
+    """The state at which a prompt leaves another is kept, so that a third one hits there."""
+    cache = pooled(state_slots=20)
+    serve(cache, 0, text(0, 300))
+    assert serve(cache, 1, (*text(0, 130), *text(1, 200))) == 0
+    assert serve(cache, 2, (*text(0, 130), *text(2, 200))) == 128
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_policy_orders_full_attention(policy):
+    """Every built-in policy serves streams, with all invariants, or is refused by name."""
+    for kind in ("window", "state"):
+        pools = Pools.random(Random(7), kind)
+        if Plugins().get("eviction", policy).expires_spans:
+            with pytest.raises(InputError, match="lets blocks expire"):
+                CacheSide(pools, policy)
+            continue
+        assert drive(3, kind, eviction=policy)[2] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"retention": "window:tokens=64"}, "a retention policy"),
+        ({"prefix": "radix"}, "prefix='radix:evict=leaf'"),
+        ({"window_slots": 100}, "100 window slots are too few; give 146 or more"),
+        ({"state_slots": 4}, "4 state slots are too few; give 5 or more"),
+    ],
+)
+def test_parts_that_pools_cannot_have_are_refused(options, match):
+    """The error says what to give instead."""
+    with pytest.raises(InputError, match=match):
+        pooled(**{"window": 9, "window_slots": 500, **options})
+
+
+def test_a_trace_is_refused(tmp_path):
+    """A trace has no lines for windows and states of spans: the error says to leave it out."""
+    options = {"model": "gemma-3-12b", "like": "sglang", "device": "h200"}
+    parts = RunConfig.of(**options).build(workload=Zipf(requests=5, rate=20))
+    trace = Trace(tmp_path / "trace.jsonl")
+    with pytest.raises(InputError, match="no lines for them; leave it out"):
+        parts.run(trace)
+    trace.discard()
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_pools_take_the_memory_that_there_is(name):
+    """The pools of a model take all of the memory but what rounding leaves."""
+    layout = KVLayout(MODELS[name], "bf16", 16)
+    pools = LayerPools.of(layout, 1)
+    kinds = {cache.kind for cache in MODELS[name].layer_caches}
+    if pools is None:
+        assert kinds != {"full", "window"} or name.startswith("gemma-4")
+        return
+    blocks = 300 * 2**30 // pools.bytes_per_block
+    windows, states = pools.slots(blocks)
+    used = Fraction(0)
+    for cache in MODELS[name].layer_caches:
+        if cache.kind == "shared":
+            continue
+        slots = windows if cache.window else blocks
+        one = slots * 16 * layout.cache_bytes(cache) + (states or 0) * cache.state_bytes
+        used += cache.layers * one
+    assert 0.999 < used / (300 * 2**30) <= 1
+
+
+@pytest.mark.parametrize("model", ["gemma-3-12b", "qwen3-next-80b-a3b", "gpt-oss-20b"])
+def test_like_sglang_serves_a_hybrid_model_in_pools(model):
+    """Rules of SGLang give a hybrid model its pools, which a run and its document show."""
+    workload = Zipf(requests=150, rate=20, key_tokens=16)
+    parts = RunConfig.of(
+        model=model, like="sglang", device="h200", tensor_parallel=2, block_size=16
+    ).build(workload=workload)
+    result = parts.run()
+    assert isinstance(result.cache, PooledCache)
+    result.cache.check_integrity()
+    document = parts.document(result)
+    assert document["hit"]["hit_tokens"] > 0
+    assert document["config"]["layer_pools"] == parts.layer_pools.as_dict(parts.blocks)
+
+
+@pytest.mark.parametrize("kind", ["window", "state"])
+def test_jumps_change_no_decision(kind):
+    """Many decode steps at once end as step by step: times, evictions, free slots."""
+    runs = []
+    for jumps in (True, False):
+        rng, served = Random(kind), []
+        for number in range(60):
+            keys = (*text(rng.randrange(4), rng.randint(1, 40)), *text(number + 9, 20))
+            served.append(
+                Request(
+                    id=number, arrival=number * 10**7, prompt_tokens=len(keys) * 4,
+                    output_tokens=rng.choice((1, 30, 400)), keys=keys, key_tokens=4,
+                )
+            )  # fmt: skip
+        sizes = {"window": {"window": 33, "window_slots": 230}, "state": {"state_slots": 25}}
+        cache = PooledCache(
+            500, 4, prefix="radix:evict=leaf", key_tokens=4, eviction="lru:renew_split=true",
+            **sizes[kind],
+        )  # fmt: skip
+        batching = Batching(rules=SGLang(), max_tokens=64, max_seqs=16)
+        result = simulate(served, cache=cache, batching=batching, jumps=jumps)
+        cache.check_integrity()
+        sides = [(side.free, side.available) for side in cache.tree.sides]
+        runs.append(({**result.summary(), "wall_s": 0}, cache.pool.free_blocks, sides))
+    assert runs[0] == runs[1]
+    assert runs[0][0]["completed"] == 60
+    assert runs[0][0]["evicted_blocks"] > 0
