@@ -48,9 +48,14 @@ if TYPE_CHECKING:
     from kvcore_hosting.groups import HostedGroups
     from kvcore_lab.api import compare, find_capacity, plan, validate
     from kvcore_lab.contiguous.fragmentation import MeasuredAllocator, Occupancy
-    from kvcore_lab.report.notebook import report_html, report_on
+    from kvcore_lab.curves.mrc import curve
+    from kvcore_lab.plans.devices import plan_devices
+    from kvcore_lab.report.notebook import report_html, report_on, report_text
+    from kvcore_lab.router_comparison import compare_routers
     from kvcore_plugins.models.huggingface import read_config
+    from kvcore_replay.misses.explain import explain
     from kvcore_replay.recorded.config import recorded_config
+    from kvcore_replay.what_if import whatif
     from kvcore_tiers.hierarchy import Tiers
 
 _MODULES = {
@@ -71,14 +76,19 @@ _MODULES = {
     # Of packages, which only this table and `hooks.py` of each of them name.
     "kvcore_plugins.models.huggingface": "read_config",
     "kvcore_replay.recorded.config": "recorded_config",
+    "kvcore_replay.what_if": "whatif",
+    "kvcore_replay.misses.explain": "explain",
     "kvcore_engine.retention.token_retention": "ScoreRetention",
-    "kvcore_lab.report.notebook": "report_html report_on",
+    "kvcore_lab.report.notebook": "report_html report_on report_text",
     "kvcore_tiers.hierarchy": "Tiers",
     "kvcore_hosting.groups": "HostedGroups",
     "kvcore_cluster.api": "simulate_cluster",
     "kvcore_engine.api": "run",
     "kvcore_lab.api": "compare find_capacity plan validate",
     "kvcore_lab.contiguous.fragmentation": "MeasuredAllocator Occupancy",
+    "kvcore_lab.curves.mrc": "curve",
+    "kvcore_lab.plans.devices": "plan_devices",
+    "kvcore_lab.router_comparison": "compare_routers",
 }
 """Names of the front door by the module that defines them, imported when it is first needed."""
 
@@ -124,17 +134,23 @@ __all__ = [
     "Verb",
     "Workload",
     "compare",
+    "compare_routers",
+    "curve",
+    "explain",
     "find_capacity",
     "hookimpl",
     "plan",
+    "plan_devices",
     "read_config",
     "recorded_config",
     "report_html",
     "report_on",
+    "report_text",
     "run",
     "simulate",
     "simulate_cluster",
     "validate",
+    "whatif",
 ]
 
 

@@ -33,16 +33,23 @@ POLICIES, STEPS, OUTPUT = "Policies", "Steps", "Output"
 """Headings for options on help pages. A package may have others."""
 
 
+ASK, LOOK, CHECK, REAL, PLUMBING = "Ask", "Look", "Check", "Real", "Plumbing"
+"""Groups of verbs in the list of them: questions to a simulation; pictures and pages; whether
+something is right; servers and tensors; files and plugins."""
+
+
 class Verb(NamedTuple):
     """A verb of the command line.
 
     Attributes:
         command: the place of its click command, which is imported when the verb is used.
         about: one sentence on what it does, for the list of verbs.
+        group: the group of that list which it is in.
     """
 
     command: str
     about: str
+    group: str = "Others"
 
 
 class Mode(NamedTuple):

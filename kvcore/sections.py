@@ -41,12 +41,14 @@ class Panel(NamedTuple):
         lines: points (place on the axis, value) by the name of the line.
         text: formats a value.
         bound: name and value of a limit that no line exceeds, or of a goal; None: no bound.
+        bands: low and high ends of an interval by the name of a line: a pair for each point.
     """
 
     label: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
     text: Callable[[float], str]
     bound: tuple[str, float] | None = None
+    bands: Mapping[str, Sequence[tuple[float, float]]] = {}
 
 
 class Chart(NamedTuple):

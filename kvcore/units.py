@@ -202,3 +202,8 @@ def format_number(value: float) -> str:
     places = 2 if abs(value) < 10 else 1 if abs(value) < 100 else 0  # noqa: PLR2004
     text = f"{value:,.{places}f}"
     return text.rstrip("0").rstrip(".") if places else text
+
+
+def format_dollars(usd: float) -> str:
+    """Return dollars with two decimals, and less than one with four: `12.50`, `0.0312`."""
+    return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"

@@ -19,7 +19,7 @@ from kvcore import native
 from kvcore.cli.verb import echo, flags_of
 from kvcore.distributions import version
 from kvcore.errors import KvcoreError, PluginError
-from kvcore.hookspecs import Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, REAL, Verb
 from kvcore.plugins.base import FAILURES
 from kvcore.plugins.manager import error_line, imported_place, installed
 from kvcore.plugins.options import nearest
@@ -34,17 +34,49 @@ VERBS = {
     "plugins": Verb(
         "kvcore.cli.plugins:plugins",
         "List the plugins, where each is from, and whether it works here.",
+        PLUMBING,
     ),
     "simulate": Verb(
         "kvcore.cli.simulate:simulate",
         "Simulate serving WORKLOAD: latency, throughput, goodput, hits, preemptions.",
+        ASK,
     ),
     "size": Verb(
         "kvcore.cli.size:size",
         "Size the K/V of MODEL: a name of the list below, or the path of a config.json.",
+        ASK,
     ),
 }
 """The verbs of the core. Packages add theirs by the hook `kvcore_commands`."""
+
+GROUPS = (ASK, LOOK, CHECK, REAL, PLUMBING)
+"""The order in which groups of verbs are listed; those of other packages follow."""
+
+SYNONYMS = {
+    f"--{other}": f"--{flag}"
+    for flag, others in {
+        "tensor-parallel": "tp tp-size tensor-parallel-size gpus num-gpus",
+        "device": "gpu gpu-type",
+        "eviction": "policy eviction-policy",
+        "rate-scale": "qps rate request-rate speed",
+        "limit": "num-requests num-prompts n requests",
+        "codec": "kv-cache-dtype dtype kv-dtype",
+        "block-size": "page-size",
+        "blocks": "num-gpu-blocks-override num-blocks max-total-tokens",
+        "memory": "kv-cache-memory-bytes kv-cache-memory",
+        "max-tokens": "max-num-batched-tokens chunked-prefill-size batch-size",
+        "max-seqs": "max-num-seqs max-running-requests",
+        "scheduler": "schedule-policy scheduling-policy",
+        "tier": "cpu-offload-gb kv-offloading-size swap-space hicache-size",
+        "replicas": "dp data-parallel-size dp-size servers",
+        "weights-dtype": "quantization",
+        "no-chunked": "no-enable-chunked-prefill",
+        "prefix none": "no-enable-prefix-caching disable-radix-cache",
+        "out": "output output-dir result-dir",
+    }.items()
+    for other in others.split()
+}
+"""Options by the names that they have in vLLM, SGLang and tools that measure servers."""
 
 LOOK_AGAIN_SECONDS = 0.02
 """Time between two looks whether the exception of a signal can be raised, or is handled."""
@@ -112,11 +144,14 @@ class Verbs(click.Group):
         return [*map(CompletionItem, verbs), *options]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the verbs with the whole of their first sentences; name packages that fail."""
+        """List the verbs by group with their first sentences; name packages that fail."""
         del ctx
-        with formatter.section("Commands"):
-            verbs = known_verbs()
-            formatter.write_dl([(name, verbs[name].about) for name in sorted(verbs)])
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name, verb in sorted(known_verbs().items()):
+            groups.setdefault(verb.group, []).append((name, verb.about))
+        for group in dict.fromkeys(filter(groups.get, (*GROUPS, *groups))):
+            with formatter.section(group):
+                formatter.write_dl(groups[group])
         _name_faults(None, "kvcore_commands")
 
 
@@ -386,13 +421,15 @@ def _no_such_option(flag: str, context: click.Context) -> str:
 
     own = flags_of(context.command.params)
     asked = f"{context.command_path} has no option {flag!r}"
+    if SYNONYMS.get(flag, "").partition(" ")[0] in own:
+        return f"{asked}; what comes nearest is {SYNONYMS[flag]}"
     others = []
     if context.parent is not None and not get_close_matches(flag, own, cutoff=0.8):
         for verb in sorted(known_verbs().keys() - {context.command.name}):
             with suppress(KvcoreError):  # of a verb that cannot be loaded
                 if flag in flags_of(loaded_verb(verb).params):
                     others.append(verb)
-    hint = nearest(flag, own)
+    hint = nearest(flag, own, 0.75)
     if others:
         verbs_named = ", ".join(f"`kvcore {verb}`" for verb in others)
         hint = f"; {verbs_named} {'has' if len(others) == 1 else 'have'} it"

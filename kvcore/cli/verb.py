@@ -145,7 +145,8 @@ def verb(
     """
     lines = "\n".join(f"  {example}" for example in examples)
     epilog = "\n\n".join(filter(None, (f"\b\nExamples:\n{lines}", more)))
-    return click.command(cls=VerbCommand, context_settings=SHOWN, epilog=epilog, **settings)
+    settings = {"cls": VerbCommand, "context_settings": SHOWN, **settings}
+    return click.command(epilog=epilog, **settings)
 
 
 WORKLOAD = (

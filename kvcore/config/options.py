@@ -132,6 +132,7 @@ class PoolOptions(TypedDict, total=False):
             "llama-3-8b",
             "Model that is served: a name that `kvcore size --help` lists, or a config.json.",
             MODEL,
+            what_if=True,
             metavar="TEXT",
         ),
     ]
@@ -142,10 +143,13 @@ class PoolOptions(TypedDict, total=False):
             "GPU that the model is served on: a name that `kvcore size --help` lists, or "
             "figures such as memory=141GB,bandwidth=4.8TB,flops=989T.",
             MODEL,
+            what_if=True,
             metavar="TEXT",
         ),
     ]
-    tensor_parallel: Annotated[int, Option(4, "Number of GPUs that share the model.", MODEL)]
+    tensor_parallel: Annotated[
+        int, Option(4, "Number of GPUs that share the model.", MODEL, what_if=True)
+    ]
     codec: Annotated[
         PluginChoice | None,
         Option(
@@ -180,6 +184,7 @@ class PoolOptions(TypedDict, total=False):
             None,
             "Bytes of K/V in the pool, such as 40GiB, in place of a number of blocks.",
             POOL,
+            what_if=True,
             metavar="SIZE",
         ),
     ]

@@ -245,8 +245,9 @@ class RunParts:
 
     @property
     def _groups_refusal(self) -> str:
+        where = "pools of their own" if self.layer_pools else "cache groups"
         return (
-            f"layers of {self.model.name} keep different things, in cache groups, which this "
+            f"layers of {self.model.name} keep different things, in {where}, which this "
             "does not know: leave it out, or serve the model as one group "
             "(disable_hybrid_kv_cache_manager)"
         )

@@ -193,6 +193,8 @@ class Plugins:
         if ".py:" in name:
             return _class_of_file(kind, *name.rsplit(":", 1))
         name = ALIASES.get((kind, name), name)
+        if name not in found and name.lower() in found:
+            name = name.lower()
         if name in found and (cls := self._class(kind, name)) is not None:
             return cls
         for info in self._unusable:

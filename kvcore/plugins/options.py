@@ -166,11 +166,14 @@ def summary(cls: type[Plugin]) -> str:
     return f"Its options: {', '.join(options)}." if options else "It has no options."
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return " (did you mean ...?)" with the one of `names` most like `name`, or ""."""
+def nearest(name: str, names: Iterable[str], cutoff: float = 0.5) -> str:
+    """Return " (did you mean ...?)" with the one of `names` most like `name`, or "".
+
+    `cutoff` is the least likeness, from 0 to 1.
+    """
     from difflib import get_close_matches  # noqa: PLC0415 - for errors alone
 
-    close = get_close_matches(name, list(names), n=1, cutoff=0.5)
+    close = get_close_matches(name, list(names), n=1, cutoff=cutoff)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

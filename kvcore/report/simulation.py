@@ -47,6 +47,33 @@ def thrashing(
     return "\n".join(sentences)
 
 
+def overload(
+    saturation: Mapping[str, Any],
+    load: float | None,
+    met: float | None,
+    able: str,
+    times: str = "times below",
+) -> str:
+    """Return the predicate of a sentence on a workload whose queue grows.
+
+    Args:
+        saturation: the fields of `Saturation.as_dict()`.
+        load: the offered load; None: unknown.
+        met: share of the requests that met the SLO; None: there is none.
+        able: the devices that are overloaded.
+        times: the times that say nothing of the system.
+    """
+    much = f"at least {load:.2f} times what" if load and load > 1 else "more than"
+    missed = ""
+    if met is not None and met < 1 / 2:
+        missed = f"; {1 - met:.0%} of the requests miss the SLO"
+    return (
+        f"asks for {much} {able} can do: {saturation['why']}{missed}. The queue grows for as "
+        f"long as requests arrive, so the {times} tell how long the workload is, not how fast "
+        "the system is."
+    )
+
+
 COLUMNS = Percentiles._fields
 
 WIDTH = 48
@@ -138,37 +165,12 @@ class SimulationReport(NamedTuple):
     @property
     def warning(self) -> str:
         """A warning of overload; empty if the load is sustainable."""
-        found, load = self.summary["saturation"], self.summary["offered_load"]
+        found, summary = self.summary["saturation"], self.summary
         if not found or not found["saturated"]:
             return ""
-        much = f"at least {load:.2f} times what" if load and load > 1 else "more than"
-        met = self.summary["slo"]["met"]
-        missed = ""
-        if met is not None and met < 1 / 2:
-            missed = f"; {1 - met:.0%} of the requests miss the SLO"
+        text = overload(found, summary["offered_load"], summary["slo"]["met"], self._able)
         last = " The search for what would hold is below." if self.searching else ""
-        return (
-            f"SATURATED: {self.config['workload']['name']} asks for {much} {self._able} "
-            f"can do: {found['why']}{missed}. The queue grows for as long as requests arrive, "
-            "so the times below tell how long the workload is, not how fast the system "
-            f"is.{last}"
-        )
-
-    @staticmethod
-    def nothing_holds() -> str:
-        """Return a sentence for a search that has found nothing."""
-        return "Neither a lower rate nor more GPUs were found with which it would hold."
-
-    @classmethod
-    def holding(cls, options: Mapping[str, float]) -> str:
-        """Return a sentence about the `options` with which the queue does not grow."""
-        if not options:
-            return cls.nothing_holds()
-        flags = (f"--{name.replace('_', '-')} {n:.12g}" for name, n in options.items())
-        return (
-            f"It would hold with {' or '.join(flags)}: simulated with "
-            f"{'each' if len(options) > 1 else 'it'}, the queue does not grow to the end."
-        )
+        return f"SATURATED: {self.config['workload']['name']} {text}{last}"
 
     @property
     def headline(self) -> str:

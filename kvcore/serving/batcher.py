@@ -418,6 +418,8 @@ class Batcher:
         Under a lag publish those that the running step fills, whose tokens are known by now.
         """
         for job in self._batch.committers():
+            if not self.shares_output(job, now):
+                continue
             if self._rules.lag:
                 self.publish_filled(job, now)
             else:
@@ -427,6 +429,19 @@ class Batcher:
                 self._cache.commit(seq, length - seq.computed, now)
                 self._unpublished.append((job, 1))
             self.computed()
+
+    def shares_output(self, job: Job, now: int) -> bool:
+        """Return True if the blocks that `job` generates have keys, or stay by the rules."""
+        return job.request.publishes or self._keeps_output(job, now)
+
+    def _keeps_output(self, job: Job, now: int) -> bool:
+        keeps = self._decisions.keeps_generated
+        return keeps is None or keeps(job, self._state(now), preempted=False)
+
+    def publish_grown(self, job: Job, now: int) -> None:
+        """Called with each decoding `job` that has got a block, if generated blocks stay."""
+        if self._keeps_output(job, now):
+            self.publish_filled(job, now)
 
     def publish_filled(self, job: Job, now: int) -> None:
         """Share the blocks that the decoding `job` has filled, in the running step too."""

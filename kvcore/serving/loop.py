@@ -405,7 +405,7 @@ class ServingLoop:
         self.batcher = Batcher(cache, scheduler, batching, self.batch, self.allocator, server)
         self.batcher.publishes_output, self.batcher.names_output = planned, named
         if named and rules.lag:
-            self.allocator.grown = self.batcher.publish_filled
+            self.allocator.grown = self.batcher.publish_grown
         self.on_first_token: Callable[[Job, int], None] | None = None
         self.arrivals = arrivals
         self._cache = cache
@@ -861,7 +861,8 @@ class ServingLoop:
             seq = job.seq
             assert seq is not None
             if self._lag is not None:
-                self._lag.filled.append((job, seq, job.length))
+                if self.batcher.shares_output(job, now):
+                    self._lag.filled.append((job, seq, job.length))
                 continue
             self._cache.settle(seq, job.length)
             before = seq.dropped_tokens

@@ -413,7 +413,7 @@ class HitRatio(NamedTuple):
     request: float | None
 
 
-@attrs.frozen(slots=False, eq=False)
+@attrs.frozen(slots=False, eq=False, repr=False)
 class Outcome(Shown):
     """Outcome of the requests of a run: the figures that follow from its log alone.
 
@@ -581,7 +581,9 @@ class Reported(Outcome):
             PluginError: polars is not installed.
         """
         ids = [str(name) for name in self.requests["id"]]
-        return data_frame({**self.requests, "id": ids}, "`result.requests`")
+        types = dict.fromkeys(("reason", "tenant"), "str") | {"met_slo": "bool"}
+        types |= {name: "float" for name in self.requests if name.endswith("_s")}
+        return data_frame({**self.requests, "id": ids}, "`result.requests`", types)
 
     def write(self, directory: Path | str, **more: Any) -> None:
         """Write `summary.json` and `requests.jsonl` to `directory`, made if need be.
@@ -609,7 +611,7 @@ class Reported(Outcome):
             document.write(f"{text.decode()}\n")
 
 
-@attrs.frozen(slots=False, eq=False)
+@attrs.frozen(slots=False, eq=False, repr=False)
 class Result(Reported):
     """The result of a run. See docs/reference/simulate-result.md for every number.
 

@@ -18,7 +18,7 @@ from kvcore.cache.pool import Ids
 from kvcore.errors import InputError
 from kvcore.models.codec import Codec
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.request import KEY_BYTES, NO_HINTS, SLO, Key, Request
+from kvcore.request import KEY_BYTES, SLO, Key, Request
 from kvcore.units import INT64_LIMIT
 from kvcore.untrusted import MOST_RUN_BLOCKS
 

@@ -27,11 +27,6 @@ class ClusterReport(SimulationReport):
         "stopped",
     )
 
-    @staticmethod
-    def nothing_holds() -> str:
-        """Return a sentence for a search that has found nothing."""
-        return "No number of replicas was found with which it would hold."
-
     def _details(self) -> list[Section]:
         """Return the sections on the replicas."""
         return [Table(self.headers, self.replicas), self.reading]

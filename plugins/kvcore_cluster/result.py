@@ -100,7 +100,7 @@ class Phases:
     moved_bytes: int
 
 
-@attrs.frozen(slots=False, eq=False)
+@attrs.frozen(slots=False, eq=False, repr=False)
 class ClusterResult(Reported):
     """The result of a cluster. Fields that one server has too are named as in `Result`.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Mode, Verb
+from kvcore.hookspecs import REAL, Mode, Verb
 
 
 @hookimpl
@@ -28,7 +28,8 @@ def kvcore_commands() -> dict[str, Verb]:
         "run": "Serve WORKLOAD, or prompts, by computing them: real K/V in real blocks.",
     }
     return {
-        name: Verb(f"kvcore_engine.cli.{name}:{name}", text) for name, text in about.items()
+        name: Verb(f"kvcore_engine.cli.{name}:{name}", text, REAL)
+        for name, text in about.items()
     }
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Verb
+from kvcore.hookspecs import REAL, Verb
 
 
 @hookimpl
 def kvcore_commands() -> dict[str, Verb]:
     """Return the verbs."""
     about = "Record the KV events that a server publishes over ZMQ: vLLM, SGLang, TensorRT-LLM."
-    return {"record": Verb("kvcore_events.cli:record", about)}
+    return {"record": Verb("kvcore_events.cli:record", about, REAL)}
 
 
 @hookimpl

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, Verb
 
 
 @hookimpl
@@ -14,7 +14,11 @@ def kvcore_commands() -> dict[str, Verb]:
         "leaderboard": "Rank eviction policies by one protocol.",
         "workbench": "Make a site that scores an eviction policy in the browser.",
     }
-    return {name: Verb(f"kvcore_judge.cli.{name}:{name}", text) for name, text in about.items()}
+    groups = {"judge": CHECK, "leaderboard": ASK, "workbench": LOOK}
+    return {
+        name: Verb(f"kvcore_judge.cli.{name}:{name}", text, groups[name])
+        for name, text in about.items()
+    }
 
 
 @hookimpl

@@ -115,12 +115,14 @@ class Infinite:
     Attributes:
         distinct_blocks: blocks in the cache at the end; a pool of that size hits as much.
         lookup_blocks, hit_blocks, hit_ratio: the same as in `Row`.
+        prefill_s: seconds of prefill of all prompts without a cache, as `saved_s` of a row.
     """
 
     distinct_blocks: int
     lookup_blocks: int
     hit_blocks: int
     hit_ratio: dict[str, float | None]
+    prefill_s: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -145,7 +147,7 @@ class Source:
         )
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Comparison(Shown):
     """The result of `compare`: one row per policy and size, in the order of the arguments.
 
@@ -166,21 +168,28 @@ class Comparison(Shown):
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the rows, with hit ratios in columns of their own.
 
+        Frames of several comparisons have the same columns, and say of what they are.
+
         Raises:
             PluginError: polars is not installed.
         """
+        units = ("block", "token", "request")
         left_out = attrs.filters.exclude(
             "options", "hit_ratio", "reuse_ratio", "residency", "tiers", "bill"
         )
         rows = [
-            attrs.asdict(row, filter=left_out)
+            {"workload": self.workload.name, "digest": self.workload.digest}
+            | {"accounting": self.accounting}
+            | attrs.asdict(row, filter=left_out)
             | {"options": ",".join(f"{k}={as_text(v)}" for k, v in row.options.items())}
             | {f"hit_ratio_{unit}": ratio for unit, ratio in row.hit_ratio.items()}
-            | {f"reuse_ratio_{k}": ratio for k, ratio in (row.reuse_ratio or {}).items()}
-            | ({} if row.bill is None else {"bill_usd": row.bill.usd})
+            | {f"reuse_ratio_{unit}": (row.reuse_ratio or {}).get(unit) for unit in units}
+            | {"bill_usd": None if row.bill is None else row.bill.usd}
             for row in self.rows
         ]
-        return data_frame(rows, "`comparison.rows`")
+        ratios = (f"{name}_ratio_{unit}" for name in ("hit", "reuse") for unit in units)
+        types = {**types_of(Row), **dict.fromkeys((*ratios, "bill_usd"), "float")}
+        return data_frame(rows, "`comparison.rows`", types)
 
 
 def compare(
@@ -389,6 +398,28 @@ class ReplaySetup:
         return replay(requests, cache), cache.tree.cached_blocks
 
 
+def types_of(rows: type) -> dict[str, str]:
+    """Return the types of the fields of an attrs class that are text or numbers, or None."""
+    types = {
+        field.name: str(field.type).removesuffix(" | None") for field in attrs.fields(rows)
+    }
+    return {
+        name: kind for name, kind in types.items() if kind in ("str", "int", "float", "bool")
+    }
+
+
+def holding(requests: Iterable[Request], held: list[Request]) -> Iterator[Request]:
+    """Yield requests, and add them to `held` if all of them take less than `HELD_BYTES`."""
+    size = 0
+    for request in requests:
+        size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
+        if size <= HELD_BYTES:
+            held.append(request)
+        else:
+            held.clear()
+        yield request
+
+
 @attrs.define
 class _RowMaker:
     """Makes the rows of a comparison: one replay of the workload each."""
@@ -399,6 +430,7 @@ class _RowMaker:
     tick: Tick = attrs.field(init=False, repr=False)
     future: Future | None = attrs.field(init=False, default=None)
     held: list[Request] = attrs.field(init=False, factory=list, repr=False)
+    prefill_s: float = attrs.field(init=False, default=0.0)
 
     def infinite(self, *, bounded: bool) -> tuple[int, Infinite]:
         """Return the number of requests, and the hits of a cache without bounds.
@@ -406,7 +438,7 @@ class _RowMaker:
         With `bounded`, for comparisons with Belady's bound, both follow from the future that
         the bound needs anyway; else from a replay.
         """
-        requests = ticked(self._holding(check_keys(self.setup.workload)), self.tick)
+        requests = ticked(self._read(check_keys(self.setup.workload)), self.tick)
         if bounded:
             geometry = self.setup.geometry
             self.future = future = Future.read(requests, geometry)
@@ -419,20 +451,15 @@ class _RowMaker:
             lookup_blocks=stats.lookup_blocks,
             hit_blocks=stats.hit_blocks,
             hit_ratio=stats.ratios(),
+            prefill_s=round(self.prefill_s, 3),
         )
 
-    def _holding(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Yield `requests`, and hold them for the rows if they take little memory."""
-        held: list[Request] = []
-        size = 0
-        for request in requests:
-            size += REQUEST_BYTES + KEY_BYTES * len(request.keys)
-            if size <= HELD_BYTES:
-                held.append(request)
-            else:
-                held.clear()
+    def _read(self, requests: Iterable[Request]) -> Iterator[Request]:
+        """Yield `requests`, add up their prefill, and hold them if they take little memory."""
+        cost = self.setup.recompute
+        for request in holding(requests, self.held):
+            self.prefill_s += cost(0, request.prompt_tokens)
             yield request
-        self.held = held
 
     @property
     def _requests(self) -> Iterable[Request]:

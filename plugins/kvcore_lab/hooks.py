@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Mode, Ran, Running, Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, REAL, Mode, Ran, Running, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +45,11 @@ def kvcore_commands() -> dict[str, Verb]:
             "Simulate the measured rows of FILE, and compare TTFT, TPOT and throughput."
         ),
     }
-    return {name: Verb(f"kvcore_lab.cli.{name}:{name}", text) for name, text in about.items()}
+    groups = {"calibrate": CHECK, "validate": CHECK, "demo": LOOK, "quality": REAL}
+    return {
+        name: Verb(f"kvcore_lab.cli.{name}:{name}", text, groups.get(name, ASK))
+        for name, text in about.items()
+    }
 
 
 @hookimpl
@@ -64,13 +68,17 @@ def kvcore_modes() -> dict[str, Mode]:
 
 @hookimpl
 def kvcore_options(verb: str) -> list[Any]:
-    """Return the file for metrics of a run, and for simulations the search."""
+    """Return the file for metrics of a run, and for simulations the search and prices."""
     if verb not in ("run", "simulate"):
         return []
     from kvcore_lab.cli.metrics import prometheus_option  # noqa: PLC0415 - of two verbs
     from kvcore_lab.cli.search import search_option  # noqa: PLC0415 - as above
 
-    return [prometheus_option] if verb == "run" else [prometheus_option, search_option]
+    if verb == "run":
+        return [prometheus_option]
+    from kvcore_lab.cli.lab_options import gpu_price_option  # noqa: PLC0415 - as above
+
+    return [prometheus_option, search_option, gpu_price_option]
 
 
 @hookimpl
@@ -92,7 +100,7 @@ def kvcore_running(
 
 @hookimpl
 def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Run paged memory beside contiguous one, and search where the load is too high."""
+    """Cost a simulation, search where its load is too high, and page contiguous memory."""
     if "search" not in given:
         return None
     from kvcore_lab.cli.search import ran_of  # noqa: PLC0415 - of simulations

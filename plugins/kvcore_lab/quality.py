@@ -73,7 +73,7 @@ class QualityRow:
     needle_by_depth: tuple[tuple[float, float], ...] = ()
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Quality(Shown):
     """The result of `measure`: most bytes first, rows of one budget by their divergence.
 

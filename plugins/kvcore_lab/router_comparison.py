@@ -24,7 +24,8 @@ from kvcore.serving.router import Router
 from kvcore.workloads import Workload, check_keys, given_workload
 from kvcore_cluster.config import ClusterParts
 from kvcore_cluster.options import ReplicaChoices, replicas_text
-from kvcore_lab.comparison import SHARING, Source
+from kvcore_lab.comparison import SHARING, Source, types_of
+from kvcore_lab.gpu_cost import Cost, gpus_of
 from kvcore_lab.sweep import Executor, Grid, Plan
 from kvcore_lab.sweep.executors import ThisProcess
 from kvcore_replay.belady import Future, belady
@@ -65,6 +66,8 @@ class RouterRow:
         slo_met: share of the requests that meet their SLO.
         rejected: number of rejected requests.
         saturated: whether the queue grew as long as requests arrived; None: unknown.
+        usd_per_day: dollars that the GPUs cost a day; None without prices.
+        usd_per_million_output_tokens: the same for a million generated tokens.
     """
 
     replicas: int | str
@@ -80,6 +83,8 @@ class RouterRow:
     slo_met: float | None
     rejected: int
     saturated: bool | None
+    usd_per_day: float | None = None
+    usd_per_million_output_tokens: float | None = None
 
 
 @attrs.frozen(kw_only=True)
@@ -105,7 +110,7 @@ class SharedCache:
     optimum: float | None
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class RouterComparison(Shown):
     """The result of `compare_routers`.
 
@@ -116,6 +121,7 @@ class RouterComparison(Shown):
         slo: the SLO of all requests that bring none, such as `ttft=30,tpot=0.1`.
         rows: for each number of replicas, one per router in the order of the arguments.
         shared: one cache for each number of replicas.
+        gpu_prices: the prices of the GPUs in words; None without prices.
     """
 
     workload: Source
@@ -124,6 +130,7 @@ class RouterComparison(Shown):
     slo: str
     rows: list[RouterRow]
     shared: list[SharedCache]
+    gpu_prices: str | None = None
 
     def to_frame(self) -> Any:
         """Return a polars DataFrame of the rows.
@@ -132,7 +139,8 @@ class RouterComparison(Shown):
             PluginError: polars is not installed.
         """
         rows = [attrs.asdict(row) | {"replicas": str(row.replicas)} for row in self.rows]
-        return data_frame(rows, "`comparison.rows`")
+        types = types_of(RouterRow) | {"replicas": "str"}
+        return data_frame(rows, "`comparison.rows`", types)
 
 
 def compare_routers(
@@ -142,6 +150,7 @@ def compare_routers(
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
+    gpu_price: Mapping[str, float] | None = None,
     **options: Any,
 ) -> RouterComparison:
     """Serve a workload with replicas under each router, and once with one cache for all.
@@ -158,6 +167,7 @@ def compare_routers(
         executor: runs the simulations; None: one after another in this process. Any other
             executor needs routers that are installed.
         progress: shows the number of simulations that are done; None: no progress.
+        gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
         options: options of `RunConfig`, such as `tensor_parallel`, `view`, `fail`.
 
     Raises:
@@ -199,10 +209,13 @@ def compare_routers(
         for text, cache in shares:
             shared[text] = cache
             tick(1)
-    rows = [
-        _row(axes, results[task.digest], shared[axes["replicas"]])
-        for task, axes in zip(plan.tasks, plan.rows, strict=True)
-    ]
+    rows, prices = [], None
+    for task, axes in zip(plan.tasks, plan.rows, strict=True):
+        result, text = results[task.digest], axes["replicas"]
+        gpus = gpus_of(shares.parts[text], result["simulated_s"], result["replica_s"])
+        cost = Cost.of(gpus, gpu_price or {}, result["throughput_tokens_s"])
+        prices = None if cost is None else cost.prices
+        rows.append(_row(axes, result, shared[text], cost))
     return RouterComparison(
         workload=attrs.evolve(
             shares.source, requests=results[plan.tasks[0].digest]["requests"]
@@ -212,6 +225,7 @@ def compare_routers(
         slo=slo_text(cast("SLO", plan.tasks[0].cell.slo)),
         rows=rows,
         shared=list(shared.values()),
+        gpu_prices=prices,
     )
 
 
@@ -220,7 +234,9 @@ def _name(router: Any) -> str:
     return str(router if isinstance(router, str | Spec) else getattr(router, "name", router))
 
 
-def _row(axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache) -> RouterRow:
+def _row(
+    axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache, cost: Cost | None
+) -> RouterRow:
     values = {name: result[column] for name, column in COLUMNS.items()}
     hits, most = values["hit_ratio"], shared.optimum
     return RouterRow(
@@ -228,6 +244,7 @@ def _row(axes: Mapping[str, Any], result: Mapping[str, Any], shared: SharedCache
         router=_name(axes["router"]),
         share_of_optimum=hits / most if hits is not None and most else None,
         **values,
+        **({} if cost is None else cost.columns()),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Verb
+from kvcore.hookspecs import REAL, Verb
 
 
 @hookimpl
@@ -14,5 +14,6 @@ def kvcore_commands() -> dict[str, Verb]:
         "serve": "Serve a model to clients of an OpenAI-style API, streamed or not.",
     }
     return {
-        name: Verb(f"kvcore_online.cli.{name}:{name}", text) for name, text in about.items()
+        name: Verb(f"kvcore_online.cli.{name}:{name}", text, REAL)
+        for name, text in about.items()
     }

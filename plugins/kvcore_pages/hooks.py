@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Verb
+from kvcore.hookspecs import LOOK, Verb
 
 
 @hookimpl
@@ -14,4 +14,7 @@ def kvcore_commands() -> dict[str, Verb]:
         "tour": "Make a page that explains the KV cache, for learners.",
         "view": "Make a page that plays the TRACE of a run, or TRACE and OTHER side by side.",
     }
-    return {name: Verb(f"kvcore_pages.cli.{name}:{name}", text) for name, text in about.items()}
+    return {
+        name: Verb(f"kvcore_pages.cli.{name}:{name}", text, LOOK)
+        for name, text in about.items()
+    }

@@ -57,7 +57,7 @@ from kvcore_replay.pricing import PriceModel
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.report.billing import BILLS, bill_sections
 from kvcore_replay.report.misses import SummaryReport, spaced
-from kvcore_replay.report.whatif import WhatIfReport, change_text
+from kvcore_replay.report.whatif import WhatIfReport, change_text, settings_of
 from kvcore_replay.what_if import Change, RequestOutcome, WhatIf
 
 Content: TypeAlias = Iterator[Section | Part]
@@ -441,7 +441,7 @@ def _sweep(document: Document) -> Content:
     rows = document["rows"]
     grid = cast("Any", SeenGrid.of(document["mode"], rows))
     report = SweepReport(Sweep(grid, rows, 0, 0))
-    yield from (report.headline, report.setup, report.table, report.reading)
+    yield from (report.headline, report.setup, *report.tables, report.reading)
     for name in grid.varied:
         with suppress(InputError):  # no axis of numbers
             across = "pool, bytes" if name == "memory" else name.replace("_", " ")
@@ -506,6 +506,7 @@ def _whatif(document: Document) -> Content:
         ],
     )
     report = WhatIfReport(whatif)
+    yield from sentences(report.warning, "warning")
     yield from (report.headline, report.table, report.verdict, report.chart())
     for changes in report.tables:
         yield from shown([changes], f"Requests: {changes.headers[0]}")
@@ -518,15 +519,16 @@ def _whatif(document: Document) -> Content:
     one, other = dict(settings(before)), dict(settings(after))
     rows = [[name, one.get(name, NONE), other.get(name, NONE)] for name in {**one, **other}]
     yield from table("All settings", ["setting", "recorded", "what if"], rows, ())
-    changed = {n: v for n, v in after.items() if before.get(n) != v and n != "batching"}
-    changed |= {
-        name: value
-        for name, value in (after.get("batching") or {}).items()
-        if (before.get("batching") or {}).get(name) != value
-    }
+    recorded = settings_of(before)
+    changed = {n: v for n, v in settings_of(after).items() if recorded.get(n) != v}
     if "tiers" in changed:
         changed["tier"] = changed.pop("tiers") or "none"
-    yield from again(command("replay", whatif.file, **changed, json=True))
+    if "device" in changed:
+        device = changed["device"]
+        changed |= {"device": device["name"], "tensor_parallel": device["count"]}
+    if "model" in changed:
+        changed["model"] = changed["model"]["name"]
+    yield from again(command("whatif", whatif.file, **changed, json=True))
     yield from _in_trace(whatif.file, "Regret and miss reasons are those of the trace")
 
 

@@ -21,6 +21,7 @@ from kvcore.sections import Table
 from kvcore.serving.result import REQUESTS, TRACE
 from kvcore.units import NS_PER_S, format_seconds
 from kvcore.untrusted import parse_json
+from kvcore_lab.report.capacity import holding
 from kvcore_lab.report.paging import PagingReport
 from kvcore_pages.report_parts import (
     COLOURS,
@@ -234,7 +235,8 @@ class Run(Result):
         if report is None or self.summary is None:
             return ""
         holds = (self.summary["saturation"] or {}).get("holds")
-        held = report.holding(holds) if holds is not None else ""
+        many = "replicas" in self.summary
+        held = holding(holds, many=many) if holds is not None else ""
         return "\n".join(filter(None, (report.warning, held, report.thrashing)))
 
     def parts(self) -> Iterator[Part]:
@@ -377,7 +379,7 @@ class Run(Result):
             file = self.trace.file
             fixed = self.trace.run is None or self.trace.timeline.header["mode"] == "wall"
             lines += [
-                command("replay", file, export=None if fixed else "again.jsonl.gz"),
+                command("whatif", file, export=None if fixed else "again.jsonl.gz"),
                 command("explain", file, summary=True),
                 command("view", file, out="view.html"),
             ]

@@ -1,7 +1,7 @@
 """Readers of traces: checks, state, what-if, reasons of misses, bills, exports and plots.
 
-It adds the verbs `replay`, `watch`, `plot` and `export`, the options `--live` and `--price` of
-runs, and the call `kvcore.recorded_config`. To read, in this order::
+It adds the verbs `replay`, `whatif`, `watch`, `plot` and `export`, the options `--live` and
+`--price` of runs, and the call `kvcore.recorded_config`. To read, in this order::
 
     state/            the state of a run at any line, rebuilt from the lines before
     check/            every line against that state
@@ -12,6 +12,7 @@ runs, and the call `kvcore.recorded_config`. To read, in this order::
     untimed.py        requests through a cache, one after the other, without a clock
     belady.py         the optimum of eviction: the most hits that there can be
     misses/           why tokens of prompts missed
+    savings.py        the prefill that hits save, in tokens and seconds
     pricing.py, billing.py   prices of APIs that cache prompts, and bills by them
     export.py         the events and requests of a trace in formats of other tools
     anonymise.py      a trace without names

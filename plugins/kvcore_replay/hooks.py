@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvcore import hookimpl
-from kvcore.hookspecs import Ran, Running, Verb
+from kvcore.hookspecs import ASK, CHECK, LOOK, PLUMBING, Ran, Running, Verb
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,9 +31,15 @@ def kvcore_commands() -> dict[str, Verb]:
         "watch": (
             "Watch the TRACE of a run: its pool and queue, hits and evictions, by its clock."
         ),
+        "whatif": (
+            "Run the requests of the trace FILE again, with other options, beside the recorded "
+            "run."
+        ),
     }
+    groups = {"export": PLUMBING, "replay": CHECK, "whatif": ASK}
     return {
-        name: Verb(f"kvcore_replay.cli.{name}:{name}", text) for name, text in about.items()
+        name: Verb(f"kvcore_replay.cli.{name}:{name}", text, groups.get(name, LOOK))
+        for name, text in about.items()
     }
 
 
@@ -61,9 +67,15 @@ def kvcore_running(
 
 @hookimpl
 def kvcore_ran(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Bill the run, with `--price`."""
-    if given.get("price") is None:
-        return None
-    from kvcore_replay.cli.trace_options import billed  # noqa: PLC0415 - for --price alone
+    """Say what hits saved in a simulation, and bill the run, with `--price`."""
+    ran = Ran()
+    if parts.config.mode == "simulate" and parts.traced:
+        from kvcore_replay.savings import savings_of  # noqa: PLC0415 - of simulations
 
-    return billed(parts, result, given)
+        ran = savings_of(parts, result)
+    if given.get("price") is not None:
+        from kvcore_replay.cli.trace_options import billed  # noqa: PLC0415 - for --price alone
+
+        bills = billed(parts, result, given)
+        ran = Ran({**ran.fields, **bills.fields}, [*ran.sections, *bills.sections])
+    return ran

@@ -56,6 +56,8 @@ class RunSummary:
         throughput_tokens_s: generated tokens per second.
         goodput: requests per second that met their SLO; None without SLOs.
         slo_met: share of the requests with an SLO that met it; None without SLOs.
+        offered_load, saturation: the load, and the queue, as in a simulation's summary; None
+            if unknown.
         bill: the bill of an API that caches prompts; None without prices.
     """
 
@@ -78,7 +80,14 @@ class RunSummary:
     throughput_tokens_s: float | None
     goodput: float | None
     slo_met: float | None
+    offered_load: float | None = None
+    saturation: dict[str, Any] | None = None
     bill: Bills | None = None
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the queue grew until the last arrival."""
+        return self.saturation is not None and self.saturation["saturated"]
 
     @classmethod
     def of(

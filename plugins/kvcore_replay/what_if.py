@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -14,8 +14,14 @@ import attrs
 from kvcore.cache import KVCache, ServedCache
 from kvcore.cache import Sequence as CacheSequence
 from kvcore.config.parts import plugins_of
-from kvcore.config.values import PluginChoice, TierChoices
-from kvcore.errors import InputError, OutOfBlocks
+from kvcore.config.values import (
+    ByteSize,
+    DeviceChoice,
+    ModelChoice,
+    PluginChoice,
+    TierChoices,
+)
+from kvcore.errors import InputError, OutOfBlocks, PluginError
 from kvcore.files import file_bytes, refuse_overwrite
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins import Plugins
@@ -23,6 +29,7 @@ from kvcore.progress import Progress, Tick, silent, ticked
 from kvcore.request import SLO, Key, Request, TextRequest
 from kvcore.serving import Batching, DecodeSteps, Job, LatencyModel, StepResult, StepWork
 from kvcore.serving.latency import SimulatedExecutor
+from kvcore.serving.result import finished_work, offered_load, saturation_of
 from kvcore.serving.simulate import serve
 from kvcore.serving.stats import RunLog
 from kvcore.trace import Trace, TraceWorkload
@@ -30,6 +37,7 @@ from kvcore.trace.events import methods_by_event
 from kvcore.trace.fields import version
 from kvcore.trace.reader import TraceReader, read_keys, read_request
 from kvcore.units import NS_PER_S
+from kvcore_replay.recorded.config import replica_groups
 from kvcore_replay.recorded.parts import RecordedParts
 from kvcore_replay.recorded_run import RunSummary, bills_of, verified_log
 from kvcore_replay.state.cache import run_blocks
@@ -170,7 +178,7 @@ _FIELDS = tuple(field.name for field in attrs.fields(Request) if field.name != "
 SCHEMA = 1
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class WhatIf(Shown):
     """The result of `whatif`: a recorded run, and the same requests run again.
 
@@ -207,7 +215,8 @@ class WhatIf(Shown):
             | {f"rerun_{name}": value for name, value in change.rerun.as_dict().items()}
             for change in self.changes
         ]
-        return data_frame(rows, "`whatif.changes`")
+        runs = ("recorded", "rerun")
+        return data_frame(rows, "`whatif.changes`", {f"{run}_ttft_s": "float" for run in runs})
 
     def gained(self, most: int = 5) -> list[Change]:
         """Return the requests that gained most hit tokens, largest gain first."""
@@ -251,6 +260,10 @@ def whatif(
     drafter: PluginChoice | None = None,
     like: PluginChoice | None = None,
     tier: TierChoices = None,
+    model: ModelChoice | None = None,
+    device: DeviceChoice | None = None,
+    tensor_parallel: int | None = None,
+    memory: ByteSize | None = None,
     blocks: int | None = None,
     block_size: int | None = None,
     batching: Batching | Mapping[str, Any] | None = None,
@@ -286,6 +299,11 @@ def whatif(
         drafter: the drafter; `"none"`: a step generates one token per sequence.
         like: the rules of the engine; limits of a step and policies stay as they were.
         tier: the tiers below the pool, nearest first; `"none"`: no tiers.
+        model: the model. With another model or device, a pool that was all that fits beside
+            the weights is that again; any other one keeps its number of blocks.
+        device: the GPU.
+        tensor_parallel: the number of GPUs that share the model.
+        memory: bytes of K/V in the pool, in place of a number of blocks.
         blocks: number of blocks in the pool.
         block_size: tokens of a block; without `blocks`, the memory of the pool stays the same.
         batching: the limits of a step: a `Batching`, or those that change (`{"max_seqs": 8}`).
@@ -321,6 +339,10 @@ def whatif(
         "drafter": drafter,
         "like": like,
         "tier": tier,
+        "model": model,
+        "device": device,
+        "tensor_parallel": tensor_parallel,
+        "memory": memory,
         "blocks": blocks,
         "block_size": block_size,
         "batching": batching,
@@ -369,10 +391,49 @@ def whatif(
                 timed=parts.timed,
             ),
             bill=before,
+            **_load(workload, slo, plugins, recorded.log),
         ),
         rerun=attrs.evolve(rerun.summary(log), bill=after),
         changes=list(changes(recorded.log, log)),
     )
+
+
+def _load(
+    workload: TraceWorkload, slo: SLO | None, plugins: Plugins | None, log: RunLog
+) -> dict[str, Any]:
+    """Return the fields of a `RunSummary` about load and queue of the recorded run.
+
+    The load is unknown of a cluster, and where a recorded plugin is not installed here.
+    """
+    header = workload.header
+    if header.mode == "untimed" or header.engine:
+        return {}
+    fields = header.as_dict()
+    if not header.replicas:
+        with suppress(InputError, PluginError):
+            parts = RecordedParts(workload.file, fields, workload, {"slo": slo}, plugins)
+            latency = parts.latency()
+            latency.bind()
+            return _load_of_server(parts, latency, log)
+    limits = (n * own["batching"]["max_seqs"] for n, own in replica_groups(fields))
+    return _load_fields(None, log, sum(limits))
+
+
+def _load_of_server(parts: RecordedParts, latency: LatencyModel, log: RunLog) -> dict[str, Any]:
+    """Return the fields about load and queue of a run of one server, as its result does."""
+    load = None
+    if parts.config.drafter is None:
+        tokens = parts.blocks * parts.geometry.block_size
+        forgetting = parts.config.retention is not None
+        work = finished_work(log)
+        load = offered_load(work, parts.batching, latency, tokens, forgetting=forgetting)
+    return _load_fields(load, log, parts.batching.max_seqs)
+
+
+def _load_fields(load: float | None, log: RunLog, max_seqs: int) -> dict[str, Any]:
+    saturation = saturation_of(log, max_seqs, load)
+    fields = None if saturation is None else saturation.as_dict()
+    return {"offered_load": load, "saturation": fields}
 
 
 NO_FAILURES = ("none", ["none"], ("none",))
@@ -447,7 +508,9 @@ class _ClusterRerun:
         life = result.lives[0][0]
         used = plugins_of(life.cache, parts.scheduler(), life.latency, result.router)
         evicted = sum(each.cache.evicted_blocks for each in chain(*result.lives))
-        return RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
+        summary = RunSummary.of(parts.rerun(used), log, result.stats, evicted, timed=True)
+        max_seqs = sum(member.batching.max_seqs for member in parts.members)  # type: ignore[attr-defined]  # of RecordedCluster
+        return attrs.evolve(summary, **_load_fields(None, log, max_seqs))
 
 
 class _Rerun:
@@ -498,7 +561,12 @@ class _Rerun:
         """Return the summary of the second run."""
         cache, parts = self._cache, self._parts
         config = parts.rerun(plugins_of(cache, *(self._server or ()), self._drafter))
-        return RunSummary.of(config, log, cache.stats, cache.evicted_blocks, timed=parts.timed)
+        summary = RunSummary.of(
+            config, log, cache.stats, cache.evicted_blocks, timed=parts.timed
+        )
+        if self._server is None:
+            return summary
+        return attrs.evolve(summary, **_load_of_server(parts, self._server[1], log))
 
     def _replayed(self, requests: Iterable[Request]) -> RunLog:
         log, steps = RunLog(self._cache.pool.blocks), DecodeSteps()

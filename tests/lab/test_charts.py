@@ -93,7 +93,11 @@ def test_a_sweep_is_drawn_over_a_numeric_axis(axes, asked, axis):
         ),
         ({"blocks": [1, 2]}, "eviction", "--plot-axis eviction: .* there are: blocks"),
         ({"blocks": 1}, "blocks", "no axis has several numbers"),
-        ({"blocks": [1, 2], "seed": range(25)}, None, "25 lines over blocks"),
+        (
+            {"blocks": [1, 2], "eviction": [f"lfu:half_life={n}" for n in range(1, 26)]},
+            None,
+            "25 lines over blocks",
+        ),
     ],
 )
 def test_an_unsuitable_axis_of_a_sweep_is_refused(axes, asked, fault):

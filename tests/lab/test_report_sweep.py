@@ -90,7 +90,7 @@ def test_a_simulation_has_a_best_by_each_measure():
 
 def test_the_reading_counts_saturated_cells():
     """The reading counts saturated cells, whose times depend on the length of the workload."""
-    grid = Grid("simulate", seed=[1, 2])
+    grid = Grid("simulate", max_seqs=[1, 2])
     report = SweepReport(timed(grid, {"saturated": False}, {"saturated": True}))
     assert report.reading == (
         "Saturated: 1 cell, whose queue grows for as long as requests arrive; their times "
@@ -106,6 +106,76 @@ def test_the_setup_of_several_engines_has_common_options_only():
     setup = SweepReport(sweep).setup
     assert "max_tokens 64; chunked true" in setup
     assert "steps" not in setup
+
+
+def seeded(*hits):
+    """Return a sweep of two policies, each with the hit ratios of three seeds."""
+    grid = Grid("compare", blocks=[10], seed=[0, 1, 2], eviction=["lru", "lfu"])
+    sweep = untimed(grid, *hits)
+    for row, cell in zip(sweep.rows, grid, strict=True):
+        row["seed"] = cell.seed
+    return SweepReport(sweep)
+
+
+def test_seeds_are_folded_to_means_with_intervals():
+    """Each policy has its mean over seeds, and its paired difference to the first policy."""
+    report = seeded(0.1, 0.2, 0.2, 0.3, 0.3, 0.1)
+    (table,) = report.tables
+    assert table.headers == [
+        *("eviction", "hits, of blocks", "± 95 %", "seeds", "to the first", "± 95 % ", "better")
+    ]
+    assert table.rows == [
+        ["lru", "20.0%", "24.8%", "3", "–", "–", "–"],
+        ["lfu", "20.0%", "24.8%", "3", "+0.0%", "43.0%", "2 of 3"],
+    ]
+    assert report.reading.startswith("Means over seeds")
+    assert "seed" not in report.setup
+
+
+def test_a_chart_has_a_band_of_the_seeds():
+    """A line of a chart is the mean over seeds, with the interval as its band."""
+    grid = Grid("compare", blocks=[10, 20], seed=[0, 1], eviction=["lru"])
+    sweep = untimed(grid, 0.1, 0.3, 0.4, 0.4)
+    for row, cell in zip(sweep.rows, grid, strict=True):
+        row["seed"] = cell.seed
+    (panel,) = SweepReport(sweep).chart("blocks").panels
+    assert panel.lines == {"most hits": [(10, 0.2), (20, 0.4)]}
+    (low, high), narrow = panel.bands["most hits"]
+    assert low < 0.1
+    assert high > 0.3
+    assert narrow == (0.4, 0.4)
+
+
+def test_a_chart_has_a_panel_for_each_workload():
+    """Workloads have panels of their own; blocks of several sizes are counted in tokens."""
+    grid = Grid("compare", workload=["zipf", "weka"], blocks=[10, 20], eviction=["lru", "lfu"])
+    sweep = untimed(grid, *(n / 10 for n in range(8)))
+    for row in sweep.rows:
+        row["block_size"] = 16 if row["workload"] == "zipf" else 64
+    report = SweepReport(sweep)
+    chart = report.chart("blocks")
+    assert [panel.label for panel in chart.panels] == [
+        *("zipf: hits, of blocks", "weka: hits, of blocks")
+    ]
+    assert [list(panel.lines) for panel in chart.panels] == [["lru", "lfu"]] * 2
+    assert [at for at, _ in chart.panels[1].lines["lru"]] == [640, 1280]
+    assert chart.across == "pool, tokens"
+    assert report.table.headers[:3] == ["workload", "blocks", "block_size"]
+    assert "block_size" not in report.setup
+
+
+def test_intervals_are_by_a_bootstrap_over_stretches():
+    """With intervals each policy has one, and one of its difference to the first policy."""
+    grid = Grid("compare", blocks=[10], eviction=["lru", "lfu"])
+    rows = untimed(grid, 0.2, 0.4).rows
+    parts = [{"hit_ratio_block": [share / 20] * 20} for share in (0.2, 0.4)]
+    report = SweepReport(Sweep(grid, rows, 0, 2, parts), intervals=True)
+    (table,) = report.tables
+    assert table.rows == [
+        ["lru", "20.0%", "20.0% to 20.0%", "–", "–"],
+        ["lfu", "40.0%", "40.0% to 40.0%", "+20.0%", "+20.0% to +20.0%"],
+    ]
+    assert "bootstrap over 20 stretches" in report.reading
 
 
 def test_measures_that_no_cell_has_are_left_out():
@@ -129,7 +199,8 @@ def test_a_sweep_over_sizes_alone_has_no_winners():
     grid = Grid("compare", blocks=[10, 20])
     report = SweepReport(untimed(grid, 0.1, 0.2))
     assert report.reading == ""
-    assert report.table.rows == [["10", "lru", "10.0%"], ["20", "lru", "20.0%"]]
+    assert report.table.headers == ["blocks", "hits, of blocks"]
+    assert report.table.rows == [["10", "10.0%"], ["20", "20.0%"]]
 
 
 @pytest.fixture

@@ -289,14 +289,20 @@ class Valued(LRU):
 
     def on_miss(self, request, hit_blocks, now):
         """Store the values of the runs that follow the hit."""
-        self.taken.append(list(self.runs.take(request, hit_blocks)))
+        self.taken.append(self.runs.take(request, hit_blocks))
 
 
 RUNS = {
-    "radix": [[], [], [], ["ab", "abcd"], []],
-    "hashed:spans=block": [[], [], [], ["a", "ab", "abc"], ["abcd"]],
+    "radix": [[], [], [], [("ab", 0, 2), ("abcd", 2, 3)], []],
+    "hashed:spans=block": [
+        [],
+        [],
+        [],
+        [("a", 0, 1), ("ab", 1, 2), ("abc", 2, 3)],
+        [("abcd", 3, 4)],
+    ],
 }
-"""What the requests of the test below find of evicted runs, by prefix index."""
+"""What the requests of the test below take of evicted runs, by prefix index."""
 
 
 @pytest.mark.parametrize("prefix", RUNS)

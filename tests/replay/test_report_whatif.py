@@ -177,15 +177,16 @@ def test_compactions_have_rows_if_one_run_has_any():
 def test_several_runs_differ_from_the_first():
     """Each run has its value and its change from the first run.
 
-    An increase to more than ten times the value is a factor.
+    A change to more than ten times the value, or to less than a tenth of it, is a factor.
     """
     runs = [
         attrs.evolve(TIMED, throughput_tokens_s=speed, evicted_blocks=evicted)
-        for speed, evicted in ((100.0, 7), (4_200.0, 9), (None, 7))
+        for speed, evicted in ((100.0, 7), (4_200.0, 9), (None, 7), (2.0, 7))
     ]
     rows = {row[0]: row[1:] for row in run_rows(runs, timed=True)}
-    assert rows["generated tokens/s"] == ["100", "4,200", "42 times", "–", "–"]
-    assert rows["blocks evicted"] == ["7", "9", "+2", "7", "="]
+    speeds = ["100", "4,200", "42 times", "–", "–", "2", "50 times less"]
+    assert rows["generated tokens/s"] == speeds
+    assert rows["blocks evicted"] == ["7", "9", "+2", "7", "=", "7", "="]
 
 
 def test_one_run_has_no_changes():
@@ -210,3 +211,13 @@ def test_a_limit_that_was_different_is_told_alone():
         attrs.evolve(UNTIMED, config={"batching": {**caps, "max_seqs": 9}}),
     ).headline
     assert told.splitlines()[1:] == ["max seqs: 9 instead of 256"]
+
+
+def test_memory_of_a_tier_is_told_with_its_unit():
+    """Bytes of a tier are GiB, as on the command line."""
+    tier = {"name": "host", "options": {"memory": 64 * 2**30, "load": None}}
+    told = report(
+        attrs.evolve(UNTIMED, config={"tiers": []}),
+        attrs.evolve(UNTIMED, config={"tiers": [tier]}),
+    ).headline
+    assert "tiers: host:memory=64GiB instead of none" in told.splitlines()

@@ -62,8 +62,8 @@ def test_another_block_size_keeps_the_memory_of_tiers(path, tmp_path):
 
 
 def test_kvcore_replay_prints_or_replaces_the_tiers(path):
-    """`kvcore replay --tier none` removes the tiers; without the option it prints them."""
-    printed = run_here("replay", path, "--tier", "none").stdout
+    """`kvcore whatif --tier none` removes the tiers; without the option it prints them."""
+    printed = run_here("whatif", path, "--tier", "none").stdout
     assert "tiers: none instead of" in " ".join(printed.split())
     assert "tier host: blocks of" in run_here("replay", path).stdout
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar
 
+import attrs
 from lmcache.logging import init_logger
 from lmcache.v1.storage_backend.cache_policy.base_policy import BaseCachePolicy
 
@@ -48,7 +49,7 @@ def refuse_unfit(eviction: EvictionPolicy) -> None:
     why = REFUSED.get(eviction.name)
     if why is None and eviction.expires_spans:
         why = "what has expired must not be hit, and LMCache asks nobody on look-up"
-    for method in ("on_queued", "on_dequeued", "on_end"):
+    for method in ("on_queued", "on_dequeued"):
         if why is None and find_override(eviction, method):
             why = f"it has to hear of requests (`{method}`), of which LMCache does not tell"
     if why:
@@ -61,7 +62,11 @@ class KvcorePolicy(BaseCachePolicy):
 
     Every chunk is a span of one block, and a child of the root. It is stored when it enters
     the mapping of the back end, and dropped when it leaves, for any reason: so policy and back
-    end always have the same chunks. Each hit of a chunk is an access by a request of its own.
+    end always have the same chunks.
+
+    LMCache names no request. One is the hits of a look-up and the stores that follow, until the
+    next hit, or until room is made again; it ends with each of its uses, as far as a policy
+    hears of it. Of its answer, tool and tenant nothing is known.
 
     A back end makes room before it names the new chunk: `on_miss` of the policy is called right
     before the chunk is stored, after the eviction. A victim that is in use stays, and counts as
@@ -103,7 +108,8 @@ class KvcorePolicy(BaseCachePolicy):
         self._early_hits = 0
         self._offered: list[Any] = []
         self._evicted: list[Any] = []  # not in the recording yet
-        self._accesses = 0
+        self._accesses = self._requests = 0
+        self._has_stored = False  # the latest request
         chunks = os.environ.get(CHUNKS)
         if chunks:
             if not chunks.isdecimal() or not int(chunks):
@@ -140,6 +146,7 @@ class KvcorePolicy(BaseCachePolicy):
             if self.host is None and hosted:
                 self._begin(hosted)
             now = self.clock()
+            self._begin_request()
 
             def usable(key: Any) -> bool:
                 entry = cache_dict.get(key)
@@ -214,20 +221,30 @@ class KvcorePolicy(BaseCachePolicy):
             if self._recorder is not None:
                 self._recorder.dropped(key_of(key), now)
             return
-        self._accesses += 1
-        name = key_of(key)
+        if what == "hit":
+            self._begin_request()
+        self._has_stored |= what == "stored"
+        name, request_id = key_of(key), self._requests
         request = Request(
-            id=self._accesses, arrival=now, prompt_tokens=1, key_tokens=1, keys=[name]
+            id=request_id, arrival=now, prompt_tokens=1, key_tokens=1, keys=[name]
         )
         if what == "hit":
             host.pin(key)
-            host.hit([key], now)
+            host.hit([key], now, request_id)
         else:
             host.missed(request, 0, now)
-            host.stored(key, None, now, key=name)
+            host.stored(key, None, now, key=name, request=request_id)
+        host.ended(request, now)
         host.unpin(key, now)
         if self._recorder is not None:
+            self._accesses += 1
+            request = attrs.evolve(request, id=self._accesses)
             self._record(self._recorder, request, hit=what == "hit", now=now)
+
+    def _begin_request(self) -> None:
+        """Begin a request if the latest one has stored a chunk."""
+        self._requests += self._has_stored
+        self._has_stored = False
 
     def _record(
         self, recorder: EngineRecorder, request: Request, *, hit: bool, now: int

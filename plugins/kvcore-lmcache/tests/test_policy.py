@@ -226,7 +226,7 @@ def test_policies_that_need_data_lmcache_lacks_are_refused(policy, why):
 
 
 def test_every_built_in_policy_is_hosted_or_refused():
-    """LMCache hosts the flat policies and `random`; other built-in policies are refused."""
+    """LMCache hosts the flat policies and those that learn; other policies are refused."""
     CPU("LRU", 1)
     refused = set()
     for name in Plugins().names("eviction"):
@@ -235,7 +235,7 @@ def test_every_built_in_policy_is_hosted_or_refused():
         except InputError:
             refused.add(name)
     flat = set(Plugins().names("eviction")) - refused
-    assert flat == {*FLAT, "random"}
+    assert flat == {*FLAT, "random", "hazard", "workload-aware"}
 
 
 def test_a_third_party_policy_is_refused_if_it_needs_requests():
@@ -247,12 +247,37 @@ def test_a_third_party_policy_is_refused_if_it_needs_requests():
     class Waiting(Newest):
         name = "waiting"
 
-        def on_end(self, request, now):
-            """Called when a request has ended."""
+        def on_queued(self, request, now, *, front=False):
+            """Called when a request waits."""
 
     refuse_unfit(Newest())
-    with pytest.raises(InputError, match=r"'waiting' .*on_end"):
+    with pytest.raises(InputError, match=r"'waiting' .*on_queued"):
         refuse_unfit(Waiting())
+
+
+def test_a_look_up_and_its_stores_are_a_request(monkeypatch):
+    """A policy hears of the uses of one prompt as those of one request, and of its end."""
+    ended = []
+
+    def on_end(self, request, now):  # noqa: ARG001 - the signature of the callback
+        ended.append(request.id)
+
+    monkeypatch.setattr(LRU, "on_end", on_end, raising=False)
+    monkeypatch.setenv(CHUNKS, "6")
+    cache = CPU("kvcore:lru", 6)
+    for prompt in ([1, 2, 3], [1, 2, 4], [1, 2, 5]):
+        cache.serve(prompt, batch=True)
+    assert ended == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_policy_that_learns_keeps_to_lru_until_it_hits_more(prompts):
+    """The guard of `hazard` begins with the evictions of `lru` in LMCache too."""
+    guarded, lru = CPU("kvcore:hazard", 400), CPU("kvcore:lru", 400)
+    for prompt in prompts[:60]:
+        guarded.serve(prompt, batch=True)
+        lru.serve(prompt, batch=True)
+    assert guarded.evicted == lru.evicted
+    assert guarded.evicted
 
 
 def test_the_environment_selects_the_policy(monkeypatch):

@@ -16,7 +16,6 @@ from kvcore.cli.output import (
     json_option,
     optional_file,
     print_notes,
-    print_sections,
     progress,
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
@@ -35,7 +34,13 @@ from kvcore.plugins.manager import Plugins
 from kvcore.progress import ticked
 from kvcore.units import format_bytes, parse_bytes
 from kvcore.workloads import Workload, checked, part_of
-from kvcore_lab.cli.lab_options import block_size_option, policies_option, tokens_of
+from kvcore_lab.cli.lab_options import (
+    block_size_option,
+    markup_options,
+    policies_option,
+    print_report,
+    tokens_of,
+)
 from kvcore_lab.cli.metrics import metrics_file, prometheus_option
 from kvcore_lab.comparison import SHARING, Comparison
 from kvcore_lab.comparison import compare as run_comparison
@@ -116,6 +121,7 @@ MODEL, CODEC, DEVICE = map(option_default, ("model", "codec", "device"))
     help="Number of processes that replay policies and pool sizes.",
 )
 @price_option
+@markup_options
 @plot_option
 @prometheus_option
 @json_option
@@ -200,7 +206,7 @@ def compare(workload: str | None, **given: Any) -> None:
             document["prefix"] = prefix
         emit_json(document)
     elif prometheus != STDOUT:
-        print_sections(*report.sections, compact=True)
+        print_report(report.sections, given["markup"], compact=True)
     print_notes(source)
 
 

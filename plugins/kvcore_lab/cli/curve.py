@@ -16,7 +16,6 @@ from kvcore.cli.output import (
     json_option,
     optional_file,
     print_notes,
-    print_sections,
     progress,
 )
 from kvcore.cli.verb import Count, option, plugin_completion, verb
@@ -31,7 +30,13 @@ from kvcore.plugins.manager import Plugins
 from kvcore.plugins.options import Spec, parse
 from kvcore.workloads import Workload, part_of
 from kvcore_lab.cli.compare import CODEC, DEVICE, MODEL
-from kvcore_lab.cli.lab_options import block_size_option, policies_option, tokens_of
+from kvcore_lab.cli.lab_options import (
+    block_size_option,
+    markup_options,
+    policies_option,
+    print_report,
+    tokens_of,
+)
 from kvcore_lab.curves.mrc import POINTS
 from kvcore_lab.curves.mrc import curve as make_curves
 from kvcore_lab.curves.plane import plane as make_plane
@@ -94,6 +99,7 @@ KINDS = (*FORMS, "csv", "json")
     metavar="FILE",
     help=f"File for a plot, or for the numbers: .{', .'.join(KINDS)}.",
 )
+@markup_options
 @plot_option
 @json_option
 def curve(workload: str | None, **given: Any) -> None:
@@ -145,7 +151,7 @@ def curve(workload: str | None, **given: Any) -> None:
     if given["as_json"]:
         emit_json({"schema": 1, **report.document()})
     elif out is None:
-        print_sections(*report.sections, compact=given["tier"] is None)
+        print_report(report.sections, given["markup"], compact=given["tier"] is None)
     print_notes(source)
 
 

@@ -197,7 +197,7 @@ def _refuse(source: str, given: Mapping[str, object]) -> None:
     if options:
         msg = (
             f"{source} is a trace: what it was recorded with is in it, so {', '.join(options)} "
-            "cannot change; `kvcore replay` runs its requests under another policy"
+            "cannot change; `kvcore whatif` runs its requests under another policy"
         )
         raise InputError(msg)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvcore.cli.options import Command, all_of, shared
-from kvcore.cli.verb import Count, option, plugin_completion
+from kvcore.cli.output import print_sections, print_table
+from kvcore.cli.verb import Count, echo, option, plugin_completion
 from kvcore.errors import InputError
 from kvcore.files import STDIN, is_copy
-from kvcore.hookspecs import POLICIES
+from kvcore.hookspecs import OUTPUT, POLICIES
+from kvcore.sections import Section
+from kvcore.units import format_dollars
 from kvcore.workloads import Workload
 
 if TYPE_CHECKING:
@@ -38,6 +41,66 @@ def tokens_of(source: Workload, given: dict[str, Any]) -> int:
     """Return the tokens of a block: those of the option, or else of a key of `source`."""
     size: int | None = given["block_size"]
     return source.key_tokens if size is None else size
+
+
+def _gpu_price(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
+    """Return the prices that `--gpu-price` gives; for `list` print those known, and exit."""
+    if value is None or ctx.resilient_parsing:
+        return {}
+    from kvcore_lab.gpu_cost import PRICES, read_gpu_prices  # noqa: PLC0415 - if any are given
+
+    if value == "list":
+        rows = [
+            (name, format_dollars(price.usd), price.source) for name, price in PRICES.items()
+        ]
+        print_table(("device", "USD an hour", "source"), rows, right=("USD an hour",))
+        ctx.exit()
+    try:
+        return read_gpu_prices(value)
+    except InputError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+gpu_price_option = option(
+    "--gpu-price",
+    heading=OUTPUT,
+    callback=_gpu_price,
+    is_eager=True,
+    metavar="PRICES",
+    help="Dollars for an hour of a GPU, such as h100=2.5,b200=5, or 2.5 for every device.  "
+    "[default: those of a table, which `list` shows]",
+)
+"""The option of the prices by which a deployment is costed."""
+
+markup_options = all_of(
+    option(
+        "--markdown",
+        "markup",
+        heading=OUTPUT,
+        flag_value="markdown",
+        help="Print the report as Markdown.",
+    ),
+    option(
+        "--latex",
+        "markup",
+        heading=OUTPUT,
+        flag_value="latex",
+        help="Print the report as LaTeX, with tables of booktabs.",
+    ),
+)
+"""The options of a report for pages and papers."""
+
+
+def print_report(
+    sections: Sequence[Section], markup: str | None, *, compact: bool = False
+) -> None:
+    """Print a report: for the terminal, perhaps `compact`, or as `markdown` or `latex`."""
+    if markup is None:
+        print_sections(*sections, compact=compact)
+        return
+    from kvcore_lab.report.markup import MARKUPS  # noqa: PLC0415 - few reports
+
+    echo(MARKUPS[markup](sections))
 
 
 executor_options = all_of(

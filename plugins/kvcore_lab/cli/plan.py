@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,22 @@ from kvcore.cli.output import (
     file_path,
     json_bytes,
     json_option,
-    print_sections,
     progress,
 )
 from kvcore.cli.verb import Count, echo, option, verb
 from kvcore.files import atomic_file, make_directory, refuse_overwrite
 from kvcore.hookspecs import OUTPUT
-from kvcore_lab.cli.lab_options import executor_options, search_executor
+from kvcore_lab.cli.lab_options import (
+    executor_options,
+    gpu_price_option,
+    markup_options,
+    print_report,
+    search_executor,
+)
+from kvcore_lab.plans.devices import devices_of, plan_devices
 from kvcore_lab.plans.planning import DEGREES, HOST, MOST_GPUS
 from kvcore_lab.plans.planning import plan as make_plan
-from kvcore_lab.report.plan import PlanReport
+from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.sweep import Journal
 from kvcore_replay.cli.plot_option import plot_file, plot_option
 
@@ -49,6 +56,7 @@ HINT = "expected numbers, such as 1,2,4"
 
 @verb(
     "kvcore plan --device h100 --slo ttft=2,tpot=0.05",
+    "kvcore plan --device h100,h200,b200 --gpu-price h100=2.5 --slo ttft=2,tpot=0.05",
     "kvcore plan requests.jsonl --model llama-3-70b --slo ttft=5 --percentile 95 --tier none",
 )
 @workload_argument
@@ -60,7 +68,11 @@ HINT = "expected numbers, such as 1,2,4"
     f"search, other tiers are taken as given; `none` leaves tiers out.  [default: {HOST}]",
 )
 @shared("model")
-@shared("device")
+@shared(
+    "device",
+    text="GPU that the model is served on, as for simulate; or several, such as "
+    "h100,h200,b200, whose fleets are compared.",
+)
 @shared("codec")
 @shared("weights_dtype")
 @shared(
@@ -100,7 +112,9 @@ HINT = "expected numbers, such as 1,2,4"
     help="Directory for plan.json, and for the journal from which an interrupted search goes "
     f"on.  [default: {RESULTS}]",
 )
+@gpu_price_option
 @executor_options
+@markup_options
 @plot_option
 @json_option
 @click.pass_context
@@ -118,14 +132,16 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     written = out / "plan.json"
     refuse_overwrite(written, source.options().values())
     not_given = ctx.get_parameter_source("tier") is ParameterSource.DEFAULT
-    options = run_options(given, "workload", "tier", "tensor_parallel", "replicas")
+    options = run_options(given, "workload", "tier", "tensor_parallel", "replicas", "device")
+    devices = devices_of(given["device"])
     make_directory(out)
     try:
         with (
             Journal(out / "journal.jsonl") as journal,
             plot_file(given["picture"], source.options().values()) as write_plot,
         ):
-            found = make_plan(
+            search = partial(
+                make_plan if len(devices) == 1 else partial(plan_devices, devices),
                 source,
                 percentile=given["percentile"],
                 tensor_parallel=given["tensor_parallel"],
@@ -135,12 +151,20 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
                 journal=journal,
                 executor=search_executor(given, source),
                 progress=progress,
+                gpu_price=given["gpu_price"],
                 **options,
             )
-            report = PlanReport(found.as_dict())
-            document = {"schema": 1, **report.plan}
-            limit = document["limit"]
-            document["limit"] = {"verdict": limit["verdict"], "why": report.limit} | limit
+            report: PlanReport | DevicePlansReport
+            if len(devices) == 1:
+                found = search(device=devices[0])
+                report = PlanReport(found.as_dict())
+                document = {"schema": 1, **report.plan}
+                limit = document["limit"]
+                document["limit"] = {"verdict": limit["verdict"], "why": report.limit} | limit
+            else:
+                found = search()
+                report = DevicePlansReport(found.as_dict())
+                document = {"schema": 1, **report.plans}
             with atomic_file(written) as file:
                 file.buffer.write(json_bytes(document))
             write_plot(report.chart())
@@ -150,7 +174,7 @@ def plan(ctx: click.Context, /, **given: Any) -> None:
     if given["as_json"]:
         emit_json(document)
     else:
-        print_sections(*report.sections)
+        print_report(report.sections, given["markup"])
     for note in found.notes:
         echo(f"kvcore: {note}", err=True)
     if found.best is None:

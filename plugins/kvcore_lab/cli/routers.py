@@ -19,10 +19,16 @@ from kvcore.cli.options import (
     traffic_options,
     workload_argument,
 )
-from kvcore.cli.output import emit_json, json_option, print_sections, progress
+from kvcore.cli.output import emit_json, json_option, progress
 from kvcore.cli.verb import option, plugin_completion, verb
 from kvcore_cluster.options import CLUSTER
-from kvcore_lab.cli.lab_options import executor_options, search_executor
+from kvcore_lab.cli.lab_options import (
+    executor_options,
+    gpu_price_option,
+    markup_options,
+    print_report,
+    search_executor,
+)
 from kvcore_lab.report.routers import RoutersReport
 from kvcore_lab.router_comparison import compare_routers
 from kvcore_replay.cli.plot_option import plot_file, plot_option
@@ -54,7 +60,9 @@ from kvcore_replay.cli.plot_option import plot_file, plot_option
 @server_options
 @batching_options
 @traffic_options
+@gpu_price_option
 @executor_options
+@markup_options
 @plot_option
 @json_option
 @click.pass_context
@@ -75,6 +83,7 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
             given["replicas"],
             executor=search_executor(given, source),
             progress=progress,
+            gpu_price=given["gpu_price"],
             **{name: value for name, value in options.items() if value is not None},
         )
         report = RoutersReport(found)
@@ -82,4 +91,4 @@ def routers(ctx: click.Context, /, **given: Any) -> None:
     if given["as_json"]:
         emit_json(report.document())
     else:
-        print_sections(*report.sections)
+        print_report(report.sections, given["markup"])

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 from kvcore.cli.output import progress
 from kvcore.cli.verb import option
 from kvcore.config import RunParts
 from kvcore.hookspecs import Ran
+from kvcore.serving.result import finished_work
+from kvcore.serving.stats import RunLog
+from kvcore.units import NS_PER_S, format_number
+from kvcore.workloads import Workload
+from kvcore_lab.gpu_cost import Cost, gpus_of
+from kvcore_plugins.workload.turns import overlapping
 
 search_option = option(
     "--search/--no-search",
@@ -40,23 +46,92 @@ def search_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | N
 
 def _searched(parts: RunParts, result: Any) -> Ran:
     """Search, and show the progress on stderr."""
-    from kvcore.report.simulation import SimulationReport  # noqa: PLC0415 - as above
-    from kvcore_cluster.report import ClusterReport  # noqa: PLC0415 - as above
     from kvcore_lab.plans import capacity  # noqa: PLC0415 - as above
+    from kvcore_lab.report.capacity import holding  # noqa: PLC0415 - as above
 
     search: Any = capacity.find_replicas if parts.many else capacity.find_capacity
     with progress("searching for what would hold: simulations", None) as tick:
         holds: dict[str, float | int] = search(parts, result, tick)
-    report = ClusterReport if parts.many else SimulationReport
-    return Ran({"saturation": {"holds": holds}}, [report.holding(holds)])
+    return Ran({"saturation": {"holds": holds}}, [holding(holds, many=parts.many)])
 
 
-def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran | None:
-    """Return the search for a simulation, and paged memory beside contiguous memory."""
-    search = search_of(parts, result, given)
-    if parts.traced:
-        return search
-    return (search or Ran())._replace(fields=paged_fields(parts, residency=given["residency"]))
+def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
+    """Return cost and search for a simulation, and paged memory beside contiguous memory."""
+    ran = search_of(parts, result, given) or Ran()
+    if not parts.traced:
+        return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
+    rates = Rates.of(parts, result)
+    cost = cost_of(parts, result, given["gpu_price"])
+    sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]
+    fields: dict[str, Any] = {"rates": rates._asdict()}
+    fields["cost"] = None if cost is None else cost.as_dict()
+    if parts.config.rate_scale > 1 or (result.saturation and result.saturation.saturated):
+        continued, early = early_turns(parts.workload, result.log)
+        fields["turns"] = {"continued": continued, "early": early}
+        if early:
+            sections.append(
+                f"{early:,} of {continued:,} requests that continue an earlier prompt were "
+                "sent before its answer was there: in this workload they are independent. With "
+                "turns=true, an option of chat, jsonl, trace and mooncake, they come after it, "
+                "and --rate-scale moves the starts of conversations alone."
+            )
+    return ran._replace(fields=fields, sections=sections)
+
+
+class Rates(NamedTuple):
+    """Figures of a run under the names that `vllm bench serve` gives them, and for each GPU.
+
+    Attributes:
+        request_throughput: requests that finish a second.
+        output_throughput, total_token_throughput: tokens that are generated a second, and all,
+            those of prompts too.
+        tokens_per_gpu: all of them, by a GPU.
+        running: requests between their admission and their end, in the mean.
+    """
+
+    request_throughput: float
+    output_throughput: float
+    total_token_throughput: float
+    tokens_per_gpu: float
+    running: float
+
+    @classmethod
+    def of(cls, parts: RunParts, result: Any) -> Self:
+        """Return the figures of a simulation."""
+        log, seconds = result.log, result.simulated_s or 1.0
+        prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(log))
+        output = result.throughput_tokens_s or 0.0
+        total = prompts / seconds + output
+        gpus = sum(gpus_of(parts, seconds, getattr(result, "replica_s", None)).values())
+        ends = zip(log.admitted, log.finish, strict=True)
+        ran = sum(end - begin for begin, end in ends if end >= 0) / NS_PER_S
+        requests = (len(log.ids) - len(log.reasons)) / seconds
+        return cls(requests, output, total, total / gpus, ran / seconds)
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        requests, output, total, per_gpu, running = map(format_number, self)
+        tokens = f"{output} generated tokens/s, {total} tokens/s in all, {per_gpu} a GPU; "
+        if not self.output_throughput:  # lengths of outputs are unknown
+            tokens = ""
+        return f"Rates: {requests} requests/s, {tokens}{running} requests running in the mean."
+
+
+def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:
+    """Count the requests that continue another one, and those sent before its answer ended."""
+    sent, ended = (
+        dict(zip(log.ids, column, strict=True)) for column in (log.arrival, log.finish)
+    )
+    return overlapping(workload, sent, ended)
+
+
+def cost_of(parts: RunParts, result: Any, given: Mapping[str, float]) -> Cost | None:
+    """Return the cost of the deployment of a simulation; None without prices of its GPUs."""
+    seconds, output = result.simulated_s, result.throughput_tokens_s
+    gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
+    prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(result.log))
+    tokens = prompts / seconds + (output or 0) if seconds else None
+    return Cost.of(gpus, given, output, tokens)
 
 
 def paged_fields(parts: RunParts, *, residency: bool = True) -> dict[str, Any]:

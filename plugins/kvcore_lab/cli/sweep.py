@@ -12,7 +12,6 @@ from kvcore.cli.output import (
     emit_json,
     file_path,
     json_option,
-    print_sections,
     print_text,
     progress,
 )
@@ -21,7 +20,12 @@ from kvcore.errors import InputError, PluginError
 from kvcore.files import make_directory, refuse_overwrite
 from kvcore.plugins.manager import Plugins
 from kvcore.report.tables import counted
-from kvcore_lab.cli.lab_options import executor_options
+from kvcore_lab.cli.lab_options import (
+    executor_options,
+    gpu_price_option,
+    markup_options,
+    print_report,
+)
 from kvcore_lab.report.sweep import (
     WRITERS,
     SweepReport,
@@ -54,7 +58,14 @@ SHOWN = 10
     help="File for the results (.csv, .json or .parquet), or a directory.  "
     "[default: NAME-results]",
 )
+@click.option(
+    "--intervals",
+    is_flag=True,
+    help="Print each policy with intervals, by a bootstrap over stretches of the requests.",
+)
+@gpu_price_option
 @executor_options
+@markup_options
 @plot_option
 @click.option(
     "--plot-axis",
@@ -69,8 +80,11 @@ def sweep(
     *,
     file: Path,
     out: Path | None,
+    intervals: bool,
+    gpu_price: dict[str, float],
     jobs: int | None,
     executor: str | None,
+    markup: str | None,
     picture: Path | None,
     plot_axis: str | None,
     as_json: bool,
@@ -98,7 +112,9 @@ def sweep(
             for number in opened.damaged:
                 text = f"{journal}:{number}: does not match its digest: its cell is run again"
                 echo(f"kvcore: {text}, unless a later line has it", err=True)
-            result = run_sweep(plan, opened, executor=runner, progress=progress)
+            result = run_sweep(
+                plan, opened, executor=runner, progress=progress, gpu_price=gpu_price
+            )
             for table in tables:
                 write_table(result, table)
             if axis is not None:
@@ -109,7 +125,7 @@ def sweep(
     if as_json:
         emit_json(sweep_document(result))
     else:
-        print_sections(*SweepReport(result).sections)
+        print_report(SweepReport(result, intervals=intervals).sections, markup)
         print_text(f"All rows: {', '.join(map(str, tables))}.")
     if result.failed:
         _report_failures(result)

@@ -25,8 +25,8 @@ from kvcore.request import Request
 from kvcore.workloads import Workload, check_keys
 from kvcore.workloads.selection import as_workload
 from kvcore_lab.candidates import Candidate, Policy, candidates_of, refuse_bound
-from kvcore_lab.comparison import ReplaySetup, Source, pool_sizes
-from kvcore_lab.workers import Call, call_all, check_jobs
+from kvcore_lab.comparison import ReplaySetup, Source, holding, pool_sizes
+from kvcore_lab.workers import Call, call_all, can_fork, check_jobs
 from kvcore_replay.belady import Belady
 from kvcore_replay.untimed import replay
 
@@ -84,7 +84,7 @@ class Curve:
     steps: Steps | None = attrs.field(default=None, repr=False)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Curves(Shown):
     """The result of `curve`.
 
@@ -205,6 +205,7 @@ class _CurveMaker:
     progress: Progress
     jobs: int
     requests: int = attrs.field(init=False, default=0)
+    held: list[Request] = attrs.field(init=False, factory=list)
 
     def curves(
         self, candidates: list[Candidate], sizes: list[int] | None, points: int
@@ -293,8 +294,10 @@ class _CurveMaker:
     def _replay(self, policy: EvictionPolicy, blocks: int) -> Call[int]:
         """Return the call of a replay under `policy`; its result is the number of hits."""
         name = self.setup.workload.name
+        # A process that is no fork reads them itself.
+        held = self.held if can_fork() or self.jobs == 1 else []
         return Call(
-            partial(_replayed_hits, self.setup, policy, blocks),
+            partial(_replayed_hits, self.setup, policy, blocks, held),
             f"workload {name!r} with policy {policy.name!r}",
             f"the replay of {name} with {blocks} blocks",
         )
@@ -309,7 +312,7 @@ class _CurveMaker:
                 self.requests += done
                 tick(done)
 
-            yield ticked(check_keys(workload), count)
+            yield ticked(holding(check_keys(workload), self.held), count)
 
 
 def compiled_reuse() -> type[Reuse]:
@@ -337,6 +340,8 @@ def _curve_of(
     )
 
 
-def _replayed_hits(setup: ReplaySetup, policy: EvictionPolicy, blocks: int) -> int:
-    """Replay a workload under one policy; return the number of blocks that hit."""
-    return replay(setup.workload, setup.cache(policy, blocks)).hit_blocks
+def _replayed_hits(
+    setup: ReplaySetup, policy: EvictionPolicy, blocks: int, held: list[Request]
+) -> int:
+    """Replay a workload, or its held requests, under one policy; return the blocks hit."""
+    return replay(held or setup.workload, setup.cache(policy, blocks)).hit_blocks

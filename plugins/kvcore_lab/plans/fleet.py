@@ -78,6 +78,7 @@ class Served:
         prompt_tokens, hit_tokens, loaded_tokens: tokens of prompts, those that hit in the
             pool, and those loaded from tiers.
         busiest: share of the prompt tokens that the busiest replica received.
+        throughput_tokens_s: tokens that all replicas generate a second; None: none.
     """
 
     requests: int
@@ -91,6 +92,7 @@ class Served:
     hit_tokens: int
     loaded_tokens: int
     busiest: float
+    throughput_tokens_s: float | None
 
     @property
     def attainment(self) -> float:
@@ -240,6 +242,7 @@ class FleetTask(Task):
             hit_tokens=sum(sum(log.hit) for log in logs),
             loaded_tokens=sum(sum(log.loaded) for log in logs),
             busiest=max(prompts, default=0) / (sum(prompts) or 1),
+            throughput_tokens_s=outcome.throughput_tokens_s,
         )
         return attrs.asdict(served)
 

@@ -16,7 +16,7 @@ bisection finds are tried as well.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from fractions import Fraction
 from itertools import count, takewhile
@@ -33,7 +33,10 @@ from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, Tick, silent, unseen
 from kvcore.request import SLO
 from kvcore.workloads import given_workload
+from kvcore_lab.gpu_cost import COLUMNS as COSTS
+from kvcore_lab.gpu_cost import Cost
 from kvcore_lab.plans.fleet import GRANTS, Fleet, FleetTask, Served
+from kvcore_lab.plans.start import start_command
 from kvcore_lab.sweep.cells import CellRun, Outcome, WorkloadCache
 from kvcore_lab.sweep.executors import Executor, ThisProcess
 from kvcore_lab.sweep.grid import CLUSTER, Grid
@@ -104,7 +107,7 @@ class Limit:
     policies: dict[tuple[str, str], float] = attrs.field(factory=dict)
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class FleetPlan(Shown):
     """The result of `plan`.
 
@@ -120,6 +123,7 @@ class FleetPlan(Shown):
             misses it.
         simulations: number of fleets that were simulated or found in the journal.
         notes: GPUs and policies that were left out, with the reason.
+        gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
     """
 
     setup: dict[str, Any]
@@ -131,6 +135,7 @@ class FleetPlan(Shown):
     limit: Limit
     simulations: int
     notes: list[str]
+    gpu_price: Mapping[str, float] = attrs.field(factory=dict)
 
     @property
     def best(self) -> Option | None:
@@ -140,6 +145,7 @@ class FleetPlan(Shown):
     def as_dict(self) -> dict[str, Any]:
         """Return the fields as a JSON object."""
         limit = self.limit
+        price = Cost.of({self.setup["device"]: 1}, self.gpu_price, None)
         return {
             "setup": self.setup,
             "requests": self.requests,
@@ -149,8 +155,11 @@ class FleetPlan(Shown):
                 self._sizes(option.fleet)
                 | {"slo_met": option.served.attainment, "hit_ratio": option.served.hit_ratio}
                 | attrs.asdict(option.served, filter=attrs.filters.exclude("whole", "requests"))
+                | self._costs(option)
+                | {"start": start_command(self.setup, self._sizes(option.fleet))}
                 for option in self.options
             ],
+            "gpu_prices": None if price is None else price.prices,
             "limit": {
                 "verdict": limit.verdict,
                 "fleet": None if limit.fleet is None else self._sizes(limit.fleet),
@@ -164,6 +173,12 @@ class FleetPlan(Shown):
             "simulations": self.simulations,
             "notes": self.notes,
         }
+
+    def _costs(self, option: Option) -> dict[str, Any]:
+        """Return the cost of a fleet as columns; None without a price."""
+        gpus = {self.setup["device"]: option.fleet.gpus}
+        cost = Cost.of(gpus, self.gpu_price, option.served.throughput_tokens_s)
+        return dict.fromkeys(COSTS) if cost is None else cost.columns()
 
     def _sizes(self, fleet: Fleet) -> dict[str, int]:
         return {
@@ -194,6 +209,7 @@ class FleetPlan(Shown):
                 "ttft_s_p99": (option.served.ttft_s or {}).get("p99"),
                 "tpot_s_p99": (option.served.tpot_s or {}).get("p99"),
                 "busiest": option.served.busiest,
+                **self._costs(option),
             }
             for option in self.options
         ]
@@ -212,6 +228,7 @@ def plan(
     journal: Journal | None = None,
     executor: Executor | None = None,
     progress: Progress | None = None,
+    gpu_price: Mapping[str, float] | None = None,
     **options: Any,
 ) -> FleetPlan:
     """Return the least fleets on which `workload` meets its SLO, and what limits smaller ones.
@@ -241,7 +258,8 @@ def plan(
         raise InputError(msg)
     planner = _Planner(percentile, max_gpus, journal, executor or ThisProcess())
     planner.add(cells, counts)
-    return planner.plan(counts, policies, progress or silent)
+    found = planner.plan(counts, policies, progress or silent)
+    return attrs.evolve(found, gpu_price=gpu_price or {})
 
 
 def _check_options(grid: Grid) -> None:

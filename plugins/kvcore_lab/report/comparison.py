@@ -135,6 +135,7 @@ class ComparisonReport:
             + ("" if self.grouped else " No pool hits more."),
             self._tiers(),
             self._most_hits(),
+            self._savings(),
             self._saturation(),
             self._options(),
         )
@@ -217,6 +218,20 @@ class ComparisonReport:
                 won.setdefault(ranking[0][1], []).append(self._size(size))
         winners = [f"{name} with {self._sizes(sizes)}" for name, sizes in won.items()]
         return f"Most hits: {'; '.join(winners)}." if winners else ""
+
+    def _savings(self) -> str:
+        """Return the sentence about the prefill that the best policy saves."""
+        prefill = self.comparison.infinite.prefill_s
+        known = [(row.saved_s, name, row) for name, row in self._policies() if row.saved_s]
+        if prefill is None or not known:
+            return ""
+        saved, name, row = max(known, key=lambda entry: entry[0])
+        device = f" on one {self.recompute.device}" if self.recompute else ""
+        return (
+            f"Prefix caching saves up to {format_seconds(saved)} of prefill{device}, of "
+            f"{format_seconds(prefill)} in all: {name} with "
+            f"{self._sizes([self._size(row.blocks)])}."
+        )
 
     def _saturation(self) -> str:
         """Return the sentence about the size from which the optimum hits all that can hit."""

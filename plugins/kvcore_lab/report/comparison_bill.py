@@ -6,9 +6,10 @@ from collections.abc import Mapping
 
 from kvcore.report.tables import TableRow
 from kvcore.sections import Section, Table
+from kvcore.units import format_dollars
 from kvcore_lab.comparison import Comparison
 from kvcore_lab.report.policies import named
-from kvcore_replay.report.billing import BILLS, dollars, setup_of
+from kvcore_replay.report.billing import BILLS, setup_of
 
 
 def comparison_bill(
@@ -27,12 +28,12 @@ def comparison_bill(
     table: dict[str, TableRow] = {}
     for name, row in named(comparison.rows):
         assert row.bill is not None
-        table.setdefault(name, []).append(dollars(row.bill.usd))
+        table.setdefault(name, []).append(format_dollars(row.bill.usd))
     # These do not depend on the pool.
     for key, name in BILLS.items():
         bill = getattr(bills, key)
         if bill is not None:
-            table[name] = [dollars(bill.usd)] * len(sizes)
+            table[name] = [format_dollars(bill.usd)] * len(sizes)
     headers = ["bill in USD", *(f"{name:>5}" for name in names)]
     about = (
         "What the API would charge if its cache were this pool, with its prices, least length "

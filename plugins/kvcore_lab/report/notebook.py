@@ -1,15 +1,18 @@
-"""Results in a notebook: their sections as HTML and, with matplotlib, a plot."""
+"""Results in Python and notebooks: their sections as text and as HTML, with plots."""
 
 from __future__ import annotations
 
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import redirect_stdout
 from functools import partial
 from html import escape
+from io import StringIO
 from typing import Any
 
 import attrs
 
+from kvcore.cli.output import print_sections
 from kvcore.errors import PluginError
 from kvcore.report.simulation import COLUMNS, TIMES
 from kvcore.report.tables import cell, counted, share
@@ -19,11 +22,12 @@ from kvcore.units import format_number, format_seconds
 from kvcore_cluster.result import ClusterResult
 from kvcore_lab.comparison import Comparison
 from kvcore_lab.curves.mrc import Curves
+from kvcore_lab.plans.devices import DevicePlans
 from kvcore_lab.plans.planning import FleetPlan
 from kvcore_lab.quality import Quality
 from kvcore_lab.report.comparison import ComparisonReport
 from kvcore_lab.report.mrc import CurvesReport
-from kvcore_lab.report.plan import PlanReport
+from kvcore_lab.report.plan import DevicePlansReport, PlanReport
 from kvcore_lab.report.quality import QualityReport
 from kvcore_lab.report.routers import RoutersReport
 from kvcore_lab.report.sweep import SweepReport
@@ -53,6 +57,14 @@ def report_on(result: object) -> Any:
             return REPORTS[kind](result)
     msg = f"there is no view of {type(result).__name__}"
     raise TypeError(msg)
+
+
+def report_text(result: object) -> str:
+    """Return a result as the command line prints it."""
+    text = StringIO()
+    with redirect_stdout(text):
+        print_sections(*report_on(result).sections)
+    return text.getvalue().rstrip("\n")
 
 
 def report_html(result: object) -> str:
@@ -143,6 +155,7 @@ REPORTS: Mapping[type, Callable[[Any], Any]] = {
     Comparison: ComparisonReport,
     Curves: CurvesReport,
     Explanation: lambda explanation: SummaryReport.of(explanation, explanation.summary()),
+    DevicePlans: lambda plans: DevicePlansReport(plans.as_dict()),
     FleetPlan: lambda plan: PlanReport(plan.as_dict()),
     Quality: QualityReport,
     RouterComparison: RoutersReport,

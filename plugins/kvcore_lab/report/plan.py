@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -11,7 +11,7 @@ from kvcore.plugins.options import as_text
 from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
-from kvcore.units import BINARY, format_bytes, format_number, format_seconds
+from kvcore.units import BINARY, format_bytes, format_dollars, format_number, format_seconds
 from kvcore_replay.report.charts import as_percent
 
 SHOWN = 3
@@ -41,7 +41,14 @@ class PlanReport:
     def sections(self) -> list[Section]:
         """The whole report on the plan."""
         chart = [self.chart()] if self.plan["plans"] else []
-        return [self.headline, self.table, *chart, self.limit, self.closing]
+        return [
+            self.headline,
+            self.table,
+            *chart,
+            self.limit,
+            start_lines(self.plan["plans"]),
+            self.closing,
+        ]
 
     @property
     def headline(self) -> str:
@@ -62,7 +69,11 @@ class PlanReport:
         """The fleets that meet the SLO, the best first."""
         headers = ["replicas", "GPUs each", "GPUs", "pool each", "host RAM each", "within SLO"]
         headers += ["TTFT p99", "TPOT p99", "hits", "busiest"]
-        return Table(headers, [*map(_cells, self.plan["plans"])], headers)
+        priced = self.plan.get("gpu_prices") is not None
+        costs = list(COSTS) if priced else []
+        rows = [[*_cells(each), *cost_cells(each, costs)] for each in self.plan["plans"]]
+        headers += [COSTS[name] for name in costs]
+        return Table(headers, rows, headers)
 
     @property
     def limit(self) -> str:
@@ -93,9 +104,11 @@ class PlanReport:
         parts = [
             f"{name} {as_text(value)}" for name, value in setup.items() if value is not None
         ]
+        prices = self.plan.get("gpu_prices")
+        costs = f" Cost: {prices}; $/M: dollars per million generated tokens." if prices else ""
         return (
             "Sessions are divided among replicas by hash; busiest: the share of the prompt "
-            "tokens that one replica gets.\n"
+            f"tokens that one replica gets.{costs}\n"
             f"Setup: kvcore {version()}; {'; '.join(parts)}."
         )
 
@@ -126,26 +139,142 @@ class PlanReport:
 
     def fleet(self, fleet: Mapping[str, Any]) -> str:
         """Return a fleet in words."""
-        each = " each" if fleet["replicas"] > 1 else ""
-        host = ""
-        if fleet["host_bytes"]:
-            host = f" and {format_bytes(fleet['host_bytes'])} of host RAM"
-        return (
-            f"{counted(fleet['replicas'], 'replica')} on {fleet['tensor_parallel']} x "
-            f"{self.plan['setup']['device']},{each} with {format_bytes(fleet['pool_bytes'])} "
-            f"of K/V{host}"
+        return fleet_text(fleet, self.plan["setup"]["device"])
+
+
+@attrs.frozen
+class DevicePlansReport:
+    """Plans for several devices as one table with sentences.
+
+    Attributes:
+        plans: the plans as a JSON object, from `DevicePlans.as_dict()`.
+    """
+
+    plans: Mapping[str, Any]
+
+    @property
+    def sections(self) -> list[Section]:
+        """The whole report on the plans."""
+        fleets = self.plans["fleets"]
+        return [self.headline, self.table, start_lines(fleets), self.reading]
+
+    @property
+    def headline(self) -> str:
+        """Sentences about the workload, the SLO, and the cheapest fleet."""
+        first = self.plans["plans"][0]
+        setup, devices = (
+            first["setup"],
+            [each["setup"]["device"] for each in self.plans["plans"]],
         )
+        asked = (
+            f"{setup['workload']}: {counted(first['requests'], 'request')} to {setup['model']} "
+            f"on {' or '.join(devices)}, of which {first['percentile']:g}% are to meet "
+            f"{setup['slo']}."
+        )
+        if not self.plans["fleets"]:
+            return f"{asked}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
+        best = self.plans["fleets"][0]
+        cost = best["usd_per_day"]
+        day = "" if cost is None else f", ${format_dollars(cost)} a day"
+        return f"{asked}\nTake {fleet_text(best, best['device'])}{day}."
+
+    @property
+    def table(self) -> Table:
+        """The fleets of all devices that meet the SLO, the cheapest first."""
+        headers = ["device", "replicas", "GPUs each", "GPUs", "pool each", "host RAM each"]
+        times = ["tokens/s", "TTFT p99", "TPOT p99", "Pareto"]
+        rows = [
+            [
+                fleet["device"],
+                *_sizes(fleet),
+                *cost_cells(fleet, COSTS),
+                cell(fleet["throughput_tokens_s"], format_number),
+                *(cell(fleet[f"{name}_p99_s"], format_seconds) for name in ("ttft", "tpot")),
+                {True: "*", False: "", None: NONE}[fleet["pareto"]],
+            ]
+            for fleet in self.plans["fleets"]
+        ]
+        return Table([*headers, *COSTS.values(), *times], rows)
+
+    @property
+    def reading(self) -> str:
+        """Sentences about the columns, and the limit and setup of each device."""
+        front = (
+            "Pareto: no other fleet costs less, generates more tokens a second, or has earlier "
+            "first tokens without being worse in another of these."
+        )
+        lines = [front]
+        for plan in self.plans["plans"]:
+            report, prices = PlanReport(plan), plan["gpu_prices"]
+            cost = prices or f"{plan['setup']['device']} has no price: give --gpu-price"
+            lines.append(f"{cost}. {report.limit}")
+        first = self.plans["plans"][0]
+        alike = {name: value for name, value in first["setup"].items() if name != "device"}
+        closing = PlanReport({**first, "setup": alike, "gpu_prices": None}).closing
+        return "\n".join([*lines, closing])
+
+    def chart(self) -> Chart:
+        """Return a chart of the cost, the first tokens and the throughput of each fleet."""
+        fleets = {fleet_text(fleet, fleet["device"]): fleet for fleet in self.plans["fleets"]}
+
+        def bars(name: str) -> dict[str, list[tuple[float, float]]]:
+            return {text: [(0, fleet[name] or 0)] for text, fleet in fleets.items()}
+
+        panels = [
+            Panel("dollars a day", bars("usd_per_day"), format_dollars),
+            Panel("TTFT, p99", bars("ttft_p99_s"), format_seconds),
+            Panel("generated tokens/s", bars("throughput_tokens_s"), format_number),
+        ]
+        return Chart(self.headline.splitlines()[-1], self.reading, "", panels)
+
+
+COSTS = {"usd_per_day": "$ a day", "usd_per_million_output_tokens": "$/M"}
+"""Columns of costs, and their headers."""
+
+
+def cost_cells(fleet: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Return the cells of the costs of a fleet."""
+    return [cell(fleet[name], format_dollars) for name in names]
+
+
+def start_lines(fleets: Sequence[Mapping[str, Any]]) -> str:
+    """Return the commands that start a replica of each fleet, with the fleet in words."""
+    lines = [
+        f"{fleet['replicas']} x {fleet['start']}"
+        for fleet in fleets
+        if "start" in fleet  # earlier releases did not write it
+    ]
+    return "\n".join(["Start each replica with:", *lines]) if lines else ""
 
 
 def _cells(fleet: Mapping[str, Any]) -> list[str]:
     """Return the cells of a fleet that meets the SLO."""
     times = (fleet["ttft_s"], fleet["tpot_s"])
     return [
-        *(str(fleet[name]) for name in ("replicas", "tensor_parallel", "gpus")),
-        format_bytes(fleet["pool_bytes"]),
-        format_bytes(fleet["host_bytes"]) if fleet["host_bytes"] else NONE,
+        *_sizes(fleet),
         share(fleet["slo_met"]),
         *(cell(time["p99"] if time else None, format_seconds) for time in times),
         share(fleet["hit_ratio"]),
         share(fleet["busiest"]),
     ]
+
+
+def _sizes(fleet: Mapping[str, Any]) -> list[str]:
+    """Return the cells of the sizes of a fleet."""
+    return [
+        *(str(fleet[name]) for name in ("replicas", "tensor_parallel", "gpus")),
+        format_bytes(fleet["pool_bytes"]),
+        format_bytes(fleet["host_bytes"]) if fleet["host_bytes"] else NONE,
+    ]
+
+
+def fleet_text(fleet: Mapping[str, Any], device: str) -> str:
+    """Return a fleet of a device in words."""
+    each = " each" if fleet["replicas"] > 1 else ""
+    host = ""
+    if fleet["host_bytes"]:
+        host = f" and {format_bytes(fleet['host_bytes'])} of host RAM"
+    return (
+        f"{counted(fleet['replicas'], 'replica')} on {fleet['tensor_parallel']} x "
+        f"{device},{each} with {format_bytes(fleet['pool_bytes'])} of K/V{host}"
+    )

@@ -10,7 +10,7 @@ import attrs
 
 from kvcore.report.tables import NONE, cell, counted, setup, share
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
 from kvcore_lab.router_comparison import RouterComparison, RouterRow, SharedCache
 
 SHARED, OPTIMUM = "one shared cache", "optimum of one cache"
@@ -73,7 +73,7 @@ class RoutersReport:
             "One shared cache has the memory of all replicas; it "
             f"{optimum if bounded else 'serves'} requests one after another, without a clock."
         )
-        lines = [table, bounds]
+        lines = [table, bounds, *self._costs()]
         saturated = sum(bool(row.saturated) for row in self.comparison.rows)
         if saturated:
             lines.append(
@@ -81,6 +81,28 @@ class RoutersReport:
                 "long as requests arrive; their times tell how long the workload is."
             )
         return "\n".join(lines)
+
+    def _costs(self) -> Iterator[str]:
+        """Yield a sentence about the cost of each cluster."""
+        for shared in self.comparison.shared:
+            rows = [row for row in self.comparison.rows if row.replicas == shared.replicas]
+            days = [row.usd_per_day for row in rows if row.usd_per_day is not None]
+            rates = [
+                (row.usd_per_million_output_tokens, row.router)
+                for row in rows
+                if row.usd_per_million_output_tokens is not None
+            ]
+            if not days:
+                continue
+            (least, cheap), (most, dear) = min(rates), max(rates)
+            ends = ""
+            if format_dollars(least) != format_dollars(most):
+                ends = f" with {cheap} to ${format_dollars(most)} with {dear}"
+            yield (
+                f"{shared.replicas} replicas cost ${format_dollars(max(days))} a day "
+                f"({self.comparison.gpu_prices}), and a million generated tokens "
+                f"${format_dollars(least)}{ends}."
+            )
 
     @property
     def setup(self) -> str:

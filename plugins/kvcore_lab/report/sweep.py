@@ -6,26 +6,31 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import prod
+from itertools import product
+from math import fsum, prod
 from pathlib import Path
 from typing import Any
 
 import attrs
 import orjson
 
-from kvcore.errors import InputError
+from kvcore.errors import InputError, shorten
 from kvcore.files import atomic_file, part_path
 from kvcore.lazy import import_extra
 from kvcore.plugins.options import as_text
-from kvcore.report.tables import NONE, counted, share
+from kvcore.report.tables import NONE, cell, counted, share
 from kvcore.sections import Chart, Panel, Section, Table
 from kvcore.trace.fields import version
-from kvcore.units import format_bytes, format_number, format_seconds
+from kvcore.units import format_bytes, format_dollars, format_number, format_seconds
+from kvcore_lab.statistics import STRETCHES, Interval, bootstrap
 from kvcore_lab.sweep import Grid, Row, Sweep, axes_of
 from kvcore_replay.report.charts import is_bound
 
 POLICIES = ("prefix", "retention", "drafter", "router", "scheduler", "eviction")
 """The axes whose values compete: cells that differ in nothing else are compared."""
+
+MOST_PANELS = 6
+"""Panels of a chart of several workloads, from which on it has the first measure alone."""
 
 MOST_LINES = 24
 """Lines of a chart that can be told apart."""
@@ -41,6 +46,7 @@ class Measure:
         unit: header of the column with its value.
         text: formats a value.
         best: `max` or `min`.
+        names: whether the best policy is named: costs follow from the GPUs above all.
     """
 
     title: str
@@ -48,7 +54,21 @@ class Measure:
     unit: str
     text: Callable[[float], str]
     best: Callable[..., float] = max
+    names: bool = True
 
+
+LEAST_COST = Measure(
+    title="least cost",
+    column="usd_per_million_output_tokens",
+    unit="$ per million tokens",
+    text=format_dollars,
+    best=min,
+    names=False,
+)
+"""The measure of sweeps whose cells have different GPUs."""
+
+PRICED = {"device", "model", "tensor_parallel", "replicas", "autoscale", "rate_scale"}
+"""The axes by which cells differ in their GPUs, or in the tokens that these generate."""
 
 MEASURES: Mapping[str, Sequence[Measure]] = {
     "compare": [Measure("most hits", "hit_ratio_block", "of blocks", share)],
@@ -66,14 +86,17 @@ class SweepReport:
 
     Attributes:
         sweep: the sweep.
+        intervals: whether each policy has an interval by a bootstrap over stretches of the
+            requests, where seeds do not vary.
     """
 
     sweep: Sweep
+    intervals: bool = False
 
     @property
     def sections(self) -> list[Section]:
         """The whole report on the sweep, with a chart if one axis of numbers varies."""
-        sections: list[Section] = [self.headline, self.table]
+        sections: list[Section] = [self.headline, *self.tables]
         with suppress(InputError):
             sections.append(self.chart(chart_axis(self.sweep.grid, None)))
         return [*sections, f"{self.reading}\n{self.setup}".lstrip()]
@@ -98,17 +121,91 @@ class SweepReport:
             key = tuple(written(name, row) for name in self._given)
             contests.setdefault(key, []).append(row)
         rows = [[*key, *self._best(rows)] for key, rows in contests.items()]
-        best = (header for each in self.measures for header in (each.title, each.unit))
+        best = [header for each in self.measures for header in self._headers(each)]
         headers = [*self._given, *best, *(["of the optimum"] if self._bounded else [])]
         numbers = ["blocks", "memory", "block_size", "replicas", "of the optimum"]
-        numbers += (each.unit for each in self.measures)
+        numbers += (self._headers(each)[-1] for each in self.measures)
         return Table(headers, rows, numbers, split=True)
+
+    @property
+    def tables(self) -> list[Section]:
+        """The best policies; or with seeds or intervals, all of them by each measure."""
+        if "seed" in self.sweep.grid.varied:
+            return self.seed_tables
+        if self.intervals:
+            tables = map(self._stretch_table, self.measures)
+            return [table for table in tables if table.rows]
+        return [self.table]
+
+    def _stretch_table(self, measure: Measure) -> Table:
+        """Return each policy with intervals by a bootstrap over stretches of the requests."""
+        firsts: dict[tuple[str, ...], list[float]] = {}
+        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+        rows = []
+        for row, parts in zip(self.sweep.rows, self.sweep.stretches, strict=True):
+            own = (parts or {}).get(measure.column)
+            if own is None:
+                continue
+            key = tuple(written(name, row) for name in self._given)
+            first = firsts.setdefault(key, own)
+            change = [NONE, NONE]
+            if first is not own:
+                apart = [here - there for here, there in zip(own, first, strict=True)]
+                low, high = (_signed(measure, end) for end in bootstrap(apart))
+                change = [_signed(measure, fsum(apart)), f"{low} to {high}"]
+            low, high = map(measure.text, bootstrap(own))
+            policy = [self._policy(row)] if self._competing else []
+            rows.append([*key, *policy, measure.text(fsum(own)), f"{low} to {high}", *change])
+        policy = [" + ".join(self._competing)] if self._competing else []
+        headers = [*self._given, *policy, label, "95 %", "to the first", "95 % "]
+        return Table(headers, rows, headers[len(self._given) + len(policy) :])
+
+    @property
+    def seed_tables(self) -> list[Section]:
+        """A table for each measure: means over seeds, with differences to the first policy."""
+        return [self._seed_table(measure) for measure in self.measures]
+
+    def _seed_table(self, measure: Measure) -> Table:
+        contests: dict[tuple[str, ...], dict[str, dict[Any, float]]] = {}
+        for row in self.sweep.rows:
+            if (value := row[measure.column]) is not None:
+                key = tuple(written(name, row) for name in self._given)
+                policies = contests.setdefault(key, {})
+                policies.setdefault(self._policy(row), {})[row["seed"]] = value
+        label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
+        paired = any(len(policies) > 1 for policies in contests.values())
+        rows = []
+        for key, policies in contests.items():
+            first = next(iter(policies.values()))
+            for name, values in policies.items():
+                mean = Interval.of([*values.values()])
+                cells = [measure.text(mean.mean), cell(mean.half, measure.text), str(mean.runs)]
+                if paired:
+                    cells += _difference(measure, values, first)
+                rows.append([*key, *([name] if self._competing else []), *cells])
+        policy = [" + ".join(self._competing)] if self._competing else []
+        headers = [*self._given, *policy, label, "± 95 %", "seeds"]
+        if paired:
+            headers += ["to the first", "± 95 % ", "better"]
+        return Table(headers, rows, headers[len(self._given) + len(policy) :])
 
     @property
     def reading(self) -> str:
         """Sentences about the table, and a warning about saturated cells."""
         lines = []
-        if self._competing:
+        if "seed" in self.sweep.grid.varied:
+            lines.append(
+                "Means over seeds, with intervals of 95 % by Student's t. To the first: the "
+                "mean of the differences to the first policy, each with the same seed; better: "
+                "the seeds with which it is."
+            )
+        elif self.intervals:
+            lines.append(
+                f"Intervals of 95 % by a bootstrap over {STRETCHES} stretches of the requests: "
+                "how much a figure rests on few stretches of this traffic. To the first: the "
+                "difference to the first policy, paired by stretch."
+            )
+        elif self._competing:
             by = " and ".join(self._competing)
             lines.append(f"Each row: the best by {by}, all else being equal.")
         saturated = sum(row.get("saturated") is True for row in self.sweep.rows)
@@ -123,13 +220,10 @@ class SweepReport:
     def setup(self) -> str:
         """A sentence with the options that all cells share."""
         grid, row = self.sweep.grid, self.sweep.rows[0]
-        # The blocks of a given memory follow from it.
-        known = {*grid.varied, "blocks"} if "memory" in grid.axes else grid.varied
-        same = [name for name in axes_of(grid.mode) if name not in known]
-        if "like" in grid.varied:
-            # An engine sets other options, in which the cells differ as well.
-            others = self.sweep.rows[1:]
-            same = [n for n in same if all(other.get(n) == row.get(n) for other in others)]
+        # Options that were not given may follow from others in which the cells differ.
+        others = self.sweep.rows[1:]
+        same = (n for n in axes_of(grid.mode) if n not in grid.varied)
+        same = (n for n in same if all(other.get(n) == row.get(n) for other in others))
         names = [n for n in same if row.get(n) is not None]
         parts = [f"{name} {written(name, row)}" for name in names]
         return f"Setup: {'; '.join([f'kvcore {version()}', *parts])}."
@@ -140,27 +234,39 @@ class SweepReport:
         Cells that failed have no point.
         """
         sweep, grid = self.sweep, self.sweep.grid
-        others = [name for name in grid.varied if name != axis]
-        # Policies come first: their names say more than the values of other options.
-        others.sort(key=lambda name: name not in ("eviction", "scheduler"))
+        names = [name for name in grid.varied if name not in (axis, "seed", "workload")]
+        # Policies come first: they have the colours.
+        names.sort(key=lambda name: name not in POLICIES)
+        sized = len({row.get("block_size") for row in sweep.rows}) > 1
         column = "pool_bytes" if axis == "memory" else axis
+        sources = dict.fromkeys(row["workload"] for row in sweep.rows if "workload" in row)
+        several = len(sources) > 1 and "workload" in grid.varied
+        measures = self.measures
+        if several and len(sources) * len(measures) > MOST_PANELS:
+            measures = measures[:1]
         panels = []
-        for measure in self.measures:
-            lines: dict[str, list[tuple[float, float]]] = {}
+        for source, measure in product(sources if several else [None], measures):
+            values: dict[str, dict[float, list[float]]] = {}
             for row in sweep.rows:
-                name = ", ".join(written(each, row) for each in others) or measure.title
-                value = row[measure.column]
-                points = lines.setdefault(name, [])
-                if value is not None and row[column] is not None:
-                    points.append((row[column], value))
+                if source is not None and row["workload"] != source:
+                    continue
+                name = ", ".join(written(each, row) for each in names) or measure.title
+                value, size = row[measure.column], row[column]
+                points = values.setdefault(name, {})
+                if value is not None and size is not None:
+                    tokens = row["block_size"] if axis == "blocks" and sized else 1
+                    points.setdefault(size * tokens, []).append(value)
             label = f"{measure.title.partition(' ')[2]}, {measure.unit}"
-            panels.append(Panel(label, lines, measure.text))
+            if source is not None:
+                label = f"{shorten(str(source), 40)}: {label}"
+            panels.append(_panel(label, values, measure))
         if not panels:
             panels = [Panel(MEASURES[grid.mode][0].title, {}, format_number)]
         place: Callable[[float], str] = format_number
         if axis == "memory":
             place = _bytes
-        return Chart(self.headline.partition(". ")[0], self.setup, axis, panels, place)
+        across = "pool, tokens" if axis == "blocks" and sized else axis
+        return Chart(self.headline.partition(". ")[0], self.setup, across, panels, place)
 
     @property
     def _competing(self) -> list[str]:
@@ -168,12 +274,24 @@ class SweepReport:
 
     @property
     def _given(self) -> list[str]:
-        return [name for name in self.sweep.grid.varied if name not in POLICIES]
+        """The axes that tell rows apart in which no policies compete, without seeds."""
+        varied = self.sweep.grid.varied
+        given = [name for name in varied if name not in (*POLICIES, "seed")]
+        sizes = {row.get("block_size") for row in self.sweep.rows}
+        if len(sizes) > 1 and "block_size" not in varied:
+            given.append("block_size")  # that of the keys of each workload
+        return given
+
+    def _policy(self, row: Row) -> str:
+        """Return the policies of a row that compete."""
+        return " + ".join(written(name, row) for name in self._competing)
 
     @property
     def measures(self) -> list[Measure]:
         """The measures that at least one cell has."""
         measures, rows = MEASURES[self.sweep.grid.mode], self.sweep.rows
+        if set(self.sweep.grid.varied) & PRICED:
+            measures = [*measures, LEAST_COST]
         if "tier" in self.sweep.grid.axes:
             tiered = {
                 "hit_ratio_block": "reuse_ratio_block",
@@ -183,11 +301,18 @@ class SweepReport:
                 attrs.evolve(each, column=tiered.get(each.column, each.column))
                 for each in measures
             ]
-        return [each for each in measures if any(row[each.column] is not None for row in rows)]
+        # Rows of earlier releases have no costs.
+        return [m for m in measures if any(row.get(m.column) is not None for row in rows)]
 
     @property
     def _bounded(self) -> bool:
         return any(row.get("share_of_optimum") is not None for row in self.sweep.rows)
+
+    def _headers(self, measure: Measure) -> list[str]:
+        """Return the headers of a measure: its best policy, if any compete, and its value."""
+        if self._competing and measure.names:
+            return [measure.title, measure.unit]
+        return [f"{measure.title.partition(' ')[2]}, {measure.unit}"]
 
     def _best(self, rows: list[Row]) -> Iterator[str]:
         """Yield the best cells by each measure, and the value of the measure."""
@@ -196,11 +321,12 @@ class SweepReport:
         for measure in self.measures:
             ranked = [row for row in candidates if row[measure.column] is not None]
             if not ranked:
-                yield from (NONE, NONE)
+                yield from [NONE] * len(self._headers(measure))
                 continue
             value = measure.best(row[measure.column] for row in ranked)
             best = [row for row in ranked if row[measure.column] == value]
-            yield self._names(best, len(candidates))
+            if self._competing and measure.names:
+                yield self._names(best, len(candidates))
             yield measure.text(value)
         if self._bounded:
             yield share(best[0]["share_of_optimum"] if best else None)
@@ -208,9 +334,48 @@ class SweepReport:
     def _names(self, rows: list[Row], candidates: int) -> str:
         if len(rows) == candidates > 1:
             return "all alike"
-        axes = self._competing or ["eviction"]
-        names = [" + ".join(written(name, row) for name in axes) for row in rows]
+        names = [self._policy(row) for row in rows]
         return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _panel(
+    label: str, values: Mapping[str, Mapping[float, list[float]]], measure: Measure
+) -> Panel:
+    """Return a panel with the mean of the values at each place, and a band of several."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    bands: dict[str, list[tuple[float, float]]] = {}
+    for name, places in values.items():
+        means = {place: Interval.of(found) for place, found in places.items()}
+        lines[name] = [(place, mean.mean) for place, mean in means.items()]
+        if any(mean.half is not None for mean in means.values()):
+            bands[name] = [
+                (mean.mean - (mean.half or 0), mean.mean + (mean.half or 0))
+                for mean in means.values()
+            ]
+    return Panel(label, lines, measure.text, bands=bands)
+
+
+def _signed(measure: Measure, change: float) -> str:
+    """Format a change with its sign."""
+    return f"{'-' if change < 0 else '+'}{measure.text(abs(change))}"
+
+
+def _difference(
+    measure: Measure, values: Mapping[Any, float], first: Mapping[Any, float]
+) -> list[str]:
+    """Return the cells of the difference of a policy to the first one, by seed."""
+    if values is first:
+        return [NONE] * 3
+    pairs = [(values[seed], first[seed]) for seed in values if seed in first]
+    if not pairs:
+        return [NONE] * 3
+    mean = Interval.of([own - other for own, other in pairs])
+    better = sum(own != other and measure.best(own, other) == own for own, other in pairs)
+    return [
+        _signed(measure, mean.mean),
+        cell(mean.half, measure.text),
+        f"{better} of {len(pairs)}",
+    ]
 
 
 def chart_axis(grid: Grid, asked: str | None) -> str:
@@ -231,7 +396,8 @@ def chart_axis(grid: Grid, asked: str | None) -> str:
         msg = f"--plot: {names} vary: choose one of them with --plot-axis"
     else:
         axis = asked or numbers[0]
-        lines = prod(len(grid.axes[name]) for name in grid.varied if name != axis)
+        apart = (name for name in grid.varied if name not in (axis, "seed", "workload"))
+        lines = prod(len(grid.axes[name]) for name in apart)
         if lines <= MOST_LINES:
             return axis
         msg = f"--plot: {lines} lines over {axis} cannot be told apart; {MOST_LINES} can"

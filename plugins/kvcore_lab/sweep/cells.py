@@ -23,16 +23,18 @@ from kvcore.plugins import FAILURES, Plugin, Plugins
 from kvcore.plugins.options import Spec, spec_of
 from kvcore.request import SLO
 from kvcore.serving import LatencyModel, Scheduler, simulate
-from kvcore.serving.stats import Percentiles
+from kvcore.serving.result import Reported
+from kvcore.serving.stats import MET, Percentiles
 from kvcore.trace.fields import plain, slo_field
-from kvcore.units import window_text
+from kvcore.units import NS_PER_S, window_text
 from kvcore.workloads import Workload
 from kvcore.workloads.files import file_digest
 from kvcore_cluster.options import replicas_text
 from kvcore_lab.comparison import SHARING
+from kvcore_lab.statistics import stretches
 from kvcore_lab.sweep.grid import Mode, axes_of
 from kvcore_replay.belady import Belady, Future
-from kvcore_replay.untimed import replay
+from kvcore_replay.untimed import hits_of
 
 if TYPE_CHECKING:
     from kvcore_cluster.config import ClusterParts
@@ -89,9 +91,12 @@ UNTIMED_COLUMNS = (
     *("reuse_ratio_block", "reuse_ratio_token", "reuse_ratio_request"),
 )
 
+HIDDEN = "stretches"
+"""The column of a journal that tables do not have: figures by stretches of the requests."""
+
 RESULTS: dict[Mode, tuple[str, ...]] = {
-    "simulate": (*TIMED_COLUMNS, *CLUSTER_COLUMNS),
-    "compare": UNTIMED_COLUMNS,
+    "simulate": (*TIMED_COLUMNS, *CLUSTER_COLUMNS, HIDDEN),
+    "compare": (*UNTIMED_COLUMNS, HIDDEN),
 }
 """The columns of the result of a cell, by mode."""
 
@@ -263,16 +268,17 @@ class CellRun:
         """Return the columns of the result."""
         if self.scheduler is None or self.latency is None:
             return self._replayed()
-        summary = self._summary()
-        paths = TIMED_COLUMNS | CLUSTER_COLUMNS
-        return {column: _at(summary, path) for column, path in paths.items()}
+        result = self._simulated()
+        summary, paths = result.summary(), TIMED_COLUMNS | CLUSTER_COLUMNS
+        columns = {column: _at(summary, path) for column, path in paths.items()}
+        return columns | {HIDDEN: _stretches(result)}
 
-    def _summary(self) -> dict[str, Any]:
-        """Simulate the cell; return the numbers of the run."""
+    def _simulated(self) -> Reported:
+        """Simulate the cell; return the result of the run."""
         parts = self.parts
         if parts.many:
-            summary: dict[str, Any] = parts.run(residency=False).summary()
-            return summary
+            result: Reported = parts.run(residency=False)
+            return result
         return simulate(
             self.parts.workload,
             cache=cast("ServedCache", self.cache),
@@ -283,7 +289,7 @@ class CellRun:
             rate_scale=self.parts.config.rate_scale,
             drafter=self.drafter,
             residency=False,
-        ).summary()
+        )
 
     def _replayed(self) -> dict[str, Any]:
         parts = self.parts
@@ -291,14 +297,15 @@ class CellRun:
             future = self._known.future(parts)
             optimum = cast("Belady", self.eviction)
             size = parts.geometry.block_size
-            stats, evicted = optimum.replay(future, parts.blocks, size)
-            reused = stats
+            hits, evicted = optimum.hits(future, parts.blocks)
+            stats = reused = future.stats(hits, size)
             if parts.tier_blocks:
                 most = Belady(bypass=True)
                 reused, _ = most.replay(future, parts.blocks + parts.tier_blocks, size)
         else:
             tiers = self.cache.tiers
-            stats = replay(parts.workload, cast("KVCache", self.cache))
+            hits = hits_of(parts.workload, cast("KVCache", self.cache))
+            stats = self.cache.stats
             reused = stats if tiers is None else tiers.hit_stats()
             evicted = self.cache.evicted_blocks
         return {
@@ -309,6 +316,7 @@ class CellRun:
             "evicted_blocks": evicted,
             "reused_blocks": reused.hit_blocks,
             **{f"reuse_ratio_{unit}": ratio for unit, ratio in reused.ratios().items()},
+            HIDDEN: {"hit_ratio_block": stretches(hits, stats.lookup_blocks)},
         }
 
     def _description(self) -> dict[str, Any]:
@@ -431,3 +439,24 @@ def _reason(error: Exception | SystemExit) -> str:
         return str(error)
     *_, frame = extract_tb(error.__traceback__)
     return f"{type(error).__name__} in {frame.name} ({frame.lineno}): {error}"
+
+
+def _stretches(result: Reported) -> dict[str, list[float] | None]:
+    """Return figures of a simulation by stretches of its requests, in order of arrival."""
+    log = result.log
+    order = sorted(range(len(log.ids)), key=list(log.arrival).__getitem__)
+    columns = (log.prompt, log.hit, log.loaded, log.arrival, log.first_token, log.verdict)
+    prompts, hits, loaded, arrival, first, verdict = (
+        [values[row] for row in order] for values in map(list, columns)
+    )
+    waits = [max(0, end - begin) / NS_PER_S for begin, end in zip(arrival, first, strict=True)]
+    waits = [wait if end >= 0 else 0.0 for wait, end in zip(waits, first, strict=True)]
+    tokens = sum(prompts)
+    reused = [hit + more for hit, more in zip(hits, loaded, strict=True)]
+    judged = result.goodput is not None
+    return {
+        "hit_ratio_token": stretches(hits, tokens),
+        "reuse_ratio_token": stretches(reused, tokens),
+        "ttft_s_mean": stretches(waits, sum(end >= 0 for end in first)),
+        "goodput": stretches([v == MET for v in verdict], judged * result.simulated_s),
+    }

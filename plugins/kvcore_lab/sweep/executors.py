@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -18,8 +18,11 @@ from kvcore.errors import InputError, PluginError
 from kvcore.lazy import import_extra
 from kvcore.notebook import Shown, data_frame
 from kvcore.progress import Progress, silent
+from kvcore_lab.gpu_cost import COLUMNS as COSTS
+from kvcore_lab.gpu_cost import row_cost
 from kvcore_lab.sweep.cells import (
     CLUSTER_COLUMNS,
+    HIDDEN,
     RESULTS,
     CellRun,
     CellRunner,
@@ -261,7 +264,7 @@ class Plan:
         return cls(grid, tasks, rows)
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Sweep(Shown):
     """The result of a sweep.
 
@@ -272,12 +275,15 @@ class Sweep(Shown):
             the sweep was killed and resumed.
         found: number of distinct cells that the journal had before.
         ran: number of distinct cells that were run.
+        stretches: of each row, its figures by stretches of the requests; None of a row that
+            failed; empty: unknown.
     """
 
     grid: Grid
     rows: list[Row]
     found: int
     ran: int
+    stretches: Sequence[Mapping[str, list[float] | None] | None] = ()
 
     @property
     def failed(self) -> list[Row]:
@@ -299,6 +305,7 @@ def sweep(
     *,
     executor: Executor | None = None,
     progress: Progress | None = None,
+    gpu_price: Mapping[str, float] | None = None,
 ) -> Sweep:
     """Run the cells of `plan` that `journal` does not have.
 
@@ -311,6 +318,7 @@ def sweep(
         journal: the finished cells; it is open.
         executor: runs the cells; None: `Processes()`.
         progress: shows the number of cells that have ended; None: no progress.
+        gpu_price: dollars an hour by device, in place of those of `gpu_cost.PRICES`.
 
     Raises:
         PluginError: the executor cannot be used here.
@@ -337,17 +345,21 @@ def sweep(
                 journal.add(digest, axes[digest], outcome.result, outcome.wall_s)
                 known[digest] = outcome.result
             tick(1)
-    hidden = () if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS
+    hidden = {HIDDEN, *(() if plan.grid.axes.keys() & set(CLUSTER) else CLUSTER_COLUMNS)}
     shown = [name for name in columns if name not in hidden]
     rows = []
     for task, row in zip(plan.tasks, plan.rows, strict=True):
         result = known.get(task.digest, columns)
         rows.append(row | {name: result[name] for name in shown})
+        if plan.grid.mode == "simulate":
+            cost = row_cost({**row, **result}, gpu_price or {})
+            rows[-1] |= dict.fromkeys(COSTS) if cost is None else cost.columns()
     if plan.grid.mode == "compare":
         _add_shares(rows)
     for task, row in zip(plan.tasks, rows, strict=True):
         row["error"] = errors.get(task.digest)
-    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing))
+    parts = [known.get(task.digest, columns)[HIDDEN] for task in plan.tasks]
+    return Sweep(plan.grid, rows, len(axes) - len(missing), len(missing), parts)
 
 
 def _add_shares(rows: list[Row]) -> None:

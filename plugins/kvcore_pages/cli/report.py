@@ -29,7 +29,7 @@ def report(
     """Make a page that reports results: one file to send, which opens offline.
 
     A RESULT is a folder that `simulate --out` or `run --out` wrote; a trace; the JSON that
-    compare, curve, plan, replay with what-if options, explain, quality or size print with
+    compare, curve, plan, whatif, explain, quality or size print with
     --json; or the table of a sweep. Each is recognised by its content. Several of one kind
     are put side by side, with their differences from the first.
 

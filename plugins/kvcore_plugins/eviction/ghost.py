@@ -267,7 +267,7 @@ class GhostRuns(Generic[Value]):
 
     def __init__(self, blocks: int) -> None:
         """Store no run."""
-        self._runs: OrderedDict[Key, tuple[Value, int]] = OrderedDict()
+        self._runs: OrderedDict[Key, tuple[Value, int, Keys[Key]]] = OrderedDict()
         self._capacity, self.blocks = blocks, 0
         self._block_size = self._ratio = 1  # those of the first span
 
@@ -281,40 +281,43 @@ class GhostRuns(Generic[Value]):
             The values of the runs that were dropped.
         """
         self._block_size, self._ratio = span.geometry.block_size, span.geometry.ratio
-        runs, key, blocks = (
-            self._runs,
-            span.path_keys[span.start // self._ratio],
-            end - span.start,
-        )
+        key, blocks = span.path_keys[span.start // self._ratio], max(1, end - span.start)
+        runs = self._runs
         if key in runs:
             self.blocks -= runs.pop(key)[1]
-        runs[key] = value, max(1, blocks)
-        self.blocks += max(1, blocks)
+        runs[key] = value, blocks, span.path_keys
+        self.blocks += blocks
         dropped = []
         while self.blocks > self._capacity:
-            value, blocks = runs.popitem(last=False)[1]
+            value, blocks, _ = runs.popitem(last=False)[1]
             self.blocks -= blocks
             dropped.append(value)
         return dropped
 
-    def take(self, request: Request, hit_blocks: int) -> list[Value]:
-        """Remove the runs that follow the hit of `request`, and return their values.
+    def take(self, request: Request, hit_blocks: int) -> list[tuple[Value, int, int]]:
+        """Remove the runs that follow the hit of `request`.
 
         For a policy to call in its `on_miss`.
+
+        Returns:
+            Their values, and of each the block positions from which and up to which the prompt
+            has the keys of the run. Where the prompt parts from a run, it is the last.
         """
         runs, ratio = self._runs, self._ratio
-        values: list[Value] = []
-        keys, position = _keys_of(request, self._block_size), hit_blocks // ratio
-        while position < len(keys) and (run := runs.pop(keys[position], None)):
-            value, blocks = run
+        taken: list[tuple[Value, int, int]] = []
+        keys, start = _keys_of(request, self._block_size), hit_blocks // ratio * ratio
+        while start < len(keys) * ratio and (run := runs.pop(keys[start // ratio], None)):
+            value, blocks, path = run
             self.blocks -= blocks
-            position += -(-blocks // ratio)
-            values.append(value)
-        return values
+            end = min(start + -(-blocks // ratio) * ratio, len(keys) * ratio)
+            stop = common_prefix(path, keys, start, end, ratio)
+            taken.append((value, start, stop))
+            start = stop if stop == end else len(keys) * ratio
+        return taken
 
     def values(self) -> list[Value]:
         """Return all values, those of the least recent runs first."""
-        return [value for value, _ in self._runs.values()]
+        return [value for value, _, _ in self._runs.values()]
 
 
 def _keys_of(request: Request, block_size: int) -> Keys[Key]:

@@ -1,74 +1,133 @@
-"""The guard of `hazard`: LRU, until two shadows of the pool show that it hits less."""
+"""The guard of `hazard`: LRU, until it hits less of what is asked for than the other order."""
 
 from __future__ import annotations
 
-from math import sqrt
-from zlib import crc32
+from collections.abc import Callable, Iterable
+from math import inf, sqrt
+from typing import Generic, Protocol, TypeVar
 
-from kvcore import EvictionPolicy, KVCache, Request
-from kvcore.request import Key
-from kvcore_plugins.eviction.lru import LRU
-
-_WINDOW = 2000
-"""Requests after which a difference of hits counts for 1/e."""
+_WINDOW = 1000
+"""Requests that return after which a difference of hits counts for 1/e."""
 
 _START, _LIMIT = 2.0, 2.5
 """Spreads that the sum of differences must exceed to end LRU; and its maximum."""
 
-_LEAST = 20
+_LEAST = 12
 """Requests that must have differed by then: the spread of fewer is itself uncertain."""
 
-_SMALLEST = 750
-"""Blocks of a pool below four times which the shadows see every conversation."""
+_SLACK = 16
+"""A shadow shrinks by this share of the pool below its size, from as much above it."""
 
 
-class Guard:
-    """Decides between LRU and another order, which it compares in two shadows of the pool.
+class _Wait(Protocol):
+    @property
+    def above(self) -> object: ...
 
-    The shadows are caches that count blocks of one key, and hold none. When a request has
-    ended both replay the one before: one evicts by LRU, one by `policy`. The differences of
-    their hits, faded over requests, make a sum with a spread, the root of the sum of their
-    squares. Above two spreads LRU ends, and below 0 it begins again. Since this is asked after
-    every request, a sum that only chance moves would exceed fewer spreads every now and then.
 
-    Shadows of large pools replay a share of the conversations, and are smaller by this share:
-    1/2 from 3,000 blocks, 1/4 from 12,000, and so on.
+Wait = TypeVar("Wait", bound=_Wait)
+
+
+class Shadow(Generic[Wait]):
+    """How many blocks of each wait an order would keep in the pool. It holds no block.
+
+    Args:
+        blocks: the size of the pool.
+        order: returns waits in the order in which they leave at a time in ns.
+    """
+
+    def __init__(
+        self, blocks: int, order: Callable[[Iterable[Wait], int], Iterable[Wait]]
+    ) -> None:
+        """Keep nothing."""
+        self._blocks, self._order, self._total = blocks, order, 0
+        self._kept: dict[Wait, int] = {}
+        self._reach: float = inf
+
+    def add(self, wait: Wait, blocks: int, now: int) -> None:
+        """Keep the `blocks` blocks of a wait that begins; evict when they are too many."""
+        self._total += blocks - self._kept.pop(wait, 0)
+        self._kept[wait] = blocks
+        slack = self._blocks // _SLACK
+        if self._total <= self._blocks + slack:
+            return
+        for first in [*self._order(self._kept, now)]:
+            excess = self._total - self._blocks + slack
+            if excess < self._kept[first]:
+                self._kept[first] -= excess
+                self._total -= excess
+                return
+            self._total -= self._kept.pop(first)
+
+    def split(self, upper: Wait, lower: Wait, blocks: int) -> None:
+        """Keep the first `blocks` blocks of `lower` for `upper`."""
+        kept = self._kept.get(lower, 0)
+        if kept:
+            self._kept[upper] = min(kept, blocks)
+            self._kept[lower] = kept - self._kept[upper]
+
+    def end(self, wait: Wait, start: int, end: int) -> None:
+        """Remove a wait that ends, as a request asks for its blocks from `start` to `end`."""
+        kept = self._kept.pop(wait, 0)
+        self._total -= kept
+        if start + kept < end:
+            self._reach = min(self._reach, start + kept)
+
+    def hits(self, blocks: int) -> float:
+        """Return how many of the first `blocks` blocks the request hits, whose waits ended."""
+        hits, self._reach = min(self._reach, blocks), inf
+        return hits
+
+
+class Guard(Generic[Wait]):
+    """Decides between LRU and the order of an index, of both of which it keeps a shadow.
+
+    The differences of the hits of requests in the shadows, faded, make a sum with a spread, the
+    root of the sum of their squares. Above two spreads LRU ends, and below 0 it begins again.
+    Since this is asked after every request, a sum that only chance moves would exceed fewer
+    spreads every now and then.
 
     Attributes:
         is_lru: whether to evict as LRU.
     """
 
-    def __init__(self, blocks: int, block_size: int, policy: EvictionPolicy) -> None:
-        """Begin as LRU in a pool of `blocks` blocks of `block_size` tokens."""
-        self._tokens, self._policy, self.is_lru = blocks * block_size, policy, True
-        self._shadows: tuple[KVCache, KVCache] | None = None
-        self._share = 1
+    def __init__(self, blocks: int, index: Callable[[Wait, int], float]) -> None:
+        """Begin as LRU in a pool of `blocks` blocks; the lowest `index` leaves first."""
+        self._index, self.is_lru = index, True
+        self._own = Shadow[Wait](blocks, self._by_index)
+        self._lru = Shadow[Wait](blocks, lambda waits, _: waits)
+        self._request: int | str | None = None
+        self._end = 0
+        self._path: set[Wait] = set()
+        self._above: object = None
         self._sum = self._squares = self._differences = 0.0
-        self._request: Request | None = None
 
-    def on_end(self, request: Request, conversation: Key | None, now: int) -> None:
-        """Replay the request before `request`, which has ended, and decide.
+    def add(self, wait: Wait, blocks: int, now: int) -> None:
+        """Begin a wait, after those of what continues the prompt."""
+        if wait is not self._above:
+            self._path.clear()
+        self._path.add(wait)
+        self._above = wait.above
+        self._own.add(wait, blocks, now)
+        self._lru.add(wait, blocks, now)
 
-        `conversation` is the first key of that before; None if it released nothing.
-        """
-        before, self._request = self._request, request
-        if before is None or conversation is None or not before.keys:
-            return
-        size = before.key_tokens
-        if self._shadows is None:
-            blocks = max(1, self._tokens // size)
-            self._share = 1 << max(0, (blocks // _SMALLEST).bit_length() - 1) // 2
-            lru, other = (
-                KVCache(max(1, blocks // self._share), size, eviction=policy, accounting="keys")
-                for policy in (LRU(), self._policy)
-            )
-            self._shadows = lru, other
-        lru, other = self._shadows
-        sampled = self._share == 1 or not crc32(repr(conversation).encode()) % self._share
-        if not sampled or size != lru.geometry.block_size:
-            return
-        gain = _hits(other, before, now) - _hits(lru, before, now)
-        keep = 1 - self._share / _WINDOW
+    def split(self, upper: Wait, lower: Wait, blocks: int) -> None:
+        """Cut the first `blocks` blocks of `lower` off, as `upper`."""
+        self._own.split(upper, lower, blocks)
+        self._lru.split(upper, lower, blocks)
+
+    def end(self, wait: Wait, request: int | str, start: int, end: int) -> None:
+        """End a wait, since `request` asks for its blocks from `start` to `end`."""
+        if request != self._request:
+            self._decide()
+            self._request, self._end = request, 0
+        self._end = max(self._end, end)
+        self._own.end(wait, start, end)
+        self._lru.end(wait, start, end)
+
+    def _decide(self) -> None:
+        """Compare the hits of the request before, and decide."""
+        gain = self._own.hits(self._end) - self._lru.hits(self._end)
+        keep = 1 - 1 / _WINDOW
         self._squares = self._squares * keep * keep + gain * gain
         self._differences = self._differences * keep + (gain != 0)
         spread = sqrt(self._squares)
@@ -80,13 +139,13 @@ class Guard:
         elif self._sum < 0:
             self.is_lru = True
 
-
-def _hits(shadow: KVCache, request: Request, now: int) -> int:
-    """Return the blocks of `request` that hit in a shadow, which serves it at once."""
-    size = shadow.geometry.block_size
-    tokens, room = len(request.keys) * size, shadow.pool.blocks * size
-    first = None if tokens <= room else room - shadow.probe(request, now) * size
-    seq = shadow.open(request, first, now)
-    shadow.commit(seq, seq.tokens - seq.computed, now)
-    shadow.close(seq, now)
-    return seq.hit_blocks
+    def _by_index(self, waits: Iterable[Wait], now: int) -> Iterable[Wait]:
+        """Return waits by their index; what continues a prompt leaves before the prompt."""
+        ranks: dict[object, float] = {}
+        for wait in waits:
+            # A running request needs all of its prompt at once.
+            index = inf if wait in self._path else self._index(wait, now)
+            ranks[wait] = rank = max(index, ranks.get(wait, 0.0))
+            if ranks.get(wait.above, 0.0) < rank:
+                ranks[wait.above] = rank
+        return sorted(waits, key=ranks.__getitem__)

@@ -95,12 +95,12 @@ class ScannedLeaves:
     `released_order`.
 
     Args:
-        scores: returns the scores of leaves at a time in ns.
+        score: returns the score of a leaf at a time in ns.
     """
 
-    def __init__(self, scores: Callable[[list[Span], int], list[float]]) -> None:
+    def __init__(self, score: Callable[[Span, int], float]) -> None:
         """Create an empty order."""
-        self._scores = scores
+        self._score = score
         # The leaves with their entries in the heap; an entry that is no leaf's is garbage.
         self._leaves: dict[Span, tuple[float, int, Span] | None] = {}
         self._candidates: list[tuple[float, int, Span]] = []
@@ -108,7 +108,7 @@ class ScannedLeaves:
 
     def add(self, leaf: Span, now: int) -> None:
         """Insert a leaf, or move it when what its score depends on has changed."""
-        (score,) = self._scores([leaf], now)
+        score = self._score(leaf, now)
         self._leaves[leaf] = None
         if score <= self._limit:
             self._leaves[leaf] = entry = (score, leaf.released_order, leaf)
@@ -136,9 +136,10 @@ class ScannedLeaves:
     def scan(self, now: int) -> None:
         """Score all leaves, and choose the candidates."""
         leaves = list(self._leaves)
-        scores = self._scores(leaves, now)
         if not leaves:
             return
+        score_of = self._score
+        scores = [score_of(leaf, now) for leaf in leaves]
         self._limit = limit = sorted(scores)[len(leaves) // _SCANS]
         ages = len(leaves) * now - sum(leaf.last_access for leaf in leaves)
         self._scan_at = now + 1 + ages // (_SCANS * len(leaves))

@@ -16,7 +16,7 @@ from kvcore.units import as_float
 from kvcore_plugins.workload.rows import TimedFile
 
 _NAMES = ("messages", "prompt", "answer", "usage", "model", "time")
-_LATER = ("image_tokens", "isolate", "strict", "fields", *_NAMES[:-1])
+_LATER = ("image_tokens", "isolate", "strict", "turns", "fields", *_NAMES[:-1])
 
 
 @attrs.define(eq=False)
@@ -34,6 +34,7 @@ class ChatFile(TimedFile):
     image_tokens: int | None = attrs.field(default=None, validator=if_given(ge(1)))
     isolate: str | None = None
     strict: bool = attrs.field(default=False)
+    turns: bool = True
     messages: str | None = None
     prompt: str | None = None
     answer: str | None = None

@@ -42,6 +42,7 @@ from kvcore_plugins.workload.left_out import LeftOut, unread_fields
 from kvcore_plugins.workload.logged import LoggedRequest, PromptPart
 from kvcore_plugins.workload.rows import Row, Turn, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, Clock, Timed, TimeOrder, finest
+from kvcore_plugins.workload.turns import Turns
 from kvcore_plugins.workload.usage import Usage, generated_tokens, usage_of
 
 _HEAD_TOKENS = 250_000
@@ -103,10 +104,12 @@ class Reading:
 
     Attributes:
         left_out: rows that are no requests.
+        linked: the rows that continue earlier ones.
     """
 
     def __init__(self, chat: ChatFile) -> None:
         self._chat = chat
+        self.linked = Turns()
         self._names = chat.field_names
         self._encoder: Encoder = encoder_of(chat.tokens, chat.tokenizer)
         self.left_out = LeftOut(strict=chat.strict)
@@ -140,6 +143,10 @@ class Reading:
             msg = f"{self._chat.path}: no row is a request of a prompt; {notes}"
             raise InputError(msg)
 
+    def timed(self) -> bool:
+        """Return True if the rows have times."""
+        return self._clock is not None
+
     def notes(self) -> list[str]:
         """Return the assumptions about the rows that were read, and what was left out."""
         chat = self._chat
@@ -152,6 +159,12 @@ class Reading:
             notes.append(
                 f"the file has no times{named}: all arrives at once, a conversation's turns in "
                 "a row; rate=PER_SECOND and think=SECONDS spread them"
+            )
+        if self.linked.linked:
+            notes.append(
+                f"rows that continue an earlier one: {self.linked.linked:,}, each sent after "
+                "the answer that it quotes and the time between the two; turns=false sends all "
+                "at their times"
             )
         notes += self.left_out.notes
         notes += self._usage_notes()

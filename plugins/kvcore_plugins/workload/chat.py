@@ -43,7 +43,9 @@ class Chat(ChatFile):
 
     A row arrives at its time, the finest one of the row and of the response in it, and rows are
     sorted by it; rows without times arrive at `rate`. The turns of a conversation follow one
-    another: each is sent `think` seconds after the answer before it.
+    another: each is sent `think` seconds after the answer before it. A row with a time whose
+    prompt begins with the prompt and the answer of an earlier row is a later turn of it: it is
+    sent after that answer, after the time between the two rows.
 
     The id of a request is its row, from 0, and in a conversation its turn, as in `17/2`.
 
@@ -62,6 +64,7 @@ class Chat(ChatFile):
             as `user`; beside the model, `cache_salt` and LoRA adapters, which always do.
         strict: whether a row that would be left out, a field that changes the meaning and is
             not read, or rows that are not sorted are errors.
+        turns: whether rows follow the rows that they continue; else each comes at its time.
         output_tokens: tokens that a request without an answer generates.
         think: seconds from an answer to the next message of its conversation.
         key_tokens: tokens of a key.
@@ -79,8 +82,9 @@ class Chat(ChatFile):
         # Imported late: every command imports this module.
         from kvcore_plugins.workload._chat_rows import Reading  # noqa: PLC0415
 
-        self._reading = Reading(self)
-        return merged(self._reading.sessions())
+        self._reading = reading = Reading(self)
+        requests = merged(reading.sessions())
+        return reading.linked.link(requests, reading.timed) if self.turns else requests
 
     @classmethod
     def recognises(cls, first_line: bytes) -> bool:

@@ -18,6 +18,7 @@ from kvcore.trace.fields import slo_of
 from kvcore.units import INT64_LIMIT
 from kvcore.workloads import file_digest, lines
 from kvcore_plugins.workload.rows import FileWorkload, Row, parse_row
+from kvcore_plugins.workload.turns import Turns
 
 SLO_TIMES = {"ttft", "tpot", "deadline"}
 
@@ -33,12 +34,16 @@ class Jsonl(FileWorkload):
     Attributes:
         path: path of the file.
         chain: whether `keys` are hashes of each block alone, to be chained here.
+        turns: whether requests without a session follow those that they continue, as rows of
+            `chat` do; else each comes at its time.
     """
 
     name: ClassVar[str] = "jsonl"
+    later_options = ("turns",)
     line_fields = (("event", "schema"), ("event", "id", "prompt"))
 
     chain: bool = False
+    turns: bool = False
     _cut_after: int | None = attrs.field(default=None, init=False, repr=False)
 
     def __iter__(self) -> Iterator[Request]:
@@ -47,6 +52,10 @@ class Jsonl(FileWorkload):
         Where later lines have keys of generated blocks, as those of a run on texts and of an
         engine, these are read first.
         """
+        return Turns().link(self._lines()) if self.turns else self._lines()
+
+    def _lines(self) -> Iterator[Request]:
+        """Yield the requests at the times of their lines."""
         recorded = self._recorded_keys()
         earliest, key_tokens = 0, None
         for row in self._requests():
@@ -73,7 +82,8 @@ class Jsonl(FileWorkload):
     @property
     def digest(self) -> str:
         """The digest of the file's bytes, and of `chain` if it is set."""
-        return file_digest(self.path, **({"chain": True} if self.chain else {}))
+        names = ("chain", "turns")
+        return file_digest(self.path, **{n: True for n in names if getattr(self, n)})
 
     @property
     def notes(self) -> list[str]:

@@ -26,6 +26,7 @@ from kvcore_plugins.workload._plain import json_reader
 from kvcore_plugins.workload._sessions import Pending, in_order
 from kvcore_plugins.workload.rows import Row, by_options, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder
+from kvcore_plugins.workload.turns import Turns
 
 BUNDLED_REQUESTS = 12_031
 
@@ -69,16 +70,19 @@ class Mooncake(Workload):
         key_tokens: number of prompt tokens of a key; by default that which fits the lengths
             and the numbers of ids of the first rows, 512 if it is among several.
         unit: unit of the times: s, ms, us, ns; None: as above.
+        turns: whether rows without a session follow those that they continue, as rows of `chat`
+            do; else each comes at its time.
     """
 
     name: ClassVar[str] = "mooncake"
-    later_options = ("key_tokens", "unit")
+    later_options = ("key_tokens", "unit", "turns")
     line_fields = (("timestamp", "input_length", "hash_ids"),)
 
     path: Path | None = attrs.field(default=None, converter=optional(as_path))
     chain: bool = False
     key_tokens: int = attrs.field(default=0, validator=ge(0))
     unit: str | None = attrs.field(default=None, validator=if_given(in_(UNITS)), kw_only=True)
+    turns: bool = attrs.field(default=False, kw_only=True)
     found_key_tokens: bool = attrs.field(default=False, init=False, repr=False)
     _given: bool = attrs.field(default=False, init=False, repr=False)
     _reading: _Reading | None = attrs.field(default=None, init=False, repr=False)
@@ -102,7 +106,9 @@ class Mooncake(Workload):
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
         self._reading = reading = _Reading(self, self._file)
-        return reading.turns() if reading.closed else reading.requests()
+        if reading.closed:
+            return reading.turns()
+        return Turns().link(reading.requests()) if self.turns else reading.requests()
 
     @property
     def digest(self) -> str:
@@ -112,6 +118,8 @@ class Mooncake(Workload):
             options["key_tokens"] = self.key_tokens
         if self.unit is not None:
             options["unit"] = self.unit
+        if self.turns:
+            options["turns"] = True
         return file_digest(self._file, **options)
 
     @property

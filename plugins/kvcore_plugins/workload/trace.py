@@ -11,6 +11,7 @@ import attrs
 from kvcore import Request, Workload, trace
 from kvcore.files import as_path
 from kvcore.workloads import file_digest
+from kvcore_plugins.workload.turns import Turns
 
 
 @attrs.define(eq=False)
@@ -24,11 +25,15 @@ class Recording(Workload):
 
     Attributes:
         path: the trace.
+        turns: whether requests without a session follow those that they continue, as rows of
+            `chat` do; else each comes at its time.
     """
 
     name: ClassVar[str] = "trace"
+    later_options = ("turns",)
 
     path: Path = attrs.field(converter=as_path)
+    turns: bool = False
 
     def __iter__(self) -> Iterator[Request]:
         """Yield a request for each REQUEST line. Memory: one line.
@@ -36,7 +41,8 @@ class Recording(Workload):
         Raises:
             TraceError: a line is damaged, or the file is cut.
         """
-        return iter(trace.TraceWorkload(self.path))
+        requests = iter(trace.TraceWorkload(self.path))
+        return Turns().link(requests) if self.turns else requests
 
     @property
     def key_tokens(self) -> int:
@@ -46,5 +52,7 @@ class Recording(Workload):
     @property
     def digest(self) -> str:
         """The digest of the recorded workload, or of the file. Reads the file."""
+        if self.turns:
+            return file_digest(self.path, turns=True)
         recorded = trace.TraceWorkload(self.path)
         return recorded.digest if recorded.restores else file_digest(self.path)

@@ -1,4 +1,4 @@
-"""`kvcore replay`: check a trace, or run its requests again with other options."""
+"""`kvcore replay`: check a trace line by line."""
 
 from __future__ import annotations
 
@@ -7,28 +7,40 @@ from typing import Any
 
 import click
 
-from kvcore.cli.output import (
-    emit_json,
-    file_path,
-    json_option,
-    print_sections,
-    progress,
-    reading,
-    trace_file,
-)
-from kvcore.cli.verb import Time, option, verb
-from kvcore.errors import InputError, TraceError
+from kvcore.cli.output import emit_json, json_option, print_sections, reading, trace_file
+from kvcore.cli.verb import Time, VerbCommand, echo, flags_of, option, verb
+from kvcore.errors import TraceError
 from kvcore.hookspecs import OUTPUT
 from kvcore.sections import Section
 from kvcore_replay.check.trace import replay as replay_trace
-from kvcore_replay.cli.trace_options import price_option, what_if_options
+from kvcore_replay.cli.trace_options import price_option, refuse_recording
 
-CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
+
+class Replay(VerbCommand):
+    """The command of `replay`, which earlier releases asked what-if."""
+
+    def make_context(
+        self,
+        info_name: str | None,
+        args: list[str],
+        parent: click.Context | None = None,
+        **extra: Any,
+    ) -> click.Context:
+        """Parse a command line; one with options of `whatif` is a command line of that."""
+        from kvcore_replay.cli.whatif import whatif  # noqa: PLC0415 - for old command lines
+
+        former = set(flags_of(whatif.params)) - set(flags_of(self.params))
+        if former.isdisjoint(text.partition("=")[0] for text in args):
+            return super().make_context(info_name, args, parent, **extra)
+        now = "`kvcore whatif` now; use that"
+        echo(f"kvcore: to run a trace again with other options is {now}", err=True)
+        return whatif.make_context("whatif", args, parent, **extra)
 
 
 @verb(
     "kvcore replay run.jsonl.gz --at 60",
-    "kvcore replay run.jsonl.gz --eviction lfu --blocks 20k",
+    "kvcore replay day.jsonl.gz --price openai",
+    cls=Replay,
 )
 @click.argument("file", callback=trace_file)
 @option(
@@ -38,49 +50,23 @@ CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
     metavar="SECONDS",
     help="Time of the trace, in seconds, at which the state is reported.  [default: its end]",
 )
-@what_if_options
-@option(
-    "--export",
-    heading=OUTPUT,
-    callback=file_path,
-    metavar="FILE",
-    help="What if: JSONL file for the trace of the second run.",
-)
 @price_option
 @json_option
-def replay(*, file: Path, at: int | None, as_json: bool, **asked: Any) -> None:
+def replay(*, file: Path, at: int | None, price: Any, as_json: bool) -> None:
     """Replay the trace FILE: rebuild the cache line by line, and check every line.
 
     Fails if a line is damaged or cannot follow from those before it, and, after reporting
     what was readable, if the file is cut.
-
-    With any of the options that begin with "What if", the requests of FILE are run again, with
-    these options changed and all others as recorded, and both runs are printed side by side.
-    That needs a complete trace of `compare`, or, under the model's clock, of `simulate` or
-    `run`; or the recording of an engine.
 
     FILE may be the directory that --out of simulate or run wrote, or a recording of a real
     server's KV events, as `kvcore record` writes it: it is checked, and its counts are shown.
     """
     from kvcore_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
 
-    price = asked.pop("price")
-    given = {name: value for name, value in asked.items() if value is not None}
     if is_recording(file):
-        if given or price is not None or at is not None:
-            msg = (
-                f"{file} is a recording of KV events: it is checked and shown, without "
-                "options. `kvcore compare` and `curve` run its requests as "
-                f"kv-events:path={file},lookups=full, if the engine reported every use"
-            )
-            raise InputError(msg)
+        if price is not None or at is not None:
+            refuse_recording(file)
         _show_recording(file, as_json=as_json)
-        return
-    if given:
-        if at is not None:
-            msg = "--at is for the recorded run alone: leave it out, or the what-if options"
-            raise InputError(msg)
-        _what_if(file, given | {"price": price}, as_json=as_json)
         return
     with reading("replaying", file) as tick:
         report = replay_trace(file, at, tick)
@@ -119,17 +105,3 @@ def _show_recording(file: Path, *, as_json: bool) -> None:
     if not report.complete:
         msg = f"{file}: incomplete: {report.cut_reason}"
         raise TraceError(msg)
-
-
-def _what_if(file: Path, given: dict[str, Any], *, as_json: bool) -> None:
-    """Run the requests again, and print both runs."""
-    from kvcore_replay.what_if import whatif  # noqa: PLC0415 - checking a trace does without it
-
-    caps = {name: given.pop(name) for name in CAPS if name in given}
-    found = whatif(file, **given, batching=caps or None, progress=progress)
-    if as_json:
-        emit_json(found.as_dict())
-        return
-    from kvcore_replay.report.whatif import WhatIfReport  # noqa: PLC0415 - JSON does without it
-
-    print_sections(*WhatIfReport(found).sections)

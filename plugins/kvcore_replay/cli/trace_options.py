@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import click
 
@@ -15,8 +16,6 @@ from kvcore.config.options import option_named, option_names
 from kvcore.errors import InputError
 from kvcore.hookspecs import OUTPUT, Ran
 
-WHAT_IF = "What if: "
-
 
 def what_if_options(command: Command) -> Command:
     """Give a verb the options of a recorded run that may change; None: as recorded."""
@@ -24,9 +23,22 @@ def what_if_options(command: Command) -> Command:
         declaration = option_named(name)
         if declaration.what_if:
             text = declaration.help if declaration.what_if is True else declaration.what_if
-            shown = f"{WHAT_IF}{text[0].lower()}{text[1:]}"
-            command = shared(name, text=shown, default=None)(command)
+            command = shared(name, text=text, default=None)(command)
     return command
+
+
+def refuse_recording(file: Path) -> NoReturn:
+    """Refuse an option for a recording of KV events.
+
+    Raises:
+        InputError: names the workload that has its requests.
+    """
+    msg = (
+        f"{file} is a recording of KV events: it is checked and shown, without options. "
+        "`kvcore compare` and `curve` run its requests as "
+        f"kv-events:path={file},lookups=full, if the engine reported every use"
+    )
+    raise InputError(msg)
 
 
 replica_option = click.option(

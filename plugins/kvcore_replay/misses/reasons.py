@@ -13,6 +13,7 @@ from kvcore.models.cost import PrefillCost, default_prefill_cost, read_cost
 from kvcore.notebook import Shown, data_frame
 from kvcore.plugins.options import nearest
 from kvcore.units import NS_PER_S
+from kvcore_replay.savings import prefill_seconds
 
 __all__ = ["Explanation"]
 
@@ -332,6 +333,7 @@ class Summary:
         admitted, rejected, decoded, waiting: number of requests by their state at the end.
         readmitted: admissions after a preemption, which count nowhere else.
         prompt_tokens, hit_tokens: tokens of admitted prompts, and those that hit.
+        prefill_s, saved_s: the least seconds of their prefill.
         categories: each of `Explanation.categories`; their tokens add up to the missed ones.
         groups: each cache group; tokens for which it was short, alone or with others.
         ways: each of `WAYS`; their tokens add up to the compulsory ones.
@@ -351,6 +353,8 @@ class Summary:
     readmitted: int
     prompt_tokens: int
     hit_tokens: int
+    prefill_s: float
+    saved_s: float
     categories: dict[str, MissedTokens]
     ways: dict[str, MissedTokens]
     salted: MissedTokens
@@ -375,6 +379,8 @@ class Summary:
             "prompt_tokens": self.prompt_tokens,
             "hit_tokens": self.hit_tokens,
             "missed_tokens": self.missed_tokens,
+            "prefill_s": self.prefill_s,
+            "saved_s": self.saved_s,
             "lost": {name: lost.as_dict() for name, lost in self.categories.items()},
             **({"groups": [lost.as_dict() for lost in self.groups]} if self.groups else {}),
             "load_s": self.load_s,
@@ -388,7 +394,7 @@ class Summary:
         }
 
 
-@attrs.frozen(kw_only=True)
+@attrs.frozen(kw_only=True, repr=False)
 class Explanation(Shown):
     """The result of `explain`: miss reasons of every request of a trace.
 
@@ -510,14 +516,17 @@ class Explanation(Shown):
             for lost in sums:
                 lost.add(loss.tokens, prefill, first=loss is reasons.losses[0])
         admitted = [each for each in self.requests.values() if each.admitted is not None]
+        prompts, hits = ([each.tokens for each in admitted], [each.hit for each in admitted])
         return Summary(
             admitted=states["admitted"],
             rejected=states["rejected"],
             decoded=states["decoded"],
             waiting=states["waiting"],
             readmitted=sum(each.again for each in admitted),
-            prompt_tokens=sum(each.tokens for each in admitted),
-            hit_tokens=sum(each.hit for each in admitted),
+            prompt_tokens=sum(prompts),
+            hit_tokens=sum(hits),
+            prefill_s=prefill_seconds(self.cost, prompts),
+            saved_s=prefill_seconds(self.cost, hits),
             categories=categories,
             ways=ways,
             salted=salted,

@@ -16,7 +16,7 @@ from kvcore.config.values import read_plugin
 from kvcore.errors import InputError, KvcoreError, PluginError
 from kvcore.models.layers import LayerCache
 from kvcore.models.spec import DeviceSpec, ModelSpec
-from kvcore.plugins import Plugin, Plugins
+from kvcore.plugins import Plugin, Plugins, options_of
 from kvcore.plugins.options import Spec, as_text, takes_path
 from kvcore.request import SLO
 from kvcore.serving import Batching, Rules
@@ -31,6 +31,9 @@ OF_CACHES = ("eviction", "prefix", "retention")
 OF_SERVERS = ("scheduler", "latency")
 
 OPTIONAL = ("drafter",)
+
+DEPLOYED = ("model", "device", "tensor_parallel", "codec", "block_size")
+"""Options of a latency model that the deployment gives, where its text leaves them out."""
 
 OF_CLUSTERS = ("replicas", "routing")
 """Fields of the header that no server by itself has."""
@@ -159,6 +162,7 @@ def deployment_options(header: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         "model": _value(recorded.get("model", model.get("name"))),
         "codec": model.get("codec", model.get("kv_dtype")),
+        "weights_dtype": model.get("weights_dtype"),
         "device": device.get("name"),
         "tensor_parallel": device.get("count"),
     }
@@ -190,6 +194,26 @@ def unknown_caps(file: Path, caps: Mapping[str, Any], error: Exception) -> Input
     """Return the error which reports that a run cannot have these caps of a step."""
     known = ", ".join(("like", *LIMITS))
     return InputError(f"{file}: batching {caps} cannot be: {error}. There are: {known}")
+
+
+def redeployed_latency(file: Path, header: Mapping[str, Any], plugins: Plugins) -> Spec:
+    """Return the recorded latency model without the deployment that it was built for.
+
+    Raises:
+        InputError: its times do not follow from a model and a device, or an option is a path.
+        PluginError: it is not installed here.
+    """
+    recorded = header["plugins"]["latency"]
+    name, options = recorded["name"], recorded["options"]
+    cls = type(_rebuilt(file, "latency", recorded, plugins))
+    known = {option.name for option in options_of(cls)}
+    if not {"model", "device"} <= known:
+        msg = (
+            f"{file} was recorded with latency model {name!r}, whose times are the same on "
+            "every device: name another one too, such as --latency roofline"
+        )
+        raise InputError(msg)
+    return Spec(name, _texts({key: options[key] for key in options.keys() - set(DEPLOYED)}))
 
 
 def _rebuilt(file: Path, kind: str, recorded: Mapping[str, Any], plugins: Plugins) -> Plugin:

@@ -27,13 +27,18 @@ from kvcore_replay.recorded.config import (
     OPTIONAL,
     deployment_options,
     recorded_options,
+    redeployed_latency,
+    replica_groups,
     unknown_caps,
 )
 
 if TYPE_CHECKING:
     from kvcore_tiers.hierarchy import Tiers
 
-TIMED = (*OF_SERVERS, *OPTIONAL, "batching", "like", *LIMITS, "slo", "rate_scale")
+DEPLOYMENT = ("model", "device", "tensor_parallel")
+"""Options of the deployment, by which the pool and the times of steps follow."""
+
+TIMED = (*DEPLOYMENT, *OF_SERVERS, *OPTIONAL, "batching", "like", *LIMITS, "slo", "rate_scale")
 """Options that only a run with a clock has."""
 
 
@@ -69,14 +74,21 @@ class RecordedParts(RunParts):
         self._file, self._header = file, header
         self.timed = header["mode"] != "untimed"
         changes = {name: value for name, value in changes.items() if value is not None}
-        self._check_changes(changes)
         self._changes, self._changed = changes, changes.keys()
+        self._check_changes(changes)
         plugins = plugins or Plugins()
         recorded = RunConfig(**recorded_options(file, header, workload, plugins))
-        config = self._changed_config(recorded, changes)
+        config = self._changed_config(
+            recorded, self._with_deployment(changes, recorded, plugins)
+        )
         super().__init__(config, plugins, workload=workload, naming=lambda _: "")
         if "slo" in header and "slo" not in changes:
             self.slo = slo_of(header["slo"])
+
+    @property
+    def redeployed(self) -> bool:
+        """Whether another model, device or number of GPUs takes the place of the recorded."""
+        return any(name in self._changed for name in DEPLOYMENT)
 
     @cached_property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
@@ -108,7 +120,8 @@ class RecordedParts(RunParts):
         """
         latency = super().latency(devices)
         recorded = self._header.get("latency")
-        if "latency" not in self._changed and plain(latency.coefficients()) != recorded:
+        changed = "latency" in self._changed or self.redeployed
+        if not changed and plain(latency.coefficients()) != recorded:
             msg = (
                 f"{self._file}: latency model {latency.name!r} had other coefficients when "
                 "this was recorded, by another version of it. Give "
@@ -122,7 +135,9 @@ class RecordedParts(RunParts):
         header = self._header
         names = ("batching", "slo", "rate_scale") if self.timed else ()
         kinds = (*OF_CACHES, *OF_SERVERS, *OPTIONAL, "rules")
+        deployed = [name for name in ("model", "device") if self.timed and header.get(name)]
         return {
+            **{name: header[name] for name in deployed},
             "blocks": header["blocks"],
             "block_size": header["block_size"],
             **{kind: header["plugins"][kind] for kind in kinds if kind in header["plugins"]},
@@ -144,7 +159,10 @@ class RecordedParts(RunParts):
             "slo": None if self.slo is None else slo_field(self.slo),
             "rate_scale": self.config.rate_scale,
         }
+        known = self.recorded()
+        deployed = RunParts.header(self) if self.redeployed else known
         return {
+            **{name: deployed[name] for name in ("model", "device") if name in known},
             "blocks": self.blocks,
             "block_size": self.geometry.block_size,
             **{p.kind: plain(describe(p)) for p in used if p.kind != "tier"},
@@ -161,6 +179,8 @@ class RecordedParts(RunParts):
             fields.pop("slo", None)
         if not self.config.tier:
             fields.pop("tiers", None)
+        if self.redeployed:
+            fields |= {n: v for n, v in super().header().items() if n in fields}
         run = {name: self._header[name] for name in ("mode", "workload", "seed")}
         return run | fields
 
@@ -173,13 +193,46 @@ class RecordedParts(RunParts):
                 "`kvcore simulate trace:FILE` serves its requests under one"
             )
             raise InputError(msg)
-        if "cache_groups" in self._header and ("block_size" in changes or not self.timed):
+        if "memory" in changes or self.redeployed:
+            known = deployment_options(self._header)
+            missing = [name for name in ("model", "device") if name not in known]
+            if missing:
+                msg = (
+                    f"{self._file}: the header says nothing of the {missing[0]}, so another "
+                    "deployment cannot take its place; a pool of another size can: --blocks N"
+                )
+                raise InputError(msg)
+        resized = "memory" in changes or "block_size" in changes or self.redeployed
+        if "cache_groups" in self._header and (resized or not self.timed):
             msg = (
                 f"{self._file} was recorded with cache groups, whose blocks have the sizes "
                 "that the model needs, and which are served under a clock alone: "
                 "`kvcore simulate trace:FILE --model NAME` has both"
             )
             raise InputError(msg)
+
+    def _with_deployment(
+        self, changes: Mapping[str, Any], recorded: RunConfig, plugins: Plugins
+    ) -> dict[str, Any]:
+        """Return the changes with those that follow from another deployment or memory.
+
+        A pool that was all that fits beside the weights is that on the new devices too; any
+        other one keeps its number of blocks. The latency model is built for the new devices.
+        """
+        changes = dict(changes)
+        if "memory" in changes:
+            changes.setdefault("blocks", None)
+        if not self.redeployed:
+            return changes
+        if "latency" not in changes:
+            changes["latency"] = redeployed_latency(self._file, self._header, plugins)
+        if not changes.keys() & {"blocks", "memory"}:
+            (_, server), *_ = replica_groups(self._header)
+            before = RecordedParts(self._file, server, recorded.workload, {}, plugins)
+            fits = before.deployment.blocks(before.batching.max_seqs)
+            if before.blocks + before.null_blocks == fits:
+                changes["blocks"] = None
+        return changes
 
     def _changed_config(self, recorded: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
         changes = dict(changes)
@@ -213,12 +266,14 @@ class RecordedParts(RunParts):
     def _block_bytes(self) -> int:
         """Return the bytes of a block: the recorded ones, if its size has not changed."""
         tiers, size = self._header.get("tiers"), self._header["block_size"]
-        if tiers and self.geometry.block_size == size:
+        if tiers and self.geometry.block_size == size and not self.redeployed:
             return int(tiers[0]["slot_bytes"])
         return super()._block_bytes()
 
     def _devices(self) -> int:
         """Return the number of GPUs that share the model; 1 if the header does not give it."""
+        if "tensor_parallel" in self._changed:
+            return int(self.config.tensor_parallel)
         known = deployment_options(self._header)
         counts = [tier["devices"] for tier in self._header.get("tiers", ())]
         return int(known.get("tensor_parallel") or max(counts, default=1))
@@ -226,6 +281,8 @@ class RecordedParts(RunParts):
     def _recompute(self) -> PrefillCost | None:
         if "recompute" not in self._header:
             return None
+        if self.redeployed:
+            return super()._recompute()
         try:
             return read_cost(self._header["recompute"])
         except InputError as error:
@@ -233,15 +290,22 @@ class RecordedParts(RunParts):
             raise InputError(msg) from error
 
     def _served(self) -> ModelSpec:
-        """Return a model of the catalogue: no file that a header names is opened."""
-        return find_model(str(self.config.model))
+        """Return the model: no file that a header names is opened."""
+        model = self.config.model
+        if "model" in self._changed or isinstance(model, ModelSpec):
+            return super()._served()
+        return find_model(str(model))
 
     def _check_deployment(self) -> None:
-        """Check nothing: no pool is sized here, and the header need not name a deployment."""
+        """Check another deployment; the header need not name one, whose pool has its size."""
+        if self.redeployed:
+            super()._check_deployment()
 
     def _defaults(self) -> dict[str, Any]:
         """Return the recorded seed and deployment, for plugins that leave them out."""
         return {"seed": self._header["seed"]} | deployment_options(self._header)
 
     def _timing(self, devices: int | None) -> dict[str, Any]:
+        if self.redeployed:
+            return super()._timing(devices)
         return {} if devices is None else {"tensor_parallel": devices}

@@ -9,7 +9,7 @@ import attrs
 
 from kvcore.report.tables import TableRow, cell, counted, share
 from kvcore.sections import Section, Table
-from kvcore.units import NS_PER_S, format_seconds
+from kvcore.units import NS_PER_S, format_dollars, format_seconds
 from kvcore_replay.misses.prompts import REASONS, PromptExplanation, PromptReads, UnreadTokens
 from kvcore_replay.pricing import PriceModel
 
@@ -34,11 +34,6 @@ def price_rows(prices: Iterable[PriceModel]) -> list[TableRow]:
         cells = (cell(rate, "{:g}".format) for rate in rates)
         rows.append([price.name, *cells, price.rule(), f"{price.source}, {price.read}"])
     return rows
-
-
-def dollars(usd: float) -> str:
-    """Format dollars; less than one dollar has four decimals."""
-    return f"{usd:,.2f}" if usd >= 1 else f"{usd:.4f}"
 
 
 def setup_of(price: PriceModel) -> str:
@@ -69,7 +64,7 @@ def bill_sections(
     kinds = [kind for kind in KINDS if any(bill[f"{kind}_tokens"] for bill in found.values())]
     headers = ["bill", *(kind.replace("_1h", ", 1 h") for kind in kinds), "USD"]
     rows = [
-        [name, *(f"{bill[f'{kind}_tokens']:,}" for kind in kinds), dollars(bill["usd"])]
+        [name, *(f"{bill[f'{kind}_tokens']:,}" for kind in kinds), format_dollars(bill["usd"])]
         for name, bill in found.items()
     ]
     return [Table(headers, rows), setup_of(PriceModel(**bills["price"]))]
@@ -119,7 +114,7 @@ class PromptReport:
                 reason,
                 f"{row['tokens']:,}",
                 share(row["tokens"] / unread),
-                dollars(row["usd"]),
+                format_dollars(row["usd"]),
                 f"{row['stopped']:,}",
                 REASONS[reason],
             ]

@@ -36,6 +36,9 @@ DECADE = 8
 MOST_TICKS = 8
 """The most ticks of the axis of a chart."""
 
+DASHES = "-", "--", ":", "-."
+"""Dashes of the lines of a policy that differ in something else."""
+
 TIERS = " + tiers"
 """End of the name of a line for the hits of pool and tiers: the line of the pool, dashed."""
 
@@ -84,14 +87,24 @@ def _lines(axes: Axes, panel: Panel) -> None:
     looks = zip(cycle(COLOURS[:-1]), cycle(MARKERS), strict=False)
     known: dict[str, dict[str, Any]] = {}
     ends = []
+    dashes: dict[str, str] = {"": "-", TIERS: "--"}
     for name, points in panel.lines.items():
-        base, beside, _ = name.partition(TIERS)
+        # A policy has one colour, whatever else a line is of: that is its dashes.
+        base, comma, rest = name.partition(", ")
+        if not comma:
+            base, rest, _ = name.partition(TIERS)
         if base not in known:
             colour, marker = (INK, ".") if is_bound(name) else next(looks)
             known[base] = {"color": colour, "marker": marker, "markersize": 4}
-        style = {**known[base], "linewidth": 1.2, "linestyle": "--" if beside else "-"}
+        dash = dashes.setdefault(rest, DASHES[len(dashes) % len(DASHES)])
+        style = {**known[base], "linewidth": 1.2, "linestyle": dash}
         if points:
             axes.plot(*zip(*sorted(points), strict=True), **style)
+            if band := panel.bands.get(name):
+                pairs = sorted(zip(points, band, strict=True))
+                across = [place for (place, _), _ in pairs]
+                low, high = zip(*(ends for _, ends in pairs), strict=True)
+                axes.fill_between(across, low, high, color=style["color"], alpha=0.15, lw=0)
             ends.append((*max(points), printable(shorten(name, NAME)), style["color"]))
     values = [value for points in panel.lines.values() for _, value in points]
     if panel.bound is not None:
@@ -166,6 +179,8 @@ def _bars(axes: Axes, panel: Panel, rows: Sequence[str], *, named: bool) -> None
     for name, value in drawn.items():
         row = rows.index(name)
         axes.barh(row, value, height=0.7, color=INK if is_bound(name) else COLOURS[0])
+        for low, high in panel.bands.get(name, ())[:1]:
+            axes.plot((low, high), (row, row), color=GREY, linewidth=1.2)
         axes.annotate(
             panel.text(value), (value, row), (3, 0), textcoords="offset points", va="center",
             fontsize=8,

@@ -250,6 +250,12 @@ class SummaryReport:
             f"Of {counted(tokens, 'prompt token')}, {hits:,} hit "
             f"({hits / tokens if tokens else 0:.1%}) and {tokens - hits:,} missed."
         )
+        if hits and "saved_s" in summary:  # earlier releases did not write it
+            saved, prefill = summary["saved_s"], summary["prefill_s"]
+            found += (
+                f"\nHits saved at least {format_seconds(saved)} of prefill, of "
+                f"{format_seconds(prefill)} in all."
+            )
         if requests["admitted"] and not tokens:
             found = f"The requests have {NO_KEYS}"
         turned = (

@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 
 from kvcore.plugins.options import as_text
+from kvcore.report.simulation import overload
 from kvcore.report.tables import (
     NONE,
     TableRow,
@@ -21,7 +22,7 @@ from kvcore.report.tables import (
     slo_times,
 )
 from kvcore.sections import Chart, Panel, Section, Table
-from kvcore.units import NS_PER_S, format_number, format_seconds
+from kvcore.units import BINARY, NS_PER_S, format_number, format_seconds
 from kvcore_replay.recorded_run import RunSummary
 from kvcore_replay.what_if import Change, WhatIf
 
@@ -55,6 +56,7 @@ class WhatIfReport:
 
             bills = bill_sections(old.as_dict(), new.as_dict()["run"])
         return [
+            self.warning,
             self.headline,
             self.table,
             self.verdict,
@@ -65,10 +67,22 @@ class WhatIfReport:
         ]
 
     @property
+    def warning(self) -> str:
+        """A warning of overload for each of the runs whose queue grows."""
+        found = self.whatif
+        return "\n".join(
+            f"SATURATED, {name}: {found.workload} "
+            f"{overload(run.saturation or {}, run.offered_load, run.slo_met, able, times)}"
+            for name, run in (("recorded", found.recorded), ("what if", found.rerun))
+            if run.saturated
+            for able, times in [(_able(run.config), "times marked *")]
+        )
+
+    @property
     def headline(self) -> str:
         """Sentences about the run and the options that changed."""
         found = self.whatif
-        one, other = (_settings(run.config) for run in (found.recorded, found.rerun))
+        one, other = (settings_of(run.config) for run in (found.recorded, found.rerun))
         requests = counted(found.recorded.requests, "request")
         lines = [f"{found.workload}: {requests} of {found.file}."]
         # The configuration of a run without a retention policy has no such key.
@@ -168,11 +182,12 @@ def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[TableRow]: 
         yield _row("tokens forgotten", [run.compacted_tokens for run in runs], _count)
     if not timed:
         return
+    marks = [" *" if run.saturated else "" for run in runs]
     for key, name in TIMES:
         spreads = [getattr(run, key) or {} for run in runs]
         for column in ("mean", "p50", "p99"):
             times = [spread.get(column) for spread in spreads]
-            yield _row(f"{name}, {column}", times, format_seconds)
+            yield _row(f"{name}, {column}", times, format_seconds, marks)
     yield _row("generated tokens/s", [r.throughput_tokens_s for r in runs], format_number)
     if any(run.goodput is not None for run in runs):
         yield _row("goodput, requests/s", [run.goodput for run in runs], format_number)
@@ -186,9 +201,18 @@ def run_rows(runs: Sequence[RunSummary], *, timed: bool) -> Iterator[TableRow]: 
     yield _row("rejected", [run.rejected for run in runs], _count)
 
 
-def _row(name: str, values: Sequence[float | None], write: Callable[[Any], str]) -> TableRow:
+def _row(
+    name: str,
+    values: Sequence[float | None],
+    write: Callable[[Any], str],
+    marks: Sequence[str] = (),
+) -> TableRow:
+    """Return a row of runs; a run's mark follows its value."""
     before = values[0]
-    cells = [cell(value, write) for value in values]
+    cells = [
+        cell(value, write) + mark
+        for value, mark in zip(values, marks or [""] * len(values), strict=True)
+    ]
     changes = [change_text(before, after, write) for after in values[1:]]
     return [name, cells[0], *chain(*zip(cells[1:], changes, strict=True))]
 
@@ -206,22 +230,48 @@ def change_text(before: float | None, after: float | None, write: Callable[[Any]
         return f"{after - before:+,}"
     if write is share:
         change = f"{100 * (after - before):+.1f} points"
-    elif before and after > MANY * before:
-        return f"{format_number(after / before)} times"
-    elif before:
-        change = f"{after / before - 1:+.1%}"
-    else:
+    elif not before:
         return NONE
+    elif after > MANY * before or before > MANY * after > 0:
+        return _factor(before, after)
+    else:
+        change = f"{after / before - 1:+.1%}"
     return ABOUT if change[1:] in ("0.0%", "0.0 points") else change
+
+
+def _factor(before: float, after: float) -> str:
+    """Return a change as a factor above 1."""
+    more = after > before
+    times = format_number(after / before if more else before / after)
+    return f"{times} times{'' if more else ' less'}"
 
 
 def _count(count: int) -> str:
     return f"{count:,}"
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a configuration, each limit of a step as one of them."""
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a configuration, each limit of a step as one of them.
+
+    Options of the latency model that only repeat the deployment are left out.
+    """
     alone = {name: value for name, value in config.items() if name != "batching"}
+    if "latency" in config and "device" in config:
+        model, device = config["model"], config["device"]
+        deployment = {
+            "model": model["name"],
+            "codec": model.get("codec"),
+            "block_size": config["block_size"],
+            "device": device["name"],
+            "tensor_parallel": device["count"],
+        }
+        options = {
+            name: value
+            for name, value in config["latency"]["options"].items()
+            if (value.get("name") if isinstance(value, Mapping) else value)
+            != deployment.get(name)
+        }
+        alone["latency"] = config["latency"] | {"options": options}
     return {**alone, **(config.get("batching") or {})}
 
 
@@ -229,7 +279,22 @@ def _setting(name: str, value: Any) -> str:
     """Format a setting of a configuration as the command line has it."""
     if name == "slo" and isinstance(value, Mapping):
         return slo_times(value)
+    if name == "device" and isinstance(value, Mapping):
+        return f"{value['count']} x {value['name']}"
+    if name == "model" and isinstance(value, Mapping):
+        return str(value["name"])
     return config_text(value)
+
+
+def _able(config: Mapping[str, Any]) -> str:
+    """Return the devices of a run in words."""
+    if "device" not in config:
+        return "this server"
+    replicas = config.get("replicas", 1)
+    if not isinstance(replicas, int):
+        replicas = sum(table.get("count", 1) for table in replicas)
+    several = f"{counted(replicas, 'replica')} of " if replicas > 1 else ""
+    return f"{several}{_setting('device', config['device'])}"
 
 
 def config_text(value: Any) -> str:
@@ -239,7 +304,11 @@ def config_text(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(config_text, value))
     if isinstance(value, Mapping) and value.keys() == {"name", "options"}:
-        return plugin_text(value["name"], value["options"])
+        options = dict(value["options"])
+        memory = options.get("memory")
+        if isinstance(memory, int) and memory and memory % BINARY["GiB"] == 0:
+            options["memory"] = f"{memory // BINARY['GiB']}GiB"
+        return plugin_text(value["name"], options)
     if isinstance(value, Mapping):
         return plugin_text("", value).removeprefix(":") or "none"
     return f"{value:,}" if type(value) is int else as_text(value)

@@ -49,7 +49,7 @@ def test_reports_name_the_given_format(tmp_path):
     options = ["--model", "llama-3-70b", "--trace", tmp_path / "run.jsonl"]
     printed = run_here("simulate", BENCH, *options, "--weights-dtype", "fp8").stdout
     assert "weights in fp8" in " ".join(printed.split())
-    printed = run_here("replay", tmp_path / "run.jsonl", "--eviction", "fifo").stdout
+    printed = run_here("whatif", tmp_path / "run.jsonl", "--eviction", "fifo").stdout
     assert "weights in fp8" in " ".join(printed.split())
     assert "weights" not in run_here("simulate", BENCH).stdout
 

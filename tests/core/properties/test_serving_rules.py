@@ -71,6 +71,14 @@ def test_methods_say_what_the_loop_does_without_them(scheduler, server):
     assert asked.decisions == inline.decisions
 
 
+@pytest.mark.parametrize("seed", [1368, 1548])
+def test_rules_that_keep_nothing_share_keyed_blocks_when_others_do(seed):
+    """Blocks with keys are shared as without `keeps_generated`, under a lag too."""
+    server = random_ruled_server(Random(seed).randint)
+    asked = server.run("srpt:preemptive=false", rules=Asked)
+    assert decided(asked.trace) == decided(server.run("srpt:preemptive=false").trace)
+
+
 @pytest.mark.parametrize("scheduler", ["fcfs", "urgent", "planning"])
 @few
 @given(server=ruled_servers())

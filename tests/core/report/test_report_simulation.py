@@ -105,14 +105,6 @@ def test_the_warning_has_the_share_that_misses_the_slo():
     assert warning.endswith("The search for what would hold is below.")
 
 
-def test_holding_lists_the_options_that_sustain_the_load():
-    """`holding` lists the options found to sustain the load, or states that there are none."""
-    report = SimulationReport(summary(), CONFIG)
-    text = report.holding({"rate_scale": 0.47, "tensor_parallel": 4})
-    assert "with --rate-scale 0.47 or --tensor-parallel 4:" in text
-    assert report.holding({}).startswith("Neither")
-
-
 def test_unknown_outputs_are_explained_in_the_headline():
     """If no request has a first token, the headline explains why, and amounts are left out."""
     unknown = dict.fromkeys(("ttft_s", "tpot_s", "itl_s", "throughput_tokens_s", "goodput"))

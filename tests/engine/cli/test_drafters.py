@@ -75,16 +75,16 @@ def test_replay_adds_and_removes_drafts(tmp_path):
     """
     words = ("simulate", SMALL, "--drafter", DRAFTS, "--trace", "t.jsonl")
     assert run(*words, cwd=tmp_path).returncode == 0
-    done = run("replay", "t.jsonl", "--export", "again.jsonl", cwd=tmp_path)
+    done = run("whatif", "t.jsonl", "--export", "again.jsonl", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert decisions(tmp_path / "t.jsonl") == decisions(tmp_path / "again.jsonl")
     plain = ("simulate", SMALL, "--trace", "plain.jsonl")
     assert run(*plain, cwd=tmp_path).returncode == 0
-    without = ("replay", "t.jsonl", "--drafter", "none", "--export", "without.jsonl")
+    without = ("whatif", "t.jsonl", "--drafter", "none", "--export", "without.jsonl")
     done = run(*without, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert decisions(tmp_path / "plain.jsonl") == decisions(tmp_path / "without.jsonl")
-    more = ("replay", "plain.jsonl", "--drafter", DRAFTS, "--export", "with.jsonl")
+    more = ("whatif", "plain.jsonl", "--drafter", DRAFTS, "--export", "with.jsonl")
     assert run(*more, cwd=tmp_path).returncode == 0
     assert decisions(tmp_path / "t.jsonl") == decisions(tmp_path / "with.jsonl")
 

@@ -64,6 +64,7 @@ def test_json_has_the_documented_fields():
         "lookup_blocks",
         "hit_blocks",
         "hit_ratio",
+        "prefill_s",
     ]
     assert (document["schema"], document["count"]) == (1, "keys")
 

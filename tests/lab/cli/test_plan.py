@@ -32,8 +32,9 @@ def test_fleets_are_printed_from_the_best_one_with_the_limit(planned, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("zipf:requests=40,rate=4.0,prefixes=4: 40 requests to")
     assert "Take 1 replica on 1 x h100" in done.stdout
-    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("100.0%")]
+    rows = [line.split() for line in done.stdout.splitlines() if line.endswith("  2.67")]
     assert rows[0][:3] == ["1", "1", "1"]
+    assert "1 x vllm serve meta-llama/Meta-Llama-3-8B" in done.stdout
     assert "\nLimit: " in done.stdout
     document = json.loads((tmp_path / "plan-results" / "plan.json").read_bytes())
     assert document["plans"][0]["gpus"] == 1

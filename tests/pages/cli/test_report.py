@@ -38,7 +38,7 @@ def results(tmp_path_factory):
     tier = ("--tier", "host:memory=1GiB", "--sizes", "100,400")
     kept("plane.json", "curve", *work, *tier, "--json")
     kept("size.json", "size", "llama-3-8b", "--device", "h100", "--json")
-    kept("whatif.json", "replay", "lru/trace.jsonl.gz", "--eviction", "lfu", "--json")
+    kept("whatif.json", "whatif", "lru/trace.jsonl.gz", "--eviction", "lfu", "--json")
     kept("explain.json", "explain", "lru/trace.jsonl.gz", "--summary", "--json")
     kept("one.json", "explain", "lru/trace.jsonl.gz", 50, "--json")
     kept("replay.json", "replay", "lru/trace.jsonl.gz", "--json")

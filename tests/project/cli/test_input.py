@@ -76,12 +76,12 @@ def test_standard_input_is_named_by_a_dash(stdin, tmp_path):
 
 
 def test_a_trace_is_read_from_stdin(stdin, tmp_path):
-    """`replay`, `explain` and `export` read a trace from standard input."""
+    """`replay`, `whatif`, `explain` and `export` read a trace from standard input."""
     stdin(ROWS)
     assert run_here("simulate", "-", "--trace", "t.jsonl", cwd=tmp_path).returncode == 0
     for line in (
         "replay -",
-        "replay - --eviction lfu",
+        "whatif - --eviction lfu",
         "explain - --summary",
         "export - --to mooncake --out requests.jsonl",
     ):
@@ -148,7 +148,7 @@ def test_the_header_of_a_trace_has_the_window(tmp_path):
     header = json.loads((tmp_path / "t.jsonl").read_text().splitlines()[0])
     assert header["workload"]["name"] == "mooncake"
     assert header["workload"]["options"]["window"] == "2:5"
-    done = run_here("replay", "t.jsonl", "--eviction", "lfu", "--json", cwd=tmp_path)
+    done = run_here("whatif", "t.jsonl", "--eviction", "lfu", "--json", cwd=tmp_path)
     assert done.returncode == 0
     document = json.loads(done.stdout)
     assert document["recorded"]["completed"] == document["rerun"]["completed"] == 3

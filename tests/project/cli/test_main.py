@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import signal
@@ -514,3 +515,22 @@ def test_the_list_of_verbs_has_their_first_sentences():
     commands = {verb: frame.kvcore.get_command(context, verb) for verb in frame.known_verbs()}
     summaries = {verb: each.get_short_help_str(sys.maxsize) for verb, each in commands.items()}
     assert summaries == {name: verb.about for name, verb in frame.known_verbs().items()}
+
+
+def test_verbs_are_listed_in_groups():
+    """The list of verbs has the groups in order, and each verb once, under its group."""
+    lines = run_here("--help").stdout.splitlines()
+    heads = [line.rstrip(":") for line in lines if line.endswith(":") and line[0] != " "]
+    assert heads[1:] == [*frame.GROUPS]
+    places = {group: lines.index(f"{group}:") for group in frame.GROUPS}
+    for name, verb in frame.known_verbs().items():
+        (line,) = (n for n, text in enumerate(lines) if text.startswith(f"  {name} "))
+        before = [group for group, place in places.items() if place < line]
+        assert max(before, key=places.get) == verb.group, name
+
+
+def test_names_of_plugins_may_be_in_capitals():
+    """A plugin is found by its name in capitals, if no other one has that name."""
+    asked = ("simulate", "zipf:requests=5", "--json", "--eviction")
+    documents = [json.loads(run_here(*asked, name).stdout) for name in ("LRU", "lru")]
+    assert documents[0]["config"]["plugins"] == documents[1]["config"]["plugins"]

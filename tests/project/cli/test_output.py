@@ -17,7 +17,7 @@ from kvcore.cli.verb import echo
 from kvcore.errors import InputError
 from kvcore.sections import Chart, Table
 from kvcore.untrusted import escaped
-from kvcore_replay.cli import replay as replaying
+from kvcore_replay.cli import whatif as asking
 
 
 class Terminal(io.StringIO):
@@ -241,7 +241,7 @@ def test_progress_of_reading_is_a_share_of_the_bytes(tmp_path, clock, capsys):
     [
         ["replay", "FILE"],
         ["replay", "FILE", "--price", "openai"],
-        ["replay", "FILE", "--eviction", "fifo"],
+        ["whatif", "FILE", "--eviction", "fifo"],
         ["explain", "FILE", "--summary"],
         ["export", "FILE", "--to", "mooncake", "--out", "OUT"],
         ["export", "FILE", "--to", "vllm", "--out", "OUT"],
@@ -265,7 +265,7 @@ def test_readers_of_a_trace_report_progress(tmp_path, monkeypatch, verb):
         yield tick
 
     monkeypatch.setattr(output, "progress", noted)
-    monkeypatch.setattr(replaying, "progress", noted)
+    monkeypatch.setattr(asking, "progress", noted)
     words = [str(path) if word == "FILE" else word for word in verb]
     done = run_here(*(str(tmp_path / "out") if word == "OUT" else word for word in words))
     assert done.returncode == 0, done.stderr
@@ -334,7 +334,7 @@ def test_json_has_no_control_characters(capsys):
     "verb",
     [
         ["replay", "FILE"],
-        ["replay", "FILE", "--eviction", "fifo"],
+        ["whatif", "FILE", "--eviction", "fifo"],
         ["explain", "FILE", "--summary"],
         ["explain", "FILE", "a\x1b[31m"],
         ["explain", "FILE", "nobody\x1b[31m"],

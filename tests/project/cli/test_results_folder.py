@@ -11,7 +11,7 @@ READERS = (
     ("explain", "SOURCE", "3"),
     ("explain", "SOURCE", "--summary"),
     ("replay", "SOURCE"),
-    ("replay", "SOURCE", "--eviction", "fifo"),
+    ("whatif", "SOURCE", "--eviction", "fifo"),
     ("export", "SOURCE", "--to", "mooncake", "--out", "requests.jsonl"),
     ("watch", "SOURCE", "--speed", "inf"),
     ("view", "SOURCE", "-o", "page.html"),

@@ -41,6 +41,13 @@ help demo cash | kvcore demo has no 'cash'
 demo cahce | No such command 'cahce'. Did you mean 'cache'?; try `kvcore demo --help`
 simulate --evictoin lru | '--evictoin' (did you mean '--eviction'?)
 simulate --limt 3 | '--limt' (did you mean '--limit'?)
+simulate --tp 2 | has no option '--tp'; what comes nearest is --tensor-parallel
+simulate --kv-cache-dtype fp8 | what comes nearest is --codec
+simulate --max-num-batched-tokens 4096 | what comes nearest is --max-tokens
+simulate --no-enable-prefix-caching | what comes nearest is --prefix none
+plan --quantization fp8 | what comes nearest is --weights-dtype
+size --tp-size 2 | what comes nearest is --tensor-parallel
+simulate --frobnicate 1 | simulate has no option '--frobnicate'; try
 simulate --csv x.csv | `kvcore compare`, `kvcore validate` have it
 simulate --jobs 2 | simulate has no option '--jobs'
 compare --scheduler srpt | compare has no option '--scheduler'
@@ -609,7 +616,7 @@ replay '' | 'FILE': empty path; name a file
 replay . | . is a directory without trace.jsonl.gz: give a trace
 replay good.jsonl --at x | '--at': time 'x': expected a number of seconds
 replay good.jsonl --at -1 | '--at': time '-1': expected a number of seconds
-replay good.jsonl --at 1 --eviction lfu | --at is for the recorded run alone: leave it out
+replay good.jsonl --at 1 --eviction lfu | whatif has no option '--at'; `kvcore replay`
 replay good.jsonl --eviction nope | no eviction plugin is named 'nope'
 replay good.jsonl --blocks 0 | a pool of 0 blocks was asked for
 replay good.jsonl --blocks x | '--blocks': expected a whole number

@@ -45,11 +45,11 @@ def test_more_than_sixteen_replicas_have_no_table(tmp_path):
     assert not [line for line in lines if line.split()[:1] in (["0"], ["16"])]
 
 
-def test_replay_with_another_router_prints_the_changed_options(folder, tmp_path):
-    """`replay --router` names each option that differs, and exports the new trace."""
+def test_whatif_with_another_router_prints_the_changed_options(folder, tmp_path):
+    """`whatif --router` names each option that differs, and exports the new trace."""
     again = tmp_path / "again.jsonl"
     asked = ("--router", "round-robin", "--replicas", 4, "--fail", "none", "--export", again)
-    lines = ran("replay", "c.jsonl", *asked, cwd=folder).splitlines()
+    lines = ran("whatif", "c.jsonl", *asked, cwd=folder).splitlines()
     assert "router: round-robin instead of least-requests" in lines
     assert "replicas: 4 instead of 3" in lines
     assert "fail: none instead of replica=1,at=0.3,for=0.1" in lines
@@ -58,14 +58,14 @@ def test_replay_with_another_router_prints_the_changed_options(folder, tmp_path)
     assert header.routing == {"view": "exact", "fail": []}
 
 
-def test_replay_adds_and_removes_a_planner(folder, tmp_path):
-    """`replay --autoscale` adds a planner to a run, and `--autoscale none` removes it."""
+def test_whatif_adds_and_removes_a_planner(folder, tmp_path):
+    """`whatif --autoscale` adds a planner to a run, and `--autoscale none` removes it."""
     one = tmp_path / "one.jsonl"
     planned = ("--fail", "none", "--autoscale", "load:interval=0.2,start_up=0.1")
-    ran("replay", "c.jsonl", *planned, "--export", one, cwd=folder)
+    ran("whatif", "c.jsonl", *planned, "--export", one, cwd=folder)
     header = next(iter(read_events(one)))
     assert header.routing["autoscale"]["name"] == "load"
-    printed = " ".join(ran("replay", one, "--autoscale", "none", cwd=folder).split())
+    printed = " ".join(ran("whatif", one, "--autoscale", "none", cwd=folder).split())
     assert " autoscale: none instead of load:" in printed
 
 

@@ -48,9 +48,9 @@ def test_simulate_and_replay_agree(tmp_path):
     assert simulated["run"]["read_tokens"] > 0
     price = ("--price", "openai,min_tokens=0,step=1")
     assert document("replay", trace, *price)["bill"] == simulated
-    again = document("replay", trace, "--scheduler", "fcfs", *price)
+    again = document("whatif", trace, "--scheduler", "fcfs", *price)
     assert again["recorded"]["bill"] == again["rerun"]["bill"] == simulated
-    assert "bill" not in document("replay", trace, "--scheduler", "fcfs")["recorded"]
+    assert "bill" not in document("whatif", trace, "--scheduler", "fcfs")["recorded"]
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_tables_have_dollars_and_prices(arguments):
     assert "Prices: deepseek-flash" in text
 
 
-def test_replay_prints_the_bills_of_both_runs(tmp_path):
-    """`replay` prints the bill of the recorded run, and that of the new run below it."""
+def test_whatif_prints_the_bills_of_both_runs(tmp_path):
+    """`whatif` prints the bill of the recorded run, and that of the new run below it."""
     trace = tmp_path / "trace.jsonl"
     run_here("compare", SMALL, "--eviction", "lru", "--blocks", "20", "--trace", trace)
-    done = run_here("replay", trace, "--eviction", "lfu", "--price", "xai")
+    done = run_here("whatif", trace, "--eviction", "lfu", "--price", "xai")
     rows = [line.split("  ")[0] for line in done.stdout.splitlines()]
     assert {"with this cache", "what if"} <= set(rows)
     assert "with this cache" in run_here("replay", trace, "--price", "xai").stdout

@@ -1,4 +1,4 @@
-"""Tests of `kvcore replay` with changed options, which runs a trace again."""
+"""Tests of `kvcore whatif`, which runs a trace again."""
 
 import json
 
@@ -23,10 +23,10 @@ def folder(tmp_path_factory):
 
 def test_the_table_has_both_runs_and_the_changed_options(folder):
     """The table has both runs, the changed options, and the requests that gained most hits."""
-    done = run("replay", "m.jsonl.gz", "--eviction", "lfu", "--blocks", 400, cwd=folder)
+    done = run("whatif", "m.jsonl.gz", "--eviction", "lfu", "--blocks", 400, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert lines[0] == "zipf: 120 requests of m.jsonl.gz."
+    assert "zipf: 120 requests of m.jsonl.gz." in lines
     assert "blocks: 400 instead of 300" in lines
     assert "eviction: lfu:half_life=300.0,unit=s instead of lru" in lines
     names = {line.split("  ")[0] for line in lines}
@@ -34,20 +34,49 @@ def test_the_table_has_both_runs_and_the_changed_options(folder):
     assert "gained hits" in names
 
 
+def test_replay_still_asks_what_if_with_a_notice(folder):
+    """`replay` with an option of `whatif` prints what that prints, and a notice on stderr."""
+    options = ("m.jsonl.gz", "--eviction=lfu")
+    former, present = (run(verb, *options, cwd=folder) for verb in ("replay", "whatif"))
+    assert (former.returncode, former.stdout) == (0, present.stdout)
+    assert former.stderr == (
+        "kvcore: to run a trace again with other options is `kvcore whatif` now; use that\n"
+    )
+
+
+@pytest.mark.parametrize("recorded", ["rate=20", "rate=2000"])
+def test_either_run_that_is_saturated_is_marked(tmp_path, recorded):
+    """The report begins with each run whose queue grows; its times are marked, in JSON too."""
+    workload = WORKLOAD.replace("rate=2000", recorded).replace("=120", "=400")
+    trace = ("--blocks", 900, "--no-search", "--trace", "t.jsonl", "--device", "a10")
+    run("simulate", workload, *trace, cwd=tmp_path)
+    asked = ("t.jsonl", "--rate-scale", 1 if recorded == "rate=2000" else 100)
+    done = run("whatif", *asked, cwd=tmp_path)
+    document = json.loads(run("whatif", *asked, "--json", cwd=tmp_path).stdout)
+    both = recorded == "rate=2000"
+    was, now = (document[name]["saturation"] for name in ("recorded", "rerun"))
+    assert (was["saturated"], now["saturated"]) == (both, True)
+    first, *_ = done.stdout.splitlines()
+    name = "recorded" if both else "what if"
+    assert first.startswith(f"SATURATED, {name}: zipf asks for at least ")
+    (row,) = (line for line in done.stdout.splitlines() if line.startswith("TTFT, mean"))
+    assert row.count("*") == 1 + both
+
+
 def test_retention_is_added_and_removed(folder, tmp_path):
     """`--retention` adds a policy to a run, and `none` removes it; the output names both."""
     exported = ("--export", str(tmp_path / "b.jsonl"))
-    done = run("replay", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
+    done = run("whatif", "m.jsonl.gz", "--retention", "knorm:budget=64", *exported, cwd=folder)
     assert "retention: knorm:budget=64" in done.stdout
     assert " instead of none" in done.stdout
     assert "tokens forgotten" in done.stdout
-    done = run("replay", "b.jsonl", "--retention", "none", cwd=tmp_path)
+    done = run("whatif", "b.jsonl", "--retention", "none", cwd=tmp_path)
     assert "retention: none instead of knorm:budget=64" in done.stdout
 
 
 def test_json_is_alone_on_stdout(folder):
     """`--json` prints one document of both runs, their configurations and changed requests."""
-    done = run("replay", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)
+    done = run("whatif", "m.jsonl.gz", "--scheduler", "srpt", "--json", cwd=folder)
     document = json.loads(done.stdout)
     assert (done.returncode, done.stderr, document["schema"]) == (0, "", 1)
     assert list(document) == [
@@ -66,7 +95,7 @@ def test_the_recorded_figures_are_those_of_the_simulation(folder):
     """The figures of a trace, and of its trace run again, are those of the simulation."""
     options = ["--blocks", 300, "--json"]
     simulated = json.loads(run("simulate", WORKLOAD, "--seed", 3, *options).stdout)
-    again = json.loads(run("replay", "m.jsonl.gz", *options, cwd=folder).stdout)
+    again = json.loads(run("whatif", "m.jsonl.gz", *options, cwd=folder).stdout)
     for name in ("ttft_s", "e2e_s", "hit", "goodput", "evicted_blocks", "preemptions"):
         assert again["recorded"][name] == again["rerun"][name] == simulated[name]
     assert again["changes"] == []
@@ -75,7 +104,7 @@ def test_the_recorded_figures_are_those_of_the_simulation(folder):
 @pytest.mark.parametrize("name", ["u.jsonl", "m.jsonl.gz"])
 def test_an_export_is_the_trace_again(folder, tmp_path, name):
     """With no changed option the exported trace has the bytes of the recorded one."""
-    done = run("replay", folder / name, "--export", tmp_path / name)
+    done = run("whatif", folder / name, "--export", tmp_path / name)
     assert done.returncode == 0
     assert "Run again as recorded: nothing was to be different." in done.stdout
     assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
@@ -84,9 +113,9 @@ def test_an_export_is_the_trace_again(folder, tmp_path, name):
 def test_an_exported_trace_can_be_run_again(folder, tmp_path):
     """An exported trace can be run again, and the earlier policy restores the first trace."""
     new, back = tmp_path / "new.jsonl.gz", tmp_path / "back.jsonl.gz"
-    run("replay", folder / "m.jsonl.gz", "--eviction", "lfu", "--export", new)
+    run("whatif", folder / "m.jsonl.gz", "--eviction", "lfu", "--export", new)
     assert run("replay", new).returncode == 0
-    run("replay", new, "--eviction", "lru", "--export", back)
+    run("whatif", new, "--eviction", "lru", "--export", back)
     assert back.read_bytes() == (folder / "m.jsonl.gz").read_bytes()
 
 
@@ -95,7 +124,7 @@ def test_options_of_simulate_change_the_header(folder, tmp_path):
     new = tmp_path / "new.jsonl"
     caps = ["--max-tokens", 512, "--max-seqs", 4, "--steps", "prefill-first", "--no-chunked"]
     more = ["--watermark", 0.2, "--rate-scale", 2, "--slo", "ttft=1"]
-    done = run("replay", folder / "m.jsonl.gz", *caps, *more, "--export", new)
+    done = run("whatif", folder / "m.jsonl.gz", *caps, *more, "--export", new)
     assert done.returncode == 0
     header = next(iter(read_events(new))).as_dict()
     assert header["batching"] == {
@@ -135,7 +164,7 @@ def test_a_trace_as_a_workload_has_the_recorded_results(folder, verb):
 def test_invalid_options_are_refused(folder, options, code, message):
     """An invalid option is an error with exit code 2, an empty stdout and no file."""
     before = sorted(path.name for path in folder.iterdir())
-    done = run("replay", "u.jsonl", *options, cwd=folder)
+    done = run("whatif", "u.jsonl", *options, cwd=folder)
     assert (done.returncode, done.stdout) == (code, "")
     assert message in done.stderr
     assert sorted(path.name for path in folder.iterdir()) == before

@@ -1,0 +1,188 @@
+"""Prices of GPU hours, and what a deployment costs by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from kvcore.errors import InputError
+from kvcore.models.catalogue import find_device
+from kvcore.units import format_dollars
+
+if TYPE_CHECKING:
+    from kvcore.config import RunParts
+
+HOURS_OF_DAY, SECONDS_OF_HOUR = 24, 3600
+
+ANY = ""
+"""The key of a price that holds for every device without one of its own."""
+
+
+class GpuPrice(NamedTuple):
+    """The price of a GPU.
+
+    Attributes:
+        usd: dollars an hour.
+        source: who asked for it, and the day on which it was read.
+    """
+
+    usd: float
+    source: str
+
+
+_RUNPOD, _LAMBDA = "RunPod, read {}", "Lambda, read {}"
+
+PRICES: Mapping[str, GpuPrice] = {
+    "v100-16g": GpuPrice(0.79, _LAMBDA.format("2026-09-20")),
+    "a10": GpuPrice(1.29, _LAMBDA.format("2026-09-20")),
+    "a100-40g": GpuPrice(1.99, _LAMBDA.format("2026-09-20")),
+    "gh200": GpuPrice(2.29, _LAMBDA.format("2026-09-20")),
+    "rtx-4090": GpuPrice(0.74, _RUNPOD.format("2026-09-25")),
+    "l40s": GpuPrice(1.09, _RUNPOD.format("2026-09-25")),
+    "a100-80g": GpuPrice(1.79, _RUNPOD.format("2026-11-09")),
+    "h100-pcie": GpuPrice(2.89, _RUNPOD.format("2026-11-09")),
+    "h100-nvl": GpuPrice(3.19, _RUNPOD.format("2026-11-09")),
+    "h100": GpuPrice(3.99, _RUNPOD.format("2026-11-09")),
+    "h200": GpuPrice(4.59, _RUNPOD.format("2026-10-07")),
+    "b200": GpuPrice(6.79, _RUNPOD.format("2026-10-07")),
+    "b300": GpuPrice(7.89, _RUNPOD.format("2026-10-07")),
+}
+"""Prices on demand, by the names of the catalogue of devices: examples, not the cheapest.
+
+Sources: the public price lists https://lambda.ai/instances (of one GPU, or of eight where fewer
+are not let) and https://www.runpod.io/pricing (Secure Cloud), as of the days in the table.
+"""
+
+
+def read_gpu_prices(text: str) -> dict[str, float]:
+    """Return dollars an hour by device, from text such as `h100=2.5,b200=5`, or `2.5` for all.
+
+    Raises:
+        InputError: an unknown device, or no price of 0 or more.
+    """
+    prices = {}
+    for piece in text.split(","):
+        name, equals, amount = piece.rpartition("=")
+        try:
+            usd = float(amount)
+        except ValueError:
+            usd = -1.0
+        if not 0 <= usd < float("inf") or bool(equals) != bool(name.strip()):
+            msg = f"{piece!r}: give dollars an hour, such as h100=2.5,b200=5, or 2.5 for all"
+            raise InputError(msg)
+        prices[find_device(name).name if equals else ANY] = usd
+    return prices
+
+
+COLUMNS = ("usd_per_day", "usd_per_million_output_tokens")
+"""The columns of costs in tables of deployments."""
+
+
+class Cost(NamedTuple):
+    """The cost of a deployment.
+
+    Attributes:
+        usd_per_hour: dollars that its GPUs cost an hour.
+        usd_per_million_output_tokens: the same for a million generated tokens, at the rate at
+            which they were generated; None if there were none.
+        usd_per_million_tokens: the same of all tokens, those of prompts too; None: unknown.
+        prices: the price of each device, in words.
+    """
+
+    usd_per_hour: float
+    usd_per_million_output_tokens: float | None
+    usd_per_million_tokens: float | None
+    prices: str
+
+    @classmethod
+    def of(
+        cls,
+        gpus: Mapping[str, float],
+        given: Mapping[str, float],
+        output_tokens_s: float | None,
+        tokens_s: float | None = None,
+    ) -> Self | None:
+        """Return the cost of some GPUs; None if one of them has no price.
+
+        Args:
+            gpus: number of GPUs of each device, in the mean over time.
+            given: dollars an hour by device, in place of those of `PRICES`.
+            output_tokens_s: tokens that they generate a second; None: none.
+            tokens_s: tokens that they prefill and generate a second; None: unknown.
+        """
+        usd, words = 0.0, []
+        for device, count in gpus.items():
+            price = PRICES.get(device)
+            if device in given or ANY in given:
+                price = GpuPrice(given.get(device, given.get(ANY, 0.0)), "given")
+            if price is None:
+                return None
+            usd += count * price.usd
+            words.append(f"{device} at ${format_dollars(price.usd)} an hour, {price.source}")
+
+        def per_million(tokens: float | None) -> float | None:
+            return 1e6 * usd / SECONDS_OF_HOUR / tokens if tokens else None
+
+        return cls(usd, per_million(output_tokens_s), per_million(tokens_s), "; ".join(words))
+
+    @property
+    def usd_per_day(self) -> float:
+        """Dollars a day."""
+        return HOURS_OF_DAY * self.usd_per_hour
+
+    def columns(self) -> dict[str, Any]:
+        """Return the columns of a table of deployments."""
+        return {name: getattr(self, name) for name in COLUMNS}
+
+    def as_dict(self) -> dict[str, float | str | None]:
+        """Return the fields as a JSON object."""
+        return {
+            "usd_per_hour": self.usd_per_hour,
+            "usd_per_day": self.usd_per_day,
+            "usd_per_million_output_tokens": self.usd_per_million_output_tokens,
+            "usd_per_million_tokens": self.usd_per_million_tokens,
+            "prices": self.prices,
+        }
+
+    def __str__(self) -> str:
+        """Return a sentence."""
+        rates = (
+            (self.usd_per_million_output_tokens, "generated tokens"),
+            (self.usd_per_million_tokens, "tokens in all"),
+        )
+        rest = [f"${format_dollars(usd)} per million {what}" for usd, what in rates if usd]
+        hour, day = map(format_dollars, (self.usd_per_hour, self.usd_per_day))
+        ends = f"; {', '.join(rest)}" if rest else ""
+        return f"Cost: ${hour} an hour, ${day} a day ({self.prices}){ends}."
+
+
+def gpus_of(
+    parts: RunParts, simulated_s: float, replica_s: float | None = None
+) -> dict[str, float]:
+    """Return the mean number of GPUs of each device that a run paid for.
+
+    Args:
+        parts: the parts of the run.
+        simulated_s: seconds that it took.
+        replica_s: seconds for which its replicas were paid for, in all, which a planner may
+            have started and stopped; None: one server, or all were up.
+    """
+    members: list[RunParts] = parts.members if parts.many else [parts]  # type: ignore[attr-defined]  # of a cluster
+    up = 1.0 if not replica_s or not simulated_s else replica_s / simulated_s / len(members)
+    gpus = dict.fromkeys((member.device.name for member in members), 0.0)
+    for member in members:
+        gpus[member.device.name] += up * member.deployment.devices
+    return gpus
+
+
+def row_cost(row: Mapping[str, Any], given: Mapping[str, float]) -> Cost | None:
+    """Return the cost of a simulated row of a sweep; None if it failed, or lacks a price.
+
+    The replicas of a row may have options of their own: what they cost is unknown here.
+    """
+    seconds, replicas = row["simulated_s"], row.get("replicas") or 1
+    if not seconds or not isinstance(replicas, int):
+        return None
+    up = (row.get("replica_s") or seconds) / seconds
+    gpus = {row["device"]: up * row["tensor_parallel"]}
+    return Cost.of(gpus, given, row["throughput_tokens_s"])

@@ -1,0 +1,115 @@
+"""Plans for several devices: the fleets of all of them, and those that no other one beats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import attrs
+
+from kvcore.errors import InputError
+from kvcore.notebook import Shown, data_frame
+from kvcore_lab.plans.planning import FleetPlan, plan
+
+OBJECTIVES = {"usd_per_day": 1, "throughput_tokens_s": -1, "ttft_p99_s": 1}
+"""The columns by which fleets are compared, each with the sign that makes less better."""
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class DevicePlans(Shown):
+    """The result of `plan_devices`.
+
+    Attributes:
+        plans: the plan of each device on which the model fits, in the order given.
+        notes: the devices that were left out, with the reason.
+    """
+
+    plans: list[FleetPlan]
+    notes: list[str]
+
+    @property
+    def fleets(self) -> list[dict[str, Any]]:
+        """The fleets of all devices that meet the SLO, the cheapest first.
+
+        `pareto` is False if another fleet costs no more, generates no less, and has no later
+        first tokens, one of them being better; None without a price.
+        """
+        fleets = [
+            {"device": each.setup["device"]}
+            | {name: value for name, value in fleet.items() if not isinstance(value, dict)}
+            | {"ttft_p99_s": (fleet["ttft_s"] or {}).get("p99")}
+            | {"tpot_p99_s": (fleet["tpot_s"] or {}).get("p99")}
+            for each in self.plans
+            for fleet in each.as_dict()["plans"]
+        ]
+        fleets.sort(key=lambda fleet: (fleet["usd_per_day"] or float("inf"), fleet["gpus"]))
+        costs = [_objectives(fleet) for fleet in fleets]
+        fronts = (
+            None if own is None else not any(_beats(other, own) for other in costs if other)
+            for own in costs
+        )
+        return [fleet | {"pareto": on} for fleet, on in zip(fleets, fronts, strict=True)]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The cheapest fleet; None if no fleet meets the SLO."""
+        return next(iter(self.fleets), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the fields as a JSON object."""
+        return {
+            "fleets": self.fleets,
+            "plans": [plan.as_dict() for plan in self.plans],
+            "notes": self.notes,
+        }
+
+    def to_frame(self) -> Any:
+        """Return a polars DataFrame of `fleets`.
+
+        Raises:
+            PluginError: polars is not installed.
+        """
+        return data_frame(self.fleets, "`plans.fleets`")
+
+
+def plan_devices(devices: Iterable[Any], workload: Any, **options: Any) -> DevicePlans:
+    """Plan for each of several devices, as `plan` does for one.
+
+    Raises:
+        InputError: as `plan`, if that is so of every device.
+    """
+    plans, notes, fault = [], [], None
+    for device in devices:
+        try:
+            plans.append(plan(workload, device=device, **options))
+        except InputError as error:
+            fault = error
+            notes.append(f"{device}: {error}")
+        else:
+            notes += [f"{device}: {note}" for note in plans[-1].notes]
+    if not plans and fault is not None:
+        raise fault
+    return DevicePlans(plans=plans, notes=notes)
+
+
+def devices_of(text: Any) -> list[Any]:
+    """Return the devices of text such as `h100,b200`; figures with commas are one device."""
+    if not isinstance(text, str):
+        return list(text) if isinstance(text, list | tuple) else [text]
+    devices: list[str] = []
+    for piece in text.split(","):
+        if "=" in piece and devices and "=" in devices[-1]:
+            devices[-1] += f",{piece}"
+        else:
+            devices.append(piece)
+    return devices
+
+
+def _objectives(fleet: Mapping[str, Any]) -> list[float] | None:
+    """Return figures of which less is better; None if one is unknown."""
+    values = [(fleet[name], sign) for name, sign in OBJECTIVES.items()]
+    return None if any(value is None for value, _ in values) else [v * s for v, s in values]
+
+
+def _beats(one: list[float], other: list[float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))

@@ -1,0 +1,80 @@
+"""The command that starts an engine as a replica of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import ceil
+from typing import Any
+
+from kvcore.models.released import SOURCES
+from kvcore.units import BINARY
+
+
+def start_command(setup: Mapping[str, Any], fleet: Mapping[str, Any]) -> str:
+    """Return the command for a replica: of SGLang under its rules, else of vLLM.
+
+    Policies that no flag of the engine names, and codecs other than fp8, are not in it.
+
+    Args:
+        setup: the options that all fleets share, as a plan has them.
+        fleet: a fleet of the plan.
+    """
+    served = SOURCES.get(setup["model"])
+    model = setup["model"] if served is None else served.config
+    like = str(setup.get("like") or "").partition(":")[0]
+    flags = _sglang(setup, fleet) if like == "sglang" else _vllm(setup, fleet)
+    begin = "python -m sglang.launch_server --model-path" if like == "sglang" else "vllm serve"
+    words = (f"--{flag}" if value is None else f"--{flag} {value}" for flag, value in flags)
+    return " ".join([begin, str(model), *words])
+
+
+def _vllm(setup: Mapping[str, Any], fleet: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield flags of `vllm serve`, and their values.
+
+    Source: https://docs.vllm.ai/en/stable/cli/serve/. Bytes of the pool are those of a GPU, and
+    of host memory those of all GPUs of a replica, in GiB (`vllm.config.cache`).
+    """
+    yield "tensor-parallel-size", fleet["tensor_parallel"]
+    yield "kv-cache-memory-bytes", fleet["pool_bytes"] // fleet["tensor_parallel"]
+    yield "block-size", setup["block_size"]
+    yield "max-num-batched-tokens", setup["max_tokens"]
+    yield "max-num-seqs", setup["max_seqs"]
+    if setup.get("max_model_len"):
+        yield "max-model-len", setup["max_model_len"]
+    if setup["codec"] == "fp8":
+        yield "kv-cache-dtype", "fp8"
+    if setup.get("weights_dtype") == "fp8":
+        yield "quantization", "fp8"
+    if not setup["chunked"]:
+        yield "no-enable-chunked-prefill", None
+    if setup["prefix"] == "none":
+        yield "no-enable-prefix-caching", None
+    if fleet["host_bytes"]:
+        yield "kv-offloading-backend", "native"
+        yield "kv-offloading-size", ceil(fleet["host_bytes"] / BINARY["GiB"])
+
+
+def _sglang(setup: Mapping[str, Any], fleet: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield flags of SGLang's server, and their values.
+
+    Source: https://docs.sglang.ai/advanced_features/server_arguments.html: host memory is that
+    of a rank, in GB.
+    """
+    degree = fleet["tensor_parallel"]
+    yield "tp-size", degree
+    yield "max-total-tokens", fleet["blocks"] * setup["block_size"]
+    yield "page-size", setup["block_size"]
+    yield "chunked-prefill-size", setup["max_tokens"] if setup["chunked"] else -1
+    yield "max-running-requests", setup["max_seqs"]
+    yield "schedule-policy", setup["scheduler"]
+    if setup.get("max_model_len"):
+        yield "context-length", setup["max_model_len"]
+    if setup["codec"] == "fp8":
+        yield "kv-cache-dtype", "fp8_e4m3"
+    if setup.get("weights_dtype") == "fp8":
+        yield "quantization", "fp8"
+    if setup["prefix"] == "none":
+        yield "disable-radix-cache", None
+    if fleet["host_bytes"]:
+        yield "enable-hierarchical-cache", None
+        yield "hicache-size", ceil(fleet["host_bytes"] / degree / 10**9)

@@ -1,0 +1,81 @@
+"""Reports as Markdown and as LaTeX, for pages and papers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from kvcore.sections import Section, Table
+
+_LATEX = str.maketrans(
+    {
+        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "≈": r"$\approx$",
+        "–": "--",
+    }
+)
+
+
+def markdown(sections: Sequence[Section]) -> str:
+    """Return sentences and tables as Markdown."""
+    return _text(sections, lambda text: text, _markdown_table)
+
+
+def latex(sections: Sequence[Section]) -> str:
+    r"""Return tables as LaTeX, with rules of `booktabs`, and sentences as paragraphs."""
+    return _text(sections, lambda text: text.translate(_LATEX), _latex_table)
+
+
+MARKUPS: Mapping[str, Callable[[Sequence[Section]], str]] = {
+    "markdown": markdown,
+    "latex": latex,
+}
+
+
+def _text(
+    sections: Sequence[Section], sentence: Callable[[str], str], table: Callable[[Table], str]
+) -> str:
+    """Return sections with blank lines between; charts and empty sections are left out."""
+    parts: list[str] = []
+    for section in sections:
+        if isinstance(section, str):
+            parts += (sentence(line) for line in section.splitlines() if line)
+        elif isinstance(section, Table) and section.rows:
+            parts.append(table(section))
+    return "\n\n".join(parts)
+
+
+def _markdown_table(table: Table) -> str:
+    """Return a table with pipes."""
+
+    def line(cells: Sequence[object]) -> str:
+        return (
+            f"| {' | '.join(str(cell).strip().replace('|', chr(92) + '|') for cell in cells)} |"
+        )
+
+    rule = ["---:" if header in table.flush_right else "---" for header in table.headers]
+    return "\n".join([line(table.headers), line(rule), *map(line, table.rows)])
+
+
+def _latex_table(table: Table) -> str:
+    """Return a `tabular`."""
+
+    def line(cells: Sequence[object]) -> str:
+        texts = (str(cell).strip().translate(_LATEX) for cell in cells)
+        return f"{' & '.join(texts)} \\\\"
+
+    columns = "".join("r" if header in table.flush_right else "l" for header in table.headers)
+    return "\n".join(
+        [
+            f"\\begin{{tabular}}{{{columns}}}",
+            r"\toprule",
+            line(table.headers),
+            r"\midrule",
+            *map(line, table.rows),
+            r"\bottomrule",
+            r"\end{tabular}",
+        ]
+    )

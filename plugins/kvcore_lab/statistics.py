@@ -1,0 +1,83 @@
+"""Intervals: of means of repeated runs, and of figures of recorded traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import fsum, sqrt
+from random import Random
+from typing import NamedTuple
+
+# Quantiles of 97.5 % of Student's t by degrees of freedom, from 1 on.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
+      2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)  # fmt: skip
+
+
+def t_quantile(degrees: int) -> float:
+    """Return the quantile of 97.5 % of Student's t; beyond the table to three digits.
+
+    Source: Cornish and Fisher's expansion: Abramowitz and Stegun, "Handbook of Mathematical
+    Functions", 26.7.5.
+    """
+    if degrees <= len(_T):
+        return _T[degrees - 1]
+    z = 1.959964
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+class Interval(NamedTuple):
+    """The mean of some runs, and its interval of 95 % by Student's t.
+
+    Attributes:
+        mean: the mean.
+        half: half of the width of the interval; None of a single run.
+        runs: number of runs.
+    """
+
+    mean: float
+    half: float | None
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Return the interval of one value or more."""
+        runs = len(values)
+        mean = fsum(values) / runs
+        if runs == 1:
+            return cls(mean, None, runs)
+        variance = fsum((value - mean) ** 2 for value in values) / (runs - 1)
+        return cls(mean, t_quantile(runs - 1) * sqrt(variance / runs), runs)
+
+
+STRETCHES = 20
+"""Stretches of a recorded workload, of equal numbers of requests, that are drawn again."""
+
+_DRAWS = 1000
+_TAIL = 25
+"""Draws of a bootstrap, and how many of them lie outside its interval of 95 % on each side."""
+
+
+def stretches(values: Sequence[float], total: float) -> list[float] | None:
+    """Return the shares of a figure that stretches of requests have, which add up to it.
+
+    Args:
+        values: what each request adds to the figure, in the order of arrival.
+        total: what the sum of all is divided by; 0: the figure is unknown.
+    """
+    if not total:
+        return None
+    sums = [0.0] * STRETCHES
+    for index, value in enumerate(values):
+        sums[index * STRETCHES // len(values)] += value
+    return [each / total for each in sums]
+
+
+def bootstrap(parts: Sequence[float]) -> tuple[float, float]:
+    """Return the interval of 95 % of the sum of parts, if other stretches had come.
+
+    Of differences between two policies it is paired: both have the same requests in each. It
+    says how much a figure rests on few stretches of this traffic, nothing about other traffic.
+    """
+    draw = Random(0)  # noqa: S311 - a bootstrap, not a secret
+    count = len(parts)
+    sums = sorted(fsum(draw.choices(parts, k=count)) for _ in range(_DRAWS))
+    return sums[_TAIL], sums[-1 - _TAIL]

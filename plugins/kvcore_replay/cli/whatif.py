@@ -1,0 +1,61 @@
+"""`kvcore whatif`: run the requests of a trace again with other options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvcore.cli.output import (
+    emit_json,
+    file_path,
+    json_option,
+    print_sections,
+    progress,
+    trace_file,
+)
+from kvcore.cli.verb import option, verb
+from kvcore.hookspecs import OUTPUT
+from kvcore_replay.cli.trace_options import price_option, refuse_recording, what_if_options
+
+CAPS = ("max_tokens", "max_seqs", "steps", "chunked", "watermark")
+
+
+@verb(
+    "kvcore whatif run.jsonl.gz --eviction lfu --blocks 20k",
+    "kvcore whatif run.jsonl.gz --prefix none",
+    "kvcore whatif run.jsonl.gz --device b200 --tensor-parallel 2",
+)
+@click.argument("file", callback=trace_file)
+@what_if_options
+@option(
+    "--export",
+    heading=OUTPUT,
+    callback=file_path,
+    metavar="FILE",
+    help="JSONL file for the trace of the second run.",
+)
+@price_option
+@json_option
+def whatif(*, file: Path, as_json: bool, **asked: Any) -> None:
+    """Run the requests of the trace FILE again, with other options, beside the recorded run.
+
+    All options that are left out are as recorded. FILE is a complete trace of `compare`, or,
+    under the model's clock, of `simulate` or `run`, or the directory that --out of these
+    wrote; or the recording of an engine. Every line of it is checked.
+    """
+    from kvcore_events.recording import is_recording  # noqa: PLC0415 - `--help` does without
+    from kvcore_replay.what_if import whatif as run_again  # noqa: PLC0415 - as above
+
+    if is_recording(file):
+        refuse_recording(file)
+    given = {name: value for name, value in asked.items() if value is not None}
+    caps = {name: given.pop(name) for name in CAPS if name in given}
+    found = run_again(file, **given, batching=caps or None, progress=progress)
+    if as_json:
+        emit_json(found.as_dict())
+        return
+    from kvcore_replay.report.whatif import WhatIfReport  # noqa: PLC0415 - JSON does without it
+
+    print_sections(*WhatIfReport(found).sections)

@@ -1,0 +1,67 @@
+"""Reports as Markdown and LaTeX."""
+
+import pytest
+from helpers.commands import run_here
+
+from kvcore.sections import Chart, Table
+from kvcore_lab.report.markup import latex, markdown
+
+SECTIONS = [
+    "Two policies.\nOne pool: 50 %.",
+    Table(["policy", "hits"], [["a_b|c", "1.5% ± 0.1%"], ["lru", "–"]]),
+    Chart("", "", "", []),
+    Table(["none"], []),
+    "",
+]
+
+
+def test_markdown_has_tables_with_pipes():
+    """Numbers are flush right, pipes are escaped, and charts and empty tables left out."""
+    assert markdown(SECTIONS).splitlines() == [
+        "Two policies.",
+        "",
+        "One pool: 50 %.",
+        "",
+        "| policy | hits |",
+        "| --- | ---: |",
+        r"| a_b\|c | 1.5% ± 0.1% |",
+        "| lru | – |",
+    ]
+
+
+def test_latex_has_tables_of_booktabs():
+    """Signs that LaTeX reads otherwise are escaped, in sentences too."""
+    assert latex(SECTIONS).splitlines() == [
+        "Two policies.",
+        "",
+        r"One pool: 50 \%.",
+        "",
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"policy & hits \\",
+        r"\midrule",
+        r"a\_b|c & 1.5\% $\pm$ 0.1\% \\",
+        r"lru & -- \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+@pytest.mark.parametrize(("flag", "begin"), [("--markdown", "| "), ("--latex", r"\begin{tab")])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("compare", "zipf:requests=40", "--eviction", "lru", "--blocks", 50),
+        ("curve", "zipf:requests=40", "--eviction", "lru"),
+        (
+            *("routers", "zipf:requests=40", "--routers", "round-robin"),
+            *("--replicas", 2, "--jobs", 1),
+        ),
+    ],
+    ids=lambda command: command[0],
+)
+def test_verbs_print_their_report_so(command, flag, begin):
+    """Verbs that compare print their report as Markdown or LaTeX."""
+    done = run_here(*command, flag)
+    assert done.returncode == 0
+    assert any(line.startswith(begin) for line in done.stdout.splitlines())

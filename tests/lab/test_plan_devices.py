@@ -1,0 +1,131 @@
+"""Plans for several devices, and the commands that start their fleets."""
+
+import json
+
+import pytest
+from helpers.commands import run_here
+
+from kvcore import InputError
+from kvcore_lab.plans.devices import devices_of, plan_devices
+from kvcore_lab.plans.start import start_command
+
+SMALL = {"tier": "none", "tensor_parallel": [1, 2], "max_gpus": 2, "slo": "ttft=0.2"}
+ZIPF = "zipf:requests=40,prefixes=4,rate=4"
+
+SETUP = {
+    "model": "llama-3-8b",
+    "block_size": 16,
+    "max_tokens": 8192,
+    "max_seqs": 256,
+    "codec": "fp16",
+    "chunked": True,
+    "prefix": "radix",
+    "scheduler": "fcfs",
+}
+FLEET = {"tensor_parallel": 2, "pool_bytes": 2**30, "host_bytes": 0, "blocks": 512}
+
+
+@pytest.fixture(scope="module")
+def plans():
+    """Return plans for three devices, of which one has no price."""
+    return plan_devices(["h100", "b200", "mi300x"], ZIPF, **SMALL, policies=[])
+
+
+def test_fleets_are_ordered_by_cost(plans):
+    """Fleets of all devices are ordered by cost, those without a price last."""
+    fleets = plans.fleets
+    assert {fleet["device"] for fleet in fleets} == {"h100", "b200", "mi300x"}
+    costs = [fleet["usd_per_day"] for fleet in fleets]
+    priced = [cost for cost in costs if cost is not None]
+    assert costs == sorted(priced) + [None] * (len(costs) - len(priced))
+    assert plans.best == fleets[0]
+
+
+def test_the_front_has_the_fleets_that_no_other_beats(plans):
+    """A fleet is on the front unless another is as good in all objectives, and not equal."""
+
+    def objectives(fleet):
+        return fleet["usd_per_day"], -fleet["throughput_tokens_s"], fleet["ttft_p99_s"]
+
+    priced = [fleet for fleet in plans.fleets if fleet["usd_per_day"] is not None]
+    for fleet in priced:
+        own = objectives(fleet)
+        better = [
+            other
+            for other in map(objectives, priced)
+            if other != own and all(a <= b for a, b in zip(other, own, strict=True))
+        ]
+        assert fleet["pareto"] is not bool(better)
+    unpriced = [fleet for fleet in plans.fleets if fleet["usd_per_day"] is None]
+    assert {fleet["pareto"] for fleet in unpriced} == {None}
+
+
+def test_a_device_on_which_the_model_does_not_fit_is_left_out():
+    """A device that is too small is left out with the reason; if all are, that is an error."""
+    options = SMALL | {"tensor_parallel": [1], "max_gpus": 1, "policies": []}
+    found = plan_devices(["rtx-4090", "h200"], ZIPF, model="qwen3-32b", **options)
+    assert [plan.setup["device"] for plan in found.plans] == ["h200"]
+    assert found.notes[0].startswith("rtx-4090: ")
+    with pytest.raises(InputError, match="qwen3-32b"):
+        plan_devices(["rtx-4090", "l4"], ZIPF, model="qwen3-32b", **options)
+
+
+def test_the_verb_compares_devices(tmp_path):
+    """`plan --device` with several names prints one table, and writes its document."""
+    flags = ("--slo", "ttft=0.2", "--tensor-parallel", 1, "--max-gpus", 1, "--tier", "none")
+    asked = ("plan", ZIPF, *flags, "--device", "h100,l4", "--jobs", 1, "--gpu-price", "l4=1")
+    done = run_here(*asked, cwd=tmp_path)
+    written = json.loads((tmp_path / "plan-results" / "plan.json").read_bytes())
+    assert [fleet["device"] for fleet in written["fleets"]] == ["h100"]
+    assert written["fleets"][0]["start"].startswith("vllm serve meta-llama/Meta-Llama-3-8B ")
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("Take 1 replica on 1 x h100") for line in lines)
+    assert "Start each replica with:" in lines
+    assert json.loads(run_here(*asked, "--json", cwd=tmp_path).stdout) == written
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [
+        ("h100", ["h100"]),
+        ("h100,b200", ["h100", "b200"]),
+        (
+            "h100,memory=141GB,bandwidth=4.8TB,flops=989T,b200",
+            ["h100", "memory=141GB,bandwidth=4.8TB,flops=989T", "b200"],
+        ),
+    ],
+)
+def test_figures_of_a_device_are_one_of_a_list(text, devices):
+    """Figures with commas are one device of a list."""
+    assert devices_of(text) == devices
+
+
+@pytest.mark.parametrize(
+    ("changed", "flags"),
+    [
+        ({}, "--tensor-parallel-size 2 --kv-cache-memory-bytes 536870912 --block-size 16"),
+        ({"max_model_len": 4096}, "--max-model-len 4096"),
+        ({"codec": "fp8"}, "--kv-cache-dtype fp8"),
+        ({"weights_dtype": "fp8"}, "--quantization fp8"),
+        ({"chunked": False}, "--no-enable-chunked-prefill"),
+        ({"prefix": "none"}, "--no-enable-prefix-caching"),
+        ({"host_bytes": 2**31}, "--kv-offloading-backend native --kv-offloading-size 2"),
+    ],
+)
+def test_vllm_is_started_with_the_options_of_the_fleet(changed, flags):
+    """The command of vLLM has the memory of one GPU, and a flag for each option."""
+    fleet = {name: changed.get(name, value) for name, value in FLEET.items()}
+    command = start_command(SETUP | changed, fleet)
+    assert command.startswith("vllm serve meta-llama/Meta-Llama-3-8B --tensor-parallel-size 2")
+    assert flags in command
+
+
+def test_sglang_is_started_under_its_rules():
+    """Under the rules of SGLang the command is its own, with tokens in place of bytes."""
+    changed = {"like": "sglang:lag=0", "block_size": 1, "scheduler": "lpm", "chunked": False}
+    command = start_command(SETUP | changed, FLEET | {"host_bytes": 4 * 10**9})
+    assert command == (
+        "python -m sglang.launch_server --model-path meta-llama/Meta-Llama-3-8B --tp-size 2 "
+        "--max-total-tokens 512 --page-size 1 --chunked-prefill-size -1 --max-running-requests "
+        "256 --schedule-policy lpm --enable-hierarchical-cache --hicache-size 2"
+    )
