@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
-from itertools import accumulate, repeat
+from itertools import accumulate, compress, repeat
 from operator import mul
 from typing import Any
 
@@ -108,9 +108,9 @@ class Histogram:
         self.weight += weight
         self.total += total
         self.high = max(self.high, high)
-        for place, more in enumerate(memoryview(weights).cast("q")):
-            if more:
-                self._weights[place] += more
+        counts = memoryview(weights).cast("q").tolist()
+        for place, more in compress(enumerate(counts), counts):  # few buckets have any
+            self._weights[place] += more
 
     def merge(self, other: Histogram) -> None:
         """Add the samples of another histogram. O(its buckets)."""

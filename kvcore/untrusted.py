@@ -12,8 +12,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 LONGEST_LINE = 1 << 24
 """Largest number of bytes in a line, which is kept in memory as a whole."""
 
@@ -190,6 +188,8 @@ def parse_json(data: bytes) -> Any:
     Raises:
         JSONDecodeError: it is not JSON, has a text that is no Unicode, or is nested too deeply.
     """
+    import orjson  # noqa: PLC0415 - for documents alone
+
     value = orjson.loads(data)
     # With fewer brackets it cannot be deeper: few documents are written to see whether it is.
     if data.count(b"[") + data.count(b"{") > JSON_LEVELS:

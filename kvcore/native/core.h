@@ -8,6 +8,7 @@
  *     residency.c      kvcore/cache/residency.py and kvcore/histogram.py
  *     decode_batch.c   kvcore/serving/decode_batch.py, and the step times of latency.py
  *     untimed.c        kvcore_replay/untimed.py
+ *     rows.c           plain rows of kvcore_plugins/workload
  *     stats.c          kvcore/serving/stats.py
  *     batcher.c        kvcore/serving/batcher.py, waiting.py
  *     arrivals.c       `Arrivals` of kvcore/serving/loop.py
@@ -418,5 +419,10 @@ int run(Core *core, i64 turns);                     /* 1: Python goes on */
 /* untimed.c */
 
 PyObject *untimed_replay(PyObject *module, PyObject *arguments);
+
+/* rows.c */
+
+PyObject *json_request(PyObject *module, PyObject *arguments);
+PyObject *csv_request(PyObject *module, PyObject *arguments);
 
 #endif

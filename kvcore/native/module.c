@@ -249,9 +249,21 @@ PyDoc_STRVAR(replay_doc,
 "Open, commit and close requests in a new cache; return the hits of each as bytes of integers, if\n"
 "they are kept, and the first request that is left to Python, or None.");
 
+PyDoc_STRVAR(json_doc,
+"json_request(names, pattern, factor, line, id)\n--\n\n"
+"Return the request of a line with these four fields alone, else as `pattern`: its time in units of\n"
+"`factor` ns, the lengths of prompt and output, and its keys. None: the line is not plain.");
+
+PyDoc_STRVAR(csv_doc,
+"csv_request(order, pattern, line, id)\n--\n\n"
+"Return the request of a row, else as `pattern`: `order` has the places of its time and of the\n"
+"lengths of prompt and output. None: the row is not plain.");
+
 static PyMethodDef methods[] = {
     {"serve", serve, METH_VARARGS, serve_doc},
     {"replay", untimed_replay, METH_VARARGS, replay_doc},
+    {"json_request", json_request, METH_VARARGS, json_doc},
+    {"csv_request", csv_request, METH_VARARGS, csv_doc},
     {"bind", bind, METH_VARARGS, bind_doc},
     {NULL, NULL, 0, NULL},
 };

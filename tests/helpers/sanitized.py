@@ -46,7 +46,7 @@ def main(folder, examples="500"):
         "LD_PRELOAD": " ".join(libraries),
         "KVCORE_NATIVE_EXAMPLES": examples,
     }
-    tests = copy / "tests" / "core" / "native"
+    tests = [copy / "tests" / each for each in ("core/native", "plugins/test_plain_rows.py")]
     pytest = [
         sys.executable,
         "-P",
@@ -59,7 +59,7 @@ def main(folder, examples="500"):
         os.devnull,
     ]
     options = ["--rootdir", str(copy), "--import-mode=importlib", "-k", "not test_build"]
-    raise SystemExit(subprocess.call([*pytest, *options, str(tests)], env=environment))
+    raise SystemExit(subprocess.call([*pytest, *options, *map(str, tests)], env=environment))
 
 
 if __name__ == "__main__":

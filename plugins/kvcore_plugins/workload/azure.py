@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import ClassVar
+from functools import partial
+from itertools import islice
+from typing import ClassVar, cast
 
 import attrs
 from attrs.validators import ge
 
 from kvcore import InputError, Request
 from kvcore.workloads import lines
+from kvcore_plugins.workload._plain import csv_reader
 from kvcore_plugins.workload.rows import FileWorkload, Row, as_json, time_order
 from kvcore_plugins.workload.times import Clock, Timed, TimeOrder, moment
 
@@ -48,10 +51,15 @@ class Azure(FileWorkload):
             expected, got = _HEADER, as_json(_text(line))
             msg = f"{self.path}:{number}: expected the header {expected}, got {got}"
             raise InputError(msg)
-        self._order = order = time_order(_COLUMNS[0])
+        header = _text(line).split(",")
+        self._order = order = time_order(_COLUMNS[0], partial(self._row, header))
         empty = True
-        for time, serial, row in order.sort(self._timed(_text(line).split(","), source)):
+        for time, serial, row in order.sort(self._timed(header, source)):
             empty = False
+            if isinstance(row, Request):
+                row.arrival = time - order.first
+                yield row
+                continue
             yield Request(
                 id=serial,
                 arrival=time - order.first,
@@ -77,14 +85,30 @@ class Azure(FileWorkload):
 
     def _timed(
         self, header: list[str], source: Iterator[tuple[int, bytes]]
-    ) -> Iterator[Timed[Row]]:
+    ) -> Iterator[Timed[Row | Request]]:
+        """Yield the rows with their times; those that the core reads as requests."""
+        time, prompt, output = map(header.index, _COLUMNS)
+        read = csv_reader((time, prompt, output), self.key_tokens)
         for serial, (number, line) in enumerate(source):
-            cells = _text(line).split(",")
-            row = Row(self.path, number, dict(zip(header, cells, strict=False)))
-            if len(cells) > len(header):
-                rest = ",".join(cells[2:])
-                raise row.error(field=header[2], expected="the last column", got=rest)
+            request = None if read is None else read(line, serial)
+            if request is not None:
+                yield request.arrival, serial, request
+                continue
+            row = self._parsed(header, number, line)
             yield _nanoseconds(row), serial, row
+
+    def _row(self, header: list[str], request: Request) -> Row:
+        """Return the row of a request that the core has read, for an error."""
+        place = cast("int", request.id) + 1
+        return self._parsed(header, *next(islice(lines(self.path), place, None)))
+
+    def _parsed(self, header: list[str], number: int, line: bytes) -> Row:
+        cells = _text(line).split(",")
+        row = Row(self.path, number, dict(zip(header, cells, strict=False)))
+        if len(cells) > len(header):
+            rest = ",".join(cells[2:])
+            raise row.error(field=header[2], expected="the last column", got=rest)
+        return row
 
 
 def _text(line: bytes) -> str:

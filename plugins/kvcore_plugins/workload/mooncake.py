@@ -9,7 +9,7 @@ from importlib.resources import files
 from itertools import chain as joined
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import attrs
 from attrs.converters import optional
@@ -21,9 +21,10 @@ from kvcore.blake2 import blake2b
 from kvcore.files import as_path
 from kvcore.request import KEY_BYTES, chain_keys
 from kvcore.units import INT64_LIMIT
-from kvcore.workloads import file_digest, json_fields
+from kvcore.workloads import file_digest, json_fields, lines
+from kvcore_plugins.workload._plain import json_reader
 from kvcore_plugins.workload._sessions import Pending, in_order
-from kvcore_plugins.workload.rows import Row, by_options, rows, time_order
+from kvcore_plugins.workload.rows import Row, by_options, parse_row, time_order
 from kvcore_plugins.workload.times import HEAD, UNITS, Clock, Timed, TimeOrder
 from kvcore_plugins.workload.turns import Turns
 
@@ -94,7 +95,7 @@ class Mooncake(Workload):
             if self.path is not None:
                 # What is wrong with the file is for its readers to say.
                 with suppress(InputError):
-                    found = _key_tokens(islice(_requests(self.path), HEAD))
+                    found = _key_tokens(islice(_requests(self.path, lines(self.path)), HEAD))
                     self.found_key_tokens = found not in (None, PUBLISHED_KEY_TOKENS)
                     self.key_tokens = found or PUBLISHED_KEY_TOKENS
 
@@ -104,7 +105,7 @@ class Mooncake(Workload):
 
     def __iter__(self) -> Iterator[Request]:
         """Yield one request for each row. Keeps some rows in memory; an entry a chat."""
-        self._reading = reading = _Reading(self, _requests(self._file))
+        self._reading = reading = _Reading(self, self._file)
         if reading.closed:
             return reading.turns()
         return Turns().link(reading.requests()) if self.turns else reading.requests()
@@ -156,12 +157,15 @@ class _Reading:
 
     Args:
         options: the workload.
-        source: its rows.
+        path: its file.
     """
 
-    def __init__(self, options: Mooncake, source: Iterator[Row]) -> None:
+    def __init__(self, options: Mooncake, path: Path) -> None:
+        self._path = path
+        self._lines = lines(path)
+        source = _requests(path, self._lines)
         head = list(islice(source, HEAD))
-        self._rows: Iterable[Row] = joined(head, source)
+        self._rows: Iterable[Row | Request] = joined(head, self._rest(source))
         self._bailian = bool(head) and all(row.fields.keys() >= set(_BAILIAN) for row in head)
         self._chained = options.chain or self._bailian
         self._key_tokens = options.key_tokens
@@ -172,9 +176,12 @@ class _Reading:
         self._clock.reason = (
             "" if self._bailian or not fraction else "since they have a fraction"
         )
-        self._order: TimeOrder = time_order("timestamp")
+        self._order: TimeOrder = time_order("timestamp", self._row)
         self.closed = any(row.fields.get(name) is not None for row in head for name in _SESSION)
         self._untimed = all(row.fields.get("timestamp") is None for row in head)
+        self._plain = not (self.closed or self._chained) and all(
+            type(row.fields.get("timestamp")) is int and not row.prefix for row in head
+        )
         # By the name of a session or of a request: its last request.
         self._sent: dict[Any, _Sent] = {}
         self._models: dict[str, int] = {}
@@ -185,6 +192,13 @@ class _Reading:
         size, chained, first = self._key_tokens, self._chained, None
         for time, serial, row in self._order.sort(self._timed()):
             first = time if first is None else first
+            if isinstance(row, Request):
+                self._short += (len(row.keys) + 1) * size <= row.prompt_tokens
+                row.arrival = time - first
+                if row.arrival >= INT64_LIMIT:
+                    raise _too_long(self._row(row))
+                yield row
+                continue
             prompt = row.natural("input_length", 1)
             keys = row.prompt_keys("hash_ids", prompt, size, wide=True, hint=_HINT)
             if (len(keys) + 1) * size <= prompt:
@@ -200,6 +214,22 @@ class _Reading:
                 keys=chain_keys(keys) if chained else keys,
                 key_tokens=size,
             )
+
+    def _rest(self, source: Iterator[Row]) -> Iterator[Row | Request]:
+        """Yield the rows after the first ones; those that the core reads as requests."""
+        names = ("timestamp", "input_length", "output_length", "hash_ids")
+        factor, size = self._clock.factor, self._key_tokens
+        read = json_reader(names, factor, size) if self._plain else None
+        if read is None:
+            yield from source
+            return
+        for serial, (number, line) in enumerate(self._lines, HEAD):
+            yield read(line, serial) or parse_row(self._path, number, line)
+
+    def _row(self, request: Request) -> Row:
+        """Return the row of a request that the core has read, for an error."""
+        serial = cast("int", request.id)
+        return next(islice(_requests(self._path, lines(self._path)), serial, None))
 
     def turns(self) -> Iterator[Request]:
         """Yield the requests of rows of sessions, each after the one before it."""
@@ -289,10 +319,14 @@ class _Reading:
             think_time=think,
         )
 
-    def _timed(self) -> Iterator[Timed[Row]]:
+    def _timed(self) -> Iterator[Timed[Row | Request]]:
         clock, latest, lacks_times = self._clock, 0, self.closed or self._untimed
         read = clock.read
         for serial, row in enumerate(self._rows):
+            if isinstance(row, Request):
+                latest = row.arrival
+                yield latest, serial, row
+                continue
             time = read(row.fields.get("timestamp"))
             if time is not None:
                 latest = time
@@ -302,11 +336,12 @@ class _Reading:
             yield latest, serial, row
 
     def _with_lengths(self) -> Iterator[Timed[Row]]:
-        for timed in self._timed():
-            if timed[2].fields.get("input_length") is None:
+        for time, serial, row in self._timed():
+            assert isinstance(row, Row)  # the core reads none of a session
+            if row.fields.get("input_length") is None:
                 self._empty += 1
             else:
-                yield timed
+                yield time, serial, row
 
 
 @attrs.frozen
@@ -329,9 +364,9 @@ def _too_long(row: Row) -> InputError:
     return row.error(field="timestamp", expected=expected)
 
 
-def _requests(path: Path) -> Iterator[Row]:
+def _requests(path: Path, found: Iterator[tuple[int, bytes]]) -> Iterator[Row]:
     """Return the rows of requests, those of Dynamo's traces as rows of Mooncake's format."""
-    source = rows(path)
+    source = (parse_row(path, number, line) for number, line in found)
     first = next(source)
     whole = joined([first], source)
     return _of_dynamo(whole) if first.fields.keys() & {"event", "event_type"} else whole

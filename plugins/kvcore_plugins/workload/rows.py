@@ -256,12 +256,18 @@ def _wide_key(key: Any) -> Any:
     return key
 
 
-def time_order(field: str) -> TimeOrder:
-    """Return what sorts the rows whose times are in `field`."""
+def time_order(field: str, row_of: Callable[[Request], Row] | None = None) -> TimeOrder:
+    """Return what sorts the rows whose times are in `field`.
 
-    def too_late(row: Row) -> InputError:
+    `row_of` returns the row of a request that is sorted in its place.
+    """
+
+    def too_late(item: Row | Request) -> InputError:
+        if isinstance(item, Request):
+            assert row_of is not None
+            item = row_of(item)
         expected = f"no time before that of the {WINDOW} rows before it (sort the rows by time)"
-        return row.error(field=field, expected=expected)
+        return item.error(field=field, expected=expected)
 
     return TimeOrder(too_late)
 

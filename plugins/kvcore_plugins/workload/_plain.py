@@ -1,0 +1,43 @@
+"""The core in C beside the readers of files: it makes the requests of plain rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeAlias
+
+from kvcore.cache.native import core
+from kvcore.request import Request
+
+Reader: TypeAlias = Callable[[bytes, int], Request | None]
+"""Returns the request of a line, whose id is the given number, and whose arrival is its time in
+ns; None if the line is not plain, or has an error, which is for Python to read."""
+
+
+def json_reader(
+    names: tuple[str, str, str, str], factor: int, key_tokens: int
+) -> Reader | None:
+    """Return the reader of lines with four fields alone; None without the core.
+
+    Args:
+        names: those of the time, of the lengths of prompt and output, and of the list of keys.
+        factor: nanoseconds of the unit of times.
+        key_tokens: number of prompt tokens of a key.
+    """
+    native = core()
+    return native and partial(native.json_request, names, _pattern(key_tokens), factor)
+
+
+def csv_reader(order: tuple[int, int, int], key_tokens: int) -> Reader | None:
+    """Return the reader of rows of three cells; None without the core.
+
+    Args:
+        order: the places of the time, and of the lengths of prompt and output.
+        key_tokens: number of prompt tokens of a key.
+    """
+    native = core()
+    return native and partial(native.csv_request, order, _pattern(key_tokens))
+
+
+def _pattern(key_tokens: int) -> Request:
+    return Request(id=0, prompt_tokens=0, key_tokens=key_tokens)
