@@ -1,7 +1,7 @@
 """The order of the rooms of the core, and of the packages."""
 
 ORDER = [
-    {"blake2", "errors", "records"},
+    {"blake2", "errors"},
     {"units", "untrusted"},
     {"distributions", "files", "histogram", "lazy", "moved", "native", "progress"},
     {"sections"},

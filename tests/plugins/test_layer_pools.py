@@ -126,7 +126,6 @@ def test_any_policy_orders_full_attention(policy):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"retention": "window:tokens=64"}, "a retention policy"),
         ({"prefix": "radix"}, "prefix='radix:evict=leaf'"),
         ({"window_slots": 100}, "100 window slots are too few; give 146 or more"),
         ({"state_slots": 4}, "4 state slots are too few; give 5 or more"),
@@ -136,6 +135,13 @@ def test_parts_that_pools_cannot_have_are_refused(options, match):
     """The error says what to give instead."""
     with pytest.raises(InputError, match=match):
         pooled(**{"window": 9, "window_slots": 500, **options})
+
+
+def test_a_retention_policy_is_refused():
+    """Pools keep what a layer needs, and no policy forgets more."""
+    pytest.importorskip("kvcore_engine")
+    with pytest.raises(InputError, match="a retention policy"):
+        pooled(window=9, window_slots=500, retention="window:tokens=64")
 
 
 def test_a_trace_is_refused(tmp_path):

@@ -180,6 +180,7 @@ def test_rows_of_mooncake_can_be_linked(tmp_path):
 
 def test_a_simulation_that_is_too_fast_says_so(log):
     """`simulate` counts the turns that came before their answers, and names the option."""
+    pytest.importorskip("kvcore_lab")  # which counts them
     fast = ("--rate-scale", 200, "--device", "l4", "--no-search")
     done = run_here("simulate", f"chat:path={log},turns=false", *fast)
     text = " ".join(done.stdout.split())

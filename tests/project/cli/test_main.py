@@ -210,7 +210,7 @@ def test_the_script_for_a_shell_is_printed(monkeypatch, capsys):
 
 def test_ctrl_c_while_modules_load_exits_130(tmp_path):
     """Ctrl-C while modules load exits with code 130 and no traceback."""
-    (tmp_path / "orjson.py").write_text(
+    (tmp_path / "pluggy.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
     )
     program = "from kvcore.__main__ import main; main()"
