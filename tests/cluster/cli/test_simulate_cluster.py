@@ -45,7 +45,7 @@ def test_replicas_share_the_requests():
 
 
 def test_python_has_the_results_of_the_command():
-    """`simulate_cluster` has the results of the command, which adds its options and its cost."""
+    """`simulate_cluster` has the results of the command, which adds options and cost."""
     result = kvcore.simulate_cluster(SMALL, replicas=3, router="least-requests", blocks=200)
     summary = report("--replicas", 3, "--router", "least-requests", "--blocks", 200)
     added = {name: summary.pop(name) for name in ("config", "rates", "cost", "savings")}
