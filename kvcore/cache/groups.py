@@ -166,7 +166,7 @@ class BlockNames:
         self.keys: Keys[Any] = keys
         self._ratio = layout.ratio
         self._request = request.id
-        # A name that is a number is found faster than one of two parts.
+        # The name of a block whose key is a number is one too: it is found faster than a pair.
         self._numbered = self._ratio > 1 and all(type(key) is int for key in keys)
         self.keyed = self.end = self.shared = cacheable
         share = request.hints.share
@@ -180,18 +180,15 @@ class BlockNames:
         key, ratio = self.keys[position // self._ratio], self._ratio
         if ratio == 1:
             return key
-        return key * ratio + position % ratio if self._numbered else (key, position)
+        return key * ratio + position % ratio if type(key) is int else (key, position)
 
     def at(self, positions: Keys[int]) -> list[Name]:
         """Return the names of the blocks at `positions`, in ascending order, below `end`."""
-        if not positions or positions[-1] >= self.keyed:
-            return [self[position] for position in positions]
         keys, ratio = self.keys, self._ratio
-        if ratio == 1:
+        has_keys = len(positions) > 0 and positions[-1] < self.keyed
+        if has_keys and ratio == 1:
             return [keys[position] for position in positions]
-        if not self._numbered:
-            return [(keys[position // ratio], position) for position in positions]
-        if type(positions) is range:
+        if has_keys and self._numbered and type(positions) is range:
             first, end = positions[0], positions[-1] + 1
             whole = (
                 range(key * ratio, (key + 1) * ratio)
@@ -199,7 +196,7 @@ class BlockNames:
             )
             skipped = first // ratio * ratio
             return list(chain.from_iterable(whole))[first - skipped : end - skipped]
-        return [keys[position // ratio] * ratio + position % ratio for position in positions]
+        return [self[position] for position in positions]
 
 
 class GroupMatch(NamedTuple):
