@@ -24,6 +24,9 @@ RUNS = [
 ]
 """Arguments of `kvcore simulate`. The load of the last run is higher than its server."""
 
+ADDED = {"rates", "cost", "savings", "wall_s"}
+"""Fields that other packages add, and the time that the run took."""
+
 
 def copy_core(target):
     """Copy the files of the core and the built-in plugins, and what builds a wheel of them."""
@@ -42,13 +45,14 @@ def copy_core(target):
 
 
 def documents(*options):
-    """Return the JSON documents of `RUNS`, without the time that the runs took."""
+    """Return the JSON documents of `RUNS`, as far as the core makes them."""
     simulate = [sys.executable, "-P", "-m", "kvcore", "simulate", "--json", *options]
     outputs = [
         subprocess.run([*simulate, *run.split()], stdout=subprocess.PIPE, check=True).stdout
         for run in RUNS
     ]
-    return [{**json.loads(output), "wall_s": None} for output in outputs]
+    read = [json.loads(output) for output in outputs]
+    return [{name: run[name] for name in run if name not in ADDED} for run in read]
 
 
 def main(folder):
