@@ -24,7 +24,7 @@ RUNS = [
 ]
 """Arguments of `kvcore simulate`. The load of the last run is higher than its server."""
 
-ADDED = {"rates", "cost", "savings", "wall_s"}
+ADDED = {"cost", "rates", "savings", "turns", "wall_s"}
 """Fields that other packages add, and the time that the run took."""
 
 
