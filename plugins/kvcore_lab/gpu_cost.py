@@ -50,7 +50,8 @@ PRICES: Mapping[str, GpuPrice] = {
 """Prices on demand, by the names of the catalogue of devices: examples, not the cheapest.
 
 Sources: the public price lists https://lambda.ai/instances (of one GPU, or of eight where fewer
-are not let) and https://www.runpod.io/pricing (Secure Cloud), as of the days in the table.
+are not let) and https://www.runpod.io/pricing (Secure Cloud), as public copies of them
+had it on the days in the table. Prices change: give those that you pay.
 """
 
 
