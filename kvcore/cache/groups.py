@@ -884,49 +884,61 @@ class GroupedCache:
 
     # Blocks.
 
+    def _growth(self, seq: GroupSequence, tokens: int) -> list[int]:
+        """Return by how many positions tables of each kind grow for the first `tokens`."""
+        tables = seq.tables
+        return [
+            max(-(-tokens // group.block_size) - tables[members[0]].end, 0)
+            for group, members in self._alike
+        ]
+
+    def _blocks_of(self, growth: list[int]) -> int:
+        """Return how many blocks tables need that grow so; of states, the last position one."""
+        return sum(
+            len(members) * (min(positions, 1) if group.kind == "state" else positions)
+            for (group, members), positions in zip(self._alike, growth, strict=True)
+        )
+
     def _missing(self, seq: GroupSequence, tokens: int) -> int:
         """Return how many blocks the first `tokens` tokens of `seq` need beside its own."""
-        total = 0
-        for group, members in self._alike:
-            blocks = -(-tokens // group.block_size) - seq.tables[members[0]].end
-            if blocks > 0:
-                total += len(members) * (1 if group.kind == "state" else blocks)
-        return total
+        return self._blocks_of(self._growth(seq, tokens))
 
     def _allocate(self, seq: GroupSequence, tokens: int) -> None:
         """Allocate for the first `tokens` tokens of `seq`; there is room."""
-        new = [-(-tokens // group.block_size) for group, _ in self._alike]
-        for kind, (_, members) in enumerate(self._alike):
-            new[kind] = max(new[kind] - seq.tables[members[0]].end, 0)
-        count = self._missing(seq, tokens)
+        growth = self._growth(seq, tokens)
+        ids, start = self._take(self._blocks_of(growth), seq), 0
+        for index, table in enumerate(seq.tables if ids else ()):
+            positions, first = growth[self._kinds[index]], table.end
+            if not positions:
+                continue
+            if self.groups[index].kind == "state":
+                # Only the state after the last token is computed into a block.
+                first += positions - 1
+                table.blocks += [NO_BLOCK] * (positions - 1)
+                positions = 1
+            own = ids[start : start + positions]
+            table.blocks += own
+            start += positions
+            if self.trace is not None:
+                self.trace.group_alloc(
+                    self.now, seq=seq.id, group=index, first=first, runs=array("i", own)
+                )
+        seq.settled, seq.tokens = seq.tokens, tokens
+        seq.blocks = -(-tokens // self._size)
+
+    def _take(self, count: int, seq: GroupSequence) -> list[int]:
+        """Return `count` blocks for `seq`: free ones, then those that lose their names."""
         missing = count - self.pool.free_blocks
         victims = self._choose(missing, seq) if missing > 0 else []
         if self.trace is not None and victims:
             self._trace_evictions(seq, victims, self.trace)
         self._evict(victims)
-        ids = self.pool.allocate(count - len(victims)).tolist() + victims
+        ids = self.pool.allocate(count - len(victims)).tolist()
         if unknown := self.pool.high_water - len(self._name_of):
             self._name_of += [None] * unknown
             self._group_of += [0] * unknown
             self._holders += [0] * unknown
-        start = 0
-        for index, table in enumerate(seq.tables if ids else ()):
-            blocks = new[self._kinds[index]]
-            if not blocks:
-                continue
-            if self.groups[index].kind == "state":
-                # Only the state after the last token is computed into a block.
-                table.blocks += [NO_BLOCK] * (blocks - 1)
-                blocks = 1
-            first, table.blocks = table.end, table.blocks + ids[start : start + blocks]
-            if self.trace is not None:
-                runs = array("i", ids[start : start + blocks])
-                self.trace.group_alloc(
-                    self.now, seq=seq.id, group=index, first=first, runs=runs
-                )
-            start += blocks
-        seq.settled, seq.tokens = seq.tokens, tokens
-        seq.blocks = -(-tokens // self._size)
+        return ids + victims
 
     def _hold(self, blocks: list[int]) -> None:
         """Add a holder to each of `blocks`."""

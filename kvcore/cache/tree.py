@@ -386,17 +386,21 @@ class SpanTree:
             child = self.split(child, stop)
         else:
             child.creator = None
-            child.ref_count += 1
-            if child.ref_count == 1:
-                self.unpinned_blocks -= child.blocks
-                if self._on_pin is not None:
-                    self._call(self.eviction, "on_pin", self._on_pin, child)
+            self._pin_once(child)
         seq.span = child
         own = None
         if seq.private is not None:
             own = seq.private[: stop - first][::-1]
             del seq.private[: stop - first]
         self._free_duplicates(seq, child, first, own, now)
+
+    def _pin_once(self, span: Span) -> None:
+        """Pin `span` once more; those above it are pinned by the caller."""
+        span.ref_count += 1
+        if span.ref_count == 1:
+            self.unpinned_blocks -= span.blocks
+            if self._on_pin is not None:
+                self._call(self.eviction, "on_pin", self._on_pin, span)
 
     def _free_duplicates(
         self, seq: Sequence, span: Span, first: int, own: Ids | None, now: int

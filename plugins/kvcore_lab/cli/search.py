@@ -60,8 +60,11 @@ def ran_of(parts: RunParts, result: Any, given: Mapping[str, Any]) -> Ran:
     ran = search_of(parts, result, given) or Ran()
     if not parts.traced:
         return ran._replace(fields=paged_fields(parts, residency=given["residency"]))
-    rates = Rates.of(parts, result)
-    cost = cost_of(parts, result, given["gpu_price"])
+    seconds = result.simulated_s
+    gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
+    rates = Rates.of(result, sum(gpus.values()))
+    tokens_s = rates.total_token_throughput if seconds else None
+    cost = Cost.of(gpus, given["gpu_price"], result.throughput_tokens_s, tokens_s)
     sections = [str(rates)] if cost is None else [f"{rates}\n{cost}"]
     fields: dict[str, Any] = {"rates": rates._asdict()}
     fields["cost"] = None if cost is None else cost.as_dict()
@@ -96,13 +99,12 @@ class Rates(NamedTuple):
     running: float
 
     @classmethod
-    def of(cls, parts: RunParts, result: Any) -> Self:
-        """Return the figures of a simulation."""
+    def of(cls, result: Any, gpus: float) -> Self:
+        """Return the figures of a simulation on `gpus` GPUs, in the mean over time."""
         log, seconds = result.log, result.simulated_s or 1.0
         prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(log))
         output = result.throughput_tokens_s or 0.0
         total = prompts / seconds + output
-        gpus = sum(gpus_of(parts, seconds, getattr(result, "replica_s", None)).values())
         ends = zip(log.admitted, log.finish, strict=True)
         ran = sum(end - begin for begin, end in ends if end >= 0) / NS_PER_S
         requests = (len(log.ids) - len(log.reasons)) / seconds
@@ -123,15 +125,6 @@ def early_turns(workload: Workload, log: RunLog) -> tuple[int, int]:
         dict(zip(log.ids, column, strict=True)) for column in (log.arrival, log.finish)
     )
     return overlapping(workload, sent, ended)
-
-
-def cost_of(parts: RunParts, result: Any, given: Mapping[str, float]) -> Cost | None:
-    """Return the cost of the deployment of a simulation; None without prices of its GPUs."""
-    seconds, output = result.simulated_s, result.throughput_tokens_s
-    gpus = gpus_of(parts, seconds, getattr(result, "replica_s", None))
-    prompts = sum(sum(prompts) for _, prompts, _, _ in finished_work(result.log))
-    tokens = prompts / seconds + (output or 0) if seconds else None
-    return Cost.of(gpus, given, output, tokens)
 
 
 def paged_fields(parts: RunParts, *, residency: bool = True) -> dict[str, Any]:

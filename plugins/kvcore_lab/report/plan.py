@@ -53,12 +53,8 @@ class PlanReport:
     @property
     def headline(self) -> str:
         """Sentences about the workload, the SLO and the best fleet."""
-        plan, setup = self.plan, self.plan["setup"]
-        asked = (
-            f"{setup['workload']}: {counted(plan['requests'], 'request')} to {setup['model']} "
-            f"on {setup['device']}, of which {plan['percentile']:g}% are to meet "
-            f"{setup['slo']}."
-        )
+        plan = self.plan
+        asked = _asked(plan, plan["setup"]["device"])
         if not plan["plans"]:
             return f"{asked}\nNo fleet of up to {counted(plan['max_gpus'], 'GPU')} does."
         best = plan["plans"][0]
@@ -162,15 +158,8 @@ class DevicePlansReport:
     def headline(self) -> str:
         """Sentences about the workload, the SLO, and the cheapest fleet."""
         first = self.plans["plans"][0]
-        setup, devices = (
-            first["setup"],
-            [each["setup"]["device"] for each in self.plans["plans"]],
-        )
-        asked = (
-            f"{setup['workload']}: {counted(first['requests'], 'request')} to {setup['model']} "
-            f"on {' or '.join(devices)}, of which {first['percentile']:g}% are to meet "
-            f"{setup['slo']}."
-        )
+        devices = [each["setup"]["device"] for each in self.plans["plans"]]
+        asked = _asked(first, " or ".join(devices))
         if not self.plans["fleets"]:
             return f"{asked}\nNo fleet of up to {counted(first['max_gpus'], 'GPU')} does."
         best = self.plans["fleets"][0]
@@ -277,4 +266,13 @@ def fleet_text(fleet: Mapping[str, Any], device: str) -> str:
     return (
         f"{counted(fleet['replicas'], 'replica')} on {fleet['tensor_parallel']} x "
         f"{device},{each} with {format_bytes(fleet['pool_bytes'])} of K/V{host}"
+    )
+
+
+def _asked(plan: Mapping[str, Any], devices: str) -> str:
+    """Return a sentence about the workload, the devices and the SLO of a plan."""
+    setup = plan["setup"]
+    return (
+        f"{setup['workload']}: {counted(plan['requests'], 'request')} to {setup['model']} "
+        f"on {devices}, of which {plan['percentile']:g}% are to meet {setup['slo']}."
     )

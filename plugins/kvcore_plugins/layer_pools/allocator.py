@@ -43,8 +43,8 @@ class PooledAllocator(DecodeAllocator):
         fits_prompt: bool = True,
     ) -> Sequence | None:
         """Return a new sequence for `job`, as `DecodeAllocator.open` does."""
-        chunk = self._pools.longest_chunk
-        most = chunk if most is None or (chunk is not None and chunk < most) else most
+        limits = [limit for limit in (most, self._pools.longest_chunk) if limit is not None]
+        most = min(limits, default=None)
         return super().open(job, now, reserve, most, fits_prompt=fits_prompt)
 
     def chunk_tokens(self, job: Job, tokens: int) -> int:

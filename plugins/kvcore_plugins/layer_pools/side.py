@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from heapq import heapify, heappop, heappush
 
 from kvcore import Span
 
 
-class SidePool:
+class SidePool(ABC):
     """The windows, or the states, of cached spans: slots that are free, private or cached.
 
     A span has what it needs to resume at its end, or it is a *tombstone*: its K/V of full
@@ -44,9 +45,9 @@ class SidePool:
         """Number of slots that are free or can be evicted."""
         return self.free + self.evictable
 
+    @abstractmethod
     def slots_of(self, span: Span) -> int:
         """Return the slots of a span that is no tombstone."""
-        raise NotImplementedError
 
     def unlocked(self, spans: Iterable[Span]) -> int:
         """Return how many slots of `spans` no request needs."""
@@ -89,9 +90,9 @@ class SidePool:
                     self.evictable += self.slots_of(span)
                     self._push(span)
 
+    @abstractmethod
     def split(self, upper: Span, lower: Span) -> None:
         """Called when the first blocks of `lower` have moved to the new span `upper`."""
-        raise NotImplementedError
 
     def drop(self, span: Span) -> None:
         """Free what `span` has, which no request needs."""

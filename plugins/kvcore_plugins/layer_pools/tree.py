@@ -91,11 +91,7 @@ class PooledTree(SpanTree):
         upper = self.split(lower, at)
         above: Span = upper.parent  # type: ignore[assignment]
         while above.parent is not None:
-            above.ref_count += 1
-            if above.ref_count == 1:
-                self.unpinned_blocks -= above.blocks
-                if self._on_pin is not None:
-                    self._call(self.eviction, "on_pin", self._on_pin, above)
+            self._pin_once(above)
             above = above.parent
         self.close(upper, now)
         return upper
