@@ -22,13 +22,6 @@ def test_exp2_is_two_to_the_power(moment, period):
     assert mantissa * 2.0 ** (exponent - whole) == pytest.approx(2 ** (rest / period), rel=1e-8)
 
 
-@given(moments, moments, st.integers(1, 10**12))
-def test_exp2_keeps_the_order(one, other, period):
-    """`exp2` never returns a smaller weight for a later moment."""
-    early, late = sorted((one, other))
-    assert exp2(early, period) <= exp2(late, period)
-
-
 @given(st.floats(1.0, 4.0), st.integers(0, 200))
 def test_power_multiplies_n_times(base, exponent):
     """power(b, n) is b multiplied n times."""

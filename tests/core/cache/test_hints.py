@@ -6,7 +6,7 @@ from helpers.caches import BLOCK, Mortal, ask, compute, make, serve, spans, star
 from helpers.serving import ask as arrive
 from helpers.serving import serve as simulate
 
-from kvcore import InputError, OutOfBlocks, Request
+from kvcore import InputError, OutOfBlocks
 from kvcore.request import NO_HINTS, Hints
 from kvcore_plugins.eviction import LRU, MRU, SIEVE
 from kvcore_replay.check.trace import check_trace
@@ -33,12 +33,6 @@ def test_impossible_hints_are_refused(hints, complaint):
         Hints(**hints)
 
 
-def test_requests_without_hints_share_one_object():
-    """All requests without hints share the object `NO_HINTS`."""
-    assert Request(id=1, prompt_tokens=4, key_tokens=4).hints is NO_HINTS
-    assert (Hints(share=True), Hints(share=False)) == (NO_HINTS, Hints(share=0))
-
-
 @pytest.mark.parametrize(
     ("share", "cached"),
     [(True, {"|abcd"}), (False, set()), (2 * BLOCK, {"|ab"}), (2 * BLOCK + 1, {"|ab"})],
@@ -49,13 +43,6 @@ def test_only_whole_shared_blocks_are_published(share, cached):
     serve(cache, "abcd", hints=Hints(share=share))
     assert set(spans(cache)) == cached
     assert cache.pool.free_blocks == 8 - cache.tree.cached_blocks
-
-
-def test_a_request_that_shares_nothing_hits_cached_blocks():
-    """A request that shares none of its blocks still hits cached blocks."""
-    cache = make(8)
-    serve(cache, "abc")
-    assert start(cache, "abcd", hints=Hints(share=False)).hit_blocks == 3
 
 
 def test_no_generated_block_is_published_beyond_the_share():

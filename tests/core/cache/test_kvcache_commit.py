@@ -19,15 +19,6 @@ from kvcore import InputError, OutOfBlocks
 from kvcore_plugins.prefix import Radix
 
 
-def test_only_committed_blocks_match():
-    """A block can be hit only after its commit."""
-    cache = make()
-    seq = cache.open(ask("abc"))
-    assert cache.probe(ask("abcd")) == 0
-    cache.commit(seq, 2 * BLOCK)
-    assert cache.probe(ask("abcd")) == 2
-
-
 def test_a_partial_block_is_not_published():
     """A commit publishes only full blocks."""
     cache = make()
@@ -228,15 +219,6 @@ def test_two_sequences_in_turns_build_one_path():
         compute(cache, seq, BLOCK)
     assert table(cache, one)[:2] == table(cache, two)[:2] == [0, 5]
     assert pins(cache) == {"|a": 2, "a|b": 2}
-
-
-def test_a_switch_splits_a_longer_span():
-    """A switch to part of another sequence's span splits it there."""
-    cache = make(12)
-    one, two = cache.open(ask("abcd")), cache.open(ask("abcd"))
-    compute(cache, one)
-    compute(cache, two, 2 * BLOCK)
-    assert pins(cache) == {"|ab": 2, "ab|cd": 1}
 
 
 def test_a_switch_splits_where_prompts_diverge():

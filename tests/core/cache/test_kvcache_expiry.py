@@ -52,14 +52,6 @@ def test_a_pinned_span_does_not_expire(cache):
     assert cache.probe(ask("abcd"), now=99) == 3
 
 
-def test_probe_drops_nothing(cache):
-    """`probe` of an expired span changes nothing."""
-    serve(cache, "abc", now=0)
-    before = snapshot(cache)
-    cache.probe(ask("abcd"), now=50)
-    assert snapshot(cache) == before
-
-
 def test_open_drops_expired_spans(cache):
     """`open` drops an expired span with its subtree, and counts it as expired, not evicted."""
     serve(cache, "abc", "abcde", "abcxy", now=0)
@@ -238,13 +230,6 @@ def test_a_split_copies_the_expiry(cache):
     serve(cache, "abcd", now=0)
     cache.close(cache.open(ask("abx"), 0, now=3), 3)
     assert expiries(cache) == {"|ab": 13, "ab|cd": 10}
-
-
-def test_without_an_expiring_policy_nothing_expires():
-    """Without `expires_spans` in the policy no span expires."""
-    cache = make(12)
-    serve(cache, "ab", now=0)
-    assert cache.probe(ask("abc"), now=10**18) == 2
 
 
 class PerTenant(Mortal):

@@ -6,11 +6,8 @@ from helpers.caches import (
     Lines,
     Recorded,
     ask,
-    compute,
     make,
-    pins,
     serve,
-    spans,
     start,
     table,
 )
@@ -40,25 +37,6 @@ def test_extending_twice_is_extending_once():
             cache.extend(seq, tokens)
         tables.append(table(cache, seq))
     assert tables[0] == tables[1] == tables[2] == [5, 1, 0, 4]
-
-
-def test_only_missing_blocks_are_evicted():
-    """`extend` uses free blocks before it evicts."""
-    cache = make(6)
-    serve(cache, "xyz")
-    seq = start(cache, "a")
-    cache.extend(seq, 3 * BLOCK)
-    assert spans(cache).keys() == {"|xy", "|a"}
-
-
-def test_own_blocks_are_never_victims():
-    """`extend` never evicts blocks of its own sequence."""
-    cache = make(4)
-    seq = start(cache, "ab")
-    cache.extend(seq, 2 * BLOCK)
-    with pytest.raises(OutOfBlocks):
-        cache.extend(seq, 1)
-    assert pins(cache) == {"|ab": 1}
 
 
 def test_a_refused_extension_changes_nothing(snapshot):
@@ -116,13 +94,3 @@ def test_extending_inside_a_block_is_not_traced():
     trace.lines.clear()
     cache.extend(seq, 3)
     assert trace.lines == []
-
-
-def test_a_prompt_extended_in_chunks_becomes_one_span():
-    """A prompt that is allocated and computed chunk by chunk becomes one span."""
-    cache = make()
-    seq = cache.open(ask("abc"), 0)
-    for _ in range(6):
-        cache.extend(seq, 2)
-        compute(cache, seq)
-    assert pins(cache) == {"|abc": 1}

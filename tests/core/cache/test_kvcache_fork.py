@@ -75,14 +75,6 @@ def test_the_writer_gets_the_copy(cache):
     cache.check_integrity()
 
 
-def test_the_parent_may_be_the_writer(cache):
-    """If the forked sequence writes first, it gets the copy."""
-    seq = start(cache, "ab", BLOCK + HALF)
-    child = cache.fork(seq)
-    cache.extend(seq, 1)
-    assert (table(cache, seq), table(cache, child)) == ([0, 2], [0, 1])
-
-
 def test_the_last_owner_writes_in_place(cache):
     """The last owner of a block writes into it without a copy."""
     seq = start(cache, "ab", BLOCK + HALF)
@@ -124,14 +116,6 @@ def test_the_copy_counts_as_a_block_needed(snapshot):
     assert table(cache, child) == [0, 2]
 
 
-def test_the_copy_is_allocated_first(cache):
-    """The first block that an extension allocates is the copy."""
-    seq = start(cache, "ab", BLOCK + HALF)
-    child = cache.fork(seq)
-    cache.extend(child, 2 * BLOCK)
-    assert table(cache, child) == [0, 2, 3, 4]
-
-
 def test_the_trace_of_a_copy():
     """COPY has source and target; ALLOC has only the blocks after the copy."""
     trace = Lines()
@@ -169,16 +153,6 @@ def test_a_private_block_is_freed_with_its_last_owner():
     assert [list(line["runs"]) for line in trace.of("FREE")] == [[], [1]]
     assert (cache.pool.free_blocks, pins(cache)) == (11, {"|a": 0})
     cache.check_integrity()
-
-
-def test_a_sibling_commit_pins_the_same_blocks(cache):
-    """A commit of shared blocks caches them once, pinned for both siblings."""
-    seq = cache.open(ask("abc"))
-    child = cache.fork(seq)
-    compute(cache, seq)
-    assert pins(cache) == {"|abc": 2}
-    assert (child.private_blocks, cache.pool.owners) == (0, {})
-    assert table(cache, child) == table(cache, seq)
 
 
 def test_a_sibling_commit_of_committed_blocks_changes_nothing():
@@ -282,19 +256,6 @@ def test_the_trace_of_a_sibling_commit():
         ("COMMIT", {"seq": seq.id, "span": span, "first": 0, "blocks": 3, "how": "new"}),
         ("COMMIT", {"seq": child.id, "span": span, "first": 0, "blocks": 3, "how": "shared"}),
     ]
-
-
-def test_a_pinned_fork_keeps_the_path(cache):
-    """A path can be evicted only after both siblings have closed."""
-    seq = start(cache, "ab")
-    child = cache.fork(seq)
-    cache.close(seq)
-    assert pins(cache) == {"|ab": 1}
-    with pytest.raises(OutOfBlocks):
-        cache.open(ask("lmnopqrstuv"))
-    cache.close(child)
-    cache.open(ask("lmnopqrstuv"))
-    assert pins(cache) == {"|a": 0}
 
 
 def test_fork_with_uncommitted_generated_tokens_is_refused(cache):

@@ -6,14 +6,6 @@ from helpers.caches import BLOCK, Recorded, ask, make, pins, serve, spans, table
 from kvcore import InputError
 
 
-def test_an_empty_cache_hits_nothing():
-    """In an empty cache no block hits, and all blocks of a prompt are private."""
-    cache = make()
-    seq = cache.open(ask("abc"))
-    assert (seq.hit_blocks, seq.tokens, seq.computed, seq.private_blocks) == (0, 12, 0, 3)
-    cache.check_integrity()
-
-
 def test_a_shared_prefix_hits():
     """The blocks of a shared prefix hit, with their own ids."""
     cache = make()
@@ -29,13 +21,6 @@ def test_keys_accounting_hits_the_whole_prompt():
     serve(cache, "abc")
     seq = cache.open(ask("abc", 1))
     assert (seq.hit_blocks, seq.private_blocks) == (3, 0)
-
-
-def test_hits_end_at_the_first_miss():
-    """Cached blocks after the first miss do not hit."""
-    cache = make()
-    serve(cache, "abcd")
-    assert cache.probe(ask("axcde")) == 1
 
 
 def test_divergence_inside_a_span_splits_it():

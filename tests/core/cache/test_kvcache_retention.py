@@ -1,9 +1,7 @@
 """Retention hints: priorities by token range, durations, splits, and raised ancestors."""
 
-import pytest
 from helpers.caches import BLOCK, Recorded, ask, compute, make, serve, spans, start
 
-from kvcore import InputError
 from kvcore.request import Retention
 from kvcore_plugins.eviction import Priority
 
@@ -16,13 +14,6 @@ def hints(cache):
 def hint(first, last, priority, duration=None):
     """Return a hint for the blocks from `first` to `last` (None: to the end)."""
     return Retention(first * BLOCK, None if last is None else last * BLOCK, priority, duration)
-
-
-def test_without_hints_a_span_has_the_default():
-    """Without hints a span has priority 35 without end."""
-    cache = make()
-    serve(cache, "abc")
-    assert hints(cache) == {"|abc": (35, None)}
 
 
 def test_spans_split_at_the_borders_of_hints():
@@ -204,15 +195,6 @@ def test_a_resumed_request_renews_no_hints():
     assert hints(cache) == {"|abc": (80, 100)}
 
 
-def test_a_switch_changes_no_priority():
-    """A switch to another request's blocks does not change their priority."""
-    cache = make(12)
-    late = cache.open(ask("abc", retention=(hint(0, None, 80),)))
-    serve(cache, "abc")
-    compute(cache, late)
-    assert hints(cache) == {"|abc": (35, None)}
-
-
 def test_on_split_for_hints_comes_before_the_accesses():
     """`on_split` for hints is called after the pins and before the accesses."""
     cache = make(12, Recorded())
@@ -236,10 +218,3 @@ def test_the_lowest_priority_is_evicted_first():
     serve(cache, "lm", retention=(hint(0, None, 20),))
     start(cache, "xyz")
     assert spans(cache).keys() == {"|ab", "|l", "|xyz"}
-
-
-@pytest.mark.parametrize("priority", [0, 101, -1])
-def test_priorities_go_from_1_to_100(priority):
-    """A priority outside 1 to 100 raises InputError with that range."""
-    with pytest.raises(InputError, match=f"1 to 100, not {priority}"):
-        Retention(0, None, priority)

@@ -37,16 +37,6 @@ def test_uncomputed_tokens_are_dropped_first():
     assert (seq.tokens, seq.computed) == (7, 6)
 
 
-def test_tokens_can_be_computed_again():
-    """After a rollback a sequence can be extended and computed again."""
-    cache = make()
-    seq = drafted(cache, 6)
-    cache.rollback(seq, 5)
-    cache.extend(seq, 9)
-    compute(cache, seq)
-    assert (seq.tokens, seq.computed, seq.blocks) == (14, 14, 4)
-
-
 def test_blocks_are_freed_deepest_first():
     """A rollback frees from the deepest block, so that they are allocated again in order."""
     trace = Lines()
@@ -92,15 +82,6 @@ def test_a_rollback_into_published_blocks_is_refused(snapshot):
     assert snapshot(cache) == before
 
 
-def test_a_rollback_into_hit_blocks_is_refused():
-    """A rollback into blocks that were hit raises InputError."""
-    cache = make()
-    cache.close(start(cache, "ab"))
-    seq = cache.open(ask("abc"))
-    with pytest.raises(InputError, match="first 8 are shared"):
-        cache.rollback(seq, 5)
-
-
 def test_negative_tokens_are_refused():
     """A rollback by a negative number of tokens raises InputError."""
     cache = make()
@@ -141,13 +122,4 @@ def test_a_rollback_of_nothing_is_always_allowed():
     cache.rollback(child, BLOCK + 2)
     compute(cache, seq)
     cache.rollback(child, 0)
-    cache.check_integrity()
-
-
-def test_a_cache_without_ids_rolls_back_the_same():
-    """A cache without block ids rolls back with the same numbers."""
-    cache = make(ids=False)
-    seq = drafted(cache, 6)
-    cache.rollback(seq, 5)
-    assert (seq.tokens, seq.blocks, cache.pool.free_blocks) == (5, 2, 6)
     cache.check_integrity()

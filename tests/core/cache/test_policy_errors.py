@@ -5,18 +5,16 @@ from copy import copy
 
 import attrs
 import pytest
-from helpers.caches import BLOCK, ask, compute, make, serve, spans, start
+from helpers.caches import BLOCK, ask, compute, make, serve, spans
 
 from kvcore import (
     KVCache,
-    OutOfBlocks,
     PolicyError,
     PrefixIndex,
     RetentionPolicy,
     ScoreEviction,
 )
 from kvcore.testing import EVEN, FORKS, Driver, Traffic, random_steps
-from kvcore.testing.harness import snapshot
 from kvcore_plugins.prefix import Radix
 
 NAME = r"eviction plugin 'failing' \(.*\.Failing\)"
@@ -373,19 +371,6 @@ def test_an_index_that_misses_a_cached_span_is_refused():
     ) as caught:
         cache.commit(second, BLOCK)
     assert_poisoned(cache, caught.value, first, second)
-
-
-def test_out_of_blocks_leaves_the_cache_usable():
-    """OutOfBlocks leaves the cache unchanged and usable."""
-    cache = full()
-    seq = start(cache, "ab")
-    before = snapshot(cache)
-    with pytest.raises(OutOfBlocks, match="needs 9 more blocks; 0 of 8 are free and 6 can be"):
-        cache.open(ask("!" * 9))
-    assert snapshot(cache) == before
-    cache.close(seq)
-    cache.check_integrity()
-    serve(cache, "!" * 8)
 
 
 @pytest.mark.parametrize("accounting", ["keys", "tokens"])

@@ -28,14 +28,6 @@ def test_the_last_freed_block_is_allocated_first():
     assert pool.allocate(3) == ids(3, 1, 5)
 
 
-def test_freed_blocks_come_before_unused_ones():
-    """An allocation larger than the number of freed blocks is completed with unused ids."""
-    pool = BlockPool(8)
-    pool.allocate(4)
-    pool.free(ids(2, 0), 2)
-    assert pool.allocate(4) == ids(0, 2, 4, 5)
-
-
 def test_freed_blocks_that_are_not_allocated_keep_their_order():
     """Freed blocks that are not allocated keep their order."""
     pool = BlockPool(8)

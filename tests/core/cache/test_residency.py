@@ -49,11 +49,6 @@ def evictions(seen):
     return [(idle, lifetime, hits, blocks) for (idle, blocks), (lifetime, _), (hits, _) in rows]
 
 
-def test_residency_is_not_collected_by_default():
-    """A cache collects no residency statistics by default."""
-    assert make().tree.residency is None
-
-
 def test_a_hit_has_the_age_of_the_access_before():
     """The age at a hit is the time since the previous access.
 
@@ -162,15 +157,6 @@ def test_evictions_of_blocks_not_requested_again_are_no_thrashing():
     serve(cache, *"abcdefghijklmnopqrs")
     seen.settle()
     assert sum(seen.evicted_blocks.values()) == 15
-    assert not seen.thrashing
-
-
-def test_a_loop_that_fits_does_not_thrash():
-    """A loop that fits into the pool hits from its second round on, and does not thrash."""
-    cache, seen = watched(7)
-    serve(cache, *["ab", "uv", "xy"] * 5)
-    seen.settle()
-    assert seen.age_at_hit.weight == 12
     assert not seen.thrashing
 
 

@@ -53,13 +53,6 @@ def test_shared_blocks_are_hidden_and_stay_pinned():
     )
 
 
-def test_sinks_stay_in_the_table():
-    """The sinks stay in the table, rounded up to whole blocks."""
-    cache = make(retention=Window(tokens=4, sinks=5))
-    seq = start(cache, "abcde")
-    assert table(cache, seq) == [0, 1, 4]
-
-
 def test_a_block_is_dropped_after_all_its_tokens_left_the_window():
     """A block stays in the table as long as one of its tokens is in the window."""
     cache = make(retention=Window(tokens=5))
@@ -210,24 +203,6 @@ def test_a_wrong_range_of_droppable_drops_nothing(ranges):
     with pytest.raises(PolicyError, match=r"retention plugin 'wrong'.* raised .*droppable"):
         cache.commit(seq, 8)
     assert (seq.holes, cache.pool.free_blocks) == ((), 6)
-
-
-def test_one_policy_serves_one_cache():
-    """A retention policy in use by a cache is refused by another one, by name."""
-    window = Window()
-    make(retention=window)
-    with pytest.raises(InputError, match="retention plugin 'window' is in use"):
-        make(retention=window)
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"tokens": 0}, "tokens=0 must be 1 or more"), ({"sinks": -1}, "sinks=-1 must be 0")],
-)
-def test_a_window_checks_its_options(options, reason):
-    """A window of 0 tokens and a negative number of sinks raise InputError."""
-    with pytest.raises(InputError, match=reason):
-        Window(**options)
 
 
 def test_the_trace_has_a_line_for_each_dropped_range():
