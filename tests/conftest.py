@@ -8,6 +8,7 @@ others do not run, and take several times as long while they are measured.
 """
 
 import gc
+import json
 import os
 import signal
 from pathlib import Path
@@ -134,6 +135,19 @@ def unmeasured_processes(monkeypatch):
 def snapshot():
     """Return the kits' function that returns the state of a cache as a value to compare."""
     return pytest.importorskip("kvcore.testing").snapshot
+
+
+@pytest.fixture
+def read_model(tmp_path):
+    """Return a function that reads a model from a config.json with the given fields or text."""
+    from kvcore_plugins.models.huggingface import read_config  # noqa: PLC0415 - for few tests
+
+    def read_model(fields, **options):
+        path = tmp_path / "config.json"
+        path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
+        return read_config(path, **options)
+
+    return read_model
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import json
 
 import pytest
 from helpers.configs import LLAMA_3_8B as LLAMA
+from helpers.model_configs import CONFIGS
 
 from kvcore.errors import InputError
 from kvcore.models.catalogue import find_model
@@ -44,79 +45,67 @@ def by_groups(weights, **more):
     }
 
 
+def gptq(bits=4, group_size=128, **more):
+    """Return a config of GPTQ."""
+    return {"quant_method": "gptq", "bits": bits, "group_size": group_size, **more}
+
+
+def awq(group_size=128, **more):
+    """Return a config of AWQ in 4 bits."""
+    return {"quant_method": "awq", "bits": 4, "group_size": group_size, **more}
+
+
+def fp8(**more):
+    """Return a config of fp8."""
+    return {"quant_method": "fp8", **more}
+
+
+def bnb(bits, **more):
+    """Return a config of bitsandbytes."""
+    return {"quant_method": "bitsandbytes", f"load_in_{bits}bit": True, **more}
+
+
 INT4 = {"num_bits": 4, "strategy": "group", "group_size": 128, "symmetric": True}
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}
+TWO_GROUPS = {
+    "group_0": {"targets": ["Linear"], "weights": FP8 | {"strategy": "tensor"}},
+    "group_1": {"targets": ["re:.*mlp.*"], "weights": {"type": "int"} | INT4},
+}
+GPTQ = 1 / 2 + 2.5 / 128
+"""Bytes of a weight in 4 bits with a scale and a zero for each group of 128."""
+MLP = [["mlp.up_proj", "mlp.gate_proj"], ["mlp.down_proj"]]
+MLP_INPUTS = 2 * 4096 + 14336
 
+# Each row: a config, and the bytes of what it quantises, by hand.
 QUANTISED = {
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 128},
-        LINEAR / 2 + LINEAR / 128 * 2.5 + 4 * INPUTS,
-    ),
-    "gptq, no groups": (
-        {"quant_method": "gptq", "bits": 8, "group_size": -1},
-        LINEAR + 3 * OUTPUTS + 4 * INPUTS,
-    ),
+    "gptq": (gptq(), LINEAR * GPTQ + 4 * INPUTS),
+    "gptq, no groups": (gptq(8, -1), LINEAR + 3 * OUTPUTS + 4 * INPUTS),
     "gptq, output layer": (
-        {"quant_method": "gptq", "bits": 4, "group_size": 128, "lm_head": True},
-        (LINEAR + HEAD) * (1 / 2 + 2.5 / 128) + 4 * (INPUTS + 4096) - 2 * HEAD,
+        gptq(lm_head=True), (LINEAR + HEAD) * GPTQ + 4 * (INPUTS + 4096) - 2 * HEAD,
     ),
     "gptq, mlp alone": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": 128,
-            "modules_in_block_to_quantize": [
-                ["mlp.up_proj", "mlp.gate_proj"],
-                ["mlp.down_proj"],
-            ],
-        },
-        LAYERS * (2 * ATTENTION + 3 * DOWN * (1 / 2 + 2.5 / 128) + 4 * (2 * 4096 + 14336)),
+        gptq(modules_in_block_to_quantize=MLP),
+        LAYERS * (2 * ATTENTION + 3 * DOWN * GPTQ + 4 * MLP_INPUTS),
     ),
     "gptq, dynamic": (
-        {
-            "quant_method": "gptq",
-            "bits": 4,
-            "group_size": 128,
-            "dynamic": {r"-:.*attn.*": {}, r"+:.*\.down_proj": {"bits": 8}},
-        },
-        LAYERS
-        * (
-            2 * ATTENTION
-            + 2 * DOWN * (1 / 2 + 2.5 / 128)
-            + DOWN * (1 + 3 / 128)
-            + 4 * (2 * 4096 + 14336)
-        ),
+        gptq(dynamic={r"-:.*attn.*": {}, r"+:.*\.down_proj": {"bits": 8}}),
+        LAYERS * (2 * ATTENTION + 2 * DOWN * GPTQ + DOWN * (1 + 3 / 128) + 4 * MLP_INPUTS),
     ),
-    "awq": (
-        {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True},
-        LINEAR / 2 + LINEAR / 128 * 2.5,
-    ),
+    "awq": (awq(zero_point=True), LINEAR * GPTQ),
     "awq, a layer kept": (
-        {
-            "quant_method": "awq",
-            "bits": 4,
-            "group_size": 64,
-            "modules_to_not_convert": ["model.layers.3."],
-        },
+        awq(64, modules_to_not_convert=["model.layers.3."]),
         (LINEAR - LAYER) * (1 / 2 + 2.5 / 64) + 2 * LAYER,
     ),
-    "auto-round": (
-        {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True},
-        LINEAR / 2 + LINEAR / 128 * 2.5,
-    ),
+    "auto-round": (gptq() | {"quant_method": "auto-round", "sym": True}, LINEAR * GPTQ),
     "compressed-tensors": (by_groups(INT4), LINEAR / 2 + LINEAR / 128 * 2),
     "compressed-tensors, zeros": (
         by_groups(INT4 | {"symmetric": False, "group_size": 32}),
         LINEAR / 2 + LINEAR / 32 * 2.5,
     ),
     "compressed-tensors, int8": (
-        by_groups({"num_bits": 8, "strategy": "channel"}),
-        LINEAR + 2 * OUTPUTS,
+        by_groups({"num_bits": 8, "strategy": "channel"}), LINEAR + 2 * OUTPUTS,
     ),
-    "compressed-tensors, fp8": (
-        by_groups(FP8 | {"strategy": "channel"}),
-        LINEAR + 4 * OUTPUTS,
-    ),
+    "compressed-tensors, fp8": (by_groups(FP8 | {"strategy": "channel"}), LINEAR + 4 * OUTPUTS),
     "compressed-tensors, fp8 blocks": (
         by_groups(FP8 | {"strategy": "block", "block_structure": [128, 128]}),
         LINEAR + 4 * LINEAR / 128**2,
@@ -126,66 +115,32 @@ QUANTISED = {
         (LINEAR - LAYERS * DOWN) * (1 / 2 + 2 / 128) + 2 * LAYERS * DOWN,
     ),
     "compressed-tensors, nothing ignored": (
-        by_groups(INT4, ignore=[]),
-        (LINEAR + HEAD) * (1 / 2 + 2 / 128) - 2 * HEAD,
+        by_groups(INT4, ignore=[]), (LINEAR + HEAD) * (1 / 2 + 2 / 128) - 2 * HEAD,
     ),
     "compressed-tensors, two groups": (
-        by_groups(
-            {},
-            config_groups={
-                "group_0": {"targets": ["Linear"], "weights": FP8 | {"strategy": "tensor"}},
-                "group_1": {"targets": ["re:.*mlp.*"], "weights": {"type": "int"} | INT4},
-            },
-        ),
+        by_groups({}, config_groups=TWO_GROUPS),
         LAYERS * (ATTENTION + 4 * 4 + 3 * DOWN * (1 / 2 + 2 / 128)),
     ),
-    "fp8 blocks": (
-        {"quant_method": "fp8", "weight_block_size": [128, 128]},
-        LINEAR + 4 * LINEAR / 128**2,
-    ),
+    "fp8 blocks": (fp8(weight_block_size=[128, 128]), LINEAR + 4 * LINEAR / 128**2),
     "fp8, excluded": (
-        {
-            "quant_method": "fp8",
-            "modules_to_not_convert": ["lm_head", "model.layers.0", "model.layers.31.mlp"],
-        },
+        fp8(modules_to_not_convert=["lm_head", "model.layers.0", "model.layers.31.mlp"]),
         LINEAR + LAYER + 3 * DOWN + 4 * (7 * 30 + 4),
     ),
     "fp8, ignored layers": (
-        {
-            "quant_method": "fp8",
-            "ignored_layers": [f"model.layers.{n}.self_attn.qkv_proj" for n in range(LAYERS)],
-        },
+        fp8(ignored_layers=[f"model.layers.{n}.self_attn.qkv_proj" for n in range(LAYERS)]),
         LINEAR + LAYERS * 4096 * 6144 + 4 * 4 * LAYERS,
     ),
     "fbgemm": (
-        {
-            "quant_method": "fbgemm_fp8",
-            "modules_to_not_convert": ["lm_head", "self_attn"],
-        },
+        {"quant_method": "fbgemm_fp8", "modules_to_not_convert": ["lm_head", "self_attn"]},
         LAYERS * (3 * DOWN + 2 * ATTENTION + 4 * (2 * 14336 + 4096)),
     ),
-    "bitsandbytes": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        LINEAR / 2 + LINEAR / 64 * 4,
-    ),
+    "bitsandbytes": (bnb(4), LINEAR / 2 + LINEAR / 64 * 4),
     "bitsandbytes, scales quantised": (
-        {
-            "quant_method": "bitsandbytes",
-            "load_in_4bit": True,
-            "bnb_4bit_use_double_quant": True,
-        },
-        LINEAR / 2 + LINEAR / 64 * (1 + 4 / 256),
+        bnb(4, bnb_4bit_use_double_quant=True), LINEAR / 2 + LINEAR / 64 * (1 + 4 / 256),
     ),
-    "bitsandbytes, 8 bits": (
-        {"quant_method": "bitsandbytes", "load_in_8bit": True},
-        LINEAR + 4 * OUTPUTS,
-    ),
+    "bitsandbytes, 8 bits": (bnb(8), LINEAR + 4 * OUTPUTS),
     "bitsandbytes, skipped": (
-        {
-            "quant_method": "bitsandbytes",
-            "load_in_8bit": True,
-            "llm_int8_skip_modules": ["lm_head", "o_proj"],
-        },
+        bnb(8, llm_int8_skip_modules=["lm_head", "o_proj"]),
         LINEAR + LAYERS * 4096**2 + 4 * (OUTPUTS - LAYERS * 4096),
     ),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8"}, LINEAR + 4 * 7 * LAYERS),
@@ -193,34 +148,22 @@ QUANTISED = {
         {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
         LINEAR / 2 + LINEAR / 16,
     ),
-}
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Return a function that reads a config with the given fields."""
-
-    def read(fields):
-        path = tmp_path / "config.json"
-        path.write_text(json.dumps(fields))
-        return read_config(path)
-
-    return read
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("config", "quantised"), QUANTISED.values(), ids=QUANTISED)
-def test_weights_have_their_scales_and_what_is_not_quantised(read, config, quantised):
+def test_weights_have_their_scales_and_what_is_not_quantised(read_model, config, quantised):
     """Quantised matrices take codes and scales; all else takes two bytes a number."""
-    model = read(LLAMA | {"quantization_config": config})
+    model = read_model(LLAMA | {"quantization_config": config})
     assert model.weight_bytes == KEPT + quantised
     assert model.parameters == 8_030_261_248
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(16, "nvfp4"), (32, "mxfp4")])
-def test_weights_in_fp4_are_told_apart_by_their_scales(read, group, dtype):
+def test_weights_in_fp4_are_told_apart_by_their_scales(read_model, group, dtype):
     """Groups of 16 weights in fp4 are NVFP4, of 32 MXFP4; both have scales of 8 bits."""
     weights = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": group}
-    model = read(LLAMA | {"quantization_config": by_groups(weights)})
+    model = read_model(LLAMA | {"quantization_config": by_groups(weights)})
     assert model.dtype == dtype
     assert model.weight_bytes == KEPT + LINEAR / 2 + LINEAR / group
 
@@ -234,90 +177,35 @@ def test_weights_in_fp4_are_told_apart_by_their_scales(read, group, dtype):
         ("bitsandbytes, scales quantised", 5.7),
     ],
 )
-def test_weights_are_the_size_of_published_checkpoints(read, config, gigabytes):
+def test_weights_are_the_size_of_published_checkpoints(read_model, config, gigabytes):
     """Llama 3 8B takes as many bytes as its published quantised checkpoints."""
-    model = read(LLAMA | {"quantization_config": QUANTISED[config][0]})
+    model = read_model(LLAMA | {"quantization_config": QUANTISED[config][0]})
     assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, abs=0.005)
 
 
-KIMI_K2 = {
-    "model_type": "kimi_k2",
-    "num_hidden_layers": 61,
-    "hidden_size": 7168,
-    "num_attention_heads": 64,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 18432,
-    "moe_intermediate_size": 2048,
-    "n_routed_experts": 384,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 8,
-    "first_k_dense_replace": 1,
-    "vocab_size": 163840,
-    "torch_dtype": "bfloat16",
-}
-QWEN_3_MOE = LLAMA | {
-    "model_type": "qwen3_moe",
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "hidden_size": 2048,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
-MIXTRAL = LLAMA | {
-    "model_type": "mixtral",
-    "vocab_size": 32000,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
+KIMI_IGNORE = [
+    *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+]
+EXPERTS = {
+    "kimi-k2": (by_groups(INT4 | {"group_size": 32}, ignore=KIMI_IGNORE), 594.2),
+    "qwen3-30b-a3b": (
+        fp8(
+            weight_block_size=[128, 128],
+            modules_to_not_convert=["lm_head", "model.layers.0.mlp.gate"],
+        ),
+        31.17,
+    ),
+    "mixtral-8x7b": (awq(modules_to_not_convert=["gate"]), 24.65),
 }
 
 
-@pytest.mark.parametrize(
-    ("model", "config", "gigabytes"),
-    [
-        (
-            KIMI_K2,
-            by_groups(
-                INT4 | {"group_size": 32},
-                ignore=[
-                    *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
-                    r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
-                ],
-            ),
-            594.2,
-        ),
-        (
-            QWEN_3_MOE,
-            {
-                "quant_method": "fp8",
-                "weight_block_size": [128, 128],
-                "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate"],
-            },
-            31.17,
-        ),
-        (
-            MIXTRAL,
-            {
-                "quant_method": "awq",
-                "bits": 4,
-                "group_size": 128,
-                "modules_to_not_convert": ["gate"],
-            },
-            24.65,
-        ),
-    ],
-    ids=["kimi-k2-thinking", "qwen3-30b-a3b-fp8", "mixtral-8x7b-awq"],
-)
-def test_experts_are_the_size_of_published_checkpoints(read, model, config, gigabytes):
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_the_size_of_published_checkpoints(read_model, name):
     """Models with quantised experts take as many bytes as their published checkpoints."""
-    size = read(model | {"quantization_config": config}).weight_bytes
-    assert size / 1e9 == pytest.approx(gigabytes, abs=0.01)
+    config, gigabytes = EXPERTS[name]
+    model = read_model(CONFIGS[name] | {"quantization_config": config})
+    assert model.weight_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -328,23 +216,23 @@ def test_gpt_oss_is_the_size_of_its_checkpoint(name, size):
     assert find_model(name).weight_bytes == size
 
 
-def test_fp16_is_kept_where_the_file_has_it(read):
+def test_fp16_is_kept_where_the_file_has_it(read_model):
     """Weights that are not quantised have the dtype of the file; the label is that of most."""
     config = LLAMA | {"torch_dtype": "float32", "quantization_config": QUANTISED["awq"][0]}
-    model = read(config)
+    model = read_model(config)
     assert model.dtype == "int4"
     assert model.weight_bytes == 2 * KEPT + QUANTISED["awq"][1]
 
 
-def test_weights_in_another_format_have_no_scales(read):
+def test_weights_in_another_format_have_no_scales(read_model):
     """A format that is given holds for all weights, without scales."""
-    model = read(LLAMA | {"quantization_config": QUANTISED["gptq"][0]})
+    model = read_model(LLAMA | {"quantization_config": QUANTISED["gptq"][0]})
     assert model.with_weights("fp8").weight_bytes == model.parameters
 
 
-def test_experts_are_quantised_apart_from_all_else(read):
+def test_experts_are_quantised_apart_from_all_else(read_model):
     """Routers and excluded attention stay in bf16, experts and shared experts do not."""
-    fields = {
+    fields = LLAMA | {
         "model_type": "deepseek_v3",
         "num_hidden_layers": 3,
         "num_attention_heads": 2,
@@ -352,7 +240,6 @@ def test_experts_are_quantised_apart_from_all_else(read):
         "intermediate_size": 256,
         "moe_intermediate_size": 384,
         "vocab_size": 10,
-        "torch_dtype": "bfloat16",
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "num_experts_per_tok": 2,
@@ -361,11 +248,9 @@ def test_experts_are_quantised_apart_from_all_else(read):
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 64,
         "v_head_dim": 64,
-        "quantization_config": {
-            "quant_method": "fp8",
-            "weight_block_size": [128, 128],
-            "modules_to_not_convert": ["self_attn"],
-        },
+        "quantization_config": fp8(
+            weight_block_size=[128, 128], modules_to_not_convert=["self_attn"]
+        ),
     }
     # 128 x 256 numbers of a key and a query, 192 of the latent, and so on, by hand.
     attention = 128 * 256 + 128 * 192 + 128 * 256 + 128 * 128
@@ -373,7 +258,7 @@ def test_experts_are_quantised_apart_from_all_else(read):
     router = 2 * (128 * 4 + 4)
     kept = 2 * (2 * 10 * 128 + 3 * attention + norms + router)
     dense, expert = 3 * 128 * 256, 3 * 128 * 384
-    model = read(fields)
+    model = read_model(fields)
     assert model.expert_bytes == 2 * 4 * (expert + 4 * expert // 128**2)
     shared = dense + 2 * expert
     assert model.shared_bytes == kept + shared + 4 * shared // 128**2
@@ -392,7 +277,7 @@ def test_model_opt_may_say_in_a_file_of_its_own_how_it_quantised(tmp_path):
     assert read_config(path).dtype == "fp8"
 
 
-def test_mixed_precision_is_read_module_by_module(read):
+def test_mixed_precision_is_read_module_by_module(read_model):
     """Modules that `quantized_layers` names have the format that it names, others have none."""
     said = {
         "quant_algo": "MIXED_PRECISION",
@@ -401,8 +286,8 @@ def test_mixed_precision_is_read_module_by_module(read):
             "model.layers.1.mlp": {"quant_algo": "NVFP4", "group_size": 16},
         },
     }
-    plain = read(LLAMA)
-    model = read(LLAMA | {"quantization_config": {"quant_method": "modelopt", **said}})
+    plain = read_model(LLAMA)
+    model = read_model(LLAMA | {"quantization_config": {"quant_method": "modelopt", **said}})
     one = 4096 * 14336
     # One matrix in bytes with a scale, three in halves of bytes with one for each 16 numbers.
     saved = one * 1 - 4 + 3 * (2 * one - one // 2 - one // 16)
@@ -426,10 +311,10 @@ def test_mixed_precision_is_read_module_by_module(read):
         ({"quant_method": "fp8", "weight_block_size": "128"}, "cannot be read"),
     ],
 )
-def test_what_cannot_be_read_is_refused(read, config, problem):
+def test_what_cannot_be_read_is_refused(read_model, config, problem):
     """A quantisation that cannot be read is refused, with what to give instead."""
     with pytest.raises(
         InputError, match=r"quantization_config.*give --weights-dtype"
     ) as caught:
-        read(LLAMA | {"quantization_config": config})
+        read_model(LLAMA | {"quantization_config": config})
     assert problem in str(caught.value)

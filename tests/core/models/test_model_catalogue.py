@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from datetime import date
 
@@ -14,19 +13,6 @@ from kvcore.errors import InputError
 from kvcore.models.catalogue import DEVICES, find_device, find_model, load_model
 from kvcore.models.layers import CACHE_KINDS
 from kvcore.models.released import MODELS, SOURCES
-from kvcore_plugins.models.huggingface import read_config
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Return a function that reads a config from a file with the given fields."""
-
-    def read(fields, **options):
-        path = tmp_path / "config.json"
-        path.write_text(fields if isinstance(fields, str) else json.dumps(fields))
-        return read_config(path, **options)
-
-    return read
 
 
 def test_every_model_of_the_catalogue_has_a_config():
@@ -49,9 +35,9 @@ def test_the_catalogue_has_models_of_each_way_of_keeping_a_sequence():
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read, name):
+def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read_model, name):
     """The published config of a model gives its entry in the catalogue."""
-    model, row = read(CONFIGS[name]), find_model(name)
+    model, row = read_model(CONFIGS[name]), find_model(name)
     assert model.positions in (0, row.positions)
     assert attrs.evolve(model, name=name, positions=row.positions) == row
 
@@ -67,9 +53,11 @@ def test_the_config_of_a_model_gives_its_row_of_the_catalogue(read, name):
         ("gpt-oss-120b", 116.83),
     ],
 )
-def test_parameters_are_the_published_number(read, name, billions):
+def test_parameters_are_the_published_number(read_model, name, billions):
     """The number of parameters computed from a config is the published one."""
-    assert round(read(CONFIGS[name]).parameters / 1e9, 2) == pytest.approx(billions, abs=0.005)
+    assert round(read_model(CONFIGS[name]).parameters / 1e9, 2) == pytest.approx(
+        billions, abs=0.005
+    )
 
 
 def test_active_parameters_are_the_published_number():
